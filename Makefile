@@ -1,0 +1,49 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both make the virtual environment they need.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+EXTRAS ?= dev
+
+.PHONY: help demo test test-all lint bench clean
+
+help:               ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+$(VENV)/ready-core: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+# torch first and alone: the pinned build is the CPU one, a range would pull the CUDA wheels.
+$(VENV)/ready-dev: $(VENV)/ready-core
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	touch $@
+
+demo: $(VENV)/ready-core          ## plan the bundled example models
+	$(BIN)/kvweave demo
+
+test: $(VENV)/ready-dev           ## lint, types, and all fast tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not slow"
+
+test-all: $(VENV)/ready-dev       ## everything, the slow and outside ones too
+	$(BIN)/pytest
+
+lint: $(VENV)/ready-dev           ## ruff and mypy, fixing what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/mypy
+
+bench: $(VENV)/ready-dev          ## list the claims; `make bench NAME=padding` runs one
+ifdef NAME
+	$(BIN)/python bench/$(NAME).py
+else
+	@for f in bench/*.py; do printf '%-24s %s\n' "$$(basename $$f .py)" "$$(sed -n '1s/"""//gp' $$f)"; done
+endif
+
+clean:              ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,24 @@
+"""WHAT a layer keeps: roles, reaches, layer caches, models; JSON in and out."""
+
+from kvweave.spec.dtypes import DType
+from kvweave.spec.model import Layer, LayerCache, ModelSpec, Read
+from kvweave.spec.reach import Chunk, Full, Reach, SinkWindow, State, Window, register_reach
+from kvweave.spec.role import Part, Role, Segment
+
+__all__ = [
+    "Chunk",
+    "DType",
+    "Full",
+    "Layer",
+    "LayerCache",
+    "ModelSpec",
+    "Part",
+    "Reach",
+    "Read",
+    "Role",
+    "Segment",
+    "SinkWindow",
+    "State",
+    "Window",
+    "register_reach",
+]

@@ -1,0 +1,37 @@
+"""Bytes as people write them: "80GiB", "512 MB", 1024."""
+
+from __future__ import annotations
+
+import re
+
+from kvweave.errors import PlanError
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}{suffix}": 1024**power for power, letter in enumerate("kmgt", 1) for suffix in ("ib", "i", "")}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
+
+
+def parse_bytes(size: int | str) -> int:
+    """`"80GiB"` -> 85899345920. GiB, G are powers of 1024, GB is a power of 1000."""
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise PlanError(f"memory must be bytes or text such as '80GiB', not {size!r}")
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", size)
+        if match is None or match[2].lower() not in _UNITS:
+            raise PlanError(f"cannot read {size!r} as a size; write for example 80GiB, 512MiB or 1000000")
+        size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size <= 0:
+        raise PlanError(f"memory must be more than 0 bytes, got {size}")
+    return size
+
+
+def format_bytes(num_bytes: float) -> str:
+    """1536 -> "1.50 KiB"; exact below 1 KiB."""
+    size = float(num_bytes)
+    if abs(size) < 1024:
+        return f"{size:,.6g} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if abs(size) < 1024:
+            return f"{size:,.2f} {unit}"
+    return f"{size / 1024:,.2f} TiB"
