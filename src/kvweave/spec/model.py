@@ -42,12 +42,13 @@ class LayerCache:
             raise SpecError(f"{where}: roles named twice: {', '.join(sorted(twice))}")
         for role in self.roles:
             self._check_role(role, where)
-        for name in ("kernel_tokens", "block_tokens"):
-            value = getattr(self, name)
-            if value is not None and (value < 1 or value % self.unit_tokens):
-                raise SpecError(
-                    f"{where}: {name} {value} is no multiple of {self.unit_tokens}, the tokens its rows and kernel need"
-                )
+        if self.kernel_tokens < 1:
+            raise SpecError(f"{where}: kernel_tokens must be at least 1, got {self.kernel_tokens}")
+        if self.block_tokens is not None and (self.block_tokens < 1 or self.block_tokens % self.unit_tokens):
+            raise SpecError(
+                f"{where}: block_tokens {self.block_tokens} is no multiple of {self.unit_tokens},"
+                " the tokens that its rows and kernel need"
+            )
 
     def _check_role(self, role: Role, where: str) -> None:
         if not self.reach.per_token and role.tokens_per_row != 1:

@@ -1,0 +1,180 @@
+"""A config.json as fields: nested, renamed, null, missing or differing by layer, and still one question away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvweave.errors import ConfigError
+
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
+"""Where multimodal configs keep the language model."""
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
+    "hidden_size": ("n_embd", "d_model", "embed_dim", "dim"),
+    "num_attention_heads": (
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "decoder_attention_heads",
+        "attention_heads",
+        "num_decoder_attention_heads",
+    ),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"),
+    "head_dim": ("attention_head_dim", "dim_head", "kv_channels"),
+    "sliding_window": ("sliding_window_size", "attention_window_size"),
+    "max_position_embeddings": ("model_max_length", "n_positions", "max_sequence_length", "seq_length", "max_seq_len"),
+    "dtype": ("torch_dtype",),
+    "num_draft_layers": ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),
+    # Mamba: one idea, four spellings
+    "mamba_heads": ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"),
+    "mamba_head_dim": ("mamba_d_head", "mamba_headdim", "head_dim"),
+    "mamba_groups": ("mamba_n_groups", "mamba_ngroups", "n_groups"),
+    "mamba_state": ("mamba_d_state", "ssm_state_size", "state_size"),
+    "mamba_conv": ("mamba_d_conv", "conv_kernel"),
+    "mamba_expand": ("expand",),
+    # KDA and gated delta nets
+    "linear_num_heads": ("linear_attn_config.num_heads", "num_kv_heads_for_linear_attn", "num_attention_heads"),
+    "linear_head_dim": ("linear_attn_config.head_dim", "head_dim"),
+    "linear_conv_kernel_dim": ("linear_attn_config.short_conv_kernel_size", "short_conv_kernel_size"),
+    "index_head_dim": ("indexer_head_dim", "sparse_attention_config.sparse_index_dim"),
+    "layer_types": ("layers_block_type",),
+}
+"""Other names of a field, in the order they are tried. A dot goes into a nested object."""
+
+RESOLVED = "kvweave_resolved"
+"""Set for config objects: their class has worked on the fields already (halved a window, say)."""
+
+
+@lru_cache(maxsize=1)
+def class_defaults() -> dict[str, dict[str, Any]]:
+    """What transformers' config classes assume when a config.json leaves a field out, by model_type."""
+    return json.loads((files(__package__) / "defaults.json").read_text())  # type: ignore[no-any-return]
+
+
+def load(source: object) -> dict[str, Any]:
+    """The raw config of a path (file or model directory), a mapping, or a transformers config object."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    if hasattr(source, "to_dict"):
+        return {**source.to_dict(), RESOLVED: True}
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"expected a path, a dict or a transformers config, got {type(source).__name__}")
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds a JSON {type(data).__name__}, not an object")
+    return data
+
+
+def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes the language model; what the inner part leaves out, the outer may say."""
+    for name in NESTED:
+        inner = config.get(name)
+        if isinstance(inner, Mapping) and inner:
+            outer = {key: config.get(key) for key in ("model_type", "dtype", "torch_dtype", "architectures", RESOLVED)}
+            return language_model({**outer, **{key: value for key, value in inner.items() if value is not None}})
+    return dict(config)
+
+
+class Fields:
+    """Answers for one config, or for one layer of it. Remembers in `notes` what it had to assume."""
+
+    def __init__(self, config: Mapping[str, Any], notes: list[str], defaults: Mapping[str, Any] | None = None) -> None:
+        self.config = config
+        self.notes = notes
+        self.model_type = str(config.get("model_type", ""))
+        self.resolved = bool(config.get(RESOLVED))
+        self.known = self.model_type in class_defaults()
+        self.defaults = class_defaults().get(self.model_type, {}) if defaults is None else defaults
+
+    def layer(self, index: int) -> Fields:
+        """The fields as layer `index` sees them: its `per_layer_config` entry, and its place in per-layer lists."""
+        overrides = self.config.get("per_layer_config") or {}
+        own = overrides.get(str(index), overrides.get(index)) if isinstance(overrides, Mapping) else overrides[index]
+        lists = {name: value[index] for name in _PER_LAYER if isinstance(value := self.config.get(name), list)}
+        return Fields({**self.config, **lists, **(own or {})}, self.notes, self.defaults)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field or an alias of it, as the config says; else as its class assumes; else `default`."""
+        value = self._find(self.config, name)
+        if value is None and not self._is_null(name):
+            value = self._find(self.defaults, name)
+        return default if value is None else value
+
+    def _find(self, source: Mapping[str, Any], name: str) -> Any:
+        values = (_dig(source, candidate) for candidate in (name, *ALIASES.get(name, ())))
+        return next((value for value in values if value is not None), None)
+
+    def _is_null(self, name: str) -> bool:
+        """Written as null: the model derives it from other fields, whatever the class assumes."""
+        return any(candidate in self.config for candidate in (name, *ALIASES.get(name, ())))
+
+    def has(self, name: str) -> bool:
+        return self.get(name) is not None
+
+    def int(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            if value is None:
+                raise ConfigError(f"{self._who}: {self._missing(name)}")
+            raise ConfigError(f"{self._who}: {name} must be a whole number, got {value!r}")
+        if value < 0:
+            raise ConfigError(f"{self._who}: {name} must not be negative, got {value}")
+        if self._find(self.config, name) is None and default is None:
+            self._note(f"{name} = {value} is the default of {self.model_type}; config.json leaves it out")
+        return value
+
+    def require(self, *names: str) -> None:
+        """All that is missing, in one error."""
+        if missing := [name for name in names if not self.has(name)]:
+            raise ConfigError(f"{self._who}: {'; '.join(map(self._missing, missing))}")
+
+    @property
+    def num_layers(self) -> int:
+        """As the config says; else as many as it names kinds for."""
+        named = self._find(self.config, "layer_types")
+        if named is not None and self._find(self.config, "num_hidden_layers") is None:
+            return len(named)
+        return self.int("num_hidden_layers")
+
+    @property
+    def _who(self) -> str:
+        return f"config of model_type {self.model_type!r}" if self.model_type else "config without a model_type"
+
+    @staticmethod
+    def _missing(name: str) -> str:
+        others = ALIASES.get(name, ())
+        return f"{name} is missing" + (f" (or {', '.join(others)})" if others else "")
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+_PER_LAYER = ("num_key_value_heads", "num_kv_heads", "sliding_window", "head_dim")
+"""Fields that some configs give as a list, one entry a layer."""
+
+
+def _dig(source: Mapping[str, Any], path: str) -> Any:
+    value: Any = source
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def as_list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConfigError(f"{what} must be a list, got {value!r}")
+    return list(value)

@@ -1,0 +1,108 @@
+"""The reader: kinds by `patterns`, caches by `kinds`, then sharing, tags and drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvweave.errors import ConfigError
+from kvweave.spec.dtypes import DType
+from kvweave.spec.hf.fields import Fields, language_model, load
+from kvweave.spec.hf.keep import Keep, Store
+from kvweave.spec.hf.kinds import Caches, build_layer
+from kvweave.spec.hf.patterns import FULL, layer_kinds
+from kvweave.spec.model import Layer, LayerCache, ModelSpec, Read
+
+
+def from_config(
+    source: object, *, dtype: str = "auto", store: Store = "engine", draft_layers: bool = False
+) -> ModelSpec:
+    """What the layers of a model keep, read from its config.
+
+    `source` is a config.json or a directory with one, a dict, or a transformers config object. `dtype` is what keys
+    and values are kept in: "auto" (the model's), a float type, or a quantised one such as "fp8". `store` chooses the
+    conventions: those of serving engines, or of transformers' own caches. `draft_layers` adds the MTP layers that
+    come with the checkpoint. What was assumed is in the spec's `notes`.
+    """
+    notes: list[str] = []
+    fields = Fields(language_model(load(source)), notes)
+    if not fields.known:
+        fields.require("num_hidden_layers", *([] if fields.has("kv_lora_rank") else ["num_attention_heads"]))
+        notes.append(f"model_type {fields.model_type!r} is not known here: planned by the general rule")
+    keep = Keep.parse(dtype, _model_dtype(fields), store)
+    kinds, num_layers = _kinds(fields, draft_layers)
+    caches = [build_layer(kind, fields.layer(i), keep, i) for i, kind in enumerate(kinds)]
+    layers = [Layer(own, draft=i >= num_layers) for i, own in enumerate(_with_tags(caches))]
+    layers = _shared(fields, kinds, layers)
+    max_tokens = fields.get("max_position_embeddings")
+    return ModelSpec(
+        model_type=fields.model_type,
+        layers=tuple(layers),
+        max_tokens=max_tokens if isinstance(max_tokens, int) else None,
+        notes=tuple(notes),
+    )
+
+
+def _model_dtype(fields: Fields) -> DType:
+    named = fields.config.get("dtype") or fields.config.get("torch_dtype")
+    if named is None:
+        fields.notes.append("config.json names no dtype: bfloat16 is assumed")
+        return DType.BFLOAT16
+    return DType.parse(named)
+
+
+def _kinds(fields: Fields, draft_layers: bool) -> tuple[list[str], int]:
+    """The kinds of all layers, the model's first, and how many are the model's.
+
+    A list may go on with the kinds of draft layers; where it does not, they are taken to be full attention.
+    """
+    kinds = layer_kinds(fields)
+    num_layers = len(kinds) if fields.model_type == "nemotron_h" else fields.num_layers
+    if fields.model_type == "longcat_flash":  # two attention blocks, and so two caches, a layer
+        num_layers *= 1 if "num_hidden_layers" in fields.config else 2
+        kinds = [FULL] * num_layers
+    if len(kinds) < num_layers:
+        raise ConfigError(f"{fields.model_type}: {len(kinds)} layer types for {num_layers} layers")
+    num_drafts = fields.int("num_draft_layers", 0) if draft_layers else 0
+    tail = kinds[num_layers : num_layers + num_drafts]
+    default = next((kind for kind in reversed(kinds[:num_layers]) if "linear" not in kind), FULL)
+    return [*kinds[:num_layers], *tail, *[default] * (num_drafts - len(tail))], num_layers
+
+
+def _with_tags(layers: list[Caches]) -> list[Caches]:
+    """Equal caches share a tag; the second layout that claims a tag gets a number: full, full.2, ..."""
+    taken: dict[str, list[LayerCache]] = {}
+
+    def tagged(cache: LayerCache) -> LayerCache:
+        seen = taken.setdefault(cache.tag, [])
+        if cache not in seen:
+            seen.append(cache)
+        number = seen.index(cache) + 1
+        return cache if number == 1 else replace(cache, tag=f"{cache.tag}.{number}")
+
+    return [tuple(map(tagged, caches)) for caches in layers]
+
+
+def _shared(fields: Fields, kinds: list[str], layers: list[Layer]) -> list[Layer]:
+    """Layers that read another's cache lose their own, of the tags they read."""
+    sources = _sources(fields, kinds)
+    for index, source in sources.items():
+        reads = tuple(Read(source, cache.tag) for cache in layers[source].caches if cache.tag != "indexer")
+        tags = {read.tag for read in reads}
+        kept = tuple(cache for cache in layers[index].caches if cache.tag not in tags)
+        layers[index] = replace(layers[index], caches=kept, reads=reads)
+    return layers
+
+
+def _sources(fields: Fields, kinds: list[str]) -> dict[int, int]:
+    """Which layers read which: by position, as Gemma-3n, Hunyuan and Mistral Large 4 have it."""
+    num_layers = fields.num_layers
+    if num_shared := fields.get("num_kv_shared_layers"):
+        own = num_layers - num_shared
+        last = {kind: index for index, kind in enumerate(kinds[:own])}
+        return {index: last[kinds[index]] for index in range(own, num_layers)}
+    if fields.get("use_cla"):
+        factor = fields.int("cla_share_factor")
+        return {index: index - index % factor for index in range(num_layers) if index % factor}
+    if given := fields.get("kv_source_layers"):
+        return {index: source for index, source in enumerate(given) if source is not None and source != index}
+    return {}
