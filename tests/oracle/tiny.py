@@ -6,6 +6,7 @@ off the cache object that the model filled. A name is a model type (`gemma2`) or
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -78,6 +79,7 @@ SHRINK: dict[str, Any] = {
     "bos_token_id": 1,
     "decoder_start_token_id": 1,
     "eos_token_id": 2,
+    "dtype": "bfloat16",
     "head_dim": 24,
     "local_attention": 16,
     "kv_lora_rank": 32,
@@ -101,21 +103,24 @@ SHRINK: dict[str, Any] = {
     "depth": 2,
     "out_hidden_size": 64,
     "projection_intermediate_size": 48,
+    "projector_hidden_size": 48,
     "moe_hidden_size": 56,
     "cca_time0": 3,
 }
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+_SLIDING = {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
 
 # What the general rule cannot know, by the model type of the (sub-)config. Lists of layer kinds name every kind twice.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 6, "attn_layer_indices": [2, 5], "mamba_d_head": 16},
     "bailing_hybrid": {"head_dim": 10, "layer_group_size": 3, "short_conv_kernel_size": 5},
     "beam": {"num_hidden_layers": 12},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "cpmant": {"dim_head": 24, "prompt_length": 3, "prompt_types": 3, "segment_types": 3},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v4": {
+        "num_key_value_heads": 1,
         "num_hidden_layers": 6,
         "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] * 2,
     },
@@ -126,10 +131,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"num_hidden_layers": 12, "global_head_dim": 40, "num_global_key_value_heads": 1},
     "glm_moe_dsa": {"num_hidden_layers": 8, "indexer_types": ["full", "full", "full", "shared"] * 2},
     "glm5_next_text": {
-        "num_hidden_layers": 16,
+        "num_hidden_layers": 8,
+        "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"] * 2,
+        "indexer_types": ["full", "full", "shared", "full"] * 2,
         "qk_rope_head_dim": 0,
         "index_kpool": 4,
-        "indexer_types": (["full"] * 8 + ["shared"] * 8),
     },
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {
@@ -178,12 +184,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "shape_embed_dim": 8,
         "shape_vocab_size": 96,
     },
-    "step3p5": {
-        "num_hidden_layers": 4,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "sliding_window": 8,
-        "num_sliding_attention_heads": 8,
-    },
+    "step3p5": _SLIDING | {"sliding_window": 8, "num_sliding_attention_heads": 8},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2},
     "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2},
@@ -198,9 +199,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4": {"vision_config": None, "audio_config": None},
     "gemma4_unified": {"vision_config": None, "audio_config": None},
 }
-
-_SLIDING = {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "cohere_compass_text:sliding": _SLIDING
@@ -269,7 +267,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 NAMES: tuple[str, ...] = (*(family for family in FAMILIES if family not in EXCLUDED), *MORE, *VARIANTS)
 
 CLASSES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-CLASSES |= {"gemma3n": CLASSES["gemma3n_text"]}  # its vision tower needs timm; the text decoder is the same
+STAND_INS = {"gemma3n": "Gemma3nForCausalLM"}  # its vision tower needs timm; the text decoder is the same
 
 # The forwards that do not take one row of ids: musicgen reads one row per codebook.
 ROWS = {"musicgen": 4, "musicgen_melody": 4}
@@ -299,8 +297,9 @@ class Seen(NamedTuple):
 
 def tiny_config(name: str) -> PreTrainedConfig:
     """The family's config with as few layers as show each of its layer kinds twice."""
-    config_class = CONFIG_MAPPING[name.partition(":")[0]]
-    given = VARIANTS.get(name, {})
+    model_type = name.partition(":")[0]
+    config_class = CONFIG_MAPPING[model_type]
+    given = VARIANTS.get(name, {}) | {"architectures": [CLASSES[model_type]]}
     kinds = set(_kinds(_shrink(config_class, 24, given)))
     for count in range(4, 25):
         config = _shrink(config_class, count, given)
@@ -324,20 +323,20 @@ def _shrink(config_class: Any, layers: int, given: dict[str, Any]) -> PreTrained
     wanted = {name: value for name, value in wanted.items() if name in defaults}
     if "is_decoder" in defaults:
         wanted |= {"is_decoder": True, "is_encoder_decoder": False}
-    given = OVERRIDES.get(config_class.model_type, {}) | given
+    given = copy.deepcopy(OVERRIDES.get(config_class.model_type, {}) | given)  # configs edit what they are given
     for name, sub_class in config_class.sub_configs.items():
         if given.get(name, {}) is not None:
-            if sub_class is AutoConfig:
-                sub_class = CONFIG_MAPPING[config_class.sub_configs_defaults[name].model_type]
-            given = given | {name: _shrink(sub_class, layers, given.get(name, {}))}
+            auto = sub_class is AutoConfig
+            actual = CONFIG_MAPPING[config_class.sub_configs_defaults[name].model_type] if auto else sub_class
+            given = given | {name: _shrink(actual, layers, given.get(name, {}))}
     config: PreTrainedConfig = config_class(**wanted | given)
     return config
 
 
 def tiny_model(name: str) -> PreTrainedModel:
     """The model in bfloat16, so that a float32 state shows; its weights are random but always the same."""
-    model_class = getattr(transformers, CLASSES[name.partition(":")[0]])
     config = tiny_config(name)
+    model_class = getattr(transformers, STAND_INS.get(name, CLASSES[name.partition(":")[0]]))
     if not isinstance(config, model_class.config_class):
         config = config.get_text_config(decoder=True)
     torch.manual_seed(0)
@@ -354,47 +353,58 @@ def prefill(name: str, model: Any, length: int) -> Any:
     """The cache after one forward over `length` tokens."""
     given = _fresh_cache(model, length)
     out = model(input_ids=tokens(name, length), use_cache=True, **given)
-    return out.get("past_key_values") or out.get("cache_params") or next(iter(given.values()))
+    return out.get("past_key_values") or next(iter(given.values()))
 
 
 @torch.no_grad()
 def decode(name: str, model: Any, length: int, steps: int = 3) -> Any:
-    """The cache of `length` tokens when the last `steps` came one by one, out of generate()."""
+    """The cache of `length` tokens when the last `steps` came one by one."""
+    if name in ROWS:  # its generate() starts from no prompt
+        cache = prefill(name, model, length - steps)
+        for index in range(length - steps, length):
+            model(input_ids=tokens(name, length)[:, index : index + 1], use_cache=True, past_key_values=cache)
+        return cache
     given = _fresh_cache(model, length)
-    how = GenerationConfig(max_new_tokens=steps + 1, min_new_tokens=steps + 1, do_sample=False, pad_token_id=0, decoder_start_token_id=1, num_return_sequences=1)
-    out = model.generate(
-        tokens(name, length - steps), generation_config=how, return_dict_in_generate=True, use_cache=True, **given
-    )
+    how = {"max_new_tokens": steps + 1, "min_new_tokens": steps + 1, "do_sample": False, "pad_token_id": 0}
+    out = model.generate(tokens(name, length - steps), return_dict_in_generate=True, use_cache=True, **how, **given)
     return out.get("past_key_values") or next(iter(given.values()))
 
 
 def _fresh_cache(model: Any, length: int) -> dict[str, Any]:
     """The cache argument exactly as generate() would make it; empty for a model that makes its own."""
     given: dict[str, Any] = {}
-    model._prepare_cache_for_generation(GenerationConfig(use_cache=True), given, GenerationMode.GREEDY_SEARCH, 1, length)
+    how = GenerationConfig.from_dict({"use_cache": True})
+    model._prepare_cache_for_generation(how, given, GenerationMode.GREEDY_SEARCH, 1, length)
     return given
 
 
-def facts(cache: Any) -> list[dict[str, Held]]:
-    """Per cache layer, every tensor it holds; also tensors the cache itself lists per layer (MiniMax)."""
-    seen: dict[tuple[Any, ...], str] = {}
-    layers = [_held(vars(layer), index, seen) for index, layer in enumerate(cache.layers)]
+def facts(model: Any, cache: Any) -> list[dict[str, Held]]:
+    """Per cache layer, every tensor of the layer object, of the cache's own lists, and of the decoder layer's modules.
+
+    The lists are MiniMax's `linear_cache`; tensors that are neither parameters nor buffers are RecurrentGemma's state.
+    """
+    found: list[dict[str, Any]] = [vars(layer).copy() for layer in cache.layers]
     for attribute, value in vars(cache).items():
         if attribute != "layers" and isinstance(value, list):
-            for index, item in enumerate(value):
-                layers += [{}] * (index + 1 - len(layers))
-                layers[index] = layers[index] | _held({attribute: item}, index, seen)
-    return layers
+            found += [{} for _ in range(len(found), len(value))]
+            for layer, item in zip(found, value, strict=False):
+                layer[attribute] = item
+    for layer, block in zip(found, getattr(model.base_model, "layers", ()), strict=False):
+        for path, module in block.named_modules():
+            layer |= {f"{path}.{key}": item for key, item in vars(module).items() if isinstance(item, torch.Tensor)}
+    places: dict[tuple[Any, ...], str] = {}
+    return [_held(layer, index, places) for index, layer in enumerate(found)]
 
 
-def _held(attributes: dict[str, Any], layer: int, seen: dict[tuple[Any, ...], str]) -> dict[str, Held]:
+def _held(attributes: dict[str, Any], layer: int, places: dict[tuple[Any, ...], str]) -> dict[str, Held]:
     held = {}
     for name, tensor in _tensors(attributes):
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        alias = seen.setdefault(place, f"{layer}.{name}") if tensor.numel() else f"{layer}.{name}"
-        own = alias == f"{layer}.{name}"
-        nbytes = tensor.numel() * tensor.element_size() if own else 0
-        held[name] = Held(tuple(tensor.shape), str(tensor.dtype)[6:], nbytes, None if own else alias)
+        owner = own = f"{layer}.{name}"
+        if tensor.numel():
+            place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+            owner = places.setdefault(place, own)
+        nbytes = tensor.numel() * tensor.element_size() if owner == own else 0
+        held[name] = Held(tuple(tensor.shape), _dtype(tensor), nbytes, None if owner == own else owner)
     return held
 
 
@@ -408,8 +418,12 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _tensors(item, f"{name}[{index}]")
-    elif not isinstance(value, bool | int | float | str | torch.dtype | torch.device | torch.Size | None):
-        raise TypeError(f"{name} of a cache layer is a {type(value).__name__}: cached state or not?")
+    elif not isinstance(value, bool | int | str | torch.dtype | torch.device | None):
+        raise TypeError(f"{name} of a cache layer is a {type(value).__name__}: is that cached state?")
+
+
+def _dtype(of: torch.Tensor | PreTrainedModel) -> str:
+    return str(of.dtype).removeprefix("torch.")
 
 
 def observe(name: str, lengths: Sequence[int] = LENGTHS) -> Seen:
@@ -418,9 +432,9 @@ def observe(name: str, lengths: Sequence[int] = LENGTHS) -> Seen:
     layers = {}
     for length in lengths:
         cache = prefill(name, model, length)
-        layers[length] = facts(cache)
+        layers[length] = facts(model, cache)
     classes = [type(layer).__name__ for layer in cache.layers]
-    return Seen(tiny_config(name), str(model.dtype)[6:], type(cache).__name__, classes, layers)
+    return Seen(tiny_config(name), _dtype(model), type(cache).__name__, classes, layers)
 
 
 def measure(name: str, lengths: Sequence[int] = LENGTHS) -> dict[int, list[dict[str, Held]]]:

@@ -9,7 +9,7 @@ import dataclasses
 import types
 from collections.abc import Mapping
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kvweave.errors import SpecError, UnknownName
@@ -60,7 +60,7 @@ def from_dict(cls: type[T], data: object, where: str) -> T:
         raise
 
 
-@lru_cache(maxsize=None)
+@cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -128,12 +128,14 @@ class Layer:
 class ModelSpec:
     """What every layer of a model keeps. Caches with one tag are equal in reach and layout, over all layers.
 
-    `notes` say what a reader assumed on the way (a default it filled in, a rule it fell back on).
+    `placeholders` are caches that no layer here keeps, but whose groups must exist: those of other pipeline stages, or
+    of the target of a draft. `notes` say what a reader assumed on the way (a default, a rule it fell back on).
     """
 
     model_type: str
     layers: tuple[Layer, ...]
     max_tokens: int | None = None
+    placeholders: tuple[LayerCache, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -142,7 +144,7 @@ class ModelSpec:
         first: dict[str, tuple[int, LayerCache]] = {}
         for index, cache in self.caches():
             owner, equal = first.setdefault(cache.tag, (index, cache))
-            if cache != equal:
+            if cache is not equal and cache != equal:
                 raise SpecError(
                     f"layers {owner} and {index} both use tag {cache.tag!r}, but differ in {_difference(equal, cache)};"
                     " give them different tags"
@@ -168,13 +170,15 @@ class ModelSpec:
                 yield index, cache
 
     def groups(self) -> dict[str, tuple[LayerCache, tuple[int, ...]]]:
-        """By tag, in order of first use: the cache, and the layers that keep one."""
+        """By tag, in order of first use: the cache, and the layers that keep one (none for placeholders)."""
         members: dict[str, list[int]] = {}
         caches: dict[str, LayerCache] = {}
         for index, cache in self.caches():
             members.setdefault(cache.tag, []).append(index)
             caches.setdefault(cache.tag, cache)
-        return {tag: (caches[tag], tuple(layers)) for tag, layers in members.items()}
+        for cache in self.placeholders:
+            caches.setdefault(cache.tag, cache)
+        return {tag: (cache, tuple(members.get(tag, ()))) for tag, cache in caches.items()}
 
     @property
     def num_layers(self) -> int:
@@ -194,32 +198,86 @@ class ModelSpec:
         return sum(cache.fixed_bytes() for _, cache in self.caches() if holds_state(cache))
 
     def map_caches(self, change: Callable[[LayerCache], LayerCache]) -> ModelSpec:
-        layers = tuple(replace(layer, caches=tuple(map(change, layer.caches))) for layer in self.layers)
-        return replace(self, layers=layers)
-
-    def retag(self, tags: Mapping[str, str]) -> ModelSpec:
-        """The same model with other tags; tags not named stay."""
+        """The same model with each cache changed; reads follow the tags of what they read."""
+        changed: dict[str, LayerCache] = {tag: change(cache) for tag, (cache, _) in self.groups().items()}
         layers = tuple(
             replace(
                 layer,
-                caches=tuple(replace(cache, tag=tags.get(cache.tag, cache.tag)) for cache in layer.caches),
-                reads=tuple(replace(read, tag=tags.get(read.tag, read.tag)) for read in layer.reads),
+                caches=tuple(changed[cache.tag] for cache in layer.caches),
+                reads=tuple(replace(read, tag=changed[read.tag].tag) for read in layer.reads),
             )
             for layer in self.layers
         )
-        return replace(self, layers=layers)
+        return replace(self, layers=layers, placeholders=tuple(changed[cache.tag] for cache in self.placeholders))
+
+    def retag(self, tags: Mapping[str, str]) -> ModelSpec:
+        """The same model with other tags; tags not named stay."""
+        return self.map_caches(lambda cache: replace(cache, tag=tags.get(cache.tag, cache.tag)))
+
+    def restrict(self, keep: Container[int]) -> ModelSpec:
+        """Some layers of this model, with their numbers: the others are there, but empty, and so are their groups.
+
+        What a pipeline stage keeps, or what a draft model sees of the target that it was merged into.
+        """
+        for index, layer in enumerate(self.layers):
+            for read in layer.reads:
+                if index in keep and read.layer not in keep:
+                    raise SpecError(f"layer {index} reads the cache of layer {read.layer}, which is not kept with it")
+        layers = tuple(layer if i in keep else Layer(draft=layer.draft) for i, layer in enumerate(self.layers))
+        used = {cache.tag for layer in layers for cache in layer.caches}
+        others = tuple(cache for tag, (cache, _) in self.groups().items() if tag not in used)
+        return replace(self, layers=layers, placeholders=others)
+
+    # ---- JSON: each cache once, layers by tag
 
     def to_dict(self) -> dict[str, Any]:
-        return codec.to_dict(self)
+        return {
+            "model_type": self.model_type,
+            "caches": [codec.to_dict(cache) for cache, _ in self.groups().values()],
+            "layers": [
+                codec.to_dict(_LayerTags(tuple(cache.tag for cache in layer.caches), layer.reads, layer.draft))
+                for layer in self.layers
+            ],
+            "max_tokens": self.max_tokens,
+            "notes": list(self.notes),
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
-        return codec.from_dict(cls, data, "model spec")
+        read = codec.from_dict(_ModelTags, data, "model spec")
+        caches = {cache.tag: cache for cache in read.caches}
+        if len(caches) != len(read.caches):
+            raise SpecError("model spec.caches: a tag is declared twice")
+        layers = []
+        for index, layer in enumerate(read.layers):
+            for tag in layer.tags:
+                if tag not in caches:
+                    raise UnknownName(f"tag (model spec.layers[{index}])", tag, caches)
+            layers.append(Layer(tuple(caches[tag] for tag in layer.tags), layer.reads, layer.draft))
+        used = {tag for layer in read.layers for tag in layer.tags}
+        unused = tuple(cache for tag, cache in caches.items() if tag not in used)
+        return cls(read.model_type, tuple(layers), read.max_tokens, unused, read.notes)
 
     def digest(self) -> str:
         """A hash of everything that decides the bytes; equal specs, equal digests."""
         data = {**self.to_dict(), "notes": []}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerTags:
+    tags: tuple[str, ...] = ()
+    reads: tuple[Read, ...] = ()
+    draft: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelTags:
+    model_type: str
+    caches: tuple[LayerCache, ...]
+    layers: tuple[_LayerTags, ...]
+    max_tokens: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def holds_state(cache: LayerCache) -> bool:

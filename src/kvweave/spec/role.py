@@ -107,6 +107,8 @@ class Role:
             sizes = " + ".join(f"{s.units} x {s.width}" for s in self.split)
             raise SpecError(f"{where}: split covers {sizes} entries of the first axis, which has {self.shape[0]}")
         _whole_bytes(self.shape, self.dtype, where)
+        if self.dtype.bits < 8:
+            _whole_bytes(self.shape[-1:], self.dtype, f"{where}: last axis")
 
     def _check_parts(self, where: str) -> None:
         total = sum(part.num_bytes for part in self.parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
@@ -25,7 +26,13 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "attention_heads",
         "num_decoder_attention_heads",
     ),
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"),
+    "num_key_value_heads": (
+        "num_kv_heads",
+        "n_head_kv",
+        "multi_query_group_num",
+        "num_attention_groups",
+        "attn_config.kv_n_heads",
+    ),
     "head_dim": ("attention_head_dim", "dim_head", "kv_channels"),
     "sliding_window": ("sliding_window_size", "attention_window_size"),
     "max_position_embeddings": ("model_max_length", "n_positions", "max_sequence_length", "seq_length", "max_seq_len"),
@@ -39,13 +46,30 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "mamba_conv": ("mamba_d_conv", "conv_kernel"),
     "mamba_expand": ("expand",),
     # KDA and gated delta nets
-    "linear_num_heads": ("linear_attn_config.num_heads", "num_kv_heads_for_linear_attn", "num_attention_heads"),
+    "linear_num_heads": ("linear_attn_config.num_heads", "num_attention_heads"),
     "linear_head_dim": ("linear_attn_config.head_dim", "head_dim"),
     "linear_conv_kernel_dim": ("linear_attn_config.short_conv_kernel_size", "short_conv_kernel_size"),
     "index_head_dim": ("indexer_head_dim", "sparse_attention_config.sparse_index_dim"),
     "layer_types": ("layers_block_type",),
 }
 """Other names of a field, in the order they are tried. A dot goes into a nested object."""
+
+SAME_AS = {
+    "kimi_k2": "deepseek_v3",
+    "kimi_k3": "kimi_linear",
+    "mimo_v2": "mimo_v2_flash",
+    "minimax_text_01": "minimax",
+    "minimax_m1": "minimax",
+    "minimax_m3": "minimax_m3_vl_text",
+    "step3p5": "step3p7_text",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Model types of the hub that keep what another family keeps."""
 
 RESOLVED = "kvweave_resolved"
 """Set for config objects: their class has worked on the fields already (halved a window, say)."""
@@ -83,9 +107,19 @@ def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in NESTED:
         inner = config.get(name)
         if isinstance(inner, Mapping) and inner:
-            outer = {key: config.get(key) for key in ("model_type", "dtype", "torch_dtype", "architectures", RESOLVED)}
-            return language_model({**outer, **{key: value for key, value in inner.items() if value is not None}})
+            outer = {key: config[key] for key in ("dtype", "torch_dtype", RESOLVED) if key in config}
+            named = {"model_type": f"{config.get('model_type', '')}_text"}
+            return language_model({**outer, **named, **inner})
     return dict(config)
+
+
+def family_of(config: Mapping[str, Any]) -> str:
+    """The model type whose rules apply: as named, or told from the architecture (`LongcatFlashForCausalLM`)."""
+    named = config.get("model_type")
+    if not named:
+        name = re.sub(r"For[A-Z].*$", "", (config.get("architectures") or [""])[0])
+        named = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return SAME_AS.get(named, str(named))
 
 
 class Fields:
@@ -95,9 +129,9 @@ class Fields:
         self.config = config
         self.notes = notes
         self.model_type = str(config.get("model_type", ""))
+        self.family = family_of(config)
         self.resolved = bool(config.get(RESOLVED))
-        self.known = self.model_type in class_defaults()
-        self.defaults = class_defaults().get(self.model_type, {}) if defaults is None else defaults
+        self.defaults = class_defaults().get(self.family, {}) if defaults is None else defaults
 
     def layer(self, index: int) -> Fields:
         """The fields as layer `index` sees them: its `per_layer_config` entry, and its place in per-layer lists."""
@@ -124,7 +158,7 @@ class Fields:
     def has(self, name: str) -> bool:
         return self.get(name) is not None
 
-    def int(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None) -> int:
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             if value is None:
@@ -133,7 +167,7 @@ class Fields:
         if value < 0:
             raise ConfigError(f"{self._who}: {name} must not be negative, got {value}")
         if self._find(self.config, name) is None and default is None:
-            self._note(f"{name} = {value} is the default of {self.model_type}; config.json leaves it out")
+            self._note(f"{name} = {value} is the default of {self.family}; config.json leaves it out")
         return value
 
     def require(self, *names: str) -> None:
@@ -147,7 +181,7 @@ class Fields:
         named = self._find(self.config, "layer_types")
         if named is not None and self._find(self.config, "num_hidden_layers") is None:
             return len(named)
-        return self.int("num_hidden_layers")
+        return self.count("num_hidden_layers")
 
     @property
     def _who(self) -> str:

@@ -75,7 +75,9 @@ class Keep:
 
     # ---- attention rows
 
-    def attention(self, heads: int, key_dim: int, value_dim: int | None = None, reach: Reach | None = None) -> LayerCache:
+    def attention(
+        self, heads: int, key_dim: int, value_dim: int | None = None, reach: Reach | None = None
+    ) -> LayerCache:
         """Keys and values of `heads` heads, laid out `[heads, tokens, dim]` in a kernel block."""
         reach = reach or Full()
         dims = {"key": key_dim, "value": key_dim if value_dim is None else value_dim}
@@ -106,7 +108,10 @@ class Keep:
         elif self.engine:
             roles = (Role("latent", (rank + rope,), self.dtype),)
         else:
-            roles = (Role("latent", (1, rank), self.dtype, token_axis=1), Role("rope", (1, rope), self.dtype, token_axis=1))
+            roles = (
+                Role("latent", (1, rank), self.dtype, token_axis=1),
+                Role("rope", (1, rope), self.dtype, token_axis=1),
+            )
         return LayerCache("latent", Full(), roles, context_split=True)
 
     def indexer(self, dim: int, tokens_per_row: int = 1, heads: int | None = None) -> LayerCache:

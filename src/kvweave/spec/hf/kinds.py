@@ -39,17 +39,17 @@ Build = Callable[[Fields, Keep, int], Caches]
 
 def head_dim(fields: Fields) -> int:
     given = fields.get("head_dim")
-    return fields.int("head_dim") if given else fields.int("hidden_size") // fields.int("num_attention_heads")
+    return fields.count("head_dim") if given else fields.count("hidden_size") // fields.count("num_attention_heads")
 
 
 def kv_heads(fields: Fields) -> int:
     if fields.has("num_key_value_heads"):
-        return fields.int("num_key_value_heads")
-    return 1 if fields.get("multi_query") else fields.int("num_attention_heads")
+        return fields.count("num_key_value_heads")
+    return 1 if fields.get("multi_query") else fields.count("num_attention_heads")
 
 
 def window(fields: Fields) -> Reach:
-    tokens = fields.int("sliding_window")
+    tokens = fields.count("sliding_window")
     if fields.get("use_bidirectional_attention") in (True, "all") and not fields.resolved:
         tokens = tokens // 2 + 1
     return Window(tokens)
@@ -58,7 +58,7 @@ def window(fields: Fields) -> Reach:
 def rows(fields: Fields, keep: Keep, reach: Reach) -> Caches:
     """Keys and values, or a latent where the model compresses them."""
     if fields.get("kv_lora_rank"):
-        return (keep.latent(fields.int("kv_lora_rank"), fields.int("qk_rope_head_dim")),)
+        return (keep.latent(fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")),)
     return (keep.attention(kv_heads(fields), head_dim(fields), fields.get("v_head_dim"), reach),)
 
 
@@ -71,7 +71,7 @@ def sliding(fields: Fields, keep: Keep, _layer: int) -> Caches:
 
 
 def chunked(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    return rows(fields, keep, keep.chunk(fields.int("attention_chunk_size")))
+    return rows(fields, keep, keep.chunk(fields.count("attention_chunk_size")))
 
 
 def nothing(_fields: Fields, _keep: Keep, _layer: int) -> Caches:
@@ -86,14 +86,14 @@ def owns_indexer(fields: Fields, layer: int) -> bool:
     types = fields.get("indexer_types") or fields.get("index_topk_pattern")
     if types is not None:
         return types[layer] in ("full", "F")
-    every, offset = fields.int("index_topk_freq", 1), fields.int("index_skip_topk_offset", 2)
+    every, offset = fields.count("index_topk_freq", 1), fields.count("index_skip_topk_offset", 2)
     return max(layer - offset + 1, 0) % every == 0
 
 
 def indexed(fields: Fields, keep: Keep, layer: int) -> Caches:
     if not owns_indexer(fields, layer):
         return full(fields, keep, layer)
-    return (*full(fields, keep, layer), keep.indexer(fields.int("index_head_dim")))
+    return (*full(fields, keep, layer), keep.indexer(fields.count("index_head_dim")))
 
 
 def hy_v4(fields: Fields, keep: Keep, layer: int) -> Caches:
@@ -104,14 +104,14 @@ def hy_v4(fields: Fields, keep: Keep, layer: int) -> Caches:
 
 def mistral_large4(fields: Fields, keep: Keep, layer: int) -> Caches:
     """NoPE layers have no rope columns."""
-    rope = fields.int("qk_rope_head_dim") if rope_layers(fields)[layer] else 0
-    latent = keep.latent(fields.int("kv_lora_rank"), rope)
-    return (latent, keep.indexer(fields.int("index_head_dim"))) if owns_indexer(fields, layer) else (latent,)
+    rope = fields.count("qk_rope_head_dim") if rope_layers(fields)[layer] else 0
+    latent = keep.latent(fields.count("kv_lora_rank"), rope)
+    return (latent, keep.indexer(fields.count("index_head_dim"))) if owns_indexer(fields, layer) else (latent,)
 
 
 def glm5_next(fields: Fields, keep: Keep, layer: int) -> Caches:
     """Index keys are pooled over `index_kpool` tokens; until a pool is full, its keys and gates wait."""
-    dim, pool = fields.int("index_head_dim"), fields.int("index_kpool", 16)
+    dim, pool = fields.count("index_head_dim"), fields.count("index_kpool", 16)
     if not owns_indexer(fields, layer):
         return full(fields, keep, layer)
     if not keep.engine:
@@ -125,7 +125,7 @@ def glm5_next(fields: Fields, keep: Keep, layer: int) -> Caches:
 
 
 def minimax_m3_sparse(fields: Fields, keep: Keep, layer: int) -> Caches:
-    return (*full(fields, keep, layer), keep.indexer(fields.int("index_head_dim", 128), heads=1))
+    return (*full(fields, keep, layer), keep.indexer(fields.count("index_head_dim", 128), heads=1))
 
 
 # ---- DeepSeek V4: one K = V row, a window of them, and compressed rows beyond it
@@ -134,7 +134,7 @@ def minimax_m3_sparse(fields: Fields, keep: Keep, layer: int) -> Caches:
 def v4_row(keep: Keep, dim: int, tokens_per_row: int, name: str) -> tuple[Role, int]:
     """The role, and the smallest kernel block of its layout."""
     if not keep.quant:
-        return Role(name, (1, dim), keep.dtype, tokens_per_row, token_axis=1), tokens_per_row
+        return Role(name, (1, dim), keep.dtype, tokens_per_row, token_axis=1), 1
     if not keep.quant.packed:
         raise ConfigError(f"DeepSeek V4 rows have no {keep.quant.dtype} layout; take fp8, or a float dtype")
     # 448 fp8 + 64 bfloat16 = 576 bytes of data, then 7 scales of one byte and one of padding
@@ -148,7 +148,7 @@ def v4_row(keep: Keep, dim: int, tokens_per_row: int, name: str) -> tuple[Role, 
 def v4_window(fields: Fields, keep: Keep, copies: bool = False) -> LayerCache:
     role, kernel_tokens = v4_row(keep, head_dim(fields), 1, "key")
     value = replace(role, name="value", alias_of=None if copies else "key")
-    reach = Window(fields.int("sliding_window"))
+    reach = Window(fields.count("sliding_window"))
     return LayerCache("window", reach, (role, value), kernel_tokens=kernel_tokens)
 
 
@@ -176,7 +176,7 @@ def v4_state(keep: Keep, tag: str, dim: int, rate: int, overlaps: bool) -> Cache
 
 
 def v4_csa(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    rate, dim, index_dim = v4_rate(fields, CSA), head_dim(fields), fields.int("index_head_dim")
+    rate, dim, index_dim = v4_rate(fields, CSA), head_dim(fields), fields.count("index_head_dim")
     row, kernel_tokens = v4_row(keep, dim, rate, "compressed")
     return (
         v4_window(fields, keep),
@@ -202,17 +202,17 @@ def v4_hca(fields: Fields, keep: Keep, _layer: int) -> Caches:
 
 def gated_delta_net(fields: Fields, keep: Keep, _layer: int) -> Caches:
     heads = fields.get("num_attention_heads")
-    num_keys, num_values = fields.int("linear_num_key_heads", heads), fields.int("linear_num_value_heads", heads)
-    key_dim = fields.get("linear_key_head_dim") or int(0.75 * fields.int("hidden_size") / num_keys)
+    num_keys, num_values = fields.count("linear_num_key_heads", heads), fields.count("linear_num_value_heads", heads)
+    key_dim = fields.get("linear_key_head_dim") or int(0.75 * fields.count("hidden_size") / num_keys)
     value_dim = fields.get("linear_value_head_dim") or 2 * key_dim
     keys = Segment(num_keys, key_dim)
-    conv = keep.conv(fields.int("linear_conv_kernel_dim"), [keys, keys, Segment(num_values, value_dim)])
+    conv = keep.conv(fields.count("linear_conv_kernel_dim"), [keys, keys, Segment(num_values, value_dim)])
     return (keep.state(conv, keep.ssm((num_values, key_dim, value_dim), ssm_dtype(fields, keep))),)
 
 
 def kda(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    heads, dim = fields.int("linear_num_heads"), fields.int("linear_head_dim")
-    conv = keep.conv(fields.int("linear_conv_kernel_dim"), [Segment(heads, dim)] * 3)
+    heads, dim = fields.count("linear_num_heads"), fields.count("linear_head_dim")
+    conv = keep.conv(fields.count("linear_conv_kernel_dim"), [Segment(heads, dim)] * 3)
     return (keep.state(conv, keep.ssm((heads, dim, dim), ssm_dtype(fields, keep))),)
 
 
@@ -220,56 +220,56 @@ def bailing_linear(fields: Fields, keep: Keep, layer: int) -> Caches:
     """Ling 2.5 is lightning attention, without a convolution; Ling 3 is KDA, under the same model_type."""
     if fields.config.get("short_conv_kernel_size") or fields.config.get("linear_conv_kernel_dim"):
         return kda(fields, keep, layer)
-    heads, dim = fields.int("linear_num_heads"), fields.int("linear_head_dim")
-    return (keep.state(None, keep.ssm((heads, dim, dim))),)
+    heads = fields.get("num_kv_heads_for_linear_attn") or fields.count("num_attention_heads")
+    return (keep.state(None, keep.ssm((heads, head_dim(fields), head_dim(fields)))),)
 
 
 def lightning(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    heads, dim = fields.int("num_attention_heads"), head_dim(fields)
+    heads, dim = fields.count("num_attention_heads"), head_dim(fields)
     return (keep.state(None, keep.ssm((heads, dim, dim), DType.FLOAT32 if keep.engine else keep.dtype)),)
 
 
 def mamba2(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    heads, groups, state = fields.int("mamba_heads"), fields.int("mamba_groups", 1), fields.int("mamba_state")
+    heads, groups, state = fields.count("mamba_heads"), fields.count("mamba_groups", 1), fields.count("mamba_state")
     dim = fields.get("mamba_head_dim")
     if not isinstance(dim, int):  # "auto"
-        dim = int(fields.get("mamba_d_ssm") or fields.get("mamba_expand") * fields.int("hidden_size")) // heads
+        dim = int(fields.get("mamba_d_ssm") or fields.get("mamba_expand") * fields.count("hidden_size")) // heads
     pair = Segment(groups, state)
-    conv = keep.conv(fields.int("mamba_conv"), [Segment(heads, dim), pair, pair])
+    conv = keep.conv(fields.count("mamba_conv"), [Segment(heads, dim), pair, pair])
     return (keep.state(conv, keep.ssm((heads, dim, state), ssm_dtype(fields, keep))),)
 
 
 def mamba1(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    width = int(fields.get("mamba_expand") * fields.int("hidden_size"))
+    width = int(fields.get("mamba_expand") * fields.count("hidden_size"))
     return _mamba1(fields, keep, width)
 
 
 def mamba1_own_width(fields: Fields, keep: Keep, _layer: int) -> Caches:
     """Mamba and Falcon-Mamba: `intermediate_size` is the inner width, and wins over `expand`."""
-    width = fields.config.get("intermediate_size") or fields.get("mamba_expand") * fields.int("hidden_size")
+    width = fields.config.get("intermediate_size") or fields.get("mamba_expand") * fields.count("hidden_size")
     return _mamba1(fields, keep, int(width))
 
 
 def _mamba1(fields: Fields, keep: Keep, width: int) -> Caches:
-    conv = keep.conv(fields.int("mamba_conv"), [Segment(width)])
-    return (keep.state(conv, keep.ssm((width, fields.int("mamba_state")), ssm_dtype(fields, keep))),)
+    conv = keep.conv(fields.count("mamba_conv"), [Segment(width)])
+    return (keep.state(conv, keep.ssm((width, fields.count("mamba_state")), ssm_dtype(fields, keep))),)
 
 
 def zamba_mamba(fields: Fields, keep: Keep, _layer: int) -> Caches:
     """Mamba 1 with heads."""
-    heads, width = fields.int("n_mamba_heads"), int(fields.get("mamba_expand") * fields.int("hidden_size"))
-    conv = keep.conv(fields.int("mamba_conv"), [Segment(width)])
-    return (keep.state(conv, keep.ssm((heads, width // heads, fields.int("mamba_state")), ssm_dtype(fields, keep))),)
+    heads, width = fields.count("n_mamba_heads"), int(fields.get("mamba_expand") * fields.count("hidden_size"))
+    conv = keep.conv(fields.count("mamba_conv"), [Segment(width)])
+    return (keep.state(conv, keep.ssm((heads, width // heads, fields.count("mamba_state")), ssm_dtype(fields, keep))),)
 
 
 def rg_lru(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    width = fields.int("lru_width" if fields.has("lru_width") else "hidden_size")
-    conv = keep.conv(fields.int("conv1d_width", 4), [Segment(width)])
+    width = fields.count("lru_width" if fields.has("lru_width") else "hidden_size")
+    conv = keep.conv(fields.count("conv1d_width", 4), [Segment(width)])
     return (keep.state(conv, keep.ssm((width,))),)
 
 
 def short_conv(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    return (keep.state(keep.conv(fields.int("conv_L_cache"), [Segment(fields.int("hidden_size"))])),)
+    return (keep.state(keep.conv(fields.count("conv_L_cache"), [Segment(fields.count("hidden_size"))])),)
 
 
 def linear(fields: Fields, keep: Keep, layer: int) -> Caches:
@@ -303,8 +303,8 @@ def hybrid(fields: Fields, keep: Keep, layer: int) -> Caches:
 
 def zamba_hybrid(fields: Fields, keep: Keep, layer: int) -> Caches:
     """Shared attention sees the input beside the hidden state: heads are twice as wide."""
-    state = zamba_mamba if fields.model_type == "zamba" else mamba2
-    width = 2 * fields.int("hidden_size") // fields.int("num_attention_heads")
+    state = zamba_mamba if fields.family == "zamba" else mamba2
+    width = 2 * fields.count("hidden_size") // fields.count("num_attention_heads")
     dim = fields.get("attention_head_dim") or width
     return (keep.attention(kv_heads(fields), dim), *state(fields, keep, layer))
 
@@ -312,8 +312,8 @@ def zamba_hybrid(fields: Fields, keep: Keep, layer: int) -> Caches:
 def zaya(fields: Fields, keep: Keep, reach: Reach) -> Caches:
     """A convolution over queries and keys, and the second half of the value delayed by a token."""
     heads, dim = kv_heads(fields), head_dim(fields)
-    columns = fields.int("cca_time0") + fields.int("cca_time1") - 2
-    channels = [Segment(fields.int("num_attention_heads"), dim), Segment(heads, dim)]
+    columns = fields.count("cca_time0") + fields.count("cca_time1") - 2
+    channels = [Segment(fields.count("num_attention_heads"), dim), Segment(heads, dim)]
     conv = Role("conv_state", (sum(s.units * s.width for s in channels), columns), keep.dtype, split=tuple(channels))
     delayed = Role("delayed_value_state", (heads * dim // 2,), keep.dtype)
     return keep.attention(heads, dim, None, reach), keep.state(conv, None, delayed)
@@ -321,7 +321,11 @@ def zaya(fields: Fields, keep: Keep, reach: Reach) -> Caches:
 
 def inkling(fields: Fields, keep: Keep, heads: int, dim: int, reach: Reach) -> Caches:
     """Four short convolutions a layer: on keys, values, and the inputs of attention and MLP."""
-    kernel, hidden, row = fields.int("conv_kernel_size"), [Segment(fields.int("hidden_size"))], [Segment(heads, dim)]
+    kernel, hidden, row = (
+        fields.count("conv_kernel_size"),
+        [Segment(fields.count("hidden_size"))],
+        [Segment(heads, dim)],
+    )
     names = {"key_conv_state": row, "value_conv_state": row, "attention_conv_state": hidden, "mlp_conv_state": hidden}
     convs = [keep.conv(kernel, segments, name, DType.FLOAT32) for name, segments in names.items()]
     return keep.attention(heads, dim, None, reach), keep.state(None, None, *convs, tag=f"{reach.kind}_state")
@@ -332,7 +336,7 @@ def inkling_full(fields: Fields, keep: Keep, _layer: int) -> Caches:
 
 
 def inkling_sliding(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    heads, dim = fields.int("swa_num_key_value_heads"), fields.int("swa_head_dim")
+    heads, dim = fields.count("swa_num_key_value_heads"), fields.count("swa_head_dim")
     return inkling(fields, keep, heads, dim, window(fields))
 
 
@@ -351,8 +355,8 @@ def per_layer_embedding(build: Build) -> Build:
         caches = build(fields, keep, layer)
         if layer + 1 not in (fields.get("ple_layer_ids") or ()):
             return caches
-        width, ngram = fields.int("hc_count", 1) * fields.int("hidden_size"), fields.int("ngram_size")
-        columns = (fields.int("ple_conv_kernel_size") - 1) * ngram
+        width, ngram = fields.count("hc_count", 1) * fields.count("hidden_size"), fields.count("ngram_size")
+        columns = (fields.count("ple_conv_kernel_size") - 1) * ngram
         conv = Role("ple_conv_state", (width, columns), keep.dtype)
         ids = Role("ngram_state", (ngram - 1,), DType.INT64)
         return (*caches, keep.state(None, None, conv, ids, tag="ple_state"))
@@ -369,7 +373,7 @@ def mimo_sliding(fields: Fields, keep: Keep, _layer: int) -> Caches:
     key_dim = fields.get("swa_head_dim") or head_dim(fields)
     value_dim = fields.get("swa_v_head_dim") or fields.get("v_head_dim")
     size = None if fields.resolved else fields.config.get("sliding_window_size")
-    reach = Window(size + 1 if size else fields.int("sliding_window"))
+    reach = Window(size + 1 if size else fields.count("sliding_window"))
     return (keep.attention(heads, key_dim, value_dim, reach),)
 
 
@@ -378,12 +382,20 @@ def gemma4_full(fields: Fields, keep: Keep, _layer: int) -> Caches:
     if fields.config.get("per_layer_config"):
         return full(fields, keep, _layer)
     heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v", True) else None
-    return (keep.attention(heads or kv_heads(fields), fields.int("global_head_dim", 512)),)
+    return (keep.attention(heads or kv_heads(fields), fields.count("global_head_dim", 512)),)
+
+
+def searched(fields: Fields, keep: Keep, layer: int) -> Caches:
+    """Layers found by architecture search (Nemotron Ultra, DeciLM): each with its own head groups, or none."""
+    attention = fields.get("block_configs")[layer]["attention"]
+    if not attention.get("n_heads_in_group"):
+        return ()
+    return (keep.attention(fields.count("num_attention_heads") // attention["n_heads_in_group"], head_dim(fields)),)
 
 
 def falcon(fields: Fields, keep: Keep, _layer: int) -> Caches:
     """Grouped heads exist in the new decoder only, where transformers repeats them before it caches them."""
-    new, heads = fields.get("new_decoder_architecture"), fields.int("num_attention_heads")
+    new, heads = fields.get("new_decoder_architecture"), fields.count("num_attention_heads")
     if new:
         heads = kv_heads(fields) if keep.engine else heads
     elif fields.get("multi_query"):
@@ -397,11 +409,11 @@ def mllama(fields: Fields, keep: Keep, layer: int) -> Caches:
 
 
 def modernbert_sliding(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    return rows(fields, keep, Window(fields.int("local_attention") // 2))
+    return rows(fields, keep, Window(fields.count("local_attention") // 2))
 
 
 def gpt_neo_local(fields: Fields, keep: Keep, layer: int) -> Caches:
-    return rows(fields, keep, Window(fields.int("window_size"))) if keep.engine else full(fields, keep, layer)
+    return rows(fields, keep, Window(fields.count("window_size"))) if keep.engine else full(fields, keep, layer)
 
 
 KINDS: dict[str, Build] = {
@@ -420,22 +432,24 @@ KINDS: dict[str, Build] = {
 }
 
 _GEMMA4: Mapping[str, Build] = {FULL: gemma4_full}
-_LIGHTNING: Mapping[str, Build] = {LINEAR: lightning}
 
 FAMILIES: dict[str, Mapping[str, Build]] = {
     "hy_v4": {INDEXED: hy_v4},
     "mistral_large4_text": {INDEXED: mistral_large4},
     "glm5_next_text": {INDEXED: glm5_next, FULL: glm5_next},
     "deepseek_v4": {SLIDING: v4_sliding},
-    **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), {SLIDING: mimo_sliding}),
+    "mimo_v2_flash": {SLIDING: mimo_sliding},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text", "embedding_gemma2_text"), _GEMMA4),
     "modernbert-decoder": {SLIDING: modernbert_sliding},
     "gpt_neo": {SLIDING: gpt_neo_local},
     "falcon": {FULL: falcon},
+    "nemotron-nas": {FULL: searched},
+    "deci": {FULL: searched},
     "mllama_text_model": {FULL: mllama},
     "bailing_hybrid": {LINEAR: bailing_linear},
-    **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), _LIGHTNING),
-    **dict.fromkeys(("mamba", "falcon_mamba"), {LINEAR: mamba1_own_width}),
+    "minimax": {LINEAR: lightning},
+    "mamba": {LINEAR: mamba1_own_width},
+    "falcon_mamba": {LINEAR: mamba1_own_width},
     "mamba2": {LINEAR: mamba2},
     "jamba": {LINEAR: mamba1},
     "zamba": {LINEAR: zamba_mamba, HYBRID: zamba_hybrid},
@@ -455,8 +469,10 @@ FAMILIES: dict[str, Mapping[str, Build]] = {
 
 
 def build_layer(kind: str, fields: Fields, keep: Keep, layer: int) -> Caches:
-    build = FAMILIES.get(fields.model_type, {}).get(kind) or KINDS.get(kind)
+    build = FAMILIES.get(fields.family, {}).get(kind) or KINDS.get(kind)
     if build is None:
         known = ", ".join(sorted(KINDS))
-        raise ConfigError(f"layer {layer} of model_type {fields.model_type!r} is of unknown kind {kind!r}; known: {known}")
+        raise ConfigError(
+            f"layer {layer} of model_type {fields.model_type!r} is of unknown kind {kind!r}; known: {known}"
+        )
     return build(fields, keep, layer)

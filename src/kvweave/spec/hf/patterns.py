@@ -92,12 +92,12 @@ def window_from_layer(fields: Fields) -> list[str]:
     """Qwen: layers from `max_window_layers` on are windows, if windows are used at all."""
     if not fields.get("use_sliding_window", False) or not fields.get("sliding_window"):
         return [FULL] * fields.num_layers
-    first = fields.int("max_window_layers")
+    first = fields.count("max_window_layers")
     return choose(range(fields.num_layers), lambda i: i >= first, SLIDING, FULL)
 
 
 def dots(fields: Fields) -> list[str]:
-    first = fields.int("max_window_layers", 0)
+    first = fields.count("max_window_layers", 0)
     windows = bool(fields.get("sliding_window"))
     return choose(range(fields.num_layers), lambda i: windows and i >= first, SLIDING, FULL)
 
@@ -113,7 +113,7 @@ def rope_layers(fields: Fields) -> list[bool]:
     given = fields.get("no_rope_layers")
     if given:
         return [bool(entry) for entry in given[: fields.num_layers]]
-    interval = fields.int("no_rope_layer_interval", 4)
+    interval = fields.count("no_rope_layer_interval", 4)
     return [(i + 1) % interval != 0 for i in range(fields.num_layers)]
 
 
@@ -127,8 +127,8 @@ def smollm3(fields: Fields) -> list[str]:
 
 
 def cohere2_moe(fields: Fields) -> list[str]:
-    num_dense = fields.int("first_k_dense_replace", 0)
-    dense, rest = fields.int("prefix_dense_sliding_window_pattern", 1), fields.int("sliding_window_pattern", 4)
+    num_dense = fields.count("first_k_dense_replace", 0)
+    dense, rest = fields.count("prefix_dense_sliding_window_pattern", 1), fields.count("sliding_window_pattern", 4)
     return choose(range(num_dense), lambda i: (i + 1) % dense, SLIDING, FULL) + choose(
         range(fields.num_layers - num_dense), lambda i: (i + 1) % rest, SLIDING, FULL
     )
@@ -140,7 +140,7 @@ def flint(fields: Fields) -> list[str]:
 
 
 def modernbert_decoder(fields: Fields) -> list[str]:
-    every = fields.int("global_attn_every_n_layers", 3)
+    every = fields.count("global_attn_every_n_layers", 3)
     return choose(range(fields.num_layers), lambda i: i % every, SLIDING, FULL)
 
 
@@ -159,7 +159,7 @@ def kimi_linear(fields: Fields) -> list[str]:
 
 
 def bailing_hybrid(fields: Fields) -> list[str]:
-    size = fields.int("layer_group_size")
+    size = fields.count("layer_group_size")
     return choose(range(fields.num_layers), lambda i: (i + 1) % size == 0, FULL, LINEAR)
 
 
@@ -184,12 +184,12 @@ def minimax_m3(fields: Fields) -> list[str]:
 
 
 def jamba(fields: Fields) -> list[str]:
-    period, offset = fields.int("attn_layer_period"), fields.int("attn_layer_offset")
+    period, offset = fields.count("attn_layer_period"), fields.count("attn_layer_offset")
     return choose(range(fields.num_layers), lambda i: i % period == offset, FULL, LINEAR)
 
 
 def zamba(fields: Fields) -> list[str]:
-    period, offset = fields.int("attn_layer_period"), fields.int("attn_layer_offset")
+    period, offset = fields.count("attn_layer_period"), fields.count("attn_layer_offset")
     rest = choose(range(fields.num_layers - 3), lambda i: i % period == offset, HYBRID, LINEAR)
     return [LINEAR, LINEAR, HYBRID, *rest]
 
@@ -214,6 +214,11 @@ def nemotron_h(fields: Fields) -> list[str]:
 def lfm2(fields: Fields) -> list[str]:
     full = fields.get("full_attn_idxs")
     return choose(range(fields.num_layers), lambda i: full is None or i in full, FULL, CONV)
+
+
+def longcat(fields: Fields) -> list[str]:
+    """Two attention blocks, and so two caches, a layer."""
+    return [FULL] * (2 * fields.count("num_layers"))
 
 
 def recurrent_gemma(fields: Fields) -> list[str]:
@@ -246,7 +251,9 @@ def gpt_neo(fields: Fields) -> list[str]:
 PATTERNS: dict[str, Pattern] = {
     **dict.fromkeys(("gemma2", "vaultgemma", "gpt_oss"), full_every(2)),
     **dict.fromkeys(("gemma3_text", "gemma3"), full_every(6, "sliding_window_pattern", "_sliding_window_pattern")),
-    **dict.fromkeys(("gemma4_text", "gemma4_unified_text", "beam", "embedding_gemma2_text"), last_is_full(full_every(6))),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text", "beam", "embedding_gemma2_text"), last_is_full(full_every(6))
+    ),
     "gemma3n_text": full_every(5),
     "kolibri1": full_every(5),
     "olmo3": full_every(4),
@@ -254,32 +261,28 @@ PATTERNS: dict[str, Pattern] = {
     "afmoe": full_every(4, "global_attn_every_n_layers"),
     **dict.fromkeys(("cwm", "granite_swa", "granitemoe_swa"), first_of_four_full),
     **dict.fromkeys(("muse_spark_text", "muse_glimmer_text"), full_from_the_end),
-    **dict.fromkeys(("laguna", "mellum", "cohere_compass_text", "step3p7_text", "step3p5"), all_of(FULL)),
+    **dict.fromkeys(("laguna", "mellum", "cohere_compass_text", "step3p7_text"), all_of(FULL)),
     "cohere2_moe": cohere2_moe,
     "flint": flint,
     "modernbert-decoder": modernbert_decoder,
     "dots1": dots,
-    **dict.fromkeys(
-        ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), window_from_layer
-    ),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), window_from_layer),
     "qwen2_moe": qwen2_moe,
     "llama4_text": llama4,
     "smollm3": smollm3,
-    **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), mimo),
+    "mimo_v2_flash": mimo,
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
         full_every(4, "full_attention_interval", other=LINEAR),
     ),
     "qwen4_exp_text": full_every(4, "full_attention_interval", other=LINEAR, full=INDEXED),
     "olmo_hybrid": olmo_hybrid,
-    **dict.fromkeys(("kimi_linear", "kimi_k3"), kimi_linear),
+    "kimi_linear": kimi_linear,
     "bailing_hybrid": bailing_hybrid,
     "glm5_next_text": full_every(4, other=LINEAR, full=INDEXED),
-    **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), minimax),
-    **dict.fromkeys(("minimax_m3_vl_text", "minimax_m3"), minimax_m3),
-    **dict.fromkeys(
-        ("deepseek_v32", "axk2", "glm_moe_dsa", "hy_v4", "mistral_large4_text"), all_of(INDEXED)
-    ),
+    "minimax": minimax,
+    "minimax_m3_vl_text": minimax_m3,
+    **dict.fromkeys(("deepseek_v32", "axk2", "glm_moe_dsa", "hy_v4", "mistral_large4_text"), all_of(INDEXED)),
     "deepseek_v4": deepseek_v4,
     "jamba": jamba,
     "zamba": zamba,
@@ -291,6 +294,7 @@ PATTERNS: dict[str, Pattern] = {
     **dict.fromkeys(("falcon_h1", "zaya"), all_of(HYBRID)),
     **dict.fromkeys(("lfm2", "lfm2_moe"), lfm2),
     "recurrent_gemma": recurrent_gemma,
+    "longcat_flash": longcat,
     "inkling_text": inkling,
     "gpt_neo": gpt_neo,
 }
@@ -301,4 +305,4 @@ def layer_kinds(fields: Fields) -> list[str]:
     given = fields.get("layer_types")
     if given is not None:
         return [LEGACY.get(kind, kind) for kind in as_list(given, "layer_types")]
-    return PATTERNS.get(fields.model_type, plain)(fields)
+    return PATTERNS.get(fields.family, plain)(fields)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from kvweave.errors import ConfigError
 from kvweave.spec.dtypes import DType
-from kvweave.spec.hf.fields import Fields, language_model, load
+from kvweave.spec.hf.fields import Fields, class_defaults, language_model, load
 from kvweave.spec.hf.keep import Keep, Store
-from kvweave.spec.hf.kinds import Caches, build_layer
-from kvweave.spec.hf.patterns import FULL, layer_kinds
+from kvweave.spec.hf.kinds import FAMILIES, Caches, build_layer
+from kvweave.spec.hf.patterns import FULL, PATTERNS, layer_kinds
 from kvweave.spec.model import Layer, LayerCache, ModelSpec, Read
 
 
@@ -25,7 +25,7 @@ def from_config(
     """
     notes: list[str] = []
     fields = Fields(language_model(load(source)), notes)
-    if not fields.known:
+    if not any(fields.family in known for known in (class_defaults(), PATTERNS, FAMILIES)):
         fields.require("num_hidden_layers", *([] if fields.has("kv_lora_rank") else ["num_attention_heads"]))
         notes.append(f"model_type {fields.model_type!r} is not known here: planned by the general rule")
     keep = Keep.parse(dtype, _model_dtype(fields), store)
@@ -35,7 +35,7 @@ def from_config(
     layers = _shared(fields, kinds, layers)
     max_tokens = fields.get("max_position_embeddings")
     return ModelSpec(
-        model_type=fields.model_type,
+        model_type=fields.model_type or fields.family,
         layers=tuple(layers),
         max_tokens=max_tokens if isinstance(max_tokens, int) else None,
         notes=tuple(notes),
@@ -50,19 +50,20 @@ def _model_dtype(fields: Fields) -> DType:
     return DType.parse(named)
 
 
+_LISTED = ("nemotron_h", "longcat_flash")
+"""Families whose `num_hidden_layers` is not the number of layers with a cache; their pattern is."""
+
+
 def _kinds(fields: Fields, draft_layers: bool) -> tuple[list[str], int]:
     """The kinds of all layers, the model's first, and how many are the model's.
 
     A list may go on with the kinds of draft layers; where it does not, they are taken to be full attention.
     """
     kinds = layer_kinds(fields)
-    num_layers = len(kinds) if fields.model_type == "nemotron_h" else fields.num_layers
-    if fields.model_type == "longcat_flash":  # two attention blocks, and so two caches, a layer
-        num_layers *= 1 if "num_hidden_layers" in fields.config else 2
-        kinds = [FULL] * num_layers
+    num_layers = len(kinds) if fields.family in _LISTED else fields.num_layers
     if len(kinds) < num_layers:
         raise ConfigError(f"{fields.model_type}: {len(kinds)} layer types for {num_layers} layers")
-    num_drafts = fields.int("num_draft_layers", 0) if draft_layers else 0
+    num_drafts = fields.count("num_draft_layers", 0) if draft_layers else 0
     tail = kinds[num_layers : num_layers + num_drafts]
     default = next((kind for kind in reversed(kinds[:num_layers]) if "linear" not in kind), FULL)
     return [*kinds[:num_layers], *tail, *[default] * (num_drafts - len(tail))], num_layers
@@ -101,7 +102,7 @@ def _sources(fields: Fields, kinds: list[str]) -> dict[int, int]:
         last = {kind: index for index, kind in enumerate(kinds[:own])}
         return {index: last[kinds[index]] for index in range(own, num_layers)}
     if fields.get("use_cla"):
-        factor = fields.int("cla_share_factor")
+        factor = fields.count("cla_share_factor")
         return {index: index - index % factor for index in range(num_layers) if index % factor}
     if given := fields.get("kv_source_layers"):
         return {index: source for index, source in enumerate(given) if source is not None and source != index}

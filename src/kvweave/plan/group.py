@@ -1,0 +1,108 @@
+"""Groups: the layer caches that share one block table, and where their pages lie in a pool.
+
+A page is one block of every layer of its group. It is made of kernel blocks, a kernel block of layers, a layer of
+roles; the order is the same everywhere, so any role of any layer is one strided tensor over kernel blocks:
+
+    page      | kernel block 0                              | kernel block 1          ...
+                layer a            layer b        (padding)
+                key   value        key   value
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvweave.spec import LayerCache
+from kvweave.spec.role import Role, align_up
+
+LAYER_ALIGN = 16
+"""Bytes at whose multiples each layer starts, so that copies may use 16-byte vectors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The caches under one tag: what they keep, in what blocks, and how its pool is cut for them.
+
+    `lane_layers` of its layers lie side by side in each lane of the pool, where a super-page holds
+    `pages_per_super` pages and kernel blocks are `kernel_stride` bytes apart.
+    A group without layers is a placeholder: its table exists, its pages hold nothing.
+    """
+
+    tag: str
+    cache: LayerCache
+    layers: tuple[int, ...]
+    block_tokens: int
+    kernel_tokens: int
+    context_shards: int = 1
+    pool: str = ""
+    lane_layers: int = 0
+    pages_per_super: int = 0
+    kernel_stride: int = 0
+
+    @property
+    def kernel_blocks(self) -> int:
+        """Kernel blocks in a page."""
+        return self.block_tokens // self.kernel_tokens
+
+    def num_rows(self, role: Role) -> int:
+        """Rows of a role in one kernel block."""
+        return self.cache.num_rows(role, self.kernel_tokens)
+
+    @property
+    def role_offsets(self) -> dict[str, int]:
+        """Where each role starts within its layer's share of a kernel block."""
+        offsets: dict[str, int] = {}
+        end = 0
+        for role in self.cache.roles:
+            if role.alias_of is None:
+                start = align_up(end, role.start_align)
+                offsets[role.name] = start
+                end = start + role.block_bytes(self.num_rows(role))
+        return offsets | {r.name: offsets[r.alias_of] for r in self.cache.roles if r.alias_of is not None}
+
+    @property
+    def layer_align(self) -> int:
+        return math.lcm(LAYER_ALIGN, *(role.start_align for role in self.cache.roles))
+
+    @property
+    def layer_bytes(self) -> int:
+        """One layer's share of a kernel block, alignment included."""
+        offsets = self.role_offsets
+        ends = [offsets[role.name] + role.block_bytes(self.num_rows(role)) for role in self.cache.roles]
+        return align_up(max(ends), self.layer_align)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of rows in a page, all layers."""
+        rows = sum(role.row_bytes * self.num_rows(role) for role in self.cache.roles)
+        return rows * self.kernel_blocks * len(self.layers)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, the alignment of roles and layers included; what the pool adds is `padding_bytes`."""
+        return self.layer_bytes * self.kernel_blocks * len(self.layers)
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes from one page to the next, within a lane."""
+        return self.kernel_stride * self.kernel_blocks
+
+    def num_blocks_held(self, num_tokens: int) -> int:
+        """The most blocks that a sequence holds on its way to `num_tokens` tokens, on this rank.
+
+        While position p is computed these are the blocks of [0, head) and of [tail(p), p + 1).
+        """
+        if num_tokens <= 0:
+            return 0
+        reach, size = self.cache.reach, self.block_tokens
+        if not reach.per_token:
+            return 1
+        first = 0 if reach.span is None else max(0, num_tokens - reach.span - 2 * size)
+        positions = np.arange(first, num_tokens) if reach.span is not None else np.array([num_tokens - 1])
+        head = np.minimum(-(-reach.head // size), positions // size + 1)
+        tail = np.maximum(reach.tail(positions) // size, head)
+        held = head + np.maximum(positions // size + 1 - tail, 0)
+        return -(-int(held.max()) // self.context_shards)

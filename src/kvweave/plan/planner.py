@@ -1,0 +1,192 @@
+"""The planner: a model spec and a budget -> a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from kvweave.errors import NeverFits, PlanError, UnknownName
+from kvweave.plan.group import Group
+from kvweave.plan.parallel import Parallel, shard
+from kvweave.plan.plan import TYPICAL_TOKENS, Plan
+from kvweave.plan.pool import Layout, Place, Pool, PoolRequest, cut, size
+from kvweave.spec import LayerCache, ModelSpec
+from kvweave.units import parse_bytes
+
+POOLS = ("auto", "uniform", "shared", "independent")
+
+PerGroup = int | Mapping[str, int]
+"""One number for all groups, or numbers by tag."""
+
+
+def plan(
+    spec: ModelSpec,
+    memory: int | str,
+    *,
+    block_tokens: PerGroup = 16,
+    kernel_tokens: PerGroup | None = None,
+    pools: str = "auto",
+    own_pools: Mapping[str, PoolRequest] | None = None,
+    layout: Layout | str | None = None,
+    parallel: Parallel | None = None,
+    reserve: int | str = 0,
+    context: int | None = None,
+) -> Plan:
+    """Cut `memory` bytes for a model.
+
+    `block_tokens` and `kernel_tokens` are for all groups, or by tag; a group whose rows or kernel need more gets
+    more, and the plan's notes say so, unless its tag was named: then it is an error. `pools` is "uniform" (one group,
+    one page size), "shared" (elastic super-pages), "independent" (a pool a group) or "auto" (uniform for one group,
+    else shared); groups in `own_pools` have their own in any case. `layout` defaults to page-major for shared pools
+    and layer-major else. `reserve` bytes are left alone. `context` is a length that must fit at least once.
+    """
+    parallel = parallel or Parallel()
+    budget, kept_back = parse_bytes(memory), parse_bytes(reserve) if reserve else 0
+    notes = list(spec.notes)
+    mine = shard(spec, parallel)
+    groups = _groups(mine, parallel, block_tokens, kernel_tokens, notes)
+    requests = dict(own_pools or {})
+    for tag in requests:
+        if tag not in {group.tag for group in groups}:
+            raise UnknownName("tag of a pool", tag, [group.tag for group in groups])
+    chosen = _layout(layout, pools, groups)
+    cut_pools, placed = _cut(groups, pools, requests, chosen)
+    by_tag = {group.tag: group for group in placed}
+    draft = Plan(
+        model_type=spec.model_type,
+        num_layers=spec.num_layers,
+        groups=tuple(by_tag.get(group.tag, group) for group in groups),
+        pools=tuple(cut_pools),
+        memory=budget,
+        reads=tuple((index, read) for index, layer in enumerate(mine.layers) for read in layer.reads),
+        draft_layers=tuple(index for index, layer in enumerate(mine.layers) if layer.draft),
+        reserve=kept_back,
+        layout=chosen,
+        parallel=parallel,
+        digest=spec.digest(),
+        notes=tuple(notes),
+    )
+    _check_fits(draft, requests, context)
+    demand = {pool.name: draft.supers_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools}
+    return replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand)))
+
+
+def _groups(
+    spec: ModelSpec, parallel: Parallel, block_tokens: PerGroup, kernel_tokens: PerGroup | None, notes: list[str]
+) -> list[Group]:
+    """A group a tag; those without a layer on this rank are placeholders."""
+    tags = spec.groups()
+    if not tags:
+        raise PlanError(f"model {spec.model_type!r} keeps no cache in any layer: there is nothing to plan")
+    for wish in (block_tokens, kernel_tokens):
+        for tag in wish if isinstance(wish, Mapping) else ():
+            if tag not in tags:
+                raise UnknownName("tag", tag, tags)
+    groups = []
+    for tag, (cache, layers) in tags.items():
+        block = _block_tokens(cache, block_tokens, notes)
+        kernel = _kernel_tokens(cache, block, kernel_tokens)
+        groups.append(Group(tag, cache, layers, block, kernel, parallel.cp if cache.context_split else 1))
+    return groups
+
+
+def _block_tokens(cache: LayerCache, wish: PerGroup, notes: list[str]) -> int:
+    named = wish.get(cache.tag) if isinstance(wish, Mapping) else None
+    asked = named or (wish if isinstance(wish, int) else None) or 16
+    if asked < 1 or isinstance(asked, bool):
+        raise PlanError(f"group {cache.tag!r}: block_tokens must be at least 1, got {asked}")
+    if named is None and cache.block_tokens is not None:
+        return cache.block_tokens
+    unit = cache.unit_tokens if cache.reach.per_token else 1
+    if asked % unit == 0:
+        return asked
+    if named is not None:
+        raise PlanError(f"group {cache.tag!r}: block_tokens {asked} is no multiple of {unit}, which its rows need")
+    block = -(-asked // unit) * unit
+    notes.append(f"group {cache.tag!r} has blocks of {block} tokens, not {asked}: its rows and kernel need {unit}")
+    return block
+
+
+def _kernel_tokens(cache: LayerCache, block: int, wish: PerGroup | None) -> int:
+    """A divisor of the block. States have none; a page is never split below what its kernel can read."""
+    if not cache.reach.per_token:
+        return block
+    unit = cache.unit_tokens
+    named = wish.get(cache.tag) if isinstance(wish, Mapping) else None
+    asked = named if named is not None else wish if isinstance(wish, int) else None
+    if asked is None:
+        return unit if cache.kernel_tokens > 1 else block
+    if asked < 1 or (named is not None and asked % unit):
+        raise PlanError(f"group {cache.tag!r}: kernel_tokens {asked} is no multiple of {unit}, which its kernel needs")
+    kernel = asked if asked % unit == 0 else unit
+    if cache.block_tokens is not None and named is None:
+        kernel = min(kernel, block)
+    if block % kernel:
+        raise PlanError(f"group {cache.tag!r}: kernel_tokens {kernel} does not divide block_tokens {block}")
+    return kernel
+
+
+def _layout(layout: Layout | str | None, pools: str, groups: list[Group]) -> Layout:
+    if pools not in POOLS:
+        raise UnknownName("kind of pools", pools, POOLS)
+    if layout is None:
+        return Layout.PAGE_MAJOR if _is_shared(pools, groups) else Layout.LAYER_MAJOR
+    if layout not in list(Layout):
+        raise UnknownName("layout", layout, list(Layout))
+    return Layout(layout)
+
+
+def _is_shared(pools: str, groups: list[Group]) -> bool:
+    return pools == "shared" or (pools == "auto" and sum(bool(group.layers) for group in groups) > 1)
+
+
+def _cut(
+    groups: list[Group], pools: str, requests: Mapping[str, PoolRequest], layout: Layout
+) -> tuple[list[Pool], list[Group]]:
+    """The pools, without memory yet, and the groups in them."""
+    present = [group for group in groups if group.layers]
+    if pools == "uniform" and len(present) > 1:
+        tags = ", ".join(group.tag for group in present)
+        raise PlanError(
+            f"a uniform pool has one group, this model has {len(present)} ({tags}); take shared or independent"
+        )
+    own = [g for g in present if g.tag in requests or pools == "independent"]
+    together = [g for g in present if g not in own]
+    cuts = [cut(g.tag, [g], layout, requests.get(g.tag, PoolRequest()).place) for g in own]
+    if together:
+        cuts.insert(0, cut("shared" if len(together) > 1 else together[0].tag, together, layout))
+    return [pool for pool, _ in cuts], [group for _, placed in cuts for group in placed]
+
+
+def _check_fits(draft: Plan, requests: Mapping[str, PoolRequest], context: int | None) -> None:
+    """One sequence of `context` tokens (or of one token) must fit every pool."""
+    tokens = 1 if context is None else context
+    if tokens < 1:
+        raise PlanError(f"context must be at least 1 token, got {tokens}")
+    need = {pool.name: draft.supers_for(pool, tokens) for pool in draft.pools}
+    for pool in draft.pools:
+        pages = requests[pool.name].pages if pool.name in requests else None
+        if pages is not None and pages < need[pool.name]:
+            raise PlanError(
+                f"pool {pool.name!r} has {pages} pages, but one sequence of {tokens} tokens takes {need[pool.name]}"
+            )
+    smallest = draft.reserve + sum(_smallest(pool, need, requests) for pool in draft.pools)
+    if smallest > draft.memory:
+        raise NeverFits(
+            f"{draft.memory} bytes do not hold one sequence of {tokens} tokens"
+            f" ({_sum(pool.name for pool in draft.pools)}): at least {smallest} bytes would",
+            available_bytes=draft.memory,
+            smallest_bytes=smallest,
+        )
+
+
+def _smallest(pool: Pool, need: Mapping[str, int], requests: Mapping[str, PoolRequest]) -> int:
+    """Device bytes a pool must have."""
+    if pool.place is not Place.DEVICE:
+        return 0
+    pages = requests[pool.name].pages if pool.name in requests else None
+    return pool.unit_bytes * (pages or need[pool.name])
+
+
+def _sum(names: Iterable[str]) -> str:
+    return " + ".join(names)

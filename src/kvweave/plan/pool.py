@@ -1,0 +1,131 @@
+"""Pools: memory cut into super-pages, and how much of the budget each gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from kvweave.errors import PlanError
+from kvweave.plan.group import Group
+from kvweave.plan.superpage import Slice, search
+
+
+class Place(StrEnum):
+    """Where a pool's memory is; only device bytes count against the plan's memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+    PINNED = "pinned"
+
+
+class Layout(StrEnum):
+    """Which comes first in memory: all pages of a layer, or all layers of a page."""
+
+    LAYER_MAJOR = "layer_major"
+    PAGE_MAJOR = "page_major"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRequest:
+    """A group's wish for a pool of its own: so many pages, or a share of the memory by weight; and where."""
+
+    pages: int | None = None
+    weight: float | None = None
+    place: Place = Place.DEVICE
+
+    def __post_init__(self) -> None:
+        if self.pages is not None and self.weight is not None:
+            raise PlanError(f"a pool has pages or a weight, not both: pages={self.pages}, weight={self.weight}")
+        if self.pages is not None and self.pages < 1:
+            raise PlanError(f"a pool needs at least 1 page, got {self.pages}")
+        if self.weight is not None and not self.weight > 0:
+            raise PlanError(f"a pool's weight must be more than 0, got {self.weight}")
+        if self.place is not Place.DEVICE and self.pages is None:
+            raise PlanError(f"a {self.place} pool needs a number of pages: it is not part of the device's memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Memory for the groups `tags`: `lanes` lanes of `num_supers` super-pages of `super_bytes` each.
+
+        lane 0   | super-page 0 | super-page 1 | ...
+        lane 1   | super-page 0 | super-page 1 | ...
+
+    One lane is page-major: a page is one run of bytes. As many lanes as layers is layer-major. A super-page is the
+    same index in every lane, and belongs to one group at a time.
+    """
+
+    name: str
+    tags: tuple[str, ...]
+    lanes: int
+    super_bytes: int
+    num_supers: int = 0
+    place: Place = Place.DEVICE
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one super-page over all lanes: what the pool grows by."""
+        return self.lanes * self.super_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.unit_bytes * self.num_supers
+
+
+def cut(name: str, groups: Sequence[Group], layout: Layout, place: Place = Place.DEVICE) -> tuple[Pool, list[Group]]:
+    """A pool without memory yet for `groups`, and the groups with their place in it.
+
+    Layer-major lanes are as many as divide every group's layers evenly, so that no lane is wasted.
+    """
+    lanes = math.gcd(*(len(group.layers) for group in groups)) if layout is Layout.LAYER_MAJOR else 1
+    slices = [
+        Slice(group.layer_bytes * (len(group.layers) // lanes), group.kernel_blocks, group.layer_align)
+        for group in groups
+    ]
+    super_bytes, counts = (slices[0].page_bytes, (1,)) if len(slices) == 1 else search(slices)
+    placed = [
+        replace(
+            group,
+            pool=name,
+            lane_layers=len(group.layers) // lanes,
+            pages_per_super=count,
+            kernel_stride=super_bytes // (count * group.kernel_blocks),
+        )
+        for group, count in zip(groups, counts, strict=True)
+    ]
+    return Pool(name, tuple(group.tag for group in groups), lanes, super_bytes, 0, place), placed
+
+
+def size(
+    pools: Sequence[Pool], memory: int, requests: Mapping[str, PoolRequest], demand: Mapping[str, int]
+) -> list[Pool]:
+    """Give each pool its super-pages: those with a page count first, the others by weight, to the last byte.
+
+    Weights default to `demand`, the bytes a typical sequence needs of each pool, so that all run full together.
+    """
+    counts = {pool.name: request.pages or 0 for pool in pools if (request := requests.get(pool.name)) and request.pages}
+    fixed = sum(pool.unit_bytes * counts[pool.name] for pool in pools if pool.name in counts and _on_device(pool))
+    if fixed > memory:
+        raise PlanError(f"pools with explicit pages take {fixed} bytes of {memory}; ask for fewer pages or more memory")
+    elastic = [pool for pool in pools if pool.name not in counts]
+    weights = {pool.name: float(_weight(requests.get(pool.name)) or demand[pool.name]) for pool in elastic}
+    rest, total = memory - fixed, sum(weights.values())
+    for pool in elastic:
+        counts[pool.name] = int(rest * weights[pool.name] / total) // pool.unit_bytes
+    left = rest - sum(pool.unit_bytes * counts[pool.name] for pool in elastic)
+    while fitting := [pool for pool in elastic if pool.unit_bytes <= left]:
+        poorest = min(fitting, key=lambda pool: pool.unit_bytes * counts[pool.name] / weights[pool.name])
+        more = max(1, left // (poorest.unit_bytes * len(fitting)))
+        counts[poorest.name] += more
+        left -= more * poorest.unit_bytes
+    return [replace(pool, num_supers=counts[pool.name]) for pool in pools]
+
+
+def _weight(request: PoolRequest | None) -> float | None:
+    return request.weight if request else None
+
+
+def _on_device(pool: Pool) -> bool:
+    return pool.place is Place.DEVICE
