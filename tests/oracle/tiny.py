@@ -215,6 +215,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma4_text:bidirectional": {"use_bidirectional_attention": "all", "sliding_window": 20},
     "gemma4_text:k_eq_v": {"attention_k_eq_v": True},
     "gemma4_text:shared": {"num_kv_shared_layers": 6},
+    "glm4_moe:head_dim": {"head_dim": 24},
     "glm_moe_dsa:every_layer": {"indexer_types": None},
     "glm_moe_dsa:frequency": {"indexer_types": None, "index_topk_freq": 3, "index_skip_topk_offset": 2},
     "glm_moe_dsa:pattern": {"indexer_types": None, "index_topk_pattern": "FFSSFSSS"},
@@ -257,6 +258,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2:sliding": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen2_moe:sliding": {"use_sliding_window": True, "max_window_layers": 3},
     "qwen3:sliding": {"use_sliding_window": True, "max_window_layers": 2},
+    "qwen3_moe:head_dim": {"head_dim": 24},
     "qwen3_moe:sliding": {"use_sliding_window": True},
     "qwen3_next:interval": {"full_attention_interval": 3},
     "qwen4_exp_text:no_ple": {"ple_layer_ids": None},
@@ -348,21 +350,21 @@ def tokens(name: str, length: int) -> torch.Tensor:
     return (torch.arange(length) % 90 + 3).expand(ROWS.get(name, 1), -1)
 
 
-@torch.no_grad()
 def prefill(name: str, model: Any, length: int) -> Any:
     """The cache after one forward over `length` tokens."""
     given = _fresh_cache(model, length)
-    out = model(input_ids=tokens(name, length), use_cache=True, **given)
+    with torch.no_grad():
+        out = model(input_ids=tokens(name, length), use_cache=True, **given)
     return out.get("past_key_values") or next(iter(given.values()))
 
 
-@torch.no_grad()
 def decode(name: str, model: Any, length: int, steps: int = 3) -> Any:
     """The cache of `length` tokens when the last `steps` came one by one."""
     if name in ROWS:  # its generate() starts from no prompt
         cache = prefill(name, model, length - steps)
-        for index in range(length - steps, length):
-            model(input_ids=tokens(name, length)[:, index : index + 1], use_cache=True, past_key_values=cache)
+        with torch.no_grad():
+            for index in range(length - steps, length):
+                model(input_ids=tokens(name, length)[:, index : index + 1], use_cache=True, past_key_values=cache)
         return cache
     given = _fresh_cache(model, length)
     how = {"max_new_tokens": steps + 1, "min_new_tokens": steps + 1, "do_sample": False, "pad_token_id": 0}

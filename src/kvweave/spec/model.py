@@ -146,7 +146,7 @@ class ModelSpec:
             owner, equal = first.setdefault(cache.tag, (index, cache))
             if cache is not equal and cache != equal:
                 raise SpecError(
-                    f"layers {owner} and {index} both use tag {cache.tag!r}, but differ in {_difference(equal, cache)};"
+                    f"layers {owner} and {index} both use tag {cache.tag!r}, but differ in {difference(equal, cache)};"
                     " give them different tags"
                 )
         for index, layer in enumerate(self.layers):
@@ -285,7 +285,7 @@ def holds_state(cache: LayerCache) -> bool:
     return not cache.reach.per_token or all(role.name.endswith("_state") for role in cache.roles)
 
 
-def _difference(one: LayerCache, other: LayerCache) -> str:
+def difference(one: LayerCache, other: LayerCache) -> str:
     """The first field in which two caches differ, with both values."""
     for name in ("reach", "kernel_tokens", "block_tokens", "context_split"):
         if getattr(one, name) != getattr(other, name):

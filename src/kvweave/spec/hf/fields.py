@@ -71,9 +71,6 @@ SAME_AS = {
 }
 """Model types of the hub that keep what another family keeps."""
 
-RESOLVED = "kvweave_resolved"
-"""Set for config objects: their class has worked on the fields already (halved a window, say)."""
-
 
 @lru_cache(maxsize=1)
 def class_defaults() -> dict[str, dict[str, Any]]:
@@ -86,7 +83,7 @@ def load(source: object) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
     if hasattr(source, "to_dict"):
-        return {**source.to_dict(), RESOLVED: True}
+        return dict(source.to_dict())
     if not isinstance(source, str | Path):
         raise ConfigError(f"expected a path, a dict or a transformers config, got {type(source).__name__}")
     path = Path(source)
@@ -107,7 +104,7 @@ def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in NESTED:
         inner = config.get(name)
         if isinstance(inner, Mapping) and inner:
-            outer = {key: config[key] for key in ("dtype", "torch_dtype", RESOLVED) if key in config}
+            outer = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
             named = {"model_type": f"{config.get('model_type', '')}_text"}
             return language_model({**outer, **named, **inner})
     return dict(config)
@@ -130,13 +127,12 @@ class Fields:
         self.notes = notes
         self.model_type = str(config.get("model_type", ""))
         self.family = family_of(config)
-        self.resolved = bool(config.get(RESOLVED))
         self.defaults = class_defaults().get(self.family, {}) if defaults is None else defaults
 
     def layer(self, index: int) -> Fields:
         """The fields as layer `index` sees them: its `per_layer_config` entry, and its place in per-layer lists."""
         overrides = self.config.get("per_layer_config") or {}
-        own = overrides.get(str(index), overrides.get(index)) if isinstance(overrides, Mapping) else overrides[index]
+        own = next((fields for key, fields in overrides.items() if int(key) == index), None)  # keys may be "05"
         lists = {name: value[index] for name in _PER_LAYER if isinstance(value := self.config.get(name), list)}
         return Fields({**self.config, **lists, **(own or {})}, self.notes, self.defaults)
 

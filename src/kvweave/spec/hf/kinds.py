@@ -50,7 +50,7 @@ def kv_heads(fields: Fields) -> int:
 
 def window(fields: Fields) -> Reach:
     tokens = fields.count("sliding_window")
-    if fields.get("use_bidirectional_attention") in (True, "all") and not fields.resolved:
+    if fields.get("use_bidirectional_attention") in (True, "all"):
         tokens = tokens // 2 + 1
     return Window(tokens)
 
@@ -63,6 +63,11 @@ def rows(fields: Fields, keep: Keep, reach: Reach) -> Caches:
 
 
 def full(fields: Fields, keep: Keep, _layer: int) -> Caches:
+    return rows(fields, keep, Full())
+
+
+def reference_sliding(fields: Fields, keep: Keep, _layer: int) -> Caches:
+    """A window over what is generated, with all of the prompt beside it: as long as the prompt, so planned as full."""
     return rows(fields, keep, Full())
 
 
@@ -264,7 +269,7 @@ def zamba_mamba(fields: Fields, keep: Keep, _layer: int) -> Caches:
 
 def rg_lru(fields: Fields, keep: Keep, _layer: int) -> Caches:
     width = fields.count("lru_width" if fields.has("lru_width") else "hidden_size")
-    conv = keep.conv(fields.count("conv1d_width", 4), [Segment(width)])
+    conv = Role("conv_state", (width, fields.count("conv1d_width", 4) - 1), keep.dtype, split=(Segment(width),))
     return (keep.state(conv, keep.ssm((width,))),)
 
 
@@ -372,7 +377,7 @@ def mimo_sliding(fields: Fields, keep: Keep, _layer: int) -> Caches:
     heads = fields.get("swa_num_key_value_heads") or 2 * kv_heads(fields)
     key_dim = fields.get("swa_head_dim") or head_dim(fields)
     value_dim = fields.get("swa_v_head_dim") or fields.get("v_head_dim")
-    size = None if fields.resolved else fields.config.get("sliding_window_size")
+    size = fields.config.get("sliding_window_size")
     reach = Window(size + 1 if size else fields.count("sliding_window"))
     return (keep.attention(heads, key_dim, value_dim, reach),)
 
@@ -426,6 +431,7 @@ KINDS: dict[str, Build] = {
     HYBRID: hybrid,
     HYBRID_SLIDING: lambda fields, keep, layer: (*sliding(fields, keep, layer), *linear(fields, keep, layer)),
     NOTHING: nothing,
+    "reference_sliding_attention": reference_sliding,
     "minimax_m3_sparse": minimax_m3_sparse,
     CSA: v4_csa,
     HCA: v4_hca,

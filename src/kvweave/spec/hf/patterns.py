@@ -266,7 +266,7 @@ PATTERNS: dict[str, Pattern] = {
     "flint": flint,
     "modernbert-decoder": modernbert_decoder,
     "dots1": dots,
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), window_from_layer),
+    **dict.fromkeys(("qwen2", "qwen3"), window_from_layer),
     "qwen2_moe": qwen2_moe,
     "llama4_text": llama4,
     "smollm3": smollm3,
