@@ -8,6 +8,12 @@
         +-- NeverFits        not even an empty pool of this size would hold it; says the smallest that would
         +-- DraftMismatch    a draft model's caches match no group of the target
             +-- AmbiguousDraft   ... or match several
+    +-- CacheError           a cache cannot do what was asked of it
+        +-- OutOfPages       not now: wanted, available, evictable; later, yes
+        +-- BadTokens        a prompt that is no list of token ids
+        +-- BadSequence      a sequence of another cache, a closed one, lengths that make no sense
+        +-- CannotTruncate   what the shorter sequence would need is gone
+        +-- WrongThread      a cache belongs to the thread that made it
 
 Every message carries the numbers and the cure; an error leaves everything as it was.
 """
@@ -30,7 +36,7 @@ class UnknownName(SpecError):
     """A name nobody declared."""
 
     def __init__(self, what: str, name: object, known: Iterable[str]) -> None:
-        choices = sorted(known)
+        choices = sorted(map(str, known))  # an enum member is its value here
         close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(choices)}"
         super().__init__(f"unknown {what} {name!r}; {hint}")
@@ -59,3 +65,34 @@ class DraftMismatch(PlanError):
 
 class AmbiguousDraft(DraftMismatch):
     """A draft model's cache equals several of the target's groups."""
+
+
+class CacheError(KVWeaveError):
+    """A cache cannot do what was asked of it; nothing was changed."""
+
+
+class OutOfPages(CacheError):
+    """Not enough pages now; when sequences close, there will be."""
+
+    def __init__(self, pool: str, *, wanted: int, available: int, evictable: int) -> None:
+        super().__init__(
+            f"pool {pool!r}: {wanted} pages wanted, {available} available, {evictable} more by eviction;"
+            " close or preempt a sequence"
+        )
+        self.pool, self.wanted, self.available, self.evictable = pool, wanted, available, evictable
+
+
+class BadTokens(CacheError, ValueError):
+    """A prompt that is no list of token ids."""
+
+
+class BadSequence(CacheError, ValueError):
+    """A sequence of another cache, a closed one, or a length that makes no sense."""
+
+
+class CannotTruncate(CacheError, ValueError):
+    """What the shorter sequence would need is gone: open it again from its tokens."""
+
+
+class WrongThread(CacheError, RuntimeError):
+    """A cache belongs to the thread that made it."""

@@ -66,7 +66,7 @@ def _usual_scheme(plan: Plan, num_tokens: int, held: int) -> Iterator[str]:
     yield (
         f"one padded page size for all groups instead: pages of {format_bytes(usual.page_bytes)} a layer,"
         f" blocks of {blocks or 'one state'} tokens, {usual.padding_share:.2%} padding;"
-        f" that sequence holds {format_bytes(usual.bytes_per_sequence)} ({usual.bytes_per_sequence / held:.2f} times ours)"
+        f" that sequence holds {format_bytes(usual.bytes_per_sequence)}: {usual.bytes_per_sequence / held:.2f} x ours"
     )
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from kvweave.errors import SpecError, UnknownName
+from kvweave.errors import KVWeaveError, SpecError, UnknownName
 from kvweave.spec.reach import Reach, reach_class
 
 T = TypeVar("T")
@@ -53,9 +54,16 @@ def from_dict(cls: type[T], data: object, where: str) -> T:
     if required:
         raise SpecError(f"{where}: missing {', '.join(required)}")
     values = {key: _build(hints[key], item, f"{where}.{key}") for key, item in data.items()}
-    try:
+    with _at(where):
         return cls(**values)
-    except SpecError as error:
+
+
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Errors from within say where."""
+    try:
+        yield
+    except KVWeaveError as error:
         error.args = (f"{where}: {error}",)
         raise
 
@@ -79,17 +87,29 @@ def _build(hint: Any, item: Any, where: str) -> Any:
         if not isinstance(item, list | tuple):
             raise SpecError(f"{where}: expected a list, got {type(item).__name__}")
         hints = args[:1] * len(item) if args[1:] == (...,) else args
+        if len(hints) != len(item):
+            raise SpecError(f"{where}: expected {len(hints)} entries, got {len(item)}")
         return tuple(_build(h, entry, f"{where}[{i}]") for i, (h, entry) in enumerate(zip(hints, item, strict=True)))
     if origin is not None and issubclass(origin, Mapping):
         return {key: _build(args[1], entry, f"{where}[{key!r}]") for key, entry in dict(item).items()}
     if hint is Reach:
-        if not isinstance(item, Mapping) or "kind" not in item:
+        if not isinstance(item, Mapping) or not isinstance(item.get("kind"), str):
             raise SpecError(f"{where}: a reach is an object with a 'kind', got {item!r}")
-        return from_dict(reach_class(item["kind"]), {k: v for k, v in item.items() if k != "kind"}, where)
+        with _at(where):
+            cls = reach_class(item["kind"])
+        return from_dict(cls, {k: v for k, v in item.items() if k != "kind"}, where)
     if dataclasses.is_dataclass(hint):
         return from_dict(hint, item, where)  # type: ignore[arg-type]
     if issubclass(hint, Enum):
-        return hint.parse(item) if hasattr(hint, "parse") else hint(item)
+        with _at(where):
+            return hint.parse(item) if hasattr(hint, "parse") else _member(hint, item)
     if not isinstance(item, hint) or (isinstance(item, bool) and hint is not bool):
         raise SpecError(f"{where}: expected {hint.__name__}, got {item!r}")
     return item
+
+
+def _member(enum: type[Enum], value: object) -> Enum:
+    choices = [member.value for member in enum]
+    if value not in choices:
+        raise UnknownName(enum.__name__.lower(), value, choices)
+    return enum(value)

@@ -42,6 +42,9 @@ class LayerCache:
             raise SpecError(f"{where}: roles named twice: {', '.join(sorted(twice))}")
         for role in self.roles:
             self._check_role(role, where)
+        if not any(role.row_bytes for role in self.roles):
+            shapes = ", ".join(f"{role.name} {role.shape}" for role in self.roles)
+            raise SpecError(f"{where}: its rows hold 0 bytes ({shapes}); a layer that keeps nothing has no cache")
         if self.kernel_tokens < 1:
             raise SpecError(f"{where}: kernel_tokens must be at least 1, got {self.kernel_tokens}")
         if self.block_tokens is not None and (self.block_tokens < 1 or self.block_tokens % self.unit_tokens):
@@ -149,9 +152,19 @@ class ModelSpec:
                     f"layers {owner} and {index} both use tag {cache.tag!r}, but differ in {difference(equal, cache)};"
                     " give them different tags"
                 )
+        self._set_placeholders({tag: cache for tag, (_, cache) in first.items()})
         for index, layer in enumerate(self.layers):
             for read in layer.reads:
                 self._check_read(index, read)
+
+    def _set_placeholders(self, kept: Mapping[str, LayerCache]) -> None:
+        """Those that no layer keeps after all, each once."""
+        others: dict[str, LayerCache] = {}
+        for cache in self.placeholders:
+            equal = kept.get(cache.tag) or others.setdefault(cache.tag, cache)
+            if cache != equal:
+                raise SpecError(f"two caches use tag {cache.tag!r}, but differ in {difference(equal, cache)}")
+        object.__setattr__(self, "placeholders", tuple(others.values()))
 
     def _check_read(self, index: int, read: Read) -> None:
         where = f"layer {index} reads layer {read.layer}"

@@ -133,7 +133,11 @@ class Fields:
         """The fields as layer `index` sees them: its `per_layer_config` entry, and its place in per-layer lists."""
         overrides = self.config.get("per_layer_config") or {}
         own = next((fields for key, fields in overrides.items() if int(key) == index), None)  # keys may be "05"
-        lists = {name: value[index] for name in _PER_LAYER if isinstance(value := self.config.get(name), list)}
+        lists = {name: value for name in _PER_LAYER if isinstance(value := self.config.get(name), list)}
+        for name, value in lists.items():
+            if index >= len(value):
+                raise ConfigError(f"{self._who}: {name} has {len(value)} entries, none for layer {index}")
+        lists = {name: value[index] for name, value in lists.items()}
         return Fields({**self.config, **lists, **(own or {})}, self.notes, self.defaults)
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -89,7 +89,7 @@ def nothing(_fields: Fields, _keep: Keep, _layer: int) -> Caches:
 def owns_indexer(fields: Fields, layer: int) -> bool:
     """Layers may share the selection of an earlier one, and then keep no index keys."""
     types = fields.get("indexer_types") or fields.get("index_topk_pattern")
-    if types is not None:
+    if types is not None and layer < max(len(types), fields.num_layers):  # draft layers may be beyond the list
         return types[layer] in ("full", "F")
     every, offset = fields.count("index_topk_freq", 1), fields.count("index_skip_topk_offset", 2)
     return max(layer - offset + 1, 0) % every == 0

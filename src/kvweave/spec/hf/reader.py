@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, KVWeaveError
 from kvweave.spec.dtypes import DType
 from kvweave.spec.hf.fields import Fields, class_defaults, language_model, load
 from kvweave.spec.hf.keep import Keep, Store
 from kvweave.spec.hf.kinds import FAMILIES, Caches, build_layer
-from kvweave.spec.hf.patterns import FULL, PATTERNS, layer_kinds
+from kvweave.spec.hf.patterns import CONV, FULL, LEGACY, LINEAR, NOTHING, PATTERNS, SLIDING, layer_kinds
 from kvweave.spec.model import Layer, LayerCache, ModelSpec, Read
 
 
@@ -23,10 +23,26 @@ def from_config(
     conventions: those of serving engines, or of transformers' own caches. `draft_layers` adds the MTP layers that
     come with the checkpoint. What was assumed is in the spec's `notes`.
     """
-    notes: list[str] = []
-    fields = Fields(language_model(load(source)), notes)
+    config = language_model(load(source))
+    try:
+        return _read(Fields(config, notes=[]), dtype, store, draft_layers)
+    except KVWeaveError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        named = config.get("model_type")
+        raise ConfigError(
+            f"config of model_type {named!r}: a field has no meaning for its layers: {error!r}"
+        ) from error
+
+
+def _read(fields: Fields, dtype: str, store: Store, draft_layers: bool) -> ModelSpec:
+    notes = fields.notes
+    if fields.family in UNDESCRIBED:
+        raise ConfigError(
+            f"layers of model_type {fields.model_type!r} keep {UNDESCRIBED[fields.family]}: not known here"
+        )
     if not any(fields.family in known for known in (class_defaults(), PATTERNS, FAMILIES)):
-        fields.require("num_hidden_layers", *([] if fields.has("kv_lora_rank") else ["num_attention_heads"]))
+        fields.require(*_needed(fields))
         notes.append(f"model_type {fields.model_type!r} is not known here: planned by the general rule")
     keep = Keep.parse(dtype, _model_dtype(fields), store)
     kinds, num_layers = _kinds(fields, draft_layers)
@@ -42,6 +58,31 @@ def from_config(
     )
 
 
+UNDESCRIBED = {
+    "reformer": "hidden states and hash buckets",
+    "rwkv": "five states of their own kind",
+    "xlnet": "hidden states of earlier segments",
+    "xlstm": "an xLSTM's state",
+}
+"""Families whose fields look like attention's, but whose layers keep something else."""
+
+
+_ROWLESS = {LINEAR, CONV, NOTHING}
+"""Kinds of layers that keep no rows of tokens."""
+
+
+def _needed(fields: Fields) -> list[str]:
+    """The fields without which the general rule has no rows."""
+    names = ["num_hidden_layers"] if fields.get("layer_types") is None else []
+    kinds = {LEGACY.get(kind, kind) for kind in fields.get("layer_types") or [FULL]}
+    if kinds <= _ROWLESS:
+        return names
+    if fields.has("kv_lora_rank"):
+        return [*names, "qk_rope_head_dim"]
+    names += [] if fields.has("num_key_value_heads") and fields.has("head_dim") else ["num_attention_heads"]
+    return names if fields.has("head_dim") else [*names, "hidden_size"]
+
+
 def _model_dtype(fields: Fields) -> DType:
     named = fields.config.get("dtype") or fields.config.get("torch_dtype")
     if named is None:
@@ -54,10 +95,14 @@ _LISTED = ("nemotron_h", "longcat_flash")
 """Families whose `num_hidden_layers` is not the number of layers with a cache; their pattern is."""
 
 
+_DRAFTS = {"deepseek_v4": SLIDING}
+"""The kind of draft layers, where it is not that of the last layer with rows."""
+
+
 def _kinds(fields: Fields, draft_layers: bool) -> tuple[list[str], int]:
     """The kinds of all layers, the model's first, and how many are the model's.
 
-    A list may go on with the kinds of draft layers; where it does not, they are taken to be full attention.
+    A list may go on with the kinds of draft layers; where it does not, they are as the last layer with rows.
     """
     kinds = layer_kinds(fields)
     num_layers = len(kinds) if fields.family in _LISTED else fields.num_layers
@@ -65,8 +110,9 @@ def _kinds(fields: Fields, draft_layers: bool) -> tuple[list[str], int]:
         raise ConfigError(f"{fields.model_type}: {len(kinds)} layer types for {num_layers} layers")
     num_drafts = fields.count("num_draft_layers", 0) if draft_layers else 0
     tail = kinds[num_layers : num_layers + num_drafts]
-    default = next((kind for kind in reversed(kinds[:num_layers]) if "linear" not in kind), FULL)
-    return [*kinds[:num_layers], *tail, *[default] * (num_drafts - len(tail))], num_layers
+    last = next((kind for kind in reversed(kinds[:num_layers]) if kind not in _ROWLESS), FULL)
+    drafts = [_DRAFTS.get(fields.family, last)] * (num_drafts - len(tail))
+    return [*kinds[:num_layers], *tail, *drafts], num_layers
 
 
 def _with_tags(layers: list[Caches]) -> list[Caches]:

@@ -1,0 +1,506 @@
+"""The cache: open, extend, commit, fork, truncate, close. Everything above numpy stays outside.
+
+The life of a sequence, and who owns its pages:
+
+    open      the longest joint hit is matched and pinned; its pages enter the row's tables, still the tree's
+    extend    pages for the next tokens are taken; they are the sequence's
+    commit    what was written becomes visible: pages move to the tree, duplicates are given back
+    close     the rest is given back, the pins are let go
+
+One thread owns a cache. Calls from another raise `WrongThread`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from kvweave.cache.publish import Publisher
+from kvweave.cache.room import Room
+from kvweave.cache.sequence import Batch, Copy, Rows, Sequence
+from kvweave.cache.stats import GroupStats, InfiniteCache, PoolStats, Stats
+from kvweave.errors import BadSequence, BadTokens, CannotTruncate, WrongThread
+from kvweave.plan import Plan
+from kvweave.pool import NULL, Ids, PoolPages
+from kvweave.prefix import (
+    POLICIES,
+    Contents,
+    Event,
+    Node,
+    Policy,
+    Prefix,
+    Retention,
+    Span,
+    as_tokens,
+    tree_groups,
+)
+from kvweave.table import Counts, GroupTable
+
+NEVER = np.iinfo(np.int64).max
+RECENT = 256
+"""Generated tokens that are kept by row before they are handed to their sequences."""
+
+
+class Cache:
+    """A KV cache over a plan. Ids in and out; the tensors are somebody else's.
+
+    `policy` decides what is evicted first, `retention` where resume points are left, `admission_reserve` is the share
+    of each pool that only running sequences may take. `on_event` is told of every change of what can be hit.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        policy: str | Policy = "lru",
+        retention: Retention | None = None,
+        admission_reserve: float = 0.0,
+        rows: int = 256,
+        on_event: Callable[[Event], None] | None = None,
+        track_infinite: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.tables = [GroupTable(group, rows) for group in plan.groups]
+        self.pools = [PoolPages(pool, [g for g in plan.groups if g.pool == pool.name]) for pool in plan.pools]
+        by_name = {pool.name: pool for pool in self.pools}
+        self.pool_of = [by_name.get(group.pool) for group in plan.groups]
+        sizes = [plan.stride_bytes(group.tag) for group in plan.groups]
+        choose = POLICIES[policy] if isinstance(policy, str) else policy
+        self.prefix = Prefix(tree_groups(plan), sizes, self.give_back, choose, on_event)
+        self.grid = self.prefix.tree.grid
+        self.retention = retention or Retention()
+        self.spacing = self.retention.spacing(plan, self.grid)
+        self.states = [number for number, table in enumerate(self.tables) if not table.per_token]
+        self.windows = [n for n, t in enumerate(self.tables) if t.per_token and t.reach.span is not None]
+        self.lengths: Counts = np.zeros(rows, np.int64)
+        self.committed: Counts = np.zeros(rows, np.int64)
+        self._room: Counts = np.zeros(rows, np.int64)
+        self._wake: Counts = np.zeros(rows, np.int64)
+        self._mark: Counts = np.zeros(rows, np.int64)
+        self._recent: Ids = np.zeros((rows, RECENT), np.int32)
+        self._fill: Counts = np.zeros(rows, np.int64)
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._by_row: dict[int, Sequence] = {}
+        self._dirty: set[int] = set()
+        self._contents = Contents(on_event)
+        self._publisher = Publisher(self)
+        self._roomkeeper = Room(self, admission_reserve)
+        self._infinite = InfiniteCache(self.grid) if track_infinite else None
+        self._requests = self._prompt_tokens = self._hit_tokens = self.evicted_pages = 0
+        self._thread = threading.get_ident()
+
+    # ---- open
+
+    def open(
+        self,
+        tokens: object,
+        *,
+        namespace: Hashable = "",
+        spans: SequenceOf[Span] = (),
+        priority: int = 0,
+        blocks_earlier: int = 0,
+        reuse: bool = True,
+    ) -> Sequence:
+        """A sequence that starts with `tokens`; the longest joint hit is matched and pinned in one step.
+
+        At least one token stays to be computed. `namespace` is what must be equal for KV to be shared (model, adapter,
+        tenant); `blocks_earlier` lets the hit stop so many grid blocks earlier, as drafts that need hidden states ask.
+        """
+        self._check_thread()
+        prompt = self._contents.keyed(as_tokens(tokens), spans)
+        if not len(prompt):
+            raise BadTokens("a prompt needs at least one token")
+        self.publish()
+        match = self.prefix.tree.match(namespace, prompt)
+        limit = min(match.length, len(prompt) - 1) // self.grid * self.grid - blocks_earlier * self.grid
+        position = self.prefix.tree.hit(match, limit) if reuse else 0
+        node = self.prefix.node_at(match, position, self.prefix.tree.root(namespace))
+        self.prefix.pin(node)
+        if position:
+            self.prefix.touch(node, priority)
+        sequence = Sequence(self, self._take_row(), prompt, namespace, priority, node)
+        sequence.branch = match.length if reuse and match.length > position else 0
+        sequence.points = self._wanted_points(sequence)
+        self._by_row[sequence.row] = sequence
+        self._enter(sequence, node)
+        self._count_request(sequence)
+        return sequence
+
+    def _wanted_points(self, sequence: Sequence) -> list[int]:
+        """Where this prompt should leave resume points, beyond its end: only windows and states need any."""
+        if not self.prefix.tree.trailing:
+            return []
+        start, last = sequence.num_cached, (sequence.num_prompt - 1) // self.grid * self.grid
+        points = {last} if self.retention.prompt_end else set()
+        if self.retention.branches and sequence.branch:
+            points.add(sequence.branch)
+        if self.spacing:
+            points.update(range(start // self.spacing * self.spacing + self.spacing, last, self.spacing))
+        return sorted(point for point in points if start < point <= last)
+
+    def _enter(self, sequence: Sequence, node: Node) -> None:
+        """Write the pages of a hit into the tables of a fresh row."""
+        row, position = sequence.row, node.end
+        self.lengths[row] = self.committed[row] = self._room[row] = position
+        self._wake[row] = position // self.grid * self.grid + self.grid
+        self._mark[row] = sequence.points[0] if sequence.points else self._next_decode_stop(position)
+        path = node.path()
+        for number, table in enumerate(self.tables):
+            if not table.per_token:
+                if position:
+                    sequence.restore.append((number, int(node.pages[number][-1])))
+                continue
+            slots = position // table.slot_tokens
+            self._widen(table, slots)
+            pages = np.concatenate([n.pages[number] for n in path]) if path else np.empty(0, np.int32)
+            first = table.reach.tail(position) // table.slot_tokens
+            pages[table.head_blocks : first] = NULL
+            table.write(row, 0, pages)
+            table.first[row] = max(first, table.head_blocks)
+            table.shared[row] = table.blocks[row] = slots
+
+    def _count_request(self, sequence: Sequence) -> None:
+        self._requests += 1
+        self._prompt_tokens += sequence.num_prompt
+        self._hit_tokens += sequence.num_cached
+        if self._infinite is not None:
+            tokens = sequence.tokens[: sequence.num_prompt // self.grid * self.grid].astype(np.uint64) + np.uint64(1)
+            powers = np.cumprod(np.full(len(tokens), 0x9E3779B97F4A7C15, np.uint64))
+            sums = np.cumsum(tokens * powers)[self.grid - 1 :: self.grid]
+            self._infinite.see(hash(sequence.namespace), sums.tolist(), sequence.num_prompt - 1)
+
+    # ---- extend
+
+    def extend(
+        self,
+        sequences: Sequence | Batch | Iterable[Sequence],
+        n: int,
+        *,
+        tokens: object = None,
+        lookahead: int = 0,
+        drafts: int = 0,
+    ) -> list[Copy]:
+        """Room for the next `n` tokens of each sequence; all or nothing.
+
+        `tokens` are their ids where they are not the prompt's: an array `[sequences]` or `[sequences, n]`. `lookahead`
+        keeps room for so many more. The last `drafts` tokens may be rejected with `truncate`: states then get a column
+        each, in which the state after that token is to be left. Returns the copies to be made before the step.
+        """
+        self._check_thread()
+        rows = self._rows(sequences)
+        if n < 1 or lookahead < 0 or not 0 <= drafts <= n:
+            raise BadSequence(f"cannot extend by {n} tokens with {lookahead} ahead and {drafts} drafts")
+        if tokens is not None:
+            tokens = self._checked_tokens(tokens, len(rows), n)
+        after = self.lengths[rows] + n
+        copies: list[Copy] = []
+        short = self._room[rows] < after + lookahead
+        if short.any() or (drafts and self.states):
+            chosen = rows if drafts and self.states else rows[short]
+            copies = self._roomkeeper.make(chosen, self.lengths[chosen] + n + lookahead, drafts)
+        self.lengths[rows] = after
+        if tokens is not None:
+            self._remember(rows, tokens)
+        return copies
+
+    def set_room(self, rows: Rows) -> None:
+        """Note up to which length the tables of these rows reach."""
+        reach = [t.blocks[rows] * t.slot_tokens for t in self.tables if t.per_token]
+        self._room[rows] = np.min(reach, axis=0) if reach else NEVER
+
+    def _checked_tokens(self, tokens: object, num_rows: int, n: int) -> Ids:
+        array = as_tokens(np.asarray(tokens).ravel())
+        if len(array) != num_rows * n:
+            raise BadTokens(f"{len(array)} tokens for {num_rows} sequences of {n} each")
+        return array.reshape(num_rows, n)
+
+    def _remember(self, rows: Rows, tokens: Ids) -> None:
+        """Keep generated tokens by row; sequences get them when they are asked for."""
+        width = tokens.shape[1]
+        full = self._fill[rows] + width > RECENT
+        if full.any():
+            for row in rows[full].tolist():
+                self.flush_tokens(self._by_row[row])
+        if width > RECENT:
+            for row, line in zip(rows.tolist(), tokens, strict=True):
+                self._by_row[row].add_tokens(line)
+            return
+        at = self._fill[rows]
+        for column in range(width):
+            self._recent[rows, at + column] = tokens[:, column]
+        self._fill[rows] = at + width
+
+    def flush_tokens(self, sequence: Sequence) -> None:
+        fill = int(self._fill[sequence.row]) if sequence.is_open else 0
+        if fill:
+            sequence.add_tokens(self._recent[sequence.row, :fill])
+            self._fill[sequence.row] = 0
+
+    # ---- commit
+
+    def commit(self, sequences: Sequence | Batch | Iterable[Sequence], lengths: object = None) -> list[Copy]:
+        """What was written up to `lengths` (all of it, unless said) is true: others may find it from now on.
+
+        Returns the snapshots to be taken, as copies, before the next step.
+        """
+        self._check_thread()
+        rows = self._rows(sequences)
+        until = self.lengths[rows] if lengths is None else self._checked_lengths(rows, lengths)
+        self.committed[rows] = until
+        if self.states:
+            self._roomkeeper.settle_drafts(rows, until)
+        copies: list[Copy] = []
+        marked = rows[until >= self._mark[rows]]
+        for row in marked.tolist():
+            copies += self._reach_mark(self._by_row[row])
+        due = rows[until >= self._wake[rows]]
+        if len(due):
+            self._leave_behind(due)
+            self._dirty.update(due.tolist())
+        return copies
+
+    def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
+        until = np.broadcast_to(np.asarray(lengths, np.int64), rows.shape)
+        bad = (until < self.committed[rows]) | (until > self.lengths[rows])
+        if bad.any():
+            i = int(np.flatnonzero(bad)[0])
+            raise BadSequence(
+                f"cannot commit {until[i]} tokens of a sequence of {self.lengths[rows[i]]}"
+                f" with {self.committed[rows[i]]} committed"
+            )
+        return until
+
+    def _reach_mark(self, sequence: Sequence) -> list[Copy]:
+        """A wanted resume point was reached: take its snapshots, and put into the tree what leads to it."""
+        row, position = sequence.row, int(self.committed[sequence.row])
+        copies = []
+        if self.states and position % self.grid == 0 and position == int(self.lengths[row]):
+            copies = self._roomkeeper.snapshot(sequence, position)
+        if not self.states or sequence.points:
+            self._publisher.publish(sequence)
+        sequence.points = [point for point in sequence.points if point > position]
+        self._mark[row] = sequence.points[0] if sequence.points else self._next_decode_stop(position)
+        return copies
+
+    def _next_decode_stop(self, position: int) -> int:
+        if not self.states:
+            return NEVER
+        every = -(-self.retention.decode_every // self.grid) * self.grid
+        return position // every * every + every
+
+    def next_stop(self, sequence: Sequence) -> int | None:
+        if not self.states:
+            return None
+        length = sequence.length
+        return next((point for point in sequence.points if point > length), None)
+
+    def _leave_behind(self, rows: Rows) -> None:
+        """Let go of the blocks that windows have passed, for many rows at once."""
+        ends = self.committed[rows] // self.grid * self.grid
+        self._wake[rows] = ends + self.grid
+        for number in self.windows:
+            table = self.tables[number]
+            target = np.minimum(table.reach.tail(ends) // table.slot_tokens, table.blocks[rows])
+            passed = np.maximum(target - table.first[rows], 0)
+            moving = passed > 0
+            if moving.any():
+                self._pass(number, rows[moving], passed[moving])
+
+    def _pass(self, number: int, rows: Rows, passed: Counts) -> None:
+        table = self.tables[number]
+        repeated = np.repeat(rows, passed)
+        slots = np.repeat(table.first[rows] - np.cumsum(passed) + passed, passed) + np.arange(int(passed.sum()))
+        pages = table.pages[repeated, slots]
+        self.give_back(number, pages[slots >= table.shared[repeated]])
+        table.write_many(repeated, slots, np.zeros(len(slots), np.int32))
+        table.first[rows] += passed
+
+    # ---- fork, truncate, close
+
+    def fork(self, sequence: Sequence, n: int = 1) -> tuple[list[Sequence], list[Copy]]:
+        """`n` more sequences with the same past; full blocks are shared, the last one and states are copied."""
+        self._check_thread()
+        self._rows(sequence)
+        if n < 1:
+            raise BadSequence(f"cannot fork into {n} sequences")
+        return self._roomkeeper.fork(sequence, n)
+
+    def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> list[Copy]:
+        """Beam search: sequence i goes on as sequence `parents[i]` was. All or nothing."""
+        self._check_thread()
+        rows = self._rows(sequences)
+        if len(parents) != len(rows) or any(not 0 <= parent < len(rows) for parent in parents):
+            raise BadSequence(f"parents {list(parents)} do not name {len(rows)} sequences")
+        return self._roomkeeper.reorder(list(sequences), list(parents))
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Forget the tokens from `length` on, and give their pages back; what was committed below stays."""
+        self._check_thread()
+        self._rows(sequence)
+        row = sequence.row
+        if not sequence.node.end <= length <= sequence.length or length < 1:
+            low = max(1, sequence.node.end)
+            raise CannotTruncate(f"cannot cut {sequence.length} tokens to {length}; {low} are shared with the tree")
+        if length == sequence.length:
+            return
+        self.flush_tokens(sequence)
+        self._roomkeeper.truncate(sequence, length)
+        sequence.cut_tokens(max(length, 0))
+        self.lengths[row] = length
+        self.committed[row] = min(int(self.committed[row]), length)
+        sequence.num_prompt = min(sequence.num_prompt, length)
+        self.set_room(self.rows_of(row))
+
+    def close(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """End a sequence: what it committed stays in the tree, unless `keep` is False; the rest is given back."""
+        self._check_thread()
+        self._rows(sequence)
+        row = sequence.row
+        if keep:
+            self._roomkeeper.donate_live(sequence)
+            self._publisher.publish(sequence)
+        for number, table in enumerate(self.tables):
+            self.give_back(number, table.owned(row))
+            table.clear(row)
+        for taken in sequence.snapshots.values():
+            self.give_back_all(taken)
+        sequence.node.rolling = False
+        self.prefix.unpin(sequence.node)
+        self._fill[row] = 0
+        self._dirty.discard(row)
+        del self._by_row[row]
+        self._free_rows.append(row)
+        sequence.row = -1
+
+    # ---- what stays
+
+    def pin(self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = ()) -> Node | None:
+        """Keep the longest cached prefix of `tokens` (a system prompt) from eviction; None when nothing is cached."""
+        self._check_thread()
+        self.publish()
+        prompt = self._contents.keyed(as_tokens(tokens), spans)
+        match = self.prefix.tree.match(namespace, prompt)
+        position = self.prefix.tree.hit(match, match.length)
+        if not position:
+            return None
+        node = self.prefix.node_at(match, position, self.prefix.tree.root(namespace))
+        self.prefix.pin(node)
+        return node
+
+    def unpin(self, node: Node) -> None:
+        """Let go of what `pin` gave."""
+        self._check_thread()
+        if node.uses < 1:
+            raise BadSequence("this prefix is not pinned")
+        self.prefix.unpin(node)
+
+    def publish(self) -> None:
+        """Put everything committed into the tree now; `open` does so by itself."""
+        for row in self._dirty:
+            self._publisher.publish(self._by_row[row])
+        self._dirty.clear()
+
+    def reset(self) -> None:
+        """Forget all that is cached; sequences and pins must be gone."""
+        self._check_thread()
+        if self._by_row or any(node.uses for node in self.prefix.tree.nodes()):
+            raise BadSequence(f"{len(self._by_row)} sequences are open, or prefixes pinned: close them before a reset")
+        self.prefix.clear()
+
+    # ---- tables
+
+    def table(self, tag: str) -> Ids:
+        """Page ids `[rows, slots]`: index it with the rows of sequences. A view, valid until the cache grows."""
+        return self._table(tag).pages
+
+    def kernel_table(self, tag: str) -> Ids:
+        """Kernel-block ids, in step with `table`."""
+        return self._table(tag).kernels
+
+    def slots(self, sequence: Sequence, tag: str, start: int, end: int | None = None) -> Counts:
+        """Where the rows of tokens [start, end) are written; -1 for those of other context-parallel ranks."""
+        self._rows(sequence)
+        end = sequence.length if end is None else end
+        if not 0 <= start <= end <= sequence.length:
+            raise BadSequence(f"slots {start} to {end} of a sequence of {sequence.length} tokens")
+        return self._table(tag).slots(sequence.row, start, end, self.plan.parallel.cp_rank)
+
+    def _table(self, tag: str) -> GroupTable:
+        self.plan.group(tag)
+        return next(table for table in self.tables if table.tag == tag)
+
+    # ---- stats
+
+    def stats(self) -> Stats:
+        """The books of this moment."""
+        groups = []
+        for number, table in enumerate(self.tables):
+            pool, cached = self.pool_of[number], self.prefix.cached[number]
+            free = pool.groups[table.tag].num_free if pool else 0
+            owned = pool.num_held(table.tag) if pool else 0
+            padding = self.plan.padding_bytes(table.tag) * owned
+            evictable = self.prefix.evictable(number)
+            groups.append(GroupStats(table.tag, free, owned - cached, cached, evictable, padding))
+        pools = tuple(PoolStats(pool.name, pool.num_supers, len(pool.free_supers)) for pool in self.pools)
+        return Stats(
+            tuple(groups),
+            pools,
+            len(self._by_row),
+            self.prefix.tree.num_nodes,
+            self._requests,
+            self._prompt_tokens,
+            self._hit_tokens,
+            self._infinite.hit_tokens if self._infinite else None,
+            self.evicted_pages,
+        )
+
+    # ---- rows
+
+    def rows_of(self, *rows: int) -> Rows:
+        return np.array(rows, np.int64)
+
+    def _rows(self, sequences: Sequence | Batch | Iterable[Sequence]) -> Rows:
+        """The rows of open sequences of this cache."""
+        if isinstance(sequences, Batch):
+            batch = sequences
+        else:
+            batch = Batch([sequences] if isinstance(sequences, Sequence) else sequences)
+        for sequence in batch.sequences:
+            if sequence.cache is not self or sequence.row < 0:
+                whose = "closed" if sequence.cache is self else "of another cache"
+                raise BadSequence(f"the sequence is {whose}")
+        return batch.rows
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            old, new = len(self.lengths), 2 * len(self.lengths)
+            for table in self.tables:
+                table.grow(new, 0)
+            for name in ("lengths", "committed", "_room", "_wake", "_mark", "_fill"):
+                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(new - old, np.int64)]))
+            self._recent = np.concatenate([self._recent, np.zeros((new - old, RECENT), np.int32)])
+            self._free_rows = list(range(new - 1, old - 1, -1))
+        return self._free_rows.pop()
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Enter a forked sequence into the books."""
+        self._by_row[sequence.row] = sequence
+
+    def _widen(self, table: GroupTable, slots: int) -> None:
+        if slots > table.pages.shape[1]:
+            table.grow(len(self.lengths), max(slots, 2 * table.pages.shape[1]))
+
+    def give_back(self, number: int, pages: Ids) -> int:
+        pool = self.pool_of[number]
+        return pool.release(self.tables[number].tag, pages) if pool and len(pages) else 0
+
+    def give_back_all(self, taken: list[tuple[int, int]]) -> None:
+        for number, page in taken:
+            self.give_back(number, np.array([page], np.int32))
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise WrongThread(f"this cache belongs to thread {self._thread}, called from {threading.get_ident()}")

@@ -1,0 +1,144 @@
+"""Publishing: committed pages move from a sequence to the tree.
+
+Walk down from the node on which the sequence stands. Where the tree has the tokens already, our pages are duplicates:
+the tables take over the tree's pages, ours fill its gaps or go back. Where it has not, a new run is made of ours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvweave.cache.sequence import Sequence
+from kvweave.pool import NULL, Ids
+from kvweave.prefix import Node
+from kvweave.table import Counts
+
+if TYPE_CHECKING:
+    from kvweave.cache.cache import Cache
+
+
+class Publisher:
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    def publish(self, sequence: Sequence) -> None:
+        """Put what is committed into the tree, up to the last position that will be a resume point."""
+        cache, start = self.cache, sequence.node.end
+        tokens = sequence.tokens
+        end = min(int(cache.committed[sequence.row]), len(tokens)) // cache.grid * cache.grid
+        points = {point for point in sequence.points if start < point <= end} if cache.prefix.tree.trailing else set()
+        if cache.states:
+            points = {point for point in sequence.snapshots if start < point <= end}
+        else:
+            points.add(end)
+        if not points or max(points) <= start:
+            return
+        node = sequence.node
+        for point in sorted(points):
+            node = self._lead_to(sequence, node, point)
+        cache.prefix.pin(node)
+        cache.prefix.unpin(sequence.node)
+        sequence.node = node
+        for table in cache.tables:
+            if table.per_token:
+                table.shared[sequence.row] = node.end // table.slot_tokens
+
+    def _lead_to(self, sequence: Sequence, node: Node, point: int) -> Node:
+        """Walk and build from `node` to a node that ends at `point`."""
+        cache, tree = self.cache, self.cache.prefix.tree
+        while node.end < point:
+            rest = sequence.tokens[node.end : point]
+            child = node.children.get(rest[: tree.grid].tobytes())
+            if child is None:
+                return self._build(sequence, node, point)
+            same = tree.common(child.tokens, rest)
+            if same < len(child.tokens):
+                child = cache.prefix.split(child, node.end + same)
+            self._merge(sequence, child)
+            node = child
+        return node
+
+    def _build(self, sequence: Sequence, node: Node, point: int) -> Node:
+        """A new run from `node` to `point`, or more of the sequence's own last run."""
+        prefix = self.cache.prefix
+        tokens = sequence.tokens[node.end : point]
+        pages = [self._donated(sequence, number, node.end, point) for number in range(len(self.cache.tables))]
+        is_end = point not in sequence.points
+        if node is sequence.node and is_end and prefix.can_grow(node):
+            prefix.grow(node, tokens, pages)
+            self._shed(node)
+            return node
+        wanted = is_end or point == sequence.branch or point == sequence.points[-1]
+        child = prefix.insert(node, tokens, pages, wanted=wanted, priority=sequence.priority)
+        child.rolling = is_end
+        return child
+
+    def _donated(self, sequence: Sequence, number: int, start: int, end: int) -> Ids:
+        """Our pages of one group for the run [start, end), but for those that its point does not need: they go back."""
+        cache, table, row = self.cache, self.cache.tables[number], sequence.row
+        if not table.per_token:
+            size = cache.prefix.tree.groups[number].block_tokens
+            pages = np.zeros((end - start) // size, np.int32)
+            pages[-1] = self._take_snapshot(sequence, number, end)
+            return pages
+        first, last = start // table.slot_tokens, end // table.slot_tokens
+        pages = table.pages[row, first:last].copy()
+        if table.reach.span is not None:
+            slots = np.arange(first, last)
+            spare = (slots < table.reach.tail(end) // table.slot_tokens) & (slots >= table.head_blocks)
+            self._let_go(sequence, number, slots[spare], pages[spare])
+            pages[spare] = NULL
+        return pages
+
+    def _take_snapshot(self, sequence: Sequence, number: int, position: int) -> int:
+        taken = sequence.snapshots.get(position, [])
+        page = next((page for group, page in taken if group == number), NULL)
+        left = [(group, page) for group, page in taken if group != number]
+        sequence.snapshots[position] = left
+        if not left:
+            del sequence.snapshots[position]
+        return page
+
+    def _let_go(self, sequence: Sequence, number: int, slots: Counts, pages: Ids) -> None:
+        """Give pages back and take them out of the table."""
+        table = self.cache.tables[number]
+        self.cache.give_back(number, pages)
+        table.write_many(np.full(len(slots), sequence.row), slots, np.zeros(len(slots), np.int32))
+        table.first[sequence.row] = max(int(table.first[sequence.row]), int(slots[-1]) + 1 if len(slots) else 0)
+
+    def _merge(self, sequence: Sequence, node: Node) -> None:
+        """The tree has this run already: take over its pages, fill its gaps with ours, give back the rest."""
+        for number, table in enumerate(self.cache.tables):
+            if table.per_token:
+                self._merge_rows(sequence, node, number)
+                continue
+            page = self._take_snapshot(sequence, number, node.end)
+            ours = np.array([page], np.int32)
+            rest = self.cache.prefix.keep(node, number, len(node.pages[number]) - 1, ours) if page else ours[:0]
+            self.cache.give_back(number, rest)
+
+    def _merge_rows(self, sequence: Sequence, node: Node, number: int) -> None:
+        cache, table, row = self.cache, self.cache.tables[number], sequence.row
+        first, last = node.start // table.slot_tokens, node.end // table.slot_tokens
+        ours = table.pages[row, first:last].copy()
+        useful = ours
+        if table.reach.span is not None:
+            slots = np.arange(first, last)
+            needed = (slots >= table.reach.tail(node.end) // table.slot_tokens) | (slots < table.head_blocks)
+            useful = np.where(needed, ours, np.int32(NULL))
+            cache.give_back(number, ours[~needed])
+        cache.give_back(number, cache.prefix.keep(node, number, 0, useful))
+        visible = np.where(ours == NULL, np.int32(NULL), node.pages[number])
+        table.write(row, first, visible)
+
+    def _shed(self, node: Node) -> None:
+        """A point moved on: drop what its windows and states have passed."""
+        prefix = self.cache.prefix
+        for number in prefix.tree.trailing:
+            group = prefix.tree.groups[number]
+            blocks = np.arange(len(node.pages[number])) + node.start // group.block_tokens
+            passed = blocks < group.reach.tail(node.end) // group.block_tokens
+            passed &= blocks >= -(-group.reach.head // group.block_tokens)
+            prefix.drop(node, number, passed)

@@ -1,0 +1,116 @@
+"""Sequences: the handles that a cache gives out, and the rows of arrays behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import BadSequence
+from kvweave.pool import Ids
+from kvweave.prefix import Node, Tokens
+
+if TYPE_CHECKING:
+    from kvweave.cache.cache import Cache
+
+Rows = NDArray[np.int64]
+
+
+class Copy(NamedTuple):
+    """Pages of a group to be copied, `src` to `dst`, before the next step; copies are carried out in order."""
+
+    tag: str
+    src: Ids
+    dst: Ids
+
+
+class Sequence:
+    """One sequence of a cache. `num_cached` of its tokens were found; compute the rest.
+
+    `stop` is the next length at which the cache wants a state snapshot: extend no further than that, commit, go on.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_num_tokens",
+        "branch",
+        "cache",
+        "namespace",
+        "node",
+        "num_cached",
+        "num_prompt",
+        "points",
+        "priority",
+        "restore",
+        "row",
+        "snapshots",
+    )
+
+    def __init__(self, cache: Cache, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node) -> None:
+        self.cache = cache
+        self.row = row
+        self.namespace = namespace
+        self.priority = priority
+        self.num_prompt = len(tokens)
+        self.num_cached = node.end
+        self.node = node
+        self.branch = 0
+        self.points: list[int] = []
+        """Positions at which a resume point is wanted, ascending."""
+        self.snapshots: dict[int, list[tuple[int, int]]] = {}
+        """State pages (group number, page) by the position they were taken at; not in the tree yet."""
+        self.restore: list[tuple[int, int]] = []
+        """Snapshots (group number, page) to be copied into the live state before the first step."""
+        self._buffer = tokens
+        self._num_tokens = len(tokens)
+
+    @property
+    def is_open(self) -> bool:
+        return self.row >= 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that have a place: cached, computed, or about to be."""
+        return int(self.cache.lengths[self.row])
+
+    @property
+    def stop(self) -> int | None:
+        return self.cache.next_stop(self)
+
+    @property
+    def tokens(self) -> Tokens:
+        """All tokens known so far: the prompt, and what `extend` was told."""
+        self.cache.flush_tokens(self)
+        return self._buffer[: self._num_tokens]
+
+    def add_tokens(self, tokens: Tokens) -> None:
+        need = self._num_tokens + len(tokens)
+        if need > len(self._buffer):
+            larger = np.empty(max(need, 2 * self._num_tokens, 64), np.int32)
+            larger[: self._num_tokens] = self._buffer[: self._num_tokens]
+            self._buffer = larger
+        self._buffer[self._num_tokens : need] = tokens
+        self._num_tokens = need
+
+    def cut_tokens(self, length: int) -> None:
+        self._num_tokens = min(self._num_tokens, length)
+
+    def __repr__(self) -> str:
+        state = f"row {self.row}, {self.length} tokens" if self.is_open else "closed"
+        return f"<Sequence {state}, {self.num_cached} cached>"
+
+
+class Batch:
+    """Several sequences as one array of rows, made once and used for many steps."""
+
+    __slots__ = ("rows", "sequences")
+
+    def __init__(self, sequences: Iterable[Sequence]) -> None:
+        self.sequences = list(sequences)
+        self.rows: Rows = np.fromiter((s.row for s in self.sequences), np.int64, len(self.sequences))
+        if len(self.rows) and int(self.rows.min()) < 0:
+            raise BadSequence("a closed sequence cannot be part of a batch")
+        if len(np.unique(self.rows)) != len(self.rows):
+            raise BadSequence("a sequence is twice in the batch")

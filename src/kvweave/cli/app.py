@@ -1,0 +1,79 @@
+"""The `kvweave` command: its subcommands, and how it ends.
+
+Whatever the user got wrong is one line on stderr and exit code 2; a traceback is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from kvweave import __version__
+from kvweave.cli.demo import demo_command
+from kvweave.cli.examples import examples_command
+from kvweave.cli.plan import plan_command
+from kvweave.errors import KVWeaveError
+
+app = typer.Typer(
+    name="kvweave",
+    help="A KV-cache engine for LLMs whose layers differ: say what each layer keeps, and memory follows.",
+    epilog="Start with: kvweave plan qwen3-next-80b",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("plan")(plan_command)
+app.command("demo")(demo_command)
+app.command("examples")(examples_command)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"kvweave {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command on `argv` (default: the process's) and exit: 0, 2 for a mistake of the user's, 1 else."""
+    try:
+        code = app(args=argv, prog_name="kvweave", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_stdout()
+        sys.exit(1)
+    except KVWeaveError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"cannot open {error.filename}: {error.strerror}" if error.filename else str(error))
+    except Exception as error:
+        _fail(_usage(error))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Exception) -> str:
+    """The sentence of a usage error; anything else is a bug and goes on as it came."""
+    say = getattr(error, "format_message", None)  # click's errors, which typer keeps in a private module
+    if say is None:
+        raise error
+    context = getattr(error, "ctx", None)
+    return f"{say().rstrip('.')}; see {context.command_path if context else 'kvweave'} --help"
+
+
+def _fail(message: str) -> NoReturn:
+    print("kvweave: error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def _drop_stdout() -> None:
+    """The reader has gone: what is still buffered must not raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,98 @@
+"""What `kvweave plan` was asked for, and the plan that answers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvweave.cli.source import model_dtype, read_config
+from kvweave.cli.wishes import PerTag, PoolWish
+from kvweave.errors import PlanError
+from kvweave.plan import Parallel, Plan, PoolRequest, merge_draft, plan
+from kvweave.spec import ModelSpec
+from kvweave.spec.hf import from_config
+from kvweave.units import format_bytes
+
+LENGTHS = (4_096, 32_768, 131_072)
+NO_WISH = PerTag(None, {})
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """The options of `kvweave plan`, read and typed."""
+
+    config: str
+    memory: str = "80GiB"
+    parallel: Parallel = field(default_factory=Parallel)
+    block_tokens: PerTag = NO_WISH
+    kernel_tokens: PerTag = NO_WISH
+    dtype: str = "auto"
+    pools: str = "auto"
+    own_pools: tuple[PoolWish, ...] = ()
+    layout: str | None = None
+    draft: str | None = None
+    draft_own_groups: bool = False
+    mtp: bool = False
+    context: int | None = None
+    reserve: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A plan, the model it is for (before it was divided among ranks), and what keys and values are kept in."""
+
+    plan: Plan
+    spec: ModelSpec
+    dtype: str
+    context: int | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths in tokens to report on: the usual ones, and the one that was asked for."""
+        return sorted({*LENGTHS, *([self.context] if self.context else [])})
+
+
+def answer(request: PlanRequest) -> Answer:
+    """Read the configs and plan; nothing is written."""
+    if request.draft_own_groups and request.draft is None:
+        raise PlanError("--draft-own-groups says how to add a draft model, but there is no --draft")
+    config = read_config(request.config)
+    spec = from_config(config, dtype=request.dtype, draft_layers=request.mtp)
+    dtype = model_dtype(config) if request.dtype == "auto" else request.dtype
+    if request.draft is not None:
+        draft = from_config(read_config(request.draft), dtype=dtype)
+        spec = merge_draft(spec, draft, own_groups=request.draft_own_groups)
+    made = _plan(request, spec)
+    if not made.pools:
+        raise PlanError(f"stage {made.parallel.pp_rank} of {made.parallel.pp} has no layer that keeps anything")
+    return Answer(made, spec, dtype, request.context)
+
+
+def _plan(request: PlanRequest, spec: ModelSpec) -> Plan:
+    make = partial(
+        plan,
+        spec,
+        request.memory,
+        block_tokens=request.block_tokens.blocks(spec),
+        kernel_tokens=request.kernel_tokens.kernels(spec),
+        pools=request.pools,
+        layout=request.layout,
+        parallel=request.parallel,
+        reserve=request.reserve,
+    )
+    requests = {wish.tag: wish.request for wish in request.own_pools}
+    if any(wish.percent for wish in request.own_pools):
+        trial = make(own_pools=requests)
+        requests |= {wish.tag: _share(wish, trial) for wish in request.own_pools if wish.percent}
+    return make(own_pools=requests, context=request.context)
+
+
+def _share(wish: PoolWish, trial: Plan) -> PoolRequest:
+    """The pages that make up a percentage of the memory, by the page size of a trial plan."""
+    if not trial.group(wish.tag).layers:
+        return wish.request
+    share = int((trial.memory - trial.reserve) * (wish.percent or 0) / 100)
+    page_bytes = trial.pool(wish.tag).unit_bytes
+    if share < page_bytes:
+        raise PlanError(f"--pool: {wish.percent:g}% is {format_bytes(share)}, less than a page of {wish.tag!r}")
+    return PoolRequest(share // page_bytes, place=wish.place)

@@ -1,0 +1,145 @@
+"""SVG shapes as strings, drawings that stack, and the colours: a hue a group, a shade a role, grey for padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape, quoteattr
+
+WIDTH = 1200
+MARGIN = 40
+INK, FAINT, LINE, PAPER, WHITE = "#1f2933", "#616e7c", "#cbd2d9", "#fdfdfb", "#ffffff"
+EMPTY, PADDING = "#ecedea", "#7b8794"
+HUES = ("#3b6fd6", "#e8833a", "#2a9d8f", "#b5489f", "#d1a02b", "#6a4fc4", "#c8473f", "#3f9b3f", "#2795b8", "#8a6d4b")
+SHADES = (0.0, 0.42, 0.66, 0.22, 0.78)
+"""How much white is mixed into a hue for the first role, the second, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Shapes below `y = 0`, and the height that they take."""
+
+    shapes: tuple[str, ...]
+    height: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A horizontal strip in which lengths are bytes."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    num_bytes: int
+
+    def x_of(self, offset: float) -> float:
+        return self.x + self.width * offset / self.num_bytes
+
+    def piece(self, start: float, size: int, fill: str, kind: str, tip: str = "") -> str:
+        """`size` bytes from `start` on, to scale."""
+        x, width = self.x_of(start), self.width * size / self.num_bytes
+        return rect(x, self.y, width, self.height, fill, kind=kind, tip=tip, num_bytes=size)
+
+    def frame(self) -> str:
+        return rect(self.x, self.y, self.width, self.height, "none", stroke=LINE)
+
+    def zoom_into(self, start: float, size: float, below: Bar) -> str:
+        """A pale funnel from a piece of this bar to the whole of the one below."""
+        left, right = self.x_of(start), max(self.x_of(start + size), self.x_of(start) + 1)
+        top, bottom = self.y + self.height, below.y
+        points = ((left, top), (right, top), (below.x + below.width, bottom), (below.x, bottom))
+        joined = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        return f'<polygon points="{joined}" fill="#e4e7eb" fill-opacity="0.7"/>'
+
+
+def rect(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    *,
+    stroke: str = "none",
+    kind: str = "",
+    tip: str = "",
+    num_bytes: int | None = None,
+) -> str:
+    """A rectangle; `tip` is shown under the pointer, `kind` and `num_bytes` are there for whoever reads the file."""
+    extra = f" class={quoteattr(kind)}" if kind else ""
+    extra += f' data-bytes="{num_bytes}"' if num_bytes is not None else ""
+    inner = f"<title>{escape(tip)}</title>" if tip else ""
+    box = f'x="{x:.3f}" y="{y:.2f}" width="{width:.4f}" height="{height:.2f}"'
+    return f'<rect {box} fill="{fill}" stroke="{stroke}"{extra}>{inner}</rect>'
+
+
+def text(
+    x: float, y: float, words: str, *, size: int = 13, fill: str = INK, bold: bool = False, anchor: str = "start"
+) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{weight}>'
+        f"{escape(words)}</text>"
+    )
+
+
+def label(x: float, y: float, name: str, says: str = "") -> str:
+    """A name in bold, and what is said about it beside."""
+    beside = f'<tspan dx="10" font-weight="400" font-size="12" fill="{FAINT}">{escape(says)}</tspan>' if says else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="14" font-weight="600" fill="{INK}">{escape(name)}{beside}</text>'
+
+
+def line(x: float, top: float, bottom: float, colour: str = WHITE, opacity: float = 1.0) -> str:
+    return f'<path d="M{x:.2f} {top:.2f}V{bottom:.2f}" stroke="{colour}" stroke-opacity="{opacity:g}"/>'
+
+
+def lighter(colour: str, white: float) -> str:
+    """`white` = 0 is the colour itself, 1 is white."""
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in channels)
+
+
+def hues(tags: Sequence[str]) -> dict[str, str]:
+    """A colour a group, in their order."""
+    return {tag: HUES[number % len(HUES)] for number, tag in enumerate(tags)}
+
+
+def shade(hue: str, number: int) -> str:
+    """The colour of a group's role `number`."""
+    return lighter(hue, SHADES[number % len(SHADES)])
+
+
+def group(shapes: Iterable[str], **attributes: str) -> str:
+    """Shapes under common attributes; underscores in their names stand for hyphens, `kind` for class."""
+    names = {name: "class" if name == "kind" else name.replace("_", "-") for name in attributes}
+    written = " ".join(f"{names[name]}={quoteattr(value)}" for name, value in attributes.items())
+    return f"<g {written}>{''.join(shapes)}</g>"
+
+
+def stack(drawings: Iterable[Drawing], gap: float) -> Drawing:
+    """One below the other."""
+    shapes, y = [], 0.0
+    for drawing in drawings:
+        shapes.append(group(drawing.shapes, transform=f"translate(0 {y:.1f})"))
+        y += drawing.height + gap
+    return Drawing(tuple(shapes), max(0.0, y - gap))
+
+
+def heading(words: str, beside: str = "") -> Drawing:
+    shapes = [text(MARGIN, 18, words, size=17, bold=True)]
+    if beside:
+        shapes.append(text(WIDTH - MARGIN, 18, beside, size=13, fill=FAINT, anchor="end"))
+    return Drawing(tuple(shapes), 30)
+
+
+def legend(entries: Sequence[tuple[str, str]], y: float = 0) -> Drawing:
+    """Swatches with their words, as many to a line as fit."""
+    shapes, x, row = [], float(MARGIN), 0
+    for fill, words in entries:
+        width = 40 + 7.4 * len(words)
+        if x + width > WIDTH - MARGIN:
+            x, row = float(MARGIN), row + 1
+        shapes.append(rect(x, y + 22 * row, 13, 13, fill, stroke=LINE))
+        shapes.append(text(x + 20, y + 11 + 22 * row, words))
+        x += width
+    return Drawing(tuple(shapes), y + 22 * row + 16)

@@ -1,0 +1,132 @@
+"""A plan as a table that fits a terminal, a pipe and a pasted message."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvweave.cli.request import Answer
+from kvweave.cli.words import (
+    block_words,
+    cost_words,
+    count,
+    exact,
+    held_bytes,
+    keeps_words,
+    pool_words,
+    reach_words,
+    size_words,
+    title_words,
+)
+from kvweave.plan import Group, Plan, explain, one_page_size
+from kvweave.plan.plan import TYPICAL_TOKENS
+
+PIPE_COLUMNS = 120
+"""Width where there is no terminal to ask."""
+
+
+def console() -> Console:
+    """As wide as the terminal, or as COLUMNS says; plain text, markup is never read out of a model's names."""
+    on_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    width = shutil.get_terminal_size().columns if on_terminal else PIPE_COLUMNS
+    return Console(width=width, markup=False, highlight=False, emoji=False)
+
+
+def plain_table() -> Table:
+    """A head, a line and columns; no edges that a narrow terminal could break."""
+    return Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+
+
+def print_plan(answer: Answer, with_explain: bool = False) -> None:
+    out = console()
+    out.print(Text(title_words(answer), style="bold"))
+    for part in (_keeps(answer.plan), _pages(answer.plan), _summary(answer)):
+        out.print()
+        out.print(part)
+    out.print()
+    if with_explain:
+        out.print(explain(answer.plan))
+        return
+    if sum(bool(group.layers) for group in answer.plan.groups) > 1:
+        out.print(_usual_scheme(answer.plan))
+    for note in answer.plan.notes:
+        out.print(f"note: {note}", style="dim")
+
+
+def _keeps(plan: Plan) -> Table:
+    """What the layers of each group keep."""
+    table = plain_table()
+    table.add_column("group", style="bold cyan", no_wrap=True)
+    table.add_column("layers", justify="right")
+    table.add_column("reach")
+    table.add_column("what a layer keeps")
+    for group in plan.groups:
+        keeps = keeps_words(group) if group.layers else "(nothing here: its layers are on other stages)"
+        table.add_row(group.tag, str(len(group.layers)), reach_words(group.cache.reach), keeps)
+    return table
+
+
+def _pages(plan: Plan) -> Table:
+    """What that is in bytes, and in which pages."""
+    table = plain_table()
+    table.add_column("group", style="bold cyan", no_wrap=True)
+    for name in ("block\ntokens", "bytes\na token", "bytes\na sequence", "\npage", "\npadding", "pages\nup to"):
+        table.add_column(name, justify="right")
+    for group in plan.groups:
+        if group.layers:
+            table.add_row(*_cells(plan, group))
+    return table
+
+
+def _cells(plan: Plan, group: Group) -> list[str]:
+    per_token = group.cache.bytes_per_token() * len(group.layers) / group.context_shards
+    fixed = group.cache.fixed_bytes() * len(group.layers)
+    return [
+        group.tag,
+        block_words(group),
+        f"{exact(per_token):,}" if per_token else "-",
+        size_words(fixed) if fixed else "-",
+        size_words(group.payload_bytes),
+        f"{plan.padding_bytes(group.tag) / plan.stride_bytes(group.tag):.2%}",
+        f"{plan.num_pages(group.tag):,}",
+    ]
+
+
+def _summary(answer: Answer) -> Table:
+    plan = answer.plan
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("a sequence", cost_words(plan))
+    table.add_row("memory", _memory(plan))
+    for line in pool_words(plan):
+        table.add_row("", line)
+    fits = ", ".join(f"{plan.sequences(length):,} x {length:,} tokens" for length in answer.lengths)
+    table.add_row("fits at once", fits)
+    if (most := answer.spec.max_tokens) and most < max(answer.lengths):
+        table.add_row("", f"(the model itself ends at {count(most, 'token')})")
+    return table
+
+
+def _memory(plan: Plan) -> str:
+    reserve = f", {size_words(plan.reserve)} of it reserved" if plan.reserve else ""
+    host = f"; {size_words(plan.host_bytes)} on the host" if plan.host_bytes else ""
+    return f"{size_words(plan.num_bytes)} of {size_words(plan.memory)} used{reserve}{host} ({plan.layout})"
+
+
+def _usual_scheme(plan: Plan) -> str:
+    usual, held = one_page_size(plan), held_bytes(plan, TYPICAL_TOKENS)
+    rows = [group for group in plan.groups if group.layers and group.cache.reach.per_token]
+    blocks = ", ".join(f"{group.tag} {usual.block_tokens[group.tag]:,}" for group in rows)
+    return (
+        f"One padded page size for all groups would take pages of {size_words(usual.page_bytes)} a layer, blocks of"
+        f" {blocks or 'no'} tokens and {usual.padding_share:.2%} padding: a sequence of {TYPICAL_TOKENS:,} tokens"
+        f" would hold {size_words(usual.bytes_per_sequence)}, {usual.bytes_per_sequence / held:.2f} times the"
+        f" {size_words(held)} here ({plan.padding_share():.2%} padding)."
+    )

@@ -1,0 +1,261 @@
+"""The prefix cache: the tree, the books of who uses which node, and eviction in the order of a policy."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvweave.pool import Ids
+from kvweave.prefix.events import Event
+from kvweave.prefix.node import Node, Tokens
+from kvweave.prefix.policy import Policy, Record
+from kvweave.prefix.tree import Mask, Match, Tree, TreeGroup
+
+GiveBack = Callable[[int, Ids], int]
+"""Hands pages of a group (by number) back to their pool; returns how many became free."""
+
+MOST_GROWN = 2048
+"""A growing sequence's last run is lengthened in place up to so many tokens; beyond, a new one is begun."""
+
+
+class Prefix:
+    """Decides what stays. `cached[g]` counts the pages of group g in the tree, `locked[g]` those that cannot go now:
+
+    pages of groups that see everything are locked from a running sequence's node up to the root; pages of windows and
+    states only at the node on which it stands.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[TreeGroup],
+        page_bytes: Sequence[int],
+        give_back: GiveBack,
+        policy: Policy,
+        emit: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.tree = Tree(groups, emit)
+        self.policy = policy
+        self.cached = [0] * len(groups)
+        self.locked = [0] * len(groups)
+        self.clock = 0
+        self._page_bytes = page_bytes
+        self._give_back = give_back
+        self._leaves: list[tuple[Any, int, Node]] = []
+        self._points: list[tuple[Any, int, Node]] = []
+        self._order = itertools.count()
+        self._sees_all = [number for number, group in enumerate(groups) if group.sees_all]
+
+    # ---- using
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def pin(self, node: Node) -> None:
+        """A running sequence stands on `node`: neither it nor what is above it may go."""
+        node.uses += 1
+        if node.uses == 1:
+            self._lock(node, self.tree.trailing, 1)
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            at.pins += 1
+            if at.pins == 1:
+                self._lock(at, self._sees_all, 1)
+            at = at.parent
+
+    def unpin(self, node: Node) -> None:
+        node.uses -= 1
+        if node.uses == 0:
+            self._lock(node, self.tree.trailing, -1)
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            at.pins -= 1
+            if at.pins == 0:
+                self._lock(at, self._sees_all, -1)
+            at = at.parent
+        if node.parent is not None:
+            self.offer(node)
+
+    def touch(self, node: Node, priority: int) -> None:
+        """A prompt resumed at `node`: everything above it was used too."""
+        node.hits += 1
+        node.wanted = True
+        node.rolling = False
+        now = self.tick()
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            at.last_used = now
+            at.priority = max(at.priority, priority)
+            at = at.parent
+
+    def evictable(self, number: int) -> int:
+        return self.cached[number] - self.locked[number]
+
+    def _lock(self, node: Node, numbers: Sequence[int], sign: int) -> None:
+        for number in numbers:
+            self.locked[number] += sign * node.count(number)
+
+    def _count(self, node: Node, sign: int) -> None:
+        """Enter a node's pages into the books, or take them out."""
+        for number in range(len(self.cached)):
+            count = node.count(number)
+            self.cached[number] += sign * count
+            if node.pins if self.tree.groups[number].sees_all else node.uses:
+                self.locked[number] += sign * count
+
+    # ---- growing
+
+    def node_at(self, match: Match, position: int, root: Node) -> Node:
+        """The node that ends at `position` on a matched path; a run that goes beyond is split there."""
+        if position == 0:
+            return root
+        node = next(node for node in match.nodes if node.end >= position)
+        return node if node.end == position else self.split(node, position)
+
+    def split(self, node: Node, position: int) -> Node:
+        self._count(node, -1)
+        upper = self.tree.split(node, position)
+        self._count(node, 1)
+        self._count(upper, 1)
+        self.offer(upper)
+        return upper
+
+    def insert(self, parent: Node, tokens: Tokens, pages: list[Ids], *, wanted: bool, priority: int) -> Node:
+        node = self.tree.insert(parent, tokens, pages)
+        node.wanted, node.priority, node.last_used = wanted, priority, self.tick()
+        self._count(node, 1)
+        self.offer(node)
+        return node
+
+    def can_grow(self, node: Node) -> bool:
+        """Whether a run may be lengthened in place: a sequence's own end that nobody else has touched."""
+        return node.rolling and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN
+
+    def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
+        self._count(node, -1)
+        self.tree.grow(node, tokens, pages)
+        node.last_used = self.tick()
+        self._count(node, 1)
+
+    def keep(self, node: Node, number: int, first: int, pages: Ids) -> Ids:
+        """Fill gaps of a group; returns the pages that were not needed."""
+        self._count(node, -1)
+        rest = self.tree.keep(node, number, first, pages)
+        self._count(node, 1)
+        return rest
+
+    def drop(self, node: Node, number: int, mask: Mask) -> int:
+        """Lose pages of one group; returns how many became free."""
+        self._count(node, -1)
+        gone = self.tree.drop(node, number, mask)
+        self._count(node, 1)
+        return self._give_back(number, gone)
+
+    # ---- evicting
+
+    def offer(self, node: Node) -> None:
+        """A node that may be evictable now enters the queues."""
+        entry = (self.policy(self.record(node)), next(self._order), node)
+        if not node.children and not node.pins:
+            heapq.heappush(self._leaves, entry)
+        if self.tree.trailing and not node.uses:
+            heapq.heappush(self._points, entry)
+
+    def record(self, node: Node) -> Record:
+        sizes = sum(node.count(number) * size for number, size in enumerate(self._page_bytes))
+        return Record(node.last_used, node.hits, node.wanted, node.priority, len(node.tokens), node.end, sizes)
+
+    def evict(self, number: int, count: int) -> int:
+        """Free at least `count` pages of a group, exactly as many where runs can be cut; returns how many became free.
+
+        Groups that see everything lose the ends of leaves; windows and states lose resume points anywhere.
+        """
+        freed = 0
+        heap = self._leaves if self.tree.groups[number].sees_all else self._points
+        while freed < count and heap:
+            node = self._pop(heap)
+            if node is None:
+                break
+            if self.tree.groups[number].sees_all:
+                freed += self._evict_leaf(node, number, count - freed)
+            else:
+                freed += self._evict_point(node, number)
+        return freed
+
+    def _pop(self, heap: list[tuple[Any, int, Node]]) -> Node | None:
+        """The first node of a queue that can go and whose key still holds."""
+        leaves = heap is self._leaves
+        while heap:
+            key, _, node = heapq.heappop(heap)
+            if node.parent is None or (node.children or node.pins if leaves else node.uses):
+                continue
+            now = self.policy(self.record(node))
+            if now == key:
+                return node
+            heapq.heappush(heap, (now, next(self._order), node))
+        return None
+
+    def _evict_leaf(self, node: Node, number: int, count: int) -> int:
+        """Cut off the end of a leaf: just enough of it, where any block is a resume point, else all of it."""
+        size = self.tree.groups[number].block_tokens
+        tokens = -(-count * size // self.tree.grid) * self.tree.grid
+        if self.tree.trailing or tokens >= len(node.tokens):
+            return self._remove(node)[number]
+        self._count(node, -1)
+        gone = self.tree.trim(node, node.end - tokens)
+        self._count(node, 1)
+        self.offer(node)
+        return [self._give_back(n, pages) for n, pages in enumerate(gone)][number]
+
+    def _remove(self, node: Node) -> list[int]:
+        """Take out a leaf, and the points above it that were kept for it alone."""
+        freed = [0] * len(self.cached)
+        parent: Node | None = node
+        while parent is not None:
+            node, parent = parent, parent.parent
+            assert parent is not None, "a root is never removed"
+            self._count(node, -1)
+            for number, pages in enumerate(self.tree.remove(node)):
+                freed[number] += self._give_back(number, pages)
+            if parent.parent is None or parent.pins or parent.children:
+                break
+            if self.tree.is_point(parent):
+                self.offer(parent)
+                break
+        for number, more in enumerate(self._sweep(parent) if parent else ()):
+            freed[number] += more
+        return freed
+
+    def _evict_point(self, node: Node, number: int) -> int:
+        """Give up a resume point: its snapshots and its windows, but for what points below it need."""
+        if not node.children and not node.pins:
+            return self._remove(node)[number]
+        before = 0
+        for trailing in self.tree.trailing:
+            freed = self.drop(node, trailing, self.tree.unneeded(node, trailing))
+            before += freed if trailing == number else 0
+        parent = node.parent
+        return before + (self._sweep(parent)[number] if parent is not None else 0)
+
+    def _sweep(self, node: Node | None) -> list[int]:
+        """Drop what dead points above kept only for a point that is gone now."""
+        freed = [0] * len(self.cached)
+        while node is not None and node.parent is not None and not node.uses and not self.tree.is_point(node):
+            for number in self.tree.trailing:
+                freed[number] += self.drop(node, number, self.tree.unneeded(node, number))
+            node = node.parent
+        return freed
+
+    def clear(self) -> None:
+        """Forget everything; nothing may be pinned."""
+        for node in self.tree.nodes():
+            for number, pages in enumerate(node.pages):
+                self._give_back(number, pages)
+            node.parent = None
+        self.tree.clear()
+        self.cached = [0] * len(self.cached)
+        self.locked = [0] * len(self.locked)
+        self._leaves.clear()
+        self._points.clear()

@@ -1,0 +1,76 @@
+"""A replica: another process's copy of the tree, rebuilt from events, that answers with the engine's exact hit."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+
+from kvweave.plan import Plan
+from kvweave.pool import NULL
+from kvweave.prefix.events import VERSION, Cleared, Event, Kept, Lost, Named, Removed, Split, Stored, Trimmed
+from kvweave.prefix.keys import Contents, Span, as_tokens, tree_groups
+from kvweave.prefix.node import Node
+from kvweave.prefix.tree import Tree
+
+HERE = 1
+"""Stands for any page: a replica knows that a block is there, not where."""
+
+
+class Replica:
+    """Feed it all events of a cache from its start, in order; then `hit` equals the cache's own."""
+
+    version = VERSION
+
+    def __init__(self, plan: Plan) -> None:
+        self.tree = Tree(tree_groups(plan))
+        self._numbers = {group.tag: number for number, group in enumerate(self.tree.groups)}
+        self._nodes: dict[int, Node] = {}
+        self._contents = Contents()
+
+    def apply(self, events: Iterable[Event]) -> None:
+        for event in events:
+            getattr(self, f"_{type(event).__name__.lower()}")(event)
+
+    def hit(self, tokens: object, namespace: Hashable = "", spans: Sequence[Span] = ()) -> int:
+        """The tokens that the engine would reuse of a prompt; at least one stays to be computed."""
+        keyed = self._contents.keyed(as_tokens(tokens), spans)
+        return self.tree.hit(self.tree.match(namespace, keyed), len(keyed) - 1)
+
+    def _named(self, event: Named) -> None:
+        self._contents.name(event.content, event.token)
+
+    def _stored(self, event: Stored) -> None:
+        tokens = np.array(event.tokens, np.int32)
+        if event.node in self._nodes:
+            self.tree.grow(self._nodes[event.node], tokens, self.tree.empty_pages(len(tokens)))
+        elif event.parent is None:
+            self._nodes[event.node] = self.tree.root(event.namespace)
+        else:
+            parent = self._nodes[event.parent]
+            self._nodes[event.node] = self.tree.insert(parent, tokens, self.tree.empty_pages(len(tokens)))
+
+    def _kept(self, event: Kept) -> None:
+        self._mark(event.node, event.tag, event.blocks, HERE)
+
+    def _lost(self, event: Lost) -> None:
+        self._mark(event.node, event.tag, event.blocks, NULL)
+
+    def _mark(self, name: int, tag: str, blocks: tuple[int, ...], value: int) -> None:
+        node, number = self._nodes[name], self._numbers[tag]
+        pages = node.pages[number].copy()
+        pages[np.array(blocks, np.int64) - node.start // self.tree.groups[number].block_tokens] = value
+        node.pages[number] = pages
+
+    def _split(self, event: Split) -> None:
+        self._nodes[event.upper] = self.tree.split(self._nodes[event.node], event.position)
+
+    def _trimmed(self, event: Trimmed) -> None:
+        self.tree.trim(self._nodes[event.node], event.end)
+
+    def _removed(self, event: Removed) -> None:
+        self.tree.remove(self._nodes.pop(event.node))
+
+    def _cleared(self, _event: Cleared) -> None:
+        self.tree.clear()
+        self._nodes.clear()

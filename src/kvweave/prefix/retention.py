@@ -1,0 +1,43 @@
+"""Retention: at which positions a sequence leaves a resume point behind.
+
+Full attention can go on from any block, so this matters where something is left behind: windows and states. A point
+costs the pages that only it needs, and is worth the tokens it saves times the chance of being asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvweave.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which points are kept; tokens are rounded to the grid on which all groups can resume.
+
+    `prompt_end`: the last position from which the same prompt can be asked again. `branches`: where a prompt left
+    the path of an earlier one. `every`: so many tokens along each prompt, so that the first sibling of a prompt hits
+    too (None: as often as a point's bytes are repaid by the rows between; 0: never). `decode_every`: how far
+    apart states are snapshotted while generating; only the last is kept. Ends of sequences are always kept.
+    """
+
+    prompt_end: bool = True
+    branches: bool = True
+    every: int | None = None
+    decode_every: int = 256
+
+    def spacing(self, plan: Plan, grid: int) -> int:
+        """Tokens between spaced points, on the grid; 0 for none."""
+        every = self.every
+        if every is None:
+            fixed = plan.window_bytes() + plan.state_bytes()
+            growing = plan.bytes_per_token()
+            every = int(fixed / growing) if growing else 1024
+            every = max(every, 4 * grid)
+        return -(-every // grid) * grid
+
+
+ALL = Retention(every=1, decode_every=1)
+"""Keep every point there is."""
+ENDS = Retention(prompt_end=False, branches=False, every=0)
+"""Keep only the ends of sequences."""

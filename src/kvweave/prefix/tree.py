@@ -1,0 +1,269 @@
+"""The prefix tree: what was computed before, found again by comparing tokens.
+
+Runs are multiples of the grid, the common multiple of all groups' blocks, so every cut falls between blocks. The tree
+decides which pages are kept and which go; it never touches memory. Invariants: groups that see everything have every
+page of every node; a page is in the tree once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.pool import NULL, Ids
+from kvweave.prefix.events import Cleared, Event, Kept, Lost, Removed, Split, Stored, Trimmed
+from kvweave.prefix.joint import Present, can_resume, joint_hit
+from kvweave.prefix.node import Node, Tokens
+from kvweave.spec import Reach
+
+Mask = NDArray[np.bool_]
+
+
+class TreeGroup:
+    """What the tree knows of a group: its reach, and the tokens of one of its pages."""
+
+    def __init__(self, tag: str, reach: Reach, block_tokens: int) -> None:
+        self.tag = tag
+        self.reach = reach
+        self.block_tokens = block_tokens
+        self.sees_all = reach.span is None
+
+
+class Match:
+    """The nodes along which a prompt ran, and how many of its tokens (on the grid) they hold."""
+
+    def __init__(self, nodes: list[Node], length: int) -> None:
+        self.nodes = nodes
+        self.length = length
+
+
+class Tree:
+    """All namespaces' roots. `emit`, where given, is told of every change, in order."""
+
+    def __init__(self, groups: Sequence[TreeGroup], emit: Callable[[Event], None] | None = None) -> None:
+        self.groups = list(groups)
+        self.grid = math.lcm(*(group.block_tokens for group in groups))
+        self.trailing = [number for number, group in enumerate(self.groups) if not group.sees_all]
+        self.roots: dict[Hashable, Node] = {}
+        self.num_nodes = 0
+        self._next_id = 0
+        self._emit = emit
+
+    # ---- looking
+
+    def root(self, namespace: Hashable) -> Node:
+        node = self.roots.get(namespace)
+        if node is None:
+            node = self.roots[namespace] = Node(self._take_id(), None, 0, np.empty(0, np.int32), self.empty_pages(0))
+            if self._emit:
+                self._emit(Stored(node.id, None, namespace, 0, ()))
+        return node
+
+    def match(self, namespace: Hashable, tokens: Tokens) -> Match:
+        """The longest run of tokens in the tree, on the grid. Changes nothing."""
+        node, nodes, length, grid = self.roots.get(namespace), [], 0, self.grid
+        while node is not None and len(tokens) - length >= grid:
+            child = node.children.get(tokens[length : length + grid].tobytes())
+            if child is None:
+                break
+            same = self.common(child.tokens, tokens[length : length + len(child.tokens)])
+            nodes.append(child)
+            length += same
+            node = child if same == len(child.tokens) else None
+        return Match(nodes, length)
+
+    def common(self, run: Tokens, tokens: Tokens) -> int:
+        """How many tokens two runs have in common at their start, on the grid."""
+        size = min(len(run), len(tokens))
+        different = run[:size] != tokens[:size]
+        first = int(different.argmax()) if size else 0
+        same = first if size and different[first] else size
+        return same - same % self.grid
+
+    def hit(self, match: Match, limit: int) -> int:
+        """The longest position up to `limit` from which every group can go on, by what the matched nodes hold."""
+        limit = min(match.length, limit) // self.grid * self.grid
+        if limit <= 0 or not self.trailing:
+            return max(0, limit)
+        present = [self._present(number, match.nodes) for number in self.trailing]
+        if all(can_resume(group, limit) for group in present):
+            return limit
+        return joint_hit(present, self.grid, limit)
+
+    def _present(self, number: int, nodes: list[Node]) -> Present:
+        group = self.groups[number]
+        arrays = [node.pages[number] for node in nodes]
+        pages = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return Present(group.reach, group.block_tokens, pages != NULL)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, parents before children."""
+        stack = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+    # ---- growing
+
+    def split(self, node: Node, position: int) -> Node:
+        """Cut a run in two; the upper part is new and is returned. Whoever pinned the node keeps its lower part."""
+        parent, size = node.parent, position - node.start
+        assert parent is not None, "a root has no run to split"
+        assert 0 < size < len(node.tokens), f"{position} is not inside the run {node.start} to {node.end}"
+        cuts = [size // group.block_tokens for group in self.groups]
+        upper = Node(
+            self._take_id(),
+            parent,
+            node.start,
+            node.tokens[:size],
+            [p[:c] for p, c in zip(node.pages, cuts, strict=True)],
+        )
+        upper.pins, upper.last_used, upper.priority = node.pins, node.last_used, node.priority
+        upper.wanted = node.wanted
+        parent.children[self._key(upper.tokens)] = upper
+        node.parent, node.start, node.tokens = upper, position, node.tokens[size:]
+        node.pages = [p[c:] for p, c in zip(node.pages, cuts, strict=True)]
+        upper.children[self._key(node.tokens)] = node
+        self.num_nodes += 1
+        if self._emit:
+            self._emit(Split(node.id, upper.id, position))
+        return upper
+
+    def insert(self, parent: Node, tokens: Tokens, pages: list[Ids]) -> Node:
+        """A new run below `parent`, whose first grid of tokens is not among its children."""
+        node = Node(self._take_id(), parent, parent.end, tokens.copy(), pages)
+        key = self._key(tokens)
+        assert key not in parent.children, "a run is in the tree once"
+        parent.children[key] = node
+        self.num_nodes += 1
+        if self._emit:
+            self._emit(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
+            self._emit_kept(node, range(len(self.groups)))
+        return node
+
+    def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
+        """Make a leaf's run longer; its resume point moves to the new end."""
+        node.tokens = np.concatenate([node.tokens, tokens])
+        node.end += len(tokens)
+        node.pages = [np.concatenate([old, new]) for old, new in zip(node.pages, pages, strict=True)]
+        if self._emit:
+            self._emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
+            self._emit_kept(node, range(len(self.groups)))
+
+    def keep(self, node: Node, number: int, first: int, pages: Ids) -> Ids:
+        """Fill the gaps of a group from block `first` of the run on; returns the pages that were not needed."""
+        own = node.pages[number][first : first + len(pages)]
+        gaps = (own == NULL) & (pages != NULL)
+        if gaps.any():
+            filled = node.pages[number].copy()
+            filled[first : first + len(pages)][gaps] = pages[gaps]
+            node.pages[number] = filled
+            if self._emit:
+                self._emit_kept(node, [number])
+        rest: Ids = pages[~gaps]
+        return rest
+
+    # ---- shrinking: all return the pages that left, by group
+
+    def drop(self, node: Node, number: int, mask: Mask) -> Ids:
+        """Lose some pages of one group."""
+        pages = node.pages[number]
+        gone: Ids = pages[mask & (pages != NULL)]
+        if len(gone):
+            node.pages[number] = np.where(mask, np.int32(NULL), pages)
+            if self._emit:
+                blocks = np.flatnonzero(mask) + node.start // self.groups[number].block_tokens
+                self._emit(Lost(node.id, self.groups[number].tag, tuple(blocks.tolist())))
+        return gone
+
+    def trim(self, node: Node, end: int) -> list[Ids]:
+        """Cut a leaf's run to `end`."""
+        assert not node.children, "only the end of a leaf can be cut off"
+        assert node.start < end < node.end, f"{end} is not inside the run {node.start} to {node.end}"
+        cuts = [(end - node.start) // group.block_tokens for group in self.groups]
+        gone = [p[c:] for p, c in zip(node.pages, cuts, strict=True)]
+        node.pages = [p[:c] for p, c in zip(node.pages, cuts, strict=True)]
+        node.tokens, node.end = node.tokens[: end - node.start], end
+        if self._emit:
+            self._emit(Trimmed(node.id, end))
+        return gone
+
+    def remove(self, node: Node) -> list[Ids]:
+        """Take a leaf out of the tree."""
+        parent = node.parent
+        assert parent is not None, "a root is never removed"
+        assert not node.children, "only leaves are removed"
+        del parent.children[self._key(node.tokens)]
+        node.parent = None
+        self.num_nodes -= 1
+        if self._emit:
+            self._emit(Removed(node.id))
+        return node.pages
+
+    def clear(self) -> None:
+        self.roots.clear()
+        self.num_nodes = 0
+        if self._emit:
+            self._emit(Cleared())
+
+    # ---- what a point needs
+
+    def is_point(self, node: Node) -> bool:
+        """Whether a sequence can go on from the node's end, as far as its trailing groups tell."""
+        return all(self._reaches_back(node, number) for number in self.trailing)
+
+    def _reaches_back(self, node: Node, number: int) -> bool:
+        group, size = self.groups[number], self.groups[number].block_tokens
+        ranges = [(group.reach.tail(node.end) // size, node.end // size), (0, -(-group.reach.head // size))]
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            first = at.start // size
+            for low, high in ranges:
+                if not at.pages[number][max(0, low - first) : max(0, high - first)].all():
+                    return False
+            at = at.parent if any(low < first for low, high in ranges if high) else None
+        return True
+
+    def needed_below(self, node: Node, number: int) -> int:
+        """The first token of a group's rows that resume points below `node` need; `node.end` when they need none."""
+        reach, first = self.groups[number].reach, node.end
+        for child in node.children.values():
+            tail = int(reach.tail(child.end))
+            if tail < node.end:
+                first = min(first, tail if child.has(number) else node.end, self.needed_below(child, number))
+        return first
+
+    def unneeded(self, node: Node, number: int) -> Mask:
+        """Which blocks of a dead point's run nobody below needs. Heads are kept while anything is below."""
+        group = self.groups[number]
+        blocks = np.arange(len(node.pages[number])) + node.start // group.block_tokens
+        mask: Mask = blocks < self.needed_below(node, number) // group.block_tokens
+        if group.reach.head and node.children:
+            mask &= blocks >= -(-group.reach.head // group.block_tokens)
+        elif not node.children:
+            mask[:] = True
+        return mask
+
+    # ---- small things
+
+    def _key(self, tokens: Tokens) -> bytes:
+        return tokens[: self.grid].tobytes()
+
+    def empty_pages(self, tokens: int) -> list[Ids]:
+        return [np.zeros(tokens // group.block_tokens, np.int32) for group in self.groups]
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _emit_kept(self, node: Node, numbers: Sequence[int]) -> None:
+        assert self._emit is not None
+        for number in numbers:
+            group = self.groups[number]
+            blocks = np.flatnonzero(node.pages[number] != NULL) + node.start // group.block_tokens
+            self._emit(Kept(node.id, group.tag, tuple(blocks.tolist())))

@@ -1,0 +1,99 @@
+"""Block tables: per group one int32 array of pages and one of kernel blocks, a row a sequence, written in place.
+
+    row r   | NULL  NULL  p7  p3  p9  p12  NULL ... |     a window: old blocks left, first = 2, blocks = 6
+                          ^first            ^blocks
+                                 ^shared: pages before it belong to the prefix tree, from it on to the sequence
+
+Both arrays can be handed to a kernel as they are: NULL is page 0, which nobody owns and anybody may read.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.plan import Group
+from kvweave.pool import NULL, Ids
+
+Counts = NDArray[np.int64]
+N = TypeVar("N", bound=np.generic)
+
+
+class GroupTable:
+    """The table of one group. A context-parallel rank holds every cp-th block, so `slot_tokens` spans them all.
+
+    States have one column for the live state, and one more for each draft token that may be rejected.
+    """
+
+    def __init__(self, group: Group, num_rows: int) -> None:
+        self.tag = group.tag
+        self.reach = group.cache.reach
+        self.per_token = group.cache.reach.per_token
+        self.block_tokens = group.block_tokens
+        self.context_shards = group.context_shards
+        self.slot_tokens = group.block_tokens * group.context_shards
+        self.kernel_blocks = group.kernel_blocks if self.per_token else 1
+        self.head_blocks = -(-self.reach.head // self.slot_tokens)
+        self.pages: Ids = np.zeros((num_rows, 1), np.int32)
+        self.kernels: Ids = (
+            self.pages if self.kernel_blocks == 1 else np.zeros((num_rows, self.kernel_blocks), np.int32)
+        )
+        self.first: Counts = np.zeros(num_rows, np.int64)
+        self.shared: Counts = np.zeros(num_rows, np.int64)
+        self.blocks: Counts = np.zeros(num_rows, np.int64)
+
+    def grow(self, num_rows: int, width: int) -> None:
+        """Make room for more rows or wider ones; addresses change, so engines size a cache once."""
+        width = max(width, self.pages.shape[1])
+        self.pages = _grown(self.pages, num_rows, width)
+        self.kernels = (
+            self.pages if self.kernel_blocks == 1 else _grown(self.kernels, num_rows, width * self.kernel_blocks)
+        )
+        self.first, self.shared, self.blocks = (_grown(a, num_rows) for a in (self.first, self.shared, self.blocks))
+
+    def write(self, row: int, start: int, pages: Ids) -> None:
+        """Pages of one row from slot `start` on, in both arrays."""
+        self.pages[row, start : start + len(pages)] = pages
+        if self.kernel_blocks > 1:
+            at = start * self.kernel_blocks
+            self.kernels[row, at : at + len(pages) * self.kernel_blocks] = self.kernel_ids(pages).ravel()
+
+    def write_many(self, rows: Counts, slots: Counts, pages: Ids) -> None:
+        """One page for each (row, slot)."""
+        self.pages[rows, slots] = pages
+        if self.kernel_blocks > 1:
+            columns = slots[:, None] * self.kernel_blocks + np.arange(self.kernel_blocks)
+            self.kernels[rows[:, None], columns] = self.kernel_ids(pages)
+
+    def kernel_ids(self, pages: Ids) -> Ids:
+        """`[pages, kernel blocks]`; a NULL page stays NULL."""
+        ids = pages[:, None] * self.kernel_blocks + np.arange(self.kernel_blocks, dtype=np.int32)
+        return np.where(pages[:, None] == NULL, np.int32(NULL), ids)
+
+    def owned(self, row: int) -> Ids:
+        """The pages that belong to the sequence of a row, and not to the tree."""
+        pages = self.pages[row, self.shared[row] : self.blocks[row]] if self.per_token else self.pages[row]
+        owned: Ids = pages[pages != NULL]
+        return owned
+
+    def clear(self, row: int) -> None:
+        width = max(int(self.blocks[row]), 1) if self.per_token else self.pages.shape[1]
+        self.write(row, 0, np.zeros(width, np.int32))
+        self.first[row] = self.shared[row] = self.blocks[row] = 0
+
+    def slots(self, row: int, start: int, end: int, cp_rank: int) -> Counts:
+        """Where the tokens [start, end) of a row are written: page x block_tokens + offset; -1: on another rank."""
+        positions = np.arange(start, end)
+        pages = self.pages[row, positions // self.slot_tokens].astype(np.int64)
+        slots: Counts = pages * self.block_tokens + positions % self.block_tokens
+        if self.context_shards > 1:
+            slots[positions // self.block_tokens % self.context_shards != cp_rank] = -1
+        return slots
+
+
+def _grown(array: NDArray[N], *shape: int) -> NDArray[N]:
+    larger = np.zeros(tuple(max(a, b) for a, b in zip(shape, array.shape, strict=True)), array.dtype)
+    larger[tuple(slice(0, size) for size in array.shape)] = array
+    return larger

@@ -1,0 +1,116 @@
+"""A simulated engine: it writes a signature into every row it fills, and checks every row it may read.
+
+A row's signature is the hash of the namespace and of all tokens up to its own, so a page that belongs to another
+prompt, was never written, or was overwritten is caught the moment a sequence could read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from kvweave.cache import Cache, Copy, Sequence
+from kvweave.pool import NULL
+
+
+class Engine:
+    """Memory for every group of a cache's plan, one number a row."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.memory: list[np.ndarray] = []  # type: ignore[type-arg]
+        for table, group in zip(cache.tables, cache.plan.groups, strict=True):
+            pages = cache.plan.num_pages(group.tag)
+            rows = table.slot_tokens if table.per_token else 1
+            self.memory.append(np.zeros((max(pages, 1), rows), np.int64))
+        self.numbers = {table.tag: number for number, table in enumerate(cache.tables)}
+
+    def carry_out(self, copies: SequenceOf[Copy]) -> None:
+        for tag, src, dst in copies:
+            for a, b in zip(src.tolist(), dst.tolist(), strict=True):
+                assert a != NULL, f"a copy out of the NULL page of {tag}"
+                assert b != NULL, f"a copy into the NULL page of {tag}"
+                self.memory[self.numbers[tag]][b] = self.memory[self.numbers[tag]][a]
+
+    def step(self, sequence: Sequence, start: int) -> None:
+        """Compute the tokens [start, length): read what each needs, then write it."""
+        signs = signatures(sequence.namespace, sequence.tokens[: sequence.length])
+        for number, table in enumerate(self.cache.tables):
+            if table.per_token:
+                self.check_rows(sequence, number, start, signs)
+                for position in range(start, sequence.length):
+                    page, offset = self._at(number, sequence.row, position)
+                    assert page != NULL, f"no page for token {position} of {table.tag}"
+                    self.memory[number][page, offset] = signs[position]
+            else:
+                self._step_state(sequence, number, start, signs)
+
+    def _step_state(self, sequence: Sequence, number: int, start: int, signs: list[int]) -> None:
+        pages = self.cache.tables[number].pages[sequence.row]
+        assert pages[0] != NULL, "no live state"
+        if start:
+            assert self.memory[number][pages[0], 0] == signs[start - 1], f"the state is not the one after {start} tokens"
+        columns = np.count_nonzero(pages)
+        for back in range(columns):
+            self.memory[number][pages[columns - 1 - back], 0] = signs[sequence.length - 1 - back]
+
+    def check_rows(self, sequence: Sequence, number: int, position: int, signs: list[int]) -> None:
+        """All that is needed to go on from `position` is there."""
+        reach = self.cache.tables[number].reach
+        needed = [*range(min(reach.head, position)), *range(max(reach.head, int(reach.tail(position))), position)]
+        for token in needed:
+            page, offset = self._at(number, sequence.row, token)
+            assert page != NULL, f"token {token} of {self.cache.tables[number].tag} is needed at {position}, but gone"
+            assert self.memory[number][page, offset] == signs[token], f"token {token} holds somebody else's row"
+
+    def _at(self, number: int, row: int, position: int) -> tuple[int, int]:
+        table = self.cache.tables[number]
+        return int(table.pages[row, position // table.slot_tokens]), position % table.slot_tokens
+
+
+def signatures(namespace: Hashable, tokens: np.ndarray) -> list[int]:  # type: ignore[type-arg]
+    """For each token, a number that stands for it and all before it."""
+    sign, signs = hash(namespace), []
+    for token in tokens.tolist():
+        sign = hash((sign, token))
+        signs.append(sign)
+    return signs
+
+
+def check_books(cache: Cache) -> None:
+    """Every page has one owner, or as many as are counted; free + owned = all; tables and kernel tables agree."""
+    for number, table in enumerate(cache.tables):
+        pool = cache.pool_of[number]
+        if pool is None:
+            continue
+        group = pool.groups[table.tag]
+        owners: dict[int, int] = {}
+        cached = 0
+        for node in cache.prefix.tree.nodes():
+            for page in node.pages[number][node.pages[number] != NULL].tolist():
+                owners[page] = owners.get(page, 0) + 1
+                cached += 1
+        for row, sequence in cache._by_row.items():
+            for page in table.owned(row).tolist():
+                owners[page] = owners.get(page, 0) + 1
+            for taken in sequence.snapshots.values():
+                for page in [p for n, p in taken if n == number]:
+                    owners[page] = owners.get(page, 0) + 1
+        free = group.stack[: group.num_free].tolist()
+        assert len(set(free)) == len(free), f"{table.tag}: a page is free twice"
+        assert not set(free) & set(owners), f"{table.tag}: a free page is owned"
+        assert NULL not in free
+        assert NULL not in owners
+        for page, count in owners.items():
+            assert count == 1 + int(group.refs[page]), f"{table.tag}: page {page} has {count} owners"
+        assert len(free) + len(owners) == group.num_supers * group.per_super, f"{table.tag}: pages are lost"
+        assert cached == cache.prefix.cached[number], f"{table.tag}: {cached} cached, books say {cache.prefix.cached}"
+        assert 0 <= cache.prefix.locked[number] <= cached
+        if table.kernel_blocks > 1:
+            rows = table.pages.shape[0]
+            expected = np.stack([table.kernel_ids(table.pages[row]).ravel() for row in range(rows)])
+            assert (expected == table.kernels).all()
+    for pool in cache.pools:
+        assert len(pool.free_supers) + sum(g.num_supers for g in pool.groups.values()) == pool.num_supers
