@@ -52,6 +52,9 @@ class Engine:
         assert pages[0] != NULL, "no live state"
         if start:
             assert self.memory[number][pages[0], 0] == signs[start - 1], f"the state is not the one after {start} tokens"
+        for tag, position, page in sequence.checkpoints:
+            if tag == self.cache.tables[number].tag:
+                self.memory[number][page, 0] = signs[position - 1]
         columns = np.count_nonzero(pages)
         for back in range(columns):
             self.memory[number][pages[columns - 1 - back], 0] = signs[sequence.length - 1 - back]
@@ -98,7 +101,9 @@ def check_books(cache: Cache) -> None:
             for taken in sequence.snapshots.values():
                 for page in [p for n, p in taken if n == number]:
                     owners[page] = owners.get(page, 0) + 1
-        free = group.stack[: group.num_free].tolist()
+            for page in [c.page for c in sequence.checkpoints if c.tag == table.tag]:
+                owners[page] = owners.get(page, 0) + 1
+        free = group.free.all.tolist()
         assert len(set(free)) == len(free), f"{table.tag}: a page is free twice"
         assert not set(free) & set(owners), f"{table.tag}: a free page is owned"
         assert NULL not in free
@@ -113,4 +118,4 @@ def check_books(cache: Cache) -> None:
             expected = np.stack([table.kernel_ids(table.pages[row]).ravel() for row in range(rows)])
             assert (expected == table.kernels).all()
     for pool in cache.pools:
-        assert len(pool.free_supers) + sum(g.num_supers for g in pool.groups.values()) == pool.num_supers
+        assert pool.free_supers.size + sum(g.num_supers for g in pool.groups.values()) == pool.num_supers

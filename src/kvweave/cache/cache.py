@@ -13,6 +13,7 @@ One thread owns a cache. Calls from another raise `WrongThread`.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -48,7 +49,8 @@ class Cache:
     """A KV cache over a plan. Ids in and out; the tensors are somebody else's.
 
     `policy` decides what is evicted first, `retention` where resume points are left, `admission_reserve` is the share
-    of each pool that only running sequences may take. `on_event` is told of every change of what can be hit.
+    of each pool that only running sequences may take. Tables have `rows` rows, and are as wide as `max_tokens` or the
+    pool allow; memory is touched where it is used. `on_event` is told of every change of what can be hit.
     """
 
     def __init__(
@@ -59,11 +61,12 @@ class Cache:
         retention: Retention | None = None,
         admission_reserve: float = 0.0,
         rows: int = 256,
+        max_tokens: int = 1 << 20,
         on_event: Callable[[Event], None] | None = None,
         track_infinite: bool = False,
     ) -> None:
         self.plan = plan
-        self.tables = [GroupTable(group, rows) for group in plan.groups]
+        self.tables = [GroupTable(group, rows, max_tokens, plan.num_pages(group.tag)) for group in plan.groups]
         self.pools = [PoolPages(pool, [g for g in plan.groups if g.pool == pool.name]) for pool in plan.pools]
         by_name = {pool.name: pool for pool in self.pools}
         self.pool_of = [by_name.get(group.pool) for group in plan.groups]
@@ -82,6 +85,7 @@ class Cache:
         self._mark: Counts = np.zeros(rows, np.int64)
         self._recent: Ids = np.zeros((rows, RECENT), np.int32)
         self._fill: Counts = np.zeros(rows, np.int64)
+        self._serial: Counts = np.zeros(rows, np.int64)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._by_row: dict[int, Sequence] = {}
         self._dirty: set[int] = set()
@@ -123,30 +127,28 @@ class Cache:
             self.prefix.touch(node, priority)
         sequence = Sequence(self, self._take_row(), prompt, namespace, priority, node)
         sequence.branch = match.length if reuse and match.length > position else 0
-        sequence.points = self._wanted_points(sequence)
+        self._want_points(sequence)
         self._by_row[sequence.row] = sequence
         self._enter(sequence, node)
         self._count_request(sequence)
         return sequence
 
-    def _wanted_points(self, sequence: Sequence) -> list[int]:
+    def _want_points(self, sequence: Sequence) -> None:
         """Where this prompt should leave resume points, beyond its end: only windows and states need any."""
         if not self.prefix.tree.trailing:
-            return []
+            return
         start, last = sequence.num_cached, (sequence.num_prompt - 1) // self.grid * self.grid
-        points = {last} if self.retention.prompt_end else set()
-        if self.retention.branches and sequence.branch:
-            points.add(sequence.branch)
+        points = {last if self.retention.prompt_end else 0, sequence.branch if self.retention.branches else 0}
+        sequence.points = sorted(point for point in points if start < point <= last)
         if self.spacing:
-            points.update(range(start // self.spacing * self.spacing + self.spacing, last, self.spacing))
-        return sorted(point for point in points if start < point <= last)
+            sequence.on_the_way = list(range(start - start % self.spacing + self.spacing, last, self.spacing))
 
     def _enter(self, sequence: Sequence, node: Node) -> None:
         """Write the pages of a hit into the tables of a fresh row."""
         row, position = sequence.row, node.end
         self.lengths[row] = self.committed[row] = self._room[row] = position
         self._wake[row] = position // self.grid * self.grid + self.grid
-        self._mark[row] = sequence.points[0] if sequence.points else self._next_decode_stop(position)
+        self._mark[row] = self._next_mark(sequence, position)
         path = node.path()
         for number, table in enumerate(self.tables):
             if not table.per_token:
@@ -154,7 +156,7 @@ class Cache:
                     sequence.restore.append((number, int(node.pages[number][-1])))
                 continue
             slots = position // table.slot_tokens
-            self._widen(table, slots)
+            self.widen(table, slots)
             pages = np.concatenate([n.pages[number] for n in path]) if path else np.empty(0, np.int32)
             first = table.reach.tail(position) // table.slot_tokens
             pages[table.head_blocks : first] = NULL
@@ -182,12 +184,14 @@ class Cache:
         tokens: object = None,
         lookahead: int = 0,
         drafts: int = 0,
+        checkpoints: bool = False,
     ) -> list[Copy]:
         """Room for the next `n` tokens of each sequence; all or nothing.
 
         `tokens` are their ids where they are not the prompt's: an array `[sequences]` or `[sequences, n]`. `lookahead`
         keeps room for so many more. The last `drafts` tokens may be rejected with `truncate`: states then get a column
-        each, in which the state after that token is to be left. Returns the copies to be made before the step.
+        each, in which the state after that token is to be left. `checkpoints` asks for pages for the states that the
+        step passes and should leave on its way (`Sequence.checkpoints`). Returns the copies to be made before the step.
         """
         self._check_thread()
         rows = self._rows(sequences)
@@ -202,6 +206,9 @@ class Cache:
             chosen = rows if drafts and self.states else rows[short]
             copies = self._roomkeeper.make(chosen, self.lengths[chosen] + n + lookahead, drafts)
         self.lengths[rows] = after
+        if checkpoints and self.states:
+            for row in rows[after > self._mark[rows]].tolist():
+                self._roomkeeper.plan_checkpoints(self._by_row[row])
         if tokens is not None:
             self._remember(rows, tokens)
         return copies
@@ -277,30 +284,41 @@ class Cache:
         """A wanted resume point was reached: take its snapshots, and put into the tree what leads to it."""
         row, position = sequence.row, int(self.committed[sequence.row])
         copies = []
+        self._roomkeeper.take_checkpoints(sequence, position)
         if self.states and position % self.grid == 0 and position == int(self.lengths[row]):
             copies = self._roomkeeper.snapshot(sequence, position)
-        if not self.states or sequence.points:
+        if sequence.points and position >= sequence.points[-1]:
             self._publisher.publish(sequence)
-        sequence.points = [point for point in sequence.points if point > position]
-        self._mark[row] = sequence.points[0] if sequence.points else self._next_decode_stop(position)
+            sequence.points, sequence.on_the_way = [], []
+        self._mark[row] = self._next_mark(sequence, position)
         return copies
 
-    def _next_decode_stop(self, position: int) -> int:
+    def _next_mark(self, sequence: Sequence, position: int) -> int:
+        """The next length at which a commit has more to do than count: a snapshot, or the prompt's last point."""
         if not self.states:
-            return NEVER
+            return sequence.points[-1] if sequence.points else NEVER
         every = -(-self.retention.decode_every // self.grid) * self.grid
-        return position // every * every + every
+        return self.next_stop(sequence, position) or position // every * every + every
 
-    def next_stop(self, sequence: Sequence) -> int | None:
+    def next_stop(self, sequence: Sequence, position: int) -> int | None:
+        """The next position after `position` at which states should be snapshotted while the prompt is computed."""
+        return next(iter(self.stops(sequence, position, sequence.num_prompt)), None)
+
+    def stops(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """All such positions in (start, end], ascending."""
         if not self.states:
-            return None
-        length = sequence.length
-        return next((point for point in sequence.points if point > length), None)
+            return []
+        way = sequence.on_the_way
+        first, last = bisect_right(way, start), bisect_right(way, end)
+        return sorted({*way[first:last], *(point for point in sequence.points if start < point <= end)})
 
     def _leave_behind(self, rows: Rows) -> None:
         """Let go of the blocks that windows have passed, for many rows at once."""
         ends = self.committed[rows] // self.grid * self.grid
         self._wake[rows] = ends + self.grid
+        for row in rows.tolist() if self.windows else ():
+            if self._by_row[row].points:
+                self._publisher.leave_behind(self._by_row[row])
         for number in self.windows:
             table = self.tables[number]
             target = np.minimum(table.reach.tail(ends) // table.slot_tokens, table.blocks[rows])
@@ -336,8 +354,8 @@ class Cache:
             raise BadSequence(f"parents {list(parents)} do not name {len(rows)} sequences")
         return self._roomkeeper.reorder(list(sequences), list(parents))
 
-    def truncate(self, sequence: Sequence, length: int) -> None:
-        """Forget the tokens from `length` on, and give their pages back; what was committed below stays."""
+    def truncate(self, sequence: Sequence, length: int) -> list[Copy]:
+        """Forget the tokens from `length` on; their pages go back. Returns copies to be made before the next step."""
         self._check_thread()
         self._rows(sequence)
         row = sequence.row
@@ -345,14 +363,15 @@ class Cache:
             low = max(1, sequence.node.end)
             raise CannotTruncate(f"cannot cut {sequence.length} tokens to {length}; {low} are shared with the tree")
         if length == sequence.length:
-            return
+            return []
         self.flush_tokens(sequence)
-        self._roomkeeper.truncate(sequence, length)
+        copies = self._roomkeeper.truncate(sequence, length)
         sequence.cut_tokens(max(length, 0))
         self.lengths[row] = length
         self.committed[row] = min(int(self.committed[row]), length)
         sequence.num_prompt = min(sequence.num_prompt, length)
         self.set_room(self.rows_of(row))
+        return copies
 
     def close(self, sequence: Sequence, *, keep: bool = True) -> None:
         """End a sequence: what it committed stays in the tree, unless `keep` is False; the rest is given back."""
@@ -367,12 +386,14 @@ class Cache:
             table.clear(row)
         for taken in sequence.snapshots.values():
             self.give_back_all(taken)
+        self._roomkeeper.drop_checkpoints(sequence)
         sequence.node.rolling = False
         self.prefix.unpin(sequence.node)
         self._fill[row] = 0
         self._dirty.discard(row)
         del self._by_row[row]
         self._free_rows.append(row)
+        self._serial[row] += 1
         sequence.row = -1
 
     # ---- what stays
@@ -444,7 +465,7 @@ class Cache:
             padding = self.plan.padding_bytes(table.tag) * owned
             evictable = self.prefix.evictable(number)
             groups.append(GroupStats(table.tag, free, owned - cached, cached, evictable, padding))
-        pools = tuple(PoolStats(pool.name, pool.num_supers, len(pool.free_supers)) for pool in self.pools)
+        pools = tuple(PoolStats(pool.name, pool.num_supers, pool.free_supers.size) for pool in self.pools)
         return Stats(
             tuple(groups),
             pools,
@@ -464,14 +485,17 @@ class Cache:
 
     def _rows(self, sequences: Sequence | Batch | Iterable[Sequence]) -> Rows:
         """The rows of open sequences of this cache."""
-        if isinstance(sequences, Batch):
-            batch = sequences
-        else:
-            batch = Batch([sequences] if isinstance(sequences, Sequence) else sequences)
-        for sequence in batch.sequences:
-            if sequence.cache is not self or sequence.row < 0:
-                whose = "closed" if sequence.cache is self else "of another cache"
-                raise BadSequence(f"the sequence is {whose}")
+        if isinstance(sequences, Sequence):
+            if sequences.cache is not self or sequences.row < 0:
+                raise BadSequence(f"the sequence is {'closed' if sequences.cache is self else 'of another cache'}")
+            return sequences.rows
+        batch = sequences if isinstance(sequences, Batch) else Batch(sequences)
+        if batch.serials is None:
+            if any(sequence.cache is not self for sequence in batch.sequences):
+                raise BadSequence("a sequence of another cache")
+            batch.serials = self._serial[batch.rows]
+        elif not np.array_equal(batch.serials, self._serial[batch.rows]):
+            raise BadSequence("a sequence of the batch was closed")
         return batch.rows
 
     def _take_row(self) -> int:
@@ -479,7 +503,7 @@ class Cache:
             old, new = len(self.lengths), 2 * len(self.lengths)
             for table in self.tables:
                 table.grow(new, 0)
-            for name in ("lengths", "committed", "_room", "_wake", "_mark", "_fill"):
+            for name in ("lengths", "committed", "_room", "_wake", "_mark", "_fill", "_serial"):
                 setattr(self, name, np.concatenate([getattr(self, name), np.zeros(new - old, np.int64)]))
             self._recent = np.concatenate([self._recent, np.zeros((new - old, RECENT), np.int32)])
             self._free_rows = list(range(new - 1, old - 1, -1))
@@ -489,7 +513,7 @@ class Cache:
         """Enter a forked sequence into the books."""
         self._by_row[sequence.row] = sequence
 
-    def _widen(self, table: GroupTable, slots: int) -> None:
+    def widen(self, table: GroupTable, slots: int) -> None:
         if slots > table.pages.shape[1]:
             table.grow(len(self.lengths), max(slots, 2 * table.pages.shape[1]))
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvweave.cache.sequence import Sequence
 from kvweave.pool import NULL, Ids
 from kvweave.prefix import Node
-from kvweave.table import Counts
+from kvweave.table import Counts, GroupTable
 
 if TYPE_CHECKING:
     from kvweave.cache.cache import Cache
@@ -26,24 +27,57 @@ class Publisher:
     def publish(self, sequence: Sequence) -> None:
         """Put what is committed into the tree, up to the last position that will be a resume point."""
         cache, start = self.cache, sequence.node.end
-        tokens = sequence.tokens
-        end = min(int(cache.committed[sequence.row]), len(tokens)) // cache.grid * cache.grid
-        points = {point for point in sequence.points if start < point <= end} if cache.prefix.tree.trailing else set()
+        end = min(int(cache.committed[sequence.row]), len(sequence.tokens)) // cache.grid * cache.grid
         if cache.states:
-            points = {point for point in sequence.snapshots if start < point <= end}
-        else:
-            points.add(end)
-        if not points or max(points) <= start:
+            end = max((point for point in sequence.snapshots if point <= end), default=start)
+        if end <= start:
             return
+        points = {point for point in sequence.points if start < point < end}
+        if cache.states:
+            points &= sequence.snapshots.keys()
         node = sequence.node
-        for point in sorted(points):
+        for point in (*sorted(points), end):
             node = self._lead_to(sequence, node, point)
         cache.prefix.pin(node)
         cache.prefix.unpin(sequence.node)
         sequence.node = node
         for table in cache.tables:
             if table.per_token:
+                self._hide_passed(table, sequence.row, start // table.slot_tokens)
                 table.shared[sequence.row] = node.end // table.slot_tokens
+
+    def _hide_passed(self, table: GroupTable, row: int, start: int) -> None:
+        """Pages kept for points on the way are the tree's now, and behind the window: out of the table."""
+        first = int(table.first[row])
+        if table.reach.span is not None and first > max(start, table.head_blocks):
+            start = max(start, table.head_blocks)
+            table.write(row, start, np.zeros(first - start, np.int32))
+
+    def leave_behind(self, sequence: Sequence) -> None:
+        """Let windows go on, but hold on to the blocks that resume points not in the tree yet will need."""
+        cache, row = self.cache, sequence.row
+        end = int(cache.committed[row]) // cache.grid * cache.grid
+        for number in cache.windows:
+            table = cache.tables[number]
+            start = max(int(table.first[row]), int(table.shared[row]))
+            last = int(min(table.reach.tail(end) // table.slot_tokens, table.blocks[row]))
+            slots = np.arange(start, max(start, last))
+            spare = slots[~self._needed(sequence, table, slots, end)]
+            cache.give_back(number, table.pages[row, spare])
+            table.write_many(np.full(len(spare), row), spare, np.zeros(len(spare), np.int32))
+            passed = np.arange(int(table.first[row]), min(start, last))
+            table.write_many(np.full(len(passed), row), passed, np.zeros(len(passed), np.int32))
+            table.first[row] = max(int(table.first[row]), last)
+
+    def _needed(self, sequence: Sequence, table: GroupTable, slots: Counts, end: int) -> NDArray[np.bool_]:
+        """Which slots the wanted points of a sequence up to `end`, or `end` itself, need."""
+        size = table.slot_tokens
+        points = np.array([p for p in (*sequence.points, *sequence.on_the_way) if p <= end] + [end])
+        edges = np.zeros(end // size + 2, np.int64)
+        np.add.at(edges, np.minimum(table.reach.tail(points) // size, end // size), 1)
+        np.add.at(edges, points // size, -1)
+        needed: NDArray[np.bool_] = (np.cumsum(edges)[slots] > 0) | (slots < table.head_blocks)
+        return needed
 
     def _lead_to(self, sequence: Sequence, node: Node, point: int) -> Node:
         """Walk and build from `node` to a node that ends at `point`."""
@@ -64,30 +98,31 @@ class Publisher:
         """A new run from `node` to `point`, or more of the sequence's own last run."""
         prefix = self.cache.prefix
         tokens = sequence.tokens[node.end : point]
+        extras = any(node.end < p < point for p in sequence.on_the_way)
         pages = [self._donated(sequence, number, node.end, point) for number in range(len(self.cache.tables))]
         is_end = point not in sequence.points
         if node is sequence.node and is_end and prefix.can_grow(node):
             prefix.grow(node, tokens, pages)
             self._shed(node)
             return node
-        wanted = is_end or point == sequence.branch or point == sequence.points[-1]
-        child = prefix.insert(node, tokens, pages, wanted=wanted, priority=sequence.priority)
+        child = prefix.insert(node, tokens, pages, extras=extras, priority=sequence.priority)
         child.rolling = is_end
         return child
 
     def _donated(self, sequence: Sequence, number: int, start: int, end: int) -> Ids:
-        """Our pages of one group for the run [start, end), but for those that its point does not need: they go back."""
-        cache, table, row = self.cache, self.cache.tables[number], sequence.row
+        """Our pages of one group for the run [start, end), but for those that no point needs: they go back."""
+        table, row = self.cache.tables[number], sequence.row
         if not table.per_token:
-            size = cache.prefix.tree.groups[number].block_tokens
+            size = self.cache.prefix.tree.groups[number].block_tokens
             pages = np.zeros((end - start) // size, np.int32)
-            pages[-1] = self._take_snapshot(sequence, number, end)
+            for point in [p for p in sequence.snapshots if start < p <= end]:
+                pages[(point - start) // size - 1] = self._take_snapshot(sequence, number, point)
             return pages
         first, last = start // table.slot_tokens, end // table.slot_tokens
         pages = table.pages[row, first:last].copy()
         if table.reach.span is not None:
             slots = np.arange(first, last)
-            spare = (slots < table.reach.tail(end) // table.slot_tokens) & (slots >= table.head_blocks)
+            spare = ~self._needed(sequence, table, slots, end)
             self._let_go(sequence, number, slots[spare], pages[spare])
             pages[spare] = NULL
         return pages
@@ -106,18 +141,16 @@ class Publisher:
         table = self.cache.tables[number]
         self.cache.give_back(number, pages)
         table.write_many(np.full(len(slots), sequence.row), slots, np.zeros(len(slots), np.int32))
-        table.first[sequence.row] = max(int(table.first[sequence.row]), int(slots[-1]) + 1 if len(slots) else 0)
 
     def _merge(self, sequence: Sequence, node: Node) -> None:
         """The tree has this run already: take over its pages, fill its gaps with ours, give back the rest."""
+        node.extras |= any(node.start < point < node.end for point in sequence.on_the_way)
         for number, table in enumerate(self.cache.tables):
             if table.per_token:
                 self._merge_rows(sequence, node, number)
                 continue
-            page = self._take_snapshot(sequence, number, node.end)
-            ours = np.array([page], np.int32)
-            rest = self.cache.prefix.keep(node, number, len(node.pages[number]) - 1, ours) if page else ours[:0]
-            self.cache.give_back(number, rest)
+            ours = self._donated(sequence, number, node.start, node.end)
+            self.cache.give_back(number, self.cache.prefix.keep(node, number, 0, ours))
 
     def _merge_rows(self, sequence: Sequence, node: Node, number: int) -> None:
         cache, table, row = self.cache, self.cache.tables[number], sequence.row
@@ -126,7 +159,7 @@ class Publisher:
         useful = ours
         if table.reach.span is not None:
             slots = np.arange(first, last)
-            needed = (slots >= table.reach.tail(node.end) // table.slot_tokens) | (slots < table.head_blocks)
+            needed = self._needed(sequence, table, slots, node.end)
             useful = np.where(needed, ours, np.int32(NULL))
             cache.give_back(number, ours[~needed])
         cache.give_back(number, cache.prefix.keep(node, number, 0, useful))

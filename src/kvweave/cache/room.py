@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvweave.cache.sequence import Copy, Rows, Sequence
+from kvweave.cache.sequence import Checkpoint, Copy, Rows, Sequence
 from kvweave.errors import CannotTruncate, NeverFits, OutOfPages
 from kvweave.pool import NULL, Ids, PoolPages
 from kvweave.table import Counts, GroupTable
@@ -28,6 +28,8 @@ class Room:
     def make(self, rows: Rows, lengths: Counts, drafts: int) -> list[Copy]:
         """Pages so that the rows reach `lengths`."""
         cache = self.cache
+        if len(rows) == 1 and not drafts:
+            return self._make_one(cache._by_row[int(rows[0])], int(lengths[0]))
         grows = [self._growth(table, rows, lengths, drafts) for table in cache.tables]
         is_new = bool((cache.committed[rows] == 0).any()) or any(cache._by_row[r].restore for r in rows.tolist())
         self.ensure([int(grow.sum()) for grow in grows], lengths, is_new)
@@ -46,14 +48,33 @@ class Room:
         cache.set_room(rows)
         return copies
 
+    def _make_one(self, sequence: Sequence, length: int) -> list[Copy]:
+        """`make` for one row, in plain numbers."""
+        cache, row = self.cache, sequence.row
+        grows = []
+        for table in cache.tables:
+            need = -(-length // table.slot_tokens) if table.per_token else 1
+            cache.widen(table, need)
+            have = int(table.blocks[row]) if table.per_token else int(table.pages[row, 0] != NULL)
+            grows.append(max(0, need - have))
+        is_new = bool(sequence.restore) or not cache.committed[row]
+        self.ensure(grows, np.array([length]), is_new)
+        for number, count in enumerate(grows):
+            if count:
+                table = cache.tables[number]
+                table.write(row, int(table.blocks[row]), self.take(number, count))
+                table.blocks[row] += count if table.per_token else 0
+        cache.set_room(sequence.rows)
+        return self._restore(sequence.rows) if sequence.restore else []
+
     def _growth(self, table: GroupTable, rows: Rows, lengths: Counts, drafts: int) -> Counts:
         """New pages a row."""
         if table.per_token:
             need = -(-lengths // table.slot_tokens)
-            self.cache._widen(table, int(need.max()))
+            self.cache.widen(table, int(need.max()))
             more: Counts = np.maximum(need - table.blocks[rows], 0)
             return more
-        self.cache._widen(table, 1 + drafts)
+        self.cache.widen(table, 1 + drafts)
         have = np.count_nonzero(table.pages[rows], axis=1)
         fresh: Counts = np.maximum(1 + drafts - have, 0).astype(np.int64)
         return fresh
@@ -112,13 +133,13 @@ class Room:
     def _evict_for(self, pool: PoolPages, wanted: dict[str, int], lengths: Counts) -> None:
         if self._short_after_eviction(pool, wanted):
             self._refuse(pool, wanted, lengths)
-        for tag, count in wanted.items():
-            group = pool.groups[tag]
-            while (lack := count - pool.available(tag)) > 0 and count > group.num_free:
-                freed = self.cache.prefix.evict(self.numbers[tag], lack)
-                self.cache.evicted_pages += freed
-                if not freed:
-                    break
+        supers = pool.free_supers.size
+        for tag, count in wanted.items():  # each from its own first
+            group, number = pool.groups[tag], self.numbers[tag]
+            short = count - group.num_free - supers * group.per_super
+            if short > 0:
+                self.cache.evicted_pages += self.cache.prefix.evict(number, short)
+            supers = max(0, supers - group.supers_for(count))
         while pool.prepare(wanted):
             if not any(self._squeeze(pool, tag) for tag in pool.groups):
                 self._refuse(pool, wanted, lengths)
@@ -138,7 +159,7 @@ class Room:
             lack = wanted[tag] - free[tag]
             need += max(0, -(-lack // group.per_super))
             short += max(0, -lack // group.per_super) if lack < 0 else 0
-        return need > len(pool.free_supers) + short
+        return need > pool.free_supers.size + short
 
     def _refuse(self, pool: PoolPages, wanted: dict[str, int], lengths: Counts) -> None:
         """Raise `NeverFits` where even an empty pool would be too small for one of the sequences, else `OutOfPages`."""
@@ -195,11 +216,39 @@ class Room:
             page = int(self.take(number, 1)[0])
             taken.append((number, page))
             copies.append(self._copy(number, [int(cache.tables[number].pages[sequence.row, 0])], [page]))
-        if not sequence.points:  # while generating, only the last is kept
+        if not sequence.points:  # of those taken while generating, only the last is kept
             for old in [p for p in sequence.snapshots if p > sequence.node.end]:
                 cache.give_back_all(sequence.snapshots.pop(old))
         sequence.snapshots[position] = taken
         return copies
+
+    def plan_checkpoints(self, sequence: Sequence) -> None:
+        """Pages for the states that the step up to the sequence's length passes; none where there is no room."""
+        cache = self.cache
+        self.drop_checkpoints(sequence)
+        positions = cache.stops(sequence, int(cache.committed[sequence.row]), sequence.length - 1)
+        counts = [len(positions) if number in cache.states else 0 for number in range(len(cache.tables))]
+        try:
+            self.ensure(counts, cache.rows_of(1))
+        except (OutOfPages, NeverFits):
+            return
+        for number in cache.states if positions else ():
+            pages = self.take(number, len(positions)).tolist()
+            tag = cache.tables[number].tag
+            sequence.checkpoints += [Checkpoint(tag, at, page) for at, page in zip(positions, pages, strict=True)]
+
+    def take_checkpoints(self, sequence: Sequence, position: int) -> None:
+        """The step left its states: those up to `position` are snapshots now, the others were not written."""
+        for checkpoint in sequence.checkpoints:
+            number = self.numbers[checkpoint.tag]
+            if checkpoint.position <= position:
+                sequence.snapshots.setdefault(checkpoint.position, []).append((number, checkpoint.page))
+            else:
+                self.cache.give_back(number, np.array([checkpoint.page], np.int32))
+        sequence.checkpoints = []
+
+    def drop_checkpoints(self, sequence: Sequence) -> None:
+        self.take_checkpoints(sequence, -1)
 
     def donate_live(self, sequence: Sequence) -> None:
         """At its end a sequence needs its live state no more: on the grid, it is a snapshot as it is."""
@@ -227,7 +276,8 @@ class Room:
             cache.prefix.pin(sequence.node)
             sequence.node.rolling = False
             child.num_cached, child.num_prompt = sequence.num_cached, sequence.num_prompt
-            child.branch, child.points, child.restore = sequence.branch, list(sequence.points), list(sequence.restore)
+            child.branch, child.restore = sequence.branch, list(sequence.restore)
+            child.points, child.on_the_way = list(sequence.points), list(sequence.on_the_way)
             cache.adopt(child)
             copies += self._share_rows(sequence.row, row, sequence)
             children.append(child)
@@ -312,11 +362,23 @@ class Room:
                 sequence.row = -1
         return copies
 
-    def truncate(self, sequence: Sequence, length: int) -> None:
-        """Give back the pages beyond `length`, after making sure that what is before it is all there."""
+    def truncate(self, sequence: Sequence, length: int) -> list[Copy]:
+        """Give back the pages beyond `length`, after making sure that what is before it is all there.
+
+        A block that ends up half full and is shared with a fork is copied: the next token will be written into it.
+        """
         cache, row = self.cache, sequence.row
         for table in cache.tables:
             self._check_reach(table, row, sequence, length)
+        halves = [self._shared_half(number, row, length) for number in range(len(cache.tables))]
+        self.ensure([int(page != NULL) for page in halves], cache.rows_of(length))
+        copies = []
+        for number, page in enumerate(halves):
+            if page != NULL:
+                table, fresh = cache.tables[number], self.take(number, 1)
+                copies.append(self._copy(number, [page], fresh.tolist()))
+                table.write(row, length // table.slot_tokens, fresh)
+                cache.give_back(number, np.array([page], np.int32))
         back = sequence.length - length
         for number, table in enumerate(cache.tables):
             if not table.per_token:
@@ -329,6 +391,17 @@ class Room:
             table.blocks[row] = keep
         for position in [p for p in sequence.snapshots if p > length]:
             cache.give_back_all(sequence.snapshots.pop(position))
+        self.take_checkpoints(sequence, -1)
+        return copies
+
+    def _shared_half(self, number: int, row: int, length: int) -> int:
+        """The page of a block that `length` cuts and that another sequence owns too; NULL if there is none."""
+        table, pool = self.cache.tables[number], self.cache.pool_of[number]
+        slot = length // table.slot_tokens
+        if not table.per_token or not length % table.slot_tokens or slot < table.shared[row] or pool is None:
+            return NULL
+        page = int(table.pages[row, slot])
+        return page if pool.groups[table.tag].refs[page] else NULL
 
     def _check_reach(self, table: GroupTable, row: int, sequence: Sequence, length: int) -> None:
         if table.per_token:

@@ -26,10 +26,19 @@ class Copy(NamedTuple):
     dst: Ids
 
 
+class Checkpoint(NamedTuple):
+    """The step just prepared should leave the state after `position` tokens in `page` of a group."""
+
+    tag: str
+    position: int
+    page: int
+
+
 class Sequence:
     """One sequence of a cache. `num_cached` of its tokens were found; compute the rest.
 
     `stop` is the next length at which the cache wants a state snapshot: extend no further than that, commit, go on.
+    Kernels that can write states on the way need not stop: `extend` with `checkpoints` says where they go.
     """
 
     __slots__ = (
@@ -37,20 +46,25 @@ class Sequence:
         "_num_tokens",
         "branch",
         "cache",
+        "checkpoints",
         "namespace",
         "node",
         "num_cached",
         "num_prompt",
+        "on_the_way",
         "points",
         "priority",
         "restore",
         "row",
+        "rows",
         "snapshots",
     )
 
     def __init__(self, cache: Cache, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node) -> None:
         self.cache = cache
         self.row = row
+        self.rows: Rows = np.array([row], np.int64)
+        self.checkpoints: list[Checkpoint] = []
         self.namespace = namespace
         self.priority = priority
         self.num_prompt = len(tokens)
@@ -58,7 +72,9 @@ class Sequence:
         self.node = node
         self.branch = 0
         self.points: list[int] = []
-        """Positions at which a resume point is wanted, ascending."""
+        """Positions at which a resume point is wanted, ascending: nodes of the tree."""
+        self.on_the_way: list[int] = []
+        """Positions at which one is welcome: extras of a node."""
         self.snapshots: dict[int, list[tuple[int, int]]] = {}
         """State pages (group number, page) by the position they were taken at; not in the tree yet."""
         self.restore: list[tuple[int, int]] = []
@@ -77,7 +93,7 @@ class Sequence:
 
     @property
     def stop(self) -> int | None:
-        return self.cache.next_stop(self)
+        return self.cache.next_stop(self, self.length)
 
     @property
     def tokens(self) -> Tokens:
@@ -105,12 +121,14 @@ class Sequence:
 class Batch:
     """Several sequences as one array of rows, made once and used for many steps."""
 
-    __slots__ = ("rows", "sequences")
+    __slots__ = ("rows", "sequences", "serials")
 
     def __init__(self, sequences: Iterable[Sequence]) -> None:
         self.sequences = list(sequences)
         self.rows: Rows = np.fromiter((s.row for s in self.sequences), np.int64, len(self.sequences))
         if len(self.rows) and int(self.rows.min()) < 0:
             raise BadSequence("a closed sequence cannot be part of a batch")
-        if len(np.unique(self.rows)) != len(self.rows):
+        if len(set(self.rows.tolist())) != len(self.rows):
             raise BadSequence("a sequence is twice in the batch")
+        self.serials: Rows | None = None
+        """Which life of each row is meant; filled in by the cache when it first sees the batch."""

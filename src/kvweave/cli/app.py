@@ -1,11 +1,11 @@
 """The `kvweave` command: its subcommands, and how it ends.
 
-Whatever the user got wrong is one line on stderr and exit code 2; a traceback is a bug of ours.
+Whatever the user got wrong is one line on stderr and exit code 2; a traceback is a bug of ours. A reader that goes away
+(`| head`) is exit code 1 without a word: rich and typer see to that.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
@@ -47,10 +47,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command on `argv` (default: the process's) and exit: 0, 2 for a mistake of the user's, 1 else."""
     try:
         code = app(args=argv, prog_name="kvweave", standalone_mode=False)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _drop_stdout()
-        sys.exit(1)
     except KVWeaveError as error:
         _fail(str(error))
     except OSError as error:
@@ -72,8 +68,3 @@ def _usage(error: Exception) -> str:
 def _fail(message: str) -> NoReturn:
     print("kvweave: error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
-
-
-def _drop_stdout() -> None:
-    """The reader has gone: what is still buffered must not raise again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

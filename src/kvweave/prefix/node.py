@@ -5,6 +5,8 @@
 
 Per group it holds an int32 array with the page of each block of its run, NULL where the page is not kept: all pages
 of groups that see everything, the blocks of [tail(end), end) of windows, the one snapshot at the end of states.
+Windows and states may keep `extras` in between, of positions passed on the way: resume points that nobody has asked
+for. One that is asked for becomes a node.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.pool import NULL, Ids
+from kvweave.pool import Ids
 
 Tokens = NDArray[np.int32]
 
@@ -22,7 +24,9 @@ class Node:
 
     __slots__ = (
         "children",
+        "counts",
         "end",
+        "extras",
         "hits",
         "id",
         "last_used",
@@ -34,7 +38,6 @@ class Node:
         "start",
         "tokens",
         "uses",
-        "wanted",
     )
 
     def __init__(self, id: int, parent: Node | None, start: int, tokens: Tokens, pages: list[Ids]) -> None:
@@ -44,19 +47,22 @@ class Node:
         self.end = start + len(tokens)
         self.tokens = tokens
         self.pages = pages
+        self.counts = [int(np.count_nonzero(array)) for array in pages]
+        """Pages kept, by group."""
         self.children: dict[bytes, Node] = {}
+        self.extras = False
         self.pins = 0
         self.uses = 0
         self.last_used = 0
         self.hits = 0
-        self.wanted = True
         self.priority = 0
         self.rolling = False
         """Whether it is the end of a sequence that still grows, and that nobody else has used."""
 
-    def count(self, group: int) -> int:
-        """Pages kept in a group."""
-        return int(np.count_nonzero(self.pages[group]))
+    def put(self, group: int, pages: Ids) -> None:
+        """Replace a group's pages."""
+        self.pages[group] = pages
+        self.counts[group] = int(np.count_nonzero(pages))
 
     def path(self) -> list[Node]:
         """The nodes from the root, which is left out, down to this one."""
@@ -66,6 +72,3 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
-
-    def has(self, group: int) -> bool:
-        return bool((self.pages[group] != NULL).any())

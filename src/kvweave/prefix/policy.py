@@ -18,7 +18,7 @@ class Record:
     """Clock of the last hit, or of its making."""
     hits: int
     wanted: bool
-    """False for a point kept only because points are kept every so often, and never asked for since."""
+    """False for points kept on the way, every so many tokens, that nobody has asked for."""
     priority: int
     """As given by the requests that made or used it: the highest."""
     tokens: int

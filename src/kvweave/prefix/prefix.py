@@ -16,6 +16,9 @@ from kvweave.prefix.tree import Mask, Match, Tree, TreeGroup
 GiveBack = Callable[[int, Ids], int]
 """Hands pages of a group (by number) back to their pool; returns how many became free."""
 
+Entry = tuple[Any, int, Node, bool]
+"""A queue's entry: the policy's key, the order of arrival, the node, and whether only its extras are meant."""
+
 MOST_GROWN = 2048
 """A growing sequence's last run is lengthened in place up to so many tokens; beyond, a new one is begun."""
 
@@ -42,8 +45,8 @@ class Prefix:
         self.clock = 0
         self._page_bytes = page_bytes
         self._give_back = give_back
-        self._leaves: list[tuple[Any, int, Node]] = []
-        self._points: list[tuple[Any, int, Node]] = []
+        self._leaves: list[Entry] = []
+        self._points: list[Entry] = []
         self._order = itertools.count()
         self._sees_all = [number for number, group in enumerate(groups) if group.sees_all]
 
@@ -81,7 +84,6 @@ class Prefix:
     def touch(self, node: Node, priority: int) -> None:
         """A prompt resumed at `node`: everything above it was used too."""
         node.hits += 1
-        node.wanted = True
         node.rolling = False
         now = self.tick()
         at: Node | None = node
@@ -95,12 +97,12 @@ class Prefix:
 
     def _lock(self, node: Node, numbers: Sequence[int], sign: int) -> None:
         for number in numbers:
-            self.locked[number] += sign * node.count(number)
+            self.locked[number] += sign * node.counts[number]
 
     def _count(self, node: Node, sign: int) -> None:
         """Enter a node's pages into the books, or take them out."""
         for number in range(len(self.cached)):
-            count = node.count(number)
+            count = node.counts[number]
             self.cached[number] += sign * count
             if node.pins if self.tree.groups[number].sees_all else node.uses:
                 self.locked[number] += sign * count
@@ -122,9 +124,9 @@ class Prefix:
         self.offer(upper)
         return upper
 
-    def insert(self, parent: Node, tokens: Tokens, pages: list[Ids], *, wanted: bool, priority: int) -> Node:
+    def insert(self, parent: Node, tokens: Tokens, pages: list[Ids], *, extras: bool, priority: int) -> Node:
         node = self.tree.insert(parent, tokens, pages)
-        node.wanted, node.priority, node.last_used = wanted, priority, self.tick()
+        node.extras, node.priority, node.last_used = extras, priority, self.tick()
         self._count(node, 1)
         self.offer(node)
         return node
@@ -157,15 +159,18 @@ class Prefix:
 
     def offer(self, node: Node) -> None:
         """A node that may be evictable now enters the queues."""
-        entry = (self.policy(self.record(node)), next(self._order), node)
+        entry = (self.policy(self.record(node)), next(self._order), node, False)
         if not node.children and not node.pins:
             heapq.heappush(self._leaves, entry)
         if self.tree.trailing and not node.uses:
             heapq.heappush(self._points, entry)
+            if node.extras:
+                key = self.policy(self.record(node, wanted=False))
+                heapq.heappush(self._points, (key, next(self._order), node, True))
 
-    def record(self, node: Node) -> Record:
-        sizes = sum(node.count(number) * size for number, size in enumerate(self._page_bytes))
-        return Record(node.last_used, node.hits, node.wanted, node.priority, len(node.tokens), node.end, sizes)
+    def record(self, node: Node, *, wanted: bool = True) -> Record:
+        sizes = sum(count * size for count, size in zip(node.counts, self._page_bytes, strict=True))
+        return Record(node.last_used, node.hits, wanted, node.priority, len(node.tokens), node.end, sizes)
 
     def evict(self, number: int, count: int) -> int:
         """Free at least `count` pages of a group, exactly as many where runs can be cut; returns how many became free.
@@ -174,28 +179,36 @@ class Prefix:
         """
         freed = 0
         heap = self._leaves if self.tree.groups[number].sees_all else self._points
-        while freed < count and heap:
-            node = self._pop(heap)
-            if node is None:
-                break
-            if self.tree.groups[number].sees_all:
+        while freed < count and (entry := self._pop(heap)):
+            node, extras = entry
+            if extras:
+                freed += self._evict_extras(node, number)
+            elif self.tree.groups[number].sees_all:
                 freed += self._evict_leaf(node, number, count - freed)
             else:
                 freed += self._evict_point(node, number)
         return freed
 
-    def _pop(self, heap: list[tuple[Any, int, Node]]) -> Node | None:
-        """The first node of a queue that can go and whose key still holds."""
+    def _pop(self, heap: list[Entry]) -> tuple[Node, bool] | None:
+        """The first entry of a queue that can go and whose key still holds."""
         leaves = heap is self._leaves
         while heap:
-            key, _, node = heapq.heappop(heap)
+            key, _, node, extras = heapq.heappop(heap)
             if node.parent is None or (node.children or node.pins if leaves else node.uses):
                 continue
-            now = self.policy(self.record(node))
+            if extras and not node.extras:
+                continue
+            now = self.policy(self.record(node, wanted=not extras))
             if now == key:
-                return node
-            heapq.heappush(heap, (now, next(self._order), node))
+                return node, extras
+            heapq.heappush(heap, (now, next(self._order), node, extras))
         return None
+
+    def _evict_extras(self, node: Node, number: int) -> int:
+        """Drop what a run kept for positions on the way that nobody asked for."""
+        node.extras = False
+        freed = [self.drop(node, trailing, self.tree.extra(node, trailing)) for trailing in self.tree.trailing]
+        return freed[self.tree.trailing.index(number)]
 
     def _evict_leaf(self, node: Node, number: int, count: int) -> int:
         """Cut off the end of a leaf: just enough of it, where any block is a resume point, else all of it."""

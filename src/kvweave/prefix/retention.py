@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from kvweave.plan import Plan
 
+LEAST_SPACING = 1024
+"""Tokens between spaced points, at least, where nobody says otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -32,8 +35,7 @@ class Retention:
         if every is None:
             fixed = plan.window_bytes() + plan.state_bytes()
             growing = plan.bytes_per_token()
-            every = int(fixed / growing) if growing else 1024
-            every = max(every, 4 * grid)
+            every = max(int(fixed / growing) if growing else 0, LEAST_SPACING)
         return -(-every // grid) * grid
 
 

@@ -124,10 +124,11 @@ class Tree:
             [p[:c] for p, c in zip(node.pages, cuts, strict=True)],
         )
         upper.pins, upper.last_used, upper.priority = node.pins, node.last_used, node.priority
-        upper.wanted = node.wanted
+        upper.extras = node.extras
         parent.children[self._key(upper.tokens)] = upper
         node.parent, node.start, node.tokens = upper, position, node.tokens[size:]
-        node.pages = [p[c:] for p, c in zip(node.pages, cuts, strict=True)]
+        for number, cut in enumerate(cuts):
+            node.put(number, node.pages[number][cut:])
         upper.children[self._key(node.tokens)] = node
         self.num_nodes += 1
         if self._emit:
@@ -150,7 +151,8 @@ class Tree:
         """Make a leaf's run longer; its resume point moves to the new end."""
         node.tokens = np.concatenate([node.tokens, tokens])
         node.end += len(tokens)
-        node.pages = [np.concatenate([old, new]) for old, new in zip(node.pages, pages, strict=True)]
+        for number, more in enumerate(pages):
+            node.put(number, np.concatenate([node.pages[number], more]))
         if self._emit:
             self._emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
             self._emit_kept(node, range(len(self.groups)))
@@ -162,7 +164,7 @@ class Tree:
         if gaps.any():
             filled = node.pages[number].copy()
             filled[first : first + len(pages)][gaps] = pages[gaps]
-            node.pages[number] = filled
+            node.put(number, filled)
             if self._emit:
                 self._emit_kept(node, [number])
         rest: Ids = pages[~gaps]
@@ -175,7 +177,7 @@ class Tree:
         pages = node.pages[number]
         gone: Ids = pages[mask & (pages != NULL)]
         if len(gone):
-            node.pages[number] = np.where(mask, np.int32(NULL), pages)
+            node.put(number, np.where(mask, np.int32(NULL), pages))
             if self._emit:
                 blocks = np.flatnonzero(mask) + node.start // self.groups[number].block_tokens
                 self._emit(Lost(node.id, self.groups[number].tag, tuple(blocks.tolist())))
@@ -187,7 +189,8 @@ class Tree:
         assert node.start < end < node.end, f"{end} is not inside the run {node.start} to {node.end}"
         cuts = [(end - node.start) // group.block_tokens for group in self.groups]
         gone = [p[c:] for p, c in zip(node.pages, cuts, strict=True)]
-        node.pages = [p[:c] for p, c in zip(node.pages, cuts, strict=True)]
+        for number, cut in enumerate(cuts):
+            node.put(number, node.pages[number][:cut])
         node.tokens, node.end = node.tokens[: end - node.start], end
         if self._emit:
             self._emit(Trimmed(node.id, end))
@@ -235,19 +238,26 @@ class Tree:
         for child in node.children.values():
             tail = int(reach.tail(child.end))
             if tail < node.end:
-                first = min(first, tail if child.has(number) else node.end, self.needed_below(child, number))
+                first = min(first, tail if child.counts[number] else node.end, self.needed_below(child, number))
         return first
 
     def unneeded(self, node: Node, number: int) -> Mask:
         """Which blocks of a dead point's run nobody below needs. Heads are kept while anything is below."""
+        if not node.children:
+            return np.ones(len(node.pages[number]), bool)
+        return self.before(node, number, self.needed_below(node, number))
+
+    def before(self, node: Node, number: int, token: int) -> Mask:
+        """Which blocks of a run end before the one with `token`, heads apart."""
         group = self.groups[number]
         blocks = np.arange(len(node.pages[number])) + node.start // group.block_tokens
-        mask: Mask = blocks < self.needed_below(node, number) // group.block_tokens
-        if group.reach.head and node.children:
-            mask &= blocks >= -(-group.reach.head // group.block_tokens)
-        elif not node.children:
-            mask[:] = True
+        mask: Mask = (blocks < token // group.block_tokens) & (blocks >= -(-group.reach.head // group.block_tokens))
         return mask
+
+    def extra(self, node: Node, number: int) -> Mask:
+        """Which blocks of a run neither its own end nor points below need."""
+        needed = min(int(self.groups[number].reach.tail(node.end)), self.needed_below(node, number))
+        return self.before(node, number, needed)
 
     # ---- small things
 

@@ -27,7 +27,7 @@ class GroupTable:
     States have one column for the live state, and one more for each draft token that may be rejected.
     """
 
-    def __init__(self, group: Group, num_rows: int) -> None:
+    def __init__(self, group: Group, num_rows: int, max_tokens: int, num_pages: int) -> None:
         self.tag = group.tag
         self.reach = group.cache.reach
         self.per_token = group.cache.reach.per_token
@@ -36,10 +36,11 @@ class GroupTable:
         self.slot_tokens = group.block_tokens * group.context_shards
         self.kernel_blocks = group.kernel_blocks if self.per_token else 1
         self.head_blocks = -(-self.reach.head // self.slot_tokens)
-        self.pages: Ids = np.zeros((num_rows, 1), np.int32)
-        self.kernels: Ids = (
-            self.pages if self.kernel_blocks == 1 else np.zeros((num_rows, self.kernel_blocks), np.int32)
-        )
+        width = max(1, min(num_pages, -(-max_tokens // self.slot_tokens))) if self.per_token else 1
+        self.pages: Ids = np.zeros((num_rows, width), np.int32)
+        self.kernels: Ids = self.pages
+        if self.kernel_blocks > 1:
+            self.kernels = np.zeros((num_rows, width * self.kernel_blocks), np.int32)
         self.first: Counts = np.zeros(num_rows, np.int64)
         self.shared: Counts = np.zeros(num_rows, np.int64)
         self.blocks: Counts = np.zeros(num_rows, np.int64)

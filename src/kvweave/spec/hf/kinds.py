@@ -481,4 +481,7 @@ def build_layer(kind: str, fields: Fields, keep: Keep, layer: int) -> Caches:
         raise ConfigError(
             f"layer {layer} of model_type {fields.model_type!r} is of unknown kind {kind!r}; known: {known}"
         )
-    return build(fields, keep, layer)
+    caches = build(fields, keep, layer)
+    if "attention" in (fields.get("skip") or ()):  # a pruned layer, by its `per_layer_config`
+        return tuple(cache for cache in caches if not cache.reach.per_token)
+    return caches

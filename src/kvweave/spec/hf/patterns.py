@@ -50,12 +50,14 @@ def choose(indices: Iterable[int], rule: Callable[[int], Any], yes: str, no: str
 
 
 def plain(fields: Fields) -> list[str]:
-    """The general rule: windows where a window is set and not switched off, chunks likewise, else full."""
+    """The general rule: windows where a layer has one and it is not switched off, chunks likewise, else full."""
+    return [_plain(fields.layer(i)) for i in range(fields.num_layers)]
+
+
+def _plain(fields: Fields) -> str:
     if fields.get("use_sliding_window") is not False and fields.get("sliding_window"):
-        return [SLIDING] * fields.num_layers
-    if fields.get("attention_chunk_size"):
-        return [CHUNKED] * fields.num_layers
-    return [FULL] * fields.num_layers
+        return SLIDING
+    return CHUNKED if fields.get("attention_chunk_size") else FULL
 
 
 def all_of(kind: str) -> Pattern:

@@ -1,0 +1,46 @@
+"""`kvweave demo`: one table, one picture, and where to go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from kvweave.cli.demo import MODELS
+from tests.cli.command import Kvweave
+
+
+@pytest.fixture
+def out(kvweave: Kvweave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    run = kvweave("demo")
+    assert run.code == 0
+    return run.out
+
+
+def test_the_demo_compares_every_model_with_one_page_size(out: str) -> None:
+    rows = {words[0]: words for line in out.splitlines() if (words := line.split()) and words[0] in MODELS}
+    assert set(rows) == set(MODELS)
+    assert " ".join(rows["qwen3-next-80b"][5:]) == "24,576 73.69 MiB 97 / 94 0.02% / 0.06% 16 / 1,056"
+    assert " ".join(rows["deepseek-v4-flash"][-6:]) == "0.03% / 45.43% 128 / 4,096"
+
+
+def test_the_demo_says_where_it_drew_a_picture(out: str, tmp_path: Path) -> None:
+    path = tmp_path / "kvweave-demo" / "kvweave-plan-qwen3-next-80b.svg"
+    assert str(path.resolve()) in out
+    assert ElementTree.parse(path).getroot().tag.endswith("svg")
+    assert "kvweave plan qwen3-next-80b --explain" in out
+
+
+def test_the_demo_may_be_run_again(out: str, kvweave: Kvweave) -> None:
+    assert kvweave("demo").out == out
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(
+    kvweave: Kvweave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kvweave-demo").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    run = kvweave("demo")
+    assert (run.code, run.err) == (2, "kvweave: error: cannot open kvweave-demo: File exists\n")
