@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
+from kvweave.errors import NeverFits
+from kvweave.plan import Layout, Parallel, Place, Plan, PoolRequest, plan
 from kvweave.spec import (
     Chunk,
     DType,
@@ -145,3 +148,45 @@ def _reads(draw: st.DrawFn, members: Sequence[Sequence[LayerCache]], index: int)
     layer, cache = draw(st.sampled_from(sources))
     names = draw(st.lists(st.sampled_from([role.name for role in cache.roles]), unique=True))
     return (Read(layer, cache.tag, tuple(names)),)
+
+
+@st.composite
+def requests(draw: st.DrawFn, tags: Sequence[str]) -> dict[str, PoolRequest]:
+    """Pools of their own for some groups: counted, weighted, or on the host."""
+    own = draw(st.lists(st.sampled_from(tags), unique=True))
+    wish = st.one_of(
+        st.builds(PoolRequest, pages=st.integers(8, 20), place=st.sampled_from(Place)),
+        st.builds(PoolRequest, weight=st.floats(0.01, 100)),
+        st.just(PoolRequest()),
+    )
+    return {tag: draw(wish) for tag in own}
+
+
+@st.composite
+def wishes(draw: st.DrawFn, spec: ModelSpec, own_pools: bool = True) -> dict[str, Any]:
+    """Keyword arguments of `plan`, memory apart."""
+    kinds = ["auto", "shared", "independent"]
+    return {
+        "block_tokens": draw(st.sampled_from((4, 8, 16))),
+        "pools": draw(st.sampled_from(kinds if len(spec.groups()) > 1 else [*kinds, "uniform"])),
+        "layout": draw(st.sampled_from((None, *Layout))),
+        "own_pools": draw(requests(list(spec.groups()))) if own_pools else None,
+        "parallel": Parallel(tp=draw(st.sampled_from((1, 1, 2, 3))), cp=draw(st.sampled_from((1, 1, 2)))),
+        "reserve": draw(st.sampled_from((0, 1, 4096))),
+    }
+
+
+def smallest_memory(spec: ModelSpec, **how: Any) -> int:
+    try:
+        plan(spec, 1, **how)
+    except NeverFits as error:
+        return error.smallest_bytes
+    return 1
+
+
+@st.composite
+def plans(draw: st.DrawFn, most_bytes: int = 3_000_000, **limits: Any) -> Plan:
+    """A random model in little more memory than it needs."""
+    spec = draw(models(**limits))
+    how = draw(wishes(spec))
+    return plan(spec, smallest_memory(spec, **how) + draw(st.integers(0, most_bytes)), **how)

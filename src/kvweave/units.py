@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from kvweave.errors import PlanError
 
@@ -11,17 +12,17 @@ _UNITS |= {f"{letter}{suffix}": 1024**power for power, letter in enumerate("kmgt
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, *, what: str = "memory", least: int = 1) -> int:
     """`"80GiB"` -> 85899345920. GiB, G are powers of 1024, GB is a power of 1000."""
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise PlanError(f"memory must be bytes or text such as '80GiB', not {size!r}")
+        raise PlanError(f"{what} must be bytes or text such as '80GiB', not {size!r}")
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", size)
         if match is None or match[2].lower() not in _UNITS:
             raise PlanError(f"cannot read {size!r} as a size; write for example 80GiB, 512MiB or 1000000")
-        size = int(float(match[1]) * _UNITS[match[2].lower()])
-    if size <= 0:
-        raise PlanError(f"memory must be more than 0 bytes, got {size}")
+        size = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if size < least:
+        raise PlanError(f"{what} must be at least {least} bytes, got {size}")
     return size
 
 

@@ -55,7 +55,7 @@ class Engine:
         for tag, position, page in sequence.checkpoints:
             if tag == self.cache.tables[number].tag:
                 self.memory[number][page, 0] = signs[position - 1]
-        columns = np.count_nonzero(pages)
+        columns = int(self.cache.tables[number].blocks[sequence.row])
         for back in range(columns):
             self.memory[number][pages[columns - 1 - back], 0] = signs[sequence.length - 1 - back]
 
@@ -95,7 +95,7 @@ def check_books(cache: Cache) -> None:
             for page in node.pages[number][node.pages[number] != NULL].tolist():
                 owners[page] = owners.get(page, 0) + 1
                 cached += 1
-        for row, sequence in cache._by_row.items():
+        for row, sequence in cache.by_row.items():
             for page in table.owned(row).tolist():
                 owners[page] = owners.get(page, 0) + 1
             for taken in sequence.snapshots.values():

@@ -19,9 +19,11 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
 from kvweave.cache.room import Room
 from kvweave.cache.sequence import Batch, Copy, Rows, Sequence
+from kvweave.cache.states import States
 from kvweave.cache.stats import GroupStats, InfiniteCache, PoolStats, Stats
 from kvweave.errors import BadSequence, BadTokens, CannotTruncate, WrongThread
 from kvweave.plan import Plan
@@ -85,13 +87,15 @@ class Cache:
         self._mark: Counts = np.zeros(rows, np.int64)
         self._recent: Ids = np.zeros((rows, RECENT), np.int32)
         self._fill: Counts = np.zeros(rows, np.int64)
-        self._serial: Counts = np.zeros(rows, np.int64)
         self._free_rows = list(range(rows - 1, -1, -1))
-        self._by_row: dict[int, Sequence] = {}
+        self.by_row: dict[int, Sequence] = {}
         self._dirty: set[int] = set()
         self._contents = Contents(on_event)
+        self.room = Room(self, admission_reserve)
+        self.state_keeper = States(self)
         self._publisher = Publisher(self)
-        self._roomkeeper = Room(self, admission_reserve)
+        self._forks = Forks(self)
+        self.closes = 0
         self._infinite = InfiniteCache(self.grid) if track_infinite else None
         self._requests = self._prompt_tokens = self._hit_tokens = self.evicted_pages = 0
         self._thread = threading.get_ident()
@@ -125,10 +129,10 @@ class Cache:
         self.prefix.pin(node)
         if position:
             self.prefix.touch(node, priority)
-        sequence = Sequence(self, self._take_row(), prompt, namespace, priority, node)
+        sequence = Sequence(self, self.take_row(), prompt, namespace, priority, node)
         sequence.branch = match.length if reuse and match.length > position else 0
         self._want_points(sequence)
-        self._by_row[sequence.row] = sequence
+        self.by_row[sequence.row] = sequence
         self._enter(sequence, node)
         self._count_request(sequence)
         return sequence
@@ -204,19 +208,21 @@ class Cache:
         short = self._room[rows] < after + lookahead
         if short.any() or (drafts and self.states):
             chosen = rows if drafts and self.states else rows[short]
-            copies = self._roomkeeper.make(chosen, self.lengths[chosen] + n + lookahead, drafts)
+            copies = self.room.make(chosen, self.lengths[chosen] + n + lookahead, drafts)
         self.lengths[rows] = after
         if checkpoints and self.states:
             for row in rows[after > self._mark[rows]].tolist():
-                self._roomkeeper.plan_checkpoints(self._by_row[row])
+                self.state_keeper.plan_checkpoints(self.by_row[row])
         if tokens is not None:
             self._remember(rows, tokens)
         return copies
 
     def set_room(self, rows: Rows) -> None:
         """Note up to which length the tables of these rows reach."""
-        reach = [t.blocks[rows] * t.slot_tokens for t in self.tables if t.per_token]
-        self._room[rows] = np.min(reach, axis=0) if reach else NEVER
+        self._room[rows] = NEVER
+        for table in self.tables:
+            if table.per_token:
+                self._room[rows] = np.minimum(self._room[rows], table.blocks[rows] * table.slot_tokens)
 
     def _checked_tokens(self, tokens: object, num_rows: int, n: int) -> Ids:
         array = as_tokens(np.asarray(tokens).ravel())
@@ -230,10 +236,10 @@ class Cache:
         full = self._fill[rows] + width > RECENT
         if full.any():
             for row in rows[full].tolist():
-                self.flush_tokens(self._by_row[row])
+                self.flush_tokens(self.by_row[row])
         if width > RECENT:
             for row, line in zip(rows.tolist(), tokens, strict=True):
-                self._by_row[row].add_tokens(line)
+                self.by_row[row].add_tokens(line)
             return
         at = self._fill[rows]
         for column in range(width):
@@ -258,11 +264,11 @@ class Cache:
         until = self.lengths[rows] if lengths is None else self._checked_lengths(rows, lengths)
         self.committed[rows] = until
         if self.states:
-            self._roomkeeper.settle_drafts(rows, until)
+            self.state_keeper.settle(rows, until)
         copies: list[Copy] = []
         marked = rows[until >= self._mark[rows]]
         for row in marked.tolist():
-            copies += self._reach_mark(self._by_row[row])
+            copies += self._reach_mark(self.by_row[row])
         due = rows[until >= self._wake[rows]]
         if len(due):
             self._leave_behind(due)
@@ -284,9 +290,9 @@ class Cache:
         """A wanted resume point was reached: take its snapshots, and put into the tree what leads to it."""
         row, position = sequence.row, int(self.committed[sequence.row])
         copies = []
-        self._roomkeeper.take_checkpoints(sequence, position)
+        self.state_keeper.take_checkpoints(sequence, position)
         if self.states and position % self.grid == 0 and position == int(self.lengths[row]):
-            copies = self._roomkeeper.snapshot(sequence, position)
+            copies = self.state_keeper.snapshot(sequence, position)
         if sequence.points and position >= sequence.points[-1]:
             self._publisher.publish(sequence)
             sequence.points, sequence.on_the_way = [], []
@@ -317,8 +323,8 @@ class Cache:
         ends = self.committed[rows] // self.grid * self.grid
         self._wake[rows] = ends + self.grid
         for row in rows.tolist() if self.windows else ():
-            if self._by_row[row].points:
-                self._publisher.leave_behind(self._by_row[row])
+            if self.by_row[row].points:
+                self._publisher.leave_behind(self.by_row[row])
         for number in self.windows:
             table = self.tables[number]
             target = np.minimum(table.reach.tail(ends) // table.slot_tokens, table.blocks[rows])
@@ -344,7 +350,7 @@ class Cache:
         self._rows(sequence)
         if n < 1:
             raise BadSequence(f"cannot fork into {n} sequences")
-        return self._roomkeeper.fork(sequence, n)
+        return self._forks.fork(sequence, n)
 
     def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> list[Copy]:
         """Beam search: sequence i goes on as sequence `parents[i]` was. All or nothing."""
@@ -352,7 +358,7 @@ class Cache:
         rows = self._rows(sequences)
         if len(parents) != len(rows) or any(not 0 <= parent < len(rows) for parent in parents):
             raise BadSequence(f"parents {list(parents)} do not name {len(rows)} sequences")
-        return self._roomkeeper.reorder(list(sequences), list(parents))
+        return self._forks.reorder(list(sequences), list(parents))
 
     def truncate(self, sequence: Sequence, length: int) -> list[Copy]:
         """Forget the tokens from `length` on; their pages go back. Returns copies to be made before the next step."""
@@ -365,7 +371,7 @@ class Cache:
         if length == sequence.length:
             return []
         self.flush_tokens(sequence)
-        copies = self._roomkeeper.truncate(sequence, length)
+        copies = self._forks.truncate(sequence, length)
         sequence.cut_tokens(max(length, 0))
         self.lengths[row] = length
         self.committed[row] = min(int(self.committed[row]), length)
@@ -379,21 +385,21 @@ class Cache:
         self._rows(sequence)
         row = sequence.row
         if keep:
-            self._roomkeeper.donate_live(sequence)
+            self.state_keeper.donate_live(sequence)
             self._publisher.publish(sequence)
         for number, table in enumerate(self.tables):
             self.give_back(number, table.owned(row))
             table.clear(row)
         for taken in sequence.snapshots.values():
             self.give_back_all(taken)
-        self._roomkeeper.drop_checkpoints(sequence)
+        self.state_keeper.drop_checkpoints(sequence)
         sequence.node.rolling = False
         self.prefix.unpin(sequence.node)
         self._fill[row] = 0
         self._dirty.discard(row)
-        del self._by_row[row]
+        del self.by_row[row]
         self._free_rows.append(row)
-        self._serial[row] += 1
+        self.closes += 1
         sequence.row = -1
 
     # ---- what stays
@@ -421,14 +427,14 @@ class Cache:
     def publish(self) -> None:
         """Put everything committed into the tree now; `open` does so by itself."""
         for row in self._dirty:
-            self._publisher.publish(self._by_row[row])
+            self._publisher.publish(self.by_row[row])
         self._dirty.clear()
 
     def reset(self) -> None:
         """Forget all that is cached; sequences and pins must be gone."""
         self._check_thread()
-        if self._by_row or any(node.uses for node in self.prefix.tree.nodes()):
-            raise BadSequence(f"{len(self._by_row)} sequences are open, or prefixes pinned: close them before a reset")
+        if self.by_row or any(node.uses for node in self.prefix.tree.nodes()):
+            raise BadSequence(f"{len(self.by_row)} sequences are open, or prefixes pinned: close them before a reset")
         self.prefix.clear()
 
     # ---- tables
@@ -469,7 +475,7 @@ class Cache:
         return Stats(
             tuple(groups),
             pools,
-            len(self._by_row),
+            len(self.by_row),
             self.prefix.tree.num_nodes,
             self._requests,
             self._prompt_tokens,
@@ -490,28 +496,26 @@ class Cache:
                 raise BadSequence(f"the sequence is {'closed' if sequences.cache is self else 'of another cache'}")
             return sequences.rows
         batch = sequences if isinstance(sequences, Batch) else Batch(sequences)
-        if batch.serials is None:
-            if any(sequence.cache is not self for sequence in batch.sequences):
-                raise BadSequence("a sequence of another cache")
-            batch.serials = self._serial[batch.rows]
-        elif not np.array_equal(batch.serials, self._serial[batch.rows]):
-            raise BadSequence("a sequence of the batch was closed")
+        if batch.checked != self.closes:
+            batch.check(self)
+            batch.checked = self.closes
         return batch.rows
 
-    def _take_row(self) -> int:
+    def take_row(self) -> int:
         if not self._free_rows:
             old, new = len(self.lengths), 2 * len(self.lengths)
             for table in self.tables:
                 table.grow(new, 0)
-            for name in ("lengths", "committed", "_room", "_wake", "_mark", "_fill", "_serial"):
+            for name in ("lengths", "committed", "_room", "_wake", "_mark", "_fill"):
                 setattr(self, name, np.concatenate([getattr(self, name), np.zeros(new - old, np.int64)]))
             self._recent = np.concatenate([self._recent, np.zeros((new - old, RECENT), np.int32)])
             self._free_rows = list(range(new - 1, old - 1, -1))
         return self._free_rows.pop()
 
-    def adopt(self, sequence: Sequence) -> None:
-        """Enter a forked sequence into the books."""
-        self._by_row[sequence.row] = sequence
+    def copy_row(self, source: int, row: int) -> None:
+        """A forked sequence stands where its parent does."""
+        for array in (self.lengths, self.committed, self._room, self._wake, self._mark):
+            array[row] = array[source]
 
     def widen(self, table: GroupTable, slots: int) -> None:
         if slots > table.pages.shape[1]:

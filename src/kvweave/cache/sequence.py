@@ -121,14 +121,20 @@ class Sequence:
 class Batch:
     """Several sequences as one array of rows, made once and used for many steps."""
 
-    __slots__ = ("rows", "sequences", "serials")
+    __slots__ = ("checked", "rows", "sequences")
 
     def __init__(self, sequences: Iterable[Sequence]) -> None:
         self.sequences = list(sequences)
         self.rows: Rows = np.fromiter((s.row for s in self.sequences), np.int64, len(self.sequences))
-        if len(self.rows) and int(self.rows.min()) < 0:
-            raise BadSequence("a closed sequence cannot be part of a batch")
+        self.checked = -1
+        """The cache's count of closed sequences when it last looked at this batch."""
+
+    def check(self, cache: Cache) -> None:
+        """All sequences are open ones of `cache`, each once, where they were when the batch was made."""
+        for sequence, row in zip(self.sequences, self.rows.tolist(), strict=True):
+            if sequence.cache is not cache:
+                raise BadSequence("a sequence of another cache is in the batch")
+            if row < 0 or sequence.row != row:
+                raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")
         if len(set(self.rows.tolist())) != len(self.rows):
             raise BadSequence("a sequence is twice in the batch")
-        self.serials: Rows | None = None
-        """Which life of each row is meant; filled in by the cache when it first sees the batch."""

@@ -49,14 +49,15 @@ def print_plan(answer: Answer, with_explain: bool = False) -> None:
     for part in (_keeps(answer.plan), _pages(answer.plan), _summary(answer)):
         out.print()
         out.print(part)
-    out.print()
-    if with_explain:
-        out.print(explain(answer.plan))
-        return
-    if sum(bool(group.layers) for group in answer.plan.groups) > 1:
-        out.print(_usual_scheme(answer.plan))
-    for note in answer.plan.notes:
-        out.print(f"note: {note}", style="dim")
+    remarks = explain(answer.plan).splitlines() if with_explain else _remarks(answer.plan)
+    if remarks:
+        out.print()
+        out.print("\n".join(remarks))
+
+
+def _remarks(plan: Plan) -> list[str]:
+    usual = [_usual_scheme(plan)] if sum(bool(group.layers) for group in plan.groups) > 1 else []
+    return [*usual, *(f"note: {note}" for note in plan.notes)]
 
 
 def _keeps(plan: Plan) -> Table:

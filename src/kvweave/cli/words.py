@@ -123,6 +123,6 @@ def pool_words(plan: Plan) -> list[str]:
     return [
         f"{pool.name}: {count(pool.num_supers, 'super-page')} of {size_words(pool.unit_bytes)}"
         f" in {count(pool.lanes, 'lane')} = {size_words(pool.num_bytes)}"
-        + ("" if pool.place is Place.DEVICE else f" on {pool.place}")
+        + ("" if pool.place is Place.DEVICE else f" in {pool.place} memory")
         for pool in plan.pools
     ]

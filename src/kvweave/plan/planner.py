@@ -41,7 +41,7 @@ def plan(
     and layer-major else. `reserve` bytes are left alone. `context` is a length that must fit at least once.
     """
     parallel = parallel or Parallel()
-    budget, kept_back = parse_bytes(memory), parse_bytes(reserve) if reserve else 0
+    budget, kept_back = parse_bytes(memory), parse_bytes(reserve, what="reserve", least=0)
     notes = list(spec.notes)
     mine = shard(spec, parallel)
     groups = _groups(mine, parallel, block_tokens, kernel_tokens, notes)
@@ -66,9 +66,9 @@ def plan(
         digest=spec.digest(),
         notes=tuple(notes),
     )
-    _check_fits(draft, requests, context)
+    need = _check_fits(draft, requests, context)
     demand = {pool.name: draft.supers_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools}
-    return replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand)))
+    return replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand, need)))
 
 
 def _groups(
@@ -92,7 +92,7 @@ def _groups(
 
 def _block_tokens(cache: LayerCache, wish: PerGroup, notes: list[str]) -> int:
     named = wish.get(cache.tag) if isinstance(wish, Mapping) else None
-    asked = named or (wish if isinstance(wish, int) else None) or 16
+    asked = named if named is not None else wish if isinstance(wish, int) else 16
     if asked < 1 or isinstance(asked, bool):
         raise PlanError(f"group {cache.tag!r}: block_tokens must be at least 1, got {asked}")
     if named is None and cache.block_tokens is not None:
@@ -154,12 +154,15 @@ def _cut(
     together = [g for g in present if g not in own]
     cuts = [cut(g.tag, [g], layout, requests.get(g.tag, PoolRequest()).place) for g in own]
     if together:
-        cuts.insert(0, cut("shared" if len(together) > 1 else together[0].tag, together, layout))
+        name = together[0].tag if len(together) == 1 else "shared"
+        while len(together) > 1 and name in {group.tag for group in own}:
+            name += "+"
+        cuts.insert(0, cut(name, together, layout))
     return [pool for pool, _ in cuts], [group for _, placed in cuts for group in placed]
 
 
-def _check_fits(draft: Plan, requests: Mapping[str, PoolRequest], context: int | None) -> None:
-    """One sequence of `context` tokens (or of one token) must fit every pool."""
+def _check_fits(draft: Plan, requests: Mapping[str, PoolRequest], context: int | None) -> dict[str, int]:
+    """One sequence of `context` tokens (or of one token) must fit every pool: the super-pages it takes of each."""
     tokens = 1 if context is None else context
     if tokens < 1:
         raise PlanError(f"context must be at least 1 token, got {tokens}")
@@ -178,6 +181,7 @@ def _check_fits(draft: Plan, requests: Mapping[str, PoolRequest], context: int |
             available_bytes=draft.memory,
             smallest_bytes=smallest,
         )
+    return need
 
 
 def _smallest(pool: Pool, need: Mapping[str, int], requests: Mapping[str, PoolRequest]) -> int:

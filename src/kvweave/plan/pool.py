@@ -99,11 +99,16 @@ def cut(name: str, groups: Sequence[Group], layout: Layout, place: Place = Place
 
 
 def size(
-    pools: Sequence[Pool], memory: int, requests: Mapping[str, PoolRequest], demand: Mapping[str, int]
+    pools: Sequence[Pool],
+    memory: int,
+    requests: Mapping[str, PoolRequest],
+    demand: Mapping[str, int],
+    need: Mapping[str, int],
 ) -> list[Pool]:
     """Give each pool its super-pages: those with a page count first, the others by weight, to the last byte.
 
     Weights default to `demand`, the bytes a typical sequence needs of each pool, so that all run full together.
+    None gets fewer than `need`, the super-pages of the one sequence that must fit.
     """
     counts = {pool.name: request.pages or 0 for pool in pools if (request := requests.get(pool.name)) and request.pages}
     fixed = sum(pool.unit_bytes * counts[pool.name] for pool in pools if pool.name in counts and _on_device(pool))
@@ -111,16 +116,28 @@ def size(
         raise PlanError(f"pools with explicit pages take {fixed} bytes of {memory}; ask for fewer pages or more memory")
     elastic = [pool for pool in pools if pool.name not in counts]
     weights = {pool.name: float(_weight(requests.get(pool.name)) or demand[pool.name]) for pool in elastic}
-    rest, total = memory - fixed, sum(weights.values())
-    for pool in elastic:
-        counts[pool.name] = int(rest * weights[pool.name] / total) // pool.unit_bytes
-    left = rest - sum(pool.unit_bytes * counts[pool.name] for pool in elastic)
+    counts |= _shares(elastic, memory - fixed, weights, need)
+    left = memory - fixed - sum(pool.unit_bytes * counts[pool.name] for pool in elastic)
     while fitting := [pool for pool in elastic if pool.unit_bytes <= left]:
         poorest = min(fitting, key=lambda pool: pool.unit_bytes * counts[pool.name] / weights[pool.name])
         more = max(1, left // (poorest.unit_bytes * len(fitting)))
         counts[poorest.name] += more
         left -= more * poorest.unit_bytes
     return [replace(pool, num_supers=counts[pool.name]) for pool in pools]
+
+
+def _shares(
+    pools: Sequence[Pool], memory: int, weights: Mapping[str, float], need: Mapping[str, int]
+) -> dict[str, int]:
+    """Super-pages by weight; a pool whose share is too small gets its need, and the others divide the rest."""
+    total = sum(weights[pool.name] for pool in pools)
+    shares = {pool.name: int(memory * weights[pool.name] / total) // pool.unit_bytes for pool in pools}
+    poor = [pool for pool in pools if shares[pool.name] < need[pool.name]]
+    if not poor:
+        return shares
+    given = {pool.name: need[pool.name] for pool in poor}
+    rest = memory - sum(pool.unit_bytes * given[pool.name] for pool in poor)
+    return given | _shares([pool for pool in pools if pool not in poor], rest, weights, need)
 
 
 def _weight(request: PoolRequest | None) -> float | None:

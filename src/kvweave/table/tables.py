@@ -24,7 +24,7 @@ N = TypeVar("N", bound=np.generic)
 class GroupTable:
     """The table of one group. A context-parallel rank holds every cp-th block, so `slot_tokens` spans them all.
 
-    States have one column for the live state, and one more for each draft token that may be rejected.
+    States have one column (`blocks`) for the live state, and one more for each draft token that may be rejected.
     """
 
     def __init__(self, group: Group, num_rows: int, max_tokens: int, num_pages: int) -> None:
@@ -75,13 +75,12 @@ class GroupTable:
 
     def owned(self, row: int) -> Ids:
         """The pages that belong to the sequence of a row, and not to the tree."""
-        pages = self.pages[row, self.shared[row] : self.blocks[row]] if self.per_token else self.pages[row]
+        pages = self.pages[row, self.shared[row] : self.blocks[row]]
         owned: Ids = pages[pages != NULL]
         return owned
 
     def clear(self, row: int) -> None:
-        width = max(int(self.blocks[row]), 1) if self.per_token else self.pages.shape[1]
-        self.write(row, 0, np.zeros(width, np.int32))
+        self.write(row, 0, np.zeros(int(self.blocks[row]), np.int32))
         self.first[row] = self.shared[row] = self.blocks[row] = 0
 
     def slots(self, row: int, start: int, end: int, cp_rank: int) -> Counts:

@@ -19,7 +19,7 @@ class Load:
     def of(cls, plan: Plan, num_tokens: int) -> Load:
         """As many as fit; shorter ones where not even one does."""
         while num_tokens > 1 and not plan.sequences(num_tokens):
-            num_tokens = 1
+            num_tokens //= 2
         return cls(num_tokens, plan.sequences(num_tokens))
 
     def supers(self, group: Group) -> int:

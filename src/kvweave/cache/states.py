@@ -1,0 +1,110 @@
+"""States: the live one of each sequence, the snapshots it leaves, and the columns from which drafts are taken back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvweave.cache.sequence import Checkpoint, Copy, Rows, Sequence
+from kvweave.errors import NeverFits, OutOfPages
+from kvweave.pool import NULL
+from kvweave.table import Counts, GroupTable
+
+if TYPE_CHECKING:
+    from kvweave.cache.cache import Cache
+
+
+class States:
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    # ---- drafts: column i holds the state after the i-th of the tokens that may be rejected
+
+    def settle(self, rows: Rows, until: Counts) -> None:
+        """The step is over: the state after the last token that stays becomes the live one."""
+        for number in self.cache.states:
+            table = self.cache.tables[number]
+            if table.pages.shape[1] > 1:
+                for row, length in zip(rows.tolist(), until.tolist(), strict=True):
+                    self.choose(number, row, int(self.cache.lengths[row]) - length)
+
+    def choose(self, number: int, row: int, tokens_back: int) -> None:
+        """Make the state of so many tokens ago the live one, and give the other columns back."""
+        table = self.cache.tables[number]
+        columns = int(table.blocks[row])
+        if columns > 1:
+            pages = table.pages[row, :columns].copy()
+            live = columns - 1 - tokens_back
+            self.cache.give_back(number, np.delete(pages, live))
+            table.write(row, 0, np.zeros(columns, np.int32))
+            table.pages[row, 0] = pages[live]
+            table.blocks[row] = 1
+
+    def can_go_back(self, table: GroupTable, sequence: Sequence, tokens: int) -> bool:
+        return bool(sequence.restore) or tokens < max(1, int(table.blocks[sequence.row]))
+
+    # ---- snapshots
+
+    def snapshot(self, sequence: Sequence, position: int) -> list[Copy]:
+        """Copies of the live states, for the tree; none where there is no page for them."""
+        cache = self.cache
+        if position in sequence.snapshots or position <= sequence.node.end or not self._has_room(1):
+            return []
+        copies, taken = [], []
+        for number in cache.states:
+            page = int(cache.room.take(number, 1)[0])
+            taken.append((number, page))
+            copies.append(cache.room.copy(number, int(cache.tables[number].pages[sequence.row, 0]), page))
+        if not sequence.points:  # of those taken while generating, only the last is kept
+            for old in [p for p in sequence.snapshots if p > sequence.node.end]:
+                cache.give_back_all(sequence.snapshots.pop(old))
+        sequence.snapshots[position] = taken
+        return copies
+
+    def donate_live(self, sequence: Sequence) -> None:
+        """At its end a sequence needs its live state no more: on the grid, it is a snapshot as it is."""
+        cache, row = self.cache, sequence.row
+        position = int(cache.committed[row])
+        if not cache.states or position % cache.grid or position != sequence.length or position <= sequence.node.end:
+            return
+        if position in sequence.snapshots or sequence.restore:
+            return
+        sequence.snapshots[position] = [(number, int(cache.tables[number].pages[row, 0])) for number in cache.states]
+        for number in cache.states:
+            cache.tables[number].pages[row, 0] = NULL
+
+    def _has_room(self, count: int) -> bool:
+        counts = [count if number in self.cache.states else 0 for number in range(len(self.cache.tables))]
+        try:
+            self.cache.room.ensure(counts, 1)
+        except (OutOfPages, NeverFits):
+            return False
+        return True
+
+    # ---- checkpoints: snapshots that a step writes on its way
+
+    def plan_checkpoints(self, sequence: Sequence) -> None:
+        """Pages for the states that the step up to the sequence's length passes; none where there is no room."""
+        cache = self.cache
+        self.drop_checkpoints(sequence)
+        positions = cache.stops(sequence, int(cache.committed[sequence.row]), sequence.length - 1)
+        if not positions or not self._has_room(len(positions)):
+            return
+        for number in cache.states:
+            pages = cache.room.take(number, len(positions)).tolist()
+            tag = cache.tables[number].tag
+            sequence.checkpoints += [Checkpoint(tag, at, page) for at, page in zip(positions, pages, strict=True)]
+
+    def take_checkpoints(self, sequence: Sequence, position: int) -> None:
+        """The step left its states: those up to `position` are snapshots now, the others were not written."""
+        for checkpoint in sequence.checkpoints:
+            number = self.cache.room.numbers[checkpoint.tag]
+            if checkpoint.position <= position:
+                sequence.snapshots.setdefault(checkpoint.position, []).append((number, checkpoint.page))
+            else:
+                self.cache.give_back(number, np.array([checkpoint.page], np.int32))
+        sequence.checkpoints = []
+
+    def drop_checkpoints(self, sequence: Sequence) -> None:
+        self.take_checkpoints(sequence, -1)
