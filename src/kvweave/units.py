@@ -22,7 +22,7 @@ def parse_bytes(size: int | str, *, what: str = "memory", least: int = 1) -> int
             raise PlanError(f"cannot read {size!r} as a size; write for example 80GiB, 512MiB or 1000000")
         size = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     if size < least:
-        raise PlanError(f"{what} must be at least {least} bytes, got {size}")
+        raise PlanError(f"{what} must {'be more than 0 bytes' if least else 'not be negative'}, got {size}")
     return size
 
 

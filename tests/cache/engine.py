@@ -51,7 +51,9 @@ class Engine:
         pages = self.cache.tables[number].pages[sequence.row]
         assert pages[0] != NULL, "no live state"
         if start:
-            assert self.memory[number][pages[0], 0] == signs[start - 1], f"the state is not the one after {start} tokens"
+            assert self.memory[number][pages[0], 0] == signs[start - 1], (
+                f"the state is not the one after {start} tokens"
+            )
         for tag, position, page in sequence.checkpoints:
             if tag == self.cache.tables[number].tag:
                 self.memory[number][page, 0] = signs[position - 1]

@@ -24,7 +24,7 @@ WRONG = {
     "option without a value": ((*LLAMA, "--memory"), "requires an argument"),
     "no number": ((*LLAMA, "--tp", "two"), "Invalid value for '--tp'"),
     "negative size": ((*LLAMA, "--memory", "-5GiB"), "cannot read '-5GiB' as a size"),
-    "no size": ((*LLAMA, "--memory", "0"), "more than 0 bytes"),
+    "no size": ((*LLAMA, "--memory", "0"), "memory must be at least 1 bytes"),
     "too little memory": ((*LLAMA, "--memory", "1KiB"), "at least 2097152 bytes would"),
     "reserve beyond the memory": ((*LLAMA, "--reserve", "90GiB"), "at least"),
     "context beyond the memory": ((*LLAMA, "--context", "99999999"), "99999999 tokens"),

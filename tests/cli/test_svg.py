@@ -25,7 +25,7 @@ ODD = {
         "gemma-3-27b", layout="layer_major", block_tokens=PerTag(64, {}), kernel_tokens=PerTag(16, {})
     ),
     "pools of their own": PlanRequest(
-        "gemma-3-27b", own_pools=(PoolWish.parse("window=20%"), PoolWish.parse("full=9000@host")), reserve=2**30
+        "gemma-3-27b", own_pools=(PoolWish.parse("window=20%"), PoolWish.parse("full=9000@host")), reserve="1GiB"
     ),
     "hardly any memory": PlanRequest("inkling", memory="700MiB"),
     "one stage of many": PlanRequest("qwen3-next-80b", parallel=Parallel(pp=48, pp_rank=3)),

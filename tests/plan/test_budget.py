@@ -161,7 +161,7 @@ def test_weights_divide_what_is_left() -> None:
 def test_pools_by_demand_run_full_together() -> None:
     made = plan(HYBRID, "40MB", pools="independent", context=4096)
     fits = {pool.name: pool.num_supers / made.supers_for(pool, 4096) for pool in made.pools}
-    assert max(fits.values()) < 1.05 * min(fits.values())
+    assert max(fits.values()) < 1.1 * min(fits.values())
 
 
 def test_a_small_pool_keeps_what_one_sequence_needs() -> None:

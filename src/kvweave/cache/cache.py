@@ -22,7 +22,7 @@ import numpy as np
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
 from kvweave.cache.room import Room
-from kvweave.cache.sequence import Batch, Copy, Rows, Sequence
+from kvweave.cache.sequence import Batch, Copy, Pin, Rows, Sequence
 from kvweave.cache.states import States
 from kvweave.cache.stats import GroupStats, InfiniteCache, PoolStats, Stats
 from kvweave.errors import BadSequence, BadTokens, CannotTruncate, WrongThread
@@ -404,7 +404,7 @@ class Cache:
 
     # ---- what stays
 
-    def pin(self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = ()) -> Node | None:
+    def pin(self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = ()) -> Pin | None:
         """Keep the longest cached prefix of `tokens` (a system prompt) from eviction; None when nothing is cached."""
         self._check_thread()
         self.publish()
@@ -415,14 +415,15 @@ class Cache:
             return None
         node = self.prefix.node_at(match, position, self.prefix.tree.root(namespace))
         self.prefix.pin(node)
-        return node
+        return Pin(self, node)
 
-    def unpin(self, node: Node) -> None:
+    def unpin(self, pin: Pin) -> None:
         """Let go of what `pin` gave."""
         self._check_thread()
-        if node.uses < 1:
-            raise BadSequence("this prefix is not pinned")
-        self.prefix.unpin(node)
+        if pin.cache is not self:
+            raise BadSequence("this prefix is not pinned, or not in this cache")
+        pin.cache = None
+        self.prefix.unpin(pin.node)
 
     def publish(self) -> None:
         """Put everything committed into the tree now; `open` does so by itself."""

@@ -43,15 +43,14 @@ class Publisher:
         sequence.node = node
         for table in cache.tables:
             if table.per_token:
-                self._hide_passed(table, sequence.row, start // table.slot_tokens)
                 table.shared[sequence.row] = node.end // table.slot_tokens
+                self._hide_passed(table, sequence.row, start // table.slot_tokens)
 
     def _hide_passed(self, table: GroupTable, row: int, start: int) -> None:
         """Pages kept for points on the way are the tree's now, and behind the window: out of the table."""
-        first = int(table.first[row])
-        if table.reach.span is not None and first > max(start, table.head_blocks):
-            start = max(start, table.head_blocks)
-            table.write(row, start, np.zeros(first - start, np.int32))
+        start, end = max(start, table.head_blocks), int(min(table.first[row], table.shared[row]))
+        if table.reach.span is not None and end > start:
+            table.write(row, start, np.zeros(end - start, np.int32))
 
     def leave_behind(self, sequence: Sequence) -> None:
         """Let windows go on, but hold on to the blocks that resume points not in the tree yet will need."""

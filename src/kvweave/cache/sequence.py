@@ -118,6 +118,20 @@ class Sequence:
         return f"<Sequence {state}, {self.num_cached} cached>"
 
 
+class Pin:
+    """A prefix that is kept until `Cache.unpin`: its length in tokens, and where it ends."""
+
+    __slots__ = ("cache", "node")
+
+    def __init__(self, cache: Cache, node: Node) -> None:
+        self.cache: Cache | None = cache
+        self.node = node
+
+    @property
+    def length(self) -> int:
+        return self.node.end
+
+
 class Batch:
     """Several sequences as one array of rows, made once and used for many steps."""
 

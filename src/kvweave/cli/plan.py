@@ -11,7 +11,7 @@ from kvweave.cli.json_report import json_report
 from kvweave.cli.request import PlanRequest, answer
 from kvweave.cli.svg import plan_svg
 from kvweave.cli.table import print_plan
-from kvweave.cli.wishes import PerTag, parse_pools, parse_reserve
+from kvweave.cli.wishes import PerTag, parse_pools
 from kvweave.plan import Parallel
 
 
@@ -65,7 +65,7 @@ def plan_command(
             draft_own_groups=draft_own_groups,
             mtp=mtp,
             context=context,
-            reserve=parse_reserve(reserve),
+            reserve=reserve,
         )
     )
     if svg is not None:

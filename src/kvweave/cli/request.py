@@ -34,7 +34,7 @@ class PlanRequest:
     draft_own_groups: bool = False
     mtp: bool = False
     context: int | None = None
-    reserve: int = 0
+    reserve: str = "0"
 
 
 @dataclass(frozen=True, slots=True)

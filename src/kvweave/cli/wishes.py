@@ -10,7 +10,6 @@ from kvweave.errors import PlanError
 from kvweave.plan import Place, PoolRequest
 from kvweave.spec import LayerCache, ModelSpec
 from kvweave.spec.role import align_up
-from kvweave.units import parse_bytes
 
 MOST_TOKENS = 2**20
 """The largest block that anybody may mean."""
@@ -92,8 +91,3 @@ def parse_pools(texts: Sequence[str]) -> list[PoolWish]:
     if twice := sorted({tag for tag in tags if tags.count(tag) > 1}):
         raise PlanError(f"--pool: {', '.join(twice)} given twice")
     return wishes
-
-
-def parse_reserve(text: str) -> int:
-    """Bytes, of which there may be none."""
-    return 0 if text.strip() == "0" else parse_bytes(text)

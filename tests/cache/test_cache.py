@@ -1,0 +1,416 @@
+"""What a cache promises, case by case."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvweave.cache import Batch, Cache, Sequence
+from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, OutOfPages, WrongThread
+from kvweave.plan import Parallel
+from kvweave.pool import NULL
+from kvweave.prefix import Record, Retention, Span
+from kvweave.spec import Chunk, Full, SinkWindow, State, Window
+from tests.cache.engine import Engine, check_books
+from tests.cache.plans import full_plan, group, plan_of
+
+
+def run(cache: Cache, tokens: object, *, close: bool = True, **more: object) -> Sequence:
+    """Open, compute to the end with stops where they are wanted, and close."""
+    sequence = cache.open(tokens, **more)  # type: ignore[arg-type]
+    engine = Engine(cache) if not hasattr(cache, "engine") else cache.engine
+    cache.engine = engine  # type: ignore[attr-defined]
+    while sequence.length < sequence.num_prompt:
+        start, end = sequence.length, sequence.stop or sequence.num_prompt
+        engine.carry_out(cache.extend(sequence, end - start))
+        engine.step(sequence, start)
+        engine.carry_out(cache.commit(sequence))
+    check_books(cache)
+    if close:
+        cache.close(sequence)
+    return sequence
+
+
+def test_the_same_prompt_again_hits_all_but_its_last_block() -> None:
+    cache = Cache(full_plan())
+    assert run(cache, range(16)).num_cached == 0
+    assert run(cache, range(16)).num_cached == 12, "at least one token stays to be computed"
+    assert run(cache, range(17)).num_cached == 16
+    assert run(cache, [0, 1, 2, 9]).num_cached == 0
+    assert run(cache, [0, 1, 2, 3, 9, 9]).num_cached == 4
+
+
+def test_namespaces_never_share() -> None:
+    cache = Cache(full_plan())
+    run(cache, range(16), namespace=("model", "adapter-1"))
+    assert run(cache, range(16), namespace=("model", "adapter-2")).num_cached == 0
+    assert run(cache, range(16), namespace=("model", "adapter-1")).num_cached == 12
+
+
+def test_equal_tokens_that_stand_for_different_images_do_not_share() -> None:
+    cache = Cache(full_plan())
+    cat, dog = [Span(5, b"the bytes of a cat")], [Span(5, b"the bytes of a dog")]
+    run(cache, range(16), spans=cat)
+    assert run(cache, range(16), spans=dog).num_cached == 4, "what comes before the image is shared"
+    assert run(cache, range(16), spans=cat).num_cached == 12
+    assert run(cache, range(16)).num_cached == 4
+    with pytest.raises(BadTokens, match="a span starts at 99, outside the prompt of 4 tokens"):
+        cache.open(range(4), spans=[Span(99, b"")])
+
+
+def test_a_draft_aware_engine_can_ask_for_the_hit_to_stop_a_block_earlier() -> None:
+    cache = Cache(full_plan())
+    run(cache, range(17))
+    assert cache.open(range(17), blocks_earlier=1).num_cached == 12
+    assert cache.open(range(17), blocks_earlier=9).num_cached == 0
+    assert cache.open(range(17), reuse=False).num_cached == 0
+
+
+def test_what_is_not_committed_is_not_seen_by_others() -> None:
+    cache = Cache(full_plan())
+    first = cache.open(range(16))
+    cache.extend(first, 16)
+    assert cache.open(range(16)).num_cached == 0
+    cache.commit(first, 9)
+    assert cache.open(range(16)).num_cached == 8
+    cache.commit(first)
+    assert cache.open(range(17)).num_cached == 16
+
+
+def test_publishing_the_same_prefix_from_two_sequences_gives_the_duplicates_back() -> None:
+    cache = Cache(full_plan())
+    one, two = cache.open(range(16)), cache.open(range(16))
+    for sequence in (one, two):
+        cache.extend(sequence, 16)
+    assert cache.stats().group("full").held == 8
+    for sequence in (one, two):
+        cache.commit(sequence)
+    cache.publish()
+    assert cache.stats().group("full").cached == 4
+    assert cache.stats().group("full").held == 0
+    assert cache.table("full")[one.row, :4].tolist() == cache.table("full")[two.row, :4].tolist()
+    check_books(cache)
+
+
+def test_a_window_group_resumes_where_its_head_was_dropped() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    first = run(cache, range(40), close=False)
+    assert cache.table("window")[first.row, :8].tolist() == [NULL] * 8, "what the window has passed is NULL"
+    assert (cache.table("window")[first.row, 8:10] != NULL).all()
+    cache.close(first)
+    second = run(cache, [*range(40), 99, 98], close=False)
+    assert second.num_cached == 40
+    assert cache.stats().group("window").cached < cache.stats().group("full").cached
+
+
+def test_the_first_sibling_hits_too_because_points_are_kept_on_the_way() -> None:
+    for trailing in (Window(6), State()):
+        cache = Cache(plan_of(group("full", Full()), group("trailing", trailing)), retention=Retention(every=8))
+        run(cache, range(40))
+        assert run(cache, [*range(18), 99, 98, 97]).num_cached == 16
+
+
+def test_the_second_sibling_hits_at_the_branch_even_when_no_points_are_kept_on_the_way() -> None:
+    for trailing in (Window(6), State()):
+        cache = Cache(plan_of(group("full", Full()), group("trailing", trailing)), retention=Retention(every=0))
+        run(cache, range(40))
+        assert run(cache, [*range(20), 99, 98, 97]).num_cached == 0
+        assert run(cache, [*range(20), 77, 76, 75]).num_cached == 20
+
+
+def test_states_are_restored_into_a_live_page_of_their_own() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    run(cache, range(16))
+    second = cache.open([*range(12), 99])
+    assert second.num_cached == 12
+    (copy,) = cache.extend(second, 1)
+    assert copy.tag == "state"
+    assert copy.dst.tolist() == [cache.table("state")[second.row, 0]]
+    assert copy.src.tolist() != copy.dst.tolist()
+
+
+def test_a_commit_at_a_wanted_stop_asks_for_a_snapshot() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = cache.open(range(16))
+    assert sequence.stop == 12
+    cache.extend(sequence, 12)
+    (copy,) = cache.commit(sequence)
+    assert copy.src.tolist() == [cache.table("state")[sequence.row, 0]]
+    assert sequence.stop is None
+
+
+def test_kernels_that_write_states_on_the_way_need_no_stop() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=4))
+    sequence = cache.open(range(16))
+    cache.extend(sequence, 16, checkpoints=True)
+    assert [checkpoint.position for checkpoint in sequence.checkpoints] == [4, 8, 12]
+    cache.commit(sequence)
+    cache.close(sequence)
+    assert cache.open([*range(9), 99]).num_cached == 8
+    check_books(cache)
+
+
+def test_rejected_drafts_step_back_across_a_block_boundary_and_to_the_right_state() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(7), close=False)
+    engine: Engine = cache.engine  # type: ignore[attr-defined]
+    engine.carry_out(cache.extend(sequence, 4, tokens=[7, 8, 9, 10], drafts=3))
+    assert np.count_nonzero(cache.table("state")[sequence.row]) == 4
+    engine.step(sequence, 7)
+    assert cache.truncate(sequence, 8) == []
+    assert np.count_nonzero(cache.table("full")[sequence.row]) == 2
+    engine.carry_out(cache.commit(sequence))
+    engine.carry_out(cache.extend(sequence, 1, tokens=[5]))
+    engine.step(sequence, 8)  # checks that the live state is the one after 8 tokens
+    check_books(cache)
+
+
+def test_truncate_refuses_what_cannot_be_gone_back_to() -> None:
+    cache = Cache(plan_of(group("state", State())))
+    sequence = run(cache, range(10), close=False)
+    with pytest.raises(CannotTruncate, match="holds the state after 10 tokens, not after 9"):
+        cache.truncate(sequence, 9)
+    window = Cache(plan_of(group("window", Window(4))))
+    sequence = run(window, range(30), close=False)
+    with pytest.raises(CannotTruncate):
+        window.truncate(sequence, 10)
+    assert sequence.length == 30
+
+
+def test_forks_share_full_blocks_and_copy_the_last_one() -> None:
+    cache = Cache(full_plan())
+    parent = run(cache, range(10), close=False)
+    (child, other), copies = cache.fork(parent, 2)
+    table = cache.table("full")
+    assert table[child.row, :2].tolist() == table[parent.row, :2].tolist() == table[other.row, :2].tolist()
+    assert len({int(table[s.row, 2]) for s in (parent, child, other)}) == 3
+    assert [copy.src.tolist() for copy in copies] == [[int(table[parent.row, 2])]] * 2
+    check_books(cache)
+    for sequence in (parent, child, other):
+        cache.close(sequence)
+    check_books(cache)
+
+
+def test_beams_are_reparented_all_or_nothing() -> None:
+    cache = Cache(full_plan(pages=12))
+    first = run(cache, range(6), close=False)
+    beams = [first, *cache.fork(first, 2)[0]]
+    pages = [int(cache.table("full")[beam.row, 1]) for beam in beams]
+    copies = cache.reorder(beams, [1, 1, 0])
+    assert len(copies) == 1
+    assert copies[0].src.tolist() == [pages[1]]
+    check_books(cache)
+    with pytest.raises(BadSequence, match="do not name 3 sequences"):
+        cache.reorder(beams, [0, 1, 7])
+    for beam in beams:
+        cache.close(beam)
+    check_books(cache)
+
+
+def test_extend_is_all_or_nothing_and_says_what_is_missing() -> None:
+    cache = Cache(full_plan(pages=9))
+    batch = [cache.open([i, *range(20)]) for i in range(2)]
+    cache.extend(batch, 12)
+    before = cache.table("full").copy()
+    with pytest.raises(OutOfPages) as error:
+        cache.extend(batch, 9)
+    assert (error.value.wanted, error.value.available, error.value.evictable) == (6, 2, 0)
+    assert (cache.table("full") == before).all()
+    assert [sequence.length for sequence in batch] == [12, 12]
+    with pytest.raises(NeverFits, match="takes 10 super-pages of pool 'full', which has 8"):
+        cache.extend(cache.open(range(40)), 40)
+
+
+def test_eviction_takes_exactly_what_is_needed_from_the_end_of_the_least_recently_used() -> None:
+    cache = Cache(full_plan(pages=9))
+    run(cache, [1] * 16)
+    run(cache, [2] * 16)
+    run(cache, [1] * 17, close=True)
+    sequence = cache.open([3] * 8)
+    cache.extend(sequence, 8)
+    assert cache.evicted_pages == 2
+    assert cache.open([1] * 16).num_cached == 12
+    assert cache.open([2] * 16).num_cached == 8
+
+
+def test_what_runs_is_never_evicted_and_pinned_prefixes_stay() -> None:
+    cache = Cache(full_plan(pages=9))
+    run(cache, [1] * 16)
+    pinned = cache.pin([1] * 8)
+    assert pinned is not None
+    run(cache, [2] * 24)
+    assert cache.open([1] * 16).num_cached == 8
+    cache.unpin(pinned)
+    with pytest.raises(BadSequence, match="not pinned"):
+        cache.unpin(pinned)
+
+
+def test_pressure_in_one_group_does_not_empty_another() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State()), own_pools=None, pages=40))
+    for i in range(12):
+        run(cache, [i] * 9)
+    cached = cache.stats().group("full").cached
+    for i in range(40):
+        run(cache, [100 + i] * 5)
+    assert cache.stats().group("full").cached > cached // 2
+
+
+def test_a_policy_is_any_function_of_what_is_known() -> None:
+    def biggest_first(record: Record) -> object:
+        return -record.tokens
+
+    cache = Cache(full_plan(pages=17), policy=biggest_first)
+    run(cache, [1] * 40)
+    run(cache, [2] * 16)
+    run(cache, [3] * 12)
+    assert cache.open([2] * 17).num_cached == 16
+    assert cache.open([1] * 41).num_cached < 40
+
+
+def test_a_higher_priority_outlives_a_later_use() -> None:
+    cache = Cache(full_plan(pages=9), policy="priority")
+    run(cache, [1] * 16, priority=5)
+    run(cache, [2] * 16)
+    run(cache, [3] * 16)
+    assert cache.open([1] * 17).num_cached == 16
+
+
+def test_an_admission_reserve_keeps_room_for_running_sequences() -> None:
+    cache = Cache(full_plan(pages=11), admission_reserve=0.3)
+    running = cache.open([1] * 20)
+    cache.extend(running, 20)
+    cache.commit(running)
+    with pytest.raises(OutOfPages):
+        cache.extend(cache.open([2] * 12), 12)
+    cache.extend(running, 12, tokens=[1] * 12)
+
+
+def test_super_pages_move_between_groups_as_demand_moves() -> None:
+    plan = plan_of(group("full", Full(), 4), group("state", State(), 64), pools="auto", blocks=4)
+    assert len(plan.pools) == 1
+    cache = Cache(plan)
+    supers = cache.pools[0].num_supers
+    per_super = plan.group("full").pages_per_super
+    longest = cache.open(range(2))
+    cache.extend(longest, 2)
+    many = [cache.open([i, 1]) for i in range(min(40, supers - 2))]
+    for sequence in many:
+        cache.extend(sequence, 2)
+    held = cache.pools[0].groups["state"].num_supers
+    for sequence in (*many, longest):
+        cache.close(sequence)
+    assert held >= len(many)
+    full = cache.open(np.zeros(per_super * 4 * 3, np.int32))
+    cache.extend(full, per_super * 4 * 3)
+    check_books(cache)
+
+
+def test_context_parallel_ranks_hold_every_other_block_in_equal_tables() -> None:
+    caches = (group("full", Full(), context_split=True), group("indexer", Full()))
+    ranks = [Cache(plan_of(*caches, parallel=Parallel(cp=2, cp_rank=rank))) for rank in range(2)]
+    sequences = [cache.open(range(20)) for cache in ranks]
+    for cache, sequence in zip(ranks, sequences, strict=True):
+        cache.extend(sequence, 20)
+    assert (ranks[0].table("full") == ranks[1].table("full")).all()
+    assert np.count_nonzero(ranks[0].table("full")[0]) == 3, "blocks of 4 tokens, two ranks: 8 tokens a slot"
+    slots = [cache.slots(sequence, "full", 0) for cache, sequence in zip(ranks, sequences, strict=True)]
+    mine = np.arange(20) // 4 % 2
+    assert ((slots[0] >= 0) == (mine == 0)).all()
+    assert ((slots[1] >= 0) == (mine == 1)).all()
+    assert (ranks[0].slots(sequences[0], "indexer", 0) >= 0).all()
+    ranks[0].commit(sequences[0])
+    ranks[0].close(sequences[0])
+    assert ranks[0].open(range(20)).num_cached == 16, "the reuse unit is a block of every rank"
+
+
+def test_kernel_blocks_stay_in_step_with_pages() -> None:
+    cache = Cache(plan_of(group("full", Full()), blocks=8, kernel_tokens=2))
+    sequence = cache.open(range(20))
+    cache.extend(sequence, 20)
+    pages, kernels = cache.table("full")[sequence.row], cache.kernel_table("full")[sequence.row]
+    assert kernels[:4].tolist() == [pages[0] * 4 + i for i in range(4)]
+    assert kernels[12:16].tolist() == [NULL] * 4
+    assert cache.slots(sequence, "full", 9, 11).tolist() == [pages[1] * 8 + 1, pages[1] * 8 + 2]
+
+
+def test_sinks_and_chunks_keep_what_they_must() -> None:
+    cache = Cache(plan_of(group("sink", SinkWindow(4, 6)), group("chunk", Chunk(8))))
+    sequence = run(cache, range(42), close=False)
+    sink, chunk = cache.table("sink")[sequence.row], cache.table("chunk")[sequence.row]
+    assert (sink != NULL).tolist()[:11] == [True] + [False] * 7 + [True, True, True]
+    assert (chunk != NULL).tolist()[:11] == [False] * 10 + [True]
+
+
+def test_a_batch_of_decode_steps_crosses_blocks_at_different_times() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(5)), pages=200))
+    sequences = [run(cache, [i] * (4 + i), close=False) for i in range(5)]
+    engine: Engine = cache.engine  # type: ignore[attr-defined]
+    batch = Batch(sequences)
+    for step in range(20):
+        starts = [sequence.length for sequence in sequences]
+        engine.carry_out(cache.extend(batch, 1, tokens=np.full(5, step)))
+        for sequence, start in zip(sequences, starts, strict=True):
+            engine.step(sequence, start)
+        engine.carry_out(cache.commit(batch))
+        check_books(cache)
+    assert sequences[2].tokens.tolist() == [2] * 6 + list(range(20))
+
+
+def test_stats_tell_hits_and_what_an_infinite_cache_would_have_hit() -> None:
+    cache = Cache(full_plan(pages=6), track_infinite=True)
+    run(cache, [1] * 16)
+    run(cache, [2] * 16)
+    run(cache, [1] * 16)
+    stats = cache.stats()
+    assert (stats.requests, stats.prompt_tokens) == (3, 48)
+    assert stats.hit_tokens < 12
+    assert stats.infinite_tokens == 12
+
+
+def test_bad_input_is_named_and_changes_nothing() -> None:
+    cache, other = Cache(full_plan()), Cache(full_plan())
+    sequence = run(cache, range(9), close=False)
+    for bad in ([], [1.5], ["a"], [[1, 2]], [-1], [2**40], None):
+        with pytest.raises(BadTokens):
+            cache.open(bad)
+    for call in (
+        lambda: cache.extend(sequence, 0),
+        lambda: cache.extend(sequence, 1, lookahead=-1),
+        lambda: cache.commit(sequence, 99),
+        lambda: cache.commit(sequence, 3),
+        lambda: other.extend(sequence, 1),
+        lambda: cache.extend([sequence, sequence], 1),
+        lambda: cache.fork(sequence, 0),
+        lambda: cache.slots(sequence, "full", 3, 99),
+        cache.reset,
+    ):
+        with pytest.raises(BadSequence):
+            call()
+    with pytest.raises(BadTokens, match="3 tokens for 1 sequences of 2 each"):
+        cache.extend(sequence, 2, tokens=[1, 2, 3])
+    assert sequence.length == 9
+    batch = Batch([sequence])
+    cache.close(sequence)
+    with pytest.raises(BadSequence, match="closed"):
+        cache.close(sequence)
+    with pytest.raises(BadSequence, match="closed"):
+        cache.extend(batch, 1)
+    check_books(cache)
+
+
+def test_a_cache_belongs_to_one_thread() -> None:
+    cache = Cache(full_plan())
+    caught: list[BaseException] = []
+
+    def trespass() -> None:
+        try:
+            cache.open([1])
+        except WrongThread as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=trespass)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
