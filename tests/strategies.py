@@ -142,7 +142,9 @@ def models(draw: st.DrawFn, reads: bool = True, most_tags: int = 5, most_layers:
 
 @st.composite
 def _reads(draw: st.DrawFn, members: Sequence[Sequence[LayerCache]], index: int) -> tuple[Read, ...]:
-    sources = [(layer, cache) for layer, own in enumerate(members[:index]) for cache in own]
+    """A cache of an earlier layer, of a tag that this one does not keep itself."""
+    others = [(layer, cache) for layer, own in enumerate(members[:index]) for cache in own]
+    sources = [(layer, cache) for layer, cache in others if cache not in members[index]]
     if not sources or draw(st.booleans()):
         return ()
     layer, cache = draw(st.sampled_from(sources))

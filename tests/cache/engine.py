@@ -101,7 +101,7 @@ def check_books(cache: Cache) -> None:
             for page in table.owned(row).tolist():
                 owners[page] = owners.get(page, 0) + 1
             for taken in sequence.snapshots.values():
-                for page in [p for n, p in taken if n == number]:
+                for page in [p for n, p in zip(cache.states, taken, strict=True) if n == number]:
                     owners[page] = owners.get(page, 0) + 1
             for page in [c.page for c in sequence.checkpoints if c.tag == table.tag]:
                 owners[page] = owners.get(page, 0) + 1

@@ -183,7 +183,7 @@ def test_a_planar_page_is_all_values_then_all_scales() -> None:
 
 
 def test_a_packed_row_is_its_parts_one_after_the_other() -> None:
-    parts = [Part("nope", (512,), DType.FLOAT8_E4M3), Part("scale", (4,), DType.FLOAT32), Part("rope", (64,), "bf16")]
+    parts = [Part("nope", (512,), DType.FLOAT8_E4M3), Part("scale", (4,), DType.FLOAT32), Part("rope", (64,), DType.BFLOAT16)]
     made = one_layer(LayerCache("latent", Full(), (Role.packed("latent", parts),)))
     view = made.view(0, "latent")
     assert (view.shape, view.strides) == ((3, 16, 656), (16 * 656, 656, 1))

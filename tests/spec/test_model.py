@@ -223,6 +223,21 @@ def test_a_read_of_what_is_not_there_names_both_layers(read: Read, words: tuple[
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("own", "reads", "words"),
+    [
+        ((FULL,), (Read(0, "full"),), ("layer 2", "'key'", "'full'", "of layer 0 and its own")),
+        ((FULL,), (Read(0, "full", ("value",)),), ("layer 2", "'value'", "of layer 0 and its own")),
+        ((), (Read(0, "full"), Read(1, "full", ("value",))), ("layer 2", "'value'", "of layer 1 and of layer 0")),
+    ],
+)
+def test_a_role_that_a_layer_would_have_twice_is_an_error(own: Any, reads: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(SpecError) as error:
+        ModelSpec("mine", (Layer((FULL,)), Layer((FULL,)), Layer(own, reads)))
+    for word in words:
+        assert word in str(error.value)
+
+
 def test_looking_up_a_tag_or_a_role_that_is_not_there_suggests_the_nearest() -> None:
     with pytest.raises(UnknownName, match=r"'ful'; did you mean 'full'\?"):
         Layer((FULL, STATE)).cache("ful")

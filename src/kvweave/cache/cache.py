@@ -151,8 +151,8 @@ class Cache:
         """Write the pages of a hit into the tables of a fresh row."""
         row, position = sequence.row, node.end
         self.lengths[row] = self.committed[row] = self._room[row] = position
-        self._wake[row] = position // self.grid * self.grid + self.grid
         self._mark[row] = self._next_mark(sequence, position)
+        self._wake[row] = min(position + self.grid, int(self._mark[row]))
         path = node.path()
         for number, table in enumerate(self.tables):
             if not table.per_token:
@@ -265,14 +265,19 @@ class Cache:
         self.committed[rows] = until
         if self.states:
             self.state_keeper.settle(rows, until)
-        copies: list[Copy] = []
-        marked = rows[until >= self._mark[rows]]
-        for row in marked.tolist():
-            copies += self._reach_mark(self.by_row[row])
         due = rows[until >= self._wake[rows]]
-        if len(due):
-            self._leave_behind(due)
-            self._dirty.update(due.tolist())
+        return self._wake_up(due) if len(due) else []
+
+    def _wake_up(self, rows: Rows) -> list[Copy]:
+        """These rows have passed a block of the grid, or a mark: there is more to do than to count."""
+        copies: list[Copy] = []
+        for row in rows[self.committed[rows] >= self._mark[rows]].tolist():
+            copies += self._reach_mark(self.by_row[row])
+        ends = self.committed[rows] // self.grid * self.grid
+        if self.windows:
+            self._leave_behind(rows, ends)
+        self._wake[rows] = np.minimum(ends + self.grid, self._mark[rows])
+        self._dirty.update(rows.tolist())
         return copies
 
     def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
@@ -318,11 +323,9 @@ class Cache:
         first, last = bisect_right(way, start), bisect_right(way, end)
         return sorted({*way[first:last], *(point for point in sequence.points if start < point <= end)})
 
-    def _leave_behind(self, rows: Rows) -> None:
-        """Let go of the blocks that windows have passed, for many rows at once."""
-        ends = self.committed[rows] // self.grid * self.grid
-        self._wake[rows] = ends + self.grid
-        for row in rows.tolist() if self.windows else ():
+    def _leave_behind(self, rows: Rows, ends: Counts) -> None:
+        """Let go of the blocks that windows have passed at `ends`, for many rows at once."""
+        for row in rows.tolist():
             if self.by_row[row].points:
                 self._publisher.leave_behind(self.by_row[row])
         for number in self.windows:
@@ -390,8 +393,8 @@ class Cache:
         for number, table in enumerate(self.tables):
             self.give_back(number, table.owned(row))
             table.clear(row)
-        for taken in sequence.snapshots.values():
-            self.give_back_all(taken)
+        for pages in sequence.snapshots.values():
+            self.state_keeper.give_back(pages)
         self.state_keeper.drop_checkpoints(sequence)
         sequence.node.rolling = False
         self.prefix.unpin(sequence.node)
@@ -525,10 +528,6 @@ class Cache:
     def give_back(self, number: int, pages: Ids) -> int:
         pool = self.pool_of[number]
         return pool.release(self.tables[number].tag, pages) if pool and len(pages) else 0
-
-    def give_back_all(self, taken: list[tuple[int, int]]) -> None:
-        for number, page in taken:
-            self.give_back(number, np.array([page], np.int32))
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:

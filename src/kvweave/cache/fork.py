@@ -134,7 +134,7 @@ class Forks:
             table.write(row, keep, np.zeros(len(slots), np.int32))
             table.blocks[row] = keep
         for position in [p for p in sequence.snapshots if p > length]:
-            cache.give_back_all(sequence.snapshots.pop(position))
+            cache.state_keeper.give_back(sequence.snapshots.pop(position))
         cache.state_keeper.drop_checkpoints(sequence)
         return copies
 

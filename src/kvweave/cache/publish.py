@@ -6,6 +6,7 @@ the tables take over the tree's pages, ours fill its gaps or go back. Where it h
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,13 +70,19 @@ class Publisher:
             table.first[row] = max(int(table.first[row]), last)
 
     def _needed(self, sequence: Sequence, table: GroupTable, slots: Counts, end: int) -> NDArray[np.bool_]:
-        """Which slots the wanted points of a sequence up to `end`, or `end` itself, need."""
+        """Which of consecutive slots the wanted points of a sequence up to `end`, or `end` itself, need."""
         size = table.slot_tokens
-        points = np.array([p for p in (*sequence.points, *sequence.on_the_way) if p <= end] + [end])
-        edges = np.zeros(end // size + 2, np.int64)
-        np.add.at(edges, np.minimum(table.reach.tail(points) // size, end // size), 1)
-        np.add.at(edges, points // size, -1)
-        needed: NDArray[np.bool_] = (np.cumsum(edges)[slots] > 0) | (slots < table.head_blocks)
+        if not len(slots):
+            return np.zeros(0, bool)
+        first, count = int(slots[0]), len(slots)
+        way = sequence.on_the_way[
+            bisect_right(sequence.on_the_way, first * size) : bisect_right(sequence.on_the_way, end)
+        ]
+        points = np.array([*way, *(p for p in sequence.points if p < end), end])
+        edges = np.zeros(count + 1, np.int64)
+        np.add.at(edges, np.clip(table.reach.tail(points) // size - first, 0, count), 1)
+        np.add.at(edges, np.clip(points // size - first, 0, count), -1)
+        needed: NDArray[np.bool_] = (np.cumsum(edges)[:-1] > 0) | (slots < table.head_blocks)
         return needed
 
     def _lead_to(self, sequence: Sequence, node: Node, point: int) -> Node:
@@ -99,6 +106,7 @@ class Publisher:
         tokens = sequence.tokens[node.end : point]
         extras = any(node.end < p < point for p in sequence.on_the_way)
         pages = [self._donated(sequence, number, node.end, point) for number in range(len(self.cache.tables))]
+        self._forget_snapshots(sequence, point)
         is_end = point not in sequence.points
         if node is sequence.node and is_end and prefix.can_grow(node):
             prefix.grow(node, tokens, pages)
@@ -112,10 +120,11 @@ class Publisher:
         """Our pages of one group for the run [start, end), but for those that no point needs: they go back."""
         table, row = self.cache.tables[number], sequence.row
         if not table.per_token:
-            size = self.cache.prefix.tree.groups[number].block_tokens
+            size, nth = self.cache.prefix.tree.groups[number].block_tokens, self.cache.states.index(number)
             pages = np.zeros((end - start) // size, np.int32)
-            for point in [p for p in sequence.snapshots if start < p <= end]:
-                pages[(point - start) // size - 1] = self._take_snapshot(sequence, number, point)
+            for point, taken in sequence.snapshots.items():
+                if start < point <= end:
+                    pages[(point - start) // size - 1] = taken[nth]
             return pages
         first, last = start // table.slot_tokens, end // table.slot_tokens
         pages = table.pages[row, first:last].copy()
@@ -125,15 +134,6 @@ class Publisher:
             self._let_go(sequence, number, slots[spare], pages[spare])
             pages[spare] = NULL
         return pages
-
-    def _take_snapshot(self, sequence: Sequence, number: int, position: int) -> int:
-        taken = sequence.snapshots.get(position, [])
-        page = next((page for group, page in taken if group == number), NULL)
-        left = [(group, page) for group, page in taken if group != number]
-        sequence.snapshots[position] = left
-        if not left:
-            del sequence.snapshots[position]
-        return page
 
     def _let_go(self, sequence: Sequence, number: int, slots: Counts, pages: Ids) -> None:
         """Give pages back and take them out of the table."""
@@ -150,6 +150,12 @@ class Publisher:
                 continue
             ours = self._donated(sequence, number, node.start, node.end)
             self.cache.give_back(number, self.cache.prefix.keep(node, number, 0, ours))
+        self._forget_snapshots(sequence, node.end)
+
+    def _forget_snapshots(self, sequence: Sequence, end: int) -> None:
+        """Those up to `end` are the tree's now."""
+        if sequence.snapshots:
+            sequence.snapshots = {point: pages for point, pages in sequence.snapshots.items() if point > end}
 
     def _merge_rows(self, sequence: Sequence, node: Node, number: int) -> None:
         cache, table, row = self.cache, self.cache.tables[number], sequence.row

@@ -46,12 +46,12 @@ class Sequence:
         "_num_tokens",
         "branch",
         "cache",
-        "checkpoints",
         "namespace",
         "node",
         "num_cached",
         "num_prompt",
         "on_the_way",
+        "planned",
         "points",
         "priority",
         "restore",
@@ -64,7 +64,8 @@ class Sequence:
         self.cache = cache
         self.row = row
         self.rows: Rows = np.array([row], np.int64)
-        self.checkpoints: list[Checkpoint] = []
+        self.planned: dict[int, list[int]] = {}
+        """State pages, one a group of states, that the step prepared should fill, by position."""
         self.namespace = namespace
         self.priority = priority
         self.num_prompt = len(tokens)
@@ -75,8 +76,8 @@ class Sequence:
         """Positions at which a resume point is wanted, ascending: nodes of the tree."""
         self.on_the_way: list[int] = []
         """Positions at which one is welcome: extras of a node."""
-        self.snapshots: dict[int, list[tuple[int, int]]] = {}
-        """State pages (group number, page) by the position they were taken at; not in the tree yet."""
+        self.snapshots: dict[int, list[int]] = {}
+        """State pages, one a group of states, by the position they were taken at; not in the tree yet."""
         self.restore: list[tuple[int, int]] = []
         """Snapshots (group number, page) to be copied into the live state before the first step."""
         self._buffer = tokens
@@ -94,6 +95,16 @@ class Sequence:
     @property
     def stop(self) -> int | None:
         return self.cache.next_stop(self, self.length)
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Where the step prepared should leave states, after `extend` with `checkpoints`."""
+        tags = [self.cache.tables[number].tag for number in self.cache.states]
+        return [
+            Checkpoint(tag, position, page)
+            for position, pages in self.planned.items()
+            for tag, page in zip(tags, pages, strict=True)
+        ]
 
     @property
     def tokens(self) -> Tokens:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvweave.cache.sequence import Checkpoint, Copy, Rows, Sequence
+from kvweave.cache.sequence import Copy, Rows, Sequence
 from kvweave.errors import NeverFits, OutOfPages
 from kvweave.pool import NULL
 from kvweave.table import Counts, GroupTable
@@ -51,16 +51,18 @@ class States:
         cache = self.cache
         if position in sequence.snapshots or position <= sequence.node.end or not self._has_room(1):
             return []
-        copies, taken = [], []
-        for number in cache.states:
-            page = int(cache.room.take(number, 1)[0])
-            taken.append((number, page))
-            copies.append(cache.room.copy(number, int(cache.tables[number].pages[sequence.row, 0]), page))
+        pages = [int(cache.room.take(number, 1)[0]) for number in cache.states]
         if not sequence.points:  # of those taken while generating, only the last is kept
             for old in [p for p in sequence.snapshots if p > sequence.node.end]:
-                cache.give_back_all(sequence.snapshots.pop(old))
-        sequence.snapshots[position] = taken
-        return copies
+                self.give_back(sequence.snapshots.pop(old))
+        sequence.snapshots[position] = pages
+        live = [int(cache.tables[number].pages[sequence.row, 0]) for number in cache.states]
+        return [cache.room.copy(number, live[i], pages[i]) for i, number in enumerate(cache.states)]
+
+    def give_back(self, pages: list[int]) -> None:
+        """Let go of one snapshot."""
+        for number, page in zip(self.cache.states, pages, strict=True):
+            self.cache.give_back(number, np.array([page], np.int32))
 
     def donate_live(self, sequence: Sequence) -> None:
         """At its end a sequence needs its live state no more: on the grid, it is a snapshot as it is."""
@@ -70,7 +72,7 @@ class States:
             return
         if position in sequence.snapshots or sequence.restore:
             return
-        sequence.snapshots[position] = [(number, int(cache.tables[number].pages[row, 0])) for number in cache.states]
+        sequence.snapshots[position] = [int(cache.tables[number].pages[row, 0]) for number in cache.states]
         for number in cache.states:
             cache.tables[number].pages[row, 0] = NULL
 
@@ -89,22 +91,18 @@ class States:
         cache = self.cache
         self.drop_checkpoints(sequence)
         positions = cache.stops(sequence, int(cache.committed[sequence.row]), sequence.length - 1)
-        if not positions or not self._has_room(len(positions)):
-            return
-        for number in cache.states:
-            pages = cache.room.take(number, len(positions)).tolist()
-            tag = cache.tables[number].tag
-            sequence.checkpoints += [Checkpoint(tag, at, page) for at, page in zip(positions, pages, strict=True)]
+        if positions and self._has_room(len(positions)):
+            pages = [cache.room.take(number, len(positions)).tolist() for number in cache.states]
+            sequence.planned = dict(zip(positions, map(list, zip(*pages, strict=True)), strict=True))
 
     def take_checkpoints(self, sequence: Sequence, position: int) -> None:
         """The step left its states: those up to `position` are snapshots now, the others were not written."""
-        for checkpoint in sequence.checkpoints:
-            number = self.cache.room.numbers[checkpoint.tag]
-            if checkpoint.position <= position:
-                sequence.snapshots.setdefault(checkpoint.position, []).append((number, checkpoint.page))
+        for at, pages in sequence.planned.items():
+            if at <= position and at > sequence.node.end and at not in sequence.snapshots:
+                sequence.snapshots[at] = pages
             else:
-                self.cache.give_back(number, np.array([checkpoint.page], np.int32))
-        sequence.checkpoints = []
+                self.give_back(pages)
+        sequence.planned = {}
 
     def drop_checkpoints(self, sequence: Sequence) -> None:
         self.take_checkpoints(sequence, -1)

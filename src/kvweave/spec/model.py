@@ -154,8 +154,7 @@ class ModelSpec:
                 )
         self._set_placeholders({tag: cache for tag, (_, cache) in first.items()})
         for index, layer in enumerate(self.layers):
-            for read in layer.reads:
-                self._check_read(index, read)
+            self._check_reads(index, layer)
 
     def _set_placeholders(self, kept: Mapping[str, LayerCache]) -> None:
         """Those that no layer keeps after all, each once."""
@@ -165,6 +164,17 @@ class ModelSpec:
             if cache != equal:
                 raise SpecError(f"two caches use tag {cache.tag!r}, but differ in {difference(equal, cache)}")
         object.__setattr__(self, "placeholders", tuple(others.values()))
+
+    def _check_reads(self, index: int, layer: Layer) -> None:
+        """Every read leads to a cache, and every role of a tag to one place."""
+        seen = {(cache.tag, role.name): index for cache in layer.caches for role in cache.roles}
+        for read in layer.reads:
+            self._check_read(index, read)
+            for name in read.roles or [role.name for role in self.layers[read.layer].cache(read.tag).roles]:
+                other = seen.setdefault((read.tag, name), read.layer)
+                if other != read.layer:
+                    both = f"of layer {read.layer} and {'its own' if other == index else f'of layer {other}'}"
+                    raise SpecError(f"layer {index} has role {name!r} of tag {read.tag!r} twice: {both}")
 
     def _check_read(self, index: int, read: Read) -> None:
         where = f"layer {index} reads layer {read.layer}"
