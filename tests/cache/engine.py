@@ -24,7 +24,7 @@ class Engine:
         for table, group in zip(cache.tables, cache.plan.groups, strict=True):
             pages = cache.plan.num_pages(group.tag)
             rows = table.slot_tokens if table.per_token else 1
-            self.memory.append(np.zeros((max(pages, 1), rows), np.int64))
+            self.memory.append(np.zeros((pages + group.pages_per_super + 1, rows), np.int64))
         self.numbers = {table.tag: number for number, table in enumerate(cache.tables)}
 
     def carry_out(self, copies: SequenceOf[Copy]) -> None:

@@ -22,7 +22,7 @@ def plan_of(
 ) -> Plan:
     """A plan for one layer a cache, with `pages` pages (NULL included) a group when pools are independent."""
     spec = ModelSpec("test", tuple(Layer((cache,)) for cache in caches))
-    requests = {cache.tag: PoolRequest(pages=pages) for cache in caches} if pools == "independent" else {}
+    requests = {cache.tag: PoolRequest(pages=pages - 1) for cache in caches} if pools == "independent" else {}
     return plan(spec, 10**9, block_tokens=blocks, pools=pools, own_pools={**requests, **(own_pools or {})}, **more)  # type: ignore[arg-type]
 
 

@@ -41,7 +41,10 @@ def test_pages_and_padding_fill_the_pool(kvweave: Kvweave, name: str) -> None:
     report = kvweave("plan", name, "--json", "--memory", "40GiB").json()
     pools = {pool["name"]: pool for pool in report["pools"]}
     for entry in report["groups"]:
-        assert (entry["page_bytes"] + entry["padding_bytes"]) * entry["num_pages"] == pools[entry["pool"]]["bytes"]
+        pool = pools[entry["pool"]]
+        null_page = pool["unit_bytes"]
+        stride = entry["page_bytes"] + entry["padding_bytes"]
+        assert stride * entry["num_pages"] == pool["bytes"] - null_page == pool["num_usable"] * pool["unit_bytes"]
         assert report["pool"]["pages"][entry["tag"]] == entry["num_pages"]
     used, unit = report["pool"]["bytes"], report["pools"][0]["unit_bytes"]
     assert used <= report["memory"] == 40 * GIB < used + unit
@@ -99,7 +102,8 @@ def test_a_share_gives_the_most_pages_that_it_holds(kvweave: Kvweave) -> None:
     report = kvweave("plan", "gemma-3-27b", "--json", *options).json()
     window = group(report, "window")
     assert window["pool"] == "window"
-    assert window["num_pages"] * window["stride_bytes"] <= 8 * GIB < (window["num_pages"] + 1) * window["stride_bytes"]
+    pages = window["num_pages"] + 1  # the NULL page
+    assert pages * window["stride_bytes"] <= 8 * GIB < (pages + 1) * window["stride_bytes"]
     assert report["pool"]["bytes"] + report["reserve"] <= 50 * GIB
     assert report["pool"]["kind"] == "independent"
 
@@ -107,7 +111,7 @@ def test_a_share_gives_the_most_pages_that_it_holds(kvweave: Kvweave) -> None:
 def test_a_host_pool_takes_no_device_memory(kvweave: Kvweave) -> None:
     report = kvweave("plan", "gemma-3-27b", "--json", "--memory", "2GiB", "--pool", "full=7000@pinned").json()
     full = next(pool for pool in report["pools"] if pool["name"] == "full")
-    assert (full["place"], full["num_supers"]) == ("pinned", 7000)
+    assert (full["place"], full["num_usable"]) == ("pinned", 7000)
     assert report["pool"]["host_bytes"] == full["bytes"] > 2 * GIB >= report["pool"]["bytes"]
 
 

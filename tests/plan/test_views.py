@@ -245,7 +245,7 @@ HYBRID = ModelSpec(
 
 
 def test_a_page_major_page_is_one_run_of_bytes() -> None:
-    made = plan(HYBRID, "2MB", layout="page_major")
+    made = plan(HYBRID, "4MB", layout="page_major")
     for group, pool in present(made):
         assert pool.lanes == 1
         index = np.concatenate([bytes_of(view, pool.num_bytes)[0].ravel() for view in own_views(made, group)])
@@ -253,14 +253,14 @@ def test_a_page_major_page_is_one_run_of_bytes() -> None:
 
 
 def test_layer_major_lanes_divide_the_layers_of_every_group() -> None:
-    made = plan(HYBRID, "2MB", layout=Layout.LAYER_MAJOR)
+    made = plan(HYBRID, "4MB", layout=Layout.LAYER_MAJOR)
     (pool,) = made.pools
     assert pool.lanes == 2
     assert {group.tag: group.lane_layers for group, _ in present(made)} == {"state": 3, "full": 2}
 
 
 def test_a_layer_alone_in_its_lane_is_contiguous_memory() -> None:
-    made = plan(HYBRID, "2MB", pools="independent", layout="layer_major")
+    made = plan(HYBRID, "4MB", pools="independent", layout="layer_major")
     for group, pool in present(made):
         assert pool.lanes == len(group.layers)
         index = bytes_of(made.view(group.layers[1], group.cache.roles[0].name), pool.num_bytes)

@@ -75,7 +75,11 @@ def _role(role: Role) -> dict[str, Any]:
 
 
 def _pool(pool: Pool) -> dict[str, Any]:
-    return asdict(pool) | {"unit_bytes": pool.unit_bytes, "bytes": pool.num_bytes}
+    return asdict(pool) | {
+        "num_usable": pool.num_usable,
+        "unit_bytes": pool.unit_bytes,
+        "bytes": pool.num_bytes,
+    }
 
 
 def _all_pools(plan: Plan) -> dict[str, Any]:

@@ -88,11 +88,13 @@ def _plan(request: PlanRequest, spec: ModelSpec) -> Plan:
 
 
 def _share(wish: PoolWish, trial: Plan) -> PoolRequest:
-    """The pages that make up a percentage of the memory, by the page size of a trial plan."""
+    """The pages that make up a percentage of the memory, with the NULL page, by the page size of a trial plan."""
     if not trial.group(wish.tag).layers:
         return wish.request
     share = int((trial.memory - trial.reserve) * (wish.percent or 0) / 100)
     page_bytes = trial.pool(wish.tag).unit_bytes
-    if share < page_bytes:
-        raise PlanError(f"--pool: {wish.percent:g}% is {format_bytes(share)}, less than a page of {wish.tag!r}")
-    return PoolRequest(share // page_bytes, place=wish.place)
+    if share < 2 * page_bytes:
+        raise PlanError(
+            f"--pool: {wish.percent:g}% is {format_bytes(share)}, less than a page of {wish.tag!r} and the NULL page"
+        )
+    return PoolRequest(share // page_bytes - 1, place=wish.place)

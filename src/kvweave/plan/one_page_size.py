@@ -8,6 +8,7 @@ in whole blocks only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvweave.plan.group import Group
@@ -31,6 +32,8 @@ class OnePageSize:
 
 def one_page_size(plan: Plan, num_tokens: int = TYPICAL_TOKENS) -> OnePageSize:
     groups = [group for group in plan.groups if group.layers]
+    if len({group.cache.reach for group in groups}) == 1:
+        return _one_group(groups, num_tokens)
     states = max((_layer_page(g) for g in groups if not g.cache.reach.per_token), default=0)
     blocks = {g.tag: _grown(g, states) for g in groups}
     page = max(states, *(_rows_bytes(g, blocks[g.tag]) for g in groups))
@@ -49,6 +52,16 @@ def one_page_size(plan: Plan, num_tokens: int = TYPICAL_TOKENS) -> OnePageSize:
         held += pages * page * size * -(-len(g.layers) // size)
         payload += pages * _rows_bytes(g, blocks[g.tag]) * len(g.layers)
     return OnePageSize(num_tokens, page, size, blocks, held, 1 - payload / max(1, held))
+
+
+def _one_group(groups: list[Group], num_tokens: int) -> OnePageSize:
+    """Caches of one reach share a group there, whatever their rows: nothing is padded."""
+    block = math.lcm(*(group.block_tokens for group in groups))
+    layer = sum(_rows_bytes(group, block) for group in groups)
+    rows = sum(_rows_bytes(group, block) * len(group.layers) for group in groups)
+    held = rows * _resized(groups[0], block).num_blocks_held(num_tokens)
+    most = max(len(group.layers) for group in groups)
+    return OnePageSize(num_tokens, layer, most, {group.tag: block for group in groups}, held, 0.0)
 
 
 def _layer_page(group: Group) -> int:

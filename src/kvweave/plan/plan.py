@@ -51,9 +51,9 @@ class Plan:
         raise UnknownName("pool", name, [pool.name for pool in self.pools])
 
     def num_pages(self, tag: str) -> int:
-        """Pages of a group if it had its pool to itself."""
+        """Pages that a group could have if it had its pool to itself, the NULL page apart."""
         group = self.group(tag)
-        return self.pool(group.pool).num_supers * group.pages_per_super if group.layers else 0
+        return self.pool(group.pool).num_usable * group.pages_per_super if group.layers else 0
 
     def view(self, layer: int, role: str, tag: str | None = None) -> View:
         """Where a role of a layer lies; for a layer that reads another's cache, where that one lies."""
@@ -131,10 +131,10 @@ class Plan:
 
     def _fit(self, pool: Pool, num_tokens: int) -> int:
         need = [(g.num_blocks_held(num_tokens), g.pages_per_super) for g in self._members(pool)]
-        low, high = 0, pool.num_supers * max(g.pages_per_super for g in self._members(pool)) + 1
+        low, high = 0, pool.num_usable * max(g.pages_per_super for g in self._members(pool)) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            fits = sum(-(-pages * middle // per_super) for pages, per_super in need) <= pool.num_supers
+            fits = sum(-(-pages * middle // per_super) for pages, per_super in need) <= pool.num_usable
             low, high = (middle, high) if fits else (low, middle)
         return low
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kvweave.errors import NeverFits, PlanError, UnknownName
@@ -168,29 +168,23 @@ def _check_fits(draft: Plan, requests: Mapping[str, PoolRequest], context: int |
         raise PlanError(f"context must be at least 1 token, got {tokens}")
     need = {pool.name: draft.supers_for(pool, tokens) for pool in draft.pools}
     for pool in draft.pools:
-        pages = requests[pool.name].pages if pool.name in requests else None
+        pages = _pages(pool, requests)
         if pages is not None and pages < need[pool.name]:
             raise PlanError(
                 f"pool {pool.name!r} has {pages} pages, but one sequence of {tokens} tokens takes {need[pool.name]}"
             )
-    smallest = draft.reserve + sum(_smallest(pool, need, requests) for pool in draft.pools)
+    floors = {pool.name: 1 + (_pages(pool, requests) or need[pool.name]) for pool in draft.pools}
+    on_device = [pool for pool in draft.pools if pool.place is Place.DEVICE]
+    smallest = draft.reserve + sum(pool.unit_bytes * floors[pool.name] for pool in on_device)
     if smallest > draft.memory:
         raise NeverFits(
             f"{draft.memory} bytes do not hold one sequence of {tokens} tokens"
-            f" ({_sum(pool.name for pool in draft.pools)}): at least {smallest} bytes would",
+            f" ({' + '.join(pool.name for pool in draft.pools)}): at least {smallest} bytes would",
             available_bytes=draft.memory,
             smallest_bytes=smallest,
         )
-    return need
+    return floors
 
 
-def _smallest(pool: Pool, need: Mapping[str, int], requests: Mapping[str, PoolRequest]) -> int:
-    """Device bytes a pool must have."""
-    if pool.place is not Place.DEVICE:
-        return 0
-    pages = requests[pool.name].pages if pool.name in requests else None
-    return pool.unit_bytes * (pages or need[pool.name])
-
-
-def _sum(names: Iterable[str]) -> str:
-    return " + ".join(names)
+def _pages(pool: Pool, requests: Mapping[str, PoolRequest]) -> int | None:
+    return requests[pool.name].pages if pool.name in requests else None

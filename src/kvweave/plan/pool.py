@@ -29,7 +29,7 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """A group's wish for a pool of its own: so many pages, or a share of the memory by weight; and where."""
+    """A group's wish for a pool of its own: so many pages, the NULL page apart, or a share by weight; and where."""
 
     pages: int | None = None
     weight: float | None = None
@@ -54,7 +54,8 @@ class Pool:
         lane 1   | super-page 0 | super-page 1 | ...
 
     One lane is page-major: a page is one run of bytes. As many lanes as layers is layer-major. A super-page is the
-    same index in every lane, and belongs to one group at a time.
+    same index in every lane, and belongs to one group at a time. Super-page 0 belongs to nobody: its first page is the
+    NULL page of every group, which tables name where there is nothing, and which anybody may read and write.
     """
 
     name: str
@@ -72,6 +73,11 @@ class Pool:
     @property
     def num_bytes(self) -> int:
         return self.unit_bytes * self.num_supers
+
+    @property
+    def num_usable(self) -> int:
+        """Super-pages that groups can have: all but the NULL one."""
+        return max(0, self.num_supers - 1)
 
 
 def cut(name: str, groups: Sequence[Group], layout: Layout, place: Place = Place.DEVICE) -> tuple[Pool, list[Group]]:
@@ -108,9 +114,9 @@ def size(
     """Give each pool its super-pages: those with a page count first, the others by weight, to the last byte.
 
     Weights default to `demand`, the bytes a typical sequence needs of each pool, so that all run full together.
-    None gets fewer than `need`, the super-pages of the one sequence that must fit.
+    None gets fewer than `need`, the super-pages of the one sequence that must fit, and of the NULL page.
     """
-    counts = {pool.name: request.pages or 0 for pool in pools if (request := requests.get(pool.name)) and request.pages}
+    counts = {p.name: request.pages + 1 for p in pools if (request := requests.get(p.name)) and request.pages}
     fixed = sum(pool.unit_bytes * counts[pool.name] for pool in pools if pool.name in counts and _on_device(pool))
     if fixed > memory:
         raise PlanError(f"pools with explicit pages take {fixed} bytes of {memory}; ask for fewer pages or more memory")

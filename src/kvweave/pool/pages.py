@@ -84,7 +84,7 @@ class PoolPages:
 
     def __init__(self, pool: Pool, groups: list[Group]) -> None:
         self.name = pool.name
-        self.num_supers = max(0, pool.num_supers - 1)
+        self.num_supers = pool.num_usable
         self.groups = {group.tag: GroupPages(group, pool.num_supers) for group in groups}
         self.free_supers = Stack(self.num_supers)
         self.free_supers.push(np.arange(self.num_supers, 0, -1, dtype=np.int32))

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape, quoteattr
 WIDTH = 1200
 MARGIN = 40
 INK, FAINT, LINE, PAPER, WHITE = "#1f2933", "#616e7c", "#cbd2d9", "#fdfdfb", "#ffffff"
-EMPTY, PADDING = "#ecedea", "#7b8794"
+EMPTY, PADDING, NULL = "#ecedea", "#7b8794", "#3e4c59"
 HUES = ("#3b6fd6", "#e8833a", "#2a9d8f", "#b5489f", "#d1a02b", "#6a4fc4", "#c8473f", "#3f9b3f", "#2795b8", "#8a6d4b")
 SHADES = (0.0, 0.42, 0.66, 0.22, 0.78)
 """How much white is mixed into a hue for the first role, the second, ..."""

@@ -11,6 +11,7 @@ from kvweave.cli.svg.draw import (
     INK,
     LINE,
     MARGIN,
+    NULL,
     PADDING,
     WHITE,
     Bar,
@@ -47,9 +48,10 @@ def memory_drawing(plan: Plan, colours: Mapping[str, str], load: Load) -> Drawin
     places = [place for place in Place if any(pool.place is place for pool in plan.pools)]
     bars = [_place(plan, place, colours, load) for place in places]
     taken = {group.tag: load.supers(group) * plan.pool(group.pool).unit_bytes for group in plan.groups if group.layers}
-    free = sum(pool.num_bytes for pool in plan.pools) - sum(taken.values())
+    free = sum(pool.num_usable * pool.unit_bytes for pool in plan.pools) - sum(taken.values())
     padding = any(plan.padding_bytes(tag) for tag in taken)
     keys = [(colours[tag], f"{tag} {size_words(size)}") for tag, size in taken.items()]
+    keys += [(NULL, "NULL super-page")]
     keys += [(EMPTY, f"free in pools {size_words(free)}")] if free else []
     keys += [(RESERVE, f"reserve {size_words(plan.reserve)}")] if plan.reserve else []
     keys += [(PADDING, "padding (further down)")] if padding else []
@@ -78,10 +80,11 @@ def _place(plan: Plan, place: Place, colours: Mapping[str, str], load: Load) -> 
 
 
 def _pieces(plan: Plan, pools: list[Pool], colours: Mapping[str, str], load: Load) -> list[Piece]:
-    """What each group takes of each pool, in the order of the pools."""
+    """What each group takes of each pool, in the order of the pools; the first super-page is NULL."""
     pieces, pool_start = [], 0
     for pool in pools:
-        start = pool_start
+        pieces.append(Piece(pool_start, pool.unit_bytes, NULL, ""))
+        start = pool_start + pool.unit_bytes
         for member in members(plan, pool):
             taken = load.supers(member) * pool.unit_bytes
             pieces.append(Piece(start, taken, colours[member.tag], member.tag))

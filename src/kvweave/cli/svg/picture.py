@@ -18,6 +18,7 @@ GUTTER = 48
 FONTS = "'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 CAPTION = (
     "Bars are to scale from left to right. A super-page belongs to one group at a time, and is drawn for each.",
+    "The first super-page of a pool is NULL: nobody's, and what tables name where there is nothing.",
     "Padding lies behind each page; where that is thinner than a pixel, the padding of all pages is drawn at the end.",
     "In the pages each bar has its own scale: the whole of it is one piece of the bar above.",
 )

@@ -9,6 +9,7 @@ from kvweave.cli.svg.draw import (
     FAINT,
     INK,
     MARGIN,
+    NULL,
     PADDING,
     WHITE,
     Bar,
@@ -42,7 +43,7 @@ def pool_drawing(plan: Plan, pool: Pool, colours: Mapping[str, str], load: Load)
     beside = f"{plan.layout}: {count(pool.lanes, 'lane')} of {layers} layer{'' if layers == '1' else 's'}"
     per_lane = f" in one lane, {size_words(pool.super_bytes)}" if pool.lanes > 1 else ""
     said = f"one super-page{per_lane}" + (", as each group slices it" if len(groups) > 1 else "")
-    funnel = Bar(BAR_X, 0, CELL_WIDTH - 2, 0, 1).zoom_into(0, 1, Bar(BAR_X, 26, BAR_WIDTH, 0, 1))
+    funnel = Bar(BAR_X + CELL_WIDTH, 0, CELL_WIDTH - 2, 0, 1).zoom_into(0, 1, Bar(BAR_X, 26, BAR_WIDTH, 0, 1))
     words = text(BAR_X + BAR_WIDTH, 16, said, size=12, fill=FAINT, anchor="end")
     rows = stack([_slices(member, pool, colours[member.tag]) for member in groups], 10)
     drawn = [
@@ -77,8 +78,8 @@ def _lanes(pool: Pool, fills: list[str]) -> Drawing:
 
 def _cell_names(pool: Pool) -> list[str]:
     if pool.num_supers <= CELLS:
-        return [str(number) for number in range(pool.num_supers)]
-    return [*map(str, range(CELLS - 2)), "...", f"{pool.num_supers - 1:,}"]
+        return ["NULL", *map(str, range(1, pool.num_supers))]
+    return ["NULL", *map(str, range(1, CELLS - 2)), "...", f"{pool.num_supers - 1:,}"]
 
 
 def _lane(y: float, names: list[str], fills: list[str]) -> list[str]:
@@ -90,12 +91,12 @@ def _lane(y: float, names: list[str], fills: list[str]) -> list[str]:
 
 
 def _fills(plan: Plan, pool: Pool, colours: Mapping[str, str], load: Load) -> list[str]:
-    """A colour for each drawn cell: groups in proportion, at least one for each; the last is free, if any is."""
+    """A colour for each drawn cell: NULL, then groups in proportion, one or more each; the last is free, if any is."""
     wants = {member.tag: load.supers(member) for member in members(plan, pool)}
     drawn = pool.num_supers if pool.num_supers <= CELLS else CELLS - 1
-    is_free = pool.num_supers > sum(wants.values())
-    given = _seats(wants, min(sum(wants.values()), drawn - is_free))
-    fills = [colours[tag] for tag, cells in given.items() for _ in range(cells)]
+    is_free = pool.num_usable > sum(wants.values())
+    given = _seats(wants, min(sum(wants.values()), drawn - 1 - is_free))
+    fills = [NULL, *(colours[tag] for tag, cells in given.items() for _ in range(cells))]
     fills += [EMPTY] * (drawn - len(fills))
     return fills if pool.num_supers <= CELLS else [*fills[:-1], "", fills[-1]]
 
