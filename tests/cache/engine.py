@@ -20,7 +20,7 @@ class Engine:
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
-        self.memory: list[np.ndarray] = []  # type: ignore[type-arg]
+        self.memory: list[np.ndarray] = []
         for table, group in zip(cache.tables, cache.plan.groups, strict=True):
             pages = cache.plan.num_pages(group.tag)
             rows = table.slot_tokens if table.per_token else 1
@@ -75,7 +75,7 @@ class Engine:
         return int(table.pages[row, position // table.slot_tokens]), position % table.slot_tokens
 
 
-def signatures(namespace: Hashable, tokens: np.ndarray) -> list[int]:  # type: ignore[type-arg]
+def signatures(namespace: Hashable, tokens: np.ndarray) -> list[int]:
     """For each token, a number that stands for it and all before it."""
     sign, signs = hash(namespace), []
     for token in tokens.tolist():

@@ -15,7 +15,7 @@ from kvweave.errors import CannotTruncate, NeverFits, OutOfPages, PlanError
 from kvweave.plan import Plan, plan
 from kvweave.pool import NULL
 from kvweave.prefix import POLICIES, Event, Node, Replica, Retention
-from kvweave.spec import Chunk, Full, Layer, LayerCache, ModelSpec, Reach, Role, SinkWindow, State, Window
+from kvweave.spec import Chunk, DType, Full, Layer, LayerCache, ModelSpec, Reach, Role, SinkWindow, State, Window
 from kvweave.table import GroupTable
 from tests.cache.engine import Engine, check_books, signatures
 
@@ -44,7 +44,7 @@ def plans(draw: st.DrawFn) -> Plan:
     kinds = draw(st.lists(reaches, min_size=1, max_size=5))
     widths = [draw(st.integers(1, 4)) * 4 for _ in kinds]
     caches = [
-        LayerCache(f"g{i}", k, (Role("key", (w,), "float32"),))
+        LayerCache(f"g{i}", k, (Role("key", (w,), DType.FLOAT32),))
         for i, (k, w) in enumerate(zip(kinds, widths, strict=True))
     ]  # type: ignore[arg-type]
     blocks = {cache.tag: draw(st.sampled_from((1, 2, 4, 8))) for cache in caches}

@@ -25,7 +25,7 @@ WRONG = {
     "no number": ((*LLAMA, "--tp", "two"), "Invalid value for '--tp'"),
     "negative size": ((*LLAMA, "--memory", "-5GiB"), "cannot read '-5GiB' as a size"),
     "no size": ((*LLAMA, "--memory", "0"), "memory must be"),
-    "too little memory": ((*LLAMA, "--memory", "1KiB"), "at least 4194304 bytes would"),
+    "too little memory": ((*LLAMA, "--memory", "1KiB"), "4194304 bytes (4.00 MiB) would"),
     "reserve beyond the memory": ((*LLAMA, "--reserve", "90GiB"), "at least"),
     "context beyond the memory": ((*LLAMA, "--context", "99999999"), "99999999 tokens"),
     "unknown dtype": ((*LLAMA, "--dtype", "fp7"), "unknown cache dtype 'fp7'; did you mean 'fp8'?"),

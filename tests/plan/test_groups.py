@@ -51,9 +51,9 @@ def test_blocks_held_are_the_most_of_any_position_on_the_way(
 
 def test_a_chunk_may_have_held_more_blocks_long_before_the_end() -> None:
     """Chunks of 67 tokens in blocks of 64 straddle three blocks only where they start at 62 or 63."""
-    counts = [len(blocks_while_computing(Chunk(67), position, 64)) for position in range(6000)]
+    counts = [len(blocks_while_computing(Chunk(67), position, 64)) for position in range(5200)]
     assert max(counts) == 3 > max(counts[-300:])
-    assert group(Chunk(67), 64).num_blocks_held(6000) == 3
+    assert group(Chunk(67), 64).num_blocks_held(5200) == 3
 
 
 @pytest.mark.parametrize(

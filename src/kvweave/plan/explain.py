@@ -24,7 +24,7 @@ def _lines(plan: Plan, num_tokens: int) -> Iterator[str]:
             f" {format_bytes(pool.unit_bytes)} = {format_bytes(pool.num_bytes)}"
         )
     used, left = format_bytes(plan.num_bytes), format_bytes(plan.memory - plan.num_bytes)
-    yield f"budget: {used} of {format_bytes(plan.memory)}; {left} are less than one page"
+    yield f"budget: {used} of {format_bytes(plan.memory)}; {left} left over"
     held = sum(plan.stride_bytes(g.tag) * g.num_blocks_held(num_tokens) for g in plan.groups)
     yield (
         f"a sequence of {num_tokens:,} tokens holds {format_bytes(held)} in whole pages,"

@@ -91,18 +91,22 @@ class Group:
         return self.kernel_stride * self.kernel_blocks
 
     def num_blocks_held(self, num_tokens: int) -> int:
-        """The most blocks that a sequence holds on its way to `num_tokens` tokens, on this rank.
+        """The most blocks that a sequence holds on its way to `num_tokens` tokens, on the fullest context-parallel rank.
 
-        While position p is computed these are the blocks of [0, head) and of [tail(p), p + 1).
+        While position p is computed these are the blocks of [0, head) and of [tail(p), p + 1), dealt to the ranks in
+        turn. Tails never come back, so of all positions in a block the first holds the most.
         """
         if num_tokens <= 0:
             return 0
-        reach, size = self.cache.reach, self.block_tokens
+        reach, size, ranks = self.cache.reach, self.block_tokens, self.context_shards
         if not reach.per_token:
             return 1
-        first = 0 if reach.span is None else max(0, num_tokens - reach.span - 2 * size)
-        positions = np.arange(first, num_tokens) if reach.span is not None else np.array([num_tokens - 1])
-        head = np.minimum(-(-reach.head // size), positions // size + 1)
-        tail = np.maximum(reach.tail(positions) // size, head)
-        held = head + np.maximum(positions // size + 1 - tail, 0)
-        return -(-int(held.max()) // self.context_shards)
+        positions = np.arange(0, num_tokens, size)
+        end = positions // size + 1
+        head = np.minimum(-(-reach.head // size), end)
+        tail = np.clip(reach.tail(positions) // size, head, end)
+        held = [
+            sum(sign * ((to - rank + ranks - 1) // ranks) for sign, to in ((1, head), (1, end), (-1, tail)))
+            for rank in range(ranks)
+        ]
+        return int(np.max(held))

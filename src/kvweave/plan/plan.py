@@ -15,6 +15,7 @@ from kvweave.plan.view import View, role_view
 from kvweave.spec import Read, codec
 from kvweave.spec.model import holds_state
 
+UNLIMITED = 2**31 - 1
 TYPICAL_TOKENS = 32_768
 """Length of the sequence whose needs stand for all, where nobody says otherwise."""
 
@@ -126,8 +127,11 @@ class Plan:
         return sum(-(-pages // per_super) for pages, per_super in held)
 
     def sequences(self, num_tokens: int) -> int:
-        """How many sequences of `num_tokens` fit at once, none sharing a prefix with another."""
-        return min(self._fit(pool, num_tokens) for pool in self.pools)
+        """How many sequences of `num_tokens` fit at once, none sharing a prefix with another.
+
+        A rank whose layers keep nothing sets no limit.
+        """
+        return min((self._fit(pool, num_tokens) for pool in self.pools), default=UNLIMITED)
 
     def _fit(self, pool: Pool, num_tokens: int) -> int:
         need = [(g.num_blocks_held(num_tokens), g.pages_per_super) for g in self._members(pool)]

@@ -11,7 +11,7 @@ from kvweave.plan.parallel import Parallel, shard
 from kvweave.plan.plan import TYPICAL_TOKENS, Plan
 from kvweave.plan.pool import Layout, Place, Pool, PoolRequest, cut, size
 from kvweave.spec import LayerCache, ModelSpec
-from kvweave.units import parse_bytes
+from kvweave.units import format_bytes, parse_bytes
 
 POOLS = ("auto", "uniform", "shared", "independent")
 
@@ -178,8 +178,8 @@ def _check_fits(draft: Plan, requests: Mapping[str, PoolRequest], context: int |
     smallest = draft.reserve + sum(pool.unit_bytes * floors[pool.name] for pool in on_device)
     if smallest > draft.memory:
         raise NeverFits(
-            f"{draft.memory} bytes do not hold one sequence of {tokens} tokens"
-            f" ({' + '.join(pool.name for pool in draft.pools)}): at least {smallest} bytes would",
+            f"{draft.memory} bytes do not hold one sequence of {tokens} tokens and the NULL pages"
+            f" ({' + '.join(pool.name for pool in draft.pools)}): {smallest} bytes ({format_bytes(smallest)}) would",
             available_bytes=draft.memory,
             smallest_bytes=smallest,
         )

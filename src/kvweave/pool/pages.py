@@ -18,19 +18,19 @@ NULL = 0
 
 
 class Stack:
-    """Free numbers; the top is taken first."""
+    """Free numbers; the last that came are the first to go, and what came in a row goes in that row."""
 
     def __init__(self, capacity: int) -> None:
         self.numbers: Ids = np.empty(capacity, np.int32)
         self.size = 0
 
     def push(self, numbers: Ids) -> None:
-        self.numbers[self.size : self.size + len(numbers)] = numbers
+        self.numbers[self.size : self.size + len(numbers)] = numbers[::-1]
         self.size += len(numbers)
 
     def pop(self, count: int) -> Ids:
         self.size -= count
-        return self.numbers[self.size : self.size + count].copy()
+        return self.numbers[self.size : self.size + count][::-1].copy()
 
     @property
     def all(self) -> Ids:
@@ -65,7 +65,7 @@ class GroupPages:
 
     def add(self, supers: Ids) -> None:
         each = np.arange(self.per_super, dtype=np.int32)
-        self.free.push((supers[:, None] * np.int32(self.per_super) + each).astype(np.int32).ravel()[::-1])
+        self.free.push((supers[:, None] * np.int32(self.per_super) + each).astype(np.int32).ravel())
         self.num_supers += len(supers)
 
     def drop(self, supers: Ids) -> None:
@@ -87,7 +87,7 @@ class PoolPages:
         self.num_supers = pool.num_usable
         self.groups = {group.tag: GroupPages(group, pool.num_supers) for group in groups}
         self.free_supers = Stack(self.num_supers)
-        self.free_supers.push(np.arange(self.num_supers, 0, -1, dtype=np.int32))
+        self.free_supers.push(np.arange(1, self.num_supers + 1, dtype=np.int32))
 
     def available(self, tag: str) -> int:
         """Pages a group could take without anything being evicted, empty super-pages of others included."""

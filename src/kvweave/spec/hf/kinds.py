@@ -398,6 +398,12 @@ def searched(fields: Fields, keep: Keep, layer: int) -> Caches:
     return (keep.attention(fields.count("num_attention_heads") // attention["n_heads_in_group"], head_dim(fields)),)
 
 
+def longcat(fields: Fields, keep: Keep, layer: int) -> Caches:
+    """Two attention blocks a layer, and so two caches."""
+    (latent,) = full(fields, keep, layer)
+    return latent, replace(latent, tag="second_latent")
+
+
 def falcon(fields: Fields, keep: Keep, _layer: int) -> Caches:
     """Grouped heads exist in the new decoder only, where transformers repeats them before it caches them."""
     new, heads = fields.get("new_decoder_architecture"), fields.count("num_attention_heads")
@@ -449,6 +455,7 @@ FAMILIES: dict[str, Mapping[str, Build]] = {
     "modernbert-decoder": {SLIDING: modernbert_sliding},
     "gpt_neo": {SLIDING: gpt_neo_local},
     "falcon": {FULL: falcon},
+    "longcat_flash": {FULL: longcat},
     "nemotron-nas": {FULL: searched},
     "deci": {FULL: searched},
     "mllama_text_model": {FULL: mllama},

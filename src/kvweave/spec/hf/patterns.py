@@ -219,8 +219,8 @@ def lfm2(fields: Fields) -> list[str]:
 
 
 def longcat(fields: Fields) -> list[str]:
-    """Two attention blocks, and so two caches, a layer."""
-    return [FULL] * (2 * fields.count("num_layers"))
+    """Layers are `num_layers`; `num_hidden_layers`, where it is there, counts their two attention blocks each."""
+    return [FULL] * fields.count("num_layers")
 
 
 def recurrent_gemma(fields: Fields) -> list[str]:
