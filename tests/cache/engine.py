@@ -21,11 +21,11 @@ class Engine:
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.memory: list[np.ndarray] = []
-        for table, group in zip(cache.tables, cache.plan.groups, strict=True):
+        for table, group in zip(cache.books.tables, cache.plan.groups, strict=True):
             pages = cache.plan.num_pages(group.tag)
             rows = table.slot_tokens if table.per_token else 1
             self.memory.append(np.zeros((pages + group.pages_per_super + 1, rows), np.int64))
-        self.numbers = {table.tag: number for number, table in enumerate(cache.tables)}
+        self.numbers = {table.tag: number for number, table in enumerate(cache.books.tables)}
 
     def carry_out(self, copies: SequenceOf[Copy]) -> None:
         for tag, src, dst in copies:
@@ -37,7 +37,7 @@ class Engine:
     def step(self, sequence: Sequence, start: int) -> None:
         """Compute the tokens [start, length): read what each needs, then write it."""
         signs = signatures(sequence.namespace, sequence.tokens[: sequence.length])
-        for number, table in enumerate(self.cache.tables):
+        for number, table in enumerate(self.cache.books.tables):
             if table.per_token:
                 self.check_rows(sequence, number, start, signs)
                 for position in range(start, sequence.length):
@@ -48,30 +48,32 @@ class Engine:
                 self._step_state(sequence, number, start, signs)
 
     def _step_state(self, sequence: Sequence, number: int, start: int, signs: list[int]) -> None:
-        pages = self.cache.tables[number].pages[sequence.row]
+        pages = self.cache.books.tables[number].pages[sequence.row]
         assert pages[0] != NULL, "no live state"
         if start:
             assert self.memory[number][pages[0], 0] == signs[start - 1], (
                 f"the state is not the one after {start} tokens"
             )
         for tag, position, page in sequence.checkpoints:
-            if tag == self.cache.tables[number].tag:
+            if tag == self.cache.books.tables[number].tag:
                 self.memory[number][page, 0] = signs[position - 1]
-        columns = int(self.cache.tables[number].blocks[sequence.row])
+        columns = int(self.cache.books.tables[number].blocks[sequence.row])
         for back in range(columns):
             self.memory[number][pages[columns - 1 - back], 0] = signs[sequence.length - 1 - back]
 
     def check_rows(self, sequence: Sequence, number: int, position: int, signs: list[int]) -> None:
         """All that is needed to go on from `position` is there."""
-        reach = self.cache.tables[number].reach
+        reach = self.cache.books.tables[number].reach
         needed = [*range(min(reach.head, position)), *range(max(reach.head, int(reach.tail(position))), position)]
         for token in needed:
             page, offset = self._at(number, sequence.row, token)
-            assert page != NULL, f"token {token} of {self.cache.tables[number].tag} is needed at {position}, but gone"
+            assert page != NULL, (
+                f"token {token} of {self.cache.books.tables[number].tag} is needed at {position}, but gone"
+            )
             assert self.memory[number][page, offset] == signs[token], f"token {token} holds somebody else's row"
 
     def _at(self, number: int, row: int, position: int) -> tuple[int, int]:
-        table = self.cache.tables[number]
+        table = self.cache.books.tables[number]
         return int(table.pages[row, position // table.slot_tokens]), position % table.slot_tokens
 
 
@@ -86,22 +88,22 @@ def signatures(namespace: Hashable, tokens: np.ndarray) -> list[int]:
 
 def check_books(cache: Cache) -> None:
     """Every page has one owner, or as many as are counted; free + owned = all; tables and kernel tables agree."""
-    for number, table in enumerate(cache.tables):
-        pool = cache.pool_of[number]
+    for number, table in enumerate(cache.books.tables):
+        pool = cache.books.pool_of[number]
         if pool is None:
             continue
         group = pool.groups[table.tag]
         owners: dict[int, int] = {}
         cached = 0
-        for node in cache.prefix.tree.nodes():
+        for node in cache.books.prefix.tree.nodes():
             for page in node.pages[number][node.pages[number] != NULL].tolist():
                 owners[page] = owners.get(page, 0) + 1
                 cached += 1
-        for row, sequence in cache.by_row.items():
+        for row, sequence in cache.books.by_row.items():
             for page in table.owned(row).tolist():
                 owners[page] = owners.get(page, 0) + 1
             for taken in sequence.snapshots.values():
-                for page in [p for n, p in zip(cache.states, taken, strict=True) if n == number]:
+                for page in [p for n, p in zip(cache.books.states, taken, strict=True) if n == number]:
                     owners[page] = owners.get(page, 0) + 1
             for page in [c.page for c in sequence.checkpoints if c.tag == table.tag]:
                 owners[page] = owners.get(page, 0) + 1
@@ -113,11 +115,13 @@ def check_books(cache: Cache) -> None:
         for page, count in owners.items():
             assert count == 1 + int(group.refs[page]), f"{table.tag}: page {page} has {count} owners"
         assert len(free) + len(owners) == group.num_supers * group.per_super, f"{table.tag}: pages are lost"
-        assert cached == cache.prefix.cached[number], f"{table.tag}: {cached} cached, books say {cache.prefix.cached}"
-        assert 0 <= cache.prefix.locked[number] <= cached
+        assert cached == cache.books.prefix.cached[number], (
+            f"{table.tag}: {cached} cached, books say {cache.books.prefix.cached}"
+        )
+        assert 0 <= cache.books.prefix.locked[number] <= cached
         if table.kernel_blocks > 1:
             rows = table.pages.shape[0]
             expected = np.stack([table.kernel_ids(table.pages[row]).ravel() for row in range(rows)])
             assert (expected == table.kernels).all()
-    for pool in cache.pools:
+    for pool in cache.books.pools:
         assert pool.free_supers.size + sum(g.num_supers for g in pool.groups.values()) == pool.num_supers

@@ -230,7 +230,7 @@ def test_eviction_takes_exactly_what_is_needed_from_the_end_of_the_least_recentl
     run(cache, [1] * 17, close=True)
     sequence = cache.open([3] * 8)
     cache.extend(sequence, 8)
-    assert cache.evicted_pages == 2
+    assert cache.stats().evicted_pages == 2
     assert cache.open([1] * 16).num_cached == 12
     assert cache.open([2] * 16).num_cached == 8
 
@@ -291,14 +291,14 @@ def test_super_pages_move_between_groups_as_demand_moves() -> None:
     plan = plan_of(group("full", Full(), 4), group("state", State(), 64), pools="auto", blocks=4)
     assert len(plan.pools) == 1
     cache = Cache(plan)
-    supers = cache.pools[0].num_supers
+    supers = cache.books.pools[0].num_supers
     per_super = plan.group("full").pages_per_super
     longest = cache.open(range(2))
     cache.extend(longest, 2)
     many = [cache.open([i, 1]) for i in range(min(40, supers - 2))]
     for sequence in many:
         cache.extend(sequence, 2)
-    held = cache.pools[0].groups["state"].num_supers
+    held = cache.books.pools[0].groups["state"].num_supers
     for sequence in (*many, longest):
         cache.close(sequence)
     assert held >= len(many)

@@ -177,9 +177,9 @@ class Lives(RuleBasedStateMachine):
     def every_row_is_right(self) -> None:
         for sequence in getattr(self, "open", ()):
             signs = signatures(sequence.namespace, sequence.tokens[: sequence.length])
-            for number, table in enumerate(self.cache.tables):
+            for number, table in enumerate(self.cache.books.tables):
                 if table.per_token:
-                    self.engine.check_rows(sequence, number, int(self.cache.committed[sequence.row]), signs)
+                    self.engine.check_rows(sequence, number, int(self.cache.books.committed[sequence.row]), signs)
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -194,11 +194,11 @@ class Lives(RuleBasedStateMachine):
 
 def longest_hit(cache: Cache, namespace: Hashable, prompt: list[int]) -> int:
     """By brute force: walk the tokens one by one, note the blocks on the way, try every position from the end."""
-    there: list[set[int]] = [set() for _ in cache.tables]
-    root = cache.prefix.tree.roots.get(namespace)
+    there: list[set[int]] = [set() for _ in cache.books.tables]
+    root = cache.books.prefix.tree.roots.get(namespace)
     position = _walk(root, prompt, cache, there) if root is not None else 0
     for p in range(min(position, len(prompt) - 1), 0, -1):
-        if p % cache.grid == 0 and all(can_go_on(t, there[n], p) for n, t in enumerate(cache.tables)):
+        if p % cache.grid == 0 and all(can_go_on(t, there[n], p) for n, t in enumerate(cache.books.tables)):
             return p
     return 0
 
@@ -213,7 +213,7 @@ def _walk(node: Node, prompt: list[int], cache: Cache, there: list[set[int]]) ->
             same += 1
         if same < cache.grid:
             continue
-        for number, table in enumerate(cache.tables):
+        for number, table in enumerate(cache.books.tables):
             pages = child.pages[number].tolist()
             there[number] |= {child.start // table.slot_tokens + i for i, page in enumerate(pages) if page != NULL}
         best = _walk(child, prompt, cache, there) if same == len(run) else child.start + same
@@ -230,7 +230,7 @@ def can_go_on(table: GroupTable, there: set[int], position: int) -> bool:
 
 
 def tables_of(cache: Cache) -> list[bytes]:
-    return [table.pages.tobytes() for table in cache.tables]
+    return [table.pages.tobytes() for table in cache.books.tables]
 
 
 TestLives = Lives.TestCase

@@ -57,6 +57,11 @@ def present(made: Plan) -> Iterator[tuple[Group, Pool]]:
             yield group, made.pool(group.pool)
 
 
+def all_pages(group: Group, pool: Pool) -> int:
+    """Pages of the whole arena, those of the NULL super-page too."""
+    return pool.num_supers * group.pages_per_super
+
+
 def page_of(group: Group, pool: Pool, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The lane and the page in whose share of the arena a byte lies."""
     lane, within = np.divmod(index, pool.num_supers * pool.super_bytes)
@@ -72,10 +77,11 @@ def test_views_of_a_group_never_overlap_and_cover_the_arena_but_for_padding(made
     for group, pool in present(made):
         count = touches(own_views(made, group), pool.num_bytes)
         assert count.max(initial=0) <= 1
-        pages = made.num_pages(group.tag)
+        pages = all_pages(group, pool)
         assert count.sum() == pages * group.payload_bytes
         assert (count == 0).sum() == pages * made.padding_bytes(group.tag)
         assert pages * made.stride_bytes(group.tag) == pool.num_bytes
+        assert made.num_pages(group.tag) == pages - group.pages_per_super, "super-page 0 is nobody's"
 
 
 @settings(max_examples=60)
@@ -89,7 +95,7 @@ def test_a_page_keeps_to_its_own_share_and_a_super_page_to_its_own(made: Plan) -
             lanes, pages = page_of(group, pool, index)
             blocks = np.arange(view.shape[0]).reshape(-1, *[1] * (index.ndim - 1)) if index.size else 0
             if group.cache.reach.per_token:
-                assert view.shape[0] == made.num_pages(group.tag) * group.kernel_blocks
+                assert view.shape[0] == all_pages(group, pool) * group.kernel_blocks
             assert (pages == blocks // group.kernel_blocks).all()
             supers = index % (pool.num_supers * pool.super_bytes) // pool.super_bytes
             assert (supers == pages // group.pages_per_super).all()
@@ -161,8 +167,9 @@ def test_views_come_by_layer_then_by_group_and_role(made: Plan) -> None:
 
 
 def one_layer(cache: LayerCache, pages: int = 3, **how: Any) -> Plan:
-    made = plan(ModelSpec("one", (Layer((cache,)),)), 1 << 20, own_pools={cache.tag: PoolRequest(pages=pages)}, **how)
-    assert made.num_pages(cache.tag) == pages
+    """A pool of so many pages, of which page 0 is the NULL page."""
+    made = plan(ModelSpec("one", (Layer((cache,)),)), 1 << 20, own_pools={cache.tag: PoolRequest(pages=pages - 1)}, **how)
+    assert made.num_pages(cache.tag) == pages - 1
     return made
 
 
@@ -197,13 +204,13 @@ def test_bytes_written_through_parts_are_read_where_the_docstring_draws_them() -
     for planar in (True, False):
         parts = [Part("a", (2,), DType.UINT8), Part("b", (1,), DType.UINT8)]
         made = one_layer(
-            LayerCache("x", Full(), (Role.packed("x", parts, planar=planar, align=16),)), pages=1, block_tokens=4
+            LayerCache("x", Full(), (Role.packed("x", parts, planar=planar, align=16),)), pages=2, block_tokens=4
         )
         arena = np.zeros(made.num_bytes, np.uint8)
         for name, part in zip("ab", made.view(0, "x").parts, strict=True):
             rows = as_strided(arena[part.offset :], part.shape, part.strides)
-            rows[...] = (ord(name) + 16 * np.arange(4) - 97).reshape(1, 4, 1)
-        drawn[planar] = [f"{'ab'[value % 16]}{value // 16}" for value in arena[:12]]
+            rows[1] = (ord(name) + 16 * np.arange(4) - 97).reshape(4, 1)
+        drawn[planar] = [f"{'ab'[value % 16]}{value // 16}" for value in arena[16:28]]
     assert drawn[True] == "a0 a0 a1 a1 a2 a2 a3 a3 b0 b1 b2 b3".split()
     assert drawn[False] == "a0 a0 b0 a1 a1 b1 a2 a2 b2 a3 a3 b3".split()
 
@@ -211,7 +218,7 @@ def test_bytes_written_through_parts_are_read_where_the_docstring_draws_them() -
 def test_keys_and_values_are_heads_by_tokens_by_width_and_lie_side_by_side() -> None:
     config = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 32}
     made = plan(from_config({**config, "dtype": "bfloat16"}), "1MB", block_tokens=32, kernel_tokens=16)
-    blocks, role_bytes = made.num_pages("full") * 2, 4 * 16 * 32 * 2
+    blocks, role_bytes = (made.num_pages("full") + 1) * 2, 4 * 16 * 32 * 2
     key, value = made.view(1, "key"), made.view(1, "value")
     assert key.shape == (blocks, 4, 16, 32)
     assert key.strides == (2 * role_bytes, 16 * 32 * 2, 32 * 2, 2)
@@ -288,7 +295,7 @@ def test_real_models_in_real_memory(layout: Layout) -> None:
     for group, pool in present(made):
         count = touches(own_views(made, group), pool.num_bytes)
         assert count.max() == 1
-        assert (count == 0).sum() == made.num_pages(group.tag) * made.padding_bytes(group.tag)
+        assert (count == 0).sum() == all_pages(group, pool) * made.padding_bytes(group.tag)
         if group.tag in ("window", "csa", "hca"):
             assert group.kernel_stride % 576 == 0
             assert all(view.offset % 576 == 0 for view in own_views(made, group))

@@ -13,12 +13,12 @@ One thread owns a cache. Calls from another raise `WrongThread`.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from kvweave.cache.books import Books
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
 from kvweave.cache.room import Room
@@ -27,24 +27,17 @@ from kvweave.cache.states import States
 from kvweave.cache.stats import GroupStats, InfiniteCache, PoolStats, Stats
 from kvweave.errors import BadSequence, BadTokens, CannotTruncate, WrongThread
 from kvweave.plan import Plan
-from kvweave.pool import NULL, Ids, PoolPages
+from kvweave.pool import Ids
 from kvweave.prefix import (
     POLICIES,
     Contents,
     Event,
-    Node,
     Policy,
-    Prefix,
     Retention,
     Span,
     as_tokens,
-    tree_groups,
 )
 from kvweave.table import Counts, GroupTable
-
-NEVER = np.iinfo(np.int64).max
-RECENT = 256
-"""Generated tokens that are kept by row before they are handed to their sequences."""
 
 
 class Cache:
@@ -67,38 +60,25 @@ class Cache:
         on_event: Callable[[Event], None] | None = None,
         track_infinite: bool = False,
     ) -> None:
-        self.plan = plan
-        self.tables = [GroupTable(group, rows, max_tokens, plan.num_pages(group.tag)) for group in plan.groups]
-        self.pools = [PoolPages(pool, [g for g in plan.groups if g.pool == pool.name]) for pool in plan.pools]
-        by_name = {pool.name: pool for pool in self.pools}
-        self.pool_of = [by_name.get(group.pool) for group in plan.groups]
-        sizes = [plan.stride_bytes(group.tag) for group in plan.groups]
         choose = POLICIES[policy] if isinstance(policy, str) else policy
-        self.prefix = Prefix(tree_groups(plan), sizes, self.give_back, choose, on_event)
-        self.grid = self.prefix.tree.grid
-        self.retention = retention or Retention()
-        self.spacing = self.retention.spacing(plan, self.grid)
-        self.states = [number for number, table in enumerate(self.tables) if not table.per_token]
-        self.windows = [n for n, t in enumerate(self.tables) if t.per_token and t.reach.span is not None]
-        self.lengths: Counts = np.zeros(rows, np.int64)
-        self.committed: Counts = np.zeros(rows, np.int64)
-        self._room: Counts = np.zeros(rows, np.int64)
-        self._wake: Counts = np.zeros(rows, np.int64)
-        self._mark: Counts = np.zeros(rows, np.int64)
-        self._recent: Ids = np.zeros((rows, RECENT), np.int32)
-        self._fill: Counts = np.zeros(rows, np.int64)
-        self._free_rows = list(range(rows - 1, -1, -1))
-        self.by_row: dict[int, Sequence] = {}
-        self._dirty: set[int] = set()
+        self.books = Books(plan, rows, max_tokens, choose, retention or Retention(), on_event)
+        self.room = Room(self.books, admission_reserve)
+        self._states = States(self.books, self.room)
+        self._publisher = Publisher(self.books)
+        self._forks = Forks(self.books, self.room, self._states, lambda sequence: self.close(sequence, keep=False))
         self._contents = Contents(on_event)
-        self.room = Room(self, admission_reserve)
-        self.state_keeper = States(self)
-        self._publisher = Publisher(self)
-        self._forks = Forks(self)
-        self.closes = 0
-        self._infinite = InfiniteCache(self.grid) if track_infinite else None
-        self._requests = self._prompt_tokens = self._hit_tokens = self.evicted_pages = 0
+        self._infinite = InfiniteCache(self.books.grid) if track_infinite else None
+        self._requests = self._prompt_tokens = self._hit_tokens = 0
         self._thread = threading.get_ident()
+
+    @property
+    def plan(self) -> Plan:
+        return self.books.plan
+
+    @property
+    def grid(self) -> int:
+        """Tokens between positions from which all groups could go on: the common multiple of their blocks."""
+        return self.books.grid
 
     # ---- open
 
@@ -122,51 +102,19 @@ class Cache:
         if not len(prompt):
             raise BadTokens("a prompt needs at least one token")
         self.publish()
-        match = self.prefix.tree.match(namespace, prompt)
+        match = self.books.prefix.tree.match(namespace, prompt)
         limit = min(match.length, len(prompt) - 1) // self.grid * self.grid - blocks_earlier * self.grid
-        position = self.prefix.tree.hit(match, limit) if reuse else 0
-        node = self.prefix.node_at(match, position, self.prefix.tree.root(namespace))
-        self.prefix.pin(node)
+        position = self.books.prefix.tree.hit(match, limit) if reuse else 0
+        node = self.books.prefix.node_at(match, position, self.books.prefix.tree.root(namespace))
+        self.books.prefix.pin(node)
         if position:
-            self.prefix.touch(node, priority)
-        sequence = Sequence(self, self.take_row(), prompt, namespace, priority, node)
+            self.books.prefix.touch(node, priority)
+        sequence = Sequence(self.books, self.books.take_row(), prompt, namespace, priority, node)
         sequence.branch = match.length if reuse and match.length > position else 0
-        self._want_points(sequence)
-        self.by_row[sequence.row] = sequence
-        self._enter(sequence, node)
+        self.books.want_points(sequence)
+        self.books.enter(sequence, node)
         self._count_request(sequence)
         return sequence
-
-    def _want_points(self, sequence: Sequence) -> None:
-        """Where this prompt should leave resume points, beyond its end: only windows and states need any."""
-        if not self.prefix.tree.trailing:
-            return
-        start, last = sequence.num_cached, (sequence.num_prompt - 1) // self.grid * self.grid
-        points = {last if self.retention.prompt_end else 0, sequence.branch if self.retention.branches else 0}
-        sequence.points = sorted(point for point in points if start < point <= last)
-        if self.spacing:
-            sequence.on_the_way = list(range(start - start % self.spacing + self.spacing, last, self.spacing))
-
-    def _enter(self, sequence: Sequence, node: Node) -> None:
-        """Write the pages of a hit into the tables of a fresh row."""
-        row, position = sequence.row, node.end
-        self.lengths[row] = self.committed[row] = self._room[row] = position
-        self._mark[row] = self._next_mark(sequence, position)
-        self._wake[row] = min(position + self.grid, int(self._mark[row]))
-        path = node.path()
-        for number, table in enumerate(self.tables):
-            if not table.per_token:
-                if position:
-                    sequence.restore.append((number, int(node.pages[number][-1])))
-                continue
-            slots = position // table.slot_tokens
-            self.widen(table, slots)
-            pages = np.concatenate([n.pages[number] for n in path]) if path else np.empty(0, np.int32)
-            first = table.reach.tail(position) // table.slot_tokens
-            pages[table.head_blocks : first] = NULL
-            table.write(row, 0, pages)
-            table.first[row] = max(first, table.head_blocks)
-            table.shared[row] = table.blocks[row] = slots
 
     def _count_request(self, sequence: Sequence) -> None:
         self._requests += 1
@@ -203,54 +151,25 @@ class Cache:
             raise BadSequence(f"cannot extend by {n} tokens with {lookahead} ahead and {drafts} drafts")
         if tokens is not None:
             tokens = self._checked_tokens(tokens, len(rows), n)
-        after = self.lengths[rows] + n
+        after = self.books.lengths[rows] + n
         copies: list[Copy] = []
-        short = self._room[rows] < after + lookahead
-        if short.any() or (drafts and self.states):
-            chosen = rows if drafts and self.states else rows[short]
-            copies = self.room.make(chosen, self.lengths[chosen] + n + lookahead, drafts)
-        self.lengths[rows] = after
-        if checkpoints and self.states:
-            for row in rows[after > self._mark[rows]].tolist():
-                self.state_keeper.plan_checkpoints(self.by_row[row])
+        short = self.books.room[rows] < after + lookahead
+        if short.any() or (drafts and self.books.states):
+            chosen = rows if drafts and self.books.states else rows[short]
+            copies = self.room.make(chosen, self.books.lengths[chosen] + n + lookahead, drafts)
+        self.books.lengths[rows] = after
+        if checkpoints and self.books.states:
+            for row in rows[after > self.books.mark[rows]].tolist():
+                self._states.plan_checkpoints(self.books.by_row[row])
         if tokens is not None:
-            self._remember(rows, tokens)
+            self.books.remember(rows, tokens)
         return copies
-
-    def set_room(self, rows: Rows) -> None:
-        """Note up to which length the tables of these rows reach."""
-        self._room[rows] = NEVER
-        for table in self.tables:
-            if table.per_token:
-                self._room[rows] = np.minimum(self._room[rows], table.blocks[rows] * table.slot_tokens)
 
     def _checked_tokens(self, tokens: object, num_rows: int, n: int) -> Ids:
         array = as_tokens(np.asarray(tokens).ravel())
         if len(array) != num_rows * n:
             raise BadTokens(f"{len(array)} tokens for {num_rows} sequences of {n} each")
         return array.reshape(num_rows, n)
-
-    def _remember(self, rows: Rows, tokens: Ids) -> None:
-        """Keep generated tokens by row; sequences get them when they are asked for."""
-        width = tokens.shape[1]
-        full = self._fill[rows] + width > RECENT
-        if full.any():
-            for row in rows[full].tolist():
-                self.flush_tokens(self.by_row[row])
-        if width > RECENT:
-            for row, line in zip(rows.tolist(), tokens, strict=True):
-                self.by_row[row].add_tokens(line)
-            return
-        at = self._fill[rows]
-        for column in range(width):
-            self._recent[rows, at + column] = tokens[:, column]
-        self._fill[rows] = at + width
-
-    def flush_tokens(self, sequence: Sequence) -> None:
-        fill = int(self._fill[sequence.row]) if sequence.is_open else 0
-        if fill:
-            sequence.add_tokens(self._recent[sequence.row, :fill])
-            self._fill[sequence.row] = 0
 
     # ---- commit
 
@@ -261,75 +180,56 @@ class Cache:
         """
         self._check_thread()
         rows = self._rows(sequences)
-        until = self.lengths[rows] if lengths is None else self._checked_lengths(rows, lengths)
-        self.committed[rows] = until
-        if self.states:
-            self.state_keeper.settle(rows, until)
-        due = rows[until >= self._wake[rows]]
+        until = self.books.lengths[rows] if lengths is None else self._checked_lengths(rows, lengths)
+        self.books.committed[rows] = until
+        if self.books.states:
+            self._states.settle(rows, until)
+        due = rows[until >= self.books.wake[rows]]
         return self._wake_up(due) if len(due) else []
 
     def _wake_up(self, rows: Rows) -> list[Copy]:
         """These rows have passed a block of the grid, or a mark: there is more to do than to count."""
         copies: list[Copy] = []
-        for row in rows[self.committed[rows] >= self._mark[rows]].tolist():
-            copies += self._reach_mark(self.by_row[row])
-        ends = self.committed[rows] // self.grid * self.grid
-        if self.windows:
+        for row in rows[self.books.committed[rows] >= self.books.mark[rows]].tolist():
+            copies += self._reach_mark(self.books.by_row[row])
+        ends = self.books.committed[rows] // self.grid * self.grid
+        if self.books.windows:
             self._leave_behind(rows, ends)
-        self._wake[rows] = np.minimum(ends + self.grid, self._mark[rows])
-        self._dirty.update(rows.tolist())
+        self.books.wake[rows] = np.minimum(ends + self.grid, self.books.mark[rows])
+        self.books.dirty.update(rows.tolist())
         return copies
 
     def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
         until = np.broadcast_to(np.asarray(lengths, np.int64), rows.shape)
-        bad = (until < self.committed[rows]) | (until > self.lengths[rows])
+        bad = (until < self.books.committed[rows]) | (until > self.books.lengths[rows])
         if bad.any():
             i = int(np.flatnonzero(bad)[0])
             raise BadSequence(
-                f"cannot commit {until[i]} tokens of a sequence of {self.lengths[rows[i]]}"
-                f" with {self.committed[rows[i]]} committed"
+                f"cannot commit {until[i]} tokens of a sequence of {self.books.lengths[rows[i]]}"
+                f" with {self.books.committed[rows[i]]} committed"
             )
         return until
 
     def _reach_mark(self, sequence: Sequence) -> list[Copy]:
         """A wanted resume point was reached: take its snapshots, and put into the tree what leads to it."""
-        row, position = sequence.row, int(self.committed[sequence.row])
+        row, position = sequence.row, int(self.books.committed[sequence.row])
         copies = []
-        self.state_keeper.take_checkpoints(sequence, position)
-        if self.states and position % self.grid == 0 and position == int(self.lengths[row]):
-            copies = self.state_keeper.snapshot(sequence, position)
+        self._states.take_checkpoints(sequence, position)
+        if self.books.states and position % self.grid == 0 and position == int(self.books.lengths[row]):
+            copies = self._states.snapshot(sequence, position)
         if sequence.points and position >= sequence.points[-1]:
             self._publisher.publish(sequence)
             sequence.points, sequence.on_the_way = [], []
-        self._mark[row] = self._next_mark(sequence, position)
+        self.books.mark[row] = self.books.next_mark(sequence, position)
         return copies
-
-    def _next_mark(self, sequence: Sequence, position: int) -> int:
-        """The next length at which a commit has more to do than count: a snapshot, or the prompt's last point."""
-        if not self.states:
-            return sequence.points[-1] if sequence.points else NEVER
-        every = -(-self.retention.decode_every // self.grid) * self.grid
-        return self.next_stop(sequence, position) or position // every * every + every
-
-    def next_stop(self, sequence: Sequence, position: int) -> int | None:
-        """The next position after `position` at which states should be snapshotted while the prompt is computed."""
-        return next(iter(self.stops(sequence, position, sequence.num_prompt)), None)
-
-    def stops(self, sequence: Sequence, start: int, end: int) -> list[int]:
-        """All such positions in (start, end], ascending."""
-        if not self.states:
-            return []
-        way = sequence.on_the_way
-        first, last = bisect_right(way, start), bisect_right(way, end)
-        return sorted({*way[first:last], *(point for point in sequence.points if start < point <= end)})
 
     def _leave_behind(self, rows: Rows, ends: Counts) -> None:
         """Let go of the blocks that windows have passed at `ends`, for many rows at once."""
         for row in rows.tolist():
-            if self.by_row[row].points:
-                self._publisher.leave_behind(self.by_row[row])
-        for number in self.windows:
-            table = self.tables[number]
+            if self.books.by_row[row].points:
+                self._publisher.leave_behind(self.books.by_row[row])
+        for number in self.books.windows:
+            table = self.books.tables[number]
             target = np.minimum(table.reach.tail(ends) // table.slot_tokens, table.blocks[rows])
             passed = np.maximum(target - table.first[rows], 0)
             moving = passed > 0
@@ -337,11 +237,11 @@ class Cache:
                 self._pass(number, rows[moving], passed[moving])
 
     def _pass(self, number: int, rows: Rows, passed: Counts) -> None:
-        table = self.tables[number]
+        table = self.books.tables[number]
         repeated = np.repeat(rows, passed)
         slots = np.repeat(table.first[rows] - np.cumsum(passed) + passed, passed) + np.arange(int(passed.sum()))
         pages = table.pages[repeated, slots]
-        self.give_back(number, pages[slots >= table.shared[repeated]])
+        self.books.give_back(number, pages[slots >= table.shared[repeated]])
         table.write_many(repeated, slots, np.zeros(len(slots), np.int32))
         table.first[rows] += passed
 
@@ -373,13 +273,13 @@ class Cache:
             raise CannotTruncate(f"cannot cut {sequence.length} tokens to {length}; {low} are shared with the tree")
         if length == sequence.length:
             return []
-        self.flush_tokens(sequence)
+        self.books.flush_tokens(sequence)
         copies = self._forks.truncate(sequence, length)
         sequence.cut_tokens(max(length, 0))
-        self.lengths[row] = length
-        self.committed[row] = min(int(self.committed[row]), length)
+        self.books.lengths[row] = length
+        self.books.committed[row] = min(int(self.books.committed[row]), length)
         sequence.num_prompt = min(sequence.num_prompt, length)
-        self.set_room(self.rows_of(row))
+        self.books.set_room(sequence.rows)
         return copies
 
     def close(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -388,22 +288,16 @@ class Cache:
         self._rows(sequence)
         row = sequence.row
         if keep:
-            self.state_keeper.donate_live(sequence)
+            self._states.donate_live(sequence)
             self._publisher.publish(sequence)
-        for number, table in enumerate(self.tables):
-            self.give_back(number, table.owned(row))
-            table.clear(row)
+        for number, table in enumerate(self.books.tables):
+            self.books.give_back(number, table.owned(row))
         for pages in sequence.snapshots.values():
-            self.state_keeper.give_back(pages)
-        self.state_keeper.drop_checkpoints(sequence)
+            self._states.give_back(pages)
+        self._states.drop_checkpoints(sequence)
         sequence.node.rolling = False
-        self.prefix.unpin(sequence.node)
-        self._fill[row] = 0
-        self._dirty.discard(row)
-        del self.by_row[row]
-        self._free_rows.append(row)
-        self.closes += 1
-        sequence.row = -1
+        self.books.prefix.unpin(sequence.node)
+        self.books.free_row(sequence)
 
     # ---- what stays
 
@@ -412,34 +306,36 @@ class Cache:
         self._check_thread()
         self.publish()
         prompt = self._contents.keyed(as_tokens(tokens), spans)
-        match = self.prefix.tree.match(namespace, prompt)
-        position = self.prefix.tree.hit(match, match.length)
+        match = self.books.prefix.tree.match(namespace, prompt)
+        position = self.books.prefix.tree.hit(match, match.length)
         if not position:
             return None
-        node = self.prefix.node_at(match, position, self.prefix.tree.root(namespace))
-        self.prefix.pin(node)
-        return Pin(self, node)
+        node = self.books.prefix.node_at(match, position, self.books.prefix.tree.root(namespace))
+        self.books.prefix.pin(node)
+        return Pin(self.books, node)
 
     def unpin(self, pin: Pin) -> None:
         """Let go of what `pin` gave."""
         self._check_thread()
-        if pin.cache is not self:
+        if pin.books is not self.books:
             raise BadSequence("this prefix is not pinned, or not in this cache")
-        pin.cache = None
-        self.prefix.unpin(pin.node)
+        pin.books = None
+        self.books.prefix.unpin(pin.node)
 
     def publish(self) -> None:
         """Put everything committed into the tree now; `open` does so by itself."""
-        for row in self._dirty:
-            self._publisher.publish(self.by_row[row])
-        self._dirty.clear()
+        for row in self.books.dirty:
+            self._publisher.publish(self.books.by_row[row])
+        self.books.dirty.clear()
 
     def reset(self) -> None:
         """Forget all that is cached; sequences and pins must be gone."""
         self._check_thread()
-        if self.by_row or any(node.uses for node in self.prefix.tree.nodes()):
-            raise BadSequence(f"{len(self.by_row)} sequences are open, or prefixes pinned: close them before a reset")
-        self.prefix.clear()
+        if self.books.by_row or any(node.uses for node in self.books.prefix.tree.nodes()):
+            raise BadSequence(
+                f"{len(self.books.by_row)} sequences are open, or prefixes pinned: close them before a reset"
+            )
+        self.books.prefix.clear()
 
     # ---- tables
 
@@ -461,73 +357,48 @@ class Cache:
 
     def _table(self, tag: str) -> GroupTable:
         self.plan.group(tag)
-        return next(table for table in self.tables if table.tag == tag)
+        return next(table for table in self.books.tables if table.tag == tag)
 
     # ---- stats
 
     def stats(self) -> Stats:
         """The books of this moment."""
         groups = []
-        for number, table in enumerate(self.tables):
-            pool, cached = self.pool_of[number], self.prefix.cached[number]
+        for number, table in enumerate(self.books.tables):
+            pool, cached = self.books.pool_of[number], self.books.prefix.cached[number]
             free = pool.groups[table.tag].num_free if pool else 0
             owned = pool.num_held(table.tag) if pool else 0
             padding = self.plan.padding_bytes(table.tag) * owned
-            evictable = self.prefix.evictable(number)
+            evictable = self.books.prefix.evictable(number)
             groups.append(GroupStats(table.tag, free, owned - cached, cached, evictable, padding))
-        pools = tuple(PoolStats(pool.name, pool.num_supers, pool.free_supers.size) for pool in self.pools)
+        pools = tuple(PoolStats(pool.name, pool.num_supers, pool.free_supers.size) for pool in self.books.pools)
         return Stats(
             tuple(groups),
             pools,
-            len(self.by_row),
-            self.prefix.tree.num_nodes,
+            len(self.books.by_row),
+            self.books.prefix.tree.num_nodes,
             self._requests,
             self._prompt_tokens,
             self._hit_tokens,
             self._infinite.hit_tokens if self._infinite else None,
-            self.evicted_pages,
+            self.room.evicted_pages,
         )
 
     # ---- rows
 
-    def rows_of(self, *rows: int) -> Rows:
-        return np.array(rows, np.int64)
-
     def _rows(self, sequences: Sequence | Batch | Iterable[Sequence]) -> Rows:
         """The rows of open sequences of this cache."""
         if isinstance(sequences, Sequence):
-            if sequences.cache is not self or sequences.row < 0:
-                raise BadSequence(f"the sequence is {'closed' if sequences.cache is self else 'of another cache'}")
+            if sequences.books is not self.books or sequences.row < 0:
+                raise BadSequence(
+                    f"the sequence is {'closed' if sequences.books is self.books else 'of another cache'}"
+                )
             return sequences.rows
         batch = sequences if isinstance(sequences, Batch) else Batch(sequences)
-        if batch.checked != self.closes:
-            batch.check(self)
-            batch.checked = self.closes
+        if batch.checked != self.books.closes:
+            batch.check(self.books)
+            batch.checked = self.books.closes
         return batch.rows
-
-    def take_row(self) -> int:
-        if not self._free_rows:
-            old, new = len(self.lengths), 2 * len(self.lengths)
-            for table in self.tables:
-                table.grow(new, 0)
-            for name in ("lengths", "committed", "_room", "_wake", "_mark", "_fill"):
-                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(new - old, np.int64)]))
-            self._recent = np.concatenate([self._recent, np.zeros((new - old, RECENT), np.int32)])
-            self._free_rows = list(range(new - 1, old - 1, -1))
-        return self._free_rows.pop()
-
-    def copy_row(self, source: int, row: int) -> None:
-        """A forked sequence stands where its parent does."""
-        for array in (self.lengths, self.committed, self._room, self._wake, self._mark):
-            array[row] = array[source]
-
-    def widen(self, table: GroupTable, slots: int) -> None:
-        if slots > table.pages.shape[1]:
-            table.grow(len(self.lengths), max(slots, 2 * table.pages.shape[1]))
-
-    def give_back(self, number: int, pages: Ids) -> int:
-        pool = self.pool_of[number]
-        return pool.release(self.tables[number].tag, pages) if pool and len(pages) else 0
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:

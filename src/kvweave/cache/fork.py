@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
+from kvweave.cache.books import Books
+from kvweave.cache.room import Room
 from kvweave.cache.sequence import Copy, Sequence
+from kvweave.cache.states import States
 from kvweave.errors import CannotTruncate
 from kvweave.pool import NULL
 from kvweave.table import Counts, GroupTable
-
-if TYPE_CHECKING:
-    from kvweave.cache.cache import Cache
 
 
 class Forks:
     """Full blocks are shared and counted; what the next token is written into is copied."""
 
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
+    def __init__(self, books: Books, room: Room, states: States, drop: Callable[[Sequence], None]) -> None:
+        self.books = books
+        self.room = room
+        self.states = states
+        self._drop = drop
 
     def fork(self, sequence: Sequence, n: int) -> tuple[list[Sequence], list[Copy]]:
-        cache = self.cache
-        counts = [n * len(self._private(table, sequence)) for table in cache.tables]
-        cache.room.ensure(counts, sequence.length)
+        books = self.books
+        counts = [n * len(self._private(table, sequence)) for table in books.tables]
+        self.room.ensure(counts, sequence.length)
         made, copies = [], []
         for _ in range(n):
             child, more = self._twin(sequence)
@@ -33,17 +36,17 @@ class Forks:
         return made, copies
 
     def _twin(self, sequence: Sequence) -> tuple[Sequence, list[Copy]]:
-        cache, row = self.cache, self.cache.take_row()
-        child = Sequence(cache, row, sequence.tokens.copy(), sequence.namespace, sequence.priority, sequence.node)
+        books, row = self.books, self.books.take_row()
+        child = Sequence(books, row, sequence.tokens.copy(), sequence.namespace, sequence.priority, sequence.node)
         child.num_cached, child.num_prompt = sequence.num_cached, sequence.num_prompt
         child.branch, child.restore = sequence.branch, list(sequence.restore)
         child.points, child.on_the_way = list(sequence.points), list(sequence.on_the_way)
         sequence.node.rolling = False
-        cache.prefix.pin(sequence.node)
-        cache.by_row[row] = child
-        cache.copy_row(sequence.row, row)
+        books.prefix.pin(sequence.node)
+        books.by_row[row] = child
+        books.copy_row(sequence.row, row)
         copies = []
-        for number, table in enumerate(cache.tables):
+        for number, table in enumerate(books.tables):
             copies += self._share(number, table, sequence, row)
         return child, copies
 
@@ -59,7 +62,7 @@ class Forks:
 
     def _share(self, number: int, table: GroupTable, sequence: Sequence, row: int) -> list[Copy]:
         """Make `row` a twin of a sequence's: its own pages counted once more, private ones replaced by copies."""
-        source, pool = sequence.row, self.cache.pool_of[number]
+        source, pool = sequence.row, self.books.pool_of[number]
         private = self._private(table, sequence)
         blocks = int(table.blocks[source]) if table.per_token else len(private)
         pages = table.pages[source, :blocks].copy()
@@ -67,7 +70,7 @@ class Forks:
         own = own[~np.isin(own, private) & (pages[own] != NULL)]
         if pool and len(own):
             pool.share(table.tag, pages[own])
-        fresh = self.cache.room.take(number, len(private))
+        fresh = self.room.take(number, len(private))
         copies = [Copy(table.tag, pages[private], fresh)] if len(private) else []
         pages[private] = fresh
         table.write(row, 0, pages)
@@ -81,9 +84,9 @@ class Forks:
             children.setdefault(parent, []).append(child)
         counts = [
             sum((len(c) - 1) * len(self._private(table, sequences[p])) for p, c in children.items())
-            for table in self.cache.tables
+            for table in self.books.tables
         ]
-        self.cache.room.ensure(counts, max(sequence.length for sequence in sequences))
+        self.room.ensure(counts, max(sequence.length for sequence in sequences))
         copies: list[Copy] = []
         places: dict[int, Sequence] = {}
         for parent, own in children.items():
@@ -101,14 +104,14 @@ class Forks:
         lives = {i: {name: getattr(s, name) for name in Sequence.__slots__} for i, s in places.items()}
         for sequence in sequences:
             if id(sequence) not in kept:
-                self.cache.close(sequence, keep=False)
+                self._drop(sequence)
         for sequence in places.values():
             sequence.row = -1
         for i, sequence in enumerate(sequences):
             for name, value in lives[i].items():
                 setattr(sequence, name, value)
-            self.cache.by_row[sequence.row] = sequence
-        self.cache.closes += 1  # batches made before mean other rows now
+            self.books.by_row[sequence.row] = sequence
+        self.books.closes += 1  # batches made before mean other rows now
 
     # ---- truncate
 
@@ -117,30 +120,30 @@ class Forks:
 
         A block that ends up half full and is shared with a fork is copied: the next token will be written into it.
         """
-        cache, row = self.cache, sequence.row
-        for table in cache.tables:
+        books, row = self.books, sequence.row
+        for table in books.tables:
             self._check_reach(table, sequence, length)
-        halves = [self._shared_half(number, row, length) for number in range(len(cache.tables))]
-        cache.room.ensure([int(page != NULL) for page in halves], length)
+        halves = [self._shared_half(number, row, length) for number in range(len(books.tables))]
+        self.room.ensure([int(page != NULL) for page in halves], length)
         copies = [self._unshare(number, row, length) for number, page in enumerate(halves) if page != NULL]
         back = sequence.length - length
-        for number, table in enumerate(cache.tables):
+        for number, table in enumerate(books.tables):
             if not table.per_token:
-                cache.state_keeper.choose(number, row, back)
+                self.states.choose(number, row, back)
                 continue
             keep = max(-(-length // table.slot_tokens), int(table.shared[row]))
             slots = np.arange(keep, int(table.blocks[row]))
-            cache.give_back(number, table.pages[row, slots])
+            books.give_back(number, table.pages[row, slots])
             table.write(row, keep, np.zeros(len(slots), np.int32))
             table.blocks[row] = keep
         for position in [p for p in sequence.snapshots if p > length]:
-            cache.state_keeper.give_back(sequence.snapshots.pop(position))
-        cache.state_keeper.drop_checkpoints(sequence)
+            self.states.give_back(sequence.snapshots.pop(position))
+        self.states.drop_checkpoints(sequence)
         return copies
 
     def _shared_half(self, number: int, row: int, length: int) -> int:
         """The page of a block that `length` cuts and that another sequence owns too; NULL if there is none."""
-        table, pool = self.cache.tables[number], self.cache.pool_of[number]
+        table, pool = self.books.tables[number], self.books.pool_of[number]
         slot = length // table.slot_tokens
         if not table.per_token or not length % table.slot_tokens or slot < table.shared[row] or pool is None:
             return NULL
@@ -148,17 +151,17 @@ class Forks:
         return page if pool.groups[table.tag].refs[page] else NULL
 
     def _unshare(self, number: int, row: int, length: int) -> Copy:
-        table = self.cache.tables[number]
+        table = self.books.tables[number]
         slot = length // table.slot_tokens
-        old, fresh = table.pages[row, slot : slot + 1].copy(), self.cache.room.take(number, 1)
+        old, fresh = table.pages[row, slot : slot + 1].copy(), self.room.take(number, 1)
         table.write(row, slot, fresh)
-        self.cache.give_back(number, old)
+        self.books.give_back(number, old)
         return Copy(table.tag, old, fresh)
 
     def _check_reach(self, table: GroupTable, sequence: Sequence, length: int) -> None:
         row = sequence.row
         if not table.per_token:
-            if not self.cache.state_keeper.can_go_back(table, sequence, sequence.length - length):
+            if not self.states.can_go_back(table, sequence, sequence.length - length):
                 raise CannotTruncate(
                     f"group {table.tag!r} holds the state after {sequence.length} tokens, not after {length}; extend"
                     " with drafts= to be able to go back, or open the sequence again from its tokens"

@@ -7,42 +7,39 @@ the tables take over the tree's pages, ours fill its gaps or go back. Where it h
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.cache.books import Books
 from kvweave.cache.sequence import Sequence
 from kvweave.pool import NULL, Ids
 from kvweave.prefix import Node
 from kvweave.table import Counts, GroupTable
 
-if TYPE_CHECKING:
-    from kvweave.cache.cache import Cache
-
 
 class Publisher:
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
+    def __init__(self, books: Books) -> None:
+        self.books = books
 
     def publish(self, sequence: Sequence) -> None:
         """Put what is committed into the tree, up to the last position that will be a resume point."""
-        cache, start = self.cache, sequence.node.end
-        end = min(int(cache.committed[sequence.row]), len(sequence.tokens)) // cache.grid * cache.grid
-        if cache.states:
+        books, start = self.books, sequence.node.end
+        end = min(int(books.committed[sequence.row]), len(sequence.tokens)) // books.grid * books.grid
+        if books.states:
             end = max((point for point in sequence.snapshots if point <= end), default=start)
         if end <= start:
             return
         points = {point for point in sequence.points if start < point < end}
-        if cache.states:
+        if books.states:
             points &= sequence.snapshots.keys()
         node = sequence.node
         for point in (*sorted(points), end):
             node = self._lead_to(sequence, node, point)
-        cache.prefix.pin(node)
-        cache.prefix.unpin(sequence.node)
+        books.prefix.pin(node)
+        books.prefix.unpin(sequence.node)
         sequence.node = node
-        for table in cache.tables:
+        for table in books.tables:
             if table.per_token:
                 table.shared[sequence.row] = node.end // table.slot_tokens
                 self._hide_passed(table, sequence.row, start // table.slot_tokens)
@@ -55,15 +52,15 @@ class Publisher:
 
     def leave_behind(self, sequence: Sequence) -> None:
         """Let windows go on, but hold on to the blocks that resume points not in the tree yet will need."""
-        cache, row = self.cache, sequence.row
-        end = int(cache.committed[row]) // cache.grid * cache.grid
-        for number in cache.windows:
-            table = cache.tables[number]
+        books, row = self.books, sequence.row
+        end = int(books.committed[row]) // books.grid * books.grid
+        for number in books.windows:
+            table = books.tables[number]
             start = max(int(table.first[row]), int(table.shared[row]))
             last = int(min(table.reach.tail(end) // table.slot_tokens, table.blocks[row]))
             slots = np.arange(start, max(start, last))
             spare = slots[~self._needed(sequence, table, slots, end)]
-            cache.give_back(number, table.pages[row, spare])
+            books.give_back(number, table.pages[row, spare])
             table.write_many(np.full(len(spare), row), spare, np.zeros(len(spare), np.int32))
             passed = np.arange(int(table.first[row]), min(start, last))
             table.write_many(np.full(len(passed), row), passed, np.zeros(len(passed), np.int32))
@@ -87,7 +84,7 @@ class Publisher:
 
     def _lead_to(self, sequence: Sequence, node: Node, point: int) -> Node:
         """Walk and build from `node` to a node that ends at `point`."""
-        cache, tree = self.cache, self.cache.prefix.tree
+        books, tree = self.books, self.books.prefix.tree
         while node.end < point:
             rest = sequence.tokens[node.end : point]
             child = node.children.get(rest[: tree.grid].tobytes())
@@ -95,17 +92,17 @@ class Publisher:
                 return self._build(sequence, node, point)
             same = tree.common(child.tokens, rest)
             if same < len(child.tokens):
-                child = cache.prefix.split(child, node.end + same)
+                child = books.prefix.split(child, node.end + same)
             self._merge(sequence, child)
             node = child
         return node
 
     def _build(self, sequence: Sequence, node: Node, point: int) -> Node:
         """A new run from `node` to `point`, or more of the sequence's own last run."""
-        prefix = self.cache.prefix
+        prefix = self.books.prefix
         tokens = sequence.tokens[node.end : point]
         extras = any(node.end < p < point for p in sequence.on_the_way)
-        pages = [self._donated(sequence, number, node.end, point) for number in range(len(self.cache.tables))]
+        pages = [self._donated(sequence, number, node.end, point) for number in range(len(self.books.tables))]
         self._forget_snapshots(sequence, point)
         is_end = point not in sequence.points
         if node is sequence.node and is_end and prefix.can_grow(node):
@@ -118,9 +115,9 @@ class Publisher:
 
     def _donated(self, sequence: Sequence, number: int, start: int, end: int) -> Ids:
         """Our pages of one group for the run [start, end), but for those that no point needs: they go back."""
-        table, row = self.cache.tables[number], sequence.row
+        table, row = self.books.tables[number], sequence.row
         if not table.per_token:
-            size, nth = self.cache.prefix.tree.groups[number].block_tokens, self.cache.states.index(number)
+            size, nth = self.books.prefix.tree.groups[number].block_tokens, self.books.states.index(number)
             pages = np.zeros((end - start) // size, np.int32)
             for point, taken in sequence.snapshots.items():
                 if start < point <= end:
@@ -137,19 +134,19 @@ class Publisher:
 
     def _let_go(self, sequence: Sequence, number: int, slots: Counts, pages: Ids) -> None:
         """Give pages back and take them out of the table."""
-        table = self.cache.tables[number]
-        self.cache.give_back(number, pages)
+        table = self.books.tables[number]
+        self.books.give_back(number, pages)
         table.write_many(np.full(len(slots), sequence.row), slots, np.zeros(len(slots), np.int32))
 
     def _merge(self, sequence: Sequence, node: Node) -> None:
         """The tree has this run already: take over its pages, fill its gaps with ours, give back the rest."""
         node.extras |= any(node.start < point < node.end for point in sequence.on_the_way)
-        for number, table in enumerate(self.cache.tables):
+        for number, table in enumerate(self.books.tables):
             if table.per_token:
                 self._merge_rows(sequence, node, number)
                 continue
             ours = self._donated(sequence, number, node.start, node.end)
-            self.cache.give_back(number, self.cache.prefix.keep(node, number, 0, ours))
+            self.books.give_back(number, self.books.prefix.keep(node, number, 0, ours))
         self._forget_snapshots(sequence, node.end)
 
     def _forget_snapshots(self, sequence: Sequence, end: int) -> None:
@@ -158,7 +155,7 @@ class Publisher:
             sequence.snapshots = {point: pages for point, pages in sequence.snapshots.items() if point > end}
 
     def _merge_rows(self, sequence: Sequence, node: Node, number: int) -> None:
-        cache, table, row = self.cache, self.cache.tables[number], sequence.row
+        books, table, row = self.books, self.books.tables[number], sequence.row
         first, last = node.start // table.slot_tokens, node.end // table.slot_tokens
         ours = table.pages[row, first:last].copy()
         useful = ours
@@ -166,14 +163,14 @@ class Publisher:
             slots = np.arange(first, last)
             needed = self._needed(sequence, table, slots, node.end)
             useful = np.where(needed, ours, np.int32(NULL))
-            cache.give_back(number, ours[~needed])
-        cache.give_back(number, cache.prefix.keep(node, number, 0, useful))
+            books.give_back(number, ours[~needed])
+        books.give_back(number, books.prefix.keep(node, number, 0, useful))
         visible = np.where(ours == NULL, np.int32(NULL), node.pages[number])
         table.write(row, first, visible)
 
     def _shed(self, node: Node) -> None:
         """A point moved on: drop what its windows and states have passed."""
-        prefix = self.cache.prefix
+        prefix = self.books.prefix
         for number in prefix.tree.trailing:
             group = prefix.tree.groups[number]
             blocks = np.arange(len(node.pages[number])) + node.start // group.block_tokens

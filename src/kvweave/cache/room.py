@@ -2,65 +2,61 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from kvweave.cache.books import Books
 from kvweave.cache.sequence import Copy, Rows, Sequence
 from kvweave.errors import NeverFits, OutOfPages
 from kvweave.pool import Ids, PoolPages
 from kvweave.table import Counts, GroupTable
 
-if TYPE_CHECKING:
-    from kvweave.cache.cache import Cache
-
 
 class Room:
     """Takes the pages of sequences. Everything is asked for before anything is changed."""
 
-    def __init__(self, cache: Cache, admission_reserve: float) -> None:
-        self.cache = cache
+    def __init__(self, books: Books, admission_reserve: float) -> None:
+        self.books = books
         self.reserve = admission_reserve
-        self.numbers = {table.tag: number for number, table in enumerate(cache.tables)}
-        self._tags = [[(tag, self.numbers[tag]) for tag in pool.groups] for pool in cache.pools]
+        self.evicted_pages = 0
+        self._tags = [[(tag, books.numbers[tag]) for tag in pool.groups] for pool in books.pools]
 
     # ---- extend
 
     def make(self, rows: Rows, lengths: Counts, drafts: int) -> list[Copy]:
         """Pages so that the rows reach `lengths`; live states, and one more a draft token."""
         if len(rows) == 1:
-            return self._make_one(self.cache.by_row[int(rows[0])], int(lengths[0]), drafts)
-        grows = [self._growth(table, rows, lengths, drafts) for table in self.cache.tables]
-        is_new = bool(self.reserve) and bool((self.cache.committed[rows] == 0).any())
+            return self._make_one(self.books.by_row[int(rows[0])], int(lengths[0]), drafts)
+        grows = [self._growth(table, rows, lengths, drafts) for table in self.books.tables]
+        is_new = bool(self.reserve) and bool((self.books.committed[rows] == 0).any())
         self.ensure([int(grow.sum()) for grow in grows], int(lengths.max()), is_new)
-        for number, (table, grow) in enumerate(zip(self.cache.tables, grows, strict=True)):
+        for number, (table, grow) in enumerate(zip(self.books.tables, grows, strict=True)):
             growing = grow > 0
             if growing.any():
                 self._append(number, table, rows[growing], grow[growing])
-        self.cache.set_room(rows)
-        return self._restore([self.cache.by_row[row] for row in rows.tolist()]) if self.cache.states else []
+        self.books.set_room(rows)
+        return self._restore([self.books.by_row[row] for row in rows.tolist()]) if self.books.states else []
 
     def _make_one(self, sequence: Sequence, length: int, drafts: int) -> list[Copy]:
         """`make` for one row, in plain numbers."""
-        cache, row = self.cache, sequence.row
+        books, row = self.books, sequence.row
         grows = []
-        for table in cache.tables:
+        for table in books.tables:
             need = -(-length // table.slot_tokens) if table.per_token else 1 + drafts
-            cache.widen(table, need)
+            books.widen(table, need)
             grows.append(max(0, need - int(table.blocks[row])))
-        self.ensure(grows, length, not cache.committed[row] or bool(sequence.restore))
+        self.ensure(grows, length, not books.committed[row] or bool(sequence.restore))
         for number, count in enumerate(grows):
             if count:
-                table = cache.tables[number]
+                table = books.tables[number]
                 table.write(row, int(table.blocks[row]), self.take(number, count))
                 table.blocks[row] += count
-        cache.set_room(sequence.rows)
+        books.set_room(sequence.rows)
         return self._restore([sequence]) if sequence.restore else []
 
     def _growth(self, table: GroupTable, rows: Rows, lengths: Counts, drafts: int) -> Counts:
         """New pages a row."""
         need = -(-lengths // table.slot_tokens) if table.per_token else np.full(len(rows), 1 + drafts)
-        self.cache.widen(table, int(need.max()))
+        self.books.widen(table, int(need.max()))
         more: Counts = np.maximum(need - table.blocks[rows], 0)
         return more
 
@@ -78,25 +74,25 @@ class Room:
         copies = []
         for sequence in sequences:
             for number, page in sequence.restore:
-                copies.append(self.copy(number, page, int(self.cache.tables[number].pages[sequence.row, 0])))
+                copies.append(self.copy(number, page, int(self.books.tables[number].pages[sequence.row, 0])))
             sequence.restore = []
         return copies
 
     def copy(self, number: int, src: int, dst: int) -> Copy:
-        return Copy(self.cache.tables[number].tag, np.array([src], np.int32), np.array([dst], np.int32))
+        return Copy(self.books.tables[number].tag, np.array([src], np.int32), np.array([dst], np.int32))
 
     # ---- pages
 
     def take(self, number: int, count: int) -> Ids:
-        pool = self.cache.pool_of[number]
-        return pool.take(self.cache.tables[number].tag, count) if pool else np.zeros(count, np.int32)
+        pool = self.books.pool_of[number]
+        return pool.take(self.books.tables[number].tag, count) if pool else np.zeros(count, np.int32)
 
     def ensure(self, counts: list[int], length: int, is_new: bool = False) -> None:
         """Make sure that `counts[g]` pages of each group can be taken; evict, or raise with nothing taken.
 
         `length` is that of the longest sequence that asks, to tell what can never fit from what does not fit now.
         """
-        for pool, tags in zip(self.cache.pools, self._tags, strict=True):
+        for pool, tags in zip(self.books.pools, self._tags, strict=True):
             wanted = {tag: counts[number] for tag, number in tags if counts[number]}
             if not wanted:
                 continue
@@ -121,22 +117,22 @@ class Room:
                 self._refuse(pool, wanted, length)
 
     def _evict(self, tag: str, count: int) -> int:
-        freed = self.cache.prefix.evict(self.numbers[tag], count)
-        self.cache.evicted_pages += freed
+        freed = self.books.prefix.evict(self.books.numbers[tag], count)
+        self.evicted_pages += freed
         return freed
 
     def _short_after_eviction(self, pool: PoolPages, wanted: dict[str, int]) -> bool:
         """Whether even evicting all that can go would not do, by the super-pages that could become empty at best."""
         need = spare = 0
         for tag, group in pool.groups.items():
-            left = group.num_free + self.cache.prefix.evictable(self.numbers[tag]) - wanted.get(tag, 0)
+            left = group.num_free + self.books.prefix.evictable(self.books.numbers[tag]) - wanted.get(tag, 0)
             need += max(0, -(left // group.per_super))
             spare += max(0, left // group.per_super)
         return need > pool.free_supers.size + spare
 
     def _refuse(self, pool: PoolPages, wanted: dict[str, int], length: int) -> None:
         """Raise `NeverFits` where even an empty pool would be too small for one sequence, else `OutOfPages`."""
-        plan = self.cache.plan
+        plan = self.books.plan
         groups = [plan.group(tag) for tag in pool.groups]
         supers = sum(-(-group.num_blocks_held(length) // group.pages_per_super) for group in groups)
         if supers > pool.num_supers:
@@ -148,5 +144,5 @@ class Room:
                 smallest_bytes=(supers + 1) * unit,
             )
         tag = max(wanted, key=lambda tag: wanted[tag] - pool.available(tag))
-        evictable = self.cache.prefix.evictable(self.numbers[tag])
+        evictable = self.books.prefix.evictable(self.books.numbers[tag])
         raise OutOfPages(pool.name, wanted=wanted[tag], available=pool.available(tag), evictable=evictable)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +12,18 @@ from kvweave.errors import BadSequence
 from kvweave.pool import Ids
 from kvweave.prefix import Node, Tokens
 
-if TYPE_CHECKING:
-    from kvweave.cache.cache import Cache
-
 Rows = NDArray[np.int64]
+
+
+class Home(Protocol):
+    """What a sequence asks of the books that it is in."""
+
+    lengths: Rows
+
+    @property
+    def state_tags(self) -> list[str]: ...
+    def next_stop(self, sequence: Sequence, position: int) -> int | None: ...
+    def flush_tokens(self, sequence: Sequence) -> None: ...
 
 
 class Copy(NamedTuple):
@@ -44,8 +52,8 @@ class Sequence:
     __slots__ = (
         "_buffer",
         "_num_tokens",
+        "books",
         "branch",
-        "cache",
         "namespace",
         "node",
         "num_cached",
@@ -60,8 +68,8 @@ class Sequence:
         "snapshots",
     )
 
-    def __init__(self, cache: Cache, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node) -> None:
-        self.cache = cache
+    def __init__(self, books: Home, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node) -> None:
+        self.books = books
         self.row = row
         self.rows: Rows = np.array([row], np.int64)
         self.planned: dict[int, list[int]] = {}
@@ -90,26 +98,25 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens that have a place: cached, computed, or about to be."""
-        return int(self.cache.lengths[self.row])
+        return int(self.books.lengths[self.row])
 
     @property
     def stop(self) -> int | None:
-        return self.cache.next_stop(self, self.length)
+        return self.books.next_stop(self, self.length)
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Where the step prepared should leave states, after `extend` with `checkpoints`."""
-        tags = [self.cache.tables[number].tag for number in self.cache.states]
         return [
             Checkpoint(tag, position, page)
             for position, pages in self.planned.items()
-            for tag, page in zip(tags, pages, strict=True)
+            for tag, page in zip(self.books.state_tags, pages, strict=True)
         ]
 
     @property
     def tokens(self) -> Tokens:
         """All tokens known so far: the prompt, and what `extend` was told."""
-        self.cache.flush_tokens(self)
+        self.books.flush_tokens(self)
         return self._buffer[: self._num_tokens]
 
     def add_tokens(self, tokens: Tokens) -> None:
@@ -132,10 +139,10 @@ class Sequence:
 class Pin:
     """A prefix that is kept until `Cache.unpin`: its length in tokens, and where it ends."""
 
-    __slots__ = ("cache", "node")
+    __slots__ = ("books", "node")
 
-    def __init__(self, cache: Cache, node: Node) -> None:
-        self.cache: Cache | None = cache
+    def __init__(self, books: Home, node: Node) -> None:
+        self.books: Home | None = books
         self.node = node
 
     @property
@@ -154,10 +161,10 @@ class Batch:
         self.checked = -1
         """The cache's count of closed sequences when it last looked at this batch."""
 
-    def check(self, cache: Cache) -> None:
-        """All sequences are open ones of `cache`, each once, where they were when the batch was made."""
+    def check(self, books: Home) -> None:
+        """All sequences are open ones of these books, each once, where they were when the batch was made."""
         for sequence, row in zip(self.sequences, self.rows.tolist(), strict=True):
-            if sequence.cache is not cache:
+            if sequence.books is not books:
                 raise BadSequence("a sequence of another cache is in the batch")
             if row < 0 or sequence.row != row:
                 raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvweave.plan import Plan
 
 LEAST_SPACING = 1024
-"""Tokens between spaced points, at least, where nobody says otherwise."""
+"""Tokens between spaced points, at least, where each interrupts a prefill to copy a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Retention:
         if every is None:
             fixed = plan.window_bytes() + plan.state_bytes()
             growing = plan.bytes_per_token()
-            every = max(int(fixed / growing) if growing else 0, LEAST_SPACING)
+            least = LEAST_SPACING if plan.state_bytes() or not growing else 4 * grid
+            every = max(int(fixed / growing) if growing else 0, least)
         return -(-every // grid) * grid
 
 
