@@ -11,7 +11,7 @@ from kvweave.cache.sequence import Rows, Sequence
 from kvweave.plan import Plan
 from kvweave.pool import NULL, Ids, PoolPages
 from kvweave.prefix import Event, Node, Policy, Prefix, Retention, tree_groups
-from kvweave.table import GroupTable
+from kvweave.table import Counts, GroupTable
 
 NEVER = np.iinfo(np.int64).max
 RECENT = 256

@@ -231,19 +231,22 @@ class Cache:
         for number in self.books.windows:
             table = self.books.tables[number]
             target = np.minimum(table.reach.tail(ends) // table.slot_tokens, table.blocks[rows])
-            passed = np.maximum(target - table.first[rows], 0)
+            passed = target - table.first[rows]
             moving = passed > 0
             if moving.any():
                 self._pass(number, rows[moving], passed[moving])
 
     def _pass(self, number: int, rows: Rows, passed: Counts) -> None:
+        """Take the first `passed` slots of each row out of a window's table."""
         table = self.books.tables[number]
-        repeated = np.repeat(rows, passed)
-        slots = np.repeat(table.first[rows] - np.cumsum(passed) + passed, passed) + np.arange(int(passed.sum()))
-        pages = table.pages[repeated, slots]
-        self.books.give_back(number, pages[slots >= table.shared[repeated]])
-        table.write_many(repeated, slots, np.zeros(len(slots), np.int32))
-        table.first[rows] += passed
+        slots = table.first[rows]
+        table.first[rows] = slots + passed
+        if passed.max() > 1:
+            slots = np.repeat(slots - np.cumsum(passed) + passed, passed) + np.arange(int(passed.sum()))
+            rows = np.repeat(rows, passed)
+        pages = table.pages[rows, slots]
+        self.books.give_back(number, pages[slots >= table.shared[rows]])
+        table.write_many(rows, slots, np.zeros(len(slots), np.int32))
 
     # ---- fork, truncate, close
 

@@ -6,8 +6,6 @@ the tables take over the tree's pages, ours fill its gaps or go back. Where it h
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,20 +65,15 @@ class Publisher:
             table.first[row] = max(int(table.first[row]), last)
 
     def _needed(self, sequence: Sequence, table: GroupTable, slots: Counts, end: int) -> NDArray[np.bool_]:
-        """Which of consecutive slots the wanted points of a sequence up to `end`, or `end` itself, need."""
-        size = table.slot_tokens
-        if not len(slots):
-            return np.zeros(0, bool)
-        first, count = int(slots[0]), len(slots)
-        way = sequence.on_the_way[
-            bisect_right(sequence.on_the_way, first * size) : bisect_right(sequence.on_the_way, end)
-        ]
-        points = np.array([*way, *(p for p in sequence.points if p < end), end])
-        edges = np.zeros(count + 1, np.int64)
-        np.add.at(edges, np.clip(table.reach.tail(points) // size - first, 0, count), 1)
-        np.add.at(edges, np.clip(points // size - first, 0, count), -1)
-        needed: NDArray[np.bool_] = (np.cumsum(edges)[:-1] > 0) | (slots < table.head_blocks)
-        return needed
+        """Which slots before `end` the wanted points of a sequence, or `end` itself, need.
+
+        Tails only move on, so a slot is needed if the next point behind it needs it.
+        """
+        ends = (slots + 1) * table.slot_tokens
+        wanted = np.array([*sorted({*sequence.points, *sequence.on_the_way}), end])
+        nearest = np.minimum(wanted[np.minimum(np.searchsorted(wanted[:-1], ends), len(wanted) - 1)], end)
+        needed: NDArray[np.bool_] = table.reach.tail(nearest) // table.slot_tokens <= slots
+        return needed | (slots < table.head_blocks) if table.head_blocks else needed
 
     def _lead_to(self, sequence: Sequence, node: Node, point: int) -> Node:
         """Walk and build from `node` to a node that ends at `point`."""

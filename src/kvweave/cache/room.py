@@ -27,12 +27,12 @@ class Room:
         if len(rows) == 1:
             return self._make_one(self.books.by_row[int(rows[0])], int(lengths[0]), drafts)
         grows = [self._growth(table, rows, lengths, drafts) for table in self.books.tables]
+        counts = [0 if grow is None else int(grow.sum()) for grow in grows]
         is_new = bool(self.reserve) and bool((self.books.committed[rows] == 0).any())
-        self.ensure([int(grow.sum()) for grow in grows], int(lengths.max()), is_new)
-        for number, (table, grow) in enumerate(zip(self.books.tables, grows, strict=True)):
-            growing = grow > 0
-            if growing.any():
-                self._append(number, table, rows[growing], grow[growing])
+        self.ensure(counts, int(lengths.max()), is_new)
+        for number, grow in enumerate(grows):
+            if grow is not None:
+                self._append(number, rows, grow, counts[number])
         self.books.set_room(rows)
         return self._restore([self.books.by_row[row] for row in rows.tolist()]) if self.books.states else []
 
@@ -53,20 +53,23 @@ class Room:
         books.set_room(sequence.rows)
         return self._restore([sequence]) if sequence.restore else []
 
-    def _growth(self, table: GroupTable, rows: Rows, lengths: Counts, drafts: int) -> Counts:
-        """New pages a row."""
-        need = -(-lengths // table.slot_tokens) if table.per_token else np.full(len(rows), 1 + drafts)
-        self.books.widen(table, int(need.max()))
-        more: Counts = np.maximum(need - table.blocks[rows], 0)
-        return more
+    def _growth(self, table: GroupTable, rows: Rows, lengths: Counts, drafts: int) -> Counts | None:
+        """New pages a row; None where no row needs any."""
+        need = -(-lengths // table.slot_tokens) if table.per_token else 1 + drafts
+        grow: Counts = need - table.blocks[rows]
+        if grow.max() <= 0:
+            return None
+        self.books.widen(table, int(np.max(need)))
+        return np.maximum(grow, 0) if grow.min() < 0 else grow
 
-    def _append(self, number: int, table: GroupTable, rows: Rows, counts: Counts) -> None:
-        pages = self.take(number, int(counts.sum()))
+    def _append(self, number: int, rows: Rows, grow: Counts, count: int) -> None:
+        """`grow` more pages at the end of each row, `count` in all."""
+        table, pages = self.books.tables[number], self.take(number, count)
         slots = table.blocks[rows]
-        table.blocks[rows] = slots + counts
-        if len(pages) > len(rows):
-            slots = np.repeat(slots - np.cumsum(counts) + counts, counts) + np.arange(len(pages))
-            rows = np.repeat(rows, counts)
+        table.blocks[rows] = slots + grow
+        if count != len(rows) or grow.min() != 1:
+            slots = np.repeat(slots - np.cumsum(grow) + grow, grow) + np.arange(count)
+            rows = np.repeat(rows, grow)
         table.write_many(rows, slots, pages)
 
     def _restore(self, sequences: list[Sequence]) -> list[Copy]:

@@ -64,8 +64,10 @@ class GroupPages:
         return np.flatnonzero(counts == self.per_super).astype(np.int32)
 
     def add(self, supers: Ids) -> None:
-        each = np.arange(self.per_super, dtype=np.int32)
-        self.free.push((supers[:, None] * np.int32(self.per_super) + each).astype(np.int32).ravel())
+        pages = supers
+        if self.per_super > 1:
+            pages = (supers[:, None] * self.per_super + np.arange(self.per_super)).astype(np.int32).ravel()
+        self.free.push(pages)
         self.num_supers += len(supers)
 
     def drop(self, supers: Ids) -> None:
@@ -97,15 +99,15 @@ class PoolPages:
 
     def prepare(self, wanted: dict[str, int]) -> int:
         """Move super-pages so that every group can `take` what it wants; returns how many lack (0: all is ready)."""
-        need = {tag: self.groups[tag].supers_for(count) for tag, count in wanted.items()}
-        lack = sum(need.values()) - self.free_supers.size
+        need = [(self.groups[tag], self.groups[tag].supers_for(count)) for tag, count in wanted.items()]
+        lack = sum(supers for _, supers in need) - self.free_supers.size
         for tag, group in self.groups.items() if lack > 0 and len(self.groups) > 1 else ():
             lack -= self._reclaim(group, min(lack, (group.num_free - wanted.get(tag, 0)) // group.per_super))
         if lack > 0:
             return lack
-        for tag, supers in need.items():
+        for group, supers in need:
             if supers:
-                self.groups[tag].add(self.free_supers.pop(supers))
+                group.add(self.free_supers.pop(supers))
         return 0
 
     def _reclaim(self, group: GroupPages, most: int) -> int:
