@@ -14,6 +14,11 @@
         +-- BadSequence      a sequence of another cache, a closed one, lengths that make no sense
         +-- CannotTruncate   what the shorter sequence would need is gone
         +-- WrongThread      a cache belongs to the thread that made it
+    +-- TensorError          memory cannot be had, or be used as asked
+        +-- OutOfMemory      the machine has not so many bytes; nothing stays allocated
+        +-- NoDevice         the device asked for is not here
+        +-- ArenaClosed      memory that was given back already
+        +-- BadRows          rows, slots or pages that do not fit the cache they are for
 
 Every message carries the numbers and the cure; an error leaves everything as it was.
 """
@@ -96,3 +101,27 @@ class CannotTruncate(CacheError, ValueError):
 
 class WrongThread(CacheError, RuntimeError):
     """A cache belongs to the thread that made it."""
+
+
+class TensorError(KVWeaveError):
+    """Memory cannot be had, or cannot be used as asked."""
+
+
+class OutOfMemory(TensorError, MemoryError):
+    """The machine has not so many bytes; nothing of what was asked for stays allocated."""
+
+    def __init__(self, where: str, *, wanted_bytes: int, reason: str) -> None:
+        super().__init__(f"{where}: cannot have {wanted_bytes} bytes ({reason}); plan with less memory")
+        self.wanted_bytes = wanted_bytes
+
+
+class NoDevice(TensorError, RuntimeError):
+    """The device asked for is not here."""
+
+
+class ArenaClosed(TensorError, RuntimeError):
+    """The memory was given back already."""
+
+
+class BadRows(TensorError, ValueError):
+    """Rows, slots or pages that do not fit the cache they are for; nothing was written."""

@@ -33,9 +33,7 @@ def blocks_while_computing(reach: Reach, position: int, size: int) -> set[int]:
 
 
 @given(strategies.reaches, st.integers(1, 20), st.integers(0, 400), st.integers(1, 4))
-def test_blocks_held_are_the_most_of_any_position_on_the_way(
-    reach: Reach, size: int, length: int, ranks: int
-) -> None:
+def test_blocks_held_are_the_most_of_any_position_on_the_way(reach: Reach, size: int, length: int, ranks: int) -> None:
     """With context parallelism blocks go round the ranks, and the fullest rank counts."""
     held = group(reach, size, ranks).num_blocks_held(length)
     if not reach.per_token:

@@ -168,7 +168,9 @@ def test_views_come_by_layer_then_by_group_and_role(made: Plan) -> None:
 
 def one_layer(cache: LayerCache, pages: int = 3, **how: Any) -> Plan:
     """A pool of so many pages, of which page 0 is the NULL page."""
-    made = plan(ModelSpec("one", (Layer((cache,)),)), 1 << 20, own_pools={cache.tag: PoolRequest(pages=pages - 1)}, **how)
+    made = plan(
+        ModelSpec("one", (Layer((cache,)),)), 1 << 20, own_pools={cache.tag: PoolRequest(pages=pages - 1)}, **how
+    )
     assert made.num_pages(cache.tag) == pages - 1
     return made
 
@@ -190,7 +192,11 @@ def test_a_planar_page_is_all_values_then_all_scales() -> None:
 
 
 def test_a_packed_row_is_its_parts_one_after_the_other() -> None:
-    parts = [Part("nope", (512,), DType.FLOAT8_E4M3), Part("scale", (4,), DType.FLOAT32), Part("rope", (64,), DType.BFLOAT16)]
+    parts = [
+        Part("nope", (512,), DType.FLOAT8_E4M3),
+        Part("scale", (4,), DType.FLOAT32),
+        Part("rope", (64,), DType.BFLOAT16),
+    ]
     made = one_layer(LayerCache("latent", Full(), (Role.packed("latent", parts),)))
     view = made.view(0, "latent")
     assert (view.shape, view.strides) == ((3, 16, 656), (16 * 656, 656, 1))
@@ -290,7 +296,7 @@ def test_real_models_in_real_memory(layout: Layout) -> None:
         "dtype": "bfloat16",
     }
     spec = from_config(config, dtype="fp8")
-    how: dict[str, Any] = {"layout": layout, "block_tokens": 256}
+    how: dict[str, Any] = {"layout": layout, "block_tokens": 256, "pools": "independent"}
     made = plan(spec, strategies.smallest_memory(spec, **how), **how)
     for group, pool in present(made):
         count = touches(own_views(made, group), pool.num_bytes)

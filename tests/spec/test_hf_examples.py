@@ -14,7 +14,9 @@ import pytest
 from kvweave import from_config, plan
 from kvweave.spec import ModelSpec
 
-CONFIGS = {Path(str(path)).stem: path for path in (files("kvweave") / "examples").iterdir() if path.name[-5:] == ".json"}
+CONFIGS = {
+    Path(str(path)).stem: path for path in (files("kvweave") / "examples").iterdir() if path.name[-5:] == ".json"
+}
 EXPECTED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data" / "examples_expected.json").read_text()
 )

@@ -223,7 +223,9 @@ def test_deepseek_sparse_attention_is_a_latent_and_an_indexer() -> None:
 
 
 def test_a_layer_of_unknown_kind_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"layer 1 of model_type 'llama' is of unknown kind 'telepathy'; known: .*full"):
+    with pytest.raises(
+        ConfigError, match=r"layer 1 of model_type 'llama' is of unknown kind 'telepathy'; known: .*full"
+    ):
         read({**LLAMA, "layer_types": ["full_attention", "telepathy", "full_attention", "full_attention"]})
 
 
@@ -265,7 +267,9 @@ def test_step_pads_its_layer_types_for_the_draft() -> None:
 
 def test_draft_layers_without_an_entry_are_as_the_last_layer_with_rows() -> None:
     assert tags(read(example("deepseek-v3"), draft_layers=True))[-2:] == ["latent", "latent"]
-    assert tags(read({**example("qwen3-next-80b"), "num_nextn_predict_layers": 2}, draft_layers=True))[-3:] == ["full"] * 3
+    assert (
+        tags(read({**example("qwen3-next-80b"), "num_nextn_predict_layers": 2}, draft_layers=True))[-3:] == ["full"] * 3
+    )
     nemotron = read({**example("nemotron-nano-9b-v2"), "num_nextn_predict_layers": 1}, draft_layers=True)
     assert tags(nemotron)[-2:] == ["", "full"]
 

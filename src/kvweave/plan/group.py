@@ -90,6 +90,12 @@ class Group:
         """Bytes from one page to the next, within a lane."""
         return self.kernel_stride * self.kernel_blocks
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of rows that a long sequence keeps whatever its length, on this rank, block rounding apart."""
+        ranks = self.context_shards if self.cache.reach.per_token else 1
+        return -(-self.cache.fixed_bytes() // ranks) * len(self.layers)
+
     def num_blocks_held(self, num_tokens: int) -> int:
         """The most blocks that a sequence holds on its way to `num_tokens` tokens, on the fullest context-parallel rank.
 

@@ -113,11 +113,11 @@ class Plan:
 
     def window_bytes(self) -> int:
         """Fixed bytes a sequence keeps in windows and chunks."""
-        return sum(g.cache.fixed_bytes() * len(g.layers) for g in self.groups if not holds_state(g.cache))
+        return sum(g.fixed_bytes for g in self.groups if not holds_state(g.cache))
 
     def state_bytes(self) -> int:
         """Fixed bytes a sequence keeps in states."""
-        return sum(g.cache.fixed_bytes() * len(g.layers) for g in self.groups if holds_state(g.cache))
+        return sum(g.fixed_bytes for g in self.groups if holds_state(g.cache))
 
     # ---- capacity
 

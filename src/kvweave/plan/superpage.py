@@ -69,13 +69,23 @@ def _candidates(slices: Sequence[Slice], low: int, high: int) -> NDArray[np.int6
 
 
 def _pages(piece: Slice, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each size, the most pages of equal, aligned stride that fit."""
-    most, units = sizes // piece.page_bytes, sizes // piece.unit
+    """For each size, the most pages of equal, aligned stride that fit, or 1 where none is near.
+
+    Tried from the tightest on: ever fewer pages, or ever wider strides, whichever run out first.
+    """
+    most, units, tightest = sizes // piece.page_bytes, sizes // piece.unit, piece.page_bytes // piece.unit
+    by_stride = tightest < int(most.max())
     pages = np.ones_like(sizes)
     unsolved = np.arange(len(sizes))
-    for fewer in range(int(0.06 * most.max()) + 3):
-        count = most[unsolved] - fewer
-        fits = units[unsolved] % np.maximum(count, 1) == 0
+    for more in range(int(0.06 * min(tightest, int(most.max()))) + 3):
+        if by_stride:
+            count = units[unsolved] // (tightest + more)
+            fits = count * (tightest + more) == units[unsolved]
+        else:
+            count = most[unsolved] - more
+            fits = units[unsolved] % np.maximum(count, 1) == 0
         pages[unsolved[fits]] = np.maximum(count[fits], 1)
         unsolved = unsolved[~fits & (count > 1)]
+        if not len(unsolved):
+            break
     return pages

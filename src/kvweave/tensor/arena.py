@@ -1,0 +1,134 @@
+"""The arena: a plan's pools as memory. One allocation a pool, at an address that stays, so graphs may capture it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from kvweave.errors import ArenaClosed, UnknownName
+from kvweave.plan import Place, Plan, Pool
+from kvweave.tensor.layer import LayerView, layer_view
+from kvweave.tensor.memory import Buffer, Memory
+from kvweave.tensor.names import ordered, tensor_name
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """A pool's memory: where it was asked for, where it is, and on which device."""
+
+    name: str
+    num_bytes: int
+    asked: Place
+    given: Place
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStats:
+    """What an arena holds; nothing after `close`."""
+
+    pools: tuple[PoolMemory, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pool.num_bytes for pool in self.pools)
+
+
+class Arena:
+    """Memory for all pools of a plan, and the views of its layers. It knows roles and bytes, and no kind of attention.
+
+    `memory` is a device ("cpu", "cuda"), or the memory to share with other arenas. All or nothing: when one pool
+    cannot be had, none is kept. Device pools start as zeros, and so does the NULL super-page of the others.
+    """
+
+    def __init__(self, plan: Plan, memory: Memory | str = "cpu") -> None:
+        self.plan = plan
+        self.memory = memory if isinstance(memory, Memory) else Memory(memory)
+        self._buffers: dict[str, Buffer] = {}
+        self._layers: dict[tuple[int, str | None], LayerView] = {}
+        self._closed = False
+        try:
+            for pool in plan.pools:
+                self._buffers[pool.name] = self.memory.take(pool.num_bytes, pool.place, f"pool {pool.name!r}")
+                _wipe(self._buffers[pool.name].tensor, pool)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- views
+
+    def layer(self, layer: int, tag: str | None = None) -> LayerView:
+        """What a layer sees; `tag` says under which tag, where it has several caches. The same object every time."""
+        self._check_open()
+        if (layer, tag) not in self._layers:
+            self._layers[layer, tag] = layer_view(self.plan, self.pool, self._where, layer, tag)
+        return self._layers[layer, tag]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by its name, in the contract's order: by layer, then role priority."""
+        return {
+            tensor_name(self.plan, view.layer, view.tag, view.role, self._where(view.pool)): self.layer(
+                view.layer, view.tag
+            )[view.role]
+            for view in ordered(self.plan)
+        }
+
+    def pool(self, name: str) -> torch.Tensor:
+        """A pool's bytes."""
+        self._check_open()
+        if name not in self._buffers:
+            raise UnknownName("pool", name, self._buffers)
+        return self._buffers[name].tensor
+
+    def pages(self, tag: str) -> torch.Tensor:
+        """A group's pages as bytes, `[pages, lanes, page_stride]`; in page-major pools a page is one run."""
+        group = self.plan.group(tag)
+        pool = self.plan.pool(group.pool)
+        shape = (pool.num_supers * group.pages_per_super, pool.lanes, group.page_stride)
+        strides = (group.page_stride, pool.num_supers * pool.super_bytes, 1)
+        return torch.as_strided(self.pool(pool.name), shape, strides)
+
+    # ---- stats, and the end
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def stats(self) -> ArenaStats:
+        return ArenaStats(
+            tuple(
+                PoolMemory(name, buffer.tensor.numel(), buffer.asked, buffer.given, str(buffer.tensor.device))
+                for name, buffer in self._buffers.items()
+            )
+        )
+
+    def close(self) -> None:
+        """Give all memory back; twice is once. Views that others still hold keep their bytes until they are gone."""
+        self._closed = True
+        self._layers.clear()
+        while self._buffers:
+            self.memory.release(self._buffers.popitem()[1])
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _where(self, pool: str) -> str:
+        buffer = self._buffers[pool]
+        return str(buffer.tensor.device if buffer.asked is Place.DEVICE else buffer.asked)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ArenaClosed("this arena is closed: its memory was given back")
+
+
+def _wipe(memory: torch.Tensor, pool: Pool) -> None:
+    """Zeros where anybody may read before anybody wrote."""
+    lanes = memory.view(pool.lanes, pool.num_supers * pool.super_bytes)
+    (lanes if pool.place is Place.DEVICE else lanes[:, : pool.super_bytes]).zero_()

@@ -1,0 +1,80 @@
+"""Backends: who reads a layer's cache says what is to be kept. Everything after that is the same for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Reach, Read
+from kvweave.spec.hf.keep import Keep
+from kvweave.spec.role import role_order
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRequest:
+    """A layer of a model, as far as its cache goes. `heads` are those of keys and values, before they are sharded.
+
+    `quant` is "auto" (none) or one of fp8, fp8_e5m2, fp8_token_head, fp8_block, int8, int4. `reads` are caches of other
+    layers that this one uses. `tag` names the group, where layers that keep different things would share a name.
+    """
+
+    layer: int
+    heads: int = 1
+    key_dim: int = 128
+    value_dim: int | None = None
+    reach: Reach = Full()  # noqa: RUF009  (frozen)
+    dtype: DType = DType.BFLOAT16
+    quant: str = "auto"
+    reads: tuple[Read, ...] = ()
+    draft: bool = False
+    tag: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", DType.parse(self.dtype))
+
+    @property
+    def keep(self) -> Keep:
+        """Makes the caches of known kinds in this layer's dtype and quantisation."""
+        return Keep.parse(self.quant, self.dtype, "engine")
+
+
+class AttentionBackend(Protocol):
+    """Declares what it wants kept. It allocates nothing, names nothing, and may return roles in any order."""
+
+    @property
+    def not_hosted(self) -> str:
+        """Why pages of its caches must not be mirrored on the host; "" where they may."""
+        ...
+
+    def caches(self, request: LayerRequest) -> Iterable[LayerCache]:
+        """What a layer keeps: nothing, one cache, or several under different tags."""
+        ...
+
+
+Pairing = tuple[AttentionBackend, LayerRequest]
+
+
+def assemble(model_type: str, layers: Sequence[Pairing], max_tokens: int | None = None) -> ModelSpec:
+    """The model whose layers keep what their backends want, each layer at its number, whatever the order here."""
+    by_number = sorted(layers, key=lambda pairing: pairing[1].layer)
+    count = by_number[-1][1].layer + 1 if by_number else 0
+    made = [Layer()] * count
+    for backend, request in by_number:
+        made[request.layer] = Layer(_ordered(backend.caches(request)), request.reads, request.draft)
+    return ModelSpec(model_type, tuple(made), max_tokens)
+
+
+def not_hosted(layers: Sequence[Pairing]) -> dict[str, str]:
+    """By tag, why a group cannot be mirrored on the host: one layer that cannot is enough."""
+    return {
+        cache.tag: backend.not_hosted
+        for backend, request in layers
+        if backend.not_hosted
+        for cache in backend.caches(request)
+    }
+
+
+def _ordered(caches: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
+    """By the priority of their first roles, so that a backend's order decides nothing."""
+    return tuple(sorted(caches, key=lambda cache: (role_order(cache.roles[0].name), cache.tag)))

@@ -1,0 +1,179 @@
+"""Layer views: what a layer keeps, as zero-copy tensors over its pool.
+
+keys, values   [kernel_blocks, heads, kernel_tokens, dim]      both at once: kv [kernel_blocks, 2, heads, ...]
+latents        [kernel_blocks, kernel_tokens, dim]
+states         [pages, ...]
+packed rows    [kernel_blocks, kernel_tokens, row_bytes] as bytes, planar ones [kernel_blocks, bytes]; parts beside
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvweave.errors import PlanError, UnknownName
+from kvweave.plan import Group, Plan, View
+from kvweave.spec import DType, Reach, Role
+from kvweave.tensor.dtypes import torch_dtype
+from kvweave.tensor.names import tensor_name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plane:
+    """One field of a role's rows as `[kernel_blocks, rows, *shape]`; a role that is not packed has just one.
+
+    `tensor` has one more axis, of bytes, where the elements do not lie on multiples of their size.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoleView:
+    """One role of one layer. `tensor` is what kernels read; `planes` are its rows, row by row, for writing."""
+
+    name: str
+    layer: int
+    role: Role
+    group: Group
+    cp_rank: int
+    tensor: torch.Tensor
+    planes: tuple[Plane, ...]
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The fields of a packed row, apart: values, scales."""
+        return {plane.name: plane.tensor for plane in self.planes} if self.role.parts else {}
+
+    @property
+    def rows_per_block(self) -> int:
+        return self.group.num_rows(self.role)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots there are: tokens of all pages, or pages of states."""
+        return int(self.planes[0].tensor.shape[0]) * self.rows_per_block * self.role.tokens_per_row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerView:
+    """What a layer sees under one tag: its own cache, or the one it reads. Roles in the contract's order."""
+
+    layer: int
+    group: Group
+    roles: Mapping[str, RoleView]
+
+    def __getitem__(self, role: str) -> torch.Tensor:
+        return self.role(role).tensor
+
+    def role(self, name: str) -> RoleView:
+        if name not in self.roles:
+            raise UnknownName(f"role of layer {self.layer} under tag {self.tag!r}", name, self.roles)
+        return self.roles[name]
+
+    @property
+    def tag(self) -> str:
+        return self.group.tag
+
+    @property
+    def reach(self) -> Reach:
+        return self.group.cache.reach
+
+    @property
+    def block_tokens(self) -> int:
+        return self.group.block_tokens
+
+    @property
+    def kernel_tokens(self) -> int:
+        return self.group.kernel_tokens
+
+    @property
+    def dtypes(self) -> dict[str, DType]:
+        return {name: view.role.dtype for name, view in self.roles.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(view.name for view in self.roles.values())
+
+    @property
+    def kv(self) -> torch.Tensor | None:
+        """Keys and values as `[kernel_blocks, 2, heads, kernel_tokens, dim]`; None where they differ or lie apart."""
+        key, value = self.roles.get("key"), self.roles.get("value")
+        if key is None or value is None or not _side_by_side(key, value):
+            return None
+        tensor = key.tensor
+        apart = value.tensor.storage_offset() - tensor.storage_offset()
+        shape, strides = tensor.shape, tensor.stride()
+        both = tensor.as_strided((shape[0], 2, *shape[1:]), (strides[0], apart, *strides[1:]))
+        return both.movedim(2 + key.role.token_axis, -2)
+
+
+def _side_by_side(key: RoleView, value: RoleView) -> bool:
+    same = (key.layer, key.role.shape, key.role.dtype, key.role.token_axis, key.role.tokens_per_row)
+    if same != (value.layer, value.role.shape, value.role.dtype, value.role.token_axis, value.role.tokens_per_row):
+        return False
+    own = not (key.role.parts or key.role.alias_of or value.role.alias_of)
+    return own and len(key.role.shape) == 2 and key.group.cache.reach.per_token
+
+
+def layer_view(
+    plan: Plan, bytes_of: Callable[[str], torch.Tensor], where: Callable[[str], str], layer: int, tag: str | None
+) -> LayerView:
+    """The view of a layer over the pools' bytes; `where` says in names where a pool is."""
+    tag = _tag_of(plan, layer, tag)
+    group = plan.group(tag)
+    roles = {}
+    for role in group.cache.roles:
+        if _sees(plan, layer, tag, role.name):
+            view = plan.view(layer, role.name, tag)
+            name = tensor_name(plan, view.layer, tag, role.name, where(view.pool))
+            roles[role.name] = _role_view(plan, group, role, view, bytes_of(view.pool), name)
+    return LayerView(layer, group, roles)
+
+
+def _tag_of(plan: Plan, layer: int, tag: str | None) -> str:
+    """The tag asked for, or the only one there is."""
+    own = [group.tag for group in plan.groups if layer in group.layers]
+    tags = list(dict.fromkeys([*own, *(read.tag for reader, read in plan.reads if reader == layer)]))
+    if tag is None:
+        if len(tags) != 1:
+            raise PlanError(f"layer {layer} has the caches {', '.join(tags) or '(none)'}: say which tag")
+        return tags[0]
+    if tag not in tags:
+        raise UnknownName(f"tag of layer {layer}", tag, tags)
+    return tag
+
+
+def _sees(plan: Plan, layer: int, tag: str, role: str) -> bool:
+    if layer in plan.group(tag).layers:
+        return True
+    return any(
+        reader == layer and read.tag == tag and (not read.roles or role in read.roles) for reader, read in plan.reads
+    )
+
+
+def _role_view(plan: Plan, group: Group, role: Role, view: View, memory: torch.Tensor, name: str) -> RoleView:
+    tensor = strided(memory, view)
+    if role.parts:
+        planes = [
+            Plane(part.name, part.dtype, shown.shape[2:], strided(memory, shown))
+            for part, shown in zip(role.parts, view.parts, strict=True)
+        ]
+    else:
+        rows = tensor.movedim(1 + role.token_axis, 1) if group.cache.reach.per_token else tensor.unsqueeze(1)
+        planes = [Plane(role.name, role.dtype, tuple(rows.shape[2:]), rows)]
+    return RoleView(name, view.layer, role, group, plan.parallel.cp_rank, tensor, tuple(planes))
+
+
+def strided(memory: torch.Tensor, view: View) -> torch.Tensor:
+    """A plan's view as a tensor over a pool's bytes; elements that lie askew get an axis of bytes instead."""
+    dtype = torch_dtype(view.dtype)
+    if all(n % dtype.itemsize == 0 for n in (view.offset, *view.strides)):
+        strides = [stride // dtype.itemsize for stride in view.strides]
+        return torch.as_strided(memory.view(dtype), view.shape, strides, view.offset // dtype.itemsize)
+    return torch.as_strided(memory, (*view.shape, dtype.itemsize), (*view.strides, 1), view.offset)

@@ -1,0 +1,103 @@
+"""Memory: the one place that allocates and frees, and that knows what the machine can do."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from kvweave.errors import NoDevice, OutOfMemory
+from kvweave.plan import Place
+from kvweave.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+SHORTAGE = ("allocate", "out of memory", "overflow")
+"""Words by which torch's allocators say that there is not enough; any other error is not ours to rename."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """Bytes at an address that does not change until they are released; `given` is where they really are."""
+
+    tensor: torch.Tensor
+    asked: Place
+    given: Place
+
+
+class Memory:
+    """Takes and releases buffers on one device and its host, and counts those that are live.
+
+    Pinned memory is ordinary memory registered with CUDA, so it has exactly the bytes asked for (torch's own pinned
+    allocator rounds up to a power of two). Without CUDA it stays ordinary memory: said once in the log.
+    """
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.device = _checked(device)
+        self.can_pin = torch.cuda.is_available()
+        self._live: set[Buffer] = set()
+        self._said = False
+
+    @property
+    def num_live(self) -> int:
+        """Buffers taken and not released."""
+        return len(self._live)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(buffer.tensor.numel() for buffer in self._live)
+
+    def take(self, num_bytes: int, place: Place, where: str) -> Buffer:
+        """A buffer of `num_bytes`, its contents undefined; `where` names it in errors."""
+        given = self._given(place, where)
+        try:
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.device if place is Place.DEVICE else "cpu")
+            if given is Place.PINNED:
+                _register(tensor)
+        except (RuntimeError, TypeError) as error:
+            if not any(word in str(error).lower() for word in SHORTAGE):
+                raise
+            reason = f"{format_bytes(num_bytes)} of {self.device if place is Place.DEVICE else place} memory"
+            raise OutOfMemory(where, wanted_bytes=num_bytes, reason=reason) from error
+        buffer = Buffer(tensor, place, given)
+        self._live.add(buffer)
+        return buffer
+
+    def release(self, buffer: Buffer) -> None:
+        """Let go of a buffer; twice is once. Tensors still looking at it keep its bytes until they are gone."""
+        if buffer not in self._live:
+            return
+        self._live.discard(buffer)
+        if buffer.given is Place.PINNED:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(buffer.tensor.data_ptr())
+
+    def _given(self, place: Place, where: str) -> Place:
+        if place is not Place.PINNED or self.can_pin:
+            return place
+        if not self._said:
+            log.warning("%s: no CUDA here, so pinned memory is ordinary host memory", where)
+            self._said = True
+        return Place.HOST
+
+
+def _checked(device: str | torch.device) -> torch.device:
+    """The device, if it is here."""
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise NoDevice(f"unknown device {device!r}; take 'cpu' or 'cuda'") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise NoDevice(
+            f"device {device!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices; take 'cpu'"
+        )
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _register(tensor: torch.Tensor) -> None:
+    code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
+    if int(code):
+        raise RuntimeError(f"out of memory that may be pinned (CUDA error {int(code)})")

@@ -1,0 +1,105 @@
+"""Quantising on the way in: values in a narrow type beside their scales, as the roles of a layer declare them.
+
+A scale is the largest magnitude it stands for over the largest number of the type, so that nothing overflows; a row of
+zeros has scale 1. fp8 then keeps 3 bits behind the leading one (an error of at most 1/16), int8 and int4 round to half
+a step. Blocks of a row share a scale as `SCALE_BLOCK` says; the last block may be short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvweave.errors import BadRows
+from kvweave.spec import DType, Role
+from kvweave.spec.hf.keep import SCALE_BLOCK
+from kvweave.tensor.dtypes import torch_dtype
+
+LARGEST = {DType.FLOAT8_E4M3: 448.0, DType.FLOAT8_E5M2: 57344.0, DType.INT8: 127.0, DType.INT4: 7.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiser:
+    """To `dtype` and back, with a scale for every `block` values of the last axis (None: for all of them)."""
+
+    dtype: DType
+    block: int | None = None
+    power_of_two: bool = False
+    """Whether scales are rounded up to powers of two, as kernels with ue8m0 scales need."""
+
+    def quantise(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values as they are stored (int4: two in a byte, the first in the low half), and float32 scales `[..., blocks]`."""
+        blocks = self._blocks(rows.float())
+        scales = blocks.abs().amax(-1) / LARGEST[self.dtype]
+        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+        if self.power_of_two:
+            scales = torch.exp2(torch.ceil(torch.log2(scales)))
+        scaled = (blocks / scales.unsqueeze(-1)).flatten(-2)[..., : rows.shape[-1]]
+        return self._narrow(scaled.clamp(-LARGEST[self.dtype], LARGEST[self.dtype])), scales
+
+    def dequantise(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """float32 rows."""
+        wide = self._widen(values)
+        return (self._blocks(wide) * scales.float().unsqueeze(-1)).flatten(-2)[..., : wide.shape[-1]]
+
+    def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., dim]` as `[..., blocks, block]`, the last one filled up with zeros."""
+        dim = rows.shape[-1]
+        block = self.block or dim
+        padded = torch.nn.functional.pad(rows, (0, -dim % block))
+        return padded.unflatten(-1, (-1, block))
+
+    def _narrow(self, scaled: torch.Tensor) -> torch.Tensor:
+        if self.dtype not in (DType.INT8, DType.INT4):
+            return scaled.to(torch_dtype(self.dtype))
+        whole = scaled.round().to(torch.int8)
+        if self.dtype is DType.INT8:
+            return whole
+        low, high = (whole[..., half::2].to(torch.uint8) & 0xF for half in (0, 1))
+        return low | high << 4
+
+    def _widen(self, values: torch.Tensor) -> torch.Tensor:
+        if self.dtype is not DType.INT4:
+            return values.float()
+        halves = torch.stack((values & 0xF, values >> 4), dim=-1).flatten(-2).to(torch.int8)
+        return torch.where(halves > 7, halves - 16, halves).float()
+
+
+def pack(role: Role, rows: torch.Tensor, *, power_of_two: bool = False) -> dict[str, torch.Tensor]:
+    """Float rows `[n, width]` as the parts of a packed role: its fp8 part with scales, the others cast.
+
+    Columns go to the parts in order, the scales apart: 512 + 64 for an MLA row of 656 bytes, 128 for an indexer's 132.
+    """
+    widths = _widths(role)
+    if rows.dim() != 2 or rows.shape[1] != sum(widths.values()):
+        raise BadRows(f"role {role.name!r} packs rows of {sum(widths.values())} numbers, not {list(rows.shape)}")
+    parts = {}
+    for part, columns in zip(widths, rows.split(list(widths.values()), dim=1), strict=True):
+        dtype = next(p.dtype for p in role.parts if p.name == part)
+        if dtype in LARGEST:
+            quantiser = Quantiser(dtype, SCALE_BLOCK, power_of_two)
+            parts[part], parts["scale"] = quantiser.quantise(columns)
+        else:
+            parts[part] = columns.to(torch_dtype(dtype))
+    return parts
+
+
+def unpack(role: Role, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What `pack` was given, within the format's error, as float32."""
+    columns = []
+    for name in _widths(role):
+        dtype = next(part.dtype for part in role.parts if part.name == name)
+        wide = parts[name].float()
+        columns.append(Quantiser(dtype, SCALE_BLOCK).dequantise(wide, parts["scale"]) if dtype in LARGEST else wide)
+    return torch.cat(columns, dim=1)
+
+
+def _widths(role: Role) -> dict[str, int]:
+    """The columns of each part but the scales; a layout that is not one fp8 part and its scales is not ours to fill."""
+    narrow = [part for part in role.parts if part.dtype in LARGEST]
+    scale = next((part for part in role.parts if part.name == "scale"), None)
+    if len(narrow) != 1 or scale is None or scale.shape != (-(-narrow[0].shape[0] // SCALE_BLOCK),):
+        layout = ", ".join(f"{part.name} {part.shape} {part.dtype}" for part in role.parts) or "not packed"
+        raise BadRows(f"role {role.name!r} ({layout}) has a layout of its own: write its bytes with write_rows")
+    return {part.name: part.shape[0] for part in role.parts if part is not scale}

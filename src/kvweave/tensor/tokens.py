@@ -1,0 +1,69 @@
+"""Numbers in and out of a layer, whatever the layer keeps them as: plain, cast, quantised beside scales, or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from kvweave.spec import Role
+from kvweave.spec.hf.keep import SCALE_BLOCK
+from kvweave.tensor.dtypes import torch_dtype
+from kvweave.tensor.layer import LayerView
+from kvweave.tensor.quant import LARGEST, Quantiser, pack, unpack
+from kvweave.tensor.rows import Rows, Slots, read_planes, token_slots, write_rows
+
+
+def write_tokens(
+    layer: LayerView, slots: Slots, rows: Mapping[str, torch.Tensor], *, power_of_two: bool = False
+) -> None:
+    """Write float rows `[n, *row shape]` by role. A role with scales is quantised, and its scales written with it;
+    8-bit roles without (their scale is the model's) are cast, and what is too large for them is clamped."""
+    wanted: list[tuple[str, Rows]] = []
+    for name, given in rows.items():
+        role = layer.role(name).role
+        if role.parts:
+            wanted.append((name, pack(role, given, power_of_two=power_of_two)))
+        elif scale := _scale_of(layer, name):
+            values, scales = _quantiser(role, scale, power_of_two).quantise(given)
+            wanted += [(name, values), (scale.name, scales.view(len(given), *scale.shape))]
+        else:
+            wanted.append((name, _cast(role, given)))
+    for name, stored in wanted:
+        write_rows(layer.role(name), slots, stored)
+
+
+def gather_tokens(layer: LayerView, table_row: object, start: int, end: int) -> dict[str, torch.Tensor]:
+    """The tokens [start, end) of a sequence as numbers, by role; scales are applied, and not shown."""
+    scales = {scale.name for name in layer.roles if (scale := _scale_of(layer, name))}
+    return {name: _numbers(layer, name, table_row, start, end) for name in layer.roles if name not in scales}
+
+
+def _numbers(layer: LayerView, name: str, table_row: object, start: int, end: int) -> torch.Tensor:
+    view = layer.role(name)
+    slots = token_slots(view, table_row, start, end)
+    planes = read_planes(view, slots)
+    if view.role.parts:
+        return unpack(view.role, planes)
+    scale = _scale_of(layer, name)
+    if scale is None:
+        return planes[name]
+    scales = read_planes(layer.role(scale.name), slots)[scale.name]
+    per_head = scales if len(scale.shape) == len(view.role.shape) else scales.unsqueeze(-1)
+    return _quantiser(view.role, scale).dequantise(planes[name], per_head)
+
+
+def _scale_of(layer: LayerView, name: str) -> Role | None:
+    view = layer.roles.get(f"{name}_scale")
+    return view.role if view else None
+
+
+def _quantiser(role: Role, scale: Role, power_of_two: bool = False) -> Quantiser:
+    """One scale a head, or one a block of each head: the shape of the scales says which."""
+    return Quantiser(role.dtype, SCALE_BLOCK if len(scale.shape) == len(role.shape) else None, power_of_two)
+
+
+def _cast(role: Role, rows: torch.Tensor) -> torch.Tensor:
+    if role.dtype in LARGEST and rows.dtype != torch_dtype(role.dtype):
+        rows = rows.float().clamp(-LARGEST[role.dtype], LARGEST[role.dtype])
+    return rows.to(torch_dtype(role.dtype))
