@@ -187,7 +187,7 @@ def smallest_memory(spec: ModelSpec, **how: Any) -> int:
 
 
 @st.composite
-def plans(draw: st.DrawFn, most_bytes: int = 3_000_000, **limits: Any) -> Plan:
+def plans(draw: st.DrawFn, /, most_bytes: int = 3_000_000, **limits: Any) -> Plan:
     """A random model in little more memory than it needs."""
     spec = draw(models(**limits))
     how = draw(wishes(spec))

@@ -46,7 +46,7 @@ def plans(draw: st.DrawFn) -> Plan:
     caches = [
         LayerCache(f"g{i}", k, (Role("key", (w,), DType.FLOAT32),))
         for i, (k, w) in enumerate(zip(kinds, widths, strict=True))
-    ]  # type: ignore[arg-type]
+    ]
     blocks = {cache.tag: draw(st.sampled_from((1, 2, 4, 8))) for cache in caches}
     kernels = {tag: draw(st.sampled_from((1, size))) for tag, size in blocks.items()}
     pools = draw(st.sampled_from(("auto", "independent")))

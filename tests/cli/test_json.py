@@ -24,7 +24,7 @@ def group(report: dict[str, Any], tag: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_the_numbers_of_an_example_are_those_worked_out_by_hand(kvweave: Kvweave, name: str) -> None:
     report = kvweave("plan", name, "--json").json()
-    assert report["num_layers"] == EXPECTED[name].get("cache_layers", EXPECTED[name]["num_layers"])
+    assert report["num_layers"] == EXPECTED[name]["num_layers"]
     fields = ("bytes_per_token", "window_bytes_per_sequence", "state_bytes_per_sequence")
     assert {field: report[field] for field in fields} == {field: EXPECTED[name][field] for field in fields}
     assert isinstance(report["bytes_per_token"], int)

@@ -29,7 +29,7 @@ def bytes_of(view: View, num_bytes: int) -> NDArray[np.int64]:
     shape = (*view.shape, ITEM_BYTES[view.dtype])
     strides = tuple(8 * stride for stride in (*view.strides, 1))
     last = view.offset + sum((size - 1) * stride for size, stride in zip(shape, (*view.strides, 1), strict=True))
-    assert 0 <= view.offset
+    assert view.offset >= 0
     assert math.prod(shape) == 0 or last < num_bytes, f"{view.role} of layer {view.layer} leaves its pool"
     return as_strided(arena[view.offset :], shape, strides)
 
@@ -217,8 +217,8 @@ def test_bytes_written_through_parts_are_read_where_the_docstring_draws_them() -
             rows = as_strided(arena[part.offset :], part.shape, part.strides)
             rows[1] = (ord(name) + 16 * np.arange(4) - 97).reshape(4, 1)
         drawn[planar] = [f"{'ab'[value % 16]}{value // 16}" for value in arena[16:28]]
-    assert drawn[True] == "a0 a0 a1 a1 a2 a2 a3 a3 b0 b1 b2 b3".split()
-    assert drawn[False] == "a0 a0 b0 a1 a1 b1 a2 a2 b2 a3 a3 b3".split()
+    assert drawn[True] == ["a0", "a0", "a1", "a1", "a2", "a2", "a3", "a3", "b0", "b1", "b2", "b3"]
+    assert drawn[False] == ["a0", "a0", "b0", "a1", "a1", "b1", "a2", "a2", "b2", "a3", "a3", "b3"]
 
 
 def test_keys_and_values_are_heads_by_tokens_by_width_and_lie_side_by_side() -> None:

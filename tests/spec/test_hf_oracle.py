@@ -33,6 +33,10 @@ STEPS = 3
 DECODED = 37
 
 
+ENTRY_A_CACHE = {"longcat_flash"}
+"""Families whose layers have several caches, and as many entries in transformers' list of them."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny matrices: more threads only wait for one another."""
@@ -51,6 +55,8 @@ def model_of(name: str) -> Any:
 def predicted(name: str, length: int) -> list[int]:
     spec = from_config(tiny.tiny_config(name), store="transformers", dtype=str(model_of(name).dtype).split(".")[1])
     tokens = length + EXTRA_TOKENS.get(name.partition(":")[0], 0)
+    if name in ENTRY_A_CACHE:
+        return [cache.bytes_at(tokens) for _, cache in spec.caches()]
     return [sum(cache.bytes_at(tokens) for cache in layer.caches) for layer in spec.layers]
 
 
@@ -87,7 +93,7 @@ def test_no_causal_lm_of_transformers_is_neither_measured_nor_excluded() -> None
             unplanned.append(f"{model_type}: not measured")
         try:
             notes = from_config(tiny.tiny_config(model_type)).notes
-        except Exception as error:  # noqa: BLE001  whatever stops a new family is to be listed
+        except Exception as error:
             unplanned.append(f"{model_type}: {error!r}")
             continue
         if any("is not known here" in note for note in notes):

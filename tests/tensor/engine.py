@@ -16,8 +16,8 @@ from tests.cache.engine import signatures
 def sign(view: RoleView, marks: list[int]) -> torch.Tensor:
     """Rows of bytes that only this layer and role would hold after these tokens, as the role's own type."""
     size = view.role.shape[0] if view.role.parts else view.planes[0].tensor[0, 0].numel() * view.tensor.dtype.itemsize
-    own = np.uint64(zlib.crc32(f"{view.layer} {view.group.tag} {view.role.name}".encode()))
-    seeds = np.array([mark % 2**64 for mark in marks], np.uint64) ^ own * np.uint64(0x9E3779B97F4A7C15)
+    own = zlib.crc32(f"{view.layer} {view.group.tag} {view.role.name}".encode()) << 32
+    seeds = np.array([mark % 2**64 for mark in marks], np.uint64) ^ np.uint64(own)
     mixed = (seeds[:, None] + np.arange(size, dtype=np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
     flat = (mixed >> np.uint64(40)).astype(np.uint8)
     rows = torch.from_numpy(flat)

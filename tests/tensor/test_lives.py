@@ -31,7 +31,7 @@ def live(made: Plan, arena: Arena, chance: random.Random) -> int:
     longest = 2 * cache.grid + cache.grid // 2
     stem = [chance.randrange(2) for _ in range(longest)]
     leave(engine, stem)
-    for _ in range(40):
+    for _ in range(25):
         action = chance.choice(("open", "open", "run", "run", "run", "fork", "truncate", "close"))
         if action == "open" and len(sequences) < 4:
             prompt = stem[: chance.choice((3, longest - 2, longest))] + [chance.randrange(2, 9)] * 3

@@ -97,7 +97,7 @@ class Group:
         return -(-self.cache.fixed_bytes() // ranks) * len(self.layers)
 
     def num_blocks_held(self, num_tokens: int) -> int:
-        """The most blocks that a sequence holds on its way to `num_tokens` tokens, on the fullest context-parallel rank.
+        """The most blocks that a sequence holds on its way to `num_tokens` tokens, on the fullest rank.
 
         While position p is computed these are the blocks of [0, head) and of [tail(p), p + 1), dealt to the ranks in
         turn. Tails never come back, so of all positions in a block the first holds the most.
@@ -111,8 +111,8 @@ class Group:
         end = positions // size + 1
         head = np.minimum(-(-reach.head // size), end)
         tail = np.clip(reach.tail(positions) // size, head, end)
-        held = [
-            sum(sign * ((to - rank + ranks - 1) // ranks) for sign, to in ((1, head), (1, end), (-1, tail)))
-            for rank in range(ranks)
-        ]
-        return int(np.max(held))
+        held = 0
+        for rank in range(ranks):
+            own_head, own_end, own_tail = ((to - rank + ranks - 1) // ranks for to in (head, end, tail))
+            held = max(held, int((own_head + own_end - own_tail).max()))
+        return held

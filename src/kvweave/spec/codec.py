@@ -21,14 +21,18 @@ T = TypeVar("T")
 
 def to_dict(value: Any) -> dict[str, Any]:
     """The JSON object of a dataclass instance."""
-    data: dict[str, Any] = {}
-    if isinstance(value, Reach):
-        data["kind"] = value.kind
+    data: dict[str, Any] = {"kind": value.kind} if _is_reach(type(value)) else {}
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
         if item != field.default:
             data[field.name] = _plain(item)
     return data
+
+
+@cache
+def _is_reach(cls: type[Any]) -> bool:
+    """As `isinstance(value, Reach)`, but asked once a class: a protocol asks for its members each time."""
+    return all(hasattr(cls, name) for name in ("kind", "per_token", "head", "span", "tail"))
 
 
 def _plain(item: Any) -> Any:

@@ -56,13 +56,22 @@ Pairing = tuple[AttentionBackend, LayerRequest]
 
 
 def assemble(model_type: str, layers: Sequence[Pairing], max_tokens: int | None = None) -> ModelSpec:
-    """The model whose layers keep what their backends want, each layer at its number, whatever the order here."""
-    by_number = sorted(layers, key=lambda pairing: pairing[1].layer)
-    count = by_number[-1][1].layer + 1 if by_number else 0
-    made = [Layer()] * count
-    for backend, request in by_number:
-        made[request.layer] = Layer(_ordered(backend.caches(request)), request.reads, request.draft)
+    """The model whose layers keep what their backends want, each layer at its number, whatever the order here.
+
+    A layer may have several backends (attention beside a state), and keeps what all of them want; a number that nobody
+    has is a layer that keeps nothing.
+    """
+    count = max((request.layer for _, request in layers), default=-1) + 1
+    made = [_layer([pairing for pairing in layers if pairing[1].layer == number]) for number in range(count)]
     return ModelSpec(model_type, tuple(made), max_tokens)
+
+
+def _layer(pairings: Sequence[Pairing]) -> Layer:
+    """By the priority of their first roles, then by tag, so that the order of backends and caches decides nothing."""
+    caches = [cache for backend, request in pairings for cache in backend.caches(request)]
+    caches.sort(key=lambda cache: (role_order(cache.roles[0].name), cache.tag))
+    reads = sorted({read for _, request in pairings for read in request.reads}, key=lambda read: (read.tag, read.layer))
+    return Layer(tuple(caches), tuple(reads), any(request.draft for _, request in pairings))
 
 
 def not_hosted(layers: Sequence[Pairing]) -> dict[str, str]:
@@ -73,8 +82,3 @@ def not_hosted(layers: Sequence[Pairing]) -> dict[str, str]:
         if backend.not_hosted
         for cache in backend.caches(request)
     }
-
-
-def _ordered(caches: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
-    """By the priority of their first roles, so that a backend's order decides nothing."""
-    return tuple(sorted(caches, key=lambda cache: (role_order(cache.roles[0].name), cache.tag)))

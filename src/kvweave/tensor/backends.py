@@ -1,4 +1,4 @@
-"""Our backends. Each is a frozen value with the numbers of its kind; the caches are those that config.json readers make."""
+"""Our backends: frozen values with the numbers of their kind. The caches are those that readers of config.json make."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _tagged(cache: LayerCache, request: LayerRequest) -> LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class GQA:
-    """Keys and values of some heads (MHA: of all; MQA: of one), full or in the request's window; scales if quantised."""
+    """Keys and values of some heads (MHA: of all), in full or in the request's window; with scales if quantised."""
 
     not_hosted: ClassVar[str] = ""
 

@@ -29,7 +29,7 @@ class HostMirror:
     """`num_pages` pages by tag on the host, the NULL page apart. Ids start at 1, as everywhere.
 
     A tag in `not_hosted` (see `backend.not_hosted`), on the host anyway, or asked for no pages is skipped, and
-    `num_pages(tag)` is 0: ask before a page is promised to the host. Memory comes from the arena's, and is counted there.
+    `num_pages(tag)` is 0: ask before a page is promised to the host. Memory is taken from, and counted in, the arena's.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class Quantiser:
     """Whether scales are rounded up to powers of two, as kernels with ue8m0 scales need."""
 
     def quantise(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values as they are stored (int4: two in a byte, the first in the low half), and float32 scales `[..., blocks]`."""
+        """Values as stored (int4: two in a byte, the first in the low half), and float32 scales `[..., blocks]`."""
         blocks = self._blocks(rows.float())
         scales = blocks.abs().amax(-1) / LARGEST[self.dtype]
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))

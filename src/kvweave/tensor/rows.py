@@ -6,7 +6,7 @@ tokens share a row, a token's slot names the row that it is in. For states the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -28,16 +28,24 @@ def write_rows(view: RoleView, slots: Slots, rows: Rows) -> None:
     Packed rows are bytes `[n, row_bytes]`, or a mapping from each part to its rows. Slots on a CUDA device are not
     checked, and cost a synchronisation; in a captured graph give padding tokens slot 0 (the NULL page) instead of -1.
     """
+    write_all([(view, rows)], slots)
+
+
+def write_all(wanted: Iterable[tuple[RoleView, Rows]], slots: Slots) -> None:
+    """Write rows of several roles at the same slots; rows that do not fit are found before any is written."""
+    for view, index, planes in [_prepared(view, slots, rows) for view, rows in wanted]:
+        kept = index >= 0
+        skips = not bool(kept.all())
+        blocks, offsets = _cells(view, index[kept] if skips else index)
+        for plane, stored in planes:
+            plane.tensor.view(whole_bytes(plane.tensor.dtype))[blocks, offsets] = stored[kept] if skips else stored
+
+
+def _prepared(
+    view: RoleView, slots: Slots, rows: Rows
+) -> tuple[RoleView, torch.Tensor, list[tuple[Plane, torch.Tensor]]]:
     index = _index(view, slots, least=-1)
-    wanted = [(plane, _stored(view, plane, len(index), given)) for plane, given in _by_plane(view, rows)]
-    kept = index >= 0
-    blocks, offsets = _cells(view, index)
-    for plane, stored in wanted:
-        cells = plane.tensor.view(whole_bytes(plane.tensor.dtype))
-        if bool(kept.all()):
-            cells[blocks, offsets] = stored
-        else:
-            cells[blocks[kept], offsets[kept]] = stored[kept.to(stored.device)]
+    return view, index, [(plane, _stored(view, plane, len(index), given)) for plane, given in _by_plane(view, rows)]
 
 
 def read_rows(view: RoleView, slots: Slots) -> torch.Tensor:

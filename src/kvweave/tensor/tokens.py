@@ -11,7 +11,7 @@ from kvweave.spec.hf.keep import SCALE_BLOCK
 from kvweave.tensor.dtypes import torch_dtype
 from kvweave.tensor.layer import LayerView
 from kvweave.tensor.quant import LARGEST, Quantiser, pack, unpack
-from kvweave.tensor.rows import Rows, Slots, read_planes, token_slots, write_rows
+from kvweave.tensor.rows import Rows, Slots, read_planes, token_slots, write_all
 
 
 def write_tokens(
@@ -29,8 +29,7 @@ def write_tokens(
             wanted += [(name, values), (scale.name, scales.view(len(given), *scale.shape))]
         else:
             wanted.append((name, _cast(role, given)))
-    for name, stored in wanted:
-        write_rows(layer.role(name), slots, stored)
+    write_all([(layer.role(name), stored) for name, stored in wanted], slots)
 
 
 def gather_tokens(layer: LayerView, table_row: object, start: int, end: int) -> dict[str, torch.Tensor]:

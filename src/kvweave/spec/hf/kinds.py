@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from kvweave.errors import ConfigError
 from kvweave.spec.dtypes import DType
@@ -136,6 +137,7 @@ def minimax_m3_sparse(fields: Fields, keep: Keep, layer: int) -> Caches:
 # ---- DeepSeek V4: one K = V row, a window of them, and compressed rows beyond it
 
 
+@lru_cache(maxsize=64)
 def v4_row(keep: Keep, dim: int, tokens_per_row: int, name: str) -> tuple[Role, int]:
     """The role, and the smallest kernel block of its layout."""
     if not keep.quant:
@@ -147,7 +149,7 @@ def v4_row(keep: Keep, dim: int, tokens_per_row: int, name: str) -> tuple[Role, 
     scales = -(-(dim - rope) // 64)
     parts = [Part("data", (dim + rope,), DType.UINT8), Part("scale", (scales + scales % 2,), DType.UINT8)]
     role = Role.packed(name, parts, planar=True, align=576, tokens_per_row=tokens_per_row)
-    return role, max(64, 2 * tokens_per_row)
+    return role, min(64 * tokens_per_row, 256)  # V4's kernels read 64 rows at once, or those of 256 tokens
 
 
 def v4_window(fields: Fields, keep: Keep, copies: bool = False) -> LayerCache:
