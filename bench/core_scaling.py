@@ -4,7 +4,7 @@ A pool is filled with closed prompts of 8,192 tokens, then one more is asked for
 this thread from its tokens to a held hit (ours: open; vLLM: Request with hashes, lookup, touch). Metadata is what
 tracemalloc saw when the pool was full, a cached page. Without vLLM installed its figures are null.
 
-Run: make bench NAME=core_scaling, or NAME=core_vs_vllm first, which makes an environment with vLLM.
+Run: make bench NAME=core_scaling, which brings vLLM, or anywhere: python -m bench.core_scaling
 """
 
 from __future__ import annotations

@@ -531,6 +531,7 @@ def crafted(rounds: int, size: str = "128k") -> Figure:
 
 def filled(make: Callable[[], Side], pages: int) -> tuple[Side, float]:
     """A cache full of closed prompts, and what it takes of Python's and numpy's memory, in bytes a cached page."""
+    run_prompt(make(), random_tokens(CHUNK, seed=0))  # what is made once a process is not counted
     gc.collect()
     tracemalloc.start()
     side = make()

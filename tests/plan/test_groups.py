@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave import from_config, plan
@@ -87,7 +87,6 @@ def test_sinks_and_window_may_meet_on_one_rank() -> None:
 # ---- how a page divides
 
 
-@settings(max_examples=60)
 @given(strategies.plans(most_bytes=1000))
 def test_a_block_is_its_kernel_blocks(made: Plan) -> None:
     for held in made.groups:
@@ -100,7 +99,6 @@ def test_a_block_is_its_kernel_blocks(made: Plan) -> None:
             assert held.page_stride == held.kernel_blocks * held.kernel_stride
 
 
-@settings(max_examples=60)
 @given(strategies.plans(most_bytes=1000))
 def test_the_rows_of_a_page_are_those_of_its_tokens(made: Plan) -> None:
     for held in made.groups:
@@ -109,7 +107,6 @@ def test_the_rows_of_a_page_are_those_of_its_tokens(made: Plan) -> None:
         assert held.payload_bytes == per_token * len(held.layers)
 
 
-@settings(max_examples=60)
 @given(strategies.plans(most_bytes=1000))
 def test_roles_of_a_kernel_block_follow_one_another_without_overlap(made: Plan) -> None:
     for held in made.groups:

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave import explain, from_config, plan
@@ -31,7 +31,6 @@ def example(name: str, **how: Any) -> ModelSpec:
 # ---- JSON
 
 
-@settings(max_examples=60)
 @given(strategies.plans())
 def test_a_plan_goes_to_json_and_back(made: Plan) -> None:
     back = Plan.from_dict(json.loads(json.dumps(made.to_dict())))
@@ -193,7 +192,6 @@ def test_notes_of_the_reader_and_of_the_planner_are_told() -> None:
     assert "has blocks of 64 tokens, not 16" in explain(plan(example("deepseek-v3.2", dtype="fp8"), "10GiB"))
 
 
-@settings(max_examples=40)
 @given(strategies.plans())
 def test_any_plan_can_explain_itself(made: Plan) -> None:
     text = explain(made)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
@@ -32,6 +32,11 @@ def bytes_of(view: View, num_bytes: int) -> NDArray[np.int64]:
     assert view.offset >= 0
     assert math.prod(shape) == 0 or last < num_bytes, f"{view.role} of layer {view.layer} leaves its pool"
     return as_strided(arena[view.offset :], shape, strides)
+
+
+small_plans = strategies.plans(most_bytes=60_000).filter(
+    lambda made: all(pool.num_bytes < 500_000 for pool in made.pools)
+)
 
 
 def touches(views: list[View], num_bytes: int) -> NDArray[np.int64]:
@@ -71,8 +76,7 @@ def page_of(group: Group, pool: Pool, index: NDArray[np.int64]) -> tuple[NDArray
 # ---- every byte
 
 
-@settings(max_examples=60)
-@given(strategies.plans(most_bytes=60_000))
+@given(small_plans)
 def test_views_of_a_group_never_overlap_and_cover_the_arena_but_for_padding(made: Plan) -> None:
     for group, pool in present(made):
         count = touches(own_views(made, group), pool.num_bytes)
@@ -84,8 +88,7 @@ def test_views_of_a_group_never_overlap_and_cover_the_arena_but_for_padding(made
         assert made.num_pages(group.tag) == pages - group.pages_per_super, "super-page 0 is nobody's"
 
 
-@settings(max_examples=60)
-@given(strategies.plans(most_bytes=60_000))
+@given(small_plans)
 def test_a_page_keeps_to_its_own_share_and_a_super_page_to_its_own(made: Plan) -> None:
     """So that groups may take and give back whole super-pages, in every lane, without touching one another."""
     for group, pool in present(made):
@@ -105,8 +108,7 @@ def test_a_page_keeps_to_its_own_share_and_a_super_page_to_its_own(made: Plan) -
         assert max(lanes_seen.values(), default=0) <= group.lane_layers
 
 
-@settings(max_examples=60)
-@given(strategies.plans(most_bytes=60_000))
+@given(small_plans)
 def test_the_padding_that_a_plan_declares_is_all_there_is(made: Plan) -> None:
     for pool in made.pools:
         assert sum(1 for group, _ in present(made) if group.pool == pool.name) == len(pool.tags) > 0
@@ -117,8 +119,7 @@ def test_the_padding_that_a_plan_declares_is_all_there_is(made: Plan) -> None:
     assert 0 <= made.padding_share(100) < 1
 
 
-@settings(max_examples=60)
-@given(strategies.plans(most_bytes=60_000))
+@given(small_plans)
 def test_elements_lie_where_their_type_may_lie(made: Plan) -> None:
     for group, _ in present(made):
         for role in group.cache.roles:
@@ -132,8 +133,7 @@ def test_elements_lie_where_their_type_may_lie(made: Plan) -> None:
                 assert view.strides[0] % 16 == 0
 
 
-@settings(max_examples=60)
-@given(strategies.plans(most_bytes=60_000))
+@given(small_plans)
 def test_an_alias_is_the_role_it_names(made: Plan) -> None:
     for group, _ in present(made):
         for role in group.cache.roles:
@@ -143,8 +143,7 @@ def test_an_alias_is_the_role_it_names(made: Plan) -> None:
                     assert (mine.offset, mine.shape, mine.strides) == (its.offset, its.shape, its.strides)
 
 
-@settings(max_examples=60)
-@given(strategies.plans(most_bytes=60_000))
+@given(small_plans)
 def test_parts_share_a_packed_role_among_them_without_gaps_or_overlap(made: Plan) -> None:
     for group, pool in present(made):
         for view in own_views(made, group):
@@ -153,8 +152,7 @@ def test_parts_share_a_packed_role_among_them_without_gaps_or_overlap(made: Plan
                 assert (touches(list(view.parts), pool.num_bytes) == whole).all()
 
 
-@settings(max_examples=60)
-@given(strategies.plans(most_bytes=60_000))
+@given(small_plans)
 def test_views_come_by_layer_then_by_group_and_role(made: Plan) -> None:
     order = {group.tag: number for number, group in enumerate(made.groups)}
     names = {group.tag: [role.name for role in group.cache.roles] for group in made.groups}
@@ -343,7 +341,7 @@ def test_a_layer_with_several_caches_needs_a_tag() -> None:
 
 @given(st.data())
 def test_a_reader_of_a_random_model_sees_what_it_reads(data: st.DataObject) -> None:
-    made = data.draw(strategies.plans(most_bytes=60_000))
+    made = data.draw(small_plans)
     for reader, read in made.reads:
         group = made.group(read.tag)
         for name in read.roles or [role.name for role in group.cache.roles]:

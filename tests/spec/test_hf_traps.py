@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from fractions import Fraction
 from importlib.resources import files
 from pathlib import Path
@@ -472,17 +473,16 @@ def broken(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 BREAKABLE = (
     "bamba-9b", "deepseek-v4-flash", "gemma-3n-e4b", "glm-5.2", "jamba-1.5-mini", "kimi-k3", "lfm2-1.2b",
-    "llama-4-scout", "longcat-flash", "mimo-v2-flash", "minimax-text-01", "nemotron-nano-9b-v2", "qwen3-next-80b", "zaya1",
+    "llama-4-scout", "longcat-flash", "mimo-v2-flash", "minimax-text-01", "nemotron-nano-9b-v2",
+    "qwen3-next-80b", "zaya1",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BREAKABLE)
 def test_a_broken_config_is_read_or_refused_but_never_crashes(name: str) -> None:
     for config in broken(example(name)):
-        try:
+        with suppress(KVWeaveError):
             read(config, dtype="fp8", draft_layers=True)
-        except KVWeaveError as error:
-            assert str(error)
 
 
 # ---- where configs come from

@@ -142,8 +142,8 @@ def test_equal_caches_differ_in_nothing(cache: LayerCache) -> None:
 def test_a_placeholder_that_contradicts_its_tag_is_an_error() -> None:
     with pytest.raises(SpecError, match=r"tag 'full'.*reach"):
         ModelSpec("mine", (Layer((FULL,)),), placeholders=(replace(FULL, reach=Window(9)),))
+    other = replace(STATE, roles=(replace(STATE.roles[0], shape=(1, 128, 128)),))
     with pytest.raises(SpecError, match=r"tag 'state'.*shape"):
-        other = replace(STATE, roles=(replace(STATE.roles[0], shape=(1, 128, 128)),))
         ModelSpec("mine", (Layer((FULL,)),), placeholders=(STATE, other))
 
 

@@ -276,7 +276,7 @@ def test_order_is_by_layer_then_role_whatever_the_order_of_declaration(chance: o
     chance.shuffle(roles)  # type: ignore[attr-defined]
     caches = [LayerCache("full", FULL.reach, tuple(roles)), NEAR, STATE]
     chance.shuffle(caches)  # type: ignore[attr-defined]
-    with Arena(plan(ModelSpec("shuffled", (Layer(tuple(caches)), Layer(tuple(caches[:1])))), "1MB")) as arena:
+    with Arena(plan(ModelSpec("shuffled", (Layer(tuple(caches)), Layer(tuple(caches[:1])))), "4MB")) as arena:
         order = [name.partition("@")[0] for name in arena.tensors() if name.startswith("layer.0")]
     assert order == [
         "layer.0/full/key",

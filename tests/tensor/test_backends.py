@@ -173,7 +173,11 @@ def test_a_window_is_a_fact_of_the_layer_not_of_the_backend() -> None:
 
 
 def test_layers_take_their_numbers_whatever_the_order() -> None:
-    pairs = [(GQA(), LayerRequest(11)), (MLA(), LayerRequest(10)), (Recurrent((2, 2)), LayerRequest(11))]
+    pairs: list[tuple[AttentionBackend, LayerRequest]] = [
+        (GQA(), LayerRequest(11)),
+        (MLA(), LayerRequest(10)),
+        (Recurrent((2, 2)), LayerRequest(11)),
+    ]
     spec = assemble("offset", pairs)
     assert [[cache.tag for cache in layer.caches] for layer in spec.layers] == [[]] * 10 + [
         ["latent"],
@@ -183,14 +187,12 @@ def test_layers_take_their_numbers_whatever_the_order() -> None:
 
 
 def test_a_layer_that_reads_another_keeps_nothing_of_its_own() -> None:
-    spec = assemble(
-        "r",
-        [
-            (DSA(), LayerRequest(0)),
-            (MLA(), LayerRequest(1, reads=(Read(0, "indexer"),))),
-            (Nothing(), LayerRequest(2, reads=(Read(1, "latent"),))),
-        ],
-    )
+    pairs: list[tuple[AttentionBackend, LayerRequest]] = [
+        (DSA(), LayerRequest(0)),
+        (MLA(), LayerRequest(1, reads=(Read(0, "indexer"),))),
+        (Nothing(), LayerRequest(2, reads=(Read(1, "latent"),))),
+    ]
+    spec = assemble("reads", pairs)
     with Arena(plan(spec, "1MB")) as arena:
         assert arena.layer(1, "indexer")["indexer"].data_ptr() == arena.layer(0, "indexer")["indexer"].data_ptr()
         assert arena.layer(2)["latent"].data_ptr() == arena.layer(1, "latent")["latent"].data_ptr()
@@ -207,7 +209,7 @@ def test_draft_layers_take_the_same_path() -> None:
 
 def test_layers_that_differ_need_tags_that_differ() -> None:
     pairs = [(GQA(), LayerRequest(0, key_dim=64)), (GQA(), LayerRequest(1, key_dim=128))]
-    with pytest.raises(SpecError, match="layers 0 and 1 both use tag 'full'.*give them different tags"):
+    with pytest.raises(SpecError, match=r"layers 0 and 1 both use tag 'full'.*give them different tags"):
         assemble("x", pairs)
     spec = assemble("x", [pairs[0], (GQA(), LayerRequest(1, key_dim=128, tag="wide"))])
     assert list(spec.groups()) == ["full", "wide"]
@@ -243,15 +245,8 @@ def test_the_order_that_a_backend_returns_decides_nothing(order: list[int]) -> N
 
 
 def test_a_backend_that_refuses_the_host_says_why_by_tag() -> None:
-    assert not_hosted(
-        [
-            (Shuffled(), LayerRequest(0, quant="int4", heads=1)) if False else (Shuffled((0, 1)), LayerRequest(0)),
-            (MLA(), LayerRequest(1)),
-        ]
-    ) == {
-        "indexer": "its pages hold pointers",
-        "full": "its pages hold pointers",
-    }
+    pairs: list[tuple[AttentionBackend, LayerRequest]] = [(Shuffled((0, 1)), LayerRequest(0)), (MLA(), LayerRequest(1))]
+    assert not_hosted(pairs) == {"indexer": "its pages hold pointers", "full": "its pages hold pointers"}
 
 
 def test_the_documented_example_of_a_backend_runs() -> None:

@@ -41,15 +41,16 @@ def live(made: Plan, arena: Arena, chance: random.Random) -> int:
             act(engine, sequences, chance.randrange(len(sequences)), action, chance)
     for sequence in sequences:
         cache.close(sequence)
-    return hits
+    return hits + leave(engine, [*stem, 7, 7])
 
 
-def leave(engine: Engine, prompt: list[int]) -> None:
-    """Compute a prompt and close it, so that others find it."""
+def leave(engine: Engine, prompt: list[int]) -> int:
+    """Compute a prompt and close it, so that others find it; returns the tokens found of others."""
     first = engine.cache.open(prompt)
     while first.length < len(prompt):
         engine.run(first, min(first.stop or len(prompt), len(prompt)) - first.length)
     engine.cache.close(first)
+    return first.num_cached
 
 
 def act(engine: Engine, sequences: list[Sequence], index: int, action: str, chance: random.Random) -> None:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def to_dict(value: Any) -> dict[str, Any]:
     """The JSON object of a dataclass instance."""
-    data: dict[str, Any] = {"kind": value.kind} if _is_reach(type(value)) else {}
+    data: dict[str, Any] = {"kind": value.kind} if _is_reach(type(value)) else {}  # type: ignore[arg-type]
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
         if item != field.default:
@@ -30,7 +30,7 @@ def to_dict(value: Any) -> dict[str, Any]:
 
 
 @cache
-def _is_reach(cls: type[Any]) -> bool:
+def _is_reach(cls: type[object]) -> bool:
     """As `isinstance(value, Reach)`, but asked once a class: a protocol asks for its members each time."""
     return all(hasattr(cls, name) for name in ("kind", "per_token", "head", "span", "tail"))
 

@@ -11,7 +11,7 @@ from kvweave.errors import ArenaClosed, UnknownName
 from kvweave.plan import Place, Plan, Pool
 from kvweave.tensor.layer import LayerView, layer_view
 from kvweave.tensor.memory import Buffer, Memory
-from kvweave.tensor.names import ordered, tensor_name
+from kvweave.tensor.names import ordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,8 @@ class Arena:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor by its name, in the contract's order: by layer, then role priority."""
-        return {
-            tensor_name(self.plan, view.layer, view.tag, view.role, self._where(view.pool)): self.layer(
-                view.layer, view.tag
-            )[view.role]
-            for view in ordered(self.plan)
-        }
+        shown = [self.layer(view.layer, view.tag).role(view.role) for view in ordered(self.plan)]
+        return {view.name: view.tensor for view in shown}
 
     def pool(self, name: str) -> torch.Tensor:
         """A pool's bytes."""

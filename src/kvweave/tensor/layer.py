@@ -9,7 +9,7 @@ packed rows    [kernel_blocks, kernel_tokens, row_bytes] as bytes, planar ones [
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,7 +30,7 @@ class Plane:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    tensor: torch.Tensor
+    tensor: torch.Tensor = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class RoleView:
     role: Role
     group: Group
     cp_rank: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor = field(repr=False)
     planes: tuple[Plane, ...]
 
     @property

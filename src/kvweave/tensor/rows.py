@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvweave.errors import BadRows
 from kvweave.pool import NULL
-from kvweave.tensor.dtypes import torch_dtype, whole_bytes
+from kvweave.tensor.dtypes import flat_bytes, shaped, torch_dtype, whole_bytes
 from kvweave.tensor.layer import Plane, RoleView
 
 Slots: TypeAlias = "NDArray[np.integer] | torch.Tensor"
@@ -53,7 +53,8 @@ def read_rows(view: RoleView, slots: Slots) -> torch.Tensor:
     planes = read_planes(view, slots)
     if not view.role.parts:
         return next(iter(planes.values()))
-    flat = [rows.contiguous().view(torch.uint8).reshape(len(rows), -1) for rows in planes.values()]
+    sizes = [part.num_bytes for part in view.role.parts]
+    flat = [flat_bytes(rows).view(len(rows), size) for rows, size in zip(planes.values(), sizes, strict=True)]
     return torch.cat(flat, dim=1)
 
 
@@ -131,7 +132,9 @@ def _by_plane(view: RoleView, rows: Rows) -> list[tuple[Plane, torch.Tensor]]:
 
 def _typed(plane: Plane, flat: torch.Tensor) -> torch.Tensor:
     """Bytes `[n, bytes]` as a plane's rows."""
-    return flat.clone(memory_format=torch.contiguous_format).view(torch_dtype(plane.dtype)).view(-1, *plane.shape)
+    return shaped(
+        flat.clone(memory_format=torch.contiguous_format), torch_dtype(plane.dtype), (len(flat), *plane.shape)
+    )
 
 
 def _stored(view: RoleView, plane: Plane, num_rows: int, rows: torch.Tensor) -> torch.Tensor:
@@ -142,14 +145,14 @@ def _stored(view: RoleView, plane: Plane, num_rows: int, rows: torch.Tensor) -> 
         raise BadRows(f"{view.name} takes rows {wanted}, not {_kind(rows)}; cast or quantise them before")
     rows = rows.detach().to(plane.tensor.device)
     if plane.tensor.dim() > rows.dim() + 1:
-        rows = rows.contiguous().unsqueeze(-1).view(torch.uint8)
+        rows = flat_bytes(rows).view(*rows.shape, dtype.itemsize)
     return rows.view(whole_bytes(rows.dtype))
 
 
 def _shown(plane: Plane, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     cells = plane.tensor.view(whole_bytes(plane.tensor.dtype))[blocks, offsets]
     if plane.tensor.dim() > len(plane.shape) + 2:
-        return cells.view(torch_dtype(plane.dtype)).squeeze(-1)
+        return shaped(cells.view(torch.uint8), torch_dtype(plane.dtype), (len(blocks), *plane.shape))
     return cells.view(plane.tensor.dtype)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from kvweave.errors import ConfigError, UnknownName
@@ -76,7 +75,6 @@ class Keep:
 
     # ---- attention rows
 
-    @lru_cache(maxsize=64)  # noqa: B019  frozen: the layers of a model ask for few different caches
     def attention(
         self, heads: int, key_dim: int, value_dim: int | None = None, reach: Reach | None = None
     ) -> LayerCache:
@@ -97,7 +95,6 @@ class Keep:
     def chunk(self, tokens: int) -> Reach:
         return Chunk(tokens) if self.engine else Window(tokens)
 
-    @lru_cache(maxsize=64)  # noqa: B019  frozen: the layers of a model ask for few different caches
     def latent(self, rank: int, rope: int) -> LayerCache:
         """A compressed latent (MLA): one row for all heads, so every tensor-parallel rank holds it whole."""
         roles: tuple[Role, ...]
@@ -117,7 +114,6 @@ class Keep:
             )
         return LayerCache("latent", Full(), roles, context_split=True)
 
-    @lru_cache(maxsize=64)  # noqa: B019  frozen: the layers of a model ask for few different caches
     def indexer(self, dim: int, tokens_per_row: int = 1, heads: int | None = None) -> LayerCache:
         """A sparse-attention indexer's keys. Packed pages are planar: all values, then all scales (132 bytes a row)."""
         if heads is None and self._packs("indexer keys"):
