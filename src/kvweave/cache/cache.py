@@ -151,6 +151,8 @@ class Cache:
             raise BadSequence(f"cannot extend by {n} tokens with {lookahead} ahead and {drafts} drafts")
         if tokens is not None:
             tokens = self._checked_tokens(tokens, len(rows), n)
+        if isinstance(sequences, Sequence) and tokens is None:
+            return self._extend_one(sequences, n, lookahead, drafts, checkpoints)
         after = self.books.lengths[rows] + n
         copies: list[Copy] = []
         short = self.books.room[rows] < after + lookahead
@@ -163,6 +165,17 @@ class Cache:
                 self._states.plan_checkpoints(self.books.by_row[row])
         if tokens is not None:
             self.books.remember(rows, tokens)
+        return copies
+
+    def _extend_one(self, sequence: Sequence, n: int, lookahead: int, drafts: int, checkpoints: bool) -> list[Copy]:
+        """`extend` for one sequence, in plain numbers: a chunk of a prompt."""
+        books, row = self.books, sequence.row
+        after, copies = int(books.lengths[row]) + n, []
+        if books.room[row] < after + lookahead or (drafts and books.states):
+            copies = self.room.make_one(sequence, after + lookahead, drafts)
+        books.lengths[row] = after
+        if checkpoints and books.states and after > books.mark[row]:
+            self._states.plan_checkpoints(sequence)
         return copies
 
     def _checked_tokens(self, tokens: object, num_rows: int, n: int) -> Ids:
@@ -180,12 +193,22 @@ class Cache:
         """
         self._check_thread()
         rows = self._rows(sequences)
+        if isinstance(sequences, Sequence) and lengths is None:
+            return self._commit_one(sequences)
         until = self.books.lengths[rows] if lengths is None else self._checked_lengths(rows, lengths)
         self.books.committed[rows] = until
         if self.books.states:
             self._states.settle(rows, until)
         due = rows[until >= self.books.wake[rows]]
         return self._wake_up(due) if len(due) else []
+
+    def _commit_one(self, sequence: Sequence) -> list[Copy]:
+        """`commit` for one sequence, in plain numbers."""
+        row, until = sequence.row, self.books.lengths[sequence.row]
+        self.books.committed[row] = until
+        if self.books.states:
+            self._states.settle(sequence.rows, self.books.lengths[sequence.rows])
+        return self._wake_up(sequence.rows) if until >= self.books.wake[row] else []
 
     def _wake_up(self, rows: Rows) -> list[Copy]:
         """These rows have passed a block of the grid, or a mark: there is more to do than to count."""

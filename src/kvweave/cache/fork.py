@@ -37,7 +37,7 @@ class Forks:
 
     def _twin(self, sequence: Sequence) -> tuple[Sequence, list[Copy]]:
         books, row = self.books, self.books.take_row()
-        child = Sequence(books, row, sequence.tokens.copy(), sequence.namespace, sequence.priority, sequence.node)
+        child = Sequence(books, row, sequence.tokens, sequence.namespace, sequence.priority, sequence.node)
         child.num_cached, child.num_prompt = sequence.num_cached, sequence.num_prompt
         child.branch, child.restore = sequence.branch, list(sequence.restore)
         child.points, child.on_the_way = list(sequence.points), list(sequence.on_the_way)

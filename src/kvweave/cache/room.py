@@ -25,7 +25,7 @@ class Room:
     def make(self, rows: Rows, lengths: Counts, drafts: int) -> list[Copy]:
         """Pages so that the rows reach `lengths`; live states, and one more a draft token."""
         if len(rows) == 1:
-            return self._make_one(self.books.by_row[int(rows[0])], int(lengths[0]), drafts)
+            return self.make_one(self.books.by_row[int(rows[0])], int(lengths[0]), drafts)
         grows = [self._growth(table, rows, lengths, drafts) for table in self.books.tables]
         counts = [0 if grow is None else int(grow.sum()) for grow in grows]
         is_new = bool(self.reserve) and bool((self.books.committed[rows] == 0).any())
@@ -36,7 +36,7 @@ class Room:
         self.books.set_room(rows)
         return self._restore([self.books.by_row[row] for row in rows.tolist()]) if self.books.states else []
 
-    def _make_one(self, sequence: Sequence, length: int, drafts: int) -> list[Copy]:
+    def make_one(self, sequence: Sequence, length: int, drafts: int) -> list[Copy]:
         """`make` for one row, in plain numbers."""
         books, row = self.books, sequence.row
         grows = []

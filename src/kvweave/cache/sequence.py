@@ -88,7 +88,7 @@ class Sequence:
         """State pages, one a group of states, by the position they were taken at; not in the tree yet."""
         self.restore: list[tuple[int, int]] = []
         """Snapshots (group number, page) to be copied into the live state before the first step."""
-        self._buffer = tokens
+        self._buffer = tokens.copy()  # the caller's array is the caller's
         self._num_tokens = len(tokens)
 
     @property

@@ -46,13 +46,3 @@ def resumable(group: Present, positions: NDArray[np.int64]) -> NDArray[np.bool_]
         head = np.minimum(-(-reach.head // size), end)
         whole &= count[head] == head
     return whole
-
-
-def can_resume(group: Present, position: int) -> bool:
-    """`resumable` for one position, in time proportional to what it needs."""
-    reach, size, blocks = group
-    end = position // size
-    if end > len(blocks):
-        return False
-    head = min(-(-reach.head // size), end)
-    return bool(blocks[reach.tail(position) // size : end].all() and blocks[:head].all())

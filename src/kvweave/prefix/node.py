@@ -34,6 +34,7 @@ class Node:
         "parent",
         "pins",
         "priority",
+        "queued",
         "rolling",
         "start",
         "tokens",
@@ -56,6 +57,8 @@ class Node:
         self.last_used = 0
         self.hits = 0
         self.priority = 0
+        self.queued = 0
+        """In which queues of the evictor it is: a bit each."""
         self.rolling = False
         """Whether it is the end of a sequence that still grows, and that nobody else has used."""
 

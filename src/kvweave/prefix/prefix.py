@@ -16,8 +16,10 @@ from kvweave.prefix.tree import Mask, Match, Tree, TreeGroup
 GiveBack = Callable[[int, Ids], int]
 """Hands pages of a group (by number) back to their pool; returns how many became free."""
 
-Entry = tuple[Any, int, Node, bool]
-"""A queue's entry: the policy's key, the order of arrival, the node, and whether only its extras are meant."""
+LEAF, POINT, EXTRAS = 1, 2, 4
+"""What of a node a queue's entry means: the end of its run, its resume point, or only its extras."""
+Entry = tuple[Any, int, Node, int]
+"""The policy's key, the order of arrival, the node, and what of it is meant."""
 
 MOST_GROWN = 2048
 """A growing sequence's last run is lengthened in place up to so many tokens; beyond, a new one is begun."""
@@ -158,15 +160,21 @@ class Prefix:
     # ---- evicting
 
     def offer(self, node: Node) -> None:
-        """A node that may be evictable now enters the queues."""
-        entry = (self.policy(self.record(node)), next(self._order), node, False)
-        if not node.children and not node.pins:
-            heapq.heappush(self._leaves, entry)
+        """A node that may be evictable now enters the queues in which it is not yet."""
+        if not node.children and not node.pins and not node.queued & LEAF:
+            self._push(self._leaves, node, LEAF)
         if self.tree.trailing and not node.uses:
-            heapq.heappush(self._points, entry)
-            if node.extras:
-                key = self.policy(self.record(node, wanted=False))
-                heapq.heappush(self._points, (key, next(self._order), node, True))
+            if not node.queued & POINT:
+                self._push(self._points, node, POINT)
+            if node.extras and not node.queued & EXTRAS:
+                self._push(self._points, node, EXTRAS)
+
+    def _push(self, queue: list[Entry], node: Node, what: int) -> None:
+        if len(queue) > 2 * self.tree.num_nodes + 64:  # most of it is nodes that are gone
+            queue[:] = [entry for entry in queue if entry[2].parent is not None]
+            heapq.heapify(queue)
+        node.queued |= what
+        heapq.heappush(queue, (self.policy(self.record(node, wanted=what != EXTRAS)), next(self._order), node, what))
 
     def record(self, node: Node, *, wanted: bool = True) -> Record:
         sizes = sum(count * size for count, size in zip(node.counts, self._page_bytes, strict=True))
@@ -180,28 +188,27 @@ class Prefix:
         freed = 0
         heap = self._leaves if self.tree.groups[number].sees_all else self._points
         while freed < count and (entry := self._pop(heap)):
-            node, extras = entry
-            if extras:
+            node, what = entry
+            if what == EXTRAS:
                 freed += self._evict_extras(node, number)
-            elif self.tree.groups[number].sees_all:
+            elif what == LEAF:
                 freed += self._evict_leaf(node, number, count - freed)
             else:
                 freed += self._evict_point(node, number)
         return freed
 
-    def _pop(self, heap: list[Entry]) -> tuple[Node, bool] | None:
+    def _pop(self, queue: list[Entry]) -> tuple[Node, int] | None:
         """The first entry of a queue that can go and whose key still holds."""
-        leaves = heap is self._leaves
-        while heap:
-            key, _, node, extras = heapq.heappop(heap)
-            if node.parent is None or (node.children or node.pins if leaves else node.uses):
+        while queue:
+            key, _, node, what = heapq.heappop(queue)
+            node.queued &= ~what
+            if node.parent is None or (node.children or node.pins if what == LEAF else node.uses):
                 continue
-            if extras and not node.extras:
+            if what == EXTRAS and not node.extras:
                 continue
-            now = self.policy(self.record(node, wanted=not extras))
-            if now == key:
-                return node, extras
-            heapq.heappush(heap, (now, next(self._order), node, extras))
+            if self.policy(self.record(node, wanted=what != EXTRAS)) == key:
+                return node, what
+            self._push(queue, node, what)
         return None
 
     def _evict_extras(self, node: Node, number: int) -> int:

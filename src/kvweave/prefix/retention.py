@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from kvweave.plan import Plan
 
-LEAST_SPACING = 1024
-"""Tokens between spaced points, at least, where each interrupts a prefill to copy a state."""
+SPACING = 1024
+"""Tokens between points kept on the way, where nobody says otherwise; more where a state is worth more rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Retention:
         """Tokens between spaced points, on the grid; 0 for none."""
         every = self.every
         if every is None:
-            fixed = plan.window_bytes() + plan.state_bytes()
-            growing = plan.bytes_per_token()
-            least = LEAST_SPACING if plan.state_bytes() or not growing else 4 * grid
-            every = max(int(fixed / growing) if growing else 0, least)
+            growing = max(1, int(plan.bytes_per_token()))
+            windows, states = plan.window_bytes() // growing, plan.state_bytes() // growing
+            # windows overlap, so close points cost no more than their rows; a state is a copy, and a stop
+            every = max(states, SPACING) if states else max(4 * grid, min(windows, SPACING))
         return -(-every // grid) * grid
 
 

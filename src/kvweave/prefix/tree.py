@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvweave.pool import NULL, Ids
 from kvweave.prefix.events import Cleared, Event, Kept, Lost, Removed, Split, Stored, Trimmed
-from kvweave.prefix.joint import Present, can_resume, joint_hit
+from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Node, Tokens
 from kvweave.spec import Reach
 
@@ -88,10 +88,9 @@ class Tree:
         limit = min(match.length, limit) // self.grid * self.grid
         if limit <= 0 or not self.trailing:
             return max(0, limit)
-        present = [self._present(number, match.nodes) for number in self.trailing]
-        if all(can_resume(group, limit) for group in present):
+        if any(node.end == limit and self.is_point(node) for node in match.nodes[-2:]):
             return limit
-        return joint_hit(present, self.grid, limit)
+        return joint_hit([self._present(number, match.nodes) for number in self.trailing], self.grid, limit)
 
     def _present(self, number: int, nodes: list[Node]) -> Present:
         group = self.groups[number]
@@ -136,8 +135,13 @@ class Tree:
         return upper
 
     def insert(self, parent: Node, tokens: Tokens, pages: list[Ids]) -> Node:
-        """A new run below `parent`, whose first grid of tokens is not among its children."""
-        node = Node(self._take_id(), parent, parent.end, tokens.copy(), pages)
+        """A new run below `parent`, whose first grid of tokens is not among its children.
+
+        The tokens are the tree's from now on: nobody may write to them.
+        """
+        base = tokens.base
+        tokens = tokens if base is not None and len(base) <= 2 * len(tokens) else tokens.copy()
+        node = Node(self._take_id(), parent, parent.end, tokens, pages)
         key = self._key(tokens)
         assert key not in parent.children, "a run is in the tree once"
         parent.children[key] = node

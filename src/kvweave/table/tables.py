@@ -9,8 +9,6 @@ Both arrays can be handed to a kernel as they are: NULL is page 0, which nobody 
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,7 +16,6 @@ from kvweave.plan import Group
 from kvweave.pool import NULL, Ids
 
 Counts = NDArray[np.int64]
-N = TypeVar("N", bound=np.generic)
 
 
 class GroupTable:
@@ -47,12 +44,14 @@ class GroupTable:
 
     def grow(self, num_rows: int, width: int) -> None:
         """Make room for more rows or wider ones; addresses change, so engines size a cache once."""
-        width = max(width, self.pages.shape[1])
-        self.pages = _grown(self.pages, num_rows, width)
-        self.kernels = (
-            self.pages if self.kernel_blocks == 1 else _grown(self.kernels, num_rows, width * self.kernel_blocks)
-        )
-        self.first, self.shared, self.blocks = (_grown(a, num_rows) for a in (self.first, self.shared, self.blocks))
+        used, width = int(self.blocks.max()), max(width, self.pages.shape[1])
+        self.pages = _grown(self.pages, used, num_rows, width)
+        if self.kernel_blocks == 1:
+            self.kernels = self.pages
+        else:
+            self.kernels = _grown(self.kernels, used * self.kernel_blocks, num_rows, width * self.kernel_blocks)
+        more = num_rows - len(self.first)
+        self.first, self.shared, self.blocks = (np.pad(a, (0, more)) for a in (self.first, self.shared, self.blocks))
 
     def write(self, row: int, start: int, pages: Ids) -> None:
         """Pages of one row from slot `start` on, in both arrays."""
@@ -93,7 +92,8 @@ class GroupTable:
         return slots
 
 
-def _grown(array: NDArray[N], *shape: int) -> NDArray[N]:
-    larger = np.zeros(tuple(max(a, b) for a, b in zip(shape, array.shape, strict=True)), array.dtype)
-    larger[tuple(slice(0, size) for size in array.shape)] = array
+def _grown(table: Ids, used: int, num_rows: int, width: int) -> Ids:
+    """A larger table with the used columns of this one; the rest is not touched."""
+    larger = np.zeros((max(num_rows, len(table)), width), np.int32)
+    larger[: len(table), :used] = table[:, :used]
     return larger
