@@ -23,7 +23,7 @@ class Publisher:
     def publish(self, sequence: Sequence) -> None:
         """Put what is committed into the tree, up to the last position that will be a resume point."""
         books, start = self.books, sequence.node.end
-        end = min(int(books.committed[sequence.row]), len(sequence.tokens)) // books.grid * books.grid
+        end = min(int(books.committed[sequence.row]), sequence.num_tokens) // books.grid * books.grid
         if books.states:
             end = max((point for point in sequence.snapshots if point <= end), default=start)
         if end <= start:
@@ -79,7 +79,7 @@ class Publisher:
         """Walk and build from `node` to a node that ends at `point`."""
         books, tree = self.books, self.books.prefix.tree
         while node.end < point:
-            rest = sequence.tokens[node.end : point]
+            rest = sequence.run(node.end, point)
             child = node.children.get(rest[: tree.grid].tobytes())
             if child is None:
                 return self._build(sequence, node, point)
@@ -93,7 +93,7 @@ class Publisher:
     def _build(self, sequence: Sequence, node: Node, point: int) -> Node:
         """A new run from `node` to `point`, or more of the sequence's own last run."""
         prefix = self.books.prefix
-        tokens = sequence.tokens[node.end : point]
+        tokens = sequence.run(node.end, point)
         extras = any(node.end < p < point for p in sequence.on_the_way)
         pages = [self._donated(sequence, number, node.end, point) for number in range(len(self.books.tables))]
         self._forget_snapshots(sequence, point)

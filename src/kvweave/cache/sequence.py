@@ -51,6 +51,7 @@ class Sequence:
 
     __slots__ = (
         "_buffer",
+        "_first",
         "_num_tokens",
         "books",
         "branch",
@@ -88,7 +89,8 @@ class Sequence:
         """State pages, one a group of states, by the position they were taken at; not in the tree yet."""
         self.restore: list[tuple[int, int]] = []
         """Snapshots (group number, page) to be copied into the live state before the first step."""
-        self._buffer = tokens.copy()  # the caller's array is the caller's
+        self._first = node.end
+        self._buffer = tokens[node.end :].copy()  # what is before is in the tree; the caller's array is the caller's
         self._num_tokens = len(tokens)
 
     @property
@@ -116,17 +118,29 @@ class Sequence:
     @property
     def tokens(self) -> Tokens:
         """All tokens known so far: the prompt, and what `extend` was told."""
+        cached = np.concatenate([*(node.tokens for node in self.node.path()), self._buffer[:0]])[: self._first]
+        return np.concatenate([cached, self.run(self._first, self.num_tokens)])
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are known."""
         self.books.flush_tokens(self)
-        return self._buffer[: self._num_tokens]
+        return self._num_tokens
+
+    def run(self, start: int, end: int) -> Tokens:
+        """The tokens [start, end), from where the sequence stands in the tree, or after."""
+        self.books.flush_tokens(self)
+        return self._buffer[start - self._first : end - self._first]
 
     def add_tokens(self, tokens: Tokens) -> None:
-        need = self._num_tokens + len(tokens)
+        have = self._num_tokens - self._first
+        need = have + len(tokens)
         if need > len(self._buffer):
-            larger = np.empty(max(need, 2 * self._num_tokens, 64), np.int32)
-            larger[: self._num_tokens] = self._buffer[: self._num_tokens]
+            larger = np.empty(max(need, 2 * have, 64), np.int32)
+            larger[:have] = self._buffer[:have]
             self._buffer = larger
-        self._buffer[self._num_tokens : need] = tokens
-        self._num_tokens = need
+        self._buffer[have:need] = tokens
+        self._num_tokens += len(tokens)
 
     def cut_tokens(self, length: int) -> None:
         self._num_tokens = min(self._num_tokens, length)
