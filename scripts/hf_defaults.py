@@ -18,7 +18,7 @@ SKIPPED = re.compile(r"vision|audio|speech|video|encoder|image|qformer|vit|codec
 
 def asked_fields() -> set[str]:
     """Every quoted name in the reader's sources."""
-    text = "".join((HF / name).read_text() for name in ("fields.py", "patterns.py", "kinds.py", "reader.py"))
+    text = "".join(path.read_text() for path in sorted(HF.glob("*.py")))
     return set(re.findall(r'"([a-zA-Z0-9_]+)"', text)) - {"model_type", "layer_types", "dtype", "torch_dtype"}
 
 

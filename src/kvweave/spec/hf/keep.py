@@ -19,6 +19,8 @@ from kvweave.spec.reach import Chunk, Full, Reach, State, Window
 from kvweave.spec.role import Part, Role, Segment
 
 Store = Literal["engine", "transformers"]
+Caches = tuple[LayerCache, ...]
+"""What one layer keeps."""
 
 SCALE_BLOCK = 128
 """Values that share one scale in the packed fp8 rows."""
