@@ -400,6 +400,45 @@ def test_bad_input_is_named_and_changes_nothing() -> None:
     check_books(cache)
 
 
+def test_the_callers_array_is_the_callers_before_and_after() -> None:
+    cache = Cache(full_plan())
+    buffer = np.arange(16, dtype=np.int32)
+    sequence = run(cache, buffer, close=False)
+    buffer[:] = 77
+    cache.close(sequence)
+    assert cache.open(np.full(16, 77)).num_cached == 0, "tokens that were never computed"
+    again = cache.open(range(16))
+    assert again.num_cached == 12
+    assert again.tokens.tolist() == list(range(16))
+    fresh = np.arange(100, 120, dtype=np.int32)
+    other = run(cache, fresh, close=False, reuse=False)
+    cache.truncate(other, 18)
+    cache.extend(other, 1, tokens=[5])
+    assert other.tokens.tolist() == [*range(100, 118), 5]
+    assert fresh.tolist() == list(range(100, 120))
+
+
+def test_what_may_be_evicted_is_queued_once_however_often_it_is_hit() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), pages=100))
+    run(cache, range(40))
+    for _ in range(300):
+        cache.close(cache.open(range(40)))
+    prefix = cache.books.prefix
+    assert len(prefix._leaves) + len(prefix._points) < 20
+    for i in range(300):
+        run(cache, [i] * 9)
+    assert len(prefix._leaves) + len(prefix._points) < 6 * cache.stats().nodes + 200
+
+
+def test_more_sequences_than_rows_make_more_rows_and_lose_nothing() -> None:
+    cache = Cache(plan_of(group("full", Full()), blocks=8, kernel_tokens=2, pages=200), rows=2)
+    sequences = [run(cache, [i] * 20, close=False) for i in range(7)]
+    before = [cache.table("full")[s.row, :3].tolist() for s in sequences[:2]]
+    assert len(cache.table("full")) == 8
+    assert all(page != NULL for pages in before for page in pages)
+    check_books(cache)
+
+
 def test_a_cache_belongs_to_one_thread() -> None:
     cache = Cache(full_plan())
     caught: list[BaseException] = []

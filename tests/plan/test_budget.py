@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,15 @@ def test_pools_by_demand_run_full_together() -> None:
     made = plan(HYBRID, "40MB", pools="independent", context=4096)
     fits = {pool.name: pool.num_supers / made.supers_for(pool, 4096) for pool in made.pools}
     assert max(fits.values()) < 1.1 * min(fits.values())
+
+
+@pytest.mark.parametrize("pages", [4, 5, 6, 7, 8, 9, 31])
+def test_the_last_whole_page_goes_to_one_of_two_equal_pools(pages: int) -> None:
+    spec = ModelSpec("twins", (Layer((FULL,)), Layer((replace(FULL, tag="twin"),))))
+    page = 16 * 2 * 64 * 2
+    made = plan(spec, pages * page, pools="independent")
+    assert made.num_bytes == pages * page
+    assert abs(made.num_pages("full") - made.num_pages("twin")) <= 1
 
 
 def test_a_small_pool_keeps_what_one_sequence_needs() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvweave import from_config, plan
@@ -32,7 +32,10 @@ def blocks_while_computing(reach: Reach, position: int, size: int) -> set[int]:
 # ---- what a sequence holds
 
 
-@given(strategies.reaches, st.integers(1, 20), st.integers(0, 400), st.integers(1, 4))
+@settings(max_examples=200)
+@given(strategies.reaches, st.integers(1, 20), st.integers(0, 200), st.integers(1, 3))
+@example(SinkWindow(40, 70), 4, 60, 1)  # sinks that the window still covers
+@example(SinkWindow(4, 9), 8, 60, 2)
 def test_blocks_held_are_the_most_of_any_position_on_the_way(reach: Reach, size: int, length: int, ranks: int) -> None:
     """With context parallelism blocks go round the ranks, and the fullest rank counts."""
     held = group(reach, size, ranks).num_blocks_held(length)
