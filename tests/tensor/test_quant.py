@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvweave import Cache, plan
@@ -117,20 +117,24 @@ def test_a_short_last_block_has_a_scale_too() -> None:
     st.floats(-(2.0**99), 2.0**99, width=32),
     st.sampled_from([DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.INT8, DType.INT4]),
 )
+@example(2.0**-132, DType.FLOAT8_E5M2)  # its scale is not normal any more, so it is far from exact
+@example(3e-43, DType.INT8)
 def test_the_largest_of_a_row_never_overflows(value: float, dtype: DType) -> None:
     for power_of_two in (False, True):
         quantiser = Quantiser(dtype, power_of_two=power_of_two)
         rows = torch.tensor([[value, value / 2]])
         back = quantiser.dequantise(*quantiser.quantise(rows))
         assert torch.isfinite(back).all()
-        assert abs(float(back[0, 0]) - value) <= abs(value) / (4 if dtype is DType.INT4 and power_of_two else 8) + 1e-30
+        share = 4 if dtype is DType.INT4 and power_of_two else 8
+        assert abs(float(back[0, 0]) - value) <= abs(value) / share * (1 + 1e-5) + 1e-30
 
 
-def test_plain_roles_are_cast_and_fp8_without_scales_is_clamped() -> None:
-    with arena_of(GQA(), LayerRequest(0, heads=1, key_dim=4, quant="fp8")) as arena:
-        rows = torch.tensor([[[1000.0, -1000.0, 2.0, 0.0]]])
+@pytest.mark.parametrize(("quant", "largest"), [("fp8", 448.0), ("fp8_e5m2", 57344.0)])
+def test_plain_roles_are_cast_and_fp8_without_scales_is_clamped(quant: str, largest: float) -> None:
+    rows = torch.tensor([[[1e6, -1e6, 2.0, 0.0]]])
+    with arena_of(GQA(), LayerRequest(0, heads=1, key_dim=4, quant=quant)) as arena:
         write_tokens(arena.layer(0), np.array([20]), {"key": rows, "value": rows / 1000})
-        assert arena.layer(0)["key"][1, 0, 4].tolist() == [448.0, -448.0, 2.0, 0.0]
+        assert arena.layer(0)["key"][1, 0, 4].tolist() == [largest, -largest, 2.0, 0.0]
     with arena_of(GQA(), LayerRequest(0, heads=1, key_dim=4)) as arena:
         write_tokens(arena.layer(0), np.array([20]), {"key": rows})
         assert read(arena, "full", 20)["key"].dtype == torch.bfloat16

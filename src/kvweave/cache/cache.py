@@ -156,7 +156,7 @@ class Cache:
         after = self.books.lengths[rows] + n
         copies: list[Copy] = []
         short = self.books.room[rows] < after + lookahead
-        if short.any() or (drafts and self.books.states):
+        if np.count_nonzero(short) or (drafts and self.books.states):
             chosen = rows if drafts and self.books.states else rows[short]
             copies = self.room.make(chosen, self.books.lengths[chosen] + n + lookahead, drafts)
         self.books.lengths[rows] = after

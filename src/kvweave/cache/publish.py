@@ -54,15 +54,16 @@ class Publisher:
         end = int(books.committed[row]) // books.grid * books.grid
         for number in books.windows:
             table = books.tables[number]
-            start = max(int(table.first[row]), int(table.shared[row]))
+            first = int(table.first[row])
+            start = max(first, int(table.shared[row]))
             last = int(min(table.reach.tail(end) // table.slot_tokens, table.blocks[row]))
-            slots = np.arange(start, max(start, last))
-            spare = slots[~self._needed(sequence, table, slots, end)]
-            books.give_back(number, table.pages[row, spare])
-            table.write_many(np.full(len(spare), row), spare, np.zeros(len(spare), np.int32))
-            passed = np.arange(int(table.first[row]), min(start, last))
-            table.write_many(np.full(len(passed), row), passed, np.zeros(len(passed), np.int32))
-            table.first[row] = max(int(table.first[row]), last)
+            if last > start:
+                slots = np.arange(start, last)
+                spare = slots[~self._needed(sequence, table, slots, end)]
+                self._let_go(sequence, number, spare, table.pages[row, spare])
+            if (passed := min(start, last) - first) > 0:
+                table.write(row, first, np.zeros(passed, np.int32))
+            table.first[row] = max(first, last)
 
     def _needed(self, sequence: Sequence, table: GroupTable, slots: Counts, end: int) -> NDArray[np.bool_]:
         """Which slots before `end` the wanted points of a sequence, or `end` itself, need.
@@ -127,9 +128,10 @@ class Publisher:
 
     def _let_go(self, sequence: Sequence, number: int, slots: Counts, pages: Ids) -> None:
         """Give pages back and take them out of the table."""
-        table = self.books.tables[number]
-        self.books.give_back(number, pages)
-        table.write_many(np.full(len(slots), sequence.row), slots, np.zeros(len(slots), np.int32))
+        if len(slots):
+            self.books.give_back(number, pages)
+            rows = np.full(len(slots), sequence.row)
+            self.books.tables[number].write_many(rows, slots, np.zeros(len(slots), np.int32))
 
     def _merge(self, sequence: Sequence, node: Node) -> None:
         """The tree has this run already: take over its pages, fill its gaps with ours, give back the rest."""
