@@ -1,6 +1,6 @@
 """Settings of property tests: no deadline, since timings never gate a test; few examples, or many when asked.
 
-    pytest --hypothesis-profile=thorough
+pytest --hypothesis-profile=thorough
 """
 
 from __future__ import annotations
