@@ -6,12 +6,10 @@ A policy is any function of a `Record`; these are ours, and a user's own is as g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """What a policy may know of a resume point."""
 
     last_used: int
