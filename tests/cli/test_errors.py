@@ -26,7 +26,7 @@ WRONG = {
     "negative size": ((*LLAMA, "--memory", "-5GiB"), "cannot read '-5GiB' as a size"),
     "no size": ((*LLAMA, "--memory", "0"), "memory must be"),
     "too little memory": ((*LLAMA, "--memory", "1KiB"), "4194304 bytes (4.00 MiB) would"),
-    "reserve beyond the memory": ((*LLAMA, "--reserve", "90GiB"), "at least"),
+    "reserve beyond the memory": ((*LLAMA, "--reserve", "90GiB"), "96640958464 bytes (90.00 GiB) would"),
     "context beyond the memory": ((*LLAMA, "--context", "99999999"), "99999999 tokens"),
     "unknown dtype": ((*LLAMA, "--dtype", "fp7"), "unknown cache dtype 'fp7'; did you mean 'fp8'?"),
     "unknown pools": ((*LLAMA, "--pools", "sharde"), "did you mean 'shared'?"),
