@@ -167,8 +167,5 @@ class Publisher:
         """A point moved on: drop what its windows and states have passed."""
         prefix = self.books.prefix
         for number in prefix.tree.trailing:
-            group = prefix.tree.groups[number]
-            blocks = np.arange(len(node.pages[number])) + node.start // group.block_tokens
-            passed = blocks < group.reach.tail(node.end) // group.block_tokens
-            passed &= blocks >= -(-group.reach.head // group.block_tokens)
-            prefix.drop(node, number, passed)
+            tail = int(prefix.tree.groups[number].reach.tail(node.end))
+            prefix.drop(node, number, prefix.tree.before(node, number, tail))
