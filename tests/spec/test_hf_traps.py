@@ -951,6 +951,8 @@ def test_fp8_rows_of_v4_are_584_bytes_and_pages_end_on_576() -> None:
         assert (role.row_bytes, role.align, role.planar) == (584, 576, True)
     assert kept(spec, "window").role("value").alias_of == "key"
     assert kept(spec, "indexer").role("indexer").row_bytes == 132
+    kernels = {"window": 64, "csa": 256, "hca": 256, "indexer": 256}
+    assert {tag: kept(spec, tag).kernel_tokens for tag in kernels} == kernels
 
 
 def test_plain_fp8_keys_and_values_are_one_byte_an_element() -> None:

@@ -1,0 +1,58 @@
+"""Sizes as people write them, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.errors import PlanError
+from kvweave.units import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("80G", 80 * 2**30),
+        ("80 gib", 80 * 2**30),
+        ("80GB", 80 * 10**9),
+        ("1.5KiB", 1536),
+        ("0.1GiB", 107374182),
+        ("512", 512),
+        ("512b", 512),
+        (" 2 TiB ", 2 * 2**40),
+        (7, 7),
+    ],
+)
+def test_a_size_is_what_it_says(text: int | str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@given(st.integers(1, 2**70))
+def test_whole_bytes_are_never_rounded(num_bytes: int) -> None:
+    assert parse_bytes(str(num_bytes)) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 GiB 3", "80XB", "-1", "1e9", "0", 0, -1, "0.0001", True, None, 1.5])
+def test_what_is_no_size_is_named(text: Any) -> None:
+    with pytest.raises(PlanError) as error:
+        parse_bytes(text, what="reserve")
+    assert str(text) in str(error.value) or "0" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (1536, "1.50 KiB"),
+        (80 * 2**30, "80.00 GiB"),
+        (3 * 2**40, "3.00 TiB"),
+        (0.5, "0.5 B"),
+    ],
+)
+def test_a_size_is_written_for_people(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes) == text
