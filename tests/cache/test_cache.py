@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
-from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, OutOfPages, WrongThread
+from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, OutOfPages, UnknownName, WrongThread
 from kvweave.plan import Parallel
 from kvweave.pool import NULL
 from kvweave.prefix import Record, Retention, Span
@@ -398,6 +398,25 @@ def test_bad_input_is_named_and_changes_nothing() -> None:
     with pytest.raises(BadSequence, match="closed"):
         cache.extend(batch, 1)
     check_books(cache)
+
+
+def test_a_closed_sequence_answers_with_an_error_not_with_another_row() -> None:
+    cache = Cache(full_plan(), rows=1)
+    sequence = run(cache, range(9))
+    other = run(cache, range(50, 55), close=False)
+    for ask in (lambda: sequence.length, lambda: sequence.tokens, lambda: sequence.stop):
+        with pytest.raises(BadSequence, match="closed"):
+            ask()
+    assert other.length == 5
+    assert repr(sequence) == "<Sequence closed, 0 cached>"
+
+
+def test_a_cache_that_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(UnknownName, match="unknown policy 'lruu'; did you mean 'lru'"):
+        Cache(full_plan(), policy="lruu")
+    for wrong in ({"rows": 0}, {"max_tokens": 0}, {"admission_reserve": 1.5}):
+        with pytest.raises(BadSequence, match="no cache of"):
+            Cache(full_plan(), **wrong)
 
 
 def test_the_callers_array_is_the_callers_before_and_after() -> None:

@@ -25,7 +25,7 @@ from kvweave.cache.room import Room
 from kvweave.cache.sequence import Batch, Copy, Pin, Rows, Sequence
 from kvweave.cache.states import States
 from kvweave.cache.stats import GroupStats, InfiniteCache, PoolStats, Stats
-from kvweave.errors import BadSequence, BadTokens, CannotTruncate, WrongThread
+from kvweave.errors import BadSequence, BadTokens, CannotTruncate, UnknownName, WrongThread
 from kvweave.plan import Plan
 from kvweave.pool import Ids
 from kvweave.prefix import (
@@ -60,6 +60,10 @@ class Cache:
         on_event: Callable[[Event], None] | None = None,
         track_infinite: bool = False,
     ) -> None:
+        if isinstance(policy, str) and policy not in POLICIES:
+            raise UnknownName("policy", policy, POLICIES)
+        if rows < 1 or max_tokens < 1 or not 0 <= admission_reserve < 1:
+            raise BadSequence(f"no cache of {rows} rows, {max_tokens} tokens and a reserve of {admission_reserve}")
         choose = POLICIES[policy] if isinstance(policy, str) else policy
         self.books = Books(plan, rows, max_tokens, choose, retention or Retention(), on_event)
         self.room = Room(self.books, admission_reserve)

@@ -93,6 +93,11 @@ class Sequence:
         self._buffer = tokens[node.end :].copy()  # what is before is in the tree; the caller's array is the caller's
         self._num_tokens = len(tokens)
 
+    def _check_open(self) -> None:
+        """Row -1 would be somebody else's."""
+        if not self.is_open:
+            raise BadSequence("the sequence is closed")
+
     @property
     def is_open(self) -> bool:
         return self.row >= 0
@@ -100,6 +105,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens that have a place: cached, computed, or about to be."""
+        self._check_open()
         return int(self.books.lengths[self.row])
 
     @property
@@ -118,6 +124,7 @@ class Sequence:
     @property
     def tokens(self) -> Tokens:
         """All tokens known so far: the prompt, and what `extend` was told."""
+        self._check_open()
         cached = np.concatenate([*(node.tokens for node in self.node.path()), self._buffer[:0]])[: self._first]
         return np.concatenate([cached, self.run(self._first, self.num_tokens)])
 
