@@ -100,13 +100,11 @@ def check_books(cache: Cache) -> None:
                 owners[page] = owners.get(page, 0) + 1
                 cached += 1
         for row, sequence in cache.books.by_row.items():
-            for page in table.owned(row).tolist():
+            for page in table.owned(row)[table.owned(row) != NULL].tolist():
                 owners[page] = owners.get(page, 0) + 1
-            for taken in sequence.snapshots.values():
+            for taken in [*sequence.snapshots.values(), *sequence.planned.values()]:
                 for page in [p for n, p in zip(cache.books.states, taken, strict=True) if n == number]:
                     owners[page] = owners.get(page, 0) + 1
-            for page in [c.page for c in sequence.checkpoints if c.tag == table.tag]:
-                owners[page] = owners.get(page, 0) + 1
         free = group.free.all.tolist()
         assert len(set(free)) == len(free), f"{table.tag}: a page is free twice"
         assert not set(free) & set(owners), f"{table.tag}: a free page is owned"

@@ -38,12 +38,16 @@ class Stack:
 
 
 class GroupPages:
-    """The free pages of one group. `refs` counts the owners beyond the first of pages shared by forks."""
+    """The free pages of one group. `refs` counts the owners beyond the first of pages shared by forks.
+
+    Where a page is `whole`, a super-page of its own, there is nothing to collect: its free ones are the pool's.
+    """
 
     def __init__(self, group: Group, num_supers: int) -> None:
         self.tag = group.tag
         self.per_super = group.pages_per_super
-        self.free = Stack(num_supers * self.per_super)
+        self.whole = self.per_super == 1
+        self.free = Stack(0 if self.whole else num_supers * self.per_super)
         self.num_supers = 0
         self.refs: Ids = np.zeros(num_supers * self.per_super, np.int32)
         self.num_refs = 0
@@ -64,10 +68,8 @@ class GroupPages:
         return np.flatnonzero(counts == self.per_super).astype(np.int32)
 
     def add(self, supers: Ids) -> None:
-        pages = supers
-        if self.per_super > 1:
-            pages = (supers[:, None] * self.per_super + np.arange(self.per_super)).astype(np.int32).ravel()
-        self.free.push(pages)
+        pages = supers[:, None] * self.per_super + np.arange(self.per_super)
+        self.free.push(pages.ravel().astype(np.int32))
         self.num_supers += len(supers)
 
     def drop(self, supers: Ids) -> None:
@@ -99,14 +101,17 @@ class PoolPages:
 
     def prepare(self, wanted: dict[str, int]) -> int:
         """Move super-pages so that every group can `take` what it wants; returns how many lack (0: all is ready)."""
-        need = [(self.groups[tag], self.groups[tag].supers_for(count)) for tag, count in wanted.items()]
-        lack = sum(supers for _, supers in need) - self.free_supers.size
-        for tag, group in self.groups.items() if lack > 0 and len(self.groups) > 1 else ():
-            lack -= self._reclaim(group, min(lack, (group.num_free - wanted.get(tag, 0)) // group.per_super))
+        lack = -self.free_supers.size
+        for tag, count in wanted.items():
+            lack += self.groups[tag].supers_for(count)
+        if lack > 0 and len(self.groups) > 1:
+            for tag, group in self.groups.items():
+                lack -= self._reclaim(group, min(lack, (group.num_free - wanted.get(tag, 0)) // group.per_super))
         if lack > 0:
             return lack
-        for group, supers in need:
-            if supers:
+        for tag, count in wanted.items():
+            group = self.groups[tag]
+            if not group.whole and (supers := group.supers_for(count)):
                 group.add(self.free_supers.pop(supers))
         return 0
 
@@ -123,8 +128,11 @@ class PoolPages:
     def take(self, tag: str, count: int) -> Ids:
         """`count` pages, for which `prepare` made room before."""
         group = self.groups[tag]
-        assert count <= group.num_free, f"pool {self.name}: {count} pages of {tag} were promised"
-        return group.free.pop(count)
+        free = self.free_supers if group.whole else group.free
+        assert count <= free.size, f"pool {self.name}: {count} pages of {tag} were promised"
+        if group.whole:
+            group.num_supers += count
+        return free.pop(count)
 
     def share(self, tag: str, pages: Ids) -> None:
         """One more owner for each of `pages`."""
@@ -135,13 +143,14 @@ class PoolPages:
     def release(self, tag: str, pages: Ids) -> int:
         """Give up one ownership of each page; NULLs are ignored. Returns how many became free."""
         group = self.groups[tag]
-        pages = pages[pages != NULL]
+        if np.count_nonzero(pages) < len(pages):
+            pages = pages[pages != NULL]
         if group.num_refs:
             shared = group.refs[pages] > 0
             group.refs[pages[shared]] -= 1
             group.num_refs -= int(np.count_nonzero(shared))
             pages = pages[~shared]
-        if group.per_super == 1:  # a page is a super-page: nothing to collect first
+        if group.whole:
             self.free_supers.push(pages)
             group.num_supers -= len(pages)
         else:

@@ -1,13 +1,14 @@
 """The joint hit: the longest position from which every group can go on.
 
 With c the running count of present blocks, a group can resume at p iff c[p] - c[tail(p)] equals the number of blocks
-between, and its head is whole. One cumulative sum and one comparison a group over all positions at once; AND the
-answers on the common grid; the last true position is the hit. No iteration, longest by construction.
+between, and its head is whole. One cumulative sum and one comparison a group over all positions at once, on
+the common grid; the last position that passes all of them is the hit. No iteration, longest by construction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -26,23 +27,39 @@ class Present(NamedTuple):
 
 def joint_hit(groups: Iterable[Present], grid: int, limit: int) -> int:
     """The longest p <= `limit`, a multiple of `grid`, from which all groups can go on. 0 is always one."""
-    positions = np.arange(0, limit + 1, grid)
-    fine = np.ones(len(positions), bool)
-    for group in groups:
-        fine &= resumable(group, positions)
-    fine[0] = True
-    return int(positions[np.flatnonzero(fine)[-1]])
+    positions = np.arange(grid, limit + 1, grid)
+    for group in sorted(groups, key=_span):
+        positions = positions[resumable(group, positions)]
+        if not len(positions):
+            return 0
+    return int(positions[-1]) if len(positions) else 0
+
+
+def _span(group: Present) -> float:
+    """Short reaches are asked first: they are cheap, and leave few positions for the others."""
+    return inf if group.reach.span is None else group.reach.span
 
 
 def resumable(group: Present, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether a group alone can go on from each position, all multiples of its block."""
+    """Whether a group alone can go on from each position, all multiples of its block, none of them 0."""
     reach, size, blocks = group
+    end = positions // size
+    if len(positions) and end[-1] > len(blocks):
+        return _beyond(group, positions)
+    start = reach.tail(positions) // size
+    if not reach.per_token:  # the one snapshot: nothing to count
+        return blocks[start]
     count = np.zeros(len(blocks) + 1, np.int64)
     np.cumsum(blocks, out=count[1:])
-    end = np.minimum(positions // size, len(blocks))
-    start = np.minimum(reach.tail(positions) // size, end)
-    whole: NDArray[np.bool_] = (count[end] - count[start] == end - start) & (positions // size == end)
+    whole: NDArray[np.bool_] = count[end] - count[start] == end - start
     if reach.head:
         head = np.minimum(-(-reach.head // size), end)
         whole &= count[head] == head
     return whole
+
+
+def _beyond(group: Present, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """`resumable` where some positions lie behind the last block that is known: those are not."""
+    fine = positions <= len(group.blocks) * group.block_tokens
+    fine[fine] = resumable(group, positions[fine])
+    return fine

@@ -5,26 +5,51 @@ A policy is any function of a `Record`; these are ours, and a user's own is as g
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvweave.prefix.node import Node
 
 
-class Record(NamedTuple):
-    """What a policy may know of a resume point."""
+class Record:
+    """What a policy may know of a resume point. It looks at the point itself: read it at once, do not keep it."""
 
-    last_used: int
-    """Clock of the last hit, or of its making."""
-    hits: int
-    wanted: bool
-    """False for points kept on the way, every so many tokens, that nobody has asked for."""
-    priority: int
-    """As given by the requests that made or used it: the highest."""
-    tokens: int
-    """Tokens it saves over the nearest point above it."""
-    end: int
-    """Its position: tokens from the start."""
-    num_bytes: int
-    """Bytes of the pages that only it keeps."""
+    __slots__ = ("_node", "_page_bytes", "wanted")
+
+    def __init__(self, node: Node, page_bytes: Sequence[int], wanted: bool) -> None:
+        self._node = node
+        self._page_bytes = page_bytes
+        self.wanted = wanted
+        """False for points kept on the way, every so many tokens, that nobody has asked for."""
+
+    @property
+    def last_used(self) -> int:
+        """Clock of the last hit, or of its making."""
+        return self._node.last_used
+
+    @property
+    def hits(self) -> int:
+        return self._node.hits
+
+    @property
+    def priority(self) -> int:
+        """As given by the requests that made or used it: the highest."""
+        return self._node.priority
+
+    @property
+    def tokens(self) -> int:
+        """Tokens it saves over the nearest point above it."""
+        return self._node.end - self._node.start
+
+    @property
+    def end(self) -> int:
+        """Its position: tokens from the start."""
+        return self._node.end
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pages that only it keeps."""
+        return sum(count * size for count, size in zip(self._node.counts, self._page_bytes, strict=True))
 
 
 Policy = Callable[[Record], Any]

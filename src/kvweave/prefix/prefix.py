@@ -11,7 +11,7 @@ from kvweave.pool import Ids
 from kvweave.prefix.events import Event
 from kvweave.prefix.node import Node, Tokens
 from kvweave.prefix.policy import Policy, Record
-from kvweave.prefix.tree import Mask, Match, Tree, TreeGroup
+from kvweave.prefix.tree import Match, Range, Tree, TreeGroup
 
 GiveBack = Callable[[int, Ids], int]
 """Hands pages of a group (by number) back to their pool; returns how many became free."""
@@ -50,6 +50,7 @@ class Prefix:
         self._leaves: list[Entry] = []
         self._points: list[Entry] = []
         self._order = itertools.count()
+        self._is_full = [group.sees_all for group in groups]
         self._sees_all = [number for number, group in enumerate(groups) if group.sees_all]
 
     # ---- using
@@ -101,13 +102,16 @@ class Prefix:
         for number in numbers:
             self.locked[number] += sign * node.counts[number]
 
-    def _count(self, node: Node, sign: int) -> None:
+    def _enter(self, node: Node, sign: int) -> None:
         """Enter a node's pages into the books, or take them out."""
-        for number in range(len(self.cached)):
-            count = node.counts[number]
-            self.cached[number] += sign * count
-            if node.pins if self.tree.groups[number].sees_all else node.uses:
-                self.locked[number] += sign * count
+        for number, count in enumerate(node.counts):
+            self._add(node, number, sign * count)
+
+    def _add(self, node: Node, number: int, count: int) -> None:
+        """So many more pages of a group are in a node."""
+        self.cached[number] += count
+        if node.pins if self._is_full[number] else node.uses:
+            self.locked[number] += count
 
     # ---- growing
 
@@ -119,17 +123,16 @@ class Prefix:
         return node if node.end == position else self.split(node, position)
 
     def split(self, node: Node, position: int) -> Node:
-        self._count(node, -1)
         upper = self.tree.split(node, position)
-        self._count(node, 1)
-        self._count(upper, 1)
+        if node.uses:  # whoever stands on it stands on its lower part
+            self._lock(upper, self.tree.trailing, -1)
         self.offer(upper)
         return upper
 
     def insert(self, parent: Node, tokens: Tokens, pages: list[Ids], *, extras: bool, priority: int) -> Node:
         node = self.tree.insert(parent, tokens, pages)
         node.extras, node.priority, node.last_used = extras, priority, self.tick()
-        self._count(node, 1)
+        self._enter(node, 1)
         self.offer(node)
         return node
 
@@ -138,23 +141,24 @@ class Prefix:
         return node.rolling and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN
 
     def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
-        self._count(node, -1)
+        self._enter(node, -1)
         self.tree.grow(node, tokens, pages)
         node.last_used = self.tick()
-        self._count(node, 1)
+        self._enter(node, 1)
 
     def keep(self, node: Node, number: int, first: int, pages: Ids) -> Ids:
         """Fill gaps of a group; returns the pages that were not needed."""
-        self._count(node, -1)
+        before = node.counts[number]
         rest = self.tree.keep(node, number, first, pages)
-        self._count(node, 1)
+        self._add(node, number, node.counts[number] - before)
         return rest
 
-    def drop(self, node: Node, number: int, mask: Mask) -> int:
+    def drop(self, node: Node, number: int, blocks: Range) -> int:
         """Lose pages of one group; returns how many became free."""
-        self._count(node, -1)
-        gone = self.tree.drop(node, number, mask)
-        self._count(node, 1)
+        gone = self.tree.drop(node, number, blocks)
+        if not len(gone):
+            return 0
+        self._add(node, number, -len(gone))
         return self._give_back(number, gone)
 
     # ---- evicting
@@ -174,11 +178,10 @@ class Prefix:
             queue[:] = [entry for entry in queue if entry[2].parent is not None]
             heapq.heapify(queue)
         node.queued |= what
-        heapq.heappush(queue, (self.policy(self.record(node, wanted=what != EXTRAS)), next(self._order), node, what))
+        heapq.heappush(queue, (self._key(node, what), next(self._order), node, what))
 
-    def record(self, node: Node, *, wanted: bool = True) -> Record:
-        sizes = sum(count * size for count, size in zip(node.counts, self._page_bytes, strict=True))
-        return Record(node.last_used, node.hits, wanted, node.priority, len(node.tokens), node.end, sizes)
+    def _key(self, node: Node, what: int) -> Any:
+        return self.policy(Record(node, self._page_bytes, what != EXTRAS))
 
     def evict(self, number: int, count: int) -> int:
         """Free at least `count` pages of a group, exactly as many where runs can be cut; returns how many became free.
@@ -206,7 +209,7 @@ class Prefix:
                 continue
             if what == EXTRAS and not node.extras:
                 continue
-            if self.policy(self.record(node, wanted=what != EXTRAS)) == key:
+            if self._key(node, what) == key:
                 return node, what
             self._push(queue, node, what)
         return None
@@ -223,9 +226,9 @@ class Prefix:
         tokens = -(-count * size // self.tree.grid) * self.tree.grid
         if self.tree.trailing or tokens >= len(node.tokens):
             return self._remove(node)[number]
-        self._count(node, -1)
+        self._enter(node, -1)
         gone = self.tree.trim(node, node.end - tokens)
-        self._count(node, 1)
+        self._enter(node, 1)
         self.offer(node)
         return [self._give_back(n, pages) for n, pages in enumerate(gone)][number]
 
@@ -236,7 +239,7 @@ class Prefix:
         while parent is not None:
             node, parent = parent, parent.parent
             assert parent is not None, "a root is never removed"
-            self._count(node, -1)
+            self._enter(node, -1)
             for number, pages in enumerate(self.tree.remove(node)):
                 freed[number] += self._give_back(number, pages)
             if parent.parent is None or parent.pins or parent.children:

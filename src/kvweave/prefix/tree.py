@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvweave.pool import NULL, Ids
 from kvweave.prefix.events import Cleared, Event, Kept, Lost, Removed, Split, Stored, Trimmed
@@ -19,7 +18,8 @@ from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Node, Tokens
 from kvweave.spec import Reach
 
-Mask = NDArray[np.bool_]
+Range = tuple[int, int]
+"""Blocks [first, last) of a run."""
 
 
 class TreeGroup:
@@ -29,7 +29,12 @@ class TreeGroup:
         self.tag = tag
         self.reach = reach
         self.block_tokens = block_tokens
+        self.head_blocks = -(-reach.head // block_tokens)
         self.sees_all = reach.span is None
+
+    def first_block(self, position: int) -> int:
+        """The first block behind the head that is needed to go on from `position`."""
+        return int(self.reach.tail(position)) // self.block_tokens
 
 
 class Match:
@@ -77,11 +82,12 @@ class Tree:
 
     def common(self, run: Tokens, tokens: Tokens) -> int:
         """How many tokens two runs have in common at their start, on the grid."""
-        size = min(len(run), len(tokens))
+        size = min(len(run), len(tokens)) // self.grid * self.grid
+        if not size:
+            return 0
         different = run[:size] != tokens[:size]
-        first = int(different.argmax()) if size else 0
-        same = first if size and different[first] else size
-        return same - same % self.grid
+        first = int(different.argmax())
+        return first // self.grid * self.grid if different[first] else size
 
     def hit(self, match: Match, limit: int) -> int:
         """The longest position up to `limit` from which every group can go on, by what the matched nodes hold."""
@@ -115,19 +121,15 @@ class Tree:
         assert parent is not None, "a root has no run to split"
         assert 0 < size < len(node.tokens), f"{position} is not inside the run {node.start} to {node.end}"
         cuts = [size // group.block_tokens for group in self.groups]
-        upper = Node(
-            self._take_id(),
-            parent,
-            node.start,
-            node.tokens[:size],
-            [p[:c] for p, c in zip(node.pages, cuts, strict=True)],
-        )
+        pages = [p[:c] for p, c in zip(node.pages, cuts, strict=True)]
+        upper = Node(self._take_id(), parent, node.start, node.tokens[:size], pages)
         upper.pins, upper.last_used, upper.priority = node.pins, node.last_used, node.priority
         upper.extras = node.extras
         parent.children[self._key(upper.tokens)] = upper
         node.parent, node.start, node.tokens = upper, position, node.tokens[size:]
         for number, cut in enumerate(cuts):
-            node.put(number, node.pages[number][cut:])
+            node.pages[number] = node.pages[number][cut:]
+            node.counts[number] -= upper.counts[number]
         upper.children[self._key(node.tokens)] = node
         self.num_nodes += 1
         if self._emit:
@@ -165,26 +167,31 @@ class Tree:
         """Fill the gaps of a group from block `first` of the run on; returns the pages that were not needed."""
         own = node.pages[number][first : first + len(pages)]
         gaps = (own == NULL) & (pages != NULL)
-        if gaps.any():
-            filled = node.pages[number].copy()
-            filled[first : first + len(pages)][gaps] = pages[gaps]
-            node.put(number, filled)
-            if self._emit:
-                self._emit_kept(node, [number])
+        count = int(np.count_nonzero(gaps))
+        if not count:
+            return pages
+        own[gaps] = pages[gaps]
+        node.counts[number] += count
+        if self._emit:
+            self._emit_kept(node, [number])
         rest: Ids = pages[~gaps]
         return rest
 
     # ---- shrinking: all return the pages that left, by group
 
-    def drop(self, node: Node, number: int, mask: Mask) -> Ids:
+    def drop(self, node: Node, number: int, blocks: Range) -> Ids:
         """Lose some pages of one group."""
-        pages = node.pages[number]
-        gone: Ids = pages[mask & (pages != NULL)]
-        if len(gone):
-            node.put(number, np.where(mask, np.int32(NULL), pages))
-            if self._emit:
-                blocks = np.flatnonzero(mask) + node.start // self.groups[number].block_tokens
-                self._emit(Lost(node.id, self.groups[number].tag, tuple(blocks.tolist())))
+        first, last = blocks
+        pages = node.pages[number][first:last]
+        count = int(np.count_nonzero(pages))
+        if not count:
+            return pages[:0]
+        gone: Ids = pages[pages != NULL]
+        pages[:] = NULL
+        node.counts[number] -= count
+        if self._emit:
+            start = node.start // self.groups[number].block_tokens
+            self._emit(Lost(node.id, self.groups[number].tag, tuple(range(start + first, start + last))))
         return gone
 
     def trim(self, node: Node, end: int) -> list[Ids]:
@@ -225,16 +232,20 @@ class Tree:
         return all(self._reaches_back(node, number) for number in self.trailing)
 
     def _reaches_back(self, node: Node, number: int) -> bool:
-        group, size = self.groups[number], self.groups[number].block_tokens
-        ranges = [(group.reach.tail(node.end) // size, node.end // size), (0, -(-group.reach.head // size))]
-        at: Node | None = node
-        while at is not None and at.parent is not None:
-            first = at.start // size
-            for low, high in ranges:
-                if not at.pages[number][max(0, low - first) : max(0, high - first)].all():
-                    return False
-            at = at.parent if any(low < first for low, high in ranges if high) else None
-        return True
+        group, end = self.groups[number], node.end // self.groups[number].block_tokens
+        low, head = group.first_block(node.end), group.head_blocks
+        at, high = node, end
+        while True:
+            first = at.start // group.block_tokens
+            pages = at.pages[number][max(0, low - first) : high - first]
+            if np.count_nonzero(pages) < len(pages):
+                return False
+            if head > first and np.count_nonzero(at.pages[number][: head - first]) < min(head, high) - first:
+                return False
+            parent = at.parent
+            if parent is None or parent.parent is None or (low >= first and not head):
+                return True
+            at, high = parent, first
 
     def needed_below(self, node: Node, number: int) -> int:
         """The first token of a group's rows that resume points below `node` need; `node.end` when they need none."""
@@ -245,20 +256,20 @@ class Tree:
                 first = min(first, tail if child.counts[number] else node.end, self.needed_below(child, number))
         return first
 
-    def unneeded(self, node: Node, number: int) -> Mask:
+    def unneeded(self, node: Node, number: int) -> Range:
         """Which blocks of a dead point's run nobody below needs. Heads are kept while anything is below."""
         if not node.children:
-            return np.ones(len(node.pages[number]), bool)
+            return 0, len(node.pages[number])
         return self.before(node, number, self.needed_below(node, number))
 
-    def before(self, node: Node, number: int, token: int) -> Mask:
+    def before(self, node: Node, number: int, token: int) -> Range:
         """Which blocks of a run end before the one with `token`, heads apart."""
         group = self.groups[number]
-        blocks = np.arange(len(node.pages[number])) + node.start // group.block_tokens
-        mask: Mask = (blocks < token // group.block_tokens) & (blocks >= -(-group.reach.head // group.block_tokens))
-        return mask
+        start = node.start // group.block_tokens
+        first = max(0, group.head_blocks - start)
+        return first, max(first, min(token // group.block_tokens - start, len(node.pages[number])))
 
-    def extra(self, node: Node, number: int) -> Mask:
+    def extra(self, node: Node, number: int) -> Range:
         """Which blocks of a run neither its own end nor points below need."""
         needed = min(int(self.groups[number].reach.tail(node.end)), self.needed_below(node, number))
         return self.before(node, number, needed)

@@ -27,7 +27,8 @@ class GroupTable:
     def __init__(self, group: Group, num_rows: int, max_tokens: int, num_pages: int) -> None:
         self.tag = group.tag
         self.reach = group.cache.reach
-        self.per_token = group.cache.reach.per_token
+        self.per_token: bool = group.cache.reach.per_token
+        self.span: int | None = group.cache.reach.span
         self.block_tokens = group.block_tokens
         self.context_shards = group.context_shards
         self.slot_tokens = group.block_tokens * group.context_shards
@@ -72,14 +73,19 @@ class GroupTable:
         ids = pages[:, None] * self.kernel_blocks + np.arange(self.kernel_blocks, dtype=np.int32)
         return np.where(pages[:, None] == NULL, np.int32(NULL), ids)
 
+    def erase(self, row: int, start: int, end: int) -> None:
+        """NULL in the slots [start, end) of one row."""
+        self.pages[row, start:end] = NULL
+        if self.kernel_blocks > 1:
+            self.kernels[row, start * self.kernel_blocks : end * self.kernel_blocks] = NULL
+
     def owned(self, row: int) -> Ids:
-        """The pages that belong to the sequence of a row, and not to the tree."""
-        pages = self.pages[row, self.shared[row] : self.blocks[row]]
-        owned: Ids = pages[pages != NULL]
+        """The pages that belong to the sequence of a row, and not to the tree; NULLs among them. A view."""
+        owned: Ids = self.pages[row, int(self.shared[row]) : int(self.blocks[row])]
         return owned
 
     def clear(self, row: int) -> None:
-        self.write(row, 0, np.zeros(int(self.blocks[row]), np.int32))
+        self.erase(row, 0, int(self.blocks[row]))
         self.first[row] = self.shared[row] = self.blocks[row] = 0
 
     def slots(self, row: int, start: int, end: int, cp_rank: int) -> Counts:
