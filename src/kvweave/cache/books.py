@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 
 import numpy as np
 
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.plan import Plan
-from kvweave.pool import NULL, Ids, PoolPages
+from kvweave.pool import Ids, PoolPages
 from kvweave.prefix import Event, Node, Policy, Prefix, Retention, tree_groups
 from kvweave.table import Counts, GroupTable
 
-NEVER = np.iinfo(np.int64).max
+NEVER = 2**62
 RECENT = 256
 """Generated tokens that are kept by row before they are handed to their sequences."""
 
@@ -47,6 +46,7 @@ class Books:
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
         self.states = [number for number, table in enumerate(self.tables) if not table.per_token]
+        self.per_token = [number for number, table in enumerate(self.tables) if table.per_token]
         self.windows = [n for n, t in enumerate(self.tables) if t.per_token and t.reach.span is not None]
         self.lengths: Counts = np.zeros(rows, np.int64)
         self.committed, self.room, self.wake, self.mark, self.fill = (np.zeros(rows, np.int64) for _ in range(5))
@@ -54,6 +54,10 @@ class Books:
         self.by_row: dict[int, Sequence] = {}
         self.dirty: set[int] = set()
         """Rows with something committed that is not in the tree yet."""
+        self.planned: set[int] = set()
+        """Rows whose step is to leave states in pages that are set aside."""
+        self.has_drafts = False
+        """Whether any step so far left states from which drafts can be taken back."""
         self.closes = 0
         """How many sequences were closed; batches made before must be looked at again."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -99,21 +103,34 @@ class Books:
         row, position = sequence.row, node.end
         self.by_row[row] = sequence
         self.lengths[row] = self.committed[row] = self.room[row] = position
-        self.mark[row] = self.next_mark(sequence, position)
-        self.wake[row] = min(position + self.grid, int(self.mark[row]))
-        path = node.path()
-        for number, table in enumerate(self.tables):
-            if not table.per_token:
-                if position:
+        mark = self.next_mark(sequence, position)
+        self.mark[row] = mark
+        self.wake[row] = min(position + self.grid, mark)
+        if position:
+            path = node.path()
+            for number, table in enumerate(self.tables):
+                if table.per_token:
+                    self._enter_run(table, row, [n.pages[number] for n in path], position)
+                else:
                     sequence.restore.append((number, int(node.pages[number][-1])))
-                continue
-            pages = np.concatenate([n.pages[number] for n in path]) if path else np.empty(0, np.int32)
-            first = table.reach.tail(position) // table.slot_tokens
-            pages[table.head_blocks : first] = NULL
-            self.widen(table, len(pages))
-            table.write(row, 0, pages)
-            table.first[row] = max(first, table.head_blocks)
-            table.shared[row] = table.blocks[row] = len(pages)
+
+    def _enter_run(self, table: GroupTable, row: int, runs: list[Ids], position: int) -> None:
+        """The pages of a hit at `position` that the next token can see; what lies between head and tail stays NULL."""
+        blocks = position // table.slot_tokens
+        first = max(table.tails.first_block(position), table.head_blocks)
+        self.widen(table, blocks)
+        end = blocks
+        for pages in reversed(runs):
+            start = end - len(pages)
+            low, head = max(start, min(first, end)), table.head_blocks
+            table.write(row, low, pages[low - start :])
+            if start < head and start < low:
+                table.write(row, start, pages[: head - start])
+            if start <= first and not head:
+                break
+            end = start
+        table.first[row] = first
+        table.shared[row] = table.blocks[row] = blocks
 
     def set_room(self, rows: Rows) -> None:
         """Note up to which length the tables of these rows reach."""
@@ -123,9 +140,18 @@ class Books:
                 room = np.minimum(room, table.blocks[rows] * table.slot_tokens)
         self.room[rows] = room
 
+    def set_room_of(self, row: int) -> None:
+        """`set_room` for one row, in plain numbers."""
+        room = NEVER
+        for table in self.tables:
+            if table.per_token:
+                room = min(room, int(table.blocks[row]) * table.slot_tokens)
+        self.room[row] = room
+
     def widen(self, table: GroupTable, slots: int) -> None:
-        if slots > table.pages.shape[1]:
-            table.grow(len(self.lengths), max(slots, 2 * table.pages.shape[1]))
+        if slots > table.width:
+            self.has_drafts = self.has_drafts or not table.per_token
+            table.grow(len(self.lengths), max(slots, 2 * table.width))
 
     def give_back(self, number: int, pages: Ids) -> int:
         """Let go of pages of a group; returns how many became free."""
@@ -166,7 +192,7 @@ class Books:
         points = {last if self.retention.prompt_end else 0, sequence.branch if self.retention.branches else 0}
         sequence.points = sorted(point for point in points if start < point <= last)
         if self.spacing:
-            sequence.on_the_way = list(range(start - start % self.spacing + self.spacing, last, self.spacing))
+            sequence.on_the_way = range(start - start % self.spacing + self.spacing, last, self.spacing)
 
     def next_mark(self, sequence: Sequence, position: int) -> int:
         """The next length at which a resume point is to be made: a snapshot's, or the prompt's last point."""
@@ -177,12 +203,25 @@ class Books:
 
     def next_stop(self, sequence: Sequence, position: int) -> int | None:
         """The next position after `position` at which states should be snapshotted while the prompt is computed."""
-        return next(iter(self.stops(sequence, position, sequence.num_prompt)), None)
+        stop = self.next_wanted(sequence, position + 1, NEVER) if self.states else NEVER
+        return None if stop == NEVER else stop
 
     def stops(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """All such positions in (start, end], ascending."""
-        if not self.states:
-            return []
+        return self.wanted(sequence, start, end) if self.states else []
+
+    def wanted(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """All wanted resume points in (start, end], ascending."""
         way = sequence.on_the_way
-        first, last = bisect_right(way, start), bisect_right(way, end)
-        return sorted({*way[first:last], *(point for point in sequence.points if start < point <= end)})
+        first = max(way.start, (start // way.step + 1) * way.step)
+        wanted = list(range(first, min(way.stop, end + 1), way.step))
+        points = [point for point in sequence.points if start < point <= end and point not in wanted]
+        return sorted(wanted + points) if points else wanted
+
+    def next_wanted(self, sequence: Sequence, position: int, end: int) -> int:
+        """The first wanted resume point at `position` or after; `end`, where there is none before."""
+        way = sequence.on_the_way
+        spaced = max(way.start, -(-position // way.step) * way.step)
+        if spaced < way.stop:
+            end = min(end, spaced)
+        return min([end, *(point for point in sequence.points if point >= position)])

@@ -73,7 +73,7 @@ class Cache:
         self._contents = Contents(on_event)
         self._infinite = InfiniteCache(self.books.grid) if track_infinite else None
         self._requests = self._prompt_tokens = self._hit_tokens = 0
-        self._thread = threading.get_ident()
+        self._owner = threading.get_ident()
 
     @property
     def plan(self) -> Plan:
@@ -164,22 +164,33 @@ class Cache:
             chosen = rows if drafts and self.books.states else rows[short]
             copies = self.room.make(chosen, self.books.lengths[chosen] + n + lookahead, drafts)
         self.books.lengths[rows] = after
-        if checkpoints and self.books.states:
-            for row in rows[after > self.books.mark[rows]].tolist():
-                self._states.plan_checkpoints(self.books.by_row[row])
+        if self.books.planned or (checkpoints and self.books.states):
+            self._plan_checkpoints(rows, checkpoints)
         if tokens is not None:
             self.books.remember(rows, tokens)
         return copies
 
+    def _plan_checkpoints(self, rows: Rows, checkpoints: bool) -> None:
+        """What an earlier step was to leave and was not committed is void; what this one passes is planned."""
+        for row in self.books.planned & set(rows.tolist()):
+            self._states.drop_checkpoints(self.books.by_row[row])
+        if checkpoints and self.books.states:
+            for row in rows[self.books.lengths[rows] > self.books.mark[rows]].tolist():
+                self._states.plan_checkpoints(self.books.by_row[row])
+
     def _extend_one(self, sequence: Sequence, n: int, lookahead: int, drafts: int, checkpoints: bool) -> list[Copy]:
         """`extend` for one sequence, in plain numbers: a chunk of a prompt."""
         books, row = self.books, sequence.row
-        after, copies = int(books.lengths[row]) + n, []
-        if books.room[row] < after + lookahead or (drafts and books.states):
-            copies = self.room.make_one(sequence, after + lookahead, drafts)
+        after = int(books.lengths[row]) + n
+        stops: list[int] = []
+        copies: list[Copy] = []
+        if books.states:
+            self._states.drop_checkpoints(sequence)
+            if after >= int(books.mark[row]):
+                stops = self._states.stops(sequence, after, checkpoints)
+        if stops or int(books.room[row]) < after + lookahead or (drafts and books.states):
+            copies = self.room.make_one(sequence, after + lookahead, drafts, stops)
         books.lengths[row] = after
-        if checkpoints and books.states and after > books.mark[row]:
-            self._states.plan_checkpoints(sequence)
         return copies
 
     def _checked_tokens(self, tokens: object, num_rows: int, n: int) -> Ids:
@@ -201,18 +212,27 @@ class Cache:
             return self._commit_one(sequences)
         until = self.books.lengths[rows] if lengths is None else self._checked_lengths(rows, lengths)
         self.books.committed[rows] = until
-        if self.books.states:
+        if self.books.has_drafts:
             self._states.settle(rows, until)
         due = rows[until >= self.books.wake[rows]]
         return self._wake_up(due) if len(due) else []
 
     def _commit_one(self, sequence: Sequence) -> list[Copy]:
         """`commit` for one sequence, in plain numbers."""
-        row, until = sequence.row, self.books.lengths[sequence.row]
-        self.books.committed[row] = until
-        if self.books.states:
-            self._states.settle(sequence.rows, self.books.lengths[sequence.rows])
-        return self._wake_up(sequence.rows) if until >= self.books.wake[row] else []
+        books, row = self.books, sequence.row
+        until = int(books.lengths[row])
+        books.committed[row] = until
+        if books.has_drafts:
+            self._states.settle(sequence.rows, books.lengths[sequence.rows])
+        if until < int(books.wake[row]):
+            return []
+        copies = self._reach_mark(sequence) if until >= int(books.mark[row]) else []
+        end = until // self.grid * self.grid
+        if books.windows:
+            self._publisher.leave_behind(sequence, end)
+        books.wake[row] = min(end + self.grid, int(books.mark[row]))
+        books.dirty.add(row)
+        return copies
 
     def _wake_up(self, rows: Rows) -> list[Copy]:
         """These rows have passed a block of the grid, or a mark: there is more to do than to count."""
@@ -240,21 +260,22 @@ class Cache:
     def _reach_mark(self, sequence: Sequence) -> list[Copy]:
         """A wanted resume point was reached: take its snapshots, and put into the tree what leads to it."""
         row, position = sequence.row, int(self.books.committed[sequence.row])
-        copies = []
-        self._states.take_checkpoints(sequence, position)
-        if self.books.states and position % self.grid == 0 and position == int(self.books.lengths[row]):
-            copies = self._states.snapshot(sequence, position)
+        copies: list[Copy] = []
+        if self.books.states:
+            copies = self._states.take_checkpoints(sequence, position)
+            if position % self.grid == 0 and position == int(self.books.lengths[row]):
+                copies += self._states.snapshot(sequence, position)
         if sequence.points and position >= sequence.points[-1]:
             self._publisher.publish(sequence)
-            sequence.points, sequence.on_the_way = [], []
+            sequence.points, sequence.on_the_way = [], range(0)
         self.books.mark[row] = self.books.next_mark(sequence, position)
         return copies
 
     def _leave_behind(self, rows: Rows, ends: Counts) -> None:
         """Let go of the blocks that windows have passed at `ends`, for many rows at once."""
-        for row in rows.tolist():
+        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
             if self.books.by_row[row].points:
-                self._publisher.leave_behind(self.books.by_row[row])
+                self._publisher.leave_behind(self.books.by_row[row], end)
         for number in self.books.windows:
             table = self.books.tables[number]
             target = np.minimum(table.reach.tail(ends) // table.slot_tokens, table.blocks[rows])
@@ -309,7 +330,7 @@ class Cache:
         self.books.lengths[row] = length
         self.books.committed[row] = min(int(self.books.committed[row]), length)
         sequence.num_prompt = min(sequence.num_prompt, length)
-        self.books.set_room(sequence.rows)
+        self.books.set_room_of(row)
         return copies
 
     def close(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -431,5 +452,5 @@ class Cache:
         return batch.rows
 
     def _check_thread(self) -> None:
-        if threading.get_ident() != self._thread:
-            raise WrongThread(f"this cache belongs to thread {self._thread}, called from {threading.get_ident()}")
+        if threading.get_ident() != self._owner:
+            raise WrongThread(f"this cache belongs to thread {self._owner}, called from {threading.get_ident()}")

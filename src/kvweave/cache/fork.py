@@ -8,7 +8,7 @@ import numpy as np
 
 from kvweave.cache.books import Books
 from kvweave.cache.room import Room
-from kvweave.cache.sequence import Copy, Sequence
+from kvweave.cache.sequence import FIELDS, Copy, Sequence
 from kvweave.cache.states import States
 from kvweave.errors import CannotTruncate
 from kvweave.pool import NULL
@@ -40,7 +40,7 @@ class Forks:
         child = Sequence(books, row, sequence.tokens, sequence.namespace, sequence.priority, sequence.node)
         child.num_cached, child.num_prompt = sequence.num_cached, sequence.num_prompt
         child.branch, child.restore = sequence.branch, list(sequence.restore)
-        child.points, child.on_the_way = list(sequence.points), list(sequence.on_the_way)
+        child.points, child.on_the_way = list(sequence.points), sequence.on_the_way
         sequence.node.rolling = False
         books.prefix.pin(sequence.node)
         books.by_row[row] = child
@@ -101,7 +101,7 @@ class Forks:
     def _swap(self, sequences: list[Sequence], places: dict[int, Sequence]) -> None:
         """Sequence i becomes what is in place i; those in nobody's place are closed."""
         kept = {id(sequence) for sequence in places.values()}
-        lives = {i: {name: getattr(s, name) for name in Sequence.__slots__} for i, s in places.items()}
+        lives = {i: {name: getattr(s, name) for name in FIELDS} for i, s in places.items()}
         for sequence in sequences:
             if id(sequence) not in kept:
                 self._drop(sequence)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import numpy as np
 
 from kvweave.cache.books import Books
@@ -36,22 +38,37 @@ class Room:
         self.books.set_room(rows)
         return self._restore([self.books.by_row[row] for row in rows.tolist()]) if self.books.states else []
 
-    def make_one(self, sequence: Sequence, length: int, drafts: int) -> list[Copy]:
-        """`make` for one row, in plain numbers."""
+    def make_one(self, sequence: Sequence, length: int, drafts: int, stops: SequenceOf[int] = ()) -> list[Copy]:
+        """`make` for one row, in plain numbers; with pages for its states at `stops`, where there is room for them."""
         books, row = self.books, sequence.row
         grows = []
         for table in books.tables:
             need = -(-length // table.slot_tokens) if table.per_token else 1 + drafts
             books.widen(table, need)
             grows.append(max(0, need - int(table.blocks[row])))
-        self.ensure(grows, length, not books.committed[row] or bool(sequence.restore))
+        is_new = not books.committed[row] or bool(sequence.restore)
+        if not stops or not self._ensure_with(grows, len(stops), length, is_new):
+            stops = ()
+            self.ensure(grows, length, is_new)
         for number, count in enumerate(grows):
             if count:
                 table = books.tables[number]
-                table.write(row, int(table.blocks[row]), self.take(number, count))
-                table.blocks[row] += count
-        books.set_room(sequence.rows)
+                blocks = int(table.blocks[row])
+                table.write(row, blocks, self.take(number, count))
+                table.blocks[row] = blocks + count
+        if stops:
+            pages = [self.take(number, len(stops)).tolist() for number in books.states]
+            sequence.planned = dict(zip(stops, zip(*pages, strict=True), strict=True))
+            books.planned.add(row)
+        books.set_room_of(row)
         return self._restore([sequence]) if sequence.restore else []
+
+    def _ensure_with(self, grows: list[int], count: int, length: int, is_new: bool) -> bool:
+        """Whether `grows` and `count` pages more of each state can be taken, all at once."""
+        counts = list(grows)
+        for number in self.books.states:
+            counts[number] += count
+        return self.can_ensure(counts, length, is_new)
 
     def _growth(self, table: GroupTable, rows: Rows, lengths: Counts, drafts: int) -> Counts | None:
         """New pages a row; None where no row needs any."""
@@ -104,6 +121,14 @@ class Room:
                 wanted[largest] += int(self.reserve * pool.num_supers * pool.groups[largest].per_super)
             if pool.prepare(wanted):
                 self._evict_for(pool, wanted, length)
+
+    def can_ensure(self, counts: list[int], length: int, is_new: bool = False) -> bool:
+        """`ensure`, for what can be done without."""
+        try:
+            self.ensure(counts, length, is_new)
+        except (OutOfPages, NeverFits):
+            return False
+        return True
 
     def _evict_for(self, pool: PoolPages, wanted: dict[str, int], length: int) -> None:
         if self._short_after_eviction(pool, wanted):

@@ -42,6 +42,28 @@ class Checkpoint(NamedTuple):
     page: int
 
 
+FIELDS = (
+    "_buffer",
+    "_first",
+    "_num_tokens",
+    "books",
+    "branch",
+    "namespace",
+    "node",
+    "num_cached",
+    "num_prompt",
+    "on_the_way",
+    "planned",
+    "points",
+    "priority",
+    "restore",
+    "row",
+    "rows",
+    "snapshots",
+)
+"""What makes up a sequence."""
+
+
 class Sequence:
     """One sequence of a cache. `num_cached` of its tokens were found; compute the rest.
 
@@ -49,32 +71,14 @@ class Sequence:
     Kernels that can write states on the way need not stop: `extend` with `checkpoints` says where they go.
     """
 
-    __slots__ = (
-        "_buffer",
-        "_first",
-        "_num_tokens",
-        "books",
-        "branch",
-        "namespace",
-        "node",
-        "num_cached",
-        "num_prompt",
-        "on_the_way",
-        "planned",
-        "points",
-        "priority",
-        "restore",
-        "row",
-        "rows",
-        "snapshots",
-    )
+    __slots__ = FIELDS
 
     def __init__(self, books: Home, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node) -> None:
         self.books = books
         self.row = row
         self.rows: Rows = np.array([row], np.int64)
-        self.planned: dict[int, list[int]] = {}
-        """State pages, one a group of states, that the step prepared should fill, by position."""
+        self.planned: dict[int, tuple[int, ...]] = {}
+        """State pages, one a group of states, by the position whose state they will hold when the step is over."""
         self.namespace = namespace
         self.priority = priority
         self.num_prompt = len(tokens)
@@ -83,9 +87,9 @@ class Sequence:
         self.branch = 0
         self.points: list[int] = []
         """Positions at which a resume point is wanted, ascending: nodes of the tree."""
-        self.on_the_way: list[int] = []
-        """Positions at which one is welcome: extras of a node."""
-        self.snapshots: dict[int, list[int]] = {}
+        self.on_the_way = range(0)
+        """Positions at which one is welcome, multiples of its step: extras of a node."""
+        self.snapshots: dict[int, tuple[int, ...]] = {}
         """State pages, one a group of states, by the position they were taken at; not in the tree yet."""
         self.restore: list[tuple[int, int]] = []
         """Snapshots (group number, page) to be copied into the live state before the first step."""
@@ -114,19 +118,21 @@ class Sequence:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Where the step prepared should leave states, after `extend` with `checkpoints`."""
+        """Where the step prepared should leave states on its way, after `extend` with `checkpoints`."""
         return [
             Checkpoint(tag, position, page)
             for position, pages in self.planned.items()
             for tag, page in zip(self.books.state_tags, pages, strict=True)
+            if position < self.length
         ]
 
     @property
     def tokens(self) -> Tokens:
         """All tokens known so far: the prompt, and what `extend` was told."""
         self._check_open()
+        num_tokens = self.num_tokens
         cached = np.concatenate([*(node.tokens for node in self.node.path()), self._buffer[:0]])[: self._first]
-        return np.concatenate([cached, self.run(self._first, self.num_tokens)])
+        return np.concatenate([cached, self.run(self._first, num_tokens)])
 
     @property
     def num_tokens(self) -> int:
@@ -135,8 +141,7 @@ class Sequence:
         return self._num_tokens
 
     def run(self, start: int, end: int) -> Tokens:
-        """The tokens [start, end), from where the sequence stands in the tree, or after."""
-        self.books.flush_tokens(self)
+        """The tokens [start, end) of those that the sequence was told, from where it stood in the tree at first."""
         return self._buffer[start - self._first : end - self._first]
 
     def add_tokens(self, tokens: Tokens) -> None:

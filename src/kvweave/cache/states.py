@@ -7,7 +7,6 @@ import numpy as np
 from kvweave.cache.books import Books
 from kvweave.cache.room import Room
 from kvweave.cache.sequence import Copy, Rows, Sequence
-from kvweave.errors import NeverFits, OutOfPages
 from kvweave.pool import NULL
 from kvweave.table import Counts, GroupTable
 
@@ -20,12 +19,10 @@ class States:
     # ---- drafts: column i holds the state after the i-th of the tokens that may be rejected
 
     def settle(self, rows: Rows, until: Counts) -> None:
-        """The step is over: the state after the last token that stays becomes the live one."""
+        """A step with drafts is over: the state after the last token that stays becomes the live one."""
         for number in self.books.states:
-            table = self.books.tables[number]
-            if table.pages.shape[1] > 1:
-                for row, length in zip(rows.tolist(), until.tolist(), strict=True):
-                    self.choose(number, row, int(self.books.lengths[row]) - length)
+            for row, length in zip(rows.tolist(), until.tolist(), strict=True):
+                self.choose(number, row, int(self.books.lengths[row]) - length)
 
     def choose(self, number: int, row: int, tokens_back: int) -> None:
         """Make the state of so many tokens ago the live one, and give the other columns back."""
@@ -46,18 +43,21 @@ class States:
 
     def snapshot(self, sequence: Sequence, position: int) -> list[Copy]:
         """Copies of the live states, for the tree; none where there is no page for them."""
-        books = self.books
         if position in sequence.snapshots or position <= sequence.node.end or not self._has_room(1):
             return []
-        pages = [int(self.room.take(number, 1)[0]) for number in books.states]
+        pages = tuple([int(self.room.take(number, 1)[0]) for number in self.books.states])
         if not sequence.points:  # of those taken while generating, only the last is kept
             for old in [p for p in sequence.snapshots if p > sequence.node.end]:
                 self.give_back(sequence.snapshots.pop(old))
         sequence.snapshots[position] = pages
-        live = [int(books.tables[number].pages[sequence.row, 0]) for number in books.states]
-        return [self.room.copy(number, live[i], pages[i]) for i, number in enumerate(books.states)]
+        return self._copies_of_live(sequence, pages)
 
-    def give_back(self, pages: list[int]) -> None:
+    def _copies_of_live(self, sequence: Sequence, pages: tuple[int, ...]) -> list[Copy]:
+        tables = [self.books.tables[number] for number in self.books.states]
+        both = np.array([[int(table.pages[sequence.row, 0]) for table in tables], pages], np.int32)
+        return [Copy(table.tag, both[0, i : i + 1], both[1, i : i + 1]) for i, table in enumerate(tables)]
+
+    def give_back(self, pages: tuple[int, ...]) -> None:
         """Let go of one snapshot."""
         for number, page in zip(self.books.states, pages, strict=True):
             self.books.give_back(number, np.array([page], np.int32))
@@ -70,37 +70,49 @@ class States:
             return
         if position in sequence.snapshots or sequence.restore:
             return
-        sequence.snapshots[position] = [int(books.tables[number].pages[row, 0]) for number in books.states]
+        sequence.snapshots[position] = tuple([int(books.tables[number].pages[row, 0]) for number in books.states])
         for number in books.states:
             books.tables[number].pages[row, 0] = NULL
 
     def _has_room(self, count: int) -> bool:
         counts = [count if number in self.books.states else 0 for number in range(len(self.books.tables))]
-        try:
-            self.room.ensure(counts, 1)
-        except (OutOfPages, NeverFits):
-            return False
-        return True
+        return self.room.can_ensure(counts, 1)
 
-    # ---- checkpoints: snapshots that a step writes on its way
+    # ---- checkpoints: snapshots that a step writes on its way, or that are taken when it is over
+
+    def stops(self, sequence: Sequence, length: int, on_the_way: bool) -> list[int]:
+        """Where a step up to `length` should leave states: everywhere on its way, or only where it ends."""
+        start = int(self.books.committed[sequence.row])
+        if on_the_way:
+            return self.books.stops(sequence, start, length)
+        return [length] if self.books.next_stop(sequence, start) == length else []
 
     def plan_checkpoints(self, sequence: Sequence) -> None:
         """Pages for the states that the step up to the sequence's length passes; none where there is no room."""
-        books = self.books
         self.drop_checkpoints(sequence)
-        positions = books.stops(sequence, int(books.committed[sequence.row]), sequence.length - 1)
+        positions = self.stops(sequence, sequence.length, True)
         if positions and self._has_room(len(positions)):
-            pages = [self.room.take(number, len(positions)).tolist() for number in books.states]
-            sequence.planned = dict(zip(positions, map(list, zip(*pages, strict=True)), strict=True))
+            pages = [self.room.take(number, len(positions)).tolist() for number in self.books.states]
+            sequence.planned = dict(zip(positions, zip(*pages, strict=True), strict=True))
+            self.books.planned.add(sequence.row)
 
-    def take_checkpoints(self, sequence: Sequence, position: int) -> None:
-        """The step left its states: those up to `position` are snapshots now, the others were not written."""
-        for at, pages in sequence.planned.items():
+    def take_checkpoints(self, sequence: Sequence, position: int) -> list[Copy]:
+        """The step is over: its states up to `position` are snapshots now, the others were not written.
+
+        The one at the sequence's end is the live state, and is copied from it.
+        """
+        copies: list[Copy] = []
+        planned, sequence.planned = sequence.planned, {}
+        self.books.planned.discard(sequence.row)
+        for at, pages in planned.items():
             if at <= position and at > sequence.node.end and at not in sequence.snapshots:
                 sequence.snapshots[at] = pages
+                if at == sequence.length:
+                    copies = self._copies_of_live(sequence, pages)
             else:
                 self.give_back(pages)
-        sequence.planned = {}
+        return copies
 
     def drop_checkpoints(self, sequence: Sequence) -> None:
-        self.take_checkpoints(sequence, -1)
+        if sequence.planned:
+            self.take_checkpoints(sequence, -1)

@@ -16,6 +16,7 @@ from kvweave.pool import NULL, Ids
 from kvweave.prefix.events import Cleared, Event, Kept, Lost, Removed, Split, Stored, Trimmed
 from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Node, Tokens
+from kvweave.prefix.tails import Tails
 from kvweave.spec import Reach
 
 Range = tuple[int, int]
@@ -31,10 +32,7 @@ class TreeGroup:
         self.block_tokens = block_tokens
         self.head_blocks = -(-reach.head // block_tokens)
         self.sees_all = reach.span is None
-
-    def first_block(self, position: int) -> int:
-        """The first block behind the head that is needed to go on from `position`."""
-        return int(self.reach.tail(position)) // self.block_tokens
+        self.tails = Tails(reach, block_tokens)
 
 
 class Match:
@@ -233,7 +231,7 @@ class Tree:
 
     def _reaches_back(self, node: Node, number: int) -> bool:
         group, end = self.groups[number], node.end // self.groups[number].block_tokens
-        low, head = group.first_block(node.end), group.head_blocks
+        low, head = group.tails.first_block(node.end), group.head_blocks
         at, high = node, end
         while True:
             first = at.start // group.block_tokens
@@ -248,12 +246,13 @@ class Tree:
             at, high = parent, first
 
     def needed_below(self, node: Node, number: int) -> int:
-        """The first token of a group's rows that resume points below `node` need; `node.end` when they need none."""
-        reach, first = self.groups[number].reach, node.end
+        """The first block of a group that resume points below `node` need; that behind its run when they need none."""
+        group = self.groups[number]
+        end = first = node.end // group.block_tokens
         for child in node.children.values():
-            tail = int(reach.tail(child.end))
-            if tail < node.end:
-                first = min(first, tail if child.counts[number] else node.end, self.needed_below(child, number))
+            tail = group.tails.first_block(child.end)
+            if tail < end:
+                first = min(first, tail if child.counts[number] else end, self.needed_below(child, number))
         return first
 
     def unneeded(self, node: Node, number: int) -> Range:
@@ -262,17 +261,21 @@ class Tree:
             return 0, len(node.pages[number])
         return self.before(node, number, self.needed_below(node, number))
 
-    def before(self, node: Node, number: int, token: int) -> Range:
-        """Which blocks of a run end before the one with `token`, heads apart."""
-        group = self.groups[number]
-        start = node.start // group.block_tokens
-        first = max(0, group.head_blocks - start)
-        return first, max(first, min(token // group.block_tokens - start, len(node.pages[number])))
+    def passed(self, node: Node, number: int) -> Range:
+        """Which blocks of a run its own end does not need."""
+        return self.before(node, number, self.groups[number].tails.first_block(node.end))
 
     def extra(self, node: Node, number: int) -> Range:
         """Which blocks of a run neither its own end nor points below need."""
-        needed = min(int(self.groups[number].reach.tail(node.end)), self.needed_below(node, number))
-        return self.before(node, number, needed)
+        needed = self.groups[number].tails.first_block(node.end)
+        return self.before(node, number, min(needed, self.needed_below(node, number)))
+
+    def before(self, node: Node, number: int, block: int) -> Range:
+        """Which blocks of a run come before `block`, counted from the start of all, heads apart."""
+        group = self.groups[number]
+        start = node.start // group.block_tokens
+        first = max(0, group.head_blocks - start)
+        return first, max(first, min(block - start, len(node.pages[number])))
 
     # ---- small things
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvweave.plan import Group
 from kvweave.pool import NULL, Ids
+from kvweave.prefix.tails import Tails
 
 Counts = NDArray[np.int64]
 
@@ -34,25 +35,27 @@ class GroupTable:
         self.slot_tokens = group.block_tokens * group.context_shards
         self.kernel_blocks = group.kernel_blocks if self.per_token else 1
         self.head_blocks = -(-self.reach.head // self.slot_tokens)
-        width = max(1, min(num_pages, -(-max_tokens // self.slot_tokens))) if self.per_token else 1
-        self.pages: Ids = np.zeros((num_rows, width), np.int32)
+        self.tails = Tails(self.reach, self.slot_tokens)
+        self.width = max(1, min(num_pages, -(-max_tokens // self.slot_tokens))) if self.per_token else 1
+        self.pages: Ids = np.zeros((num_rows, self.width), np.int32)
         self.kernels: Ids = self.pages
         if self.kernel_blocks > 1:
-            self.kernels = np.zeros((num_rows, width * self.kernel_blocks), np.int32)
-        self.first: Counts = np.zeros(num_rows, np.int64)
+            self.kernels = np.zeros((num_rows, self.width * self.kernel_blocks), np.int32)
+        self.first: Counts = np.full(num_rows, self.head_blocks, np.int64)
         self.shared: Counts = np.zeros(num_rows, np.int64)
         self.blocks: Counts = np.zeros(num_rows, np.int64)
 
     def grow(self, num_rows: int, width: int) -> None:
         """Make room for more rows or wider ones; addresses change, so engines size a cache once."""
-        used, width = int(self.blocks.max()), max(width, self.pages.shape[1])
-        self.pages = _grown(self.pages, used, num_rows, width)
+        used, self.width = int(self.blocks.max()), max(width, self.width)
+        self.pages = _grown(self.pages, used, num_rows, self.width)
         if self.kernel_blocks == 1:
             self.kernels = self.pages
         else:
-            self.kernels = _grown(self.kernels, used * self.kernel_blocks, num_rows, width * self.kernel_blocks)
+            self.kernels = _grown(self.kernels, used * self.kernel_blocks, num_rows, self.width * self.kernel_blocks)
         more = num_rows - len(self.first)
-        self.first, self.shared, self.blocks = (np.pad(a, (0, more)) for a in (self.first, self.shared, self.blocks))
+        self.first = np.pad(self.first, (0, more), constant_values=self.head_blocks)
+        self.shared, self.blocks = np.pad(self.shared, (0, more)), np.pad(self.blocks, (0, more))
 
     def write(self, row: int, start: int, pages: Ids) -> None:
         """Pages of one row from slot `start` on, in both arrays."""
@@ -86,7 +89,8 @@ class GroupTable:
 
     def clear(self, row: int) -> None:
         self.erase(row, 0, int(self.blocks[row]))
-        self.first[row] = self.shared[row] = self.blocks[row] = 0
+        self.first[row] = self.head_blocks
+        self.shared[row] = self.blocks[row] = 0
 
     def slots(self, row: int, start: int, end: int, cp_rank: int) -> Counts:
         """Where the tokens [start, end) of a row are written: page x block_tokens + offset; -1: on another rank."""
