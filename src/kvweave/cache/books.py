@@ -10,9 +10,9 @@ from kvweave.cache.sequence import Rows, Sequence
 from kvweave.plan import Plan
 from kvweave.pool import Ids, PoolPages
 from kvweave.prefix import Event, Node, Policy, Prefix, Retention, tree_groups
+from kvweave.prefix.retention import NEVER
 from kvweave.table import Counts, GroupTable
 
-NEVER = 2**62
 RECENT = 256
 """Generated tokens that are kept by row before they are handed to their sequences."""
 
@@ -45,12 +45,17 @@ class Books:
         self.grid = self.prefix.tree.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
+        self.alike = list(_by_slots(self.tables).values())
+        """Numbers of tables whose rows have the same number of slots, always: those of states, and by slot size."""
+        self._rulers = [self.tables[numbers[0]] for numbers in self.alike if self.tables[numbers[0]].per_token]
         self.states = [number for number, table in enumerate(self.tables) if not table.per_token]
         self.per_token = [number for number, table in enumerate(self.tables) if table.per_token]
         self.windows = [n for n, t in enumerate(self.tables) if t.per_token and t.reach.span is not None]
         self.lengths: Counts = np.zeros(rows, np.int64)
         self.committed, self.room, self.wake, self.mark, self.fill = (np.zeros(rows, np.int64) for _ in range(5))
         self.recent: Ids = np.zeros((rows, RECENT), np.int32)
+        self._most_recent = 0
+        """No row has more recent tokens than so many."""
         self.by_row: dict[int, Sequence] = {}
         self.dirty: set[int] = set()
         """Rows with something committed that is not in the tree yet."""
@@ -58,6 +63,10 @@ class Books:
         """Rows whose step is to leave states in pages that are set aside."""
         self.has_drafts = False
         """Whether any step so far left states from which drafts can be taken back."""
+        self.fresh: set[int] = set()
+        """Rows that have no live states yet."""
+        self.pointed: set[int] = set()
+        """Rows whose sequences still have resume points to leave on the way through their prompts."""
         self.closes = 0
         """How many sequences were closed; batches made before must be looked at again."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -87,7 +96,8 @@ class Books:
         for table in self.tables:
             table.clear(row)
         self.fill[row] = 0
-        self.dirty.discard(row)
+        for rows in (self.dirty, self.planned, self.fresh, self.pointed):
+            rows.discard(row)
         del self.by_row[row]
         self._free_rows.append(row)
         self.closes += 1
@@ -102,6 +112,10 @@ class Books:
         """Put a new sequence into its row, and the pages of its hit into the tables."""
         row, position = sequence.row, node.end
         self.by_row[row] = sequence
+        if self.states:
+            self.fresh.add(row)
+        if sequence.points:
+            self.pointed.add(row)
         self.lengths[row] = self.committed[row] = self.room[row] = position
         mark = self.next_mark(sequence, position)
         self.mark[row] = mark
@@ -134,19 +148,12 @@ class Books:
 
     def set_room(self, rows: Rows) -> None:
         """Note up to which length the tables of these rows reach."""
-        room = np.full(len(rows), NEVER)
-        for table in self.tables:
-            if table.per_token:
-                room = np.minimum(room, table.blocks[rows] * table.slot_tokens)
-        self.room[rows] = room
+        reach = [t.blocks[rows] * t.slot_tokens for t in self._rulers]
+        self.room[rows] = NEVER if not reach else reach[0] if len(reach) == 1 else np.minimum.reduce(reach)
 
     def set_room_of(self, row: int) -> None:
         """`set_room` for one row, in plain numbers."""
-        room = NEVER
-        for table in self.tables:
-            if table.per_token:
-                room = min(room, int(table.blocks[row]) * table.slot_tokens)
-        self.room[row] = room
+        self.room[row] = min([NEVER, *(int(table.blocks[row]) * table.slot_tokens for table in self._rulers)])
 
     def widen(self, table: GroupTable, slots: int) -> None:
         if slots > table.width:
@@ -163,10 +170,11 @@ class Books:
     def remember(self, rows: Rows, tokens: Ids) -> None:
         """Keep generated tokens by row; sequences get them when they are asked for."""
         width = tokens.shape[1]
-        full = self.fill[rows] + width > RECENT
-        if full.any():
-            for row in rows[full].tolist():
-                self.flush_tokens(self.by_row[row])
+        self._most_recent += width
+        if self._most_recent > RECENT:
+            for sequence in self.by_row.values():
+                self.flush_tokens(sequence)
+            self._most_recent = width
         if width > RECENT:
             for row, line in zip(rows.tolist(), tokens, strict=True):
                 self.by_row[row].add_tokens(line)
@@ -191,8 +199,7 @@ class Books:
         start, last = sequence.num_cached, (sequence.num_prompt - 1) // self.grid * self.grid
         points = {last if self.retention.prompt_end else 0, sequence.branch if self.retention.branches else 0}
         sequence.points = sorted(point for point in points if start < point <= last)
-        if self.spacing:
-            sequence.on_the_way = range(start - start % self.spacing + self.spacing, last, self.spacing)
+        sequence.spaced_end = last
 
     def next_mark(self, sequence: Sequence, position: int) -> int:
         """The next length at which a resume point is to be made: a snapshot's, or the prompt's last point."""
@@ -203,7 +210,7 @@ class Books:
 
     def next_stop(self, sequence: Sequence, position: int) -> int | None:
         """The next position after `position` at which states should be snapshotted while the prompt is computed."""
-        stop = self.next_wanted(sequence, position + 1, NEVER) if self.states else NEVER
+        stop = self.next_wanted(sequence, position) if self.states else NEVER
         return None if stop == NEVER else stop
 
     def stops(self, sequence: Sequence, start: int, end: int) -> list[int]:
@@ -212,16 +219,27 @@ class Books:
 
     def wanted(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """All wanted resume points in (start, end], ascending."""
-        way = sequence.on_the_way
-        first = max(way.start, (start // way.step + 1) * way.step)
-        wanted = list(range(first, min(way.stop, end + 1), way.step))
+        wanted, position = [], self.next_spaced(sequence, start)
+        while position <= end:
+            wanted.append(position)
+            position = self.next_spaced(sequence, position)
         points = [point for point in sequence.points if start < point <= end and point not in wanted]
         return sorted(wanted + points) if points else wanted
 
-    def next_wanted(self, sequence: Sequence, position: int, end: int) -> int:
-        """The first wanted resume point at `position` or after; `end`, where there is none before."""
-        way = sequence.on_the_way
-        spaced = max(way.start, -(-position // way.step) * way.step)
-        if spaced < way.stop:
-            end = min(end, spaced)
-        return min([end, *(point for point in sequence.points if point >= position)])
+    def next_wanted(self, sequence: Sequence, position: int) -> int:
+        """The first wanted resume point after `position`, or `NEVER`."""
+        spaced = self.next_spaced(sequence, position)
+        return min([spaced, *(point for point in sequence.points if point > position)])
+
+    def next_spaced(self, sequence: Sequence, position: int) -> int:
+        """The first position after `position` at which a resume point is welcome, or `NEVER`."""
+        spaced = self.spacing.after(position)
+        return spaced if spaced < sequence.spaced_end else NEVER
+
+
+def _by_slots(tables: list[GroupTable]) -> dict[int, list[int]]:
+    """The numbers of tables by the size of their slots; 0 for those of states."""
+    alike: dict[int, list[int]] = {}
+    for number, table in enumerate(tables):
+        alike.setdefault(table.slot_tokens if table.per_token else 0, []).append(number)
+    return alike

@@ -147,7 +147,7 @@ class Cache:
         `tokens` are their ids where they are not the prompt's: an array `[sequences]` or `[sequences, n]`. `lookahead`
         keeps room for so many more. The last `drafts` tokens may be rejected with `truncate`: states then get a column
         each, in which the state after that token is to be left. `checkpoints` asks for pages for the states that the
-        step passes and should leave on its way (`Sequence.checkpoints`). Returns the copies to be made before the step.
+        step should leave on its way and at its end (`Sequence.checkpoints`). Returns the copies to be made before it.
         """
         self._check_thread()
         rows = self._rows(sequences)
@@ -188,6 +188,7 @@ class Cache:
             self._states.drop_checkpoints(sequence)
             if after >= int(books.mark[row]):
                 stops = self._states.stops(sequence, after, checkpoints)
+                sequence.in_step = checkpoints
         if stops or int(books.room[row]) < after + lookahead or (drafts and books.states):
             copies = self.room.make_one(sequence, after + lookahead, drafts, stops)
         books.lengths[row] = after
@@ -267,21 +268,22 @@ class Cache:
                 copies += self._states.snapshot(sequence, position)
         if sequence.points and position >= sequence.points[-1]:
             self._publisher.publish(sequence)
-            sequence.points, sequence.on_the_way = [], range(0)
+            sequence.points, sequence.spaced_end = [], 0
+            self.books.pointed.discard(row)
         self.books.mark[row] = self.books.next_mark(sequence, position)
         return copies
 
     def _leave_behind(self, rows: Rows, ends: Counts) -> None:
         """Let go of the blocks that windows have passed at `ends`, for many rows at once."""
-        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
-            if self.books.by_row[row].points:
-                self._publisher.leave_behind(self.books.by_row[row], end)
+        if self.books.pointed:
+            for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+                if row in self.books.pointed:
+                    self._publisher.leave_behind(self.books.by_row[row], end)
         for number in self.books.windows:
             table = self.books.tables[number]
-            target = np.minimum(table.reach.tail(ends) // table.slot_tokens, table.blocks[rows])
-            passed = target - table.first[rows]
+            passed = table.reach.tail(ends) // table.slot_tokens - table.first[rows]
             moving = passed > 0
-            if moving.any():
+            if np.count_nonzero(moving):
                 self._pass(number, rows[moving], passed[moving])
 
     def _pass(self, number: int, rows: Rows, passed: Counts) -> None:

@@ -40,10 +40,13 @@ class Forks:
         child = Sequence(books, row, sequence.tokens, sequence.namespace, sequence.priority, sequence.node)
         child.num_cached, child.num_prompt = sequence.num_cached, sequence.num_prompt
         child.branch, child.restore = sequence.branch, list(sequence.restore)
-        child.points, child.on_the_way = list(sequence.points), sequence.on_the_way
+        child.points, child.spaced_end = list(sequence.points), sequence.spaced_end
         sequence.node.rolling = False
         books.prefix.pin(sequence.node)
         books.by_row[row] = child
+        for rows in (books.fresh, books.pointed):
+            if sequence.row in rows:
+                rows.add(row)
         books.copy_row(sequence.row, row)
         copies = []
         for number, table in enumerate(books.tables):

@@ -106,7 +106,7 @@ class Publisher:
         """A new run from `node` to `point`, or more of the sequence's own last run."""
         prefix = self.books.prefix
         tokens = sequence.run(node.end, point)
-        extras = self._passes_extras(sequence, node.end, point)
+        extras = self.books.next_spaced(sequence, node.end) < point
         pages = self._donated_states(sequence, node.end, point)
         for number in self.books.per_token:
             pages[number] = self._donated(sequence, number, node.end, point)
@@ -118,11 +118,6 @@ class Publisher:
         child = prefix.insert(node, tokens, pages, extras=extras, priority=sequence.priority)
         child.rolling = is_end
         return child
-
-    def _passes_extras(self, sequence: Sequence, start: int, end: int) -> bool:
-        """Whether points that are welcome lie within a run."""
-        way = sequence.on_the_way
-        return max(way.start, (start // way.step + 1) * way.step) < min(way.stop, end)
 
     def _donated(self, sequence: Sequence, number: int, start: int, end: int) -> Ids:
         """Our pages of one group for the run [start, end), but for those that no point needs: they go back."""
@@ -139,19 +134,17 @@ class Publisher:
         groups, states = self.books.prefix.tree.groups, self.books.states
         pages: list[Ids] = [NOTHING] * len(groups)
         points = [point for point in sequence.snapshots if start < point <= end]
-        if states:
-            taken = [page for point in points for page in sequence.snapshots.pop(point)]
-            columns = np.array(taken, np.int32).reshape(-1, len(states))
-            at = np.array(points, np.int64) - start
+        taken = [sequence.snapshots.pop(point) for point in points]
         for nth, number in enumerate(states):
             size = groups[number].block_tokens
-            pages[number] = np.zeros((end - start) // size, np.int32)
-            pages[number][at // size - 1] = columns[:, nth]
+            pages[number] = line = np.zeros((end - start) // size, np.int32)
+            for point, snapshot in zip(points, taken, strict=True):
+                line[(point - start) // size - 1] = snapshot[nth]
         return pages
 
     def _merge(self, sequence: Sequence, node: Node) -> None:
         """The tree has this run already: take over its pages, fill its gaps with ours, give back the rest."""
-        node.extras |= self._passes_extras(sequence, node.start, node.end)
+        node.extras |= self.books.next_spaced(sequence, node.start) < node.end
         snapshots = self._donated_states(sequence, node.start, node.end)
         for number in self.books.states:
             self.books.give_back(number, self.books.prefix.keep(node, number, 0, snapshots[number]))

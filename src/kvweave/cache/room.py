@@ -13,6 +13,12 @@ from kvweave.pool import Ids, PoolPages
 from kvweave.table import Counts, GroupTable
 
 
+def copies_of(tables: list[GroupTable], src: SequenceOf[int], dst: SequenceOf[int]) -> list[Copy]:
+    """One page of each table."""
+    both = np.array([src, dst], np.int32)
+    return [Copy(table.tag, both[0, i : i + 1], both[1, i : i + 1]) for i, table in enumerate(tables)]
+
+
 class Room:
     """Takes the pages of sequences. Everything is asked for before anything is changed."""
 
@@ -28,39 +34,48 @@ class Room:
         """Pages so that the rows reach `lengths`; live states, and one more a draft token."""
         if len(rows) == 1:
             return self.make_one(self.books.by_row[int(rows[0])], int(lengths[0]), drafts)
-        grows = [self._growth(table, rows, lengths, drafts) for table in self.books.tables]
-        counts = [0 if grow is None else int(grow.sum()) for grow in grows]
-        is_new = bool(self.reserve) and bool((self.books.committed[rows] == 0).any())
+        books = self.books
+        grows = [self._growth(numbers, rows, lengths, drafts) for numbers in books.alike]
+        counts = [0] * len(books.tables)
+        for numbers, grow in zip(books.alike, grows, strict=True):
+            count = 0 if grow is None else int(grow.sum())
+            for number in numbers:
+                counts[number] = count
+        is_new = bool(self.reserve) and bool((books.committed[rows] == 0).any())
         self.ensure(counts, int(lengths.max()), is_new)
-        for number, grow in enumerate(grows):
+        for numbers, grow in zip(books.alike, grows, strict=True):
             if grow is not None:
-                self._append(number, rows, grow, counts[number])
-        self.books.set_room(rows)
-        return self._restore([self.books.by_row[row] for row in rows.tolist()]) if self.books.states else []
+                self._append(numbers, rows, grow, counts[numbers[0]])
+        books.set_room(rows)
+        if not books.fresh:
+            return []
+        books.fresh.difference_update(rows.tolist())
+        return self._restore([books.by_row[row] for row in rows.tolist()])
 
     def make_one(self, sequence: Sequence, length: int, drafts: int, stops: SequenceOf[int] = ()) -> list[Copy]:
         """`make` for one row, in plain numbers; with pages for its states at `stops`, where there is room for them."""
         books, row = self.books, sequence.row
-        grows = []
-        for table in books.tables:
+        grows = [0] * len(books.tables)
+        for numbers in books.alike:
+            table = books.tables[numbers[0]]
             need = -(-length // table.slot_tokens) if table.per_token else 1 + drafts
-            books.widen(table, need)
-            grows.append(max(0, need - int(table.blocks[row])))
-        is_new = not books.committed[row] or bool(sequence.restore)
+            grow = max(0, need - int(table.blocks[row]))
+            for number in numbers if grow else ():
+                books.widen(books.tables[number], need)
+                grows[number] = grow
+        is_new = bool(self.reserve) and (not books.committed[row] or bool(sequence.restore))
         if not stops or not self._ensure_with(grows, len(stops), length, is_new):
             stops = ()
             self.ensure(grows, length, is_new)
         for number, count in enumerate(grows):
             if count:
-                table = books.tables[number]
-                blocks = int(table.blocks[row])
-                table.write(row, blocks, self.take(number, count))
-                table.blocks[row] = blocks + count
+                books.tables[number].append(row, self.take(number, count))
         if stops:
             pages = [self.take(number, len(stops)).tolist() for number in books.states]
             sequence.planned = dict(zip(stops, zip(*pages, strict=True), strict=True))
             books.planned.add(row)
         books.set_room_of(row)
+        books.fresh.discard(row)
         return self._restore([sequence]) if sequence.restore else []
 
     def _ensure_with(self, grows: list[int], count: int, length: int, is_new: bool) -> bool:
@@ -70,36 +85,40 @@ class Room:
             counts[number] += count
         return self.can_ensure(counts, length, is_new)
 
-    def _growth(self, table: GroupTable, rows: Rows, lengths: Counts, drafts: int) -> Counts | None:
-        """New pages a row; None where no row needs any."""
+    def _growth(self, numbers: list[int], rows: Rows, lengths: Counts, drafts: int) -> Counts | None:
+        """New pages a row for tables that are alike; None where no row needs any."""
+        table = self.books.tables[numbers[0]]
+        if not table.per_token and not drafts and not self.books.fresh:
+            return None
         need = -(-lengths // table.slot_tokens) if table.per_token else 1 + drafts
         grow: Counts = need - table.blocks[rows]
         if grow.max() <= 0:
             return None
-        self.books.widen(table, int(np.max(need)))
+        for number in numbers:
+            self.books.widen(self.books.tables[number], int(np.max(need)))
         return np.maximum(grow, 0) if grow.min() < 0 else grow
 
-    def _append(self, number: int, rows: Rows, grow: Counts, count: int) -> None:
-        """`grow` more pages at the end of each row, `count` in all."""
-        table, pages = self.books.tables[number], self.take(number, count)
-        slots = table.blocks[rows]
-        table.blocks[rows] = slots + grow
+    def _append(self, numbers: list[int], rows: Rows, grow: Counts, count: int) -> None:
+        """`grow` more pages at the end of each row, `count` in all, for tables that are alike."""
+        tables = [self.books.tables[number] for number in numbers]
+        slots = tables[0].blocks[rows]
+        for table in tables:
+            table.blocks[rows] = slots + grow
         if count != len(rows) or grow.min() != 1:
             slots = np.repeat(slots - np.cumsum(grow) + grow, grow) + np.arange(count)
             rows = np.repeat(rows, grow)
-        table.write_many(rows, slots, pages)
+        for number, table in zip(numbers, tables, strict=True):
+            table.write_many(rows, slots, self.take(number, count))
 
     def _restore(self, sequences: list[Sequence]) -> list[Copy]:
         """Snapshots of hits that are to be copied into fresh live states."""
         copies = []
         for sequence in sequences:
-            for number, page in sequence.restore:
-                copies.append(self.copy(number, page, int(self.books.tables[number].pages[sequence.row, 0])))
+            tables = [self.books.tables[number] for number, _ in sequence.restore]
+            live = [int(table.pages[sequence.row, 0]) for table in tables]
+            copies += copies_of(tables, [page for _, page in sequence.restore], live)
             sequence.restore = []
         return copies
-
-    def copy(self, number: int, src: int, dst: int) -> Copy:
-        return Copy(self.books.tables[number].tag, np.array([src], np.int32), np.array([dst], np.int32))
 
     # ---- pages
 

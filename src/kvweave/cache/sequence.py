@@ -48,11 +48,11 @@ FIELDS = (
     "_num_tokens",
     "books",
     "branch",
+    "in_step",
     "namespace",
     "node",
     "num_cached",
     "num_prompt",
-    "on_the_way",
     "planned",
     "points",
     "priority",
@@ -60,6 +60,7 @@ FIELDS = (
     "row",
     "rows",
     "snapshots",
+    "spaced_end",
 )
 """What makes up a sequence."""
 
@@ -79,6 +80,8 @@ class Sequence:
         self.rows: Rows = np.array([row], np.int64)
         self.planned: dict[int, tuple[int, ...]] = {}
         """State pages, one a group of states, by the position whose state they will hold when the step is over."""
+        self.in_step = False
+        """Whether the step itself leaves the states there; if not, the one at its end is copied from the live one."""
         self.namespace = namespace
         self.priority = priority
         self.num_prompt = len(tokens)
@@ -87,8 +90,8 @@ class Sequence:
         self.branch = 0
         self.points: list[int] = []
         """Positions at which a resume point is wanted, ascending: nodes of the tree."""
-        self.on_the_way = range(0)
-        """Positions at which one is welcome, multiples of its step: extras of a node."""
+        self.spaced_end = 0
+        """Before this, points are welcome where the retention spaces them: extras of a node."""
         self.snapshots: dict[int, tuple[int, ...]] = {}
         """State pages, one a group of states, by the position they were taken at; not in the tree yet."""
         self.restore: list[tuple[int, int]] = []
@@ -118,12 +121,12 @@ class Sequence:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Where the step prepared should leave states on its way, after `extend` with `checkpoints`."""
+        """Where the step prepared should leave states, at its end too, after `extend` with `checkpoints`."""
         return [
             Checkpoint(tag, position, page)
             for position, pages in self.planned.items()
             for tag, page in zip(self.books.state_tags, pages, strict=True)
-            if position < self.length
+            if self.in_step
         ]
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvweave.cache.books import Books
-from kvweave.cache.room import Room
+from kvweave.cache.room import Room, copies_of
 from kvweave.cache.sequence import Copy, Rows, Sequence
 from kvweave.pool import NULL
 from kvweave.table import Counts, GroupTable
@@ -54,8 +54,8 @@ class States:
 
     def _copies_of_live(self, sequence: Sequence, pages: tuple[int, ...]) -> list[Copy]:
         tables = [self.books.tables[number] for number in self.books.states]
-        both = np.array([[int(table.pages[sequence.row, 0]) for table in tables], pages], np.int32)
-        return [Copy(table.tag, both[0, i : i + 1], both[1, i : i + 1]) for i, table in enumerate(tables)]
+        live = [int(table.pages[sequence.row, 0]) for table in tables]
+        return copies_of(tables, live, pages)
 
     def give_back(self, pages: tuple[int, ...]) -> None:
         """Let go of one snapshot."""
@@ -94,20 +94,22 @@ class States:
         if positions and self._has_room(len(positions)):
             pages = [self.room.take(number, len(positions)).tolist() for number in self.books.states]
             sequence.planned = dict(zip(positions, zip(*pages, strict=True), strict=True))
+            sequence.in_step = True
             self.books.planned.add(sequence.row)
 
     def take_checkpoints(self, sequence: Sequence, position: int) -> list[Copy]:
         """The step is over: its states up to `position` are snapshots now, the others were not written.
 
-        The one at the sequence's end is the live state, and is copied from it.
+        A step that leaves none on its way ends at the one it has: that is the live state, and is copied.
         """
         copies: list[Copy] = []
+        in_tree = sequence.node.end
         planned, sequence.planned = sequence.planned, {}
         self.books.planned.discard(sequence.row)
         for at, pages in planned.items():
-            if at <= position and at > sequence.node.end and at not in sequence.snapshots:
+            if in_tree < at <= position and at not in sequence.snapshots:
                 sequence.snapshots[at] = pages
-                if at == sequence.length:
+                if not sequence.in_step:
                     copies = self._copies_of_live(sequence, pages)
             else:
                 self.give_back(pages)

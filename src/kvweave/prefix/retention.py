@@ -12,6 +12,29 @@ from kvweave.plan import Plan
 
 SPACING = 1024
 """Tokens between points kept on the way, where nobody says otherwise; more where a state is worth more rows."""
+DENSE = 8
+"""So many points are kept at that distance; further on, a sibling recomputes at most one in so many of its tokens."""
+NEVER = 2**62
+
+
+class Spacing:
+    """Where points are kept on the way. Distances double each time the position does, where they may `widen`:
+
+    0   1   2   3   4   5   6   7   8       10      12      14      16              20   ...   x `tokens`
+    """
+
+    def __init__(self, tokens: int, widens: bool) -> None:
+        self.tokens = tokens
+        self.widens = widens
+
+    def after(self, position: int) -> int:
+        """The next one after `position`."""
+        if not self.tokens:
+            return NEVER
+        step = self.tokens
+        if self.widens:
+            step <<= (position // (DENSE * step)).bit_length()
+        return (position // step + 1) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +43,8 @@ class Retention:
 
     `prompt_end`: the last position from which the same prompt can be asked again. `branches`: where a prompt left
     the path of an earlier one. `every`: so many tokens along each prompt, so that the first sibling of a prompt hits
-    too (None: as often as a point's bytes are repaid by the rows between; 0: never). `decode_every`: how far
+    too (None: as often as a point's bytes are repaid by the rows between, and less often the further the prompt goes;
+    0: never). `decode_every`: how far
     apart states are snapshotted while generating; only the last is kept. Ends of sequences are always kept.
     """
 
@@ -29,15 +53,15 @@ class Retention:
     every: int | None = None
     decode_every: int = 256
 
-    def spacing(self, plan: Plan, grid: int) -> int:
-        """Tokens between spaced points, on the grid; 0 for none."""
+    def spacing(self, plan: Plan, grid: int) -> Spacing:
+        """Where spaced points are, on the grid."""
         every = self.every
         if every is None:
             growing = max(1, int(plan.bytes_per_token()))
             windows, states = plan.window_bytes() // growing, plan.state_bytes() // growing
             # windows overlap, so close points cost no more than their rows; a state is a copy, and a stop
             every = max(states, SPACING) if states else max(4 * grid, min(windows, SPACING))
-        return -(-every // grid) * grid
+        return Spacing(-(-every // grid) * grid, widens=self.every is None)
 
 
 ALL = Retention(every=1, decode_every=1)

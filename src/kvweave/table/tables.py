@@ -64,6 +64,12 @@ class GroupTable:
             at = start * self.kernel_blocks
             self.kernels[row, at : at + len(pages) * self.kernel_blocks] = self.kernel_ids(pages).ravel()
 
+    def append(self, row: int, pages: Ids) -> None:
+        """More pages at the end of one row."""
+        blocks = int(self.blocks[row])
+        self.write(row, blocks, pages)
+        self.blocks[row] = blocks + len(pages)
+
     def write_many(self, rows: Counts, slots: Counts, pages: Ids) -> None:
         """One page for each (row, slot)."""
         self.pages[rows, slots] = pages
