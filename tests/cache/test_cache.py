@@ -483,3 +483,19 @@ def test_a_cache_belongs_to_one_thread() -> None:
     thread.start()
     thread.join()
     assert len(caught) == 1
+
+
+def test_a_thread_that_adopts_a_cache_owns_it() -> None:
+    cache = Cache(full_plan())
+    opened: list[Sequence] = []
+
+    def adopt() -> None:
+        cache.adopt()
+        opened.append(cache.open([1]))
+
+    thread = threading.Thread(target=adopt)
+    thread.start()
+    thread.join()
+    assert len(opened) == 1
+    with pytest.raises(WrongThread):
+        cache.close(opened[0])

@@ -7,7 +7,7 @@ The life of a sequence, and who owns its pages:
     commit    what was written becomes visible: pages move to the tree, duplicates are given back
     close     the rest is given back, the pins are let go
 
-One thread owns a cache. Calls from another raise `WrongThread`.
+One thread owns a cache: that which made it, or which said `adopt` last. Calls from another raise `WrongThread`.
 """
 
 from __future__ import annotations
@@ -437,7 +437,11 @@ class Cache:
             self.room.evicted_pages,
         )
 
-    # ---- rows
+    # ---- rows, threads
+
+    def adopt(self) -> None:
+        """From now on the calling thread owns the cache. Whoever owned it must be done with it: see to that yourself."""
+        self._owner = threading.get_ident()
 
     def _rows(self, sequences: Sequence | Batch | Iterable[Sequence]) -> Rows:
         """The rows of open sequences of this cache."""
