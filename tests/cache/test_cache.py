@@ -16,7 +16,6 @@ from kvweave.spec import Chunk, Full, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books
 from tests.cache.plans import full_plan, group, plan_of
 
-
 ENGINES: list[tuple[Cache, Engine]] = []
 
 

@@ -440,7 +440,7 @@ class Cache:
     # ---- rows, threads
 
     def adopt(self) -> None:
-        """From now on the calling thread owns the cache. Whoever owned it must be done with it: see to that yourself."""
+        """The calling thread owns the cache from now on; see to it that whoever owned it is done with it."""
         self._owner = threading.get_ident()
 
     def _rows(self, sequences: Sequence | Batch | Iterable[Sequence]) -> Rows:
