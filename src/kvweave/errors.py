@@ -19,6 +19,17 @@
         +-- NoDevice         the device asked for is not here
         +-- ArenaClosed      memory that was given back already
         +-- BadRows          rows, slots or pages that do not fit the cache they are for
+    +-- CannotServe          a model whose past cannot be kept in pages, with the reason
+    +-- TransferError        pages cannot be moved
+        +-- BadCopy          a copy that makes no sense: pages, chunks, buffers or layouts that do not fit; nothing moved
+        +-- TransferFailed   it broke on the way; what it was to fill holds nothing of use
+        +-- TransferCancelled  somebody cancelled it; likewise
+        +-- TransferTimeout  it is not done yet; it goes on, and may be waited for again
+    +-- StoreError           a store cannot be had, or be used as asked
+        +-- TierError        a tier failed at something; the others go on
+            +-- TierFull     its disk or server has no room, whatever its quota says
+            +-- ReadOnly     it can be read, but not be written
+            +-- Busy         another process owns its directory
 
 Every message carries the numbers and the cure; an error leaves everything as it was.
 """
@@ -125,3 +136,51 @@ class ArenaClosed(TensorError, RuntimeError):
 
 class BadRows(TensorError, ValueError):
     """Rows, slots or pages that do not fit the cache they are for; nothing was written."""
+
+
+class StoreError(KVWeaveError):
+    """A store cannot be had, or cannot be used as asked."""
+
+
+class TierError(StoreError):
+    """A tier failed at something: for its reader a miss, for its writer nothing was stored."""
+
+
+class TierFull(TierError):
+    """A tier's disk or server has no room, whatever its quota says; what it holds is still served."""
+
+
+class ReadOnly(TierError):
+    """A tier can be read, but not be written."""
+
+
+class Busy(TierError):
+    """A tier's directory belongs to another process, which is running."""
+
+
+class TransferError(KVWeaveError):
+    """Pages cannot be moved."""
+
+
+class BadCopy(TransferError, ValueError):
+    """Pages, chunks, buffers or layouts that do not fit one another; nothing was moved."""
+
+
+class TransferFailed(TransferError, RuntimeError):
+    """A transfer broke on the way: what it was to fill holds nothing of use."""
+
+
+class TransferCancelled(TransferError):
+    """A transfer was cancelled: what it was to fill holds nothing of use."""
+
+
+class TransferTimeout(TransferError, TimeoutError):
+    """A transfer is not done yet. It goes on, and may be waited for again."""
+
+
+class CannotServe(KVWeaveError, ValueError):
+    """A model whose past cannot be kept in pages."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"{model} cannot be served: {reason}")
+        self.model, self.reason = model, reason

@@ -1,0 +1,183 @@
+"""Lookups of 128k tokens cost a tenth of LMCache's; the disk tier is as fast with checksums as its is without.
+
+Each line is a figure: ours, LMCache 0.5.6's in the same run, how many times better ours is. Lookups hash the prompt,
+make the keys and find all of them in memory: LMCache's storage manager with its native fold, ours `Store.lookup`, over
+1, 3 (full, window, state) and 24 presence rows (3 groups x 8 ranks or parts). Disk: 16 values of 32 MiB, four workers
+each; LMCache's native file adapter checks nothing, ours seals and verifies every byte. Best of the rounds, both.
+
+Run: make bench NAME=store, with LMCache in an environment of its own beside the one that runs this:
+
+    python3 -m venv /work/venv-lmcache; pip install torch==2.13.0; pip install lmcache==0.5.6
+
+Another place is named by LMCACHE_PYTHON. Without it our figures are printed alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave import Layer, LayerCache, ModelSpec, Role
+from kvweave.spec import DType, Full, Segment, State, Window
+from kvweave.store import Cascade, DiskTier, LanePolicy, MemoryTier, Namespace, Row, Schema, Store
+from kvweave.store.blob import Check, blob_bytes, seal
+from kvweave.store.files import aligned
+from kvweave.store.journal import MAGIC, packed
+from kvweave.store.keys import KEY_BYTES, tenant_id
+
+PEER = Path(os.environ.get("LMCACHE_PYTHON", "/work/venv-lmcache/bin/python"))
+NUM_TOKENS, CHUNK = 131_072, 256
+COUNT, SIZE, WORKERS = 16, 32 << 20, 4
+HERE = Namespace("bench")
+
+
+def best(work: Callable[[], object], rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def model(*names: str) -> ModelSpec:
+    heads = (Segment(8),)
+    kv = tuple(Role(name, (8, 8), DType.BFLOAT16, split=heads) for name in ("key", "value"))
+    caches = {
+        "full": LayerCache("full", Full(), kv),
+        "window": LayerCache("window", Window(16 * CHUNK), kv),
+        "state": LayerCache("state", State(), (Role("ssm_state", (8, 8), DType.FLOAT32, split=heads),)),
+    }
+    return ModelSpec("bench", tuple(Layer((caches[name],)) for name in names))
+
+
+def lookups(rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds by presence rows, for tokens in an int32 array and in a list."""
+    found: dict[str, dict[str, float]] = {"array": {}, "list": {}}
+    tokens = np.arange(NUM_TOKENS + 1, dtype=np.int32)
+    listed = tokens.tolist()
+    for rows, (names, parts) in {
+        1: (("full",), 1),
+        3: (("full", "window", "state"), 1),
+        24: (("full", "window", "state"), 8),
+    }.items():
+        schema = Schema.of(model(*names), chunk_tokens=CHUNK, parts=parts)
+        assert len(schema.rows) == rows
+        tier = MemoryTier("64MiB")
+        store = Store(schema, Cascade((tier, LanePolicy(inline=True))))
+        keys = store.prompt(tokens, HERE).keys(schema.ids)
+        assert all(tier.put(keys, [[b"x"]] * len(keys)))
+        for kind, prompt in (("array", tokens), ("list", listed)):
+
+            def ask(store: Store = store, prompt: object = prompt) -> None:
+                assert store.lookup(store.prompt(prompt, HERE)).position == NUM_TOKENS
+
+            found[kind][str(rows)] = 1e3 * best(ask, 10 * rounds)
+    return found
+
+
+def disk(path: Path, direct: bool, rounds: int) -> dict[str, float]:
+    """GB/s of sealed puts and verified gets."""
+    row = Row("bench", Full(), (0,), (Role("latent", (SIZE // CHUNK,), DType.UINT8),), 0, 1, CHUNK)
+    tier = DiskTier(path, 2 * COUNT * SIZE, direct=direct)
+    payloads = [aligned(SIZE) for _ in range(COUNT)]
+    for number, payload in enumerate(payloads):
+        payload[:] = np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
+    buffers = [aligned(blob_bytes(row)) for _ in range(COUNT)]
+    stores, loads = [], []
+
+    def put(pair: tuple[bytes, NDArray[np.uint8]]) -> bool:
+        return tier.put([pair[0]], [seal(row, 0, *pair)])[0]
+
+    def get(pair: tuple[bytes, NDArray[np.uint8]]) -> bool:
+        check = Check(row, 0, pair[0])
+        return tier.get([pair[0]], [pair[1]], [check.watch])[0] == pair[1].nbytes and check.passes(pair[1])
+
+    def everywhere(work: Callable[[tuple[bytes, NDArray[np.uint8]]], bool], arrays: list[NDArray[np.uint8]]) -> None:
+        assert all(pool.map(work, zip(keys, arrays, strict=True)))
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for number in range(rounds):
+            keys = [(number * COUNT + n).to_bytes(KEY_BYTES, "big") for n in range(COUNT)]
+            stores.append(best(lambda: everywhere(put, payloads), 1))
+            loads.append(best(lambda: everywhere(get, buffers), 2))
+            assert all((buffer[-SIZE:] == payload).all() for buffer, payload in zip(buffers, payloads, strict=True))
+            tier.delete(keys)
+    tier.close()
+    return {"store": COUNT * SIZE / min(stores) / 1e9, "load": COUNT * SIZE / min(loads) / 1e9}
+
+
+def reopening(path: Path, count: int = 1_000_000) -> float:
+    """Seconds to open a disk tier of a million entries of four tenants."""
+    keys = np.frombuffer(np.random.default_rng(0).bytes(count * KEY_BYTES), np.uint8).reshape(count, KEY_BYTES).copy()
+    for tenant in range(4):
+        keys[tenant::4, :8] = np.frombuffer(tenant_id(str(tenant)), np.uint8)
+    listed = keys.view(f"V{KEY_BYTES}").ravel().tolist()
+    path.mkdir()
+    starts = np.arange(count, dtype=np.int64) * 4096
+    (path / "journal").write_bytes(MAGIC + packed(listed, starts, np.full(count, 4096)).tobytes())
+    (path / "blobs").touch()
+    os.truncate(path / "blobs", count * 4096)
+    return best(lambda: DiskTier(path, count * 4096).close(), 3)
+
+
+def peer(path: Path, rounds: int) -> dict[str, Any]:
+    if not PEER.exists():
+        return {}
+    wish = json.dumps({"path": str(path), "rounds": rounds, "count": COUNT, "size": SIZE})
+    script = Path(__file__).with_name("store_peer.py")
+    done = subprocess.run([str(PEER), str(script), wish], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr[-2000:], file=sys.stderr)
+        return {}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def lines(path: Path, rounds: int) -> Iterator[dict[str, object]]:
+    theirs = peer(path, rounds)
+    ours = lookups(rounds)
+    for kind in ours:
+        for rows, milliseconds in ours[kind].items():
+            other = theirs.get("lookup", {}).get(rows)
+            claim = f"lookup of 128k tokens ({kind}), {rows} presence rows, hashing and keys included"
+            yield line(claim, milliseconds, other, "ms", lower=True)
+    for name, direct in (("page cache", False), ("O_DIRECT", True)):
+        for what, speed in disk(path / f"kvweave-{int(direct)}", direct, rounds).items():
+            other = theirs.get(name, {}).get(what)
+            yield line(f"disk {what}, {name}, 32 MiB values, ours with checksums", speed, other, "GB/s", lower=False)
+    yield line("reopening 1 million entries (goal 2 s)", reopening(path / "many"), None, "s", lower=True)
+
+
+def line(claim: str, ours: float, theirs: float | None, unit: str, *, lower: bool) -> dict[str, object]:
+    ratio = None if theirs is None else round(theirs / ours if lower else ours / theirs, 2)
+    return {
+        "claim": claim, "ours": round(ours, 3), "peer": None if theirs is None else round(theirs, 3),
+        "unit": unit, "ratio": ratio,
+    }  # fmt: skip
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    place = Path(tempfile.mkdtemp(prefix="kvweave-store-", dir=os.environ.get("BENCH_DIR")))
+    try:
+        for figure in lines(place, rounds):
+            print(json.dumps(figure), flush=True)
+    finally:
+        shutil.rmtree(place)
+
+
+if __name__ == "__main__":
+    main()

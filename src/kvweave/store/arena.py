@@ -1,0 +1,195 @@
+"""A tier of fixed size: extents of a medium (memory, a file), a catalog, and eviction when room is wanted.
+
+    put      take an extent (evicting until there is one), write, then make it visible
+    get      pin, read, unpin: what is being read is never overwritten
+    delete   forgotten at once; the extent is free when its last reader is done
+
+The lock is held for books only, never while bytes move.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import StoreError, TierError
+from kvweave.store.catalog import Catalog, Quota
+from kvweave.store.extents import Extents
+from kvweave.store.keys import Bytes
+from kvweave.store.tier import ABSENT, Blob, TierStats, Watch, blob_length
+
+
+class Medium(Protocol):
+    """Bytes that can be written and read at an offset, by many threads at once. Raises `TierError`."""
+
+    def write(self, start: int, blob: Blob) -> None: ...
+
+    def read(self, start: int, into: Bytes, watch: Watch | None = None) -> bool:
+        """Whether there were so many bytes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Journal(Protocol):
+    """Remembers entries for the next process, in order. Called with the tier's lock held."""
+
+    def added(self, key: bytes, start: int, length: int) -> None: ...
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        """Written before the bytes may be used again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ArenaTier:
+    """Blobs in extents of `medium`, at most `capacity` bytes of it."""
+
+    def __init__(
+        self,
+        name: str,
+        medium: Medium,
+        capacity: int,
+        *,
+        align: int,
+        quotas: Mapping[str, Quota] | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.name = name
+        self._medium, self._journal = medium, journal
+        self._extents = Extents(capacity, align)
+        if not self._extents.capacity:
+            raise StoreError(f"tier {name!r}: {capacity} bytes are too few for one extent of {align}")
+        self._catalog = Catalog(self._extents.capacity, quotas)
+        self._lock = threading.Condition()
+        self._moving = 0
+        self._writing: set[bytes] = set()
+        self._evicted = self._refused = 0
+        self._closed = False
+
+    def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        with self._lock:
+            self._check_open()
+            found: NDArray[np.bool_] = self._catalog.find(keys) >= 0
+        return found
+
+    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:
+        watches: Sequence[Watch | None] = watch or [None] * len(keys)
+        return [self._get(*each) for each in zip(keys, into, watches, strict=True)]
+
+    def _get(self, key: bytes, target: Bytes, watch: Watch | None) -> int:
+        catalog = self._catalog
+        with self._lock:
+            self._check_open()
+            slot = int(catalog.find([key])[0])
+            if slot < 0:
+                return ABSENT
+            start, length = int(catalog.starts[slot]), int(catalog.lengths[slot])
+            if length != target.nbytes:
+                return length
+            catalog.pins[slot] += 1
+            self._moving += 1
+        try:
+            return length if self._medium.read(start, target, watch) else 0
+        finally:
+            with self._lock:
+                self._moved()
+                if catalog.unpin(slot):
+                    self._extents.give(start, length)
+
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
+        return [self._put(key, blob, blob_length(blob)) for key, blob in zip(keys, blobs, strict=True)]
+
+    def _put(self, key: bytes, blob: Blob, length: int) -> bool:
+        with self._lock:
+            self._check_open()
+            if key in self._writing or self._catalog.find([key])[0] >= 0:
+                return True
+            start = self._room(key, length)
+            if start is None:
+                self._refused += 1
+                return False
+            self._writing.add(key)
+            self._moving += 1
+        try:
+            self._medium.write(start, blob)
+            self._publish(key, start, length)
+        except BaseException:
+            with self._lock:
+                self._give(key, start, length)
+            raise
+        finally:
+            with self._lock:
+                self._writing.discard(key)
+                self._moved()
+        return True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError(f"tier {self.name!r} is closed")
+
+    def _moved(self) -> None:
+        self._moving -= 1
+        self._lock.notify_all()
+
+    def _publish(self, key: bytes, start: int, length: int) -> None:
+        with self._lock:
+            if self._journal:
+                self._journal.added(key, start, length)
+            self._catalog.add(key, start, length, self._extents.rounded(length))
+
+    def _room(self, key: bytes, length: int) -> int | None:
+        """An extent, charged to the key's owner; whatever must go for it goes."""
+        catalog, size = self._catalog, self._extents.rounded(length)
+        owner = catalog.owner(key)
+        if size > min(self._extents.capacity, catalog.limits[owner]):
+            return None
+        while catalog.used[owner] + size > catalog.limits[owner] or (start := self._extents.take(length)) is None:
+            victim = catalog.victim(owner, size)
+            if victim is None:
+                return None
+            self._forget([victim])
+            self._evicted += 1
+        catalog.used[owner] += size
+        return start
+
+    def _give(self, key: bytes, start: int, length: int) -> None:
+        self._catalog.used[self._catalog.owner(key)] -= self._extents.rounded(length)
+        self._extents.give(start, length)
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        catalog = self._catalog
+        keys = [catalog.remove(slot) for slot in slots]
+        if self._journal:
+            with suppress(TierError):  # a full disk: a record too many is found out by its key and checksum
+                self._journal.removed(keys)
+        for slot in slots:
+            if not catalog.pins[slot]:
+                self._extents.give(int(catalog.starts[slot]), int(catalog.lengths[slot]))
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            self._check_open()
+            slots = [slot for key in dict.fromkeys(keys) if (slot := self._catalog.slot_of.get(key)) is not None]
+            self._forget(slots)
+        return len(slots)
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            used = self._extents.capacity - self._extents.free_bytes
+            return TierStats(self.name, len(self._catalog), used, self._extents.capacity, self._evicted, self._refused)
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._lock.wait_for(lambda: not self._moving)  # a file's number must not be another's while in use
+                if self._journal:
+                    self._journal.close()
+                self._medium.close()

@@ -1,0 +1,110 @@
+"""Blobs: values that say what they are, and can tell that they are damaged.
+
+    0   magic "KVWV"      4   version   6   0     8   length of meta   12  0
+    16  length of payload 24  checksum (XXH3, 64 bits, of the whole blob with these 8 bytes zero)
+    32  key (48: tenant, digest of namespace and tokens, row)   80  first token   88  end token
+    96  meta: JSON of the row (group, layers, roles, shapes, dtypes, part), blanks up to a multiple of 4096
+        payload, in the row's order: from a sector on, so that it goes to a disk, and comes from it, without a copy
+
+A reader knows what it wants, so it knows every byte of the header but the checksum: whatever differs is a miss.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from kvweave.store.keys import KEY_BYTES, Bytes
+from kvweave.store.rows import Row
+
+MAGIC, VERSION = b"KVWV", 1
+HEADER = struct.Struct(f"<4sHHIIQQ{KEY_BYTES}sQQ")
+CHECKSUM = slice(24, 32)
+ALIGN = 4096
+
+
+def blob_bytes(row: Row) -> int:
+    """Bytes of a row's blobs, header and payload."""
+    return header_bytes(row) + row.payload_bytes
+
+
+def header_bytes(row: Row) -> int:
+    return -(-(HEADER.size + len(row.meta)) // ALIGN) * ALIGN
+
+
+def header(row: Row, chunk: int, key: bytes, checksum: int = 0) -> bytes:
+    """The header of the blob that holds chunk `chunk` of a row."""
+    meta = row.meta.ljust(header_bytes(row) - HEADER.size)
+    start = chunk * row.chunk_tokens
+    stop = start + row.chunk_tokens
+    fixed = HEADER.pack(MAGIC, VERSION, 0, len(meta), 0, row.payload_bytes, checksum, key, start, stop)
+    return fixed + meta
+
+
+def seal(row: Row, chunk: int, key: bytes, payload: Bytes) -> tuple[bytes, memoryview]:
+    """Header and payload, to be written one after the other."""
+    if payload.nbytes != row.payload_bytes:
+        raise ValueError(f"row {row.tag!r}: payload has {payload.nbytes} bytes, {row.payload_bytes} expected")
+    checksum = _checksum(header(row, chunk, key), payload)
+    return header(row, chunk, key, checksum), payload.data
+
+
+class Check:
+    """Whether bytes are exactly what was sealed for a row, chunk and key; may be shown them as they come."""
+
+    def __init__(self, row: Row, chunk: int, key: bytes) -> None:
+        self._row, self._chunk, self._key = row, chunk, key
+        self._header_bytes = header_bytes(row)
+        self._digest = xxhash.xxh3_64(header(row, chunk, key))
+        self._seen = 0
+
+    def watch(self, piece: Bytes) -> None:
+        """The next bytes; those of the header are known."""
+        self._digest.update(piece[max(0, self._header_bytes - self._seen) :].data)
+        self._seen += piece.nbytes
+
+    def passes(self, blob: Bytes) -> bool:
+        """The verdict on the whole of it, of which any first bytes may have been shown."""
+        if blob.nbytes != self._header_bytes + self._row.payload_bytes:
+            return False
+        checksum = int.from_bytes(blob[CHECKSUM].tobytes(), "little")
+        expected = header(self._row, self._chunk, self._key, checksum)
+        if blob[: self._header_bytes].tobytes() != expected:
+            return False
+        self.watch(blob[self._seen :])
+        return self._digest.intdigest() == checksum
+
+
+def _checksum(head: bytes, payload: Bytes) -> int:
+    digest = xxhash.xxh3_64(head)
+    digest.update(payload.data)
+    return digest.intdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a blob says of itself."""
+
+    key: bytes
+    start: int
+    stop: int
+    payload_bytes: int
+    meta: dict[str, Any]
+
+
+def describe(blob: bytes) -> Description | None:
+    """Read a blob that nobody knows anything about; None if it is damaged, or none of ours."""
+    if len(blob) < HEADER.size or blob[:4] != MAGIC:
+        return None
+    _, version, _, meta_bytes, _, payload_bytes, checksum, key, start, stop = HEADER.unpack_from(blob)
+    size = HEADER.size + meta_bytes
+    if version != VERSION or len(blob) != size + payload_bytes:
+        return None
+    plain = blob[: CHECKSUM.start] + bytes(8) + blob[CHECKSUM.stop :]
+    if xxhash.xxh3_64_intdigest(plain) != checksum:
+        return None
+    return Description(key, start, stop, payload_bytes, json.loads(blob[HEADER.size : size]))

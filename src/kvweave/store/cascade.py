@@ -1,0 +1,222 @@
+"""A cascade: tiers from near to far, as one. The nearest that has a blob gives it; writes reach all that want them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import StoreError
+from kvweave.store.blob import Check
+from kvweave.store.files import aligned
+from kvweave.store.keys import Bytes
+from kvweave.store.lane import Lane, LanePolicy, LaneStats
+from kvweave.store.tier import ABSENT, Blob, Tier
+
+NOWHERE = -1
+BATCH_BYTES = 16 << 20
+"""Bytes that one job moves: large enough to be worth a thread's turn, small enough for several in flight."""
+
+
+class Want(NamedTuple):
+    """A blob to fetch: its key and length, the nearest tier that said it has it, and how to check its bytes."""
+
+    key: bytes
+    num_bytes: int
+    tier: int
+    check: Callable[[], Check]
+
+
+Fetched = list[Bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Until when a request waits, all tiers together."""
+
+    until: float | None
+
+    @classmethod
+    def of(cls, seconds: float | None) -> Budget:
+        return cls(None if seconds is None else time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.until is None else self.until - time.monotonic()
+
+    def within(self, seconds: float) -> float:
+        """So long, or what is left if that is less."""
+        return seconds if self.left_s is None else max(0.0, min(seconds, self.left_s))
+
+    @property
+    def is_spent(self) -> bool:
+        return self.until is not None and time.monotonic() >= self.until
+
+
+class Cascade:
+    """Tiers and how each is used, near ones first. Never raises in the serving path: trouble is a miss, and counted."""
+
+    def __init__(self, *tiers: Tier | tuple[Tier, LanePolicy]) -> None:
+        if not tiers:
+            raise StoreError("a cascade needs at least one tier")
+        pairs = [tier if isinstance(tier, tuple) else (tier, LanePolicy()) for tier in tiers]
+        self.lanes = tuple(Lane(tier, policy) for tier, policy in pairs)
+
+    # ---- reading
+
+    def where(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.int8]:
+        """The nearest tier of each key, `NOWHERE` for none: one question a tier, about what the nearer ones lack."""
+        found = np.full(len(keys), NOWHERE, np.int8)
+        for number, lane in enumerate(self.lanes):
+            missing = np.flatnonzero(found == NOWHERE)
+            if not len(missing) or budget.is_spent:
+                break
+            asked = keys if len(missing) == len(keys) else [keys[i] for i in missing.tolist()]
+            future = lane.start(lane.reads, partial(lane.tier.contains, asked))
+            answer = lane.finish(lane.reads, future, budget.left_s)
+            if answer is not None:
+                found[missing[answer]] = number
+        return found
+
+    def fetch(self, wants: Sequence[Want], budget: Budget) -> Iterator[tuple[int, Bytes]]:
+        """Numbers and blobs of what could be had, in any order. What one tier cannot give the next are asked for."""
+        left = dict.fromkeys(range(len(wants)))
+        for number, lane in enumerate(self.lanes):
+            mine = [i for i in left if wants[i].tier <= number]
+            for i, blob in self._fetch(lane, [(i, wants[i]) for i in mine], budget):
+                del left[i]
+                yield i, blob
+                self._promote(number, wants[i].key, blob)
+            if not left or budget.is_spent:
+                return
+
+    def _fetch(self, lane: Lane, wants: list[tuple[int, Want]], budget: Budget) -> Iterator[tuple[int, Bytes]]:
+        """In batches, several in flight, each delivered as it comes."""
+        flying: deque[tuple[list[tuple[int, Want]], Future[Fetched] | None]] = deque()
+        batches = _batches(wants, [want.num_bytes for _, want in wants])
+        for batch in batches:
+            if budget.is_spent:
+                return
+            asked = [want for _, want in batch]
+            flying.append((batch, lane.start(lane.reads, partial(_read, lane, asked), lane.policy.deadline_s)))
+            if len(flying) > lane.policy.workers:
+                yield from self._land(lane, *flying.popleft(), budget)
+        while flying:
+            yield from self._land(lane, *flying.popleft(), budget)
+
+    def _land(
+        self, lane: Lane, batch: list[tuple[int, Want]], future: Future[Fetched] | None, budget: Budget
+    ) -> Iterator[tuple[int, Bytes]]:
+        blobs = lane.finish(lane.reads, future, budget.left_s) or [None] * len(batch)
+        hits = sum(blob is not None for blob in blobs)
+        lane.count("hits", hits)
+        lane.count("misses", len(batch) - hits)
+        yield from ((i, blob) for (i, _), blob in zip(batch, blobs, strict=True) if blob is not None)
+
+    def _promote(self, number: int, key: bytes, blob: Bytes) -> None:
+        for lane in self.lanes[:number]:
+            if lane.policy.promote:
+                self._store(lane, [key], [[blob.data]], wait_s=0.0)
+
+    # ---- writing
+
+    def missing(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_]:
+        """Which keys some tier that is written to lacks; one that does not answer counts as having them."""
+        lacking = np.zeros(len(keys), bool)
+        for lane in self.lanes:
+            if lane.policy.write != "off":
+                future = lane.start(lane.reads, partial(lane.tier.contains, keys))
+                answer = lane.finish(lane.reads, future, budget.left_s)
+                lacking |= False if answer is None else ~answer
+        return lacking
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Let near tiers know that these were used, earlier ones as the most recent."""
+        for lane in self.lanes:
+            if lane.policy.inline:
+                lane.start(lane.reads, partial(lane.tier.contains, keys))
+
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob], budget: Budget) -> NDArray[np.bool_]:
+        """Which are kept by at least one tier, or queued for one. Blobs must not be changed afterwards."""
+        kept = np.zeros(len(keys), bool)
+        waiting = []
+        for lane in self.lanes:
+            if lane.policy.write != "off":
+                waiting.append((lane, self._store(lane, keys, blobs, budget.within(lane.policy.deadline_s))))
+        for lane, future in waiting:
+            if lane.policy.write == "through":
+                answer = lane.finish(lane.writes, future, budget.left_s)
+                kept |= np.zeros(len(keys), bool) if answer is None else np.array(answer, bool)
+            else:
+                kept |= future is not None
+        return kept
+
+    def _store(
+        self, lane: Lane, keys: Sequence[bytes], blobs: Sequence[Blob], wait_s: float
+    ) -> Future[list[bool]] | None:
+        def store() -> list[bool]:
+            stored = lane.tier.put(keys, blobs)
+            lane.count("stored", sum(stored))
+            lane.count("dropped", len(stored) - sum(stored))
+            return stored
+
+        future = lane.start(lane.writes, store, wait_s)
+        if future is None:
+            lane.count("dropped", len(keys))
+        return future
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Forget these everywhere."""
+        futures = [lane.start(lane.writes, partial(lane.tier.delete, keys)) for lane in self.lanes]
+        for lane, future in zip(self.lanes, futures, strict=True):
+            lane.finish(lane.writes, future)
+
+    # ---- the rest
+
+    def flush(self, wait_s: float = 60.0) -> bool:
+        """Wait for what was queued; whether all of it was tried in time."""
+        drained = [lane.drain(wait_s) for lane in self.lanes]
+        return all(drained)
+
+    def stats(self) -> tuple[LaneStats, ...]:
+        return tuple(lane.stats() for lane in self.lanes)
+
+    def close(self, wait_s: float = 60.0) -> None:
+        """Do what is queued, and close every tier."""
+        until = time.monotonic() + wait_s
+        for lane in self.lanes:
+            lane.close(max(0.0, until - time.monotonic()))
+
+
+def _read(lane: Lane, wants: Sequence[Want]) -> Fetched:
+    """Blobs that are whole; a damaged one is removed, so that it is stored anew."""
+    blobs: Fetched = []
+    for want in wants:
+        buffer, check = aligned(want.num_bytes), want.check()
+        length = lane.tier.get([want.key], [buffer], [check.watch])[0]
+        fine = length == want.num_bytes and check.passes(buffer)
+        if not fine and length != ABSENT:
+            lane.count("damaged")
+            lane.tier.delete([want.key])
+        blobs.append(buffer if fine else None)
+    return blobs
+
+
+def _batches(items: Sequence[tuple[int, Want]], sizes: Sequence[int]) -> Iterator[list[tuple[int, Want]]]:
+    batch: list[tuple[int, Want]] = []
+    num_bytes = 0
+    for item, size in zip(items, sizes, strict=True):
+        if batch and num_bytes + size > BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(item)
+        num_bytes += size
+    if batch:
+        yield batch

@@ -1,0 +1,173 @@
+"""The catalog of a tier: where each key's blob lies, whose it is, and which may go.
+
+Facts are arrays over slots, so that a lookup of thousands of keys marks them used in one step, and the next victims are
+found by one partition of the whole. Tenants have floors: what lies below a tenant's floor goes for nobody else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import StoreError
+from kvweave.store.keys import KEY_BYTES, TENANT_BYTES, tenant_id
+
+Slots = NDArray[np.int64]
+_TENANT = np.dtype({"names": ["tenant"], "formats": ["<u8"], "itemsize": KEY_BYTES})
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A tenant's share of a tier: `floor_bytes` that others cannot take, and a limit (None: all of the tier)."""
+
+    floor_bytes: int = 0
+    limit_bytes: int | None = None
+
+
+class Catalog:
+    """Entries of a tier of `capacity` bytes. Not thread-safe: its tier holds the lock."""
+
+    def __init__(self, capacity: int, quotas: Mapping[str, Quota] | None = None) -> None:
+        self.slot_of: dict[bytes, int] = {}
+        self.starts, self.lengths, self.sizes, self.ticks, self.owners, self.pins = np.zeros((6, 64), np.int64)
+        self.capacity = capacity
+        self._keys: list[bytes] = []
+        self._free: list[int] = []
+        self._tick = 1
+        self._victims: deque[tuple[int, int]] = deque()
+        self._number_of: dict[bytes, int] = {}
+        self.used, self.floors, self.limits = np.zeros((3, 8), np.int64)
+        for name, quota in (quotas or {}).items():
+            self._add_owner(tenant_id(name), quota)
+        if self.floors.sum() > capacity:
+            raise StoreError(f"tenants' floors are {self.floors.sum()} bytes, more than the {capacity} there are")
+
+    def __len__(self) -> int:
+        return len(self.slot_of)
+
+    # ---- owners
+
+    def owner(self, key: bytes) -> int:
+        number = self._number_of.get(key[:TENANT_BYTES])
+        return self._add_owner(key[:TENANT_BYTES], Quota()) if number is None else number
+
+    def _add_owner(self, tenant: bytes, quota: Quota) -> int:
+        number = self._number_of[tenant] = len(self._number_of)
+        if number == len(self.used):
+            self._double("used", "floors", "limits")
+        self.floors[number] = quota.floor_bytes
+        self.limits[number] = self.capacity if quota.limit_bytes is None else quota.limit_bytes
+        return number
+
+    # ---- entries
+
+    def find(self, keys: Sequence[bytes]) -> Slots:
+        """Slots of keys, -1 where absent; those found are now the most recent, earlier keys before later ones."""
+        slots = np.fromiter(map(self.slot_of.get, keys, repeat(-1)), np.int64, len(keys))
+        found = slots[slots >= 0]
+        self._tick += len(found)
+        self.ticks[found] = np.arange(self._tick, self._tick - len(found), -1)
+        return slots
+
+    def add(self, key: bytes, start: int, length: int, size: int) -> int:
+        """An entry whose `size` bytes were charged already."""
+        slot = self._free.pop() if self._free else self._new_slot()
+        self._keys[slot] = key
+        self._tick += 1
+        self.starts[slot], self.lengths[slot], self.sizes[slot] = start, length, size
+        self.ticks[slot], self.owners[slot], self.pins[slot] = self._tick, self.owner(key), 0
+        self.slot_of[key] = slot
+        return slot
+
+    def remove(self, slot: int) -> bytes:
+        """Forget an entry; its bytes are no longer its owner's, its slot is free when nobody has it pinned."""
+        key = self._keys[slot]
+        del self.slot_of[key]
+        self.used[self.owners[slot]] -= self.sizes[slot]
+        self.ticks[slot] = 0
+        if not self.pins[slot]:
+            self._free.append(slot)
+        return key
+
+    def unpin(self, slot: int) -> bool:
+        """Whether the entry was forgotten meanwhile, and this was its last reader."""
+        self.pins[slot] -= 1
+        if self.pins[slot] or self.ticks[slot]:
+            return False
+        self._free.append(slot)
+        return True
+
+    def fill(self, number_of: dict[bytes, int], starts: Slots, lengths: Slots, sizes: Slots) -> None:
+        """Start with these entries, numbered from 0, the oldest first."""
+        keys, count = [*number_of], len(number_of)
+        self.slot_of = number_of
+        room = max(64, count)
+        self.starts, self.lengths, self.sizes, self.ticks, self.owners, self.pins = np.zeros((6, room), np.int64)
+        self._keys = [*keys, *repeat(b"", room - count)]
+        self._free = list(range(count, room))
+        self.starts[:count], self.lengths[:count], self.sizes[:count] = starts, lengths, sizes
+        self.ticks[:count] = np.arange(1, count + 1)
+        self._tick = count + 1
+        tenants, whose = np.unique(np.frombuffer(b"".join(keys), _TENANT)["tenant"], return_inverse=True)
+        owners = np.array([self.owner(tenant.tobytes()) for tenant in tenants], np.int64)[whose]
+        self.owners[:count] = owners
+        self.used += np.bincount(owners, sizes, len(self.used)).astype(np.int64)
+
+    def _new_slot(self) -> int:
+        slot = len(self._keys)
+        self._keys.append(b"")
+        if slot == len(self.starts):
+            self._double("starts", "lengths", "sizes", "ticks", "owners", "pins")
+        return slot
+
+    def _double(self, *names: str) -> None:
+        for name in names:
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros_like(array))))
+
+    # ---- who goes
+
+    def victim(self, owner: int, size: int) -> int | None:
+        """The entry that is to go next so that `owner` gets `size` bytes; None if none may.
+
+        Over its limit an owner makes room by its own entries; below its floor by those of others; else by the oldest.
+        """
+        wanted = self.used[owner] + size
+        own, others = wanted > self.limits[owner], wanted > self.floors[owner]
+        for scope in ((True, False),) if own else ((others, True), (True, True)):
+            slot = self._next(owner, *scope)
+            if slot is not None:
+                return slot
+        return None
+
+    def _next(self, owner: int, mine: bool, theirs: bool) -> int | None:
+        for refill in (False, True):
+            if refill:
+                self._refill(owner, mine, theirs)
+            while self._victims:
+                slot, tick = self._victims.popleft()
+                if self.ticks[slot] == tick and self._may_go(slot, owner, mine, theirs):
+                    return slot
+        return None
+
+    def _may_go(self, slots: Any, owner: int, mine: bool, theirs: bool) -> Any:
+        """Nobody reads it, and it is the owner's, or one that its own owner holds above the floor."""
+        whose = self.owners[slots]
+        above = self.used[whose] - self.sizes[slots] >= self.floors[whose]
+        fair = np.where(whose == owner, mine, theirs & above)
+        return (self.ticks[slots] > 0) & (self.pins[slots] == 0) & fair
+
+    def _refill(self, owner: int, mine: bool, theirs: bool) -> None:
+        """Queue the oldest that may go: one in sixteen, so that sorting is paid for by many."""
+        slots = np.flatnonzero(self._may_go(np.arange(len(self._keys)), owner, mine, theirs))
+        count = min(len(slots), max(64, len(slots) // 16))
+        if count < len(slots):
+            slots = slots[np.argpartition(self.ticks[slots], count)[:count]]
+        slots = slots[np.argsort(self.ticks[slots])]
+        self._victims.extend(zip(slots.tolist(), self.ticks[slots].tolist(), strict=True))

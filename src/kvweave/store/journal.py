@@ -1,0 +1,141 @@
+"""The index of a disk tier: an append-only file of 64-byte records, rebuilt into a catalog at start.
+
+    key (48)   start (8)   length (4)   check (4)          length 0: the key was removed
+
+A record is one `write`; a torn or damaged one is left out. A key is added after its bytes were written and removed
+before they may be written again, so whatever the moment at which the process dies, the records tell the truth.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import StoreError, TierError
+from kvweave.store.files import failure
+from kvweave.store.keys import KEY_BYTES
+
+RECORD = np.dtype([("key", f"V{KEY_BYTES}"), ("start", "<u8"), ("length", "<u4"), ("check", "<u4")])
+MAGIC = b"kvweave journal 1\n".ljust(RECORD.itemsize, b"\0")
+MOST_BYTES = 2**32 - 1
+SLACK = 65_536
+"""Records of removed entries that are borne beside as many live ones before the file is written anew."""
+
+
+class Entries(NamedTuple):
+    """Live entries, the oldest first: the number of each key, and by number where it lies."""
+
+    number_of: dict[bytes, int]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+class FileJournal:
+    """Appends records to `path`; opened for reading only, it refuses."""
+
+    def __init__(self, path: Path, *, writable: bool) -> None:
+        self._path, self._writable = path, writable
+        self._fd = -1
+        self._records = self._live = 0
+
+    def open(self) -> Entries:
+        """Read what is there, drop what is torn, and go on behind it."""
+        try:
+            data = self._path.read_bytes() if self._path.exists() else b""
+            entries = self._parse(data)
+            if self._writable:
+                torn = not data or len(data) % RECORD.itemsize
+                if torn or self._records > 2 * self._live + SLACK:
+                    self._rewrite(entries)
+                else:
+                    self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        except OSError as error:
+            raise failure(str(self._path), error) from error
+        return entries
+
+    def _parse(self, data: bytes) -> Entries:
+        if data and data[: len(MAGIC)] != MAGIC and len(data) >= len(MAGIC):
+            raise StoreError(f"{self._path} is no journal of this version of kvweave; move it away, or clear the store")
+        body = data[len(MAGIC) :]
+        records = np.frombuffer(body, RECORD, len(body) // RECORD.itemsize)
+        records = records[checks(records) == records["check"]]
+        last = dict(zip(records["key"].tolist(), range(len(records)), strict=True))
+        order = np.sort(np.fromiter(last.values(), np.int64, len(last)))
+        live = records[order]
+        live = live[live["length"] > 0]
+        self._records, self._live = len(body) // RECORD.itemsize, len(live)
+        if len(live) < len(records):
+            last = dict(zip(live["key"].tolist(), range(len(live)), strict=True))
+        return Entries(last, live["start"].astype(np.int64), live["length"].astype(np.int64))
+
+    def _rewrite(self, entries: Entries) -> None:
+        """All live entries in a new file, which takes the old one's place in one step."""
+        records = packed([*entries.number_of], entries.starts, entries.lengths)
+        beside = self._path.with_suffix(".new")
+        with open(beside, "wb") as file:
+            file.write(MAGIC)
+            file.write(records.tobytes())
+        descriptor = os.open(beside, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        os.replace(beside, self._path)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._records, self._live = descriptor, len(records), len(records)
+
+    def added(self, key: bytes, start: int, length: int) -> None:
+        if length > MOST_BYTES:
+            raise TierError(f"{self._path}: a blob of {length} bytes, {MOST_BYTES} at most; take smaller chunks")
+        self._append(packed([key], np.array([start]), np.array([length])))
+        self._live += 1
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            nothing = np.zeros(len(keys), np.int64)
+            self._append(packed(keys, nothing, nothing))
+            self._live -= len(keys)
+
+    @property
+    def wants_rewriting(self) -> bool:
+        return self._records > 2 * self._live + SLACK
+
+    def rewrite(self, entries: Entries) -> None:
+        try:
+            self._rewrite(entries)
+        except OSError as error:
+            raise failure(str(self._path), error) from error
+
+    def _append(self, records: NDArray[np.void]) -> None:
+        try:
+            written = os.write(self._fd, records.tobytes())
+        except OSError as error:
+            raise failure(str(self._path), error) from error
+        if written % RECORD.itemsize:  # a full disk took half a record: cut it off, so that the next one is aligned
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written % RECORD.itemsize)
+        if written < records.nbytes:
+            raise failure(str(self._path), OSError(28, "No space left on device"))
+        self._records += len(records)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def packed(keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.void]:
+    records = np.empty(len(keys), RECORD)
+    records["key"] = np.frombuffer(b"".join(keys), RECORD["key"])
+    records["start"], records["length"] = starts, lengths
+    records["check"] = checks(records)
+    return records
+
+
+def checks(records: NDArray[np.void]) -> NDArray[np.uint32]:
+    """A sum of a record's words, each times an odd number of its own: any one damaged word changes it."""
+    words = records.view("<u4").reshape(len(records), RECORD.itemsize // 4)[:, :-1]
+    factors = np.arange(1, 2 * words.shape[1], 2, dtype=np.uint32) * np.uint32(0x9E3779B1)
+    sums: NDArray[np.uint32] = (words * factors).sum(axis=1, dtype=np.uint32)
+    return sums ^ np.uint32(0x6B767765)

@@ -1,0 +1,129 @@
+"""Keys: which tokens, in which namespace, of which group.
+
+A key is 48 bytes, made without a step per key but one broadcast:
+
+    tenant (8)   whose it is, for quotas: no secret, only a name's digest
+    prefix (32)  SHA-256 over namespace, grid and every token up to the end of the chunk
+    row (8)      which group and part of the model, and in what rows and dtypes (`rows.Row.id`)
+
+The prefix digests of a prompt are one running hash, read out at every grid point: each token is hashed once, and equal
+digests mean equal namespaces, equal grids and equal tokens from the first on.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import BadTokens
+from kvweave.prefix import Span, as_tokens
+
+DOMAIN = b"kvweave chain 1\0"
+TENANT_BYTES, PREFIX_BYTES, ROW_BYTES = 8, 32, 8
+KEY_BYTES = TENANT_BYTES + PREFIX_BYTES + ROW_BYTES
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What must be equal for KV to be shared. Dtypes and shapes are not here: every row's key carries its own.
+
+    `model` says the architecture (`rows.model_digest`), `weights` its revision, `rotary` the settings of positions that
+    change keys (scaling, base), `adapter` a LoRA. `salt` keeps tenants apart even where they share all of that.
+    """
+
+    model: str
+    weights: str = ""
+    rotary: str = ""
+    adapter: str = ""
+    tenant: str = ""
+    salt: bytes = b""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Every field with its length before it, so that no two namespaces read the same."""
+        digest = hashlib.sha256(b"kvweave namespace 1\0")
+        texts = (self.model, self.weights, self.rotary, self.adapter, self.tenant)
+        for field in (*(text.encode() for text in texts), self.salt):
+            digest.update(len(field).to_bytes(8, "little") + field)
+        return digest.digest()
+
+    @property
+    def tenant_id(self) -> bytes:
+        return tenant_id(self.tenant)
+
+
+def tenant_id(name: str) -> bytes:
+    """The first bytes of every key of a tenant."""
+    return hashlib.sha256(b"kvweave tenant 1\0" + name.encode()).digest()[:TENANT_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens as the store sees them: a digest for every prefix of whole chunks. `tokens` counts the rest too."""
+
+    namespace: Namespace
+    num_tokens: int
+    chunk_tokens: int
+    prefixes: Bytes
+    """`[chunks, 32]`"""
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.prefixes)
+
+    def keys(self, rows: Bytes) -> list[bytes]:
+        """The keys of all chunks and rows (`[rows, 8]`), chunk by chunk: what comes first is worth most."""
+        keys = np.empty((self.num_chunks, len(rows), KEY_BYTES), np.uint8)
+        keys[..., :TENANT_BYTES] = np.frombuffer(self.namespace.tenant_id, np.uint8)
+        keys[..., TENANT_BYTES:-ROW_BYTES] = self.prefixes[:, None]
+        keys[..., -ROW_BYTES:] = rows
+        listed: list[bytes] = keys.view(f"V{KEY_BYTES}").ravel().tolist()
+        return listed
+
+
+def prompt(tokens: object, namespace: Namespace, chunk_tokens: int, spans: Sequence[Span] = ()) -> Prompt:
+    """Hash a prompt's whole chunks. A span's content is part of the chunk in which it starts."""
+    numbers = as_tokens(_array(tokens) if isinstance(tokens, list | tuple) else tokens)
+    marked, contents = _mark(numbers, spans, chunk_tokens) if spans else (numbers, {})
+    whole = np.ascontiguousarray(marked[: len(numbers) // chunk_tokens * chunk_tokens], "<i4")
+    running = hashlib.sha256(DOMAIN + namespace.fingerprint + chunk_tokens.to_bytes(8, "little"))
+    update, copy, digests = running.update, running.copy, []
+    for number, chunk in enumerate(whole.view(f"V{4 * chunk_tokens}").tolist()):
+        update(chunk)
+        if contents and number in contents:
+            update(contents[number])
+        digests.append(copy().digest())
+    prefixes = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, PREFIX_BYTES)
+    return Prompt(namespace, len(numbers), chunk_tokens, prefixes)
+
+
+def _array(tokens: list[int] | tuple[int, ...]) -> object:
+    """Whole numbers that fit, without a step a token; whatever else there is in it, `as_tokens` has the words for."""
+    try:
+        return np.frombuffer(array.array("i", tokens), np.int32)
+    except (TypeError, OverflowError):
+        return tokens
+
+
+def _mark(tokens: NDArray[np.int32], spans: Sequence[Span], size: int) -> tuple[NDArray[np.int32], dict[int, bytes]]:
+    """-1, which no token is, where a span starts; and by chunk the digests of what starts in it, in order.
+
+    A chunk with k marks is followed by k digests, so the bytes hashed can be read in one way only.
+    """
+    marked, contents = tokens.copy(), dict[int, bytes]()
+    starts = [span.start for span in spans]
+    if len({*starts}) != len(starts) or any(not 0 <= start < len(tokens) for start in starts):
+        raise BadTokens(f"spans start at {starts}; each needs a place of its own in a prompt of {len(tokens)} tokens")
+    for start, content in sorted(spans, key=lambda span: span.start):
+        token = int(tokens[start]).to_bytes(4, "little")
+        digest = hashlib.sha256(b"kvweave span 1\0" + token + bytes(content)).digest()
+        contents[start // size] = contents.get(start // size, b"") + digest
+        marked[start] = -1
+    return marked, contents

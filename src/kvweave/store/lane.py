@@ -1,0 +1,187 @@
+"""A lane: one tier with its threads, a bounded queue, deadlines, retries and circuit breakers.
+
+Whoever asks waits for its deadline and no longer. A job that comes late finds nobody: it works on buffers of its own.
+Reads and writes have a breaker each, so that a full disk is still read.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from kvweave.errors import ReadOnly, TierFull
+from kvweave.store.breaker import Breaker
+from kvweave.store.tier import Tier, TierStats
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LanePolicy:
+    """How a tier is used.
+
+    `write`: "through" (a save waits for it), "back" (a save queues it), "off". `promote`: what lower tiers give is put
+    here too. `inline`: asked in the caller's thread, for tiers that cannot hang. `deadline_s` is for one answer, a
+    lookup or a batch of blobs; later it is a miss. A write that finds the queue full for so long is dropped.
+    """
+
+    write: Literal["through", "back", "off"] = "through"
+    promote: bool = False
+    inline: bool = False
+    deadline_s: float = 2.0
+    workers: int = 2
+    queue_jobs: int = 32
+    retries: int = 2
+    backoff_s: float = 0.01
+    failures: int = 3
+    cool_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStats:
+    """What became of the questions to one tier, since it was joined to the cascade."""
+
+    tier: TierStats
+    hits: int
+    misses: int
+    stored: int
+    dropped: int
+    damaged: int
+    late: int
+    failed: int
+    skipped: int
+    retried: int
+    open: bool
+    last_error: str
+
+
+class Lane:
+    """One tier of a cascade. `counts` is written by many threads, each addition under the lock."""
+
+    def __init__(self, tier: Tier, policy: LanePolicy) -> None:
+        self.tier, self.policy = tier, policy
+        self.reads, self.writes = (Breaker(policy.failures, policy.cool_s) for _ in range(2))
+        self._counts: Counter[str] = Counter()
+        self._last_error = ""
+        self._lock = threading.Lock()
+        self._jobs: queue.Queue[tuple[Future[Any], Callable[[], Any]] | None] = queue.Queue(policy.queue_jobs)
+        names = [f"kvweave-{tier.name}-{number}" for number in range(0 if policy.inline else policy.workers)]
+        self._workers = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        for worker in self._workers:
+            worker.start()
+
+    def count(self, what: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += number
+
+    # ---- asking
+
+    def start(self, breaker: Breaker, ask: Callable[[], T], wait_s: float = 0.0) -> Future[T] | None:
+        """Begin; None if the tier is left alone now, or its queue stays full for `wait_s`."""
+        if not breaker.passes():
+            self.count("skipped")
+            return None
+        future: Future[T] = Future()
+
+        def job() -> T:
+            return self._tried(breaker, ask, time.monotonic() + self.policy.deadline_s)
+
+        if self.policy.inline:
+            _settle(future, job)
+            return future
+        try:
+            self._jobs.put((future, job), timeout=wait_s) if wait_s else self._jobs.put_nowait((future, job))
+        except queue.Full:
+            self.count("skipped")
+            return None
+        return future
+
+    def finish(self, breaker: Breaker, future: Future[T] | None, wait_s: float | None = None) -> T | None:
+        """The answer; None if it did not come in time, or the tier failed."""
+        if future is None:
+            return None
+        deadline = self.policy.deadline_s
+        try:
+            return future.result(deadline if wait_s is None else max(0.0, min(wait_s, deadline)))
+        except Late:
+            future.cancel()  # if it is still in the queue
+            breaker.failed()
+            self.count("late")
+        except Exception:  # whatever a tier's library raises is a miss here
+            return None
+        return None
+
+    def _tried(self, breaker: Breaker, ask: Callable[[], T], until: float) -> T:
+        """Ask, and again after a random pause; full and read-only tiers are not asked again."""
+        for attempt in range(self.policy.retries + 1):
+            try:
+                answer = ask()
+            except (TierFull, ReadOnly) as error:
+                self._note(breaker, error)
+                raise
+            except Exception as error:
+                pause = self.policy.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
+                if attempt == self.policy.retries or time.monotonic() + pause > until:
+                    self._note(breaker, error)
+                    raise
+                self.count("retried")
+                time.sleep(pause)
+            else:
+                breaker.succeeded()
+                return answer
+        raise AssertionError("a last attempt returns or raises")
+
+    def _note(self, breaker: Breaker, error: Exception) -> None:
+        breaker.failed()
+        self._last_error = str(error) or type(error).__name__
+        self.count("failed")
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            future, job = item
+            if future.set_running_or_notify_cancel():
+                _settle(future, job)
+            del item, future, job  # blobs must not stay alive while the thread waits
+            self._jobs.task_done()
+
+    # ---- end
+
+    def drain(self, wait_s: float) -> bool:
+        """Wait until everything queued so far was tried; whether it was."""
+        with self._jobs.all_tasks_done:
+            return self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, wait_s)
+
+    def close(self, wait_s: float) -> None:
+        """Do what is queued, then close the tier; one that hangs for so long is left behind as it is."""
+        until = time.monotonic() + wait_s
+        with suppress(queue.Full):
+            for _ in self._workers:
+                self._jobs.put(None, timeout=max(0.001, until - time.monotonic()))
+        for worker in self._workers:
+            worker.join(max(0.0, until - time.monotonic()))
+        if not any(worker.is_alive() for worker in self._workers):
+            self.tier.close()
+
+    def stats(self) -> LaneStats:
+        with self._lock:
+            count = dict(self._counts)
+        names = ("hits", "misses", "stored", "dropped", "damaged", "late", "failed", "skipped", "retried")
+        numbers = {name: count.get(name, 0) for name in names}
+        is_open = self.reads.is_open or self.writes.is_open
+        return LaneStats(self.tier.stats(), **numbers, open=is_open, last_error=self._last_error)
+
+
+def _settle(future: Future[T], job: Callable[[], T]) -> None:
+    try:
+        future.set_result(job())
+    except Exception as error:  # it belongs to whoever waits
+        future.set_exception(error)

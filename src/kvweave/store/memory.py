@@ -1,0 +1,52 @@
+"""The memory tier: one host buffer, cut on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvweave.store.arena import ArenaTier
+from kvweave.store.catalog import Quota
+from kvweave.store.keys import Bytes
+from kvweave.store.tier import PIECE_BYTES, Blob, Watch
+from kvweave.units import parse_bytes
+
+ALIGN = 64
+
+
+class MemoryTier(ArenaTier):
+    """Blobs in host memory: `capacity` bytes of our own, or a buffer that somebody else owns (shared, pinned)."""
+
+    def __init__(
+        self,
+        capacity: int | str = 0,
+        *,
+        buffer: Bytes | None = None,
+        quotas: Mapping[str, Quota] | None = None,
+        name: str = "memory",
+    ) -> None:
+        memory = np.empty(parse_bytes(capacity), np.uint8) if buffer is None else buffer
+        super().__init__(name, _Memory(memory), memory.nbytes, align=ALIGN, quotas=quotas)
+
+
+class _Memory:
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+
+    def write(self, start: int, blob: Blob) -> None:
+        for piece in blob:
+            source = np.frombuffer(piece, np.uint8)
+            np.copyto(self.memory[start : start + source.nbytes], source)
+            start += source.nbytes
+
+    def read(self, start: int, into: Bytes, watch: Watch | None = None) -> bool:
+        for at in range(0, into.nbytes, PIECE_BYTES):
+            piece = into[at : at + PIECE_BYTES]
+            np.copyto(piece, self.memory[start + at : start + at + piece.nbytes])
+            if watch:
+                watch(piece)
+        return True
+
+    def close(self) -> None:
+        self.memory = np.empty(0, np.uint8)

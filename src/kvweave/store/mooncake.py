@@ -1,0 +1,78 @@
+"""The Mooncake tier: the memory of a cluster, through Mooncake Store. Needs `kvweave[mooncake]` and a master.
+
+On a host without CUDA the package is `mooncake-transfer-engine-non-cuda`, with Debian's libibverbs1 and librdmacm1. The
+quota is the cluster's: each client lends `segment` bytes of memory to it, and its master evicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mooncake.store import MooncakeDistributedStore
+from numpy.typing import NDArray
+
+from kvweave.errors import TierError
+from kvweave.store.keys import Bytes
+from kvweave.store.tier import Blob, TierStats, Watch, fill
+from kvweave.units import parse_bytes
+
+EXISTS = -705
+"""Mooncake's code for a key that is there already."""
+NO_ROOM = -200
+"""... and for a cluster without room for a value, even after eviction."""
+
+
+class MooncakeTier:
+    """Blobs in a Mooncake cluster. `metadata` is where clients find each other; by default they ask one another."""
+
+    def __init__(
+        self,
+        master: str,
+        *,
+        host: str = "localhost",
+        metadata: str = "P2PHANDSHAKE",
+        segment: int | str = "1GiB",
+        buffer: int | str = "256MiB",
+        protocol: str = "tcp",
+        devices: str = "",
+        name: str = "mooncake",
+    ) -> None:
+        self.name = name
+        self._store: Any = MooncakeDistributedStore()
+        self._closed = False
+        sizes = parse_bytes(segment, least=0), parse_bytes(buffer)
+        code = self._store.setup(host, metadata, *sizes, protocol, devices, master)
+        if code:
+            raise TierError(f"tier {name!r}: no Mooncake cluster at {master} (code {code})")
+
+    def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        answers = np.array(self._store.batch_is_exist([key.hex() for key in keys]) if keys else [], np.int64)
+        if (answers < 0).any():
+            raise TierError(f"tier {self.name!r}: the cluster does not answer (code {answers.min()})")
+        found: NDArray[np.bool_] = answers == 1
+        return found
+
+    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:  # noqa: ARG002
+        return [fill(target, self._store.get(key.hex()) or None) for key, target in zip(keys, into, strict=True)]
+
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
+        return [self._put(key.hex(), blob) for key, blob in zip(keys, blobs, strict=True)]
+
+    def _put(self, key: str, blob: Blob) -> bool:
+        code = self._store.put_parts(key, *blob)
+        if code not in (0, EXISTS, NO_ROOM):
+            raise TierError(f"tier {self.name!r}: a value was not taken (code {code})")
+        return bool(code != NO_ROOM)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        return sum(self._store.remove(key.hex(), True) == 0 for key in keys)
+
+    def stats(self) -> TierStats:
+        return TierStats(self.name)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._store.close()

@@ -1,0 +1,122 @@
+"""What must hold before the first byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from kvweave.errors import BadCopy
+from kvweave.plan import Plan
+from kvweave.pool import NULL
+from kvweave.transfer.copies import CopyPlan, Move, Numbers
+from kvweave.transfer.layout import ChunkLayout
+
+
+class Extent(NamedTuple):
+    """Where a buffer lies: bytes [start, start + num_bytes) of one device's memory."""
+
+    device: str
+    start: int
+    num_bytes: int
+
+
+def check_copy(copies: CopyPlan, plan: Plan, extents: Sequence[Extent], *, fills_pages: bool) -> None:
+    """Raise `BadCopy` unless every page and every buffer is there, and nothing is written twice.
+
+    The layout is the plan's: see `check_layout`.
+    """
+    if len(extents) != len(copies.chunks):
+        raise BadCopy(f"{len(extents)} buffers for {len(copies.chunks)} chunks")
+    size = copies.layout.num_bytes
+    for number, extent in zip(copies.chunks, extents, strict=True):
+        if extent.num_bytes < size:
+            raise BadCopy(f"the buffer of chunk {number} has {extent.num_bytes} bytes; a chunk takes {size}")
+    for move in copies.moves:
+        _check_pages(move, plan)
+        _check_places(move, copies)
+    if fills_pages:
+        _check_apart(copies, plan)
+    else:
+        _check_buffers_apart(copies, extents)
+
+
+def check_layout(layout: ChunkLayout, plan: Plan) -> None:
+    """The chunk's groups are the plan's, whatever their pools."""
+    for part in layout.groups:
+        placed = plan.group(part.tag)
+        own = replace(
+            placed,
+            pool="",
+            lane_layers=part.group.lane_layers,
+            pages_per_super=1,
+            kernel_stride=part.group.kernel_stride,
+        )
+        if own != part.group:
+            raise BadCopy(
+                f"chunks of layout {layout.digest[:12]} keep {part.tag!r} as {_words(part.group)}, the plan as"
+                f" {_words(placed)}; make the layout from this plan"
+            )
+
+
+def _words(group: object) -> str:
+    names = ("layers", "block_tokens", "kernel_tokens", "context_shards", "layer_bytes")
+    return ", ".join(f"{name}={_short(getattr(group, name))}" for name in names)
+
+
+def _short(value: object) -> object:
+    return f"{len(value)} of them" if isinstance(value, tuple) else value
+
+
+def _check_pages(move: Move, plan: Plan) -> None:
+    """Pages that somebody can own: neither NULL nor beyond the pool."""
+    first = plan.group(move.tag).pages_per_super
+    past = plan.num_pages(move.tag) + first
+    wrong = move.pages[(move.pages < first) | (move.pages >= past)]
+    if len(wrong):
+        null = " (the NULL page)" if wrong[0] == NULL else ""
+        raise BadCopy(f"page {wrong[0]}{null} of {move.tag!r} is nobody's: its pages are {first} to {past - 1}")
+
+
+def _check_places(move: Move, copies: CopyPlan) -> None:
+    part = copies.layout.group(move.tag)
+    wrong = move.chunks[(move.chunks < 0) | (move.chunks >= len(copies.chunks))]
+    if len(wrong):
+        raise BadCopy(f"chunk {wrong[0]} of {move.tag!r} is not among the plan's {len(copies.chunks)}")
+    wrong = move.blocks[(move.blocks < part.first_block) | (move.blocks >= part.end_block)]
+    if len(wrong):
+        raise BadCopy(
+            f"block {wrong[0]} of {move.tag!r} is not in a chunk: it holds {part.first_block} to {part.end_block - 1}"
+        )
+
+
+def _check_apart(copies: CopyPlan, plan: Plan) -> None:
+    """No page is filled twice, and no super-page by two groups."""
+    owners: list[tuple[str, str, Numbers]] = []
+    for move in copies.moves:
+        group = plan.group(move.tag)
+        pages = np.sort(move.pages)
+        if (twice := pages[1:][pages[1:] == pages[:-1]]).size:
+            raise BadCopy(f"page {twice[0]} of {move.tag!r} would be filled twice")
+        supers = pages // group.pages_per_super
+        for tag, pool, others in owners:
+            if pool == group.pool and (both := np.intersect1d(others, supers)).size:
+                raise BadCopy(f"pages of {tag!r} and {move.tag!r} are in super-page {both[0]}, which only one can own")
+        owners.append((move.tag, group.pool, supers))
+
+
+def _check_buffers_apart(copies: CopyPlan, extents: Sequence[Extent]) -> None:
+    """No place in a chunk is filled twice, and no two buffers overlap."""
+    for move in copies.moves:
+        same = (np.diff(move.chunks) == 0) & (np.diff(move.blocks) == 0)
+        if same.any():
+            at = int(np.flatnonzero(same)[0])
+            raise BadCopy(f"block {move.blocks[at]} of {move.tag!r} would be filled twice in chunk {move.chunks[at]}")
+    placed = sorted((extent, number) for extent, number in zip(extents, copies.chunks, strict=True))
+    size = copies.layout.num_bytes
+    for (one, a), (two, b) in pairwise(placed):
+        if one.device == two.device and two.start < one.start + size:
+            raise BadCopy(f"the buffers of chunks {a} and {b} overlap")

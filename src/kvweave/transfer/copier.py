@@ -1,0 +1,134 @@
+"""The seam: a copier carries out a copy plan, step by step. Every copier runs the same plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvweave.errors import BadCopy
+from kvweave.tensor import Arena
+from kvweave.transfer.check import Extent
+from kvweave.transfer.copies import CopyPlan
+from kvweave.transfer.pieces import Part, Piece, cut, cut_layers, ramp
+from kvweave.transfer.runs import Runs, runs_of
+
+Bytes = NDArray[np.uint8]
+
+
+class Way(StrEnum):
+    """Out of the pages into chunks, or back."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """A chunk's memory: on the host as an array, elsewhere by address. `owner` keeps it alive."""
+
+    extent: Extent
+    array: Bytes | None
+    owner: object
+
+    @classmethod
+    def of(cls, memory: Any) -> Buffer:
+        """Of a tensor, an array, or anything with a buffer (bytes, mmap, shared memory): whole bytes in one run.
+
+        Buffers that are used again and again are worth making once.
+        """
+        if isinstance(memory, Buffer):
+            return memory
+        if isinstance(memory, torch.Tensor):
+            if not memory.is_contiguous():
+                raise BadCopy(f"a chunk's buffer must be one run of bytes, not a tensor with strides {memory.stride()}")
+            flat = memory.detach().reshape(-1).view(torch.uint8)
+            array = flat.numpy() if flat.device.type == "cpu" else None
+            return cls(Extent(str(flat.device), flat.data_ptr(), flat.numel()), array, memory)
+        try:
+            array = np.frombuffer(memory, np.uint8)
+        except (TypeError, ValueError, BufferError) as error:
+            raise BadCopy(f"a chunk's buffer must be one run of bytes: {error}") from error
+        return cls(Extent("cpu", array.ctypes.data, array.nbytes), array, memory)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A checked copy: what a copier is given."""
+
+    arena: Arena
+    copies: CopyPlan
+    buffers: tuple[Buffer, ...]
+    way: Way
+    layers: int | None = None
+    """Layers of the model that each step completes; None: no matter which."""
+    program: Any = None
+    """What a copier has made of it, see `prepare`."""
+    _runs: dict[tuple[int, int, int], tuple[Runs, ...]] = field(default_factory=dict)
+
+    def runs(self, part: Part) -> tuple[Runs, ...]:
+        """Where a part's pages lie in their pool; worked out once for all parts of the same layers."""
+        key = part.move, part.low, part.high
+        if key not in self._runs:
+            tag = self.copies.moves[part.move].tag
+            group = self.arena.plan.group(tag)
+            layer_bytes = self.copies.layout.group(tag).layer_bytes
+            self._runs[key] = runs_of(group, self.arena.plan.pool(group.pool), layer_bytes, part.low, part.high)
+        return self._runs[key]
+
+    def with_tags(self, tags: Iterable[str]) -> Job:
+        """The share of some groups."""
+        return replace(self, copies=self.copies.only(tags), _runs={})
+
+    def pieces(self, small: int, large: int) -> Iterator[Piece]:
+        """The job in pieces of at most about `large` bytes; `small` where a pipeline starts or ends."""
+        if self.layers is not None:
+            return cut_layers(self.copies, self.layers, large)
+        return cut(self.copies, ramp(self.copies.num_bytes, small, large, rising=self.way is Way.STORE), small)
+
+
+class Mark(Protocol):
+    """Tells when a step is over, where it goes on after it was issued."""
+
+    def is_over(self) -> bool:
+        """Whether it is; raises what broke it. Does not block."""
+        ...
+
+    def hold(self, stream: Any) -> None:
+        """What is put on `stream` (None: the current one) from now on comes after the step."""
+        ...
+
+
+class Step(NamedTuple):
+    """Bytes moved, or on their way until `mark` is over; then the model's layers below `layers` are there."""
+
+    num_bytes: int
+    layers: int
+    mark: Mark | None = None
+
+
+class Copier(Protocol):
+    """Carries out jobs. May be used by several threads, one job each."""
+
+    def prepare(self, job: Job) -> Job:
+        """The job with all worked out that can be before it starts, for whoever has time now and none then."""
+        ...
+
+    def steps(self, job: Job) -> Iterator[Step]:
+        """Issue the job piece by piece; closing the iterator early leaves the rest undone."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds; twice is once."""
+        ...
+
+
+def host_bytes(arena: Arena, pool: str) -> Bytes:
+    """A pool's bytes, on the host."""
+    array: Bytes = arena.pool(pool).numpy()
+    return array

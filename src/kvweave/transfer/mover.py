@@ -1,0 +1,141 @@
+"""The mover: transfers between an arena's pages and chunks, both ways at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from kvweave.errors import ArenaClosed, BadCopy
+from kvweave.tensor import Arena
+from kvweave.transfer.check import check_copy, check_layout
+from kvweave.transfer.copier import Buffer, Copier, Job, Way
+from kvweave.transfer.copies import CopyPlan
+from kvweave.transfer.cpu import CPUCopier
+from kvweave.transfer.layout import ChunkLayout
+from kvweave.transfer.transfer import Progress, Transfer
+
+Buffers: TypeAlias = Sequence[Any]
+"""Tensors, arrays, or anything else with a buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoverStats:
+    """Transfers asked for, and their bytes, each way."""
+
+    stores: int = 0
+    loads: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+
+
+class Mover:
+    """Stores pages into chunks and loads them back. Any thread may ask.
+
+    A copy that makes no sense is an error at once, before any byte moves; later ones are the transfer's. In the
+    `background` a thread for each way carries transfers out, one after the other. Otherwise the caller's thread issues
+    all of it first: on a CPU it is then over, on a GPU on its way, with the least delay, and can no more be cancelled.
+    On a GPU a transfer comes after what is on the caller's current stream.
+    """
+
+    def __init__(self, arena: Arena, copier: Copier | None = None, *, background: bool = True) -> None:
+        self.arena = arena
+        self.copier = copier or copier_for(arena)
+        self._threads = {way: ThreadPoolExecutor(1, f"kvweave-{way}") for way in Way} if background else {}
+        self._stats = MoverStats()
+        self._closed = False
+        self._layouts: dict[int, ChunkLayout] = {}
+        """Layouts that were found to fit, by identity: comparing them takes longer than a small copy."""
+
+    def store(
+        self,
+        copies: CopyPlan,
+        buffers: Sequence[Any],
+        *,
+        layers: int | None = None,
+        on_progress: Progress | None = None,
+    ) -> Transfer:
+        """Copy pages into chunks, one buffer for each of `copies.chunks`. Bytes of a chunk that the plan does not
+        name stay as they were. Pages must not be written before it is done."""
+        return self.start(self._job(copies, buffers, Way.STORE, layers), on_progress)
+
+    def load(
+        self,
+        copies: CopyPlan,
+        buffers: Sequence[Any],
+        *,
+        layers: int | None = None,
+        on_progress: Progress | None = None,
+    ) -> Transfer:
+        """Copy chunks into pages. With `layers`, so many layers of the model at a time: see `Transfer.wait_layer`."""
+        return self.start(self._job(copies, buffers, Way.LOAD, layers), on_progress)
+
+    def prepare(self, copies: CopyPlan, buffers: Buffers, way: Way, *, layers: int | None = None) -> Job:
+        """A copy checked and worked out, to be started later, once or often, with the least delay."""
+        return self.copier.prepare(self._job(copies, buffers, way, layers))
+
+    def start(self, job: Job, on_progress: Progress | None = None) -> Transfer:
+        """Start a copy that was prepared by this mover."""
+        self._check_open()
+        num_bytes = job.copies.num_bytes
+        transfer = Transfer(job.way, num_bytes, on_progress)
+        steps = self.copier.steps(job)
+        self._count(job.way, num_bytes)
+        if self._threads and num_bytes:
+            self._threads[job.way].submit(transfer.drive, steps, to_the_end=True)
+        else:
+            transfer.drive(steps, to_the_end=False)
+        return transfer
+
+    def stats(self) -> MoverStats:
+        return self._stats
+
+    def close(self) -> None:
+        """Wait for what is under way, and give back what copying took; twice is once."""
+        self._closed = True
+        for thread in self._threads.values():
+            thread.shutdown()
+        self.copier.close()
+
+    def __enter__(self) -> Mover:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _job(self, copies: CopyPlan, memory: Buffers, way: Way, layers: int | None) -> Job:
+        self._check_open()
+        if layers is not None and layers < 1:
+            raise BadCopy(f"a step completes at least 1 layer, not {layers}")
+        buffers = tuple(map(Buffer.of, memory))
+        if way is Way.STORE and any(b.array is not None and not b.array.flags.writeable for b in buffers):
+            raise BadCopy("a chunk cannot be stored in a read-only buffer")
+        if self._layouts.get(id(copies.layout)) is not copies.layout:
+            check_layout(copies.layout, self.arena.plan)
+            self._layouts[id(copies.layout)] = copies.layout
+        check_copy(copies, self.arena.plan, [b.extent for b in buffers], fills_pages=way is Way.LOAD)
+        return Job(self.arena, copies, buffers, way, layers)
+
+    def _check_open(self) -> None:
+        if self._closed or self.arena.is_closed:
+            raise ArenaClosed("the mover, or its arena, is closed")
+
+    def _count(self, way: Way, num_bytes: int) -> None:
+        s = self._stats
+        if way is Way.STORE:
+            self._stats = MoverStats(s.stores + 1, s.loads, s.stored_bytes + num_bytes, s.loaded_bytes)
+        else:
+            self._stats = MoverStats(s.stores, s.loads + 1, s.stored_bytes, s.loaded_bytes + num_bytes)
+
+
+def copier_for(arena: Arena) -> Copier:
+    """The fastest copier for where an arena is."""
+    if arena.memory.device.type == "cuda":
+        from kvweave.transfer.cuda import CUDACopier  # noqa: PLC0415  (Triton is there with CUDA only)
+
+        return CUDACopier(arena.memory.device)
+    return CPUCopier()

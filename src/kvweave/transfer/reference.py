@@ -1,0 +1,57 @@
+"""The reference copier: role by role and kernel block by kernel block, by the same views that kernels see. Slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvweave.plan import View
+from kvweave.transfer.copier import Bytes, Job, Step, Way, host_bytes
+from kvweave.transfer.pieces import Part
+
+PIECE_BYTES = 1 << 20
+
+
+class ReferenceCopier:
+    """Obviously right. It knows nothing of lanes, strides or runs: plan and chunk say where a role of a layer lies."""
+
+    def prepare(self, job: Job) -> Job:
+        return job
+
+    def steps(self, job: Job) -> Iterator[Step]:
+        for piece in job.pieces(PIECE_BYTES, PIECE_BYTES):
+            for part in piece.parts:
+                _copy(job, part)
+            yield Step(piece.num_bytes, piece.layers)
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+def _copy(job: Job, part: Part) -> None:
+    move = job.copies.moves[part.move]
+    chunk_group = job.copies.layout.group(move.tag)
+    group = job.arena.plan.group(move.tag)
+    pool = host_bytes(job.arena, group.pool)
+    for layer in group.layers[part.low : part.high]:
+        for role in group.cache.roles:
+            here, there = job.arena.plan.view(layer, role.name, move.tag), chunk_group.view(layer, role.name)
+            for index in range(part.first, part.last):
+                chunk = job.buffers[move.chunks[index]].array
+                assert chunk is not None, "the reference copier moves host memory only"
+                for kernel in range(group.kernel_blocks):
+                    at = int(move.pages[index]) * group.kernel_blocks + kernel
+                    to = (int(move.blocks[index]) - chunk_group.first_block) * group.kernel_blocks + kernel
+                    mine, other = _block(pool, here, at), _block(chunk, there, to)
+                    if job.way is Way.STORE:
+                        other[:] = mine
+                    else:
+                        mine[:] = other
+
+
+def _block(memory: Bytes, view: View, kernel_block: int) -> Bytes:
+    """The bytes of a role in one kernel block."""
+    start = view.offset + kernel_block * view.strides[0]
+    size = view.dtype.align_bytes
+    for axis in view.shape[1:]:
+        size *= axis
+    return memory[start : start + size]

@@ -1,0 +1,201 @@
+"""A transfer under way: pending, then done, failed or cancelled, once and for all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import Any
+
+from kvweave.errors import TransferCancelled, TransferError, TransferFailed, TransferTimeout
+from kvweave.transfer.copier import Step, Way
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 60.0
+"""Seconds that a wait lasts at most, where nobody says otherwise."""
+NAP = 20e-6
+EAGER = 2e-3
+"""Seconds for which a wait looks without a nap, which lasts 60 us at least: most transfers are over by then."""
+IN_FLIGHT = 4
+"""Steps issued and not over, in the background: what a cancelled transfer may still do."""
+
+Progress = Callable[["Transfer"], None]
+
+
+class State(StrEnum):
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Transfer:
+    """Handle of a transfer. Any thread may ask and wait.
+
+    It is `done` when every byte is where it belongs, and never before; it is `failed` or `cancelled` when it broke or
+    was stopped and nothing of it is on its way any more. `on_progress` is called after each step by the thread that
+    notices; if it raises, that is logged, and it is called no more.
+    """
+
+    def __init__(self, way: Way, num_bytes: int, on_progress: Progress | None = None) -> None:
+        self.way = way
+        self.num_bytes = num_bytes
+        self.error: BaseException | None = None
+        self._on_progress = on_progress
+        self._changed = threading.Condition()
+        self._state = State.PENDING
+        self._issued: list[Step] = []
+        self._open: deque[Step] = deque()
+        self._all_issued = self._cancel = self._driven = False
+        self._bytes_done = 0
+        self._started = time.perf_counter()
+        self._ended = 0.0
+
+    # ---- asking
+
+    @property
+    def state(self) -> State:
+        self._settle()
+        return self._state
+
+    @property
+    def bytes_done(self) -> int:
+        self._settle()
+        return self._bytes_done
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, or has been under way; where work goes on by itself, until somebody noticed its end."""
+        return (self._ended or time.perf_counter()) - self._started
+
+    def __repr__(self) -> str:
+        return f"<Transfer {self.way} {self._state}, {self._bytes_done} of {self.num_bytes} bytes>"
+
+    # ---- waiting
+
+    def wait(self, timeout: float = PATIENCE) -> None:
+        """Block until it is done. Raises if it failed, was cancelled, or takes longer than `timeout` seconds."""
+        self._wait(lambda: self._state is not State.PENDING, timeout)
+        self._raise()
+
+    def wait_layer(self, layer: int, timeout: float = PATIENCE, stream: Any = None) -> None:
+        """All that `layer` (and any before it) is to hold is there for what comes next.
+
+        On a CPU it blocks until then. On a GPU it blocks until the copy is issued, and what is put on `stream` (the
+        current one) from then on comes after it. That holds as often as it is called, also when all is done.
+        """
+
+        def reached() -> bool:
+            return self._state is not State.PENDING or any(step.layers > layer for step in self._issued)
+
+        self._wait(reached, timeout)
+        self._raise()
+        with self._changed:
+            last = next((i for i, step in enumerate(self._issued) if step.layers > layer), len(self._issued) - 1)
+            marks = [step.mark for step in self._issued[: last + 1] if step.mark is not None]
+        for mark in marks:
+            mark.hold(stream)
+
+    def cancel(self) -> bool:
+        """Stop it between two steps, if there is still one to come; whether it will be. `wait` says when it is."""
+        with self._changed:
+            self._cancel = self._cancel or (self._state is State.PENDING and not self._all_issued)
+            return self._cancel
+
+    # ---- for the one who carries it out
+
+    def drive(self, steps: Iterator[Step], *, to_the_end: bool) -> None:
+        """Issue all steps; `to_the_end` also sees them through, few at a time. Errors become the transfer's."""
+        self._driven = to_the_end
+        try:
+            while not self._cancel:
+                step = next(steps, None)
+                if step is None:
+                    break
+                with self._changed:
+                    self._issued.append(step)
+                    self._open.append(step)
+                    self._changed.notify_all()
+                if step.mark is None or to_the_end:
+                    self._settle()
+                while to_the_end and len(self._open) > IN_FLIGHT and self.error is None:
+                    time.sleep(NAP)
+                    self._settle()
+                if self.error is not None:
+                    break
+        except BaseException as error:  # whatever it is, those who wait must hear of it
+            self.error = error
+        with self._changed:
+            self._all_issued = True
+        self._settle()
+        while to_the_end and self._state is State.PENDING:
+            time.sleep(NAP)
+            self._settle()
+
+    # ---- inside
+
+    def _settle(self) -> None:
+        """Notice what is over."""
+        before, state = self._bytes_done, self._state
+        with self._changed:
+            try:
+                while self._open and (self._open[0].mark is None or self._open[0].mark.is_over()):
+                    self._bytes_done += self._open.popleft().num_bytes
+            except Exception as error:
+                self.error = self.error or error
+                self._open.clear()
+            if self._all_issued and not self._open and self._state is State.PENDING:
+                self._state = self._outcome()
+                self._ended = time.perf_counter()
+            if self._bytes_done > before or self._state is not state:
+                self._changed.notify_all()
+            report = self._on_progress if self._bytes_done > before else None
+        if report is not None:
+            try:
+                report(self)
+            except Exception:
+                log.exception("the progress callback of %r raised; it is not called again", self)
+                self._on_progress = None
+
+    def _outcome(self) -> State:
+        if self.error is not None:
+            return State.FAILED
+        if self._bytes_done < self.num_bytes:
+            if not self._cancel:
+                self.error = TransferFailed(f"only {self._bytes_done} of {self.num_bytes} bytes were moved")
+                return State.FAILED
+            return State.CANCELLED
+        return State.DONE
+
+    def _wait(self, is_over: Callable[[], bool], timeout: float) -> None:
+        begun = time.perf_counter()
+        deadline = begun + timeout
+        while True:
+            self._settle()
+            with self._changed:
+                left = deadline - time.perf_counter()
+                if is_over():
+                    return
+                if left <= 0:
+                    raise TransferTimeout(
+                        f"{self.way} of {self.num_bytes} bytes: {self._bytes_done} moved after {self.seconds:.3f} s;"
+                        " wait again, or cancel it"
+                    )
+                asleep = self._driven or not self._open
+                if asleep:
+                    self._changed.wait(min(left, 0.1))
+            if not asleep:
+                os.sched_yield() if time.perf_counter() - begun < EAGER else time.sleep(NAP)
+
+    def _raise(self) -> None:
+        if self._state is State.FAILED:
+            if isinstance(self.error, TransferError):
+                raise self.error
+            raise TransferFailed(f"{self.way} of {self.num_bytes} bytes failed: {self.error}") from self.error
+        if self._state is State.CANCELLED:
+            raise TransferCancelled(f"{self.way} was cancelled after {self._bytes_done} of {self.num_bytes} bytes")

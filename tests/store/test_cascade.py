@@ -1,0 +1,269 @@
+"""The cascade: near before far, no request beyond its budget, and trouble in one tier is a miss in that tier."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvweave.errors import ReadOnly, StoreError, TierError
+from kvweave.store import Cascade, DictTier, LanePolicy, MemoryTier, Store
+from kvweave.store.breaker import Breaker
+from kvweave.store.cascade import Budget
+from kvweave.store.keys import Bytes, Prompt
+from kvweave.store.tier import Blob, Watch
+from tests.store.faults import SCHEMA, SPEC, TOKENS, keys_of, payload, replace, stored, verify
+from tests.store.models import namespace
+
+FAST = LanePolicy(inline=True, promote=True)
+FAR = LanePolicy(deadline_s=0.15, backoff_s=0.001, cool_s=0.2)
+
+
+class Troubled(DictTier):
+    """A dictionary that hangs or fails when told to, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__("troubled")
+        self.fine = threading.Event()
+        self.fine.set()
+        self.errors: list[Exception] = []
+        self.asked: list[str] = []
+
+    def _trouble(self, what: str) -> None:
+        self.asked.append(what)
+        self.fine.wait(10)
+        if self.errors:
+            raise self.errors.pop()
+
+    def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        self._trouble("contains")
+        return super().contains(keys)
+
+    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:
+        self._trouble("get")
+        return super().get(keys, into, watch)
+
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
+        self._trouble("put")
+        return super().put(keys, blobs)
+
+
+@pytest.fixture
+def far() -> Iterator[Troubled]:
+    tier = Troubled()
+    yield tier
+    tier.fine.set()
+
+
+Make = Callable[..., tuple[Store, Prompt]]
+
+
+@pytest.fixture
+def make(far: Troubled) -> Iterator[Make]:
+    """A store over a near tier and `far`, and a prompt."""
+    stores = []
+
+    def made(policy: LanePolicy = FAR, near: str = "4MiB") -> tuple[Store, Prompt]:
+        stores.append(Store(SCHEMA, Cascade((MemoryTier(near), FAST), (far, policy))))
+        return stores[-1], stores[-1].prompt(TOKENS, namespace(SPEC))
+
+    yield made
+    far.fine.set()
+    for store in stores:
+        store.close()
+
+
+def test_a_lookup_is_one_question_a_tier_and_none_where_all_is_near(far: Troubled, make: Make) -> None:
+    store, prompt = make()
+    assert store.lookup(prompt).position == 0
+    assert far.asked == ["contains"]
+    store.save(prompt, payload)
+    far.asked.clear()
+    needed = len([key for key in store.lookup(prompt).keys])  # noqa: C416
+    assert far.asked == ["contains"]  # about windows and states that were not kept
+    assert needed == 4 * len(SCHEMA.rows)
+    store.save(prompt, payload, points=range(256, 1025, 256))
+    far.asked.clear()
+    assert store.lookup(prompt).position == 1024
+    assert far.asked == []
+
+
+def test_what_only_the_far_tier_has_is_loaded_from_it_and_kept_near(far: Troubled, make: Make) -> None:
+    other, prompt = make()
+    other.save(prompt, payload)
+    store, _ = make()
+    assert store.load(store.lookup(prompt), verify) == 1024
+    far.asked.clear()
+    assert store.load(store.lookup(prompt), verify) == 1024
+    assert "get" not in far.asked
+    near, distant = store.stats().tiers
+    assert near.hits == distant.hits == near.stored
+
+
+def test_a_tier_that_hangs_costs_a_request_its_deadline_and_no_more(far: Troubled, make: Make) -> None:
+    store, prompt = make()
+    store.save(prompt, payload)
+    far.fine.clear()
+    for _ in range(6):
+        began = time.monotonic()
+        assert store.load(store.lookup(prompt), verify) == 1024  # all of it is near
+        assert time.monotonic() - began < 1
+    assert store.stats().tiers[1].late >= 1
+    assert store.stats().tiers[1].open
+    began = time.monotonic()
+    store.lookup(prompt)
+    assert time.monotonic() - began < 0.1  # it is not even asked any more
+
+
+def test_a_request_waits_for_its_budget_and_no_longer(far: Troubled, make: Make) -> None:
+    store, prompt = make(LanePolicy(deadline_s=5))
+    far.fine.clear()
+    began = time.monotonic()
+    assert store.lookup(prompt, budget_s=0.1).position == 0
+    assert store.save(prompt, payload, budget_s=0.1).dropped == 0  # the near tier has it
+    assert time.monotonic() - began < 2
+
+
+def test_a_load_that_hangs_half_way_returns_what_can_be_had(far: Troubled, make: Make) -> None:
+    store, prompt = make()
+    store.save(prompt, payload, points=[512, 1024])
+    near = store.cascade.lanes[0].tier
+    near.delete(keys_of(prompt, "state", 3))
+    hit = store.lookup(prompt)
+    assert hit.position == 1024
+    far.fine.clear()
+    began = time.monotonic()
+    assert store.load(hit, verify) == 512
+    assert time.monotonic() - began < 1.5
+
+
+def test_an_answer_that_comes_late_touches_nothing(far: Troubled, make: Make) -> None:
+    other, prompt = make()
+    other.save(prompt, payload)
+    store, _ = make()
+    hit = store.lookup(prompt)
+    far.fine.clear()
+    seen: list[Bytes] = []
+    assert store.load(hit, lambda row, chunk, data: seen.append(data)) == 0
+    far.fine.set()
+    time.sleep(0.1)
+    assert seen == []
+
+
+def test_a_tier_that_was_away_is_used_again_when_it_is_back(far: Troubled, make: Make) -> None:
+    store, prompt = make(LanePolicy(deadline_s=0.5, retries=0, cool_s=0.05))
+    far.errors = [TierError("away")] * 3
+    for _ in range(3):
+        store.lookup(prompt)
+    assert store.stats().tiers[1].open
+    assert store.stats().tiers[1].failed == 3
+    time.sleep(0.06)
+    store.save(prompt, payload)
+    assert not store.stats().tiers[1].open
+    assert len(far.blobs)
+
+
+def test_a_passing_error_is_tried_again(far: Troubled, make: Make) -> None:
+    store, prompt = make()
+    far.errors = [TierError("once"), OSError("twice")]
+    store.save(prompt, payload)
+    assert len(far.blobs) == store.stats().tiers[0].stored
+    stats = store.stats().tiers[1]
+    assert (stats.retried, stats.failed, stats.open) == (2, 0, False)
+
+
+def test_a_tier_that_refuses_writes_is_still_read(far: Troubled, make: Make) -> None:
+    other, prompt = make()
+    other.save(prompt, payload)
+    store, _ = make(near="1MiB")
+    for number in range(5):
+        far.errors = []
+        unseen = store.prompt(TOKENS + number + 1, namespace(SPEC))
+        original = far.put
+        far.put = _refuse  # type: ignore[method-assign]
+        store.save(unseen, payload)
+        far.put = original  # type: ignore[method-assign]
+    stats = store.stats().tiers[1]
+    assert (stats.failed, stats.retried, stats.last_error) == (3, 0, "no writes")
+    assert store.load(store.lookup(prompt), verify) == 1024
+
+
+def _refuse(keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
+    raise ReadOnly("no writes")
+
+
+def test_write_back_answers_at_once_and_flush_waits(far: Troubled, make: Make) -> None:
+    store, prompt = make(LanePolicy(write="back", deadline_s=5))
+    far.fine.clear()
+    threading.Timer(0.2, far.fine.set).start()
+    store.cascade.missing = lambda keys, budget: np.ones(len(keys), bool)  # type: ignore[method-assign]
+    began = time.monotonic()
+    saved = store.save(prompt, payload)
+    assert time.monotonic() - began < 0.15
+    assert saved.dropped == 0
+    assert store.flush(5)
+    assert len(far.blobs) == saved.stored
+
+
+def test_write_back_is_bounded_and_what_finds_no_place_is_counted(far: Troubled) -> None:
+    policy = LanePolicy(write="back", deadline_s=0.02, workers=1, queue_jobs=2, failures=100)
+    cascade = Cascade((far, policy))
+    far.fine.clear()
+    for number in range(8):
+        cascade.put([bytes([number]) * 48], [[b"x"]], Budget.of(None))
+    assert cascade.stats()[0].dropped >= 5
+    far.fine.set()
+    assert cascade.flush(5)
+    assert len(far.blobs) == 8 - cascade.stats()[0].dropped
+    cascade.close()
+
+
+def test_damage_in_the_near_tier_is_healed_by_the_far_one(make: Make) -> None:
+    store, prompt = make()
+    store.save(prompt, payload)
+    near = store.cascade.lanes[0].tier
+    key = keys_of(prompt, "full", 1)[0]
+    replace(near, key, stored(near, key)[:-1] + b"?")
+    assert store.load(store.lookup(prompt), verify) == 1024
+    assert [lane.damaged for lane in store.stats().tiers] == [1, 0]
+    assert near.contains([key]).all()  # promoted again
+
+
+def test_prefetch_brings_near_what_a_hit_will_need(far: Troubled, make: Make) -> None:
+    other, prompt = make()
+    other.save(prompt, payload)
+    store, _ = make()
+    assert store.prefetch(store.lookup(prompt)).result(5) == 1024
+    far.asked.clear()
+    assert store.load(store.lookup(prompt), verify) == 1024
+    assert "get" not in far.asked
+
+
+def test_four_times_the_near_tier_at_once_is_all_stored_somewhere(far: Troubled, make: Make) -> None:
+    store, _ = make(near="1MiB")
+    prompts = [store.prompt(TOKENS + number, namespace(SPEC)) for number in range(40)]
+    assert all(store.save(prompt, payload).dropped == 0 for prompt in prompts)
+    assert store.stats().tiers[0].tier.refused == 0
+    assert all(store.load(store.lookup(prompt), verify) == 1024 for prompt in prompts)
+
+
+def test_a_cascade_of_nothing_is_an_error() -> None:
+    with pytest.raises(StoreError, match="at least one"):
+        Cascade()
+
+
+def test_a_breaker_opens_waits_and_tries_one() -> None:
+    now = [0.0]
+    breaker = Breaker(2, 10.0, lambda: now[0])
+    breaker.failed()
+    assert breaker.passes()
+    breaker.failed()
+    assert not breaker.passes()
+    now[0] = 10.0
+    assert [breaker.passes(), breaker.passes()] == [True, False]
+    breaker.succeeded()
+    assert breaker.passes()

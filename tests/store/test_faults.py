@@ -1,0 +1,309 @@
+"""Faults of media: flipped, torn and missing files, full and read-only disks, writers that are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvweave.errors import ReadOnly, StoreError, TierFull
+from kvweave.store import Cascade, DictTier, DiskTier, LanePolicy, MemoryTier, Store, Tier
+from tests.store.contract import got, key, put, value
+from tests.store.faults import SCHEMA, FaultContract, payload, saved, verify
+
+ROOM = "4MiB"
+
+
+class TestDict(FaultContract):
+    @pytest.fixture
+    def tier(self) -> Tier:
+        return DictTier()
+
+
+class TestMemory(FaultContract):
+    @pytest.fixture
+    def tier(self) -> Tier:
+        return MemoryTier(ROOM)
+
+
+class TestDisk(FaultContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        tier = DiskTier(tmp_path / "store", ROOM)
+        yield tier
+        tier.close()
+
+
+def reloaded(directory: Path) -> tuple[int, int]:
+    """Position reached and damage counted by a new process's store; then all is saved anew, and must be right."""
+    tier = DiskTier(directory, ROOM)
+    store = Store(SCHEMA, Cascade((tier, LanePolicy(inline=True))))
+    _, prompt = _prompt(store)
+    position = store.load(store.lookup(prompt), verify)
+    damaged = store.stats().tiers[0].damaged
+    store.save(prompt, payload, points=[512, 1024])
+    assert store.load(store.lookup(prompt), verify) == 1024
+    store.close()
+    return position, damaged
+
+
+def _prompt(store: Store):  # type: ignore[no-untyped-def]
+    from tests.store.faults import SPEC, TOKENS
+    from tests.store.models import namespace
+
+    return store, store.prompt(TOKENS, namespace(SPEC))
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Path:
+    """The directory of a store that was filled and closed."""
+    saved(DiskTier(tmp_path / "store", ROOM))[0].close()
+    return tmp_path / "store"
+
+
+def test_bits_flipped_anywhere_in_the_file_are_never_served(closed: Path) -> None:
+    chance = random.Random(5)
+    for _ in range(25):
+        blobs = bytearray((closed / "blobs").read_bytes())
+        for _ in range(3):
+            blobs[chance.randrange(len(blobs))] ^= 1 << chance.randrange(8)
+        (closed / "blobs").write_bytes(blobs)
+        position, damaged = reloaded(closed)
+        assert position == 1024 or damaged
+
+
+def test_bits_flipped_anywhere_in_the_journal_are_never_served(closed: Path) -> None:
+    chance = random.Random(6)
+    for _ in range(25):
+        journal = bytearray((closed / "journal").read_bytes())
+        journal[chance.randrange(64, len(journal))] ^= 1 << chance.randrange(8)
+        (closed / "journal").write_bytes(journal)
+        reloaded(closed)
+
+
+def test_a_journal_torn_at_any_byte_serves_what_is_whole(closed: Path) -> None:
+    journal = (closed / "journal").read_bytes()
+    for length in [*range(0, 64, 9), *random.Random(7).sample(range(64, len(journal)), 20)]:
+        (closed / "journal").write_bytes(journal[:length])
+        reloaded(closed)
+
+
+def test_a_file_cut_short_is_a_miss(closed: Path) -> None:
+    os.truncate(closed / "blobs", (closed / "blobs").stat().st_size // 2)
+    assert reloaded(closed)[0] < 1024
+
+
+def test_a_file_cut_short_while_it_is_open_is_a_miss_that_is_counted(tmp_path: Path) -> None:
+    store, prompt = saved(DiskTier(tmp_path, ROOM))
+    hit = store.lookup(prompt)
+    os.truncate(tmp_path / "blobs", 100)
+    assert store.load(hit, verify) == 0
+    assert store.stats().tiers[0].damaged > 0
+    store.save(prompt, payload)
+    assert store.load(store.lookup(prompt), verify) == 1024
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["blobs", "journal"])
+def test_a_deleted_file_is_a_miss(closed: Path, name: str) -> None:
+    (closed / name).unlink()
+    assert reloaded(closed)[0] == 0
+
+
+def test_records_that_claim_the_same_bytes_are_not_believed(closed: Path) -> None:
+    from kvweave.store.journal import MAGIC, packed
+
+    journal = np.frombuffer((closed / "journal").read_bytes()[64:], np.uint8).reshape(-1, 64)
+    keys = [row[:48].tobytes() for row in journal]
+    starts, lengths = np.zeros(len(keys), np.int64), np.full(len(keys), 5000)
+    (closed / "journal").write_bytes(MAGIC + packed(keys, starts, lengths).tobytes())
+    assert reloaded(closed)[0] == 0
+
+
+def test_a_journal_of_another_version_is_an_error_that_says_so(closed: Path) -> None:
+    (closed / "journal").write_bytes(b"kvweave journal 9\n".ljust(64, b"\0"))
+    with pytest.raises(StoreError, match="journal of this version"):
+        DiskTier(closed, ROOM)
+    (closed / "journal").unlink()
+    DiskTier(closed, ROOM).close()  # and the directory is not left locked
+
+
+def test_memory_that_changes_under_us_is_a_miss() -> None:
+    memory = np.zeros(4 << 20, np.uint8)
+    store, prompt = saved(MemoryTier(buffer=memory))
+    memory[::4096] ^= 1
+    assert store.load(store.lookup(prompt), verify) == 0
+    store.save(prompt, payload)
+    assert store.load(store.lookup(prompt), verify) == 1024
+
+
+# ---- disks that are full or cannot be written
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one megabyte."""
+    place = tmp_path / "tiny"
+    place.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("no small disk to fill: mounting a tmpfs is not allowed here")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_disk_is_a_clear_error_and_goes_on_serving(tiny: Path) -> None:
+    tier = DiskTier(tiny, "64MiB")
+    with pytest.raises(TierFull, match="disk is full"):
+        put(tier, *range(100), length=50_000)
+    there = [n for n in range(100) if got(tier, n, 50_000) is not None]
+    assert len(there) >= 10
+    assert all(got(tier, n, 50_000) == value(n, 50_000) for n in there)
+    stats = tier.stats()
+    assert stats.used_bytes == len(there) * 53_248  # nothing of the failed one is left
+    tier.delete([key(n) for n in there[:5]])
+    assert put(tier, *there[:4], length=50_000) == [True] * 4  # and freed bytes are used again
+    tier.close()
+    tier = DiskTier(tiny, "64MiB")
+    assert all(got(tier, n, 50_000) == value(n, 50_000) for n in [*there[:4], *there[5:]])
+    tier.close()
+
+
+def test_a_cascade_serves_on_when_its_disk_is_full(tiny: Path) -> None:
+    store, prompt = saved(MemoryTier("8MiB"))
+    full = DiskTier(tiny, "64MiB")
+    both = Store(SCHEMA, Cascade((store.cascade.lanes[0].tier, LanePolicy(inline=True)), full))
+    with pytest.raises(TierFull):
+        put(full, *range(100), length=50_000)
+    result = both.save(prompt, payload, points=range(256, 1025, 256))
+    assert result.dropped == 0
+    assert both.load(both.lookup(prompt), verify) == 1024
+    assert "disk is full" in both.stats().tiers[1].last_error
+    both.close()
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(tmp_path, ROOM)
+    put(tier, 1)
+    real, calls = os.pwritev, iter(range(99))
+
+    def half(fd: int, pieces: list[memoryview], at: int) -> int:
+        if next(calls):
+            raise OSError(28, "No space left on device")
+        return real(fd, [pieces[0][:10]], at)
+
+    monkeypatch.setattr(os, "pwritev", half)
+    with pytest.raises(TierFull):
+        put(tier, 2)
+    monkeypatch.undo()
+    assert tier.stats().used_bytes == 8192
+    assert got(tier, 2) is None
+    assert put(tier, 2) == [True]
+    assert got(tier, 2) == value(2)
+    tier.close()
+
+
+def test_a_read_only_disk_is_served_and_says_no_to_writes(tiny: Path) -> None:
+    tier = DiskTier(tiny, "512KiB")
+    put(tier, 1, 2)
+    tier.close()
+    subprocess.run(["mount", "-o", "remount,ro", tiny], check=True)
+    tier = DiskTier(tiny, "512KiB")
+    assert not tier.writable
+    assert got(tier, 1) == value(1)
+    with pytest.raises(ReadOnly, match="cannot be written"):
+        put(tier, 3)
+    assert tier.delete([key(2)]) == 1
+    assert got(tier, 2) is None
+    tier.close()
+
+
+def test_a_directory_that_cannot_be_made_is_a_clear_error(tiny: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", tiny], check=True)
+    with pytest.raises(ReadOnly, match="cannot be written"):
+        DiskTier(tiny / "store", ROOM)
+
+
+# ---- kill -9
+
+LENGTH, PLACES = 6000, 64
+
+
+def writer(directory: Path, first: int, report: int) -> None:
+    """Puts value after value, in two threads, and reports each that is done; never returns."""
+    import threading
+
+    tier = DiskTier(directory, PLACES * 8192)
+
+    def work(number: int) -> None:
+        while True:
+            put(tier, number, length=LENGTH)
+            os.write(report, number.to_bytes(8, "little"))
+            if number % 7 == 0:
+                tier.delete([key(number - 20)])
+            number += 2
+
+    thread = threading.Thread(target=work, args=(first,))
+    thread.start()
+    work(first + 1)
+
+
+def killed(directory: Path, first: int, seconds: float) -> list[int]:
+    """What a writer had reported when it was killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            writer(directory, first, writing)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    begun = os.read(reading, 8)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    rest = b""
+    while piece := os.read(reading, 1 << 16):
+        rest += piece
+    os.close(reading)
+    reported: list[int] = np.frombuffer(begun + rest, "<i8").tolist()
+    return reported
+
+
+def check_killed(directory: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.store.journal.SLACK", 40)  # so that it is rewritten, too, while they are killed
+    chance, first = random.Random(times), 21
+    for _ in range(times):
+        done = killed(directory, first, chance.uniform(0, 0.03))
+        tier = DiskTier(directory, PLACES * 8192)
+        numbers = (int.from_bytes(stored, "big") for stored in [*tier._catalog.slot_of])
+        here = {number: got(tier, number, LENGTH) for number in numbers}
+        assert all(found == value(number, LENGTH) for number, found in here.items())
+        recent = [n for n in done[-PLACES // 2 :] if not any(n == d - 20 for d in range(0, max(done) + 9, 7))]
+        assert {*recent} <= {*here}
+        stats = tier.stats()
+        assert stats.used_bytes == 8192 * len(here)
+        assert (directory / "blobs").stat().st_size <= PLACES * 8192
+        assert {path.name for path in directory.iterdir()} <= {"blobs", "journal", "lock", "journal.new"}
+        first = max(*done, *here, first) + 2
+        first += 1 - first % 2
+        tier.close()
+
+
+def test_writers_killed_at_random_moments_lose_nothing_that_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_killed(tmp_path, 30, monkeypatch)
+
+
+@pytest.mark.slow
+def test_two_hundred_writers_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_killed(tmp_path, 200, monkeypatch)
