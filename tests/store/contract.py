@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 
@@ -23,11 +22,8 @@ def value(number: int, length: int = 5000) -> bytes:
 
 
 def put(tier: Tier, *numbers: int, length: int = 5000) -> list[bool]:
-    return tier.put([key(n) for n in numbers], [[v[:100], memoryview(v)[100:]] for v in map(_sized(length), numbers)])
-
-
-def _sized(length: int):  # type: ignore[no-untyped-def]
-    return lambda number: value(number, length)
+    values = [value(number, length) for number in numbers]
+    return tier.put([key(n) for n in numbers], [[data[:100], memoryview(data)[100:]] for data in values])
 
 
 def got(tier: Tier, number: int, length: int = 5000) -> bytes | None:
@@ -147,7 +143,3 @@ class KeepingContract:
         assert [got(tier, n) == (value(n) if n % 3 else None) for n in range(30)] == [True] * 30
         put(tier, 100)
         assert got(reopen(), 100) == value(100)
-
-
-def random_bytes(length: int) -> Bytes:
-    return np.frombuffer(os.urandom(length), np.uint8).copy()

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,35 +235,36 @@ def test_a_directory_that_cannot_be_made_is_a_clear_error(tiny: Path) -> None:
 
 # ---- kill -9
 
-LENGTH, PLACES = 6000, 64
+LENGTH = 6000
+SIZE = 8192
+TIGHT, ROOMY = (64, 1), (16_384, 2)
+"""Places and threads: one that evicts with every put, in an order that is known; one that never does, with two."""
 
 
-def writer(directory: Path, first: int, report: int) -> None:
-    """Puts value after value, in two threads, and reports each that is done; never returns."""
-    import threading
-
-    tier = DiskTier(directory, PLACES * 8192)
+def writer(directory: Path, first: int, report: int, places: int, threads: int) -> None:
+    """Puts value after value, reports each that is done, and deletes some later; never returns."""
+    tier = DiskTier(directory, places * SIZE)
 
     def work(number: int) -> None:
         while True:
             put(tier, number, length=LENGTH)
             os.write(report, number.to_bytes(8, "little"))
             if number % 7 == 0:
-                tier.delete([key(number - 20)])
-            number += 2
+                tier.delete([key(number - 7 * threads)])
+            number += threads
 
-    thread = threading.Thread(target=work, args=(first,))
-    thread.start()
-    work(first + 1)
+    for number in range(1, threads):
+        threading.Thread(target=work, args=(first + number,)).start()
+    work(first)
 
 
-def killed(directory: Path, first: int, seconds: float) -> list[int]:
+def killed(directory: Path, first: int, seconds: float, room: tuple[int, int]) -> list[int]:
     """What a writer had reported when it was killed."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
-            writer(directory, first, writing)
+            writer(directory, first, writing, *room)
         finally:
             os._exit(1)
     os.close(writing)
@@ -278,32 +280,35 @@ def killed(directory: Path, first: int, seconds: float) -> list[int]:
     return reported
 
 
-def check_killed(directory: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_killed(directory: Path, times: int, room: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvweave.store.journal.SLACK", 40)  # so that it is rewritten, too, while they are killed
-    chance, first = random.Random(times), 21
+    chance, first = random.Random(times), 1001
+    places, _ = room
     for _ in range(times):
-        done = killed(directory, first, chance.uniform(0, 0.03))
-        tier = DiskTier(directory, PLACES * 8192)
-        numbers = (int.from_bytes(stored, "big") for stored in [*tier._catalog.slot_of])
-        here = {number: got(tier, number, LENGTH) for number in numbers}
-        assert all(found == value(number, LENGTH) for number, found in here.items())
-        recent = [n for n in done[-PLACES // 2 :] if not any(n == d - 20 for d in range(0, max(done) + 9, 7))]
-        assert {*recent} <= {*here}
-        stats = tier.stats()
-        assert stats.used_bytes == 8192 * len(here)
-        assert (directory / "blobs").stat().st_size <= PLACES * 8192
+        done = killed(directory, first, chance.uniform(0, 0.03), room)
+        tier = DiskTier(directory, places * SIZE)
+        here = {int.from_bytes(stored, "big") for stored in tier._catalog.slot_of}
+        wrong = [n for n in here if n >= first - 64 and got(tier, n, LENGTH) != value(n, LENGTH)]
+        assert not wrong
+        committed = [n for n in done[-places // 2 :] if n % 7]  # multiples of 7 may have been deleted
+        assert {*committed} <= here
+        assert tier.stats().used_bytes == SIZE * len(here)
+        assert (directory / "blobs").stat().st_size <= places * SIZE
         assert {path.name for path in directory.iterdir()} <= {"blobs", "journal", "lock", "journal.new"}
-        first = max(*done, *here, first) + 2
-        first += 1 - first % 2
+        first = max(here) + 10
         tier.close()
 
 
+@pytest.mark.parametrize("room", [TIGHT, ROOMY], ids=["tight", "roomy"])
 def test_writers_killed_at_random_moments_lose_nothing_that_was_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: tuple[int, int]
 ) -> None:
-    check_killed(tmp_path, 30, monkeypatch)
+    check_killed(tmp_path, 15, room, monkeypatch)
 
 
 @pytest.mark.slow
-def test_two_hundred_writers_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_killed(tmp_path, 200, monkeypatch)
+@pytest.mark.parametrize("room", [TIGHT, ROOMY], ids=["tight", "roomy"])
+def test_two_hundred_writers_killed_at_random_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: tuple[int, int]
+) -> None:
+    check_killed(tmp_path, 100, room, monkeypatch)

@@ -13,7 +13,7 @@ from kvweave.plan import Plan
 SPACING = 1024
 """Tokens between points kept on the way, where nobody says otherwise; more where a state is worth more rows."""
 DENSE = 8
-"""So many points are kept at that distance; further on, a sibling recomputes at most one in so many of its tokens."""
+"""So many points are kept at that distance; further on, a sibling recomputes at most two in so many of its tokens."""
 NEVER = 2**62
 
 

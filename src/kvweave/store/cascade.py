@@ -98,18 +98,24 @@ class Cascade:
                 return
 
     def _fetch(self, lane: Lane, wants: list[tuple[int, Want]], budget: Budget) -> Iterator[tuple[int, Bytes]]:
-        """In batches, several in flight, each delivered as it comes."""
+        """In batches, several in flight, each delivered as it comes. One that is late ends it."""
         flying: deque[tuple[list[tuple[int, Want]], Future[Fetched] | None]] = deque()
-        batches = _batches(wants, [want.num_bytes for _, want in wants])
-        for batch in batches:
-            if budget.is_spent:
+        batches = _batches(wants)
+        while not budget.is_spent:
+            batch = next(batches, None)
+            if batch is not None:
+                ask = partial(_read, lane, [want for _, want in batch])
+                flying.append((batch, lane.start(lane.reads, ask, budget.within(lane.policy.deadline_s))))
+            elif not flying:
                 return
-            asked = [want for _, want in batch]
-            flying.append((batch, lane.start(lane.reads, partial(_read, lane, asked), lane.policy.deadline_s)))
-            if len(flying) > lane.policy.workers:
-                yield from self._land(lane, *flying.popleft(), budget)
-        while flying:
-            yield from self._land(lane, *flying.popleft(), budget)
+            if batch is None or len(flying) > lane.policy.workers:
+                landing = flying.popleft()
+                yield from self._land(lane, *landing, budget)
+                if landing[1] is not None and (landing[1].cancelled() or not landing[1].done()):
+                    break
+        for _, future in flying:
+            if future:
+                future.cancel()
 
     def _land(
         self, lane: Lane, batch: list[tuple[int, Want]], future: Future[Fetched] | None, budget: Budget
@@ -209,14 +215,14 @@ def _read(lane: Lane, wants: Sequence[Want]) -> Fetched:
     return blobs
 
 
-def _batches(items: Sequence[tuple[int, Want]], sizes: Sequence[int]) -> Iterator[list[tuple[int, Want]]]:
+def _batches(wants: Sequence[tuple[int, Want]]) -> Iterator[list[tuple[int, Want]]]:
     batch: list[tuple[int, Want]] = []
     num_bytes = 0
-    for item, size in zip(items, sizes, strict=True):
-        if batch and num_bytes + size > BATCH_BYTES:
+    for number, want in wants:
+        if batch and num_bytes + want.num_bytes > BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
-        batch.append(item)
-        num_bytes += size
+        batch.append((number, want))
+        num_bytes += want.num_bytes
     if batch:
         yield batch

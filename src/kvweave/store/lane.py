@@ -110,12 +110,14 @@ class Lane:
         if future is None:
             return None
         deadline = self.policy.deadline_s
+        wait_s = deadline if wait_s is None else max(0.0, min(wait_s, deadline))
         try:
-            return future.result(deadline if wait_s is None else max(0.0, min(wait_s, deadline)))
+            return future.result(wait_s)
         except Late:
             future.cancel()  # if it is still in the queue
-            breaker.failed()
             self.count("late")
+            if wait_s == deadline:  # the tier is not to blame for a request in a hurry
+                breaker.failed()
         except Exception:  # whatever a tier's library raises is a miss here
             return None
         return None
