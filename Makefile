@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 EXTRAS ?= dev
 VLLM   := $(VENV)-vllm
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all test-gpu lint bench clean
 
 help:               ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -48,6 +48,11 @@ test: $(VENV)/ready-dev           ## lint, types, and all fast tests
 test-all: $(VENV)/ready-dev $(VLLM)/compiled ## everything, the slow and outside ones too, and the compiled core
 	$(BIN)/pytest
 	$(VLLM)/bin/python -m pytest tests/pool tests/prefix tests/table tests/cache
+
+# The virtual environment's torch is the CPU one: give a Python whose torch has CUDA, and Triton, pytest and hypothesis.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/ready-dev) ## tests on a GPU: `make test-gpu GPU_PYTHON=python3`
+	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/tensor/test_cuda.py tests/tensor/test_pages.py tests/transfer/test_cuda.py
 
 lint: $(VENV)/ready-dev           ## ruff and mypy, fixing what can be fixed
 	$(BIN)/ruff check --fix .

@@ -19,6 +19,7 @@
         +-- NoDevice         the device asked for is not here
         +-- ArenaClosed      memory that was given back already
         +-- BadRows          rows, slots or pages that do not fit the cache they are for
+    +-- MissingExtra         a part of kvweave needs packages that are not installed; says how to get them
     +-- CannotServe          a model whose past cannot be kept in pages, with the reason
     +-- TransferError        pages cannot be moved
         +-- BadCopy          a copy that makes no sense: pages, chunks, buffers or layouts that do not fit; nothing moved
@@ -176,6 +177,13 @@ class TransferCancelled(TransferError):
 
 class TransferTimeout(TransferError, TimeoutError):
     """A transfer is not done yet. It goes on, and may be waited for again."""
+
+
+class MissingExtra(KVWeaveError, ImportError):
+    """A part of kvweave needs packages that are not installed."""
+
+    def __init__(self, what: str, extra: str, package: str | None) -> None:
+        super().__init__(f"{what} needs {package or 'packages'}: pip install 'kvweave[{extra}]'", name=package)
 
 
 class CannotServe(KVWeaveError, ValueError):

@@ -31,7 +31,7 @@ from tests.tensor.models import DSA, HYBRID
 from tests.transfer.worlds import EXAMPLES, World, buffers, chunk_tokens, in_rows, planned, shrunk
 
 LAYOUTS = tuple(Layout)
-MOST_BYTES = 20_000_000
+MOST_BYTES = 5_000_000
 
 
 @cache

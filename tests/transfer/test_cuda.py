@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvweave.plan import Layout, Place, PoolRequest
-from kvweave.transfer import ChunkLayout, Copier, Mover, State, whole_chunks
+from kvweave.transfer import ChunkLayout, Copier, Mover, State, Way, whole_chunks
 from tests.tensor.models import HYBRID
 from tests.transfer.contract import CopierContract, example, hybrid
 from tests.transfer.worlds import World, buffers, chunk_tokens, in_rows, planned, shrunk
@@ -30,9 +30,8 @@ class TestSmallPieces(TestCUDA):
 
     @pytest.fixture
     def copier(self) -> Iterator[Copier]:
-        yield from opened(
-            piece_bytes=8192, slots=2, small_bytes=2048, direct_bytes=4096, strided_bytes=512, packed_bytes=4096
-        )
+        sizes = {"piece_bytes": 8192, "small_bytes": 2048, "unprepared_bytes": 2048, "packed_bytes": 4096}
+        yield from opened(**sizes, direct_bytes=4096, strided_bytes=512, slots=2)
 
 
 def opened(**tuning: int) -> Iterator[Copier]:
@@ -144,6 +143,24 @@ def test_staging_is_bounded_reused_and_given_back() -> None:
             assert 0 < taken <= 3 * ((1 << 20) + (1 << 19))
         mover.close()
         assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_a_prepared_copy_may_be_started_often_and_sees_what_is_there_then(layout: Layout, copier: Copier) -> None:
+    made = example("deepseek-v3.2", layout, False)
+    with World(made, 7, "cuda") as world:
+        chunk = ChunkLayout.of(made, chunk_tokens(made), ends_only=True)
+        tables, others = world.tables(chunk, 1), world.tables(chunk, 1)
+        (memory,) = buffers(chunk, 1, "cuda")
+        mover = Mover(world.arena, copier, background=False)
+        store = mover.prepare(whole_chunks(chunk, tables, 0, 1, absent=True), [memory], Way.STORE)
+        load = mover.prepare(whole_chunks(chunk, others, 0, 1, absent=True), [memory], Way.LOAD, layers=1)
+        for _ in range(3):
+            world.sign(tables)
+            mover.start(store).wait(20)
+            mover.start(load).wait(20)
+            signed, found = world.read(tables), world.read(others)
+            assert all(np.array_equal(signed[name], found[name]) for name in signed)
 
 
 def test_both_ways_go_on_at_once(copier: Copier) -> None:

@@ -88,7 +88,7 @@ class World:
     def scramble(self) -> None:
         """Other bytes everywhere, but in the NULL super-page."""
         for pool in self.plan.pools:
-            noise = torch.from_numpy(self.rng.integers(0, 256, pool.num_bytes, np.uint8))
+            noise = torch.from_numpy(np.frombuffer(self.rng.bytes(pool.num_bytes), np.uint8).copy())
             noise.view(pool.lanes, -1)[:, : pool.super_bytes] = 0
             self.arena.pool(pool.name).copy_(noise)
 

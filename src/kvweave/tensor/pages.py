@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -15,13 +17,16 @@ from kvweave.pool import NULL
 from kvweave.tensor.arena import Arena
 
 Pages = NDArray[np.int64]
+SLAB_BYTES = 64 << 20
+"""What is packed at once: memory that copies of many pages take for a while."""
 
 
 def carry_out(arena: Arena, copies: Iterable[Copy]) -> None:
     """Make the copies that a cache asks for, in order. A copy that makes no sense is found before any is made."""
     wanted = [(copy.tag, *_pairs(arena.plan, copy)) for copy in copies if arena.plan.group(copy.tag).layers]
-    for tag, src, dst in wanted:
-        _copy(arena, arena, tag, src, dst)
+    for tag, some in groupby(wanted, key=itemgetter(0)):
+        _, src, dst = (list(column) for column in zip(*some, strict=True))
+        _copy(arena, arena, tag, np.concatenate(src), np.concatenate(dst))
 
 
 def copy_pages(source: Arena, target: Arena, tag: str, src: object, dst: object) -> None:
@@ -38,15 +43,60 @@ def zero_pages(arena: Arena, tag: str, pages: object) -> None:
     """Wipe pages. In a shared pool a page may hold what another group left there, which kernels that load a block
     before they mask it could take for a NaN; wipe the pages that a sequence newly got where that matters."""
     memory = arena.pages(tag)
-    for page in _checked(arena.plan, tag, pages).tolist():
-        memory[page].zero_()
+    memory.index_fill_(0, torch.from_numpy(_checked(arena.plan, tag, pages)).to(memory.device), 0)
 
 
 def _copy(source: Arena, target: Arena, tag: str, src: Pages, dst: Pages) -> None:
-    """One page after the other, so that a page written by one copy may be read by the next."""
+    """As if one page after the other, so that a page written by one copy may be read by the next."""
     here, there = (arena.pages(tag).view(torch.int64) for arena in (source, target))
-    for a, b in zip(src.tolist(), dst.tolist(), strict=True):
-        there[b].copy_(here[a])
+    for first, last in pairwise(_bounds(src, dst, source is target)):
+        _copy_at_once(here, there, src[first:last], dst[first:last])
+    if here.device != there.device:
+        torch.cuda.synchronize(here.device if here.is_cuda else there.device)
+
+
+def _bounds(src: Pages, dst: Pages, is_same: bool) -> list[int]:
+    """Where to cut, so that within a stretch no page is written twice, or read after it was written."""
+    if len(np.unique(dst)) == len(dst) and not (is_same and np.isin(src, dst).any()):
+        return [0, len(dst)]
+    bounds, written = [0], set[int]()
+    for number, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
+        if b in written or (is_same and a in written):
+            bounds.append(number)
+            written.clear()
+        written.add(b)
+    return [*bounds, len(dst)]
+
+
+def _copy_at_once(here: torch.Tensor, there: torch.Tensor, src: Pages, dst: Pages) -> None:
+    """Pages in any order: on one GPU packed and unpacked by its kernels, some megabytes at a time; across devices in
+    one copy for those; on a CPU, and where a page is one run, page by page, which is as fast."""
+    across, one_run = here.device != there.device, here.shape[1] == 1
+    if not (here.is_cuda or there.is_cuda) or (across and one_run):
+        for a, b in zip(src.tolist(), dst.tolist(), strict=True):
+            there[b].copy_(here[a], non_blocking=True)
+        return
+    count = max(1, SLAB_BYTES // (here[0].numel() * here.element_size()))
+    for first in range(0, len(src), count):
+        packed = _packed(here, src[first : first + count]).to(there.device)
+        _unpack(there, dst[first : first + count], packed)
+
+
+def _packed(memory: torch.Tensor, pages: Pages) -> torch.Tensor:
+    if memory.is_cuda:
+        return memory.index_select(0, torch.from_numpy(pages).to(memory.device))
+    packed = torch.empty((len(pages), *memory.shape[1:]), dtype=memory.dtype, pin_memory=torch.cuda.is_available())
+    for place, page in enumerate(pages.tolist()):
+        packed[place].copy_(memory[page])
+    return packed
+
+
+def _unpack(memory: torch.Tensor, pages: Pages, packed: torch.Tensor) -> None:
+    if memory.is_cuda:
+        memory.index_copy_(0, torch.from_numpy(pages).to(memory.device), packed)
+        return
+    for place, page in enumerate(pages.tolist()):
+        memory[page].copy_(packed[place])
 
 
 def _pairs(plan: Plan, copy: Copy) -> tuple[Pages, Pages]:

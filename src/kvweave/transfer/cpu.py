@@ -23,7 +23,7 @@ class CPUCopier:
     """Copies with numpy, which lets go of the interpreter meanwhile. `threads`: at most so many at once."""
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads or min(4, os.cpu_count() or 1)
+        self.threads = threads or min(8, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self.threads, "kvweave-copy") if self.threads > 1 else None
 
     def prepare(self, job: Job) -> Job:

@@ -64,7 +64,8 @@ class CUDACopier:
             for step in self._cpu.steps(hosted):
                 yield step if here is None else step._replace(layers=0)
         if here is not None:
-            yield from self._lanes[job.way].steps(compiled(here, self.tuning), after)
+            tuning = replace(self.tuning, small_bytes=self.tuning.unprepared_bytes)
+            yield from self._lanes[job.way].steps(compiled(here, tuning), after)
 
 
 def _by_place(job: Job) -> tuple[Job | None, Job | None]:
@@ -80,7 +81,7 @@ def _by_place(job: Job) -> tuple[Job | None, Job | None]:
 
 def _resident(calls: Iterable[Call], device: torch.device) -> Program:
     """Bring the tables of all calls to the device."""
-    made = list(calls)
+    made = [replace(call, table=call.tabulated()) if call.lines else call for call in calls]
     tables = [call.table.words for call in made if call.table is not None]
     starts = np.cumsum([0, *(-(-len(words) // 4) * 4 for words in tables)])  # on multiples of 16 bytes
     packed = np.zeros(starts[-1], np.int32)
@@ -122,7 +123,7 @@ class _Lane:
         """Issue a piece; the event that it is over with."""
         for issue in call.direct:
             issue(self._copies)
-        if call.table is None:
+        if not call.lines:
             return Event(self._copies)
         slot = self.staging.take(call.staged_bytes)
         if not call.staged:
@@ -144,8 +145,7 @@ class _Lane:
         self._handed.before(next_stream)
 
     def _launch(self, call: Call, slot: Slot) -> None:
-        assert call.table is not None
-        address, flat = call.table_at, slot.address if call.staged else 0
+        table, address, flat = call.tabulated(), call.table_at, slot.address if call.staged else 0
         if address is None:
-            address = slot.upload(call.table.words, self._kernels, self.device.index)
-        launch(call.table, address, flat, self._kernels, self.device.index, gather=self.way is Way.STORE)
+            address = slot.upload(table.words, self._kernels, self.device.index)
+        launch(table, address, flat, self._kernels, self.device.index, gather=self.way is Way.STORE)

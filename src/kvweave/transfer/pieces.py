@@ -15,7 +15,7 @@ import numpy as np
 
 from kvweave.transfer.copies import CopyPlan
 
-GROWTH = 4
+GROWTH = 8
 """How much larger a piece may be than the one before: to make it ready takes less than to copy that one."""
 
 

@@ -19,7 +19,7 @@ from kvweave.transfer import dma
 from kvweave.transfer.copier import Job, Way
 from kvweave.transfer.lines import chunk_lines, chunk_places, staged_lines
 from kvweave.transfer.pieces import Part, Piece, part_bytes
-from kvweave.transfer.tables import Table, tabulate
+from kvweave.transfer.tables import Lines, Table, tabulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,10 @@ class Tuning:
 
     piece_bytes: int = 32 << 20
     slots: int = 3
-    small_bytes: int = 4 << 20
+    small_bytes: int = 2 << 20
     """Where a pipeline starts or ends."""
+    unprepared_bytes: int = 8 << 20
+    """The same where the next piece is still to be worked out, which takes the host longer than copying the small."""
     direct_bytes: int = 1 << 20
     """Runs of this size and more need no kernel: a copy engine pauses 2 us between copies, 5% of 2 MiB."""
     strided_bytes: int = 16 << 10
@@ -69,24 +71,29 @@ class StagedCopy:
 class Call:
     """One piece: copies that go directly, and what the kernel moves, into `staged_bytes` of staging memory if any.
 
-    `table_at` is where its table lies on the device, if it was brought there before.
+    `table` is there, and lies at `table_at` on the device, if the job was prepared.
     """
 
     num_bytes: int
     layers: int
     direct: tuple[dma.Ready, ...] = ()
+    lines: tuple[Lines, ...] = ()
     table: Table | None = None
     table_at: int | None = None
     staged_bytes: int = 0
     staged: tuple[StagedCopy, ...] = ()
+
+    def tabulated(self) -> Table:
+        """What the kernel is told. Worked out when it is asked for: the copy of a load is under way by then."""
+        return self.table or tabulate(self.lines)
 
 
 def compiled(job: Job, tuning: Tuning) -> Iterator[Call]:
     """The calls of a job, each made when it is asked for."""
     if all(buffer.array is None for buffer in job.buffers):
         for piece in job.pieces(tuning.packed_bytes, tuning.packed_bytes):
-            table = tabulate(line for part in piece.parts for line in chunk_lines(job, part))
-            yield Call(piece.num_bytes, piece.layers, table=table)
+            lines = tuple(line for part in piece.parts for line in chunk_lines(job, part))
+            yield Call(piece.num_bytes, piece.layers, lines=lines)
         return
     started = False
     for piece, is_last in _flagged(job.pieces(tuning.small_bytes, tuning.piece_bytes)):
@@ -111,12 +118,12 @@ def _call(job: Job, piece: Piece, tuning: Tuning, at_an_end: bool) -> Call:
         return Call(piece.num_bytes, piece.layers, ready)
     sizes = [part_bytes(job.copies, part) for part in parts]
     starts = np.cumsum([0, *sizes]).tolist()
-    table = tabulate(staged_lines(job, parts, starts))
+    lines = tuple(staged_lines(job, parts, starts))
     staged: list[StagedCopy] = []
     for copy in (copy for part, start in zip(parts, starts, strict=False) for copy in _staged(job, part, start)):
         longer = staged[-1].joined(copy) if staged else None
         staged[-1:] = [longer] if longer else [*staged[-1:], copy]
-    return Call(piece.num_bytes, piece.layers, ready, table, None, starts[-1], tuple(staged))
+    return Call(piece.num_bytes, piece.layers, ready, lines, staged_bytes=starts[-1], staged=tuple(staged))
 
 
 def _flagged(pieces: Iterator[Piece]) -> Iterator[tuple[Piece, bool]]:

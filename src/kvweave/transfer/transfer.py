@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 PATIENCE = 60.0
 """Seconds that a wait lasts at most, where nobody says otherwise."""
 NAP = 20e-6
-EAGER = 2e-3
+EAGER = 5e-3
 """Seconds for which a wait looks without a nap, which lasts 60 us at least: most transfers are over by then."""
 IN_FLIGHT = 4
 """Steps issued and not over, in the background: what a cancelled transfer may still do."""
