@@ -22,6 +22,11 @@ $(VENV)/ready-dev: $(VENV)/ready-core
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
+$(VENV)/ready-demo: $(VENV)/ready-core
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[transformers]'
+	touch $@
+
 # vLLM pins other versions, so it lives apart. Its torch is the CPU one too, for which there is no torchvision and kin.
 $(VLLM)/ready: constraints.txt
 	$(PYTHON) -m venv $(VLLM)
@@ -36,7 +41,7 @@ $(VLLM)/compiled: $(VLLM)/ready setup.py pyproject.toml $(wildcard src/kvweave/*
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --force-reinstall .
 	touch $@
 
-demo: $(VENV)/ready-core          ## plan the bundled example models
+demo: $(VENV)/ready-demo          ## agents on two hybrid models, with reuse and without; reports in kvweave-demo/
 	$(BIN)/kvweave demo
 
 test: $(VENV)/ready-dev           ## lint, types, and all fast tests

@@ -1,8 +1,8 @@
 """On a CPU, pages go to chunks and back at 80% of the speed of one memcpy of as many bytes.
 
-Chunks of 256 tokens, block 16, random pages of a pool of 1 GiB. The peer is a single memcpy of the same number of bytes
-between the same memory, in the same run, turn and turn about, so that both see the machine as it is; best of all turns.
-`ratio` is our speed over memcpy's.
+Chunks of 256 tokens, block 16, random pages of a pool of 1 GiB. The peers are memcpy of the same number of bytes
+between the same memory, as one run by one thread, and as one run for each of the threads that we have; turn and turn
+about, so that all see the machine as it is; best of all turns. `ratio` is our speed over memcpy's.
 
 Run: make bench NAME=transfer_cpu
 """
@@ -14,6 +14,8 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from kvweave import plan
 from kvweave.plan import Layout, Plan
 from kvweave.spec import ModelSpec
 from kvweave.tensor import GQA, MLA, Arena, LayerRequest, Opaque, assemble
-from kvweave.transfer import Buffer, ChunkLayout, CopyPlan, CPUCopier, Mover, Transfer, whole_chunks
+from kvweave.transfer import Buffer, ChunkLayout, CopyPlan, CPUCopier, Mover, Transfer, Way, whole_chunks
 
 CHUNK, BLOCK, CHUNKS = 256, 16, 6
 GOAL = 0.8
@@ -62,35 +64,45 @@ def best(acts: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
     return least
 
 
-def see_through(transfer: Transfer) -> None:
-    transfer.wait()
+def see_through(start: Callable[[], Transfer]) -> None:
+    start().wait()
+
+
+def shared(pool: ThreadPoolExecutor, threads: int, to: np.ndarray, source: np.ndarray) -> Callable[[], object]:
+    """A memcpy in as many runs as there are threads."""
+    shares = list(zip(np.array_split(to, threads), np.array_split(source, threads), strict=True))
+    return lambda: list(pool.map(lambda share: np.copyto(*share), shares))
 
 
 def measure(name: str, layout: Layout, spec: ModelSpec, turns: int) -> None:
-    made = plan(spec, "1GiB", layout=layout, block_tokens=BLOCK)
-    with Arena(made) as arena:
-        for pool in made.pools:
-            arena.pool(pool.name).view(torch.int64).random_()
+    made, copier = plan(spec, "1GiB", layout=layout, block_tokens=BLOCK), CPUCopier()
+    with Arena(made) as arena, ThreadPoolExecutor(copier.threads) as pool:
+        for one in made.pools:
+            arena.pool(one.name).view(torch.int64).random_()
         chunk = ChunkLayout.of(made, CHUNK)
         copies = random_chunks(made, chunk)
         memory = torch.zeros(CHUNKS * chunk.num_bytes, dtype=torch.uint8)
         buffers = [Buffer.of(piece) for piece in memory.view(CHUNKS, -1)]
-        flat, pool_bytes = memory.numpy()[: copies.num_bytes], arena.pool(made.pools[0].name).numpy()
-        with Mover(arena, CPUCopier(), background=False) as mover:
-            took = best(
-                {
-                    "memcpy": lambda: np.copyto(flat, pool_bytes[: copies.num_bytes]),
-                    "store": lambda: see_through(mover.store(copies, buffers)),
-                    "memcpy back": lambda: np.copyto(pool_bytes[: copies.num_bytes], flat),
-                    "load": lambda: see_through(mover.load(copies, buffers)),
-                },
-                turns,
-            )
-    for way, peer in (("store", "memcpy"), ("load", "memcpy back")):
-        ours, theirs = (copies.num_bytes / took[key] / 1e9 for key in (way, peer))
-        line = {"claim": f"{way}, {name}, {layout}, {CHUNKS} chunks", "ours": round(ours, 2), "peer": round(theirs, 2)}
-        extra = {"unit": "GB/s", "ratio": round(ours / theirs, 2), "goal": GOAL, "met": ours / theirs >= GOAL}
-        print(json.dumps(line | extra | {"cores": os.cpu_count(), "load": os.getloadavg()[0]}), flush=True)
+        flat, pages = (m.numpy()[: copies.num_bytes] for m in (memory, arena.pool(made.pools[0].name)))
+        acts: dict[str, Callable[[], object]] = {}
+        with Mover(arena, copier, background=False) as mover:
+            for way, to, source in ((Way.STORE, flat, pages), (Way.LOAD, pages, flat)):
+                acts[way] = partial(see_through, partial(getattr(mover, way), copies, buffers))
+                acts[f"{way} by one"] = partial(np.copyto, to, source)
+                acts[f"{way} by all"] = shared(pool, copier.threads, to, source)
+            took = best(acts, turns)
+    speeds = {key: copies.num_bytes / seconds / 1e9 for key, seconds in took.items()}
+    for way in Way:
+        for peer, threads in (("one", 1), ("all", copier.threads)):
+            claim = f"{way}, {name}, {layout}, {CHUNKS} chunks, against memcpy by {peer}"
+            tell(claim, speeds[way], speeds[f"{way} by {peer}"], copier.threads, threads)
+
+
+def tell(claim: str, ours: float, peer: float, threads: int, peer_threads: int) -> None:
+    line = {"claim": claim, "ours": round(ours, 2), "peer": round(peer, 2), "unit": "GB/s"}
+    extra = {"ratio": round(ours / peer, 2), "goal": GOAL, "met": ours / peer >= GOAL}
+    machine = {"threads": threads, "peer_threads": peer_threads, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    print(json.dumps(line | extra | machine), flush=True)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@
     +-- MissingExtra         a part of kvweave needs packages that are not installed; says how to get them
     +-- CannotServe          a model whose past cannot be kept in pages, with the reason
     +-- TransferError        pages cannot be moved
-        +-- BadCopy          a copy that makes no sense: pages, chunks, buffers or layouts that do not fit; nothing moved
+        +-- BadCopy          pages, chunks, buffers or layouts that do not fit together; nothing moved
         +-- TransferFailed   it broke on the way; what it was to fill holds nothing of use
         +-- TransferCancelled  somebody cancelled it; likewise
         +-- TransferTimeout  it is not done yet; it goes on, and may be waited for again
@@ -31,6 +31,12 @@
             +-- TierFull     its disk or server has no room, whatever its quota says
             +-- ReadOnly     it can be read, but not be written
             +-- Busy         another process owns its directory
+        +-- ServerError      the daemon said no
+            +-- ServerGone   nobody answers at its socket, or not in time
+            +-- Refused      it will not talk to this client: version, token, user
+            +-- BadRequest   it cannot do what was asked: damaged, unknown, foreign, not on this kind of connection
+            +-- OverLimit    more than one message, or one connection, may ask for
+            +-- LeaseExpired what was reserved was given back meanwhile; nothing became visible
 
 Every message carries the numbers and the cure; an error leaves everything as it was.
 """
@@ -157,6 +163,30 @@ class ReadOnly(TierError):
 
 class Busy(TierError):
     """A tier's directory belongs to another process, which is running."""
+
+
+class ServerError(StoreError):
+    """The daemon said no; nothing was changed."""
+
+
+class ServerGone(ServerError):
+    """Nobody answers at the daemon's socket, or not in time."""
+
+
+class Refused(ServerError):
+    """The daemon will not talk to this client."""
+
+
+class BadRequest(ServerError):
+    """A message that is damaged, refers to what is not there, or may not come over this kind of connection."""
+
+
+class OverLimit(ServerError):
+    """More than one message, or one connection, may ask for."""
+
+
+class LeaseExpired(ServerError):
+    """What was reserved was given back meanwhile; nothing of it became visible."""
 
 
 class TransferError(KVWeaveError):

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from kvweave import Cache, plan
 from kvweave.errors import BadRows
 from kvweave.plan import PoolRequest
-from kvweave.spec import DType
+from kvweave.spec import DType, Part, Role
 from kvweave.tensor import DSA, GQA, MLA, Arena, LayerRequest, Quantiser, assemble, gather_tokens, pack, write_tokens
 from kvweave.tensor.backend import AttentionBackend
+from kvweave.tensor.quant import unpack
 from tests.tensor.models import lives
 
 
@@ -147,9 +148,48 @@ def test_nothing_is_written_where_one_role_does_not_fit() -> None:
         assert not arena.pool("full").any()
 
 
+def test_the_v4_row_of_584_bytes_round_trips() -> None:
+    with Arena(lives()["v4"]) as arena:
+        rows, slots = loud(6, 512), np.array([256 + 3, 512 + 255, 300, 1024, 1279, 800])
+        layer = arena.layer(0)
+        write_tokens(layer, slots, {"key": rows})
+        scales = layer.role("key").parts["scale"].flatten(0, 1)
+        for number, slot in enumerate(slots.tolist()):
+            exponents = scales[slot]
+            assert exponents[7] == 0, "padding"
+            scale = torch.exp2(exponents[:7].float() - 127).unsqueeze(-1)
+            (back,) = gather_tokens(layer, [slot // 256], slot % 256, slot % 256 + 1)["key"]
+            nope = rows[number, :448].view(7, 64)
+            assert ((back[:448].view(7, 64) - nope).abs() <= fp8_error(nope, scale)).all()
+            assert (back[448:] == rows[number, 448:].to(torch.bfloat16)).all(), "rope is kept in bfloat16"
+
+
+def mxfp4(dim: int = 128) -> Role:
+    return Role.packed("indexer", [Part("values", (dim // 2,), DType.UINT8), Part("scale", (dim // 32,), DType.UINT8)])
+
+
+def test_the_mxfp4_row_of_68_bytes_round_trips() -> None:
+    rows = loud(6, 128)
+    parts = pack(mxfp4(), rows)
+    assert [(name, tuple(part.shape)) for name, part in parts.items()] == [("values", (6, 64)), ("scale", (6, 4))]
+    scale = torch.exp2(parts["scale"].float() - 127).repeat_interleave(32, dim=1)
+    assert (scale >= rows.abs() / 6).all(), "nothing overflows"
+    limit = torch.maximum(rows.abs() / 5, scale / 4) * (1 + 1e-5)
+    assert ((unpack(mxfp4(), parts) - rows).abs() <= limit).all()
+
+
+def test_all_numbers_of_mxfp4_are_kept_low_half_first() -> None:
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 0] * 2).view(1, 32)
+    parts = pack(mxfp4(32), numbers)
+    assert parts["values"][0, :8].tolist() == [0x10, 0x32, 0x54, 0x76, 0xA9, 0xCB, 0xED, 0x0F]
+    assert parts["scale"].tolist() == [[127]]
+    assert torch.equal(unpack(mxfp4(32), parts), numbers)
+
+
 def test_layouts_of_others_are_not_guessed() -> None:
-    with Arena(lives()["v4"]) as arena, pytest.raises(BadRows, match=r"role 'key' \(data .*\) has a layout of its own"):
-        pack(arena.layer(0).role("key").role, torch.zeros(1, 512))
+    strange = Role.packed("key", [Part("data", (99,), DType.UINT8), Part("scale", (3,), DType.UINT8)])
+    with pytest.raises(BadRows, match=r"role 'key' \(data .*\) has a layout of its own"):
+        pack(strange, torch.zeros(1, 512))
     with (
         arena_of(MLA(), LayerRequest(0, quant="fp8")) as arena,
         pytest.raises(BadRows, match=r"packs rows of 576 numbers, not \[1, 512\]"),

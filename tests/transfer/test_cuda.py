@@ -31,7 +31,7 @@ class TestSmallPieces(TestCUDA):
     @pytest.fixture
     def copier(self) -> Iterator[Copier]:
         sizes = {"piece_bytes": 8192, "small_bytes": 2048, "unprepared_bytes": 2048, "packed_bytes": 4096}
-        yield from opened(**sizes, direct_bytes=4096, strided_bytes=512, slots=2)
+        yield from opened(**sizes, direct_bytes=4096, slots=2)
 
 
 def opened(**tuning: int) -> Iterator[Copier]:

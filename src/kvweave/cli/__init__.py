@@ -1,4 +1,4 @@
-"""The command line: `kvweave plan | demo | examples`."""
+"""The command line: `kvweave plan | run | demo | examples`."""
 
 from kvweave.cli.app import main
 

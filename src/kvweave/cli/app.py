@@ -15,7 +15,10 @@ import typer
 from kvweave import __version__
 from kvweave.cli.demo import demo_command
 from kvweave.cli.examples import examples_command
+from kvweave.cli.inspect import inspect_command
 from kvweave.cli.plan import plan_command
+from kvweave.cli.run.command import run_command
+from kvweave.cli.serve import serve_command
 from kvweave.errors import KVWeaveError
 
 app = typer.Typer(
@@ -27,6 +30,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("plan")(plan_command)
+app.command("run")(run_command)
+app.command("serve")(serve_command)
+app.command("inspect")(inspect_command)
 app.command("demo")(demo_command)
 app.command("examples")(examples_command)
 

@@ -1,74 +1,119 @@
-"""`kvweave demo`: eight hybrids on one page, beside the scheme that pads every group to one page size."""
+"""`kvweave demo`: agents with one system prompt on two hybrid models, with reuse and without."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
+from rich.console import Console
 from rich.table import Table
 
-from kvweave.cli.request import Answer, PlanRequest, answer
-from kvweave.cli.svg import plan_svg
+from kvweave.cli.demo_plan import plan_demo
+from kvweave.cli.report import report_html, run_svg
+from kvweave.cli.run.command import heading_words, run_with_progress
+from kvweave.cli.run.outcome import Outcomes
+from kvweave.cli.run.request import Result, RunRequest, written
+from kvweave.cli.run.words import faster_words, seconds_words, unequal_words
+from kvweave.cli.run.workload import Size
 from kvweave.cli.table import console, plain_table
-from kvweave.cli.words import exact, size_words
-from kvweave.plan import one_page_size
-from kvweave.plan.plan import TYPICAL_TOKENS
+
+FOLDER = Path("kvweave-demo")
+WORKLOAD = Size(parties=3, turns=3, shared_tokens=1536, turn_tokens=128)
+NEW_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of the demo: an example, how large, and what is special about it."""
+
+    example: str
+    parameters: str
+    memory: str
+    mixes: str
+
 
 MODELS = (
-    "gemma-3-27b",
-    "llama-4-scout",
-    "qwen3-next-80b",
-    "nemotron-h-56b",
-    "falcon-h1-34b",
-    "kimi-linear-48b",
-    "deepseek-v3.2",
-    "deepseek-v4-flash",
+    Model("gemma-3-27b", "48M", "128MiB", "windows + full attention"),
+    Model("qwen3-next-80b", "48M", "192MiB", "states + full attention"),
 )
-"""Window, chunk, states, states that are huge, both in one layer, states and latents, a sparse indexer, all at once."""
-DRAWN = "qwen3-next-80b"
-_COMPARED = ("32k sequences", "padding", "largest block")
-FOLDER = Path("kvweave-demo")
 
 
-def demo_command() -> None:
-    """Plan eight bundled models for 80 GiB, compare, and draw one of them into ./kvweave-demo."""
-    answers = {name: answer(PlanRequest(name)) for name in MODELS}
-    out = console()
-    out.print("Eight models, 80 GiB each: one pool, and each group keeps its own page size.", style="bold")
-    out.print()
-    out.print(_table(answers))
-    out.print()
-    out.print(
-        f'"one size" pads every group to one page size, as most engines do; padding and sequences are those of'
-        f" {TYPICAL_TOKENS:,} tokens. Prefixes are shared in whole blocks, so large blocks share less."
-    )
-    out.print()
+def demo_command(
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Plan eight models for 80 GiB instead; needs neither torch nor time.")
+    ] = False,
+) -> None:
+    """Agents with one system prompt on two hybrid models, with reuse and without: first tokens earlier, all equal.
+
+    Takes about two minutes on two cores. The models have random weights and the layer patterns of gemma-3-27b and
+    qwen3-next-80b. Reports with pictures go to ./kvweave-demo.
+    """
     FOLDER.mkdir(exist_ok=True)
-    path = FOLDER / f"kvweave-plan-{DRAWN}.svg"
-    path.write_text(plan_svg(answers[DRAWN]), encoding="utf-8")
-    out.print(f"A picture of {DRAWN} is in {path.resolve()}", soft_wrap=True)
-    out.print(f"Go on with:  kvweave plan {DRAWN} --explain")
+    if plan:
+        plan_demo(FOLDER)
+        return
+    out = console()
+    out.print(
+        f"{WORKLOAD.parties} agents, {WORKLOAD.turns} turns each, one system prompt of {WORKLOAD.shared_tokens:,}"
+        " tokens; every request is also made without reuse.",
+        style="bold",
+    )
+    results = [_shown(out, model) for model in MODELS]
+    out.print()
+    out.print(_table(results))
+    out.print()
+    for model in MODELS:
+        out.print(f"Report: {_path(model, 'html').resolve()}", soft_wrap=True)
+    out.print(f"Go on with:  kvweave run {MODELS[0].example} --workload rag --compare")
+    if any(result.outcomes.unequal for result in results):
+        raise typer.Exit(1)
 
 
-def _table(answers: dict[str, Answer]) -> Table:
+def _shown(out: Console, model: Model) -> Result:
+    """Run one model, write its report and its picture, and say what it was."""
+    result = run_with_progress(
+        RunRequest(
+            model.example,
+            workload="agents",
+            size=WORKLOAD,
+            memory=model.memory,
+            compare=True,
+            max_new_tokens=NEW_TOKENS,
+            parameters=model.parameters,
+        )
+    )
+    written(_path(model, "html"), report_html(result))
+    written(_path(model, "svg"), run_svg(result))
+    out.print(heading_words(result))
+    if result.outcomes.unequal:
+        out.print(unequal_words(result.outcomes, result.answer.dtype), style="bold red")
+    return result
+
+
+def _path(model: Model, kind: str) -> Path:
+    return FOLDER / f"{model.example}.{kind}"
+
+
+def _table(results: Sequence[Result]) -> Table:
     table = plain_table()
-    table.add_column("model", style="bold cyan", no_wrap=True)
-    table.add_column("groups (layers)", min_width=24)
-    for name in ("bytes\na token", "fixed bytes\na sequence", *(f"{what}\nhere / one size" for what in _COMPARED)):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, found in answers.items():
-        table.add_row(name, *_cells(found))
+    table.add_column("\nmodel", style="bold cyan", no_wrap=True)
+    table.add_column("\nits layers mix")
+    for head in ("prompt tokens\nreused", "first token\nwithout", "\nwith reuse", "\nfaster", "all tokens\nequal"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for model, result in zip(MODELS, results, strict=True):
+        table.add_row(result.name, model.mixes, *_cells(result.outcomes))
     return table
 
 
-def _cells(found: Answer) -> list[str]:
-    plan = found.plan
-    usual = one_page_size(plan)
-    rows = [group for group in plan.groups if group.cache.reach.per_token]
+def _cells(outcomes: Outcomes) -> list[str]:
+    count = len(outcomes.each)
     return [
-        ", ".join(f"{group.tag} ({len(group.layers)})" for group in plan.groups),
-        f"{exact(plan.bytes_per_token()):,}",
-        size_words(plan.window_bytes() + plan.state_bytes()),
-        f"{plan.sequences(TYPICAL_TOKENS):,} / {plan.memory // usual.bytes_per_sequence:,}",
-        f"{plan.padding_share():.2%} / {usual.padding_share:.2%}",
-        f"{max(group.block_tokens for group in rows):,} / {max(usual.block_tokens[group.tag] for group in rows):,}",
+        f"{outcomes.reused_tokens:,} ({outcomes.reused_share:.0%})",
+        seconds_words(outcomes.plain_first_token_seconds / count),
+        seconds_words(outcomes.first_token_seconds / count),
+        faster_words(outcomes.faster),
+        "NO" if outcomes.unequal else "yes",
     ]

@@ -180,6 +180,11 @@ class ArenaTier:
             self._forget(slots)
         return len(slots)
 
+    def keys(self) -> list[bytes]:
+        """All that are here now."""
+        with self._lock:
+            return [*self._catalog.slot_of]
+
     def stats(self) -> TierStats:
         with self._lock:
             used = self._extents.capacity - self._extents.free_bytes

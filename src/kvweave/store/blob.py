@@ -69,14 +69,20 @@ class Check:
 
     def passes(self, blob: Bytes) -> bool:
         """The verdict on the whole of it, of which any first bytes may have been shown."""
-        if blob.nbytes != self._header_bytes + self._row.payload_bytes:
-            return False
-        checksum = int.from_bytes(blob[CHECKSUM].tobytes(), "little")
-        expected = header(self._row, self._chunk, self._key, checksum)
-        if blob[: self._header_bytes].tobytes() != expected:
+        if blob.nbytes != self._header_bytes + self._row.payload_bytes or self._sealed(blob) is None:
             return False
         self.watch(blob[self._seen :])
-        return self._digest.intdigest() == checksum
+        return self.vouches(blob)
+
+    def vouches(self, head: Bytes) -> bool:
+        """The verdict when all bytes were shown, of which `head` are the first."""
+        return self._sealed(head) == self._digest.intdigest()
+
+    def _sealed(self, head: Bytes) -> int | None:
+        """The checksum that a header carries; None if it is not the one expected."""
+        checksum = int.from_bytes(head[CHECKSUM].tobytes(), "little")
+        expected = header(self._row, self._chunk, self._key, checksum)
+        return checksum if head[: self._header_bytes].tobytes() == expected else None
 
 
 def _checksum(head: bytes, payload: Bytes) -> int:

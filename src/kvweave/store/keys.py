@@ -80,12 +80,17 @@ class Prompt:
 
     def keys(self, rows: Bytes) -> list[bytes]:
         """The keys of all chunks and rows (`[rows, 8]`), chunk by chunk: what comes first is worth most."""
-        keys = np.empty((self.num_chunks, len(rows), KEY_BYTES), np.uint8)
-        keys[..., :TENANT_BYTES] = np.frombuffer(self.namespace.tenant_id, np.uint8)
-        keys[..., TENANT_BYTES:-ROW_BYTES] = self.prefixes[:, None]
-        keys[..., -ROW_BYTES:] = rows
-        listed: list[bytes] = keys.view(f"V{KEY_BYTES}").ravel().tolist()
-        return listed
+        return keys_of(self.namespace.tenant_id, self.prefixes, rows)
+
+
+def keys_of(tenant: bytes, prefixes: Bytes, rows: Bytes) -> list[bytes]:
+    """Every prefix (`[chunks, 32]`) with every row (`[rows, 8]`), in one broadcast."""
+    keys = np.empty((len(prefixes), len(rows), KEY_BYTES), np.uint8)
+    keys[..., :TENANT_BYTES] = np.frombuffer(tenant, np.uint8)
+    keys[..., TENANT_BYTES:-ROW_BYTES] = prefixes[:, None]
+    keys[..., -ROW_BYTES:] = rows
+    listed: list[bytes] = keys.view(f"V{KEY_BYTES}").ravel().tolist()
+    return listed
 
 
 def prompt(tokens: object, namespace: Namespace, chunk_tokens: int, spans: Sequence[Span] = ()) -> Prompt:

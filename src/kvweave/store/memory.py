@@ -25,9 +25,10 @@ class MemoryTier(ArenaTier):
         buffer: Bytes | None = None,
         quotas: Mapping[str, Quota] | None = None,
         name: str = "memory",
+        align: int = ALIGN,
     ) -> None:
         memory = np.empty(parse_bytes(capacity), np.uint8) if buffer is None else buffer
-        super().__init__(name, _Memory(memory), memory.nbytes, align=ALIGN, quotas=quotas)
+        super().__init__(name, _Memory(memory), memory.nbytes, align=align, quotas=quotas)
 
 
 class _Memory:

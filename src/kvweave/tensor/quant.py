@@ -3,11 +3,17 @@
 A scale is the largest magnitude it stands for over the largest number of the type, so that nothing overflows; a row of
 zeros has scale 1. fp8 then keeps 3 bits behind the leading one (an error of at most 1/16), int8 and int4 round to half
 a step. Blocks of a row share a scale as `SCALE_BLOCK` says; the last block may be short.
+
+Two layouts are bytes with scales of a byte, which are powers of two (ue8m0):
+    V4 row    448 fp8, 64 bfloat16; a scale for 64, and one byte of padding      576 + 8 bytes
+    mxfp4     128 numbers of 4 bits (e2m1), the first in the low half; a scale for 32    64 + 4 bytes
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
 
 import torch
 
@@ -16,6 +22,12 @@ from kvweave.spec import DType, Role
 from kvweave.spec.hf.keep import SCALE_BLOCK
 from kvweave.tensor.dtypes import torch_dtype
 
+V4_ROPE, V4_BLOCK = 64, 64
+MX_BLOCK = 32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three bits of a number of 4 bits stand for; the fourth is its sign."""
+BIAS = 127
+"""Of the exponent that a ue8m0 byte is."""
 LARGEST = {DType.FLOAT8_E4M3: 448.0, DType.FLOAT8_E5M2: 57344.0, DType.INT8: 127.0, DType.INT4: 7.0}
 
 
@@ -34,7 +46,7 @@ class Quantiser:
         scales = blocks.abs().amax(-1) / LARGEST[self.dtype]
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))
         if self.power_of_two:
-            scales = torch.exp2(torch.ceil(torch.log2(scales)))
+            scales = _powers(scales)
         scaled = (blocks / scales.unsqueeze(-1)).flatten(-2)[..., : rows.shape[-1]]
         return self._narrow(scaled.clamp(-LARGEST[self.dtype], LARGEST[self.dtype])), scales
 
@@ -71,9 +83,12 @@ def pack(role: Role, rows: torch.Tensor, *, power_of_two: bool = False) -> dict[
 
     Columns go to the parts in order, the scales apart: 512 + 64 for an MLA row of 656 bytes, 128 for an indexer's 132.
     """
-    widths = _widths(role)
+    layout = _bytewise(role)
+    widths = {"row": layout.width} if layout else _widths(role)
     if rows.dim() != 2 or rows.shape[1] != sum(widths.values()):
         raise BadRows(f"role {role.name!r} packs rows of {sum(widths.values())} numbers, not {list(rows.shape)}")
+    if layout:
+        return layout.pack(rows.float())
     parts = {}
     for part, columns in zip(widths, rows.split(list(widths.values()), dim=1), strict=True):
         dtype = next(p.dtype for p in role.parts if p.name == part)
@@ -87,12 +102,83 @@ def pack(role: Role, rows: torch.Tensor, *, power_of_two: bool = False) -> dict[
 
 def unpack(role: Role, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     """What `pack` was given, within the format's error, as float32."""
+    if layout := _bytewise(role):
+        return layout.unpack(parts)
     columns = []
     for name in _widths(role):
         dtype = next(part.dtype for part in role.parts if part.name == name)
         wide = parts[name].float()
         columns.append(Quantiser(dtype, SCALE_BLOCK).dequantise(wide, parts["scale"]) if dtype in LARGEST else wide)
     return torch.cat(columns, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _V4Row:
+    """Rows of `width` numbers, the last 64 of them rope."""
+
+    width: int
+    quantiser: ClassVar[Quantiser] = Quantiser(DType.FLOAT8_E4M3, V4_BLOCK, power_of_two=True)
+
+    def pack(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        values, scales = self.quantiser.quantise(rows[:, :-V4_ROPE])
+        rope = rows[:, -V4_ROPE:].to(torch.bfloat16).contiguous()
+        data = torch.cat([values.contiguous().view(torch.uint8), rope.view(torch.uint8)], dim=1)
+        padding = (0, scales.shape[1] % 2)
+        return {"data": data, "scale": torch.nn.functional.pad(_exponents(scales), padding)}
+
+    def unpack(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        nope, rope = parts["data"].split([self.width - V4_ROPE, 2 * V4_ROPE], dim=1)
+        scales = _scales(parts["scale"][:, : -(-nope.shape[1] // V4_BLOCK)])
+        values = self.quantiser.dequantise(nope.contiguous().view(torch.float8_e4m3fn), scales)
+        return torch.cat([values, rope.contiguous().view(torch.bfloat16).float()], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _MXFP4Row:
+    """Rows of `width` numbers of 4 bits."""
+
+    width: int
+
+    def pack(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        blocks = rows.unflatten(-1, (-1, MX_BLOCK))
+        scales = _powers(blocks.abs().amax(-1) / E2M1[-1])
+        scaled = (blocks / scales.unsqueeze(-1)).flatten(-2)
+        between = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)], device=rows.device)
+        nibbles = torch.bucketize(scaled.abs(), between).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
+        return {"values": nibbles[:, ::2] | nibbles[:, 1::2] << 4, "scale": _exponents(scales)}
+
+    def unpack(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        nibbles = torch.stack((parts["values"] & 0xF, parts["values"] >> 4), dim=-1).flatten(-2).long()
+        numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=nibbles.device)[nibbles]
+        return (numbers.unflatten(-1, (-1, MX_BLOCK)) * _scales(parts["scale"]).unsqueeze(-1)).flatten(-2)
+
+
+def _bytewise(role: Role) -> _V4Row | _MXFP4Row | None:
+    """The layout of a role whose parts are bytes, if it is one of those above."""
+    shapes = {part.name: part.shape[0] for part in role.parts if part.dtype is DType.UINT8}
+    if len(shapes) != len(role.parts) or "scale" not in shapes:
+        return None
+    width = shapes.get("data", 0) - V4_ROPE
+    scales = -(-(width - V4_ROPE) // V4_BLOCK)
+    if width > V4_ROPE and shapes["scale"] == scales + scales % 2:
+        return _V4Row(width)
+    if shapes.get("values", 0) * 2 == shapes["scale"] * MX_BLOCK:
+        return _MXFP4Row(2 * shapes["values"])
+    return None
+
+
+def _powers(scales: torch.Tensor) -> torch.Tensor:
+    """Rounded up to powers of two that a byte can hold; 1 for a block of zeros."""
+    wanted = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return torch.exp2(torch.ceil(torch.log2(wanted)).clamp(-BIAS, BIAS))
+
+
+def _exponents(scales: torch.Tensor) -> torch.Tensor:
+    return (torch.log2(scales).round() + BIAS).to(torch.uint8)
+
+
+def _scales(exponents: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(exponents.float() - BIAS)
 
 
 def _widths(role: Role) -> dict[str, int]:

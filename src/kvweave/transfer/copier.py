@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from kvweave.errors import BadCopy
 from kvweave.tensor import Arena
 from kvweave.transfer.check import Extent
-from kvweave.transfer.copies import CopyPlan
+from kvweave.transfer.copies import CopyPlan, Numbers
 from kvweave.transfer.pieces import Part, Piece, cut, cut_layers, ramp
 from kvweave.transfer.runs import Runs, runs_of
 
@@ -57,7 +58,7 @@ class Buffer:
         return cls(Extent("cpu", array.ctypes.data, array.nbytes), array, memory)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Job:
     """A checked copy: what a copier is given."""
 
@@ -70,6 +71,11 @@ class Job:
     program: Any = None
     """What a copier has made of it, see `prepare`."""
     _runs: dict[tuple[int, int, int], tuple[Runs, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def starts(self) -> Numbers:
+        """The addresses of the buffers."""
+        return np.array([buffer.extent.start for buffer in self.buffers], np.int64)
 
     def runs(self, part: Part) -> tuple[Runs, ...]:
         """Where a part's pages lie in their pool; worked out once for all parts of the same layers."""

@@ -16,12 +16,10 @@ from typing import TypeAlias
 import numpy as np
 
 from kvweave.transfer.copies import Numbers
-from kvweave.transfer.driver import check, cuda
+from kvweave.transfer.driver import check, cuda, is_recording
 
 Ready: TypeAlias = Callable[[int], None]
 """A copy that is issued by calling it with a stream."""
-MOST_PITCH = 2**31 - 1
-"""Rows of a strided copy are at most so many bytes apart."""
 UNIFIED = 4
 """Memory type of addresses that say by themselves whose they are."""
 
@@ -72,7 +70,7 @@ def rows(target: int, target_pitch: int, source: int, source_pitch: int, width: 
 
 
 def many(targets: Numbers, sources: Numbers, num_bytes: int) -> Ready:
-    """Many runs of the same length, in any order: one call, with drivers of CUDA 13 and on."""
+    """Many runs of the same length, in any order: one call, with drivers of CUDA 13 and on, outside of graphs."""
     arrays = [np.ascontiguousarray(targets), np.ascontiguousarray(sources), np.full(len(targets), num_bytes)]
     return partial(_copy_many, arrays)
 
@@ -82,7 +80,7 @@ def _copy_rows(wanted: _Copy2D, stream: int) -> None:
 
 
 def _copy_many(arrays: list[Numbers], stream: int) -> None:
-    if not hasattr(cuda(), "cuMemcpyBatchAsync_v2"):
+    if not hasattr(cuda(), "cuMemcpyBatchAsync_v2") or is_recording(stream):
         for target, source, num_bytes in zip(*(array.tolist() for array in arrays), strict=True):
             copy(target, source, num_bytes, stream)
         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import defaultdict
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvweave.errors import TransferFailed
 
 NOT_READY = 600
 NO_TIMING = 2
+MEMORY_TYPE, HOST = 2, 1
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 CALLS: dict[str, list[Any]] = {
     "cuMemcpyAsync": [POINTER, POINTER, SIZE, POINTER],
@@ -30,9 +32,20 @@ CALLS: dict[str, list[Any]] = {
     "cuEventRecord": [POINTER, POINTER],
     "cuEventQuery": [POINTER],
     "cuEventSynchronize": [POINTER],
-    "cuEventDestroy_v2": [POINTER],
     "cuStreamWaitEvent": [POINTER, POINTER, ctypes.c_uint],
+    "cuStreamIsCapturing": [POINTER, POINTER],
+    "cuStreamBeginCapture_v2": [POINTER, ctypes.c_uint],
+    "cuStreamEndCapture": [POINTER, POINTER],
+    "cuGraphInstantiateWithFlags": [POINTER, POINTER, ctypes.c_ulonglong],
+    "cuGraphLaunch": [POINTER, POINTER],
+    "cuGraphDestroy": [POINTER],
+    "cuGraphExecDestroy": [POINTER],
+    "cuLaunchKernel": [POINTER, *[ctypes.c_uint] * 7, POINTER, POINTER, POINTER],
+    "cuPointerGetAttribute": [POINTER, ctypes.c_uint, POINTER],
 }
+
+SPARE: defaultdict[int, list[Any]] = defaultdict(list)
+"""Handles of events that nobody uses, by device."""
 
 
 @cache
@@ -48,6 +61,19 @@ def cuda() -> ctypes.CDLL:
 def check(code: int) -> None:
     if code:
         raise TransferFailed(f"the CUDA driver refused: error {code}")
+
+
+def is_pinned(address: int) -> bool:
+    """Whether the device can reach this memory of the host."""
+    kind = ctypes.c_uint(0)
+    return cuda().cuPointerGetAttribute(ctypes.byref(kind), MEMORY_TYPE, address) == 0 and kind.value == HOST
+
+
+def is_recording(stream: int) -> bool:
+    """Whether what is put on a stream becomes part of a graph."""
+    state = ctypes.c_uint(0)
+    check(cuda().cuStreamIsCapturing(stream, ctypes.byref(state)))
+    return bool(state.value)
 
 
 class Context:
@@ -75,17 +101,26 @@ class Context:
 
 
 class Event:
-    """A point on a stream: where it was when the event was made. A `Mark`."""
+    """A point on a stream: where it was when the event was made. A `Mark`.
 
-    __slots__ = ("_handle",)
+    Handles are kept for the next event of the same device: to make one takes longer than to record it.
+    """
 
-    def __init__(self, stream: int) -> None:
-        self._handle = POINTER()
-        check(cuda().cuEventCreate(ctypes.byref(self._handle), NO_TIMING))
+    __slots__ = ("_device", "_handle", "stream")
+
+    def __init__(self, stream: int, device: int) -> None:
+        self._device, self.stream = device, stream
+        spare = SPARE[device]
+        if spare:
+            self._handle = spare.pop()
+        else:
+            self._handle = POINTER()
+            check(cuda().cuEventCreate(ctypes.byref(self._handle), NO_TIMING))
         self.record(stream)
 
     def record(self, stream: int) -> None:
         """The point that `stream` has come to now, for those who ask from now on."""
+        self.stream = stream
         check(cuda().cuEventRecord(self._handle, stream))
 
     def is_over(self) -> bool:
@@ -99,12 +134,13 @@ class Event:
         check(cuda().cuEventSynchronize(self._handle))
 
     def before(self, stream: int) -> None:
-        """What is put on `stream` from now on comes after it."""
-        check(cuda().cuStreamWaitEvent(stream, self._handle, 0))
+        """What is put on `stream` from now on comes after it; on its own stream it does anyway."""
+        if stream != self.stream:
+            check(cuda().cuStreamWaitEvent(stream, self._handle, 0))
 
     def hold(self, stream: Any) -> None:
         self.before((stream or torch.cuda.current_stream()).cuda_stream)
 
     def __del__(self) -> None:
         if self._handle:
-            cuda().cuEventDestroy_v2(self._handle)
+            SPARE[self._device].append(self._handle)

@@ -17,9 +17,9 @@ def chunk_places(job: Job, part: Part) -> Numbers:
     """Where the part's blocks start in their chunks."""
     move = job.copies.moves[part.move]
     group = job.copies.layout.group(move.tag)
-    starts = np.array([job.buffers[chunk].extent.start for chunk in move.chunks[part.first : part.last].tolist()])
-    blocks = move.blocks[part.first : part.last] - group.first_block
-    places: Numbers = starts + group.offset + blocks * group.block_bytes
+    places: Numbers = move.blocks[part.first : part.last] * group.block_bytes
+    places += job.starts[move.chunks[part.first : part.last]]
+    places += group.offset - group.first_block * group.block_bytes
     return places
 
 

@@ -73,7 +73,10 @@ class Mover:
         return self.start(self._job(copies, buffers, Way.LOAD, layers), on_progress)
 
     def prepare(self, copies: CopyPlan, buffers: Buffers, way: Way, *, layers: int | None = None) -> Job:
-        """A copy checked and worked out, to be started later, once or often, with the least delay."""
+        """A copy checked and worked out, to be started later, once or often, with the least delay.
+
+        On a GPU one without `layers` that is not too large, into pinned buffers, is then a single step.
+        """
         return self.copier.prepare(self._job(copies, buffers, way, layers))
 
     def start(self, job: Job, on_progress: Progress | None = None) -> Transfer:

@@ -116,7 +116,7 @@ def _stretches(copies: CopyPlan) -> list[tuple[int, int, int]]:
     order = {part.tag: number for number, part in enumerate(copies.layout.groups)}
     found = []
     for number, move in enumerate(copies.moves):
-        bounds = [0, *(np.flatnonzero(np.diff(move.chunks)) + 1).tolist(), len(move)]
+        bounds = [0, *(np.flatnonzero(move.chunks[1:] != move.chunks[:-1]) + 1).tolist(), len(move)]
         for first, last in pairwise(bounds):
             found.append((int(move.chunks[first]), order[move.tag], number, first, last))
     return [stretch[2:] for stretch in sorted(found)]

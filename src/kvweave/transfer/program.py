@@ -2,8 +2,7 @@
 
 Three ways for a part, by how its pages lie:
     staged   the kernel packs many runs into staging memory, and a copy engine moves them as one
-    direct   the copy engine takes pages from where they are: one run each (page-major pools), or some rows of a stride.
-             The second is slower, but nothing comes before it: so pipelines start (stores) or end (loads) with it
+    direct   the copy engine takes pages from where they are, in long runs (large pages of page-major pools)
     packed   chunks on the device itself: the kernel alone
 """
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from kvweave.transfer import dma
 from kvweave.transfer.copier import Job, Way
+from kvweave.transfer.graph import Graph
 from kvweave.transfer.lines import chunk_lines, chunk_places, staged_lines
 from kvweave.transfer.pieces import Part, Piece, part_bytes
 from kvweave.transfer.tables import Lines, Table, tabulate
@@ -26,18 +26,18 @@ from kvweave.transfer.tables import Lines, Table, tabulate
 class Tuning:
     """Sizes that decide which way a part goes, as measured on an H200 over PCIe 5."""
 
-    piece_bytes: int = 32 << 20
-    slots: int = 3
-    small_bytes: int = 2 << 20
+    piece_bytes: int = 64 << 20
+    slots: int = 2
+    small_bytes: int = 4 << 20
     """Where a pipeline starts or ends."""
     unprepared_bytes: int = 8 << 20
     """The same where the next piece is still to be worked out, which takes the host longer than copying the small."""
-    direct_bytes: int = 1 << 20
+    direct_bytes: int = 8 << 20
     """Runs of this size and more need no kernel: a copy engine pauses 2 us between copies, 5% of 2 MiB."""
-    strided_bytes: int = 16 << 10
-    """Rows of this size and more are worth a strided copy, where it saves waiting for the kernel."""
     packed_bytes: int = 1 << 29
     """What one launch moves, where chunks are on the device."""
+    graph_bytes: int = 256 << 20
+    """Prepared copies of at most this are one graph, and so one step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,28 +90,31 @@ class Call:
 
 def compiled(job: Job, tuning: Tuning) -> Iterator[Call]:
     """The calls of a job, each made when it is asked for."""
-    if all(buffer.array is None for buffer in job.buffers):
-        for piece in job.pieces(tuning.packed_bytes, tuning.packed_bytes):
-            lines = tuple(line for part in piece.parts for line in chunk_lines(job, part))
-            yield Call(piece.num_bytes, piece.layers, lines=lines)
+    if any(buffer.array is not None for buffer in job.buffers):
+        for piece in job.pieces(min(tuning.small_bytes, tuning.piece_bytes), tuning.piece_bytes):
+            yield _call(job, piece, tuning)
         return
-    started = False
-    for piece, is_last in _flagged(job.pieces(tuning.small_bytes, tuning.piece_bytes)):
-        at_an_end = not started if job.way is Way.STORE else is_last
-        started = True
-        yield _call(job, piece, tuning, at_an_end)
+    for piece in job.pieces(tuning.packed_bytes, tuning.packed_bytes):
+        lines = tuple(line for part in piece.parts for line in chunk_lines(job, part))
+        yield Call(piece.num_bytes, piece.layers, lines=lines)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Calls whose tables are on the device; `tables` keeps them there."""
+    """Calls whose tables are on the device, where `tables` keeps them; all in one graph, if they are few."""
 
     calls: tuple[Call, ...]
     tables: object
+    graph: Graph | None = None
+
+    @property
+    def staged_bytes(self) -> int:
+        """Staging memory that the largest of them takes."""
+        return max((call.staged_bytes for call in self.calls), default=0)
 
 
-def _call(job: Job, piece: Piece, tuning: Tuning, at_an_end: bool) -> Call:
-    direct = [part for part in piece.parts if _is_direct(job, part, tuning, at_an_end)]
+def _call(job: Job, piece: Piece, tuning: Tuning) -> Call:
+    direct = [part for part in piece.parts if _is_direct(job, part, tuning)]
     ready = tuple(copy for part in direct for copy in _direct(job, part))
     parts = [part for part in piece.parts if part not in direct]
     if not parts:
@@ -126,40 +129,18 @@ def _call(job: Job, piece: Piece, tuning: Tuning, at_an_end: bool) -> Call:
     return Call(piece.num_bytes, piece.layers, ready, lines, staged_bytes=starts[-1], staged=tuple(staged))
 
 
-def _flagged(pieces: Iterator[Piece]) -> Iterator[tuple[Piece, bool]]:
-    """Each piece, and whether it is the last."""
-    before = next(pieces, None)
-    for piece in pieces:
-        assert before is not None
-        yield before, False
-        before = piece
-    if before is not None:
-        yield before, True
-
-
-def _is_direct(job: Job, part: Part, tuning: Tuning, at_an_end: bool) -> bool:
-    """Whether a part goes without the kernel: in long runs, or at an end of the pipeline in rows of a stride."""
-    for runs in job.runs(part):
-        strided = runs.units > 1
-        least = tuning.strided_bytes if at_an_end else tuning.direct_bytes
-        if runs.unit_bytes < least or (strided and (not at_an_end or runs.unit_stride > dma.MOST_PITCH)):
-            return False
-    return True
+def _is_direct(job: Job, part: Part, tuning: Tuning) -> bool:
+    """Whether a part goes without the kernel: every page in long runs."""
+    return all(runs.units == 1 and runs.unit_bytes >= tuning.direct_bytes for runs in job.runs(part))
 
 
 def _direct(job: Job, part: Part) -> Iterator[dma.Ready]:
-    """Each page between its pool and its chunk, by the copy engine."""
+    """The pages between their pool and their chunks, by the copy engine."""
     for pages, places, runs, apart in chunk_lines(job, part):
         for block in range(runs.blocks):
             here, there = pages + block * runs.kernel_stride, places + block * apart
-            if runs.units == 1:
-                to, source = (there, here) if job.way is Way.STORE else (here, there)
-                yield dma.many(to, source, runs.unit_bytes)
-                continue
-            for page, place in zip(here.tolist(), there.tolist(), strict=True):
-                flat, strided = (place, runs.unit_bytes), (page, runs.unit_stride)
-                first, second = (flat, strided) if job.way is Way.STORE else (strided, flat)
-                yield dma.rows(*first, *second, runs.unit_bytes, runs.units)
+            to, source = (there, here) if job.way is Way.STORE else (here, there)
+            yield dma.many(to, source, runs.unit_bytes)
 
 
 def _staged(job: Job, part: Part, start: int) -> Iterator[StagedCopy]:
@@ -169,7 +150,8 @@ def _staged(job: Job, part: Part, start: int) -> Iterator[StagedCopy]:
     width, pitch = (part.high - part.low) * group.layer_bytes, group.group.kernel_stride
     places = chunk_places(job, part) + part.low * group.layer_bytes
     chunks = move.chunks[part.first : part.last]
-    breaks = np.flatnonzero((np.diff(places) != group.block_bytes) | (np.diff(chunks) != 0)) + 1
+    goes_on = (places[1:] - places[:-1] == group.block_bytes) & (chunks[1:] == chunks[:-1])
+    breaks = np.flatnonzero(~goes_on) + 1
     for first, last in pairwise([0, *breaks.tolist(), len(places)]):
         rows = (last - first) * group.kernel_blocks
         offset = start + first * group.kernel_blocks * width

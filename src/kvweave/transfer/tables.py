@@ -1,27 +1,28 @@
-"""Tables for the copy kernel: a piece of a job as numbers that every program of the kernel finds its bytes by.
+"""Tables for the copy kernel: a piece of a job as tiles, each of which one program of the kernel moves.
 
-    tiles    one int32 a tile: the row it belongs to
-    rows     where a page is, where it goes, its first tile, its shape
-    shapes   how the pages of a group are cut: see `Runs`
+    tile     where it is among the pages, where it is in the chunk or in staging memory, and how long it is
 
-Addresses, strides and sizes are counted in words of `word_bytes`: the widest that all of them allow.
+All three are counted in words of `word_bytes`: the widest that all addresses, strides and sizes allow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvweave.transfer.copies import Numbers
 from kvweave.transfer.runs import Runs
 
 TILE_BYTES = 8 << 10
-"""What one program of the kernel moves."""
+"""What one program of the kernel moves, at most."""
+LINE_BYTES = 128
+"""Tiles of a run start at multiples of this from its start, so that none shares a cache line with the next."""
 WIDEST = 16
-ROW, SHAPE = 4, 6
+TILE = 3
+"""Numbers that a tile takes."""
 
 
 class Lines(NamedTuple):
@@ -38,50 +39,41 @@ class Lines(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The three tables in one run of int32, so that one copy brings them to the device. Offsets are in bytes."""
+    """`[tiles, TILE]` numbers for the kernel, which moves them in any order."""
 
-    words: NDArray[np.int32]
-    num_tiles: int
-    rows_at: int
-    shapes_at: int
+    tiles: Numbers
     vector_bytes: int
     """The widest vector that starts at a multiple of itself everywhere: 16, 8, 4, 2 or 1."""
-
-    @property
-    def word_bytes(self) -> int:
-        return min(8, self.vector_bytes)
 
 
 def tabulate(lines: Iterable[Lines]) -> Table:
     """The table of some lines; they are moved in any order, so none may write where another reads."""
     lines = [line for line in lines if len(line.pages)]
     vector = _vector(lines)
-    word = min(8, vector)
-    rows, shapes, counts, first = [], [], [], 0
-    for number, (pages, places, runs, pitch) in enumerate(lines):
-        parts = -(-runs.unit_bytes // TILE_BYTES)
-        count = runs.blocks * runs.units * parts
-        row = np.empty((len(pages), ROW), np.int64)
-        row[:, 0], row[:, 1], row[:, 3] = pages // word, places // word, number
-        row[:, 2] = first + np.arange(len(pages)) * count
-        strides = (runs.kernel_stride, runs.unit_stride, runs.unit_bytes, pitch)
-        shapes.append([runs.units, parts, *(stride // word for stride in strides)])
-        rows.append(row)
-        counts.append(np.full(len(pages), count))
-        first += len(pages) * count
-    return _table(rows, shapes, counts, first, vector)
+    shapes = [_in_page(line.runs, line.pitch) for line in lines]
+    counts = [len(line.pages) * len(shape) for line, shape in zip(lines, shapes, strict=True)]
+    tiles, start = np.empty((sum(counts), TILE), np.int64), 0
+    for (pages, places, _, _), shape, count in zip(lines, shapes, counts, strict=True):
+        mine = tiles[start : start + count].reshape(len(pages), len(shape), TILE)
+        start += count
+        np.add(pages[:, None], shape[:, 0], out=mine[..., 0])
+        np.add(places[:, None], shape[:, 1], out=mine[..., 1])
+        mine[..., 2] = shape[:, 2]
+    tiles >>= min(8, vector).bit_length() - 1
+    return Table(tiles, vector)
 
 
-def _table(
-    rows: list[NDArray[np.int64]], shapes: list[list[int]], counts: list[NDArray[np.int64]], total: int, vector: int
-) -> Table:
-    flat = np.concatenate(rows) if rows else np.empty((0, ROW), np.int64)
-    tiles = np.repeat(np.arange(len(flat), dtype=np.int32), np.concatenate(counts) if counts else 0)
-    odd = np.zeros(-total % 4, np.int32)  # so that rows start at a multiple of 16 bytes
-    shape_words = np.array(shapes, np.int64).ravel().view(np.int32)
-    words = np.concatenate([tiles, odd, flat.ravel().view(np.int32), shape_words])
-    rows_at = 4 * (total + len(odd))
-    return Table(words, total, rows_at, rows_at + 8 * ROW * len(flat), vector)
+@lru_cache(maxsize=1024)
+def _in_page(runs: Runs, pitch: int) -> Numbers:
+    """The tiles of a page, in bytes from where it starts, here and there; those of a run are about as long."""
+    parts = -(-runs.unit_bytes // TILE_BYTES)
+    length = min(runs.unit_bytes, -(-runs.unit_bytes // (parts * LINE_BYTES)) * LINE_BYTES)
+    block, unit, skip = np.ogrid[: runs.blocks, : runs.units, : parts * length : length]
+    tiles = np.empty((runs.blocks, runs.units, parts, TILE), np.int64)
+    tiles[..., 0] = block * runs.kernel_stride + unit * runs.unit_stride + skip
+    tiles[..., 1] = block * pitch + unit * runs.unit_bytes + skip
+    tiles[..., 2] = np.minimum(length, runs.unit_bytes - skip)
+    return tiles.reshape(-1, TILE)
 
 
 def _vector(lines: list[Lines]) -> int:

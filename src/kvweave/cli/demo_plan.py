@@ -1,0 +1,72 @@
+"""`kvweave demo --plan`: eight hybrids on one page, beside the scheme that pads every group to one page size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+
+from kvweave.cli.request import Answer, PlanRequest, answer
+from kvweave.cli.svg import plan_svg
+from kvweave.cli.table import console, plain_table
+from kvweave.cli.words import exact, size_words
+from kvweave.plan import one_page_size
+from kvweave.plan.plan import TYPICAL_TOKENS
+
+MODELS = (
+    "gemma-3-27b",
+    "llama-4-scout",
+    "qwen3-next-80b",
+    "nemotron-h-56b",
+    "falcon-h1-34b",
+    "kimi-linear-48b",
+    "deepseek-v3.2",
+    "deepseek-v4-flash",
+)
+"""Window, chunk, states, states that are huge, both in one layer, states and latents, a sparse indexer, all at once."""
+DRAWN = "qwen3-next-80b"
+_COMPARED = ("32k sequences", "padding", "largest block")
+
+
+def plan_demo(folder: Path) -> None:
+    """Plan eight bundled models for 80 GiB, compare, and draw one of them into `folder`."""
+    answers = {name: answer(PlanRequest(name)) for name in MODELS}
+    out = console()
+    out.print("Eight models, 80 GiB each: one pool, and each group keeps its own page size.", style="bold")
+    out.print()
+    out.print(_table(answers))
+    out.print()
+    out.print(
+        f'"one size" pads every group to one page size, as most engines do; padding and sequences are those of'
+        f" {TYPICAL_TOKENS:,} tokens. Prefixes are shared in whole blocks, so large blocks share less."
+    )
+    out.print()
+    path = folder / f"kvweave-plan-{DRAWN}.svg"
+    path.write_text(plan_svg(answers[DRAWN]), encoding="utf-8")
+    out.print(f"A picture of {DRAWN} is in {path.resolve()}", soft_wrap=True)
+    out.print(f"Go on with:  kvweave plan {DRAWN} --explain")
+
+
+def _table(answers: dict[str, Answer]) -> Table:
+    table = plain_table()
+    table.add_column("model", style="bold cyan", no_wrap=True)
+    table.add_column("groups (layers)", min_width=24)
+    for name in ("bytes\na token", "fixed bytes\na sequence", *(f"{what}\nhere / one size" for what in _COMPARED)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, found in answers.items():
+        table.add_row(name, *_cells(found))
+    return table
+
+
+def _cells(found: Answer) -> list[str]:
+    plan = found.plan
+    usual = one_page_size(plan)
+    rows = [group for group in plan.groups if group.cache.reach.per_token]
+    return [
+        ", ".join(f"{group.tag} ({len(group.layers)})" for group in plan.groups),
+        f"{exact(plan.bytes_per_token()):,}",
+        size_words(plan.window_bytes() + plan.state_bytes()),
+        f"{plan.sequences(TYPICAL_TOKENS):,} / {plan.memory // usual.bytes_per_sequence:,}",
+        f"{plan.padding_share():.2%} / {usual.padding_share:.2%}",
+        f"{max(group.block_tokens for group in rows):,} / {max(usual.block_tokens[group.tag] for group in rows):,}",
+    ]

@@ -1,0 +1,138 @@
+"""`kvweave inspect`: what is in a daemon, and who holds what."""
+
+from __future__ import annotations
+
+import json as json_format
+import ssl
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from kvweave.cli.serve import server_extra
+from kvweave.cli.table import console, plain_table
+from kvweave.cli.words import count, size_words
+
+if TYPE_CHECKING:
+    from kvweave.server import Report
+    from kvweave.store import LaneStats
+
+Socket = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="The daemon's Unix socket.", show_default="$XDG_RUNTIME_DIR/kvweave.sock"),
+]
+Connect = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="... or its --listen address, over TCP.")]
+TokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The token for --connect.")]
+TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS for --connect: who signed its certificate.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+
+
+def inspect_command(
+    *,
+    socket: Socket = None,
+    connect: Connect = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    json: Json = False,
+) -> None:
+    """Say what a daemon holds: models and groups, tiers, hit rates, the prefixes used most, and who is connected.
+
+    [bold]Examples[/bold]
+
+      kvweave inspect
+      kvweave inspect --socket /run/kvweave.sock --json
+      kvweave inspect --connect cache.local:9401 --token-file token
+    """
+    with server_extra():
+        from kvweave.server import Client, default_socket  # noqa: PLC0415 - an extra
+        from kvweave.server.protocol import Stated, Stats  # noqa: PLC0415
+
+    token = token_file.read_text(encoding="utf-8").strip() if token_file else ""
+    tls = ssl.create_default_context(cafile=str(tls_ca)) if tls_ca else None
+    address = connect or socket or default_socket()
+    with Client(address, name="inspect", token=token, tls=tls, arena=False) as client:
+        report = client.ask(Stats(), Stated).report
+    if json:
+        typer.echo(json_format.dumps(asdict(report) | {"hit_rate": report.hit_rate}))
+    else:
+        _print(report)
+
+
+def _print(report: Report) -> None:
+    out = console()
+    out.print(Text(f"kvweave {report.version}, process {report.pid}, up {_time(report.uptime_s)}", style="bold"))
+    found = f"{report.tokens_found:,} of {report.tokens_asked:,} tokens found ({report.hit_rate:.1%})"
+    out.print(
+        f"{count(report.lookups, 'lookup')}, {found}; {count(report.requests, 'request')}, {report.failures:,} failed"
+    )
+    for table in (_tiers(report), _models(report), _prefixes(report), _clients(report)):
+        if table.row_count:
+            out.print()
+            out.print(table)
+
+
+def _table(*names: str, left: int = 1) -> Table:
+    table = plain_table()
+    for number, name in enumerate(names):
+        table.add_column(name, justify="left" if number < left else "right", no_wrap=True)
+    return table
+
+
+def _tiers(report: Report) -> Table:
+    table = _table(
+        "tier", "entries", "used", "of", "hits", "misses", "stored", "dropped", "damaged", "evicted", "state"
+    )
+    for lane in report.tiers:
+        tier = lane.tier
+        sizes = ("-" if number is None else size_words(number) for number in (tier.used_bytes, tier.capacity_bytes))
+        numbers = (lane.hits, lane.misses, lane.stored, lane.dropped + tier.refused, lane.damaged, tier.evicted)
+        entries = "-" if tier.entries is None else f"{tier.entries:,}"
+        table.add_row(tier.name, entries, *sizes, *(f"{number:,}" for number in numbers), _state(lane))
+    return table
+
+
+def _state(lane: LaneStats) -> str:
+    words = "left alone" if lane.open else "late" if lane.late else "fine"
+    return f"{words}: {lane.last_error}" if lane.last_error else words
+
+
+def _models(report: Report) -> Table:
+    table = _table("model", "group", "reach", "layers", "parts", "a chunk", "lookups", "found", left=3)
+    for model in report.models:
+        rate = model.tokens_found / model.tokens_asked if model.tokens_asked else 0.0
+        firsts: Iterator[tuple[str, str, str]] = iter([(model.model or "-", f"{model.lookups:,}", f"{rate:.1%}")])
+        for group in model.groups:
+            name, lookups, share = next(firsts, ("", "", ""))
+            chunk = f"{size_words(group.chunk_bytes)} / {model.chunk_tokens}"
+            table.add_row(name, group.tag, group.reach, f"{group.layers}", f"{group.parts}", chunk, lookups, share)
+    return table
+
+
+def _prefixes(report: Report) -> Table:
+    table = _table("prefix", "model", "tokens", "uses", left=2)
+    for prefix in report.prefixes[:10]:
+        table.add_row(prefix.digest, prefix.model or "-", f"{prefix.tokens:,}", f"{prefix.uses:,}")
+    return table
+
+
+def _clients(report: Report) -> Table:
+    table = _table("client", "process", "user", "for", "requests", "sequences", "leases", "reads", "writes")
+    for client in report.clients:
+        sizes = (size_words(client.leased_bytes), size_words(client.reserved_bytes))
+        numbers = (client.requests, client.sequences, client.leases)
+        table.add_row(
+            client.name or "-", f"{client.pid}", f"{client.uid}", _time(client.connected_s),
+            *(f"{number:,}" for number in numbers), *sizes,
+        )  # fmt: skip
+    return table
+
+
+def _time(seconds: float) -> str:
+    """`42 s`, `3 min`, `5.0 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,1 @@
+"""`kvweave run`: a model generates on pages, and what that saved is shown."""

@@ -1,0 +1,132 @@
+"""`kvweave run`: a model generates on pages, and what that saved is shown."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import sys
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from kvweave.cli.report import report_html
+from kvweave.cli.run import options as option
+from kvweave.cli.run.request import DEFAULT_SIZE, Result, RunRequest, written
+from kvweave.cli.run.words import requests_table, sum_words, unequal_words
+from kvweave.cli.run.workload import Size
+from kvweave.cli.table import console
+from kvweave.errors import MissingExtra
+
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Set before torch is loaded, unless the user did: never the network; and threads that wait do not burn the cores, or a
+busy machine is ten times slower."""
+
+
+def run_command(
+    model: option.Model,
+    *,
+    prompt: option.Prompts = None,
+    chat: option.Chat = False,
+    workload: option.Workload = None,
+    max_new_tokens: option.MaxNewTokens = 16,
+    compare: option.Compare = False,
+    parties: option.Parties = DEFAULT_SIZE.parties,
+    turns: option.Turns = DEFAULT_SIZE.turns,
+    shared_tokens: option.SharedTokens = DEFAULT_SIZE.shared_tokens,
+    turn_tokens: option.TurnTokens = DEFAULT_SIZE.turn_tokens,
+    seed: option.Seed = 0,
+    size: option.Size = "24M",
+    memory: option.Memory = "1GiB",
+    block_tokens: option.BlockTokens = 16,
+    dtype: option.Dtype = "auto",
+    device: option.Device = "cpu",
+    report: option.Report = None,
+    json: option.Json = False,
+) -> None:
+    """Run a model on pages: what an earlier prompt or answer shares with a prompt is not computed again.
+
+    Shows for each request how many tokens of its prompt were reused, and when its first token came. Nothing is fetched
+    from the network; needs the extra "transformers".
+
+    [bold]Examples[/bold]
+
+      kvweave run qwen3-next-80b --compare
+      kvweave run gemma-3-27b --workload rag --parties 4 --report rag.html
+      kvweave run ./my-model --prompt "Once upon a time" --prompt "Once upon a hill"
+      kvweave run ./my-model --chat --memory 4GiB --device cuda
+    """
+    result = run_with_progress(
+        RunRequest(
+            source=model,
+            prompts=tuple(prompt or ()),
+            chat=chat,
+            workload=workload,
+            size=Size(parties, turns, shared_tokens, turn_tokens),
+            memory=memory,
+            compare=compare,
+            max_new_tokens=max_new_tokens,
+            block_tokens=block_tokens,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            parameters=size,
+        )
+    )
+    if json:
+        typer.echo(json_format.dumps(result.to_dict(), indent=2))
+    else:
+        print_result(result)
+    if report is not None:
+        written(report, report_html(result))
+        print(f"wrote {report}", file=sys.stderr)
+    if result.outcomes.unequal:
+        print("kvweave:", unequal_words(result.outcomes, result.answer.dtype), file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def run_with_progress(request: RunRequest) -> Result:
+    """Run it; on a terminal, a bar shows how far it is."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from kvweave.cli.run.session import run  # noqa: PLC0415  (torch and transformers: an extra, and seconds to load)
+    except ModuleNotFoundError as error:
+        raise MissingExtra("kvweave run", "transformers", error.name) from error
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    shown = sys.stderr.isatty() and not request.chat
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
+        task = progress.add_task(f"{request.source}: loading", total=request.num_requests)
+
+        def on_request(who: str) -> None:
+            progress.update(task, advance=1, description=f"{request.source}: {who}")
+
+        return run(request, on_request, lambda words: print(f"[{words}]"))
+
+
+def print_result(result: Result) -> None:
+    out = console()
+    out.print(heading_words(result), style="bold")
+    for line in result.about:
+        out.print(line)
+    for number, said in enumerate(result.said, 1):
+        out.print()
+        out.print(f"answer {number}: {said!r}", soft_wrap=True)
+    out.print()
+    if result.outcomes.each:
+        out.print(requests_table(result.outcomes))
+        out.print()
+    for line in sum_words(result.outcomes):
+        out.print(line)
+
+
+def heading_words(result: Result) -> str:
+    plan = result.answer.plan
+    groups = ", ".join(f"{group.tag} ({len(group.layers)})" for group in plan.groups)
+    return f"{result.name}: {result.num_parameters / 1e6:,.1f}M parameters, {result.answer.dtype}, layers {groups}"

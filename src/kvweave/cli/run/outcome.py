@@ -1,0 +1,121 @@
+"""What came of the requests: frozen records, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The same request without reuse: transformers' own cache, new each time.
+
+    `differs_at` is the first new token that is another one, None where all are equal; `logit_difference` is the largest
+    of any logit up to there.
+    """
+
+    first_token_seconds: float
+    seconds: float
+    differs_at: int | None
+    logit_difference: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request: tokens of its prompt, how many of them were found, and the time to its first token and its end."""
+
+    who: str
+    prompt_tokens: int
+    reused_tokens: int
+    new_tokens: int
+    first_token_seconds: float
+    seconds: float
+    plain: Plain | None = None
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.reused_tokens
+
+    @property
+    def faster(self) -> float | None:
+        """How many times earlier the first token came than without reuse."""
+        return self.plain.first_token_seconds / self.first_token_seconds if self.plain else None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no token is known to differ."""
+        return self.plain is None or self.plain.differs_at is None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """All requests of a run, in order."""
+
+    each: tuple[Outcome, ...]
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> Outcomes:
+        return cls(tuple(outcomes))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(outcome.prompt_tokens for outcome in self.each)
+
+    @property
+    def reused_tokens(self) -> int:
+        return sum(outcome.reused_tokens for outcome in self.each)
+
+    @property
+    def reused_share(self) -> float:
+        return self.reused_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(outcome.new_tokens for outcome in self.each)
+
+    @property
+    def compared(self) -> bool:
+        return bool(self.each) and all(outcome.plain is not None for outcome in self.each)
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Summed over all requests."""
+        return sum(outcome.first_token_seconds for outcome in self.each)
+
+    @property
+    def plain_first_token_seconds(self) -> float:
+        return sum(outcome.plain.first_token_seconds for outcome in self.each if outcome.plain)
+
+    @property
+    def faster(self) -> float | None:
+        """How many times less was waited for first tokens, over all requests, those that found nothing among them."""
+        return self.plain_first_token_seconds / self.first_token_seconds if self.compared else None
+
+    @property
+    def saved_seconds(self) -> float | None:
+        """Time until the end of all requests, without reuse less with it."""
+        return sum(o.plain.seconds - o.seconds for o in self.each if o.plain) if self.compared else None
+
+    @property
+    def unequal(self) -> list[Outcome]:
+        return [outcome for outcome in self.each if not outcome.is_equal]
+
+    @property
+    def logit_difference(self) -> float:
+        return max((outcome.plain.logit_difference for outcome in self.each if outcome.plain), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as JSON has them."""
+        return {
+            "requests": [{**asdict(o), "computed_tokens": o.computed_tokens, "faster": o.faster} for o in self.each],
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "reused_share": self.reused_share,
+            "new_tokens": self.new_tokens,
+            "first_token_seconds": self.first_token_seconds,
+            "plain_first_token_seconds": self.plain_first_token_seconds if self.compared else None,
+            "faster": self.faster,
+            "saved_seconds": self.saved_seconds,
+            "all_tokens_equal": not self.unequal if self.compared else None,
+        }

@@ -1,0 +1,66 @@
+"""A run, from the model's directory to the last record. Needs torch and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import transformers
+
+from kvweave.cli.request import Answer
+from kvweave.cli.run.chat import converse, lines
+from kvweave.cli.run.engine import Engine
+from kvweave.cli.run.model import Loaded, load
+from kvweave.cli.run.outcome import Outcomes
+from kvweave.cli.run.request import Result, RunRequest
+from kvweave.cli.run.snapshot import Snapshot
+from kvweave.cli.run.workload import WORKLOADS, Writer, play
+from kvweave.errors import ConfigError
+from kvweave.integrations.transformers import KVWeave
+
+Tell = Callable[[str], None]
+
+
+def run(request: RunRequest, on_request: Tell, tell: Tell) -> Result:
+    """Load, generate, and look at the pages at the end. `on_request` hears of each request that was answered."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    loaded = load(
+        request.source, size=request.parameters, dtype=request.dtype, device=request.device, seed=request.seed
+    )
+    with KVWeave(loaded.model, request.memory, block_tokens=request.block_tokens) as weave:
+        _check_length(request, weave)
+        engine = Engine(weave, request.max_new_tokens, request.compare)
+        engine.warm_up()
+        said = _generate(request, loaded, engine, on_request, tell)
+        answer = Answer(weave.plan, weave.served.spec, loaded.dtype)
+        snapshot, outcomes = Snapshot.of(weave.core), Outcomes.of(engine.outcomes)
+    return Result(request, loaded.name, loaded.about, loaded.num_parameters, answer, outcomes, snapshot, said)
+
+
+def _check_length(request: RunRequest, weave: KVWeave) -> None:
+    longest, most = request.size.longest(request.max_new_tokens), weave.served.spec.max_tokens
+    if not request.prompts and not request.chat and most and longest > most:
+        raise ConfigError(f"the workload grows to {longest:,} tokens, the model ends at {most:,}: make it smaller")
+
+
+def _generate(request: RunRequest, loaded: Loaded, engine: Engine, on_request: Tell, tell: Tell) -> tuple[str, ...]:
+    if request.chat:
+        for about in loaded.about:
+            tell(about)
+        converse(engine, loaded.text, lines(), tell)
+        return ()
+    if request.prompts:
+        return tuple(
+            _prompt(loaded, engine, number, text, on_request) for number, text in enumerate(request.prompts, 1)
+        )
+    asks = WORKLOADS[request.played](Writer(loaded.text, Random(request.seed)), request.size)
+    for ask in play(asks, lambda ask: engine.ask(ask.who, ask.prompt)):
+        on_request(ask.who)
+    return ()
+
+
+def _prompt(loaded: Loaded, engine: Engine, number: int, text: str, on_request: Tell) -> str:
+    answer = engine.ask(f"prompt {number}", loaded.text.encode(text))
+    on_request(f"prompt {number}")
+    return loaded.text.decode(answer)

@@ -1,0 +1,129 @@
+"""`kvweave serve`: one daemon for all engine processes of a host."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvweave.errors import ConfigError
+
+STORAGE, ACCESS, TIMES = "Storage", "Access", "Times"
+
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="The arena in shared memory.", show_default="8GiB", rich_help_panel=STORAGE),
+]
+DiskOption = Annotated[
+    str | None,
+    typer.Option(metavar="DIR:SIZE", help="Keep it on disk too: it survives restarts.", rich_help_panel=STORAGE),
+]
+Redis = Annotated[
+    str | None, typer.Option(metavar="URL", help="Keep it in a Redis server too.", rich_help_panel=STORAGE)
+]
+Socket = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="The Unix socket for engine processes.",
+        show_default="$XDG_RUNTIME_DIR/kvweave.sock",
+        rich_help_panel=ACCESS,
+    ),
+]
+Group = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A group whose members may connect, too.", rich_help_panel=ACCESS),
+]
+Http = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Serve /metrics and /health there.", rich_help_panel=ACCESS),
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Answer inspect over TCP; needs --token-file.", rich_help_panel=ACCESS),
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The token that TCP clients must know.", rich_help_panel=ACCESS)
+]
+TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS for --listen.", rich_help_panel=ACCESS)]
+TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="... and its key.", rich_help_panel=ACCESS)]
+LeaseS = Annotated[
+    float | None,
+    typer.Option(
+        "--lease",
+        metavar="SECONDS",
+        help="After which a client that is silent holds nothing.",
+        show_default="30",
+        rich_help_panel=TIMES,
+    ),
+]
+DrainS = Annotated[
+    float | None,
+    typer.Option(
+        "--drain",
+        metavar="SECONDS",
+        help="How long a stop may write.",
+        show_default="60",
+        rich_help_panel=TIMES,
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A TOML file with these options, quotas and limits; options go before it."),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what is refused, too.")]
+
+
+def serve_command(
+    *,
+    memory: Memory = None,
+    disk: DiskOption = None,
+    redis: Redis = None,
+    socket: Socket = None,
+    group: Group = None,
+    http: Http = None,
+    listen: Listen = None,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    lease: LeaseS = None,
+    drain: DrainS = None,
+    config: Config = None,
+    verbose: Verbose = False,
+) -> None:
+    """Keep KV for all engine processes of this host: an arena in shared memory, and tiers behind it.
+
+    Needs neither torch nor a GPU. SIGTERM writes what is left to write, and ends.
+
+    [bold]Examples[/bold]
+
+      kvweave serve --memory 16GiB --disk /var/kv:200GiB
+      kvweave serve --redis redis://cache.local --http 127.0.0.1:9400
+      kvweave serve --config /etc/kvweave.toml
+    """
+    with server_extra():
+        from kvweave.server.run import run  # noqa: PLC0415 - an extra
+        from kvweave.server.settings import Settings  # noqa: PLC0415
+
+    settings = (Settings.read(config) if config else Settings()).changed(
+        memory=memory, disk=disk, redis=redis, socket=socket, group=group, http=http, listen=listen,
+        token_file=token_file, tls_cert=tls_cert, tls_key=tls_key, lease_s=lease, drain_s=drain,
+    )  # fmt: skip
+    level = logging.DEBUG if verbose else logging.INFO
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    run(settings)
+
+
+@contextmanager
+def server_extra() -> Iterator[None]:
+    """Imports that need `kvweave[server]`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'kvweave[server]'") from error

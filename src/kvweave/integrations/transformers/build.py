@@ -1,0 +1,123 @@
+"""Layers by kind: for each class of transformers' layers, ours over the pages of an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvweave.errors import CannotServe
+from kvweave.integrations.transformers.layers.attention import Attention, Indexed
+from kvweave.integrations.transformers.layers.compressed import Compressed, Compressor
+from kvweave.integrations.transformers.layers.states import Hybrid, Linear, State
+from kvweave.integrations.transformers.past import MakeLayer, Past
+from kvweave.integrations.transformers.rows import Rows, keys_and_values, rows_of
+from kvweave.integrations.transformers.support import Entry, Served
+from kvweave.tensor import Arena, RoleView
+
+Build = Callable[[Arena, Entry], MakeLayer]
+
+
+def make_layer(model: str, arena: Arena, entry: Entry) -> MakeLayer:
+    """What makes the layer of an entry for each new past; the views of its memory are made once."""
+    kind = type(entry.reference).__name__
+    if kind not in KINDS:
+        raise CannotServe(model, f"layer {entry.layer} keeps its past in a {kind}, which is not known here")
+    rowless = kind in ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer")
+    if rowless and any(not cache.reach.per_token for cache in entry.caches):
+        raise CannotServe(model, f"layer {entry.layer} keeps a state on the module, where no cache can reach it")
+    return KINDS[kind](arena, entry)
+
+
+def attention_of(arena: Arena, entry: Entry) -> dict[str, Any]:
+    """The cache of keys and values, as the arguments of a layer; none, where the layer reads another's."""
+    for cache in entry.caches:
+        if cache.reach.per_token and len(cache.roles) == 2:
+            return {"tag": cache.tag, "kept": keys_and_values(arena.layer(entry.layer, cache.tag))}
+    return {}
+
+
+def only_rows(arena: Arena, layer: int, tag: str) -> tuple[str, Rows]:
+    """A cache of one role."""
+    (view,) = arena.layer(layer, tag).roles.values()
+    return tag, rows_of(view)
+
+
+def state_views(arena: Arena, entry: Entry) -> list[tuple[str, RoleView]]:
+    tags = [cache.tag for cache in entry.caches if not cache.reach.per_token]
+    return [(tag, view) for tag in tags for view in arena.layer(entry.layer, tag).roles.values()]
+
+
+def states(views: list[tuple[str, RoleView]]) -> list[State]:
+    return [State(tag, view.role.name, view.tensor) for tag, view in views]
+
+
+def attention(arena: Arena, entry: Entry) -> MakeLayer:
+    if not entry.caches:
+        return lambda _: entry.reference
+    window = getattr(entry.reference, "sliding_window", None)
+    arguments = attention_of(arena, entry)
+    return lambda past: Attention(past, window=window, **arguments)
+
+
+def indexed(arena: Arena, entry: Entry) -> MakeLayer:
+    arguments = attention_of(arena, entry)
+    for cache in entry.caches:
+        if cache.reach.per_token and len(cache.roles) == 1:
+            arguments[cache.roles[0].name] = only_rows(arena, entry.layer, cache.tag)
+    return lambda past: Indexed(past, **arguments)
+
+
+def linear(arena: Arena, entry: Entry) -> MakeLayer:
+    views = state_views(arena, entry)
+    return lambda past: Linear(past, states(views))
+
+
+def hybrid(arena: Arena, entry: Entry) -> MakeLayer:
+    views, arguments = state_views(arena, entry), attention_of(arena, entry)
+    window = getattr(entry.reference, "sliding_window", None)
+    return lambda past: Hybrid(past, states(views), window=window, **arguments)
+
+
+def compressed(arena: Arena, entry: Entry) -> MakeLayer:
+    """A window, and compressors: rows of several tokens, each beside `<tag>_state` and perhaps `<tag>_overlap`."""
+    arguments, window = attention_of(arena, entry), entry.reference.sliding_window
+    rate = entry.reference.compress_rate
+    names = {"indexer": "indexer"}
+    tags = {names.get(c.tag, "compressor"): c.tag for c in entry.caches if c.roles[0].tokens_per_row > 1}
+    rows = partial(only_rows, arena, entry.layer)
+    kept = {name: (rows(tag), rows(f"{tag}_state"), f"{tag}_overlap") for name, tag in tags.items()}
+
+    def make(past: Past) -> Compressed:
+        overlaps = {state.tag: state for state in states(state_views(arena, entry))}
+        compressors = {n: Compressor(own, waiting, overlaps.get(tag)) for n, (own, waiting, tag) in kept.items()}
+        return Compressed(past, rate, compressors, window=window, **arguments)
+
+    return make
+
+
+def counts_padding(served: Served) -> bool:
+    """Whether padding is part of what layers keep: the model's positions count it."""
+    return not served.takes_positions and any(cache.reach.per_token for _, cache in served.spec.caches())
+
+
+def takes_no_padding(served: Served) -> bool:
+    """Whether tokens are taken several together, and padding with them."""
+    by_row = any(role.tokens_per_row > 1 for _, cache in served.spec.caches() for role in cache.roles)
+    return by_row or any(type(entry.reference).__name__ in CHOOSES_BLOCKS for entry in served.entries)
+
+
+CHOOSES_BLOCKS = ("MiniMaxM3VLSparseCacheLayer",)
+"""Layers whose attention is to whole blocks of columns."""
+
+KINDS: dict[str, Build] = {
+    "DynamicLayer": attention,
+    "DynamicSlidingWindowLayer": attention,
+    "DynamicIndexedLayer": indexed,
+    "MiniMaxM3VLSparseCacheLayer": indexed,
+    "DeepseekV4CSACache": compressed,
+    "DeepseekV4HCACache": compressed,
+    "LinearAttentionLayer": linear,
+    "LinearAttentionAndFullAttentionLayer": hybrid,
+    "LinearAttentionAndSlidingWindowAttentionLayer": hybrid,
+}

@@ -1,0 +1,52 @@
+"""Prefill: the rest of a prompt, computed piece by piece, up to the points where a snapshot is wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvweave.integrations.transformers.past import Past
+from kvweave.integrations.transformers.prompts import Prompt
+from kvweave.integrations.transformers.support import Served
+from kvweave.prefix import Retention
+
+ANSWERS = 16
+"""Tokens of an answer after which states are snapshotted, so that the next turn finds most of it."""
+
+
+def retention(served: Served) -> Retention:
+    """Where points to go on from are left. A scan that starts afresh is cut once, at the end of the prompt."""
+    if served.scans_afresh:
+        return Retention(every=0, branches=False, decode_every=ANSWERS)
+    return Retention(decode_every=ANSWERS)
+
+
+def prefill(model: Any, served: Served, past: Past, prompt: Prompt, most: int) -> None:
+    """Compute all but the last token of a prompt, at most so many at once. `past` is that of one row."""
+    (sequence,) = past.sequences
+    last = len(prompt.tokens) - 1
+    ids = torch.from_numpy(prompt.tokens).to(model.device)[None, :]
+    mask = torch.ones_like(ids)
+    mask[:, : prompt.padding] = 0
+    with torch.no_grad():
+        while sequence.length < last:
+            start = sequence.length
+            piece = (1 if start else last) if served.scans_afresh else most
+            end = min(last, start + piece, sequence.stop or last)
+            model(**_inputs(served, past, ids, mask, start, end))
+            past.settle()
+
+
+def _inputs(served: Served, past: Past, ids: torch.Tensor, mask: torch.Tensor, start: int, end: int) -> dict[str, Any]:
+    """What `generate` would call the model with for the tokens [start, end)."""
+    inputs = {"input_ids": ids[:, start:end], served.cache_name: past, "use_cache": True}
+    if served.cache_name == "past_key_values":
+        inputs["attention_mask"] = mask[:, :end]
+    elif not bool(mask.all()):
+        inputs["attention_mask"] = mask[:, start:end]
+    if served.takes_positions:
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:end]
+    if served.takes_logits_to_keep:
+        inputs["logits_to_keep"] = 1
+    return inputs

@@ -1,0 +1,120 @@
+"""What can be served: a model's layers as our spec has them, beside those that transformers itself would make."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
+
+from kvweave.errors import CannotServe, ConfigError
+from kvweave.spec import LayerCache, ModelSpec
+from kvweave.spec.hf import from_config
+
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""What models call their cache."""
+
+
+REFUSED = {
+    "cpmant": "it puts tokens of its own before each prompt, of which no input tells",
+    "moshi": "its cache is a window and its mask is not, so what a prompt sees depends on how it was cut",
+    "musicgen_decoder": "a row is four codebooks: its prompts are no lists of tokens",
+    "musicgen_melody_decoder": "a row is four codebooks: its prompts are no lists of tokens",
+    "prophetnet": "it takes one token at a time once it has a cache",
+    "unlimited_ocr_text": "its window begins where the prompt ends, so an answer is no prefix of the next prompt",
+}
+"""By model type: families of transformers whose past means something else than their tokens."""
+
+SCANS_AFRESH = ("falcon_mamba", "jamba", "mamba", "zamba")
+"""Model types whose scan over several tokens starts from no state, whatever the cache holds: single tokens go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One layer of transformers' cache: the layer of the model that fills it, what it keeps, and transformers' own."""
+
+    layer: int
+    caches: tuple[LayerCache, ...]
+    reference: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that can be served: its spec, the entries of its cache, and how its forward takes it."""
+
+    spec: ModelSpec
+    entries: tuple[Entry, ...]
+    cache_name: str
+    own_cache: type | None
+    takes_positions: bool
+    takes_logits_to_keep: bool
+    scans_afresh: bool
+
+
+def examine(model: Any) -> Served:
+    """Read a model; one that cannot be served is refused with the reason."""
+    name, config = type(model).__name__, model.config
+    accepted = set(inspect.signature(model.forward).parameters)
+    cache_name = next((known for known in CACHE_NAMES if known in accepted), None)
+    if cache_name is None:
+        raise CannotServe(name, f"its forward takes no cache ({', '.join(CACHE_NAMES)})")
+    text = config.get_text_config(decoder=True)
+    if text.model_type in REFUSED:
+        raise CannotServe(name, REFUSED[text.model_type])
+    if config.is_encoder_decoder:
+        raise CannotServe(name, "an encoder's output is part of its past, and has no tokens to be found by")
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise CannotServe(name, "its attention is bidirectional: a prefix depends on what follows it")
+    try:
+        spec = from_config(config, store="transformers", dtype=str(model.dtype).removeprefix("torch."))
+    except ConfigError as error:
+        raise CannotServe(name, str(error)) from error
+    own_cache = _own_cache(model)
+    entries = _entries(name, spec, own_cache() if own_cache else DynamicCache(config=text))
+    return Served(
+        spec,
+        entries,
+        cache_name,
+        own_cache,
+        takes_positions="position_ids" in accepted,
+        takes_logits_to_keep="logits_to_keep" in accepted,
+        scans_afresh=text.model_type in SCANS_AFRESH,
+    )
+
+
+def _own_cache(model: Any) -> type | None:
+    """The cache class that a model's module defines, if it takes no other."""
+    if model._supports_default_dynamic_cache():
+        return None
+    for value in vars(sys.modules[type(model).__module__]).values():
+        if (
+            isinstance(value, type)
+            and issubclass(value, TransformersCache)
+            and value.__module__ == type(model).__module__
+        ):
+            return value
+    raise CannotServe(type(model).__name__, "its state is of its own kind, not a Cache")
+
+
+def _entries(name: str, spec: ModelSpec, cache: Any) -> tuple[Entry, ...]:
+    """An entry a layer, or an entry a cache where layers have several; layers that only read have none at the end."""
+    references = list(cache.layers)
+    keeping = [(index, cache) for index, cache in spec.caches()]
+    if not references:
+        return tuple(Entry(i, layer.caches, _general(layer.caches)) for i, layer in enumerate(spec.layers))
+    if len(references) > len(spec.layers) and len(references) == len(keeping):
+        return tuple(Entry(i, (own,), reference) for (i, own), reference in zip(keeping, references, strict=True))
+    beyond = [i for i, layer in enumerate(spec.layers) if i >= len(references) and layer.caches]
+    if len(references) > len(spec.layers) or beyond:
+        raise CannotServe(
+            name, f"transformers' cache has {len(references)} layers, its config tells of {len(spec.layers)}"
+        )
+    return tuple(Entry(i, spec.layers[i].caches, reference) for i, reference in enumerate(references))
+
+
+def _general(caches: tuple[LayerCache, ...]) -> Any:
+    """The layer that transformers would make for such caches, where a cache of a model's own makes them later."""
+    return DynamicLayer() if any(cache.reach.per_token for cache in caches) else LinearAttentionLayer()

@@ -1,0 +1,19 @@
+"""SHARING: a daemon without a GPU that owns an arena in shared memory and the tiers behind it, and its clients."""
+
+from kvweave.server.client import Client
+from kvweave.server.daemon import Daemon
+from kvweave.server.remote import RemoteHit, RemoteStore
+from kvweave.server.report import Report
+from kvweave.server.settings import Disk, Limits, Settings, default_socket
+
+__all__ = [
+    "Client",
+    "Daemon",
+    "Disk",
+    "Limits",
+    "RemoteHit",
+    "RemoteStore",
+    "Report",
+    "Settings",
+    "default_socket",
+]

@@ -1,0 +1,305 @@
+"""One connection: bytes to questions, answers to bytes. Nothing that comes in can stop the daemon.
+
+Questions are answered in order. While one waits for a tier, no further bytes are read from this connection; the others
+go on. A message that is too long ends the connection, after an answer: where the next one starts nobody knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Awaitable
+from typing import Protocol
+
+import msgspec
+
+from kvweave.errors import BadRequest, KVWeaveError, OverLimit, Refused, ServerError
+from kvweave.server import protocol as say
+from kvweave.server.hub import Hub
+from kvweave.server.protocol import DIGEST, ERRORS, LENGTH_BYTES, MESSAGE_BYTES, VERSION, Answer, Message, frame
+from kvweave.server.report import ClientReport, Report
+from kvweave.server.session import Handler, Session
+
+log = logging.getLogger("kvweave.server")
+HELLO_S = 10.0
+AT_ONCE = 64
+"""Questions of one connection that are answered before the others have their turn."""
+
+
+class Owner(Protocol):
+    """Who listens."""
+
+    hub: Hub
+    token: str | None
+
+    def joined(self, connection: Connection) -> None:
+        """Raises `Refused`."""
+        ...
+
+    def left(self, connection: Connection) -> None: ...
+
+    def report(self) -> Report: ...
+
+
+class Connection(asyncio.Protocol):
+    """A client's end at the daemon. `local`: it came by the Unix socket."""
+
+    def __init__(self, owner: Owner, *, local: bool) -> None:
+        self._owner, self._hub, self._local = owner, owner.hub, local
+        self._session = Session(owner.hub)
+        self._handlers: dict[type, Handler] = {}
+        self._buffer = bytearray()
+        self._task: asyncio.Task[None] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._paused = False
+        self._refusal: ServerError | None = None
+        self._began = self._window = time.monotonic()
+        self._requests = self._in_window = 0
+        self._name, self._pid, self._uid = "", 0, -1
+
+    # ---- bytes
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if self._local:
+            peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            self._pid, self._uid, _ = struct.unpack("iii", peer)
+        try:
+            self._owner.joined(self)
+        except ServerError as error:
+            self._refusal = error  # said in answer to its hello
+        asyncio.get_running_loop().call_later(HELLO_S, self._check_hello)
+
+    def _check_hello(self) -> None:
+        if not self._handlers and self._transport:
+            self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if not self._task:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Answer what is whole, so much at a time."""
+        for _ in range(AT_ONCE):
+            if self._task or self._paused or self._transport is None or self._transport.is_closing():
+                return
+            message = self._next()
+            if message is None:
+                return
+            self._take(message)
+            self._in_window += 1
+            if not self._in_window % AT_ONCE and not self._task and (wait_s := self._too_fast()):
+                self._wait(asyncio.sleep(wait_s))
+        asyncio.get_running_loop().call_soon(self._pump)
+
+    def _next(self) -> bytes | None:
+        if len(self._buffer) < LENGTH_BYTES:
+            return None
+        length = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
+        if length > MESSAGE_BYTES:
+            self._fail(OverLimit(f"a message of {length} bytes, {MESSAGE_BYTES} at most"), end=True)
+            return None
+        end = LENGTH_BYTES + length
+        if len(self._buffer) < end:
+            return None
+        message = bytes(self._buffer[LENGTH_BYTES:end])
+        del self._buffer[:end]
+        return message
+
+    def _too_fast(self) -> float:
+        """How long to rest so that no more than so many questions a second are answered."""
+        took = time.monotonic() - self._window
+        least = self._in_window / self._hub.settings.limits.requests_per_s
+        if took > 1.0:
+            self._window, self._in_window = time.monotonic(), 0
+        return max(0.0, least - took)
+
+    # ---- questions
+
+    def _take(self, message: bytes) -> None:
+        self._requests += 1
+        self._hub.counts["requests"] += 1
+        try:
+            answer = self._answer(message)
+        except Exception as error:
+            self._fail(error, end=not self._handlers)
+            return
+        if isinstance(answer, Awaitable):
+            self._wait(self._later(answer))
+        elif answer is not None:
+            self._send(answer)
+
+    def _answer(self, message: bytes) -> Answer | Awaitable[Answer] | None:
+        if self._refusal:
+            raise self._refusal
+        if not self._handlers:
+            self._hello(_read_hello(message))
+            return None
+        try:
+            question = say.read_question(message)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(f"no message of ours: {error}") from None
+        handler = self._handlers.get(type(question))
+        if handler is None:
+            why = (
+                "said already" if isinstance(question, say.Hello) else "only over the Unix socket, which has the arena"
+            )
+            raise BadRequest(f"{type(question).__name__}: {why}")
+        return handler(question)
+
+    async def _later(self, answer: Awaitable[Answer]) -> None:
+        try:
+            self._send(await answer)
+        except Exception as error:
+            self._fail(error)
+
+    def _wait(self, work: Awaitable[None]) -> None:
+        """Read nothing more until it is done."""
+
+        async def wait() -> None:
+            try:
+                await work
+            finally:
+                self._task = None
+                if self._transport and not self._paused:
+                    self._transport.resume_reading()
+            self._pump()
+
+        if self._transport:
+            self._transport.pause_reading()
+        self._task = asyncio.get_running_loop().create_task(wait())
+
+    # ---- the first one
+
+    def _hello(self, hello: say.Hello) -> None:
+        token = self._owner.token
+        if not self._local and not (token and hmac.compare_digest(hello.token.encode(), token.encode())):
+            raise Refused("wrong token; the daemon's is in its --token-file")
+        self._name = hello.name
+        self._handlers = {
+            say.Ping: lambda _: say.Done(),
+            say.Stats: lambda _: say.Stated(self._owner.report()),
+            say.Clear: self._clear,
+            say.Flush: self._flush,
+        }
+        if self._local:
+            self._handlers |= self._session.handlers()
+        self._welcome(with_arena=hello.arena and self._local)
+
+    def _welcome(self, *, with_arena: bool) -> None:
+        settings, arena = self._hub.settings, self._hub.arena
+        most = int(arena.num_bytes * settings.limits.reserve_share)
+        answer = say.Welcome(
+            VERSION, self._hub.boot, arena.num_bytes, settings.lease_s, most, settings.limits.sequences
+        )
+        if not with_arena or self._transport is None:
+            self._send(answer)
+            return
+        # the transport knows no descriptors; nothing was written to it yet, so this is the first to go
+        with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as direct:
+            socket.send_fds(direct, [frame(answer)], [arena.fd])
+
+    async def _clear(self, ask: say.Clear) -> Answer:
+        entries, kept_by = await self._hub.in_thread(self._hub.clear, ask.tenant, ask.model)
+        log.info("cleared %d entries for %s", entries, self.words)
+        return say.Cleared(entries, kept_by)
+
+    async def _flush(self, ask: say.Flush) -> Answer:
+        done = await self._hub.in_thread(self._hub.far.flush, max(0.0, min(ask.wait_s, 3600.0)))
+        return say.Done(int(done))
+
+    # ---- answers
+
+    def _send(self, answer: Message) -> None:
+        if self._transport and not self._transport.is_closing():
+            self._transport.write(frame(answer))
+
+    def _fail(self, error: Exception, *, end: bool = False) -> None:
+        self._hub.counts["failures"] += 1
+        if isinstance(error, KVWeaveError):
+            name = type(error).__name__ if type(error).__name__ in ERRORS else ServerError.__name__
+            log.debug("%s: %s: %s", self.words, name, error)
+            self._send(say.Failed(name, str(error)))
+        else:
+            log.error("%s: a bug of ours", self.words, exc_info=error)
+            self._send(say.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"))
+        if end and self._transport:
+            self._transport.close()
+
+    def pause_writing(self) -> None:
+        """It does not read its answers: then it gets no more of them."""
+        self._paused = True
+        if self._transport and not self._task:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._transport and not self._task:
+            self._transport.resume_reading()
+            self._pump()
+
+    # ---- the end
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        self._transport = None
+        if self._task:
+            self._task.cancel()
+        self._hub.counts["returned"] += self._session.give_back()
+        self._owner.left(self)
+
+    def close(self) -> None:
+        if self._transport:
+            self._transport.close()
+
+    def expire(self, now: float) -> None:
+        expired = self._session.expire(now)
+        self._hub.counts["expired"] += expired
+        if expired:
+            log.warning("%s: %d leases had their time and were taken back", self.words, expired)
+
+    @property
+    def words(self) -> str:
+        who = f"process {self._pid}" if self._local else "a client over TCP"
+        return f"{who} ({self._name})" if self._name else who
+
+    @property
+    def user(self) -> int:
+        return self._uid
+
+    @property
+    def local(self) -> bool:
+        return self._local
+
+    def report(self) -> ClientReport:
+        held, session = self._session.leases, self._session
+        return ClientReport(
+            self._name, self._pid, self._uid, time.monotonic() - self._began, self._requests,
+            session.num_sequences, len(held), held.leased_bytes, held.reserved_bytes,
+        )  # fmt: skip
+
+
+def _read_hello(message: bytes) -> say.Hello:
+    """The first message; of another version only its first field is read."""
+    try:
+        parts = msgspec.msgpack.decode(message)
+        name, version = parts[0], parts[1]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, LookupError):
+        raise BadRequest("no message of ours; the first one is Hello") from None
+    if name != "hello":
+        raise BadRequest("the first message is Hello")
+    if version != VERSION:
+        raise Refused(f"the client speaks version {version!r} of the protocol, the daemon {VERSION}; upgrade one")
+    try:
+        hello = msgspec.convert(parts, say.Hello, strict=True)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(f"a damaged Hello: {error}") from None
+    if hello.digest != DIGEST:
+        raise Refused("the client's messages have another shape than the daemon's; install the same kvweave for both")
+    return hello

@@ -1,0 +1,125 @@
+"""Blobs into the arena and out of it. A piece is hashed while it is in the processor's cache.
+
+What is read is checked after it was copied: whatever happened to the arena meanwhile, a copy with the right key and
+checksum is right. So a lease that ran out costs a miss, never wrong data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvweave.store import Row, Schema, Source
+from kvweave.store.blob import Check, header, header_bytes
+from kvweave.store.files import aligned
+from kvweave.store.keys import Bytes
+from kvweave.store.tier import PIECE_BYTES
+
+Target = Callable[[Row, int], Bytes]
+"""Where the payload of a row's chunk shall be: memory of its length, in one piece."""
+THREADED_BYTES = 1 << 20
+"""Smaller blobs are not worth a thread's turn."""
+
+
+class Job(NamedTuple):
+    """A blob of the arena: where it lies, and what it must be."""
+
+    place: Bytes
+    row: Row
+    chunk: int
+    key: bytes
+
+
+def write(place: Bytes, row: Row, chunk: int, key: bytes, payload: Bytes, until: float) -> bool:
+    """Seal a payload where it shall lie; False if that took so long that the place may be somebody else's by now."""
+    if payload.nbytes != row.payload_bytes:
+        raise ValueError(f"row {row.tag!r}: payload has {payload.nbytes} bytes, {row.payload_bytes} expected")
+    head, digest = header_bytes(row), xxhash.xxh3_64(header(row, chunk, key))
+    source, target = payload.reshape(-1).view(np.uint8), place[head:]
+    for at in range(0, row.payload_bytes, PIECE_BYTES):
+        if time.monotonic() >= until:
+            return False
+        piece = source[at : at + PIECE_BYTES]
+        digest.update(piece.data)
+        np.copyto(target[at : at + PIECE_BYTES], piece)
+    place[:head] = np.frombuffer(header(row, chunk, key, digest.intdigest()), np.uint8)
+    return True
+
+
+def read(place: Bytes, row: Row, chunk: int, key: bytes, payload: Bytes) -> bool:
+    """Copy a payload out; whether what was copied is what was sealed."""
+    size, check = header_bytes(row), Check(row, chunk, key)
+    head = place[:size].copy()
+    check.watch(head)
+    source = place[size : size + row.payload_bytes]
+    for at in range(0, row.payload_bytes, PIECE_BYTES):
+        piece = payload[at : at + PIECE_BYTES]
+        np.copyto(piece, source[at : at + PIECE_BYTES])
+        check.watch(piece)
+    return check.vouches(head)
+
+
+class Copier:
+    """Copies of blobs, large ones by `workers` threads, in memory that is used again."""
+
+    def __init__(self, schema: Schema, workers: int) -> None:
+        self.workers = max(1, workers)
+        self._largest = max(row.payload_bytes for row in schema.rows)
+        self._scratch: deque[Bytes] = deque()
+        self._pool = ThreadPoolExecutor(self.workers, "kvweave-copy")
+
+    def reads(self, jobs: Iterable[Job], target: Target | None) -> Iterator[tuple[Job, Bytes | None]]:
+        """Payloads of those that are whole, None for the others; a few are on their way at a time.
+
+        A payload is the caller's until it asks for the next one, unless it lies where `target` wanted it.
+        """
+        flying: deque[tuple[Job, Bytes, Future[bool]]] = deque()
+        for job in jobs:
+            memory = target(job.row, job.chunk) if target else self._memory()
+            payload = memory[: job.row.payload_bytes]
+            flying.append((job, memory, self._run(partial(read, *job, payload), payload)))
+            if len(flying) > self.workers:
+                yield from self._land(*flying.popleft(), target)
+        while flying:
+            yield from self._land(*flying.popleft(), target)
+
+    def _land(
+        self, job: Job, memory: Bytes, whole: Future[bool], target: Target | None
+    ) -> Iterator[tuple[Job, Bytes | None]]:
+        yield job, memory[: job.row.payload_bytes] if whole.result() else None
+        if target is None:
+            self._scratch.append(memory)
+
+    def writes(self, jobs: Iterable[Job], source: Source, until: float) -> bool:
+        """Whether all were written in time. When `source` raises, nothing is being written any more."""
+        flying: list[Future[bool]] = []
+        try:
+            for job in jobs:
+                payload = source(job.row, job.chunk)
+                flying.append(self._run(partial(write, *job, payload, until), payload))
+        finally:
+            wait(flying)
+        return all(future.result() for future in flying)
+
+    def _memory(self) -> Bytes:
+        try:
+            return self._scratch.pop()
+        except IndexError:  # all are in use
+            return aligned(self._largest)
+
+    def _run(self, work: Callable[[], bool], payload: Bytes) -> Future[bool]:
+        if payload.nbytes >= THREADED_BYTES and self.workers > 1:
+            return self._pool.submit(work)
+        future: Future[bool] = Future()
+        future.set_result(work())
+        return future
+
+    def close(self) -> None:
+        self._pool.shutdown()

@@ -1,0 +1,192 @@
+"""The daemon: listens, sweeps leases that had their time, and stops without losing what can be kept."""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import logging
+import os
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from kvweave.errors import Busy, ConfigError, OverLimit, Refused
+from kvweave.server.connection import Connection
+from kvweave.server.http import HttpPage
+from kvweave.server.hub import Hub
+from kvweave.server.metrics import metrics
+from kvweave.server.report import Report
+from kvweave.server.settings import Settings, address
+from kvweave.server.shared import SharedArena
+from kvweave.store import Cascade, DiskTier, LanePolicy, Tier
+from kvweave.store.cascade import BATCH_BYTES
+from kvweave.store.files import Lock
+from kvweave.units import format_bytes
+
+log = logging.getLogger("kvweave.server")
+
+
+class Daemon:
+    """An arena, tiers and sockets. `async with` starts and stops it; `far` replaces the tiers that settings name."""
+
+    def __init__(self, settings: Settings, far: Cascade | None = None) -> None:
+        self.settings = settings
+        self.token = settings.token_file.read_text(encoding="utf-8").strip() if settings.token_file else None
+        if settings.token_file and not self.token:
+            raise ConfigError(f"{settings.token_file} is empty: a token is at least one character")
+        self._lock = _own(settings.socket)
+        try:
+            arena = SharedArena(settings.memory, quotas=settings.quotas)
+            self.hub = Hub(settings, arena, far or _far(settings))
+        except BaseException:
+            self._lock.release()
+            raise
+        self._connections: set[Connection] = set()
+        self._servers: list[asyncio.Server] = []
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Daemon:
+        loop = asyncio.get_running_loop()
+        self.hub.run(loop)
+        try:
+            await self._listen(loop)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        self._sweeper = loop.create_task(self._sweep())
+        log.info("serving %s at %s", format_bytes(self.settings.memory), self.settings.socket)
+        for lane in self.hub.far.lanes:
+            stats = lane.tier.stats()
+            log.info("behind it %s: %s entries", stats.name, "unknown" if stats.entries is None else stats.entries)
+        return self
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        settings = self.settings
+        settings.socket.unlink(missing_ok=True)  # the lock is ours, so whoever bound it is dead
+        with _umask(0o177):
+            here = await loop.create_unix_server(self._connection(local=True), str(settings.socket))
+        self._servers.append(here)
+        if settings.group:
+            os.chown(settings.socket, -1, _group(settings.group))
+            settings.socket.chmod(0o660)
+        if settings.listen:
+            host, port = address(settings.listen)
+            there = await loop.create_server(self._connection(local=False), host, port, ssl=_tls(settings))
+            self._servers.append(there)
+        if settings.http:
+            host, port = address(settings.http)
+            self._servers.append(await loop.create_server(lambda: HttpPage(self._page), host, port))
+
+    def _connection(self, *, local: bool) -> Callable[[], Connection]:
+        return lambda: Connection(self, local=local)
+
+    @property
+    def ports(self) -> list[int]:
+        """Of the TCP sockets, in the order of settings: `listen`, `http`."""
+        return [server.sockets[0].getsockname()[1] for server in self._servers[1:]]
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.lease_s / 8)
+            for connection in [*self._connections]:
+                connection.expire(time.monotonic())
+
+    # ---- connections
+
+    def joined(self, connection: Connection) -> None:
+        if len(self._connections) >= self.settings.limits.connections:
+            raise OverLimit(f"{self.settings.limits.connections} connections are open already")
+        if connection.local and not self.settings.group and connection.user not in (0, os.getuid()):
+            raise Refused(f"user {connection.user} may not use the daemon of user {os.getuid()}; see --group")
+        self._connections.add(connection)
+
+    def left(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+
+    # ---- telling
+
+    def report(self) -> Report:
+        return self.hub.report([connection.report() for connection in self._connections])
+
+    def _page(self, path: str) -> tuple[int, str]:
+        if path == "/metrics":
+            return 200, metrics(self.report())
+        if path in ("/health", "/healthz"):
+            return (503, "stopping\n") if self.hub.stopping else (200, "ok\n")
+        return 404, "there are /metrics and /health\n"
+
+    # ---- the end
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nobody new, then write what a restart shall find, then close."""
+        self.hub.stopping = True
+        for server in self._servers[:1] if self.settings.http else self._servers:
+            server.close()
+        for connection in [*self._connections]:
+            connection.close()
+        if self._sweeper:
+            self._sweeper.cancel()
+        began = time.monotonic()
+        done = await self.hub.in_thread(self.hub.far.drain, self.settings.drain_s)
+        if self.hub.far.lanes:
+            log.info("%s after %.1f s", "drained" if done else "not drained", time.monotonic() - began)
+        for server in self._servers:
+            server.close()
+        self.hub.close()
+        with suppress(FileNotFoundError):
+            self.settings.socket.unlink()
+        self._lock.release()
+
+
+def _own(path: Path) -> Lock:
+    """One daemon a socket: the lock goes with the process, however it ends."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return Lock(path.with_name(path.name + ".lock"))
+    except Busy as error:
+        owner = str(error).partition("process ")[2].partition(";")[0]
+        raise Busy(f"{path} is served by process {owner} already; stop it, or take another --socket") from None
+
+
+def _far(settings: Settings) -> Cascade | None:
+    """The tiers that are named, the nearest first. What waits to be written holds at most a quarter of the arena."""
+    jobs = max(1, min(32, settings.memory // 4 // BATCH_BYTES))
+    tiers: list[tuple[Tier, LanePolicy]] = []
+    if settings.disk:
+        disk = DiskTier(settings.disk.directory, settings.disk.capacity, quotas=settings.quotas)
+        tiers.append((disk, LanePolicy(write="back", queue_jobs=jobs)))
+    if settings.redis:
+        from kvweave.store.redis import RedisTier  # noqa: PLC0415 - its client is an extra
+
+        tiers.append((RedisTier(settings.redis), LanePolicy(write="back", queue_jobs=jobs)))
+    return Cascade(*tiers) if tiers else None
+
+
+def _group(name: str) -> int:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(f"there is no group {name!r}") from None
+
+
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    if not settings.tls_cert or not settings.tls_key:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    return context
+
+
+class _umask:  # noqa: N801 - a verb
+    """A file mode mask for the time of a block."""
+
+    def __init__(self, mask: int) -> None:
+        self._mask = mask
+
+    def __enter__(self) -> None:
+        self._before = os.umask(self._mask)
+
+    def __exit__(self, *_: object) -> None:
+        os.umask(self._before)

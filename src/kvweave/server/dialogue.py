@@ -1,0 +1,89 @@
+"""What must have been said before: a schema on every new connection, and the digests of a prompt, once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvweave.server import protocol as say
+from kvweave.server.client import Client
+from kvweave.server.registered import registration
+from kvweave.store import Prompt, Row, Schema
+
+SLACK_S = 0.25
+"""What a daemon may take beyond the budget of a question until it counts as gone."""
+
+
+class Dialogue:
+    """Questions about prompts. A connection that was lost is made anew, and everything is said again."""
+
+    def __init__(self, client: Client, schema: Schema, model: str) -> None:
+        self.client, self.model = client, model
+        self._schema = client.number()
+        self._register = registration(self._schema, model, schema)
+        self._generation = 0
+        self._sequences: OrderedDict[bytes, int] = OrderedDict()
+        self._leases: dict[int, int] = {}
+        self._lock = threading.RLock()
+
+    def ask(
+        self, prompt: Prompt, make: Callable[[int], say.Message], budget_s: float | None = None
+    ) -> tuple[say.Answer, int]:
+        """The answer to what `make` makes for the prompt's number, and the generation of the connection it is of."""
+        wait_s = None if budget_s is None else max(0.0, budget_s) + SLACK_S
+        with self._lock:
+            before = self._introduce(prompt)
+            question = make(self._sequences[_name(prompt)])
+            answers = self.client.exchange([*before, question], wait_s)
+            if self.client.generation != self._generation:  # it was lost, and made anew on the way
+                return self.ask(prompt, make, budget_s)
+            for answer in answers[:-1]:
+                self.client.check(answer, say.Done)
+            return answers[-1], self._generation
+
+    def lease(
+        self, prompt: Prompt, make: Callable[[int, int], say.Message], budget_s: float | None
+    ) -> tuple[say.Answer, int, int]:
+        """As `ask`, for a question that takes a lease, the prompt's only one: the last one it had is given back."""
+        number = self.client.number()
+        with self._lock:
+            answer, generation = self.ask(prompt, lambda sequence: make(sequence, number), budget_s)
+            before = self._leases.get(sequence := self._sequences[_name(prompt)], 0)
+            self._leases[sequence] = number
+            if before:
+                self.client.ask(say.Release([before]), say.Done)
+        return answer, generation, number
+
+    def _introduce(self, prompt: Prompt) -> list[say.Message]:
+        first: list[say.Message] = []
+        if self._generation != self.client.generation:
+            self._sequences.clear()
+            self._leases.clear()
+            self._generation = self.client.generation
+            first.append(self._register)
+        name = _name(prompt)
+        if name in self._sequences:
+            self._sequences.move_to_end(name)
+            return first
+        first += self._forget(self.client.welcome.max_sequences // 2 - 1)
+        number = self._sequences[name] = self.client.number()
+        tenant, prefixes = prompt.namespace.tenant_id, prompt.prefixes.tobytes()
+        return [*first, say.Open(number, self._schema, tenant, prompt.num_tokens, prefixes)]
+
+    def _forget(self, most: int) -> list[say.Message]:
+        """Close the sequences that were used least recently, so that at most so many are left."""
+        closed = [self._sequences.popitem(last=False)[1] for _ in range(len(self._sequences) - most)]
+        leases = [lease for number in closed if (lease := self._leases.pop(number, 0))]
+        return [say.Close(closed), say.Release(leases)] if closed else []
+
+
+def _name(prompt: Prompt) -> bytes:
+    """What makes two prompts the same to the daemon."""
+    last = prompt.prefixes[-1].tobytes() if prompt.num_chunks else b""
+    return prompt.namespace.tenant_id + prompt.num_tokens.to_bytes(8, "little") + last
+
+
+def key_of(prompt: Prompt, row: Row, chunk: int) -> bytes:
+    key: bytes = prompt.namespace.tenant_id + prompt.prefixes[chunk].tobytes() + row.id
+    return key

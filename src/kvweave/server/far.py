@@ -1,0 +1,176 @@
+"""The tiers behind the arena. Everything here may take its time, and is called from threads, never from the loop.
+
+    bring   read from the nearest tier that has it straight into an extent of the arena, then show it
+    keep    write out of the arena, which holds the extent until it is done
+
+A job that hangs keeps its extent: it can never write into one that was given to somebody else. Whoever waited has gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.server.shared import Pinned, Places, SharedArena
+from kvweave.store import Cascade, LaneStats
+from kvweave.store.cascade import BATCH_BYTES, NOWHERE, Budget
+from kvweave.store.lane import Lane
+from kvweave.store.tier import ABSENT
+
+Want = tuple[bytes, int]
+"""A key, and the length of its blob."""
+
+
+class Far:
+    """A cascade of tiers, behind an arena. `changed` is called, from any thread, when something was let go."""
+
+    def __init__(self, arena: SharedArena, cascade: Cascade | None, changed: Callable[[], None]) -> None:
+        self._arena, self._cascade, self._changed = arena, cascade, changed
+        self.lanes: tuple[Lane, ...] = cascade.lanes if cascade else ()
+        self._coming: dict[bytes, Future[None]] = {}
+        self._lock = threading.Lock()
+
+    def where(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_]:
+        """Which keys some tier has; one that does not answer in time has none."""
+        if self._cascade is None:
+            return np.zeros(len(keys), bool)
+        found: NDArray[np.bool_] = self._cascade.where(keys, budget) != NOWHERE
+        return found
+
+    # ---- into the arena
+
+    def bring(self, wants: Sequence[Want], budget: Budget) -> None:
+        """Wait until these are in the arena, as far as they can be had in time."""
+        if self._cascade is None:
+            return
+        mine, others = self._claim(wants)
+        try:
+            tiers = self._cascade.where([key for key, _ in mine], budget)
+            for number, lane in enumerate(self.lanes):
+                self._bring(lane, [mine[i] for i in np.flatnonzero(tiers == number).tolist()], budget)
+        finally:
+            self._let_go(mine)
+        wait(others, budget.within(max(lane.policy.deadline_s for lane in self.lanes)))
+
+    def _claim(self, wants: Sequence[Want]) -> tuple[list[Want], list[Future[None]]]:
+        """Those that nobody brings yet, and those that somebody does."""
+        with self._lock:
+            others = [self._coming[key] for key, _ in wants if key in self._coming]
+            mine = [(key, length) for key, length in dict(wants).items() if key not in self._coming]
+            self._coming.update((key, Future()) for key, _ in mine)
+        return mine, others
+
+    def _let_go(self, wants: Sequence[Want]) -> None:
+        with self._lock:
+            futures = [self._coming.pop(key) for key, _ in wants]
+        for future in futures:
+            future.set_result(None)
+
+    def _bring(self, lane: Lane, wants: Sequence[Want], budget: Budget) -> None:
+        wait_s = budget.within(lane.policy.deadline_s)
+        flying = [lane.start(lane.reads, partial(self._read, lane, batch), wait_s) for batch in _batches(wants)]
+        for future in flying:
+            lane.finish(lane.reads, future, budget.left_s)
+
+    def _read(self, lane: Lane, wants: Sequence[Want]) -> None:
+        """In the lane's thread."""
+        keys, lengths = zip(*wants, strict=True)
+        starts = self._arena.reserve(keys, lengths).tolist()
+        left = [(key, start, length) for key, start, length in zip(keys, starts, lengths, strict=True) if start >= 0]
+        try:
+            while left:
+                self._read_one(lane, *left[-1])
+                left.pop()
+        finally:
+            for key, start, length in left:
+                self._arena.abandon(key, start, length)
+            self._changed()
+
+    def _read_one(self, lane: Lane, key: bytes, start: int, length: int) -> None:
+        found = lane.tier.get([key], [self._arena.view(start, length)])[0]
+        if found == length:
+            self._arena.commit(key, start, length)
+        else:
+            self._arena.abandon(key, start, length)
+        lane.count("hits" if found == length else "misses")
+        if found not in (length, ABSENT):
+            lane.count("damaged")
+            lane.tier.delete([key])
+
+    # ---- out of the arena
+
+    def keep(self, keys: Sequence[bytes], wait_s: float = 0.0) -> list[Future[list[bool]]]:
+        """Queue what the arena holds of these for every tier that is written. No room in a queue: it is dropped there,
+        and counted."""
+        futures = []
+        for lane in self.lanes:
+            if lane.policy.write != "off":
+                pinned = self._arena.pin(keys)
+                future = self._queue(lane, keys, pinned, wait_s)
+                if future is None:
+                    self._arena.unpin(pinned.slots)
+                else:
+                    future.add_done_callback(partial(self._kept, pinned.slots))
+                    futures.append(future)
+        return futures
+
+    def _queue(self, lane: Lane, keys: Sequence[bytes], pinned: Pinned, wait_s: float) -> Future[list[bool]] | None:
+        entries = zip(keys, pinned.starts.tolist(), pinned.lengths.tolist(), strict=True)
+        here = [entry for entry in entries if entry[1] >= 0]
+        future = lane.start(lane.writes, partial(self._write, lane, here), wait_s) if here else None
+        if future is None:
+            lane.count("dropped", len(keys))
+            if wait_s:  # nothing left its queue for so long: it hangs
+                lane.writes.failed()
+        return future
+
+    def _write(self, lane: Lane, entries: Sequence[tuple[bytes, int, int]]) -> list[bool]:
+        """In the lane's thread."""
+        blobs = [[self._arena.view(start, length).data] for _, start, length in entries]
+        stored = lane.tier.put([key for key, _, _ in entries], blobs)
+        lane.count("stored", sum(stored))
+        lane.count("dropped", len(stored) - sum(stored))
+        return stored
+
+    def _kept(self, slots: Places, _: Future[list[bool]]) -> None:
+        self._arena.unpin(slots)
+        self._changed()
+
+    # ---- the rest
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        if self._cascade:
+            self._cascade.delete(keys)
+
+    def drain(self, wait_s: float) -> bool:
+        """Write what is queued, and whatever else of the arena a tier lacks; whether all of it was tried in time."""
+        if self._cascade is None:
+            return True
+        budget, keys = Budget.of(wait_s), self._arena.keys()
+        done = self._cascade.flush(wait_s)
+        lacking = [keys[i] for i in np.flatnonzero(self._cascade.missing(keys, budget)).tolist()]
+        for first in range(0, len(lacking), 64):
+            self.keep(lacking[first : first + 64], budget.within(wait_s))
+        return self._cascade.flush(budget.within(wait_s)) and done
+
+    def flush(self, wait_s: float) -> bool:
+        return self._cascade.flush(wait_s) if self._cascade else True
+
+    def stats(self) -> tuple[LaneStats, ...]:
+        return self._cascade.stats() if self._cascade else ()
+
+    def close(self, wait_s: float) -> None:
+        if self._cascade:
+            self._cascade.close(wait_s)
+
+
+def _batches(wants: Sequence[Want]) -> Iterator[list[Want]]:
+    if wants:
+        ends = np.cumsum([length for _, length in wants]) // BATCH_BYTES
+        for number in np.unique(ends):
+            yield [wants[i] for i in np.flatnonzero(ends == number).tolist()]

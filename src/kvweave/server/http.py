@@ -1,0 +1,52 @@
+"""A page for Prometheus and for health checks: `GET`, one answer, closed. No more of HTTP is wanted here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+
+HEAD_BYTES = 8192
+WAIT_S = 5.0
+PLAIN = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class HttpPage(asyncio.Protocol):
+    """Answers a path with a status and a text."""
+
+    def __init__(self, page: Callable[[str], tuple[int, str]]) -> None:
+        self._page = page
+        self._head = b""
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        asyncio.get_running_loop().call_later(WAIT_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        self._head += data
+        if self._transport is None or self._transport.is_closing():
+            return
+        if b"\r\n\r\n" in self._head or b"\n\n" in self._head:
+            self._transport.write(self._answer())
+            self._transport.close()
+        elif len(self._head) > HEAD_BYTES:
+            self._transport.write(_answer(431, "too long\n"))
+            self._transport.close()
+
+    def _answer(self) -> bytes:
+        words = self._head.split(b"\n", 1)[0].split()
+        if len(words) != 3 or not words[2].startswith(b"HTTP/"):
+            return _answer(400, "not HTTP\n")
+        if words[0] not in (b"GET", b"HEAD"):
+            return _answer(405, "only GET\n")
+        path = words[1].decode("latin-1").partition("?")[0]
+        return _answer(*self._page(path), with_body=words[0] == b"GET")
+
+
+def _answer(status: int, text: str, *, with_body: bool = True) -> bytes:
+    body = text.encode()
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {PLAIN}\r\n"
+    head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + (body if with_body else b"")

@@ -1,0 +1,164 @@
+"""What all connections share: arena, tiers, models and counts. Belongs to the loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol, TypeVar, runtime_checkable
+
+from kvweave import __version__
+from kvweave.server.far import Far
+from kvweave.server.opened import Opened
+from kvweave.server.protocol import Register
+from kvweave.server.registered import Registered, digest
+from kvweave.server.report import ClientReport, PrefixReport, Report
+from kvweave.server.settings import Settings
+from kvweave.server.shared import SharedArena
+from kvweave.store import Cascade, LaneStats
+from kvweave.store.keys import ROW_BYTES
+
+T = TypeVar("T")
+WAITERS = 16
+"""Threads that wait for tiers; beyond so many at once, requests to farther tiers queue up."""
+PREFIXES, SHOWN = 4096, 20
+
+
+@runtime_checkable
+class Listing(Protocol):
+    """A tier that can say what it holds."""
+
+    def keys(self) -> list[bytes]: ...
+
+    def delete(self, keys: Sequence[bytes]) -> int: ...
+
+
+class Hub:
+    """One daemon's state."""
+
+    def __init__(self, settings: Settings, arena: SharedArena, cascade: Cascade | None = None) -> None:
+        self.settings, self.arena = settings, arena
+        self.boot = secrets.token_bytes(8)
+        self.counts: Counter[str] = Counter()
+        self.stopping = False
+        self.far = Far(arena, cascade, self.notify)
+        self._threads = ThreadPoolExecutor(WAITERS, "kvweave-wait")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._change = asyncio.Event()
+        self._models: dict[bytes, Registered] = {}
+        self._uses: dict[bytes, PrefixReport] = {}
+        self._began = time.monotonic()
+
+    # ---- waiting
+
+    def run(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    def notify(self) -> None:
+        """Something was let go. From any thread."""
+        if self._loop and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.changed)
+
+    def changed(self) -> None:
+        """The same from within the loop."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def change(self, wait_s: float) -> None:
+        """Until something was let go, or the time is over."""
+        try:
+            await asyncio.wait_for(self._change.wait(), wait_s)
+        except TimeoutError:
+            return
+
+    # ---- models and prefixes
+
+    def register(self, said: Register) -> Registered:
+        """The same for everybody who says the same."""
+        found = self._models.get(key := digest(said))
+        if found is None:
+            found = self._models[key] = Registered(said)
+        return found
+
+    def asked(self, opened: Opened, position: int) -> None:
+        """Count a lookup and what it found."""
+        numbers = {"lookups": 1, "tokens_asked": opened.num_tokens, "tokens_found": position}
+        self.counts.update(numbers)
+        opened.registered.counts.update(numbers)
+        if position:
+            self._used(opened, position)
+
+    def _used(self, opened: Opened, position: int) -> None:
+        prefix = opened.prefixes[position // opened.registered.chunk_tokens - 1].tobytes()
+        known = self._uses.get(prefix)
+        model = opened.registered.model
+        self._uses[prefix] = replace(known, uses=known.uses + 1) if known else _used_once(prefix, model, position)
+        if len(self._uses) > PREFIXES:
+            kept = sorted(self._uses.items(), key=lambda item: -item[1].uses)[: PREFIXES // 2]
+            self._uses = dict(kept)
+
+    # ---- clearing
+
+    def clear(self, tenant: bytes | None, model: str | None) -> tuple[int, list[str]]:
+        """Forget entries; how many, and which tiers cannot say what they hold. Blocks: for a thread."""
+        rows = None if model is None else {row.tobytes() for each in self._named(model) for row in each.ids}
+        gone, kept_by = 0, []
+        for tier in (self.arena, *(lane.tier for lane in self.far.lanes)):
+            if isinstance(tier, Listing):
+                held = tier.keys()
+                gone += tier.delete([key for key in held if _matches(key, tenant, rows)])
+            else:
+                kept_by.append(tier.name)
+        self.notify()
+        return gone, kept_by
+
+    def _named(self, model: str) -> Iterable[Registered]:
+        return [registered for registered in [*self._models.values()] if registered.model == model]
+
+    # ---- telling
+
+    def report(self, clients: Sequence[ClientReport]) -> Report:
+        prefixes = sorted(self._uses.values(), key=lambda each: (-each.uses, -each.tokens))[:SHOWN]
+        numbers = ("lookups", "tokens_asked", "tokens_found", "requests", "failures", "expired", "returned")
+        return Report(
+            version=__version__,
+            pid=os.getpid(),
+            boot=self.boot.hex(),
+            uptime_s=time.monotonic() - self._began,
+            stopping=self.stopping,
+            tiers=self.tiers(),
+            models=tuple(registered.report() for registered in self._models.values()),
+            prefixes=tuple(prefixes),
+            clients=tuple(clients),
+            **{name: self.counts[name] for name in numbers},
+        )
+
+    def tiers(self) -> tuple[LaneStats, ...]:
+        names = ("hits", "misses", "stored", "dropped", "damaged")
+        counts = {name: self.counts[f"memory {name}"] for name in names}
+        near = LaneStats(
+            self.arena.stats(), **counts, late=0, failed=0, skipped=0, retried=0, open=False, last_error=""
+        )
+        return (near, *self.far.stats())
+
+    def close(self) -> None:
+        """Write what is left to write, and close every tier."""
+        self.far.close(self.settings.drain_s)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.arena.close()
+
+
+def _used_once(prefix: bytes, model: str, position: int) -> PrefixReport:
+    return PrefixReport(prefix[:8].hex(), model, position, 1)
+
+
+def _matches(key: bytes, tenant: bytes | None, rows: set[bytes] | None) -> bool:
+    return (tenant is None or key.startswith(tenant)) and (rows is None or key[-ROW_BYTES:] in rows)

@@ -1,0 +1,113 @@
+"""What one connection holds: places it reads, and places it writes. All of it has a time, and goes with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvweave.errors import LeaseExpired, OverLimit
+from kvweave.server.shared import Places, SharedArena
+
+Extent = tuple[bytes, int, int]
+"""Key, start and length of what is being written."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """Slots that are pinned until a time."""
+
+    slots: Places
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Extents that are reserved until a time."""
+
+    extents: tuple[Extent, ...]
+    until: float
+
+
+class Leases:
+    """The leases and tickets of a connection, under numbers that it chose."""
+
+    def __init__(self, arena: SharedArena, lease_s: float, most: int) -> None:
+        self._arena, self._lease_s, self._most = arena, lease_s, most
+        self._leases: dict[int, Lease] = {}
+        self._tickets: dict[int, Ticket] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases) + len(self._tickets)
+
+    @property
+    def leased_bytes(self) -> int:
+        return sum(self._arena.pinned_bytes(lease.slots) for lease in self._leases.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(length for ticket in self._tickets.values() for _, _, length in ticket.extents)
+
+    # ---- reading
+
+    def lease(self, number: int, slots: Places) -> None:
+        """Hold pinned slots under a number, beside what it holds already. Over the limit they are let go."""
+        known = self._leases.get(number)
+        if known is None and len(self) >= self._most:
+            self._arena.unpin(slots)
+            raise OverLimit(f"{self._most} leases are held already; release some")
+        held = slots if known is None else np.concatenate((known.slots, slots))
+        self._leases[number] = Lease(held, time.monotonic() + self._lease_s)
+
+    def renew(self, numbers: Sequence[int]) -> list[int]:
+        """Those that hold, for their time again."""
+        alive = [number for number in numbers if number in self._leases]
+        for number in alive:
+            self._leases[number].until = time.monotonic() + self._lease_s
+        return alive
+
+    def release(self, numbers: Sequence[int]) -> int:
+        leases = [lease for number in numbers if (lease := self._leases.pop(number, None))]
+        for lease in leases:
+            self._arena.unpin(lease.slots)
+        return len(leases)
+
+    # ---- writing
+
+    def reserve(self, number: int, extents: Sequence[Extent]) -> None:
+        self._tickets[number] = Ticket(tuple(extents), time.monotonic() + self._lease_s)
+
+    def holds(self, number: int) -> bool:
+        return number in self._tickets
+
+    def commit(self, number: int) -> list[bytes]:
+        """Show all that the ticket was for; the keys."""
+        ticket = self._tickets.pop(number, None)
+        if ticket is None:
+            raise LeaseExpired(f"ticket {number}: its time is over, or there never was one; nothing became visible")
+        for extent in ticket.extents:
+            self._arena.commit(*extent)
+        return [key for key, _, _ in ticket.extents]
+
+    def abandon(self, number: int) -> int:
+        ticket = self._tickets.pop(number, None)
+        for extent in ticket.extents if ticket else ():
+            self._arena.abandon(*extent)
+        return len(ticket.extents) if ticket else 0
+
+    # ---- the end
+
+    def expire(self, now: float) -> int:
+        """Give back whatever had its time; how many leases and tickets."""
+        leases = [number for number, lease in self._leases.items() if lease.until <= now]
+        tickets = [number for number, ticket in self._tickets.items() if ticket.until <= now]
+        self.release(leases)
+        for number in tickets:
+            self.abandon(number)
+        return len(leases) + len(tickets)
+
+    def give_back(self) -> int:
+        """All of it."""
+        return self.expire(float("inf"))

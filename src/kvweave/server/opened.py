@@ -1,0 +1,56 @@
+"""A sequence that a client opened: it is named by a number from then on, and its pieces by row and chunk."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import BadRequest
+from kvweave.server.protocol import Open, numbers
+from kvweave.server.registered import Registered
+from kvweave.store.keys import PREFIX_BYTES, keys_of
+
+Pieces = NDArray[np.int64]
+"""`[n, 2]`: rows and chunks."""
+
+
+class Opened:
+    """A prompt that a client opened: the keys of all its chunks and rows, chunk by chunk."""
+
+    def __init__(self, registered: Registered, said: Open) -> None:
+        if len(said.prefixes) % PREFIX_BYTES:
+            raise BadRequest(f"{len(said.prefixes)} bytes are no digests of {PREFIX_BYTES}")
+        self.registered, self.num_tokens, self.tenant = registered, said.num_tokens, said.tenant
+        self.prefixes = np.frombuffer(said.prefixes, np.uint8).reshape(-1, PREFIX_BYTES)
+        if self.num_chunks * registered.chunk_tokens > self.num_tokens:
+            raise BadRequest(f"{self.num_chunks} chunks of {registered.chunk_tokens} tokens, but {self.num_tokens}")
+        self.keys = keys_of(said.tenant, self.prefixes, registered.ids)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.prefixes)
+
+    @property
+    def limit(self) -> int:
+        """The longest position that can be a hit: at least one token is left."""
+        size = self.registered.chunk_tokens
+        return min(self.num_tokens - 1, self.num_chunks * size) // size * size
+
+    def pieces(self, data: bytes) -> Pieces:
+        """Pieces `[n, 2]` that travelled as bytes, each of which this sequence has."""
+        flat = numbers(data, "<i4")
+        if len(flat) % 2:
+            raise BadRequest("a piece is a row and a chunk")
+        pieces = flat.reshape(-1, 2)
+        most = (self.registered.num_rows, self.num_chunks)
+        if ((pieces < 0) | (pieces >= most)).any():
+            raise BadRequest(f"a piece beyond {most[0]} rows and {most[1]} chunks")
+        return pieces
+
+    def keys_at(self, pieces: Pieces) -> list[bytes]:
+        at = pieces[:, 1] * self.registered.num_rows + pieces[:, 0]
+        return [self.keys[i] for i in at.tolist()]
+
+    def lengths_at(self, pieces: Pieces) -> list[int]:
+        lengths: list[int] = self.registered.sizes[pieces[:, 0]].tolist()
+        return lengths

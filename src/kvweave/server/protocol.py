@@ -1,0 +1,272 @@
+"""What client and daemon say to one another: small typed messages, msgpack, a length before each.
+
+    length (4, little-endian)   message: an array, its name first
+
+Every request gets exactly one answer, in order; `Failed` is one. Positions in the arena travel as arrays of bytes.
+The first request is `Hello`; its version is its first field, and stays there in every version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerError
+from kvweave.server.report import Report
+
+VERSION = 1
+LENGTH_BYTES = 4
+MESSAGE_BYTES = 4 << 20
+"""The longest message: the digests of 32 million tokens in chunks of 256."""
+
+FAR = -1
+"""A place that is no place: not in the arena; for a reservation, nothing to do, since it is there already."""
+PRESENT, WRITING, NO_ROOM = -1, -2, -3
+
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+Name = Annotated[str, Meta(max_length=200)]
+Digest = Annotated[bytes, Meta(min_length=8, max_length=8)]
+
+
+class Message(Struct, frozen=True, array_like=True, tag=str.lower):
+    """Anything that is said."""
+
+
+# ---- questions
+
+
+class Hello(Message, frozen=True):
+    """The first message. `arena`: whether the answer shall bring the arena's file descriptor."""
+
+    version: int
+    digest: bytes
+    name: Name = ""
+    token: Name = ""
+    arena: bool = True
+
+
+class Ping(Message, frozen=True):
+    """Are you there?"""
+
+
+class RowInfo(Struct, frozen=True, array_like=True):
+    """One part of one group: its id is the digest of `meta`, which says what is in it."""
+
+    id: Digest
+    blob_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+    meta: Annotated[bytes, Meta(max_length=1 << 20)]
+
+
+class GroupInfo(Struct, frozen=True, array_like=True):
+    """So many of the rows, one after the other, and their reach as JSON."""
+
+    tag: Name
+    num_rows: Annotated[int, Meta(ge=1, le=4096)]
+    reach: dict[str, Any]
+
+
+class Register(Message, frozen=True):
+    """A model's schema, under a number of the client's choice."""
+
+    schema: Number
+    model: Name
+    chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 24)]
+    rows: Annotated[list[RowInfo], Meta(min_length=1, max_length=4096)]
+    groups: Annotated[list[GroupInfo], Meta(min_length=1, max_length=4096)]
+
+
+class Open(Message, frozen=True):
+    """A sequence, under a number of the client's choice: the digests of its prefixes, which are sent only once."""
+
+    sequence: Number
+    schema: Number
+    tenant: Digest
+    num_tokens: Number
+    prefixes: bytes
+
+
+class Close(Message, frozen=True):
+    """Forget sequences."""
+
+    sequences: list[Number]
+
+
+class Lookup(Message, frozen=True):
+    """The longest prefix from which every group can go on. With a lease (not 0), `rows` of it stay where they are."""
+
+    sequence: Number
+    lease: Number
+    rows: bytes | None = None
+    budget_s: float | None = None
+
+
+class Bring(Message, frozen=True):
+    """Where these pieces are, under a lease; those of farther tiers are brought first."""
+
+    sequence: Number
+    lease: Number
+    pieces: bytes
+    budget_s: float | None = None
+
+
+class Prefetch(Message, frozen=True):
+    """Bring these pieces, without a lease."""
+
+    sequence: Number
+    pieces: bytes
+    budget_s: float | None = None
+
+
+class Renew(Message, frozen=True):
+    """Keep these leases for their time again."""
+
+    leases: list[Number]
+
+
+class Release(Message, frozen=True):
+    """Give back these leases; unknown and expired ones are fine."""
+
+    leases: list[Number]
+
+
+class Reserve(Message, frozen=True):
+    """Places to write these pieces at, under a ticket."""
+
+    sequence: Number
+    ticket: Number
+    pieces: bytes
+
+
+class Commit(Message, frozen=True):
+    """Everything of a ticket is written: show it. `abandon`: show nothing, and give the places back."""
+
+    ticket: Number
+    abandon: bool = False
+
+
+class Damaged(Message, frozen=True):
+    """These pieces are not what they should be: forget them in every tier."""
+
+    sequence: Number
+    pieces: bytes
+
+
+class Flush(Message, frozen=True):
+    """Answer when what was committed so far is in the persistent tiers."""
+
+    wait_s: float = 60.0
+
+
+class Stats(Message, frozen=True):
+    """What is in there, and what was done."""
+
+
+class Clear(Message, frozen=True):
+    """Forget everything, or what belongs to a tenant, a model, or both."""
+
+    tenant: Digest | None = None
+    model: Name | None = None
+
+
+# ---- answers
+
+
+class Welcome(Message, frozen=True):
+    """`boot` is another one for every start of the daemon. A connection may hold so many bytes reserved."""
+
+    version: int
+    boot: bytes
+    arena_bytes: int
+    lease_s: float
+    reserve_bytes: int
+    max_sequences: int
+
+
+class Done(Message, frozen=True):
+    """It is done; so many."""
+
+    count: int = 0
+
+
+class Found(Message, frozen=True):
+    """The hit; which pieces there are (bits, `[rows, chunks]`); and places, row by row, of what the hit needs."""
+
+    position: int
+    present: bytes
+    starts: bytes
+
+
+class Places(Message, frozen=True):
+    """Where pieces are, or may be written, in the order they were asked for."""
+
+    starts: bytes
+
+
+class Alive(Message, frozen=True):
+    """Leases that hold."""
+
+    leases: list[int]
+
+
+class Stated(Message, frozen=True):
+    """The answer to `Stats`."""
+
+    report: Report
+
+
+class Cleared(Message, frozen=True):
+    """So many entries are gone; tiers that cannot list what they hold keep theirs."""
+
+    entries: int
+    kept_by: list[str]
+
+
+class Failed(Message, frozen=True):
+    """An error's name and words."""
+
+    error: str
+    message: str
+
+
+Question = (
+    Hello | Ping | Register | Open | Close | Lookup | Bring | Prefetch | Renew | Release | Reserve | Commit | Damaged
+    | Flush | Stats | Clear
+)  # fmt: skip
+Answer = Welcome | Done | Found | Places | Alive | Stated | Cleared | Failed
+
+ERRORS = {error.__name__: error for error in (ServerError, Refused, BadRequest, OverLimit, LeaseExpired)}
+
+
+def _digest() -> bytes:
+    """Of the shape of all messages: builds that would misread one another do not get to talk."""
+    _, parts = msgspec.json.schema_components([Question, Answer])
+    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).digest()[:8]
+
+
+DIGEST = _digest()
+_encoder = msgspec.msgpack.Encoder()
+read_question = msgspec.msgpack.Decoder(Question).decode
+read_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def frame(message: Message) -> bytes:
+    """A message with its length before it."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def numbers(data: bytes, kind: str = "<i8") -> NDArray[np.int64]:
+    """An array that travelled as bytes."""
+    if len(data) % np.dtype(kind).itemsize:
+        raise BadRequest(f"{len(data)} bytes are no array of {kind}")
+    return np.frombuffer(data, kind).astype(np.int64)
+
+
+def packed(values: object, kind: str = "<i8") -> bytes:
+    """An array as bytes."""
+    return np.asarray(values, kind).tobytes()

@@ -1,0 +1,121 @@
+"""A model as the daemon knows it: row ids, sizes of blobs, and reaches. What is in a blob is the clients' business."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import BadRequest, KVWeaveError
+from kvweave.prefix import Present, joint_hit
+from kvweave.server.protocol import GroupInfo, Register, RowInfo
+from kvweave.server.report import GroupReport, ModelReport
+from kvweave.spec import Reach, codec
+from kvweave.spec.reach import reach_class
+from kvweave.store import Row, Schema
+from kvweave.store.blob import blob_bytes
+from kvweave.store.keys import ROW_BYTES
+
+MOST = 1 << 40
+
+
+def registration(number: int, model: str, schema: Schema) -> Register:
+    """A schema, as a client says it."""
+    rows = [RowInfo(row.id, blob_bytes(row), row.meta) for row in schema.rows]
+    tags = [schema.rows[part.start].tag for _, part in schema.groups]
+    groups = [
+        GroupInfo(tag, part.stop - part.start, codec.to_dict(reach))
+        for tag, (reach, part) in zip(tags, schema.groups, strict=True)
+    ]
+    return Register(number, model, schema.chunk_tokens, rows, groups)
+
+
+class Registered:
+    """A registered schema, shared by all connections that registered the same."""
+
+    def __init__(self, said: Register) -> None:
+        self.model, self.chunk_tokens = said.model, said.chunk_tokens
+        self.digest = digest(said)
+        self.sizes = np.array([row.blob_bytes for row in said.rows], np.int64)
+        self.ids = np.frombuffer(b"".join(row.id for row in said.rows), np.uint8).reshape(-1, ROW_BYTES)
+        self.counts: Counter[str] = Counter()
+        self._metas = [_meta(row, said.chunk_tokens) for row in said.rows]
+        self._groups = list(_groups(said))
+        self._needs = [Row(tag, reach, (), (), 0, 1, said.chunk_tokens).needs for tag, reach, _ in self._groups]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sizes)
+
+    def position(self, present: NDArray[np.bool_], limit: int) -> int:
+        """The joint hit over `[rows, chunks]`."""
+        size = self.chunk_tokens
+        groups = [Present(reach, size, np.logical_and.reduce(present[rows])) for _, reach, rows in self._groups]
+        return joint_hit(groups, size, limit)
+
+    def needs(self, position: int, wanted: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """Pieces `[n, 2]`: what going on from `position` needs of the wanted rows, row by row."""
+        pieces = [np.empty((0, 2), np.int64)]
+        for needs, (_, _, rows) in zip(self._needs, self._groups, strict=True):
+            chunks = np.fromiter(needs(position), np.int64)
+            numbers = np.arange(rows.start, rows.stop)
+            mine = numbers if wanted is None else numbers[np.isin(numbers, wanted)]
+            pieces.append(np.stack((np.repeat(mine, len(chunks)), np.tile(chunks, len(mine))), axis=1))
+        return np.concatenate(pieces)
+
+    def report(self) -> ModelReport:
+        groups = tuple(self._group(*group) for group in self._groups)
+        numbers = {name: self.counts[name] for name in ("lookups", "tokens_asked", "tokens_found")}
+        return ModelReport(self.model, self.digest.hex(), self.chunk_tokens, groups, **numbers)
+
+    def _group(self, tag: str, reach: Reach, rows: slice) -> GroupReport:
+        layers = self._metas[rows.start].get("layers", ())
+        words = " ".join(str(value) for value in codec.to_dict(reach).values())
+        return GroupReport(tag, words, rows.stop - rows.start, len(layers), int(self.sizes[rows].sum()))
+
+
+def digest(said: Register) -> bytes:
+    """Equal registrations, equal digests, whatever number a client gave them."""
+    facts = hashlib.sha256(f"{said.model}\0{said.chunk_tokens}".encode())
+    for row in said.rows:
+        facts.update(row.id + row.blob_bytes.to_bytes(8, "little"))
+    facts.update(json.dumps([[g.tag, g.num_rows, g.reach] for g in said.groups], sort_keys=True).encode())
+    return facts.digest()[:8]
+
+
+def _meta(row: RowInfo, chunk_tokens: int) -> dict[str, Any]:
+    """What a row says of itself, if it says so of itself: an id that is not its digest is somebody else's."""
+    if hashlib.sha256(b"kvweave row 1\0" + row.meta).digest()[:ROW_BYTES] != row.id:
+        raise BadRequest(f"row {row.id.hex()} has another digest: this is a schema of another version of kvweave")
+    try:
+        meta: dict[str, Any] = json.loads(row.meta)
+        fits = meta["chunk_tokens"] == chunk_tokens
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadRequest(f"row {row.id.hex()} does not say what it is: {error!r}") from None
+    if not fits:
+        raise BadRequest(f"row {row.id.hex()} is of chunks of {meta['chunk_tokens']} tokens, not {chunk_tokens}")
+    return meta
+
+
+def _groups(said: Register) -> list[tuple[str, Reach, slice]]:
+    groups, start = [], 0
+    for group in said.groups:
+        groups.append((group.tag, _reach(group), slice(start, start + group.num_rows)))
+        start += group.num_rows
+    if start != len(said.rows):
+        raise BadRequest(f"groups of {start} rows in all, but there are {len(said.rows)}")
+    return groups
+
+
+def _reach(group: GroupInfo) -> Reach:
+    fields = {name: value for name, value in group.reach.items() if name != "kind"}
+    if any(isinstance(value, int) and value > MOST for value in fields.values()):
+        raise BadRequest(f"group {group.tag!r}: a reach beyond {MOST} tokens")
+    try:
+        return codec.from_dict(reach_class(str(group.reach.get("kind"))), fields, f"group {group.tag!r}")
+    except KVWeaveError as error:
+        raise BadRequest(str(error)) from None

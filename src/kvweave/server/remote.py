@@ -1,0 +1,295 @@
+"""A store behind a daemon, with the face of `Store`. Bytes go between this process and the arena; the daemon is told.
+
+When the daemon is gone, lookups find nothing and saves are dropped, both counted; it is tried again later.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import LeaseExpired, ServerError, ServerGone
+from kvweave.server import protocol as say
+from kvweave.server.client import Client
+from kvweave.server.copying import Copier, Job, Target
+from kvweave.server.dialogue import Dialogue, key_of
+from kvweave.server.protocol import FAR, NO_ROOM, numbers, packed
+from kvweave.server.report import Report
+from kvweave.store import AnyStore, Prompt, Row, Saved, Schema, Sink, Source, StoreStats
+from kvweave.store.base import Piece
+from kvweave.store.cascade import BATCH_BYTES, Budget
+from kvweave.store.keys import Bytes
+
+
+@dataclass(frozen=True)
+class RemoteHit:
+    """From `position` on there is work to do. What lies before stays where it is until `until`."""
+
+    prompt: Prompt
+    position: int
+    present: NDArray[np.bool_]
+    """`[rows, chunks]`"""
+    places: NDArray[np.int64]
+    """`[rows, chunks]`: where in the arena, `FAR` for what is not there."""
+    lease: int = 0
+    until: float = 0.0
+    generation: int = 0
+    target: Target | None = None
+
+
+class RemoteStore(AnyStore[RemoteHit]):
+    """KV of one model's chunks in a daemon. Many threads may use it; `workers` of its own copy large blobs."""
+
+    def __init__(self, schema: Schema, client: Client | str | Path, *, model: str = "", workers: int = 2) -> None:
+        super().__init__(schema)
+        self.client = client if isinstance(client, Client) else Client(client, name=f"{model} {os.getpid()}".strip())
+        self._dialogue = Dialogue(self.client, schema, model)
+        self._copier = Copier(schema, workers)
+        self._unflushed: set[int] = set()
+
+    # ---- reading
+
+    def lookup(self, prompt: Prompt, *, rows: Sequence[int] | None = None, budget_s: float | None = None) -> RemoteHit:
+        """The longest prefix from which every group can go on. What it needs of `rows` (default: all) stays in the
+        arena until the hit is loaded or released, the same prompt is looked up again, or the lease is over."""
+        shape = (len(self.schema.rows), prompt.num_chunks)
+        hit = RemoteHit(prompt, 0, np.zeros(shape, bool), np.full(shape, FAR, np.int64))
+        if prompt.num_chunks:
+            with self._or_miss():
+                hit = self._lookup(hit, rows, budget_s)
+        self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=hit.position)
+        return hit
+
+    def _lookup(self, empty: RemoteHit, rows: Sequence[int] | None, budget_s: float | None) -> RemoteHit:
+        asked_at, wanted = time.monotonic(), None if rows is None else packed(sorted(rows), "<i4")
+
+        def question(sequence: int, lease: int) -> say.Message:
+            return say.Lookup(sequence, lease, wanted, budget_s)
+
+        answer, generation, lease = self._dialogue.lease(empty.prompt, question, budget_s)
+        found = self.client.check(answer, say.Found)
+        shape, places = empty.present.shape, empty.places
+        present = np.unpackbits(np.frombuffer(found.present, np.uint8), count=empty.present.size).reshape(shape)
+        if found.starts:
+            at = np.array([*self._needs(found.position, range(shape[0]) if rows is None else sorted(rows))], np.int64)
+            places[at[:, 0], at[:, 1]] = numbers(found.starts)
+        until = asked_at + self.client.welcome.lease_s
+        return RemoteHit(empty.prompt, found.position, present.astype(bool), places, lease, until, generation)
+
+    def load(
+        self, hit: RemoteHit, sink: Sink, *, rows: Sequence[int] | None = None, budget_s: float | None = None
+    ) -> int:
+        try:
+            return super().load(hit, sink, rows=rows, budget_s=budget_s)
+        finally:
+            self.release(hit)
+
+    def load_into(
+        self, hit: RemoteHit, target: Target, *, rows: Sequence[int] | None = None, budget_s: float | None = None
+    ) -> int:
+        """As `load`, but straight into memory that `target` names: one copy less. Beyond the position that is returned
+        it may hold anything."""
+        return self.load(replace(hit, target=target), _ignore, rows=rows, budget_s=budget_s)
+
+    def release(self, hit: RemoteHit) -> None:
+        """Let the daemon evict what a hit held; may be called twice."""
+        if hit.lease and hit.generation == self.client.generation:
+            with suppress(ServerError):
+                self.client.ask(say.Release([hit.lease]), say.Done)
+
+    def _fetch(self, hit: RemoteHit, pieces: Sequence[Piece], budget: Budget) -> Iterator[tuple[Piece, Bytes]]:
+        held = hit.generation == self.client.generation and time.monotonic() < hit.until
+        near = {piece: int(hit.places[piece]) for piece in pieces if held and hit.places[piece] != FAR}
+        yield from self._copies(hit, near, hit.until)
+        far = [piece for piece in pieces if piece not in near]
+        if far:
+            self.release(hit)  # what is copied must not take the room that the rest needs
+        for batch in self._batches(far):
+            if budget.is_spent:
+                return
+            with self._or_miss():
+                lease, until = self.client.number(), time.monotonic() + self.client.welcome.lease_s
+                yield from self._copies(hit, self._bring(hit.prompt, batch, lease, budget), until)
+                self.client.ask(say.Release([lease]), say.Done)
+
+    def _bring(self, prompt: Prompt, pieces: Sequence[Piece], lease: int, budget: Budget) -> dict[Piece, int]:
+        """Where those that could be had are now."""
+
+        def question(sequence: int) -> say.Message:
+            return say.Bring(sequence, lease, packed(pieces, "<i4"), budget.left_s)
+
+        answer, _ = self._dialogue.ask(prompt, question, budget.left_s)
+        starts = numbers(self.client.check(answer, say.Places).starts).tolist()
+        return {piece: start for piece, start in zip(pieces, starts, strict=True) if start != FAR}
+
+    def _copies(self, hit: RemoteHit, places: dict[Piece, int], until: float) -> Iterator[tuple[Piece, Bytes]]:
+        """What is whole. Of what is not the daemon is told, unless the place may have been somebody else's by then."""
+        arena = self.client.arena  # if it is another one by now, nothing in it will pass for what is wanted
+        jobs = (self._job(arena, hit.prompt, *piece, start) for piece, start in places.items())
+        damaged = []
+        for piece, (_, payload) in zip(places, self._copier.reads(jobs, hit.target), strict=True):
+            if payload is None:
+                damaged.append(piece)
+            else:
+                yield piece, payload
+        if damaged and time.monotonic() < until:
+            self._dialogue.ask(hit.prompt, lambda sequence: say.Damaged(sequence, packed(damaged, "<i4")))
+
+    def _job(self, arena: Bytes, prompt: Prompt, number: int, chunk: int, start: int) -> Job:
+        row = self.schema.rows[number]
+        return Job(arena[start : start + self._sizes[number]], row, chunk, key_of(prompt, row, chunk))
+
+    def prefetch(
+        self, hit: RemoteHit, *, rows: Sequence[int] | None = None, budget_s: float | None = None
+    ) -> Future[int]:
+        """Bring what a hit needs into the arena, over a connection of its own; the position that then is near."""
+        future: Future[int] = Future()
+
+        def work() -> None:
+            future.set_result(self._prefetched(hit, rows, Budget.of(budget_s)))
+
+        threading.Thread(target=work, name="kvweave-prefetch", daemon=True).start()
+        return future
+
+    def _prefetched(self, hit: RemoteHit, rows: Sequence[int] | None, budget: Budget) -> int:
+        wanted = range(len(self.schema.rows)) if rows is None else rows
+        near = np.zeros_like(hit.present)
+        near[[row for row in range(len(near)) if row not in wanted]] = True
+        with self._or_miss(), self.client.again() as client:
+            other = RemoteStore(self.schema, client, model=self._dialogue.model, workers=1)
+            for batch in self._batches([*self._needs(hit.position, wanted)]):
+                for piece in other._bring(hit.prompt, batch, 0, budget):
+                    near[piece] = True
+        return self._position(hit.prompt, near, hit.position)
+
+    # ---- writing
+
+    def save(
+        self,
+        prompt: Prompt,
+        source: Source,
+        *,
+        points: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
+        budget_s: float | None = None,
+    ) -> Saved:
+        pieces, budget = deque(self._to_keep(prompt, points, rows)), Budget.of(budget_s)
+        saved, total = Saved(), len(pieces)
+        with self._or_miss():
+            while pieces and not budget.is_spent:
+                batch = next(self._batches(pieces))
+                saved, left = self._save(prompt, source, batch, saved)
+                for _ in batch:
+                    pieces.popleft()
+                pieces.extendleft(reversed(left))
+        return replace(saved, dropped=total - saved.stored - saved.present)
+
+    def _save(self, prompt: Prompt, source: Source, batch: Sequence[Piece], saved: Saved) -> tuple[Saved, list[Piece]]:
+        """Write a batch as far as there is room; what is left to be tried again, now that some of it is visible."""
+        ticket, until = self.client.number(), time.monotonic() + self.client.welcome.lease_s
+
+        def question(sequence: int) -> say.Message:
+            return say.Reserve(sequence, ticket, packed(batch, "<i4"))
+
+        answer, generation = self._dialogue.ask(prompt, question)
+        starts: list[int] = numbers(self.client.check(answer, say.Places).starts).tolist()
+        mapped = self.client.mapped
+        if mapped.generation != generation:
+            raise ServerGone("the connection was lost, and what was reserved with it")
+        places = [(piece, at) for piece, at in zip(batch, starts, strict=True) if at >= 0]
+        granted = [self._job(mapped.arena, prompt, *piece, at) for piece, at in places]
+        left = [piece for piece, at in zip(batch, starts, strict=True) if at == NO_ROOM]
+        stored = self._write(granted, source, ticket, until, generation) if granted else 0
+        present = len(batch) - len(granted) - len(left)
+        return Saved(saved.stored + stored, saved.present + present), left if stored else []
+
+    def _write(self, jobs: Sequence[Job], source: Source, ticket: int, until: float, generation: int) -> int:
+        """How many became visible: all, or none."""
+        fine = False
+        try:
+            fine = self._copier.writes(jobs, source, until)
+        finally:
+            if generation == self.client.generation and not fine:
+                with suppress(ServerError):
+                    self.client.ask(say.Commit(ticket, abandon=True), say.Done)
+        if not fine or generation != self.client.generation:
+            return 0
+        with suppress(LeaseExpired):
+            stored = self.client.ask(say.Commit(ticket), say.Done).count
+            self._unflushed.add(generation)
+            return stored
+        return 0
+
+    def _batches(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+        most, batch, size = min(BATCH_BYTES, self.client.welcome.reserve_bytes), list[Piece](), 0
+        for piece in pieces:
+            if batch and size + self._sizes[piece[0]] > most:
+                yield batch
+                batch, size = [], 0
+            batch.append(piece)
+            size += self._sizes[piece[0]]
+        if batch:
+            yield batch
+
+    # ---- the rest
+
+    def report(self) -> Report:
+        """What the daemon says of itself. Raises `ServerGone`."""
+        return self.client.ask(say.Stats(), say.Stated).report
+
+    def stats(self) -> StoreStats:
+        with self._or_miss():
+            return self._stats(self.report().tiers)
+        return self._stats(())
+
+    def flush(self, wait_s: float = 60.0) -> bool:
+        """Wait until what was saved since the last time is in the daemon's persistent tiers. False, too, if some of it
+        was saved over another connection: that daemon may have died with it."""
+        with self._or_miss():
+            done = self.client.ask(say.Flush(wait_s), say.Done, wait_s + 5.0).count
+            saved, self._unflushed = self._unflushed, set()
+            return bool(done) and saved <= {self.client.generation}
+        return False
+
+    def close(self, wait_s: float = 60.0) -> None:  # noqa: ARG002 - what is queued the daemon writes
+        """Give back what is held; what was saved is the daemon's."""
+        self.client.close()
+        self._copier.close()
+
+    def _or_miss(self) -> _OrMiss:
+        return _OrMiss(self)
+
+    @property
+    def unreachable(self) -> int:
+        """How often the daemon was gone, or said no: what was asked then was a miss, what was saved is lost."""
+        return self._counts["unreachable"]
+
+
+class _OrMiss:
+    """A daemon that is gone, or says no, is a miss."""
+
+    def __init__(self, store: RemoteStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        if kind is None or not issubclass(kind, ServerError):
+            return False
+        self._store._count(unreachable=1)
+        return True
+
+
+def _ignore(row: Row, chunk: int, payload: Bytes) -> None:
+    """A sink for what is where it shall be already."""

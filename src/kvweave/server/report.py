@@ -1,0 +1,85 @@
+"""What a daemon says of itself: frozen records, which `inspect`, metrics and tests read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvweave.store import LaneStats
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """A group of a registered model."""
+
+    tag: str
+    reach: str
+    parts: int
+    layers: int
+    chunk_bytes: int
+    """Of one chunk, all parts, headers included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """A registered model, and what was asked for it."""
+
+    model: str
+    schema: str
+    chunk_tokens: int
+    groups: tuple[GroupReport, ...]
+    lookups: int
+    tokens_asked: int
+    tokens_found: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReport:
+    """A prefix that was found, by the digest of its tokens."""
+
+    digest: str
+    model: str
+    tokens: int
+    uses: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientReport:
+    """A connection, and what it holds."""
+
+    name: str
+    pid: int
+    uid: int
+    connected_s: float
+    requests: int
+    sequences: int
+    leases: int
+    leased_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All of it."""
+
+    version: str
+    pid: int
+    boot: str
+    uptime_s: float
+    stopping: bool
+    tiers: tuple[LaneStats, ...]
+    lookups: int
+    tokens_asked: int
+    tokens_found: int
+    requests: int
+    failures: int
+    expired: int
+    """Leases and tickets that were taken back because their time was over."""
+    returned: int
+    """... because their connection went away."""
+    models: tuple[ModelReport, ...]
+    prefixes: tuple[PrefixReport, ...]
+    clients: tuple[ClientReport, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        return self.tokens_found / self.tokens_asked if self.tokens_asked else 0.0

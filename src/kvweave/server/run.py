@@ -1,0 +1,49 @@
+"""A daemon from start to stop: signals, the service manager's socket, and a log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+
+from kvweave.server.daemon import Daemon
+from kvweave.server.settings import Settings
+
+log = logging.getLogger("kvweave.server")
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT; then drain, and return."""
+    asyncio.run(_run(settings))
+
+
+async def _run(settings: Settings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop, stop, signal.Signals(number).name)
+    async with Daemon(settings):
+        notify("READY=1")
+        await stop.wait()
+        notify("STOPPING=1")
+    log.info("stopped")
+
+
+def _stop(event: asyncio.Event, name: str) -> None:
+    log.info("%s: stopping", name)
+    event.set()
+
+
+def notify(state: str) -> None:
+    """Tell systemd (sd_notify), if it asked for it."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    where = "\0" + address[1:] if address.startswith("@") else address
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
+        try:
+            out.sendto(state.encode(), where)
+        except OSError as error:
+            log.warning("cannot tell %s that %s: %s", address, state, error)

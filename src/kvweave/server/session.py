@@ -1,0 +1,234 @@
+"""What one client said, and the answers. An answer that needs a farther tier, or room, is a coroutine; all else is
+answered on the spot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import BadRequest, OverLimit
+from kvweave.server import protocol as say
+from kvweave.server.hub import Hub
+from kvweave.server.leases import Leases
+from kvweave.server.opened import Opened, Pieces
+from kvweave.server.protocol import NO_ROOM, Answer, numbers, packed
+from kvweave.server.registered import Registered
+from kvweave.store.cascade import Budget
+
+ROOM_S = 2.0
+"""How long a reservation waits for room that somebody else holds."""
+Handler = Callable[[Any], Answer | Awaitable[Answer]]
+
+
+class Session:
+    """A client's schemas, sequences, leases and tickets."""
+
+    def __init__(self, hub: Hub) -> None:
+        limits = hub.settings.limits
+        self._hub, self._arena, self._limits = hub, hub.arena, limits
+        self._schemas: dict[int, Registered] = {}
+        self._sequences: dict[int, Opened] = {}
+        self.leases = Leases(hub.arena, hub.settings.lease_s, limits.leases)
+        self._most_bytes = int(hub.arena.num_bytes * limits.reserve_share)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    def handlers(self) -> dict[type, Handler]:
+        """What needs the arena, and therefore the Unix socket."""
+        return {
+            say.Register: self._register,
+            say.Open: self._open,
+            say.Close: self._close,
+            say.Lookup: self._lookup,
+            say.Bring: self._bring,
+            say.Prefetch: self._prefetch,
+            say.Renew: lambda ask: say.Alive(self.leases.renew(ask.leases)),
+            say.Release: self._release,
+            say.Reserve: self._reserve,
+            say.Commit: self._commit,
+            say.Damaged: self._damaged,
+        }
+
+    def give_back(self) -> int:
+        held = self.leases.give_back()
+        self._sequences.clear()
+        if held:
+            self._hub.changed()
+        return held
+
+    def expire(self, now: float) -> int:
+        expired = self.leases.expire(now)
+        if expired:
+            self._hub.changed()
+        return expired
+
+    # ---- sequences
+
+    def _register(self, ask: say.Register) -> Answer:
+        if ask.schema not in self._schemas and len(self._schemas) >= self._limits.schemas:
+            raise OverLimit(f"{self._limits.schemas} schemas are registered already by this connection")
+        self._schemas[ask.schema] = self._hub.register(ask)
+        return say.Done(len(ask.rows))
+
+    def _open(self, ask: say.Open) -> Answer:
+        schema = self._schemas.get(ask.schema)
+        if schema is None:
+            raise BadRequest(f"schema {ask.schema} is not registered by this connection")
+        opened = Opened(schema, ask)
+        others = [each for number, each in self._sequences.items() if number != ask.sequence]
+        if len(others) >= self._limits.sequences:
+            raise OverLimit(f"{self._limits.sequences} sequences are open already; close some")
+        if sum(len(each.keys) for each in [*others, opened]) > self._limits.keys:
+            raise OverLimit(f"more than {self._limits.keys} keys in open sequences; close some")
+        self._sequences[ask.sequence] = opened
+        return say.Done(opened.num_chunks)
+
+    def _opened(self, number: int) -> Opened:
+        opened = self._sequences.get(number)
+        if opened is None:
+            raise BadRequest(f"sequence {number} is not open")
+        return opened
+
+    def _close(self, ask: say.Close) -> Answer:
+        return say.Done(sum(self._sequences.pop(number, None) is not None for number in ask.sequences))
+
+    # ---- reading
+
+    def _lookup(self, ask: say.Lookup) -> Answer | Awaitable[Answer]:
+        opened = self._opened(ask.sequence)
+        rows = None if ask.rows is None else numbers(ask.rows, "<i4")
+        near = self._arena.contains(opened.keys)
+        position = opened.registered.position(_matrix(near, opened), opened.limit)
+        if position == opened.limit or not self._hub.far.lanes:
+            return self._found(opened, near, position, ask.lease, rows)
+        return self._lookup_far(opened, near, ask, rows)
+
+    async def _lookup_far(
+        self, opened: Opened, near: NDArray[np.bool_], ask: say.Lookup, rows: NDArray[np.int64] | None
+    ) -> Answer:
+        lacking = np.flatnonzero(~near)
+        keys = [opened.keys[i] for i in lacking.tolist()]
+        near[lacking] = await self._hub.in_thread(self._hub.far.where, keys, Budget.of(ask.budget_s))
+        position = opened.registered.position(_matrix(near, opened), opened.limit)
+        return self._found(opened, near, position, ask.lease, rows)
+
+    def _found(
+        self, opened: Opened, present: NDArray[np.bool_], position: int, lease: int, rows: NDArray[np.int64] | None
+    ) -> Answer:
+        self._hub.asked(opened, position)
+        bits = np.packbits(_matrix(present, opened)).tobytes()
+        if not lease or not position:
+            return say.Found(position, bits, b"")
+        pieces = opened.registered.needs(position, rows)
+        return say.Found(position, bits, packed(self._lease(opened, pieces, lease)))
+
+    def _lease(self, opened: Opened, pieces: Pieces, lease: int) -> NDArray[np.int64]:
+        pinned = self._arena.pin(opened.keys_at(pieces))
+        if lease:
+            self.leases.lease(lease, pinned.slots)
+        else:
+            self._arena.unpin(pinned.slots)
+        return pinned.starts
+
+    def _bring(self, ask: say.Bring) -> Answer | Awaitable[Answer]:
+        opened = self._opened(ask.sequence)
+        pieces = opened.pieces(ask.pieces)
+        self._check_bytes(opened.lengths_at(pieces))
+        if self._hub.far.lanes and not self._arena.contains(opened.keys_at(pieces)).all():
+            return self._bring_far(opened, pieces, ask.lease, ask.budget_s)
+        return self._brought(opened, pieces, ask.lease)
+
+    async def _bring_far(self, opened: Opened, pieces: Pieces, lease: int, budget_s: float | None) -> Answer:
+        keys, lengths = opened.keys_at(pieces), opened.lengths_at(pieces)
+        near = self._arena.contains(keys)
+        wants = [(keys[i], lengths[i]) for i in np.flatnonzero(~near).tolist()]
+        await self._hub.in_thread(self._hub.far.bring, wants, Budget.of(budget_s))
+        return self._brought(opened, pieces, lease)
+
+    def _brought(self, opened: Opened, pieces: Pieces, lease: int) -> Answer:
+        starts = self._lease(opened, pieces, lease)
+        found = int((starts >= 0).sum())
+        self._hub.counts.update({"memory hits": found, "memory misses": len(starts) - found})
+        return say.Places(packed(starts))
+
+    def _prefetch(self, ask: say.Prefetch) -> Answer | Awaitable[Answer]:
+        return self._bring(say.Bring(ask.sequence, 0, ask.pieces, ask.budget_s))
+
+    def _release(self, ask: say.Release) -> Answer:
+        count = self.leases.release(ask.leases)
+        if count:
+            self._hub.changed()
+        return say.Done(count)
+
+    # ---- writing
+
+    def _reserve(self, ask: say.Reserve) -> Answer | Awaitable[Answer]:
+        opened = self._opened(ask.sequence)
+        pieces = opened.pieces(ask.pieces)
+        keys, lengths = opened.keys_at(pieces), opened.lengths_at(pieces)
+        self._check_bytes(lengths, self.leases.reserved_bytes)
+        if self.leases.holds(ask.ticket) or len(self.leases) >= self._limits.leases:
+            raise OverLimit(f"ticket {ask.ticket} is held already, or too many are; commit first")
+        starts = self._arena.reserve(keys, lengths)
+        if (starts == NO_ROOM).any() and (starts < 0).all() and self._arena.is_held:
+            return self._reserve_later(ask.ticket, keys, lengths)
+        return self._reserved(ask.ticket, keys, starts, lengths)
+
+    async def _reserve_later(self, ticket: int, keys: Sequence[bytes], lengths: Sequence[int]) -> Answer:
+        """Not even one had room. Whoever waits here holds nothing that another could be waiting for."""
+        until = time.monotonic() + ROOM_S
+        while True:
+            await self._hub.change(until - time.monotonic())
+            starts = self._arena.reserve(keys, lengths)
+            if (starts != NO_ROOM).any() or time.monotonic() >= until:
+                return self._reserved(ticket, keys, starts, lengths)
+
+    def _reserved(
+        self, ticket: int, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: Sequence[int]
+    ) -> Answer:
+        extents = [each for each in zip(keys, starts.tolist(), lengths, strict=True) if each[1] >= 0]
+        if extents:
+            self.leases.reserve(ticket, extents)
+        return say.Places(packed(starts))
+
+    def _check_bytes(self, lengths: Sequence[int], held: int = 0) -> None:
+        """Of a single blob there is no limit but the arena's."""
+        if len(lengths) > 1 and sum(lengths) + held > self._most_bytes:
+            raise OverLimit(f"{sum(lengths) + held} bytes at once, {self._most_bytes} at most; ask for less at a time")
+
+    def _commit(self, ask: say.Commit) -> Answer | Awaitable[Answer]:
+        if ask.abandon:
+            count = self.leases.abandon(ask.ticket)
+            self._hub.changed()
+            return say.Done(count)
+        keys = self.leases.commit(ask.ticket)
+        self._hub.counts["memory stored"] += len(keys)
+        self._hub.changed()
+        return self._keep(keys) if self._hub.far.lanes else say.Done(len(keys))
+
+    async def _keep(self, keys: Sequence[bytes]) -> Answer:
+        """Queue for the farther tiers; a queue that is full makes its writers wait, for a while."""
+        wait_s = max(lane.policy.deadline_s for lane in self._hub.far.lanes)
+        await self._hub.in_thread(self._hub.far.keep, keys, wait_s)
+        return say.Done(len(keys))
+
+    def _damaged(self, ask: say.Damaged) -> Awaitable[Answer]:
+        opened = self._opened(ask.sequence)
+        keys = opened.keys_at(opened.pieces(ask.pieces))
+        self._hub.counts["memory damaged"] += self._arena.delete(keys)
+        return self._forget(keys)
+
+    async def _forget(self, keys: Sequence[bytes]) -> Answer:
+        await self._hub.in_thread(self._hub.far.forget, keys)
+        return say.Done(len(keys))
+
+
+def _matrix(flags: NDArray[np.bool_], opened: Opened) -> NDArray[np.bool_]:
+    """`[rows, chunks]`"""
+    return flags.reshape(opened.num_chunks, opened.registered.num_rows).T

@@ -1,0 +1,169 @@
+"""How a daemon is to be: one frozen record, from options or a TOML file."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from kvweave.errors import ConfigError, UnknownName
+from kvweave.store import Quota
+from kvweave.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A directory, and how much of it."""
+
+    directory: Path
+    capacity: int
+
+    @classmethod
+    def parse(cls, text: str) -> Disk:
+        """`/var/kv:100GiB`."""
+        directory, colon, size = text.rpartition(":")
+        if not colon or not directory:
+            raise ConfigError(f"a disk is DIR:SIZE, for example /var/kv:100GiB, not {text!r}")
+        return cls(Path(directory), parse_bytes(size, what="disk"))
+
+
+def address(text: str) -> tuple[str, int]:
+    """`127.0.0.1:9000`, `:0` (all interfaces, any port)."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"an address is HOST:PORT, for example 127.0.0.1:9400, not {text!r}")
+    return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one connection may ask for. Beyond `requests_per_s` it is read slower, beyond the rest it is told so."""
+
+    requests_per_s: float = 20_000.0
+    connections: int = 256
+    sequences: int = 64
+    keys: int = 1 << 20
+    """Of all its sequences: rows x chunks."""
+    schemas: int = 16
+    leases: int = 4096
+    reserve_share: float = 0.25
+    """Of the arena, that one connection may have reserved, or under lease by one message, at once."""
+
+
+def default_socket() -> Path:
+    """In the user's runtime folder, else in /tmp under the user's number."""
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(folder) / "kvweave.sock" if folder else Path(f"/tmp/kvweave-{os.getuid()}.sock")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that `kvweave serve` can be told."""
+
+    memory: int = 8 << 30
+    disk: Disk | None = None
+    redis: str | None = None
+    socket: Path = field(default_factory=default_socket)
+    group: str | None = None
+    http: str | None = None
+    listen: str | None = None
+    token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    lease_s: float = 30.0
+    drain_s: float = 60.0
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        for place in (self.listen, self.http):
+            if place is not None:
+                address(place)
+        if self.listen and not self.token_file:
+            raise ConfigError("--listen opens a TCP port, which needs --token-file: a file with the token to ask for")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("--tls-cert and --tls-key go together")
+        if self.tls_cert and not self.listen:
+            raise ConfigError("--tls-cert is for --listen, which is not given")
+        if not 0 < self.lease_s <= 3600 or self.drain_s < 0:
+            raise ConfigError(f"a lease of {self.lease_s} s (0 to 3600), {self.drain_s} s to drain (0 or more)")
+
+    @classmethod
+    def read(cls, path: Path) -> Settings:
+        """A TOML file: the long options without dashes, and tables `[quotas.TENANT]` and `[limits]`."""
+        try:
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        return cls().changed(**{name.replace("-", "_"): value for name, value in data.items()})
+
+    def changed(self, **values: Any) -> Settings:
+        """With these in place of its own, as text or as TOML has them; None is left out."""
+        given = {name: value for name, value in values.items() if value is not None}
+        for name in given:
+            if name not in _READ:
+                raise UnknownName("setting", name, _READ)
+        return replace(self, **{name: _READ[name](value) for name, value in given.items()})
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"expected a number, got {value!r}")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"expected text, got {value!r}")
+    return value
+
+
+def _path(value: Any) -> Path:
+    return value if isinstance(value, Path) else Path(_text(value))
+
+
+def _quotas(data: Any) -> dict[str, Quota]:
+    return {tenant: _quota(shares) for tenant, shares in _table("quotas", data).items()}
+
+
+def _quota(data: Any) -> Quota:
+    shares = {name: parse_bytes(size, what=name, least=0) for name, size in _table("quota", data).items()}
+    for name in shares:
+        if name not in ("floor", "limit"):
+            raise UnknownName("quota", name, ("floor", "limit"))
+    return Quota(shares.get("floor", 0), shares.get("limit"))
+
+
+def _limits(data: Any) -> Limits:
+    known = {each.name: each for each in fields(Limits)}
+    for name in _table("limits", data):
+        if name not in known:
+            raise UnknownName("limit", name, known)
+    return Limits(**{name: type(getattr(Limits(), name))(_number(value)) for name, value in data.items()})
+
+
+def _table(name: str, data: Any) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{name} must be a table, not {data!r}")
+    return data
+
+
+_READ: dict[str, Any] = {
+    "memory": parse_bytes,
+    "disk": lambda value: Disk.parse(_text(value)),
+    "redis": _text,
+    "socket": _path,
+    "group": _text,
+    "http": _text,
+    "listen": _text,
+    "token_file": _path,
+    "tls_cert": _path,
+    "tls_key": _path,
+    "lease_s": _number,
+    "drain_s": _number,
+    "quotas": _quotas,
+    "limits": _limits,
+}

@@ -1,0 +1,50 @@
+"""`kvweave inspect`: what a daemon says of itself, for people and for programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.command import Kvweave
+from tests.server.models import POINTS, prompt, serving, settings, store, verify
+from tests.store.models import truth
+
+
+def test_it_shows_models_groups_tiers_prefixes_and_clients(kvweave: Kvweave, tmp_path: Path) -> None:
+    with serving(settings(tmp_path)):
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        for _ in range(3):
+            client.load(client.lookup(prompt()), verify)
+        hit = client.lookup(prompt(1))
+        assert hit.position == 0
+        client.lookup(prompt())
+        run = kvweave("inspect", "--socket", str(tmp_path / "kv.sock"))
+        assert (run.code, run.err) == (0, "")
+        assert "5 lookups, 4,096 of 5,125 tokens found (79.9%)" in run.out
+        lines = [line.split() for line in run.out.splitlines()]
+        assert ["hybrid", "full", "full", "1", "4"] in [line[:5] for line in lines]
+        assert ["window", "window", "300", "2", "4"] in [line[:5] for line in lines]
+        assert ["state", "state", "3", "4"] in [line[:4] for line in lines]
+        assert [prompt().prefixes[3].tobytes()[:8].hex(), "hybrid", "1,024", "4"] in lines
+        found = kvweave("inspect", "--socket", str(tmp_path / "kv.sock"), "--json").json()
+        assert found["tiers"][0]["tier"]["entries"] > 0
+        assert [each["leases"] for each in found["clients"] if each["name"] != "inspect"] == [1]
+        assert round(found["hit_rate"], 3) == 0.799
+        client.close()
+
+
+def test_over_tcp_with_a_token(kvweave: Kvweave, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("sesame")
+    (tmp_path / "wrong").write_text("barley")
+    with serving(settings(tmp_path, listen="127.0.0.1:0", token_file=tmp_path / "token")) as daemon:
+        there = ("inspect", "--connect", f"127.0.0.1:{daemon.ports[0]}", "--token-file")
+        assert kvweave(*there, str(tmp_path / "token"), "--json").json()["pid"] > 0
+        run = kvweave(*there, str(tmp_path / "wrong"))
+        assert (run.code, run.out) == (2, "")
+        assert "wrong token" in run.err
+
+
+def test_nobody_there_is_one_line(kvweave: Kvweave, tmp_path: Path) -> None:
+    run = kvweave("inspect", "--socket", str(tmp_path / "nobody"))
+    assert (run.code, run.out, run.err.count("\n")) == (2, "", 1)
+    assert "no daemon at" in run.err

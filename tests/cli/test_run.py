@@ -1,0 +1,236 @@
+"""`kvweave run`: prompts, chats and workloads on tiny models, compared with transformers' own cache."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvweave.cli.run import session
+from kvweave.cli.run.text import Bytes
+from kvweave.cli.run.workload import Size, Writer, agents, play
+from kvweave.integrations.transformers import KVWeave
+from tests.cli.command import Kvweave
+from tests.cli.threads import one_thread  # noqa: F401
+
+TINY = ("--size", "4M", "--memory", "64MiB", "--max-new-tokens", "4")
+SMALL = ("--parties", "2", "--turns", "2", "--shared-tokens", "64", "--turn-tokens", "40")
+GEMMA = ("run", "gemma-3-27b", *TINY)
+COUNTING = "one two three four five six seven eight nine"
+QWEN = ("run", "qwen3-next-80b", *TINY)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, saved, with a tokenizer of a few words."""
+    path = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def with_tokenizer(directory: Path, target: Path) -> Path:
+    words = {
+        word: number
+        for number, word in enumerate(["?", *["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]])
+    }
+    tokenizer = Tokenizer(WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    for file in directory.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(target)
+    return target
+
+
+# ---- what is generated
+
+
+@pytest.mark.parametrize("argv", [GEMMA, QWEN], ids=["window", "states"])
+@pytest.mark.parametrize("workload", ["agents", "chat", "rag"])
+def test_a_workload_reuses_and_every_token_is_equal(kvweave: Kvweave, argv: tuple[str, ...], workload: str) -> None:
+    report = kvweave(*argv, *SMALL, "--workload", workload, "--compare", "--json").json()
+    assert report["all_tokens_equal"] is True
+    assert len(report["requests"]) == 4
+    assert report["requests"][0]["reused_tokens"] == 0
+    assert all(request["reused_tokens"] >= 48 for request in report["requests"][-2:])
+    for request in report["requests"]:
+        assert request["reused_tokens"] + request["computed_tokens"] == request["prompt_tokens"]
+        assert request["new_tokens"] == 4
+        assert 0 < request["first_token_seconds"] <= request["seconds"]
+        assert 0 < request["plain"]["first_token_seconds"] <= request["plain"]["seconds"]
+
+
+def test_a_workload_is_the_same_each_time_and_another_with_another_seed() -> None:
+    def prompts(seed: int) -> list[list[int]]:
+        asks = agents(Writer(Bytes(), Random(seed)), Size(parties=2, turns=2, shared_tokens=64, turn_tokens=40))
+        return [ask.prompt for ask in play(asks, lambda _: [1, 2, 3])]
+
+    assert prompts(0) == prompts(0)
+    assert prompts(0) != prompts(1)
+    assert [len(prompt) for prompt in prompts(1)] == [104, 104, 147, 147]
+    first, other, again, _ = prompts(0)
+    assert first[:64] == other[:64]
+    assert again[:107] == [*first, 1, 2, 3]
+
+
+def test_a_second_turn_reuses_the_answer_of_the_first(kvweave: Kvweave) -> None:
+    long = ("--max-new-tokens", "40", "--parties", "1", "--turns", "2", "--shared-tokens", "64", "--turn-tokens", "24")
+    first, second = kvweave(*GEMMA, *long, "--json").json()["requests"]
+    assert second["reused_tokens"] > first["prompt_tokens"]
+
+
+def test_prompts_share_what_they_start_with_and_answers_are_shown(kvweave: Kvweave) -> None:
+    start = "Once upon a time there was a page that nobody had read."
+    run = kvweave(*GEMMA, "--prompt", f"{start} One", "--prompt", f"{start} Two", "--compare")
+    assert run.code == 0, run.err
+    assert "answer 1: " in run.out
+    assert "answer 2: " in run.out
+    row = next(line.split() for line in run.out.splitlines() if line.startswith("prompt 2"))
+    assert row[2:5] == ["59", "48", "11"]
+    assert "All 8 generated tokens are equal" in run.out
+
+
+def test_a_chat_reads_lines_through_a_pipe_until_it_is_quit(kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello, who are you?\n\nand what do you keep?\n/quit\nnot heard\n"))
+    run = kvweave(*QWEN, "--chat", "--compare")
+    assert run.code == 0, run.err
+    assert "you> hello, who are you?" in run.out
+    assert "not heard" not in run.out
+    said = [line for line in run.out.splitlines() if "prompt tokens reused, first token after" in line]
+    assert len(said) == 2
+    assert said[0].startswith("[0 of ")
+    assert not said[1].startswith("[0 of ")
+
+
+def test_what_was_scaled_is_said_exactly(kvweave: Kvweave) -> None:
+    run = kvweave(*GEMMA, "--prompt", "x")
+    out = " ".join(run.out.split())
+    assert "gemma-3-27b scaled to 2.9M: " in out
+    assert "layers window (10), full (2)" in out
+    assert "widths and heads / 32, the first 12 of 62 layers" in out
+    assert "hidden_size 5,376 -> 168" in out
+
+
+# ---- directories
+
+
+def test_a_model_directory_runs_and_is_equal(kvweave: Kvweave, directory: Path, tmp_path: Path) -> None:
+    path = with_tokenizer(directory, tmp_path)
+    text = f"{COUNTING} {COUNTING}"
+    run = kvweave("run", str(path), "--prompt", text, "--prompt", f"{text} one", "--compare", "--max-new-tokens", "4")
+    assert run.code == 0, run.err
+    row = next(line.split() for line in run.out.splitlines() if line.startswith("prompt 2"))
+    assert row[2:5] == ["19", "16", "3"]
+
+
+def test_a_directory_without_a_tokenizer_reads_bytes_and_says_so(kvweave: Kvweave, directory: Path) -> None:
+    run = kvweave("run", str(directory), "--prompt", "x" * 40, "--max-new-tokens", "2")
+    assert run.code == 0, run.err
+    assert "a token is a byte" in run.out
+    assert "40" in run.out
+
+
+# ---- comparison can fail
+
+
+class Forgetful(KVWeave):
+    """Wipes its pages after each request, so that what is found is wrong."""
+
+    def generate(self, *inputs: Any, **options: Any) -> Any:
+        answer = super().generate(*inputs, **options)
+        for memory in self.arena.tensors().values():
+            memory.zero_()
+        return answer
+
+
+@pytest.mark.parametrize("argv", [GEMMA, QWEN], ids=["window", "states"])
+def test_a_token_that_differs_is_exit_code_1_and_one_line(
+    kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(session, "KVWeave", Forgetful)
+    run = kvweave(*argv, *SMALL, "--compare")
+    assert run.code == 1
+    assert run.err.startswith("kvweave: ")
+    assert "answers differ from those without reuse, the first in 'agent 2, turn 1' at new token" in run.err
+    assert run.err.count("\n") == 1
+    assert "NO, from" in run.out
+    assert "are equal" not in run.out
+
+
+# ---- mistakes
+
+WRONG = {
+    "no such directory": (("run", "./nowhere"), "no config at './nowhere'"),
+    "unknown example": (("run", "qwen3-nxt-80b"), "did you mean qwen3-next-80b?"),
+    "a type that transformers lacks": (("run", "step-3"), "this transformers has no model of type"),
+    "a family that is refused": (("run", "recurrent-gemma-9b", *TINY), "cannot be served: layer 0 keeps a state"),
+    "not enough memory": ((*GEMMA[:-4], "--memory", "1KiB"), "would"),
+    "no room for one prompt": (
+        (*GEMMA[:-4], "--memory", "700KiB", "--prompt", "x" * 3000),
+        "a sequence of 2999 tokens takes",
+    ),
+    "two things at once": ((*GEMMA, "--chat", "--prompt", "x"), "--prompt and --chat are given"),
+    "unknown workload": ((*GEMMA, "--workload", "agent"), "did you mean 'agents'?"),
+    "an empty prompt": ((*GEMMA, "--prompt", ""), "--prompt is empty"),
+    "no new tokens": ((*GEMMA[:-2], "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
+    "no turns": ((*GEMMA, "--turns", "0"), "1 turn"),
+    "no size": ((*GEMMA, "--size", "large"), "cannot read 'large' as a number of parameters"),
+    "too small a size": ((*GEMMA, "--size", "9"), "cannot be scaled down to 9 parameters"),
+    "unknown dtype": ((*GEMMA, "--dtype", "float23"), "did you mean 'float32'?"),
+    "unknown device": ((*GEMMA, "--device", "tpu"), "unknown device 'tpu'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_mistake_is_one_line_and_exit_code_2(kvweave: Kvweave, what: str) -> None:
+    argv, words = WRONG[what]
+    run = kvweave(*argv)
+    assert (run.code, run.out) == (2, "")
+    assert run.err.startswith("kvweave: error: ")
+    assert run.err.count("\n") == 1
+    assert words in run.err
+
+
+def test_a_directory_without_weights_says_how_to_run_its_shape(
+    kvweave: Kvweave, directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    run = kvweave("run", str(tmp_path))
+    assert (run.code, run.err.count("\n")) == (2, 1)
+    assert f"kvweave run {tmp_path / 'config.json'}" in run.err
+    assert kvweave("run", str(tmp_path / "config.json"), "--prompt", "hello", *TINY).code == 0
+
+
+def test_a_workload_longer_than_the_model_is_refused(kvweave: Kvweave, directory: Path) -> None:
+    run = kvweave("run", str(directory))
+    assert run.code == 2
+    assert "the model ends at 512" in run.err
+
+
+def test_other_commands_load_neither_torch_nor_transformers() -> None:
+    program = "import sys, kvweave.cli; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_machine_without_transformers_is_told_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['transformers'] = None; from kvweave.cli import main; main(['run', 'gemma-3-27b'])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "pip install 'kvweave[transformers]'" in run.stderr
+    assert run.stderr.count("\n") == 1

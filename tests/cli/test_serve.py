@@ -1,0 +1,75 @@
+"""`kvweave serve`: a process that starts, stops as asked, and says what is wrong in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Kvweave
+from tests.server.models import POINTS, prompt, spawned, store, verify
+from tests.store.models import truth
+
+WRONG = {
+    "no size": (("--memory", "lots"), "cannot read 'lots' as a size"),
+    "a disk without a size": (("--disk", "/tmp/kv"), "a disk is DIR:SIZE"),
+    "tcp without a token": (("--listen", "127.0.0.1:0"), "needs --token-file"),
+    "no config": (("--config", "nowhere.toml"), "cannot open nowhere.toml"),
+    "half of tls": (("--tls-key", "key.pem"), "go together"),
+    "a lease of nothing": (("--lease", "0"), "a lease of 0.0 s"),
+    "no number": (("--lease", "soon"), "Invalid value for '--lease'"),
+    "no token": (("--listen", "127.0.0.1:0", "--token-file", "nowhere"), "cannot open nowhere"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_mistake_is_one_line_and_exit_code_2(kvweave: Kvweave, what: str) -> None:
+    options, words = WRONG[what]
+    run = kvweave("serve", *options)
+    assert (run.code, run.out, run.err.count("\n")) == (2, "", 1)
+    assert words in run.err
+
+
+def test_an_address_that_is_none_is_one_line_too(kvweave: Kvweave, tmp_path: Path) -> None:
+    run = kvweave("serve", "--memory", "1MiB", "--socket", str(tmp_path / "s"), "--http", "nonsense")
+    assert run.code == 2
+    assert run.err.rstrip().endswith("an address is HOST:PORT, for example 127.0.0.1:9400, not 'nonsense'")
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_drains_and_a_restart_is_warm(tmp_path: Path, how: signal.Signals) -> None:
+    path, options = tmp_path / "kv.sock", ("--memory", "8MiB", "--disk", f"{tmp_path}/disk:64MiB")
+    with spawned(path, *options) as process:
+        client = store(path)
+        client.save(prompt(), truth, points=POINTS)
+        process.send_signal(how)
+        assert process.wait(20) == 0
+        assert process.stderr
+        log = process.stderr.read().splitlines()
+        assert [line.split(" INFO ")[1].split(" after")[0] for line in log] == [
+            f"serving 8.00 MiB at {path}", "behind it disk: 0 entries", f"{how.name}: stopping", "drained", "stopped",
+        ]  # fmt: skip
+        assert not path.exists()
+    with spawned(path, *options):
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        client.close()
+
+
+def test_a_second_daemon_is_told_who_is_the_first(kvweave: Kvweave, tmp_path: Path) -> None:
+    with spawned(tmp_path / "kv.sock", "--memory", "1MiB") as process:
+        run = kvweave("serve", "--memory", "1MiB", "--socket", str(tmp_path / "kv.sock"))
+        assert run.code == 2
+        assert f"served by process {process.pid} already" in run.err
+
+
+def test_systemd_is_told_when_it_is_ready_and_when_it_stops(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(20)
+        with spawned(tmp_path / "kv.sock", "--memory", "1MiB", NOTIFY_SOCKET=str(tmp_path / "notify")) as process:
+            assert manager.recv(100) == b"READY=1"
+            os.kill(process.pid, signal.SIGTERM)
+            assert manager.recv(100) == b"STOPPING=1"

@@ -1,0 +1,134 @@
+"""Who may talk to a daemon: the Unix socket's permissions, tokens and TLS over TCP, and one daemon a socket."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import BadRequest, Busy, ConfigError, Refused, ServerGone
+from kvweave.server import Client, Daemon
+from kvweave.server import protocol as say
+from tests.server.models import POINTS, prompt, serving, settings, store
+from tests.store.models import truth
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("open sesame\n")
+    return path
+
+
+@pytest.fixture
+def remote(tmp_path: Path, token: Path) -> Iterator[Daemon]:
+    with serving(settings(tmp_path, listen="127.0.0.1:0", token_file=token)) as daemon:
+        yield daemon
+
+
+def test_the_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)):
+        assert oct((tmp_path / "kv.sock").stat().st_mode)[-3:] == "600"
+
+
+def test_a_group_may_be_let_in(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give a socket to a group here")
+    with serving(settings(tmp_path, group="daemon")):
+        assert oct((tmp_path / "kv.sock").stat().st_mode)[-3:] == "660"
+        assert (tmp_path / "kv.sock").group() == "daemon"
+
+
+def test_an_unknown_group_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no group 'nobodys'"), serving(settings(tmp_path, group="nobodys")):
+        pass
+
+
+def test_another_user_is_refused_even_if_the_socket_lets_it_in(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can be another user here")
+    with serving(settings(tmp_path)):
+        (tmp_path / "kv.sock").chmod(0o666)
+        for folder in (tmp_path, *tmp_path.parents[:2]):
+            folder.chmod(0o755)
+        child = os.fork()
+        if not child:
+            os.setuid(65534)
+            try:
+                Client(tmp_path / "kv.sock", arena=False)
+            except Refused:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_tcp_needs_the_token(remote: Daemon) -> None:
+    address = f"127.0.0.1:{remote.ports[0]}"
+    for wrong in ("", "open sesam", "open sesame!", "ö"):
+        with pytest.raises(Refused, match="wrong token"):
+            Client(address, token=wrong)
+    with Client(address, token="open sesame") as client:
+        assert client.ask(say.Stats(), say.Stated).report.clients[0].name == ""
+        assert client.ask(say.Ping(), say.Done) == say.Done()
+
+
+def test_the_arena_is_not_for_tcp(remote: Daemon) -> None:
+    saver = store(remote.settings.socket)
+    saver.save(prompt(), truth, points=POINTS)
+    saver.close()
+    with Client(f"127.0.0.1:{remote.ports[0]}", token="open sesame") as client:
+        assert client.arena.nbytes == 0
+        with pytest.raises(BadRequest, match="only over the Unix socket"):
+            client.ask(say.Lookup(1, 1), say.Found)
+
+
+def test_tcp_without_a_token_is_not_opened(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs --token-file"):
+        settings(tmp_path, listen="127.0.0.1:0")
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match="is empty"):
+        Daemon(settings(tmp_path, listen="127.0.0.1:0", token_file=tmp_path / "empty"))
+
+
+def test_tls_if_there_is_a_certificate(tmp_path: Path, token: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    )
+    made = subprocess.run([*command.split(), "-keyout", key, "-out", cert], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("no openssl to make a certificate with")
+    with serving(settings(tmp_path, listen="127.0.0.1:0", token_file=token, tls_cert=cert, tls_key=key)) as daemon:
+        address = f"localhost:{daemon.ports[0]}"
+        trusting = ssl.create_default_context(cafile=str(cert))
+        with Client(address, token="open sesame", tls=trusting) as client:
+            client.ask(say.Ping(), say.Done)
+        with pytest.raises(ServerGone):
+            Client(address, token="open sesame", tls=ssl.create_default_context())
+        with pytest.raises(ServerGone):
+            Client(address, token="open sesame", timeout_s=1.0)
+
+
+def test_one_daemon_a_socket_and_a_dead_one_is_in_nobodys_way(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)):
+        with pytest.raises(Busy, match=f"served by process {os.getpid()} already"):
+            Daemon(settings(tmp_path))
+        with Client(tmp_path / "kv.sock") as client:
+            client.ask(say.Ping(), say.Done)
+    assert not (tmp_path / "kv.sock").exists()
+    (tmp_path / "kv.sock").touch()  # as a killed one leaves it
+    with serving(settings(tmp_path)), Client(tmp_path / "kv.sock") as client:
+        client.ask(say.Ping(), say.Done)
+
+
+def test_a_client_cannot_shorten_the_arena_under_the_others(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        copy = os.dup(daemon.hub.arena.fd)
+        with pytest.raises(PermissionError):
+            os.ftruncate(copy, 0)
+        os.close(copy)

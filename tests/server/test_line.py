@@ -1,0 +1,47 @@
+"""The thin line: register, reserve, write, commit, look up, read, release; in memory alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from kvweave.store import Row, Saved
+from kvweave.store.keys import Bytes
+from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
+from tests.store.models import truth
+
+
+def test_what_one_client_saves_another_loads_bit_for_bit(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        writer, reader = store(tmp_path / "kv.sock"), store(tmp_path / "kv.sock")
+        assert writer.lookup(prompt()).position == 0
+        saved = writer.save(prompt(), truth, points=POINTS)
+        assert saved == Saved(stored=saved.stored) != Saved()
+        assert writer.save(prompt(), truth, points=POINTS) == Saved(present=saved.stored)
+        hit = reader.lookup(prompt())
+        assert hit.position == 1024
+        assert daemon.report().clients[0].leases + daemon.report().clients[1].leases == 1
+        given: list[tuple[str, int, int]] = []
+
+        def sink(row: Row, chunk: int, found: Bytes) -> None:
+            verify(row, chunk, found)
+            given.append((row.tag, row.part, chunk))
+
+        assert reader.load(hit, sink) == 1024
+        assert len(given) == len({*given}) == sum(len([*row.needs(1024)]) for row in SCHEMA.rows)
+        assert all(client.leases == 0 for client in daemon.report().clients)
+        writer.close()
+        reader.close()
+
+
+def test_payloads_can_be_loaded_straight_into_memory_of_the_callers(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)):
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        memory = {(row, chunk): np.zeros(row.payload_bytes, np.uint8) for row in SCHEMA.rows for chunk in range(4)}
+        assert client.load_into(client.lookup(prompt()), lambda row, chunk: memory[row, chunk]) == 1024
+        for row in SCHEMA.rows:
+            for chunk in row.needs(1024):
+                verify(row, chunk, memory[row, chunk])
+        client.close()

@@ -1,0 +1,298 @@
+"""Whatever comes in is answered, by name if it is an error; and the daemon goes on serving others."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from kvweave.errors import BadRequest, OverLimit, ServerGone
+from kvweave.server import Client, Daemon, Limits
+from kvweave.server import protocol as say
+from kvweave.server.protocol import DIGEST, VERSION, Failed, Message, frame, packed, read_answer
+from kvweave.server.registered import registration
+from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
+from tests.store.models import truth
+
+HELLO = say.Hello(VERSION, DIGEST, "test", "", arena=False)
+
+
+def replaced(message: Any, **fields: Any) -> Any:
+    return msgspec.structs.replace(message, **fields)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with serving(settings(tmp_path_factory.mktemp("daemon"))) as daemon:
+        yield daemon
+
+
+def spoken(daemon: Daemon, *data: bytes, wait_s: float = 2.0) -> list[say.Answer]:
+    """All answers to these bytes, until the daemon hangs up or says nothing more."""
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(daemon.settings.socket))
+        raw.settimeout(wait_s)
+        heard = b""
+        try:
+            raw.sendall(b"".join(data))
+            raw.shutdown(socket.SHUT_WR)
+            while piece := raw.recv(1 << 16):
+                heard += piece
+        except OSError:
+            pass
+    answers = []
+    while heard:
+        length = int.from_bytes(heard[:4], "little")
+        answers.append(read_answer(heard[4 : 4 + length]))
+        heard = heard[4 + length :]
+    return answers
+
+
+def still_serves(daemon: Daemon) -> None:
+    client = store(daemon.settings.socket)
+    client.save(prompt(), truth, points=POINTS)
+    assert client.load(client.lookup(prompt()), verify) == 1024
+    client.close()
+
+
+def error(answer: say.Answer) -> str:
+    assert isinstance(answer, Failed)
+    return answer.error
+
+
+# ---- named errors
+
+
+def test_another_version_is_refused_by_name(daemon: Daemon) -> None:
+    (answer,) = spoken(daemon, frame(replaced(HELLO, version=99)))
+    assert error(answer) == "Refused"
+    assert "version 99" in answer.message  # type: ignore[union-attr]
+
+
+def test_a_version_with_other_fields_is_still_told_its_version(daemon: Daemon) -> None:
+    body = msgspec.msgpack.encode(["hello", 2, {"new": "shape"}])
+    (answer,) = spoken(daemon, struct.pack("<I", len(body)) + body)
+    assert error(answer) == "Refused"
+
+
+def test_messages_of_another_shape_are_refused(daemon: Daemon) -> None:
+    assert [error(answer) for answer in spoken(daemon, frame(replaced(HELLO, digest=b"othershp")))] == ["Refused"]
+
+
+def test_nothing_is_answered_before_hello(daemon: Daemon) -> None:
+    assert [error(answer) for answer in spoken(daemon, frame(say.Ping()))] == ["BadRequest"]
+
+
+def test_a_second_hello_is_an_error_and_the_connection_goes_on(daemon: Daemon) -> None:
+    answers = spoken(daemon, frame(HELLO), frame(HELLO), frame(say.Ping()))
+    assert isinstance(answers[0], say.Welcome)
+    assert error(answers[1]) == "BadRequest"
+    assert answers[2] == say.Done()
+
+
+def test_an_oversized_message_is_answered_before_it_was_sent(daemon: Daemon) -> None:
+    answers = spoken(daemon, frame(HELLO), struct.pack("<I", 1 << 30))
+    assert error(answers[1]) == "OverLimit"
+    assert len(answers) == 2
+
+
+def test_a_damaged_message_is_answered_and_the_connection_goes_on(daemon: Daemon) -> None:
+    answers = spoken(daemon, frame(HELLO), struct.pack("<I", 3) + b"\xc1\xff\x00", frame(say.Ping()))
+    assert error(answers[1]) == "BadRequest"
+    assert answers[2] == say.Done()
+
+
+def test_a_foreign_schema_is_an_error(daemon: Daemon) -> None:
+    right = registration(1, "m", SCHEMA)
+    with Client(daemon.settings.socket) as client:
+        for wrong, words in (
+            (replaced(right, chunk_tokens=16), "chunks of 256 tokens"),
+            (replaced(right, rows=[replaced(right.rows[0], id=b"notadigs"), *right.rows[1:]]), "another digest"),
+            (replaced(right, groups=right.groups[:1]), "rows in all"),
+            (replaced(right, groups=[replaced(g, reach={"kind": "telepathy"}) for g in right.groups]), "telepathy"),
+            (replaced(right, groups=[replaced(g, reach={"kind": "window", "tokens": -4}) for g in right.groups]), "-4"),
+            (
+                replaced(right, groups=[replaced(g, reach={"kind": "window", "tokens": 2**62}) for g in right.groups]),
+                "40",
+            ),
+        ):
+            with pytest.raises(BadRequest, match=words if words != "40" else "beyond"):
+                client.ask(wrong, say.Done)
+        assert client.ask(right, say.Done).count == len(SCHEMA.rows)
+
+
+def test_what_was_never_opened_or_registered_is_an_error(daemon: Daemon) -> None:
+    piece = packed([(0, 0)], "<i4")
+    with Client(daemon.settings.socket) as client:
+        for question in (
+            say.Lookup(5, 1), say.Bring(5, 1, piece), say.Reserve(5, 1, piece), say.Damaged(5, piece),
+            say.Open(5, 9, b"tenant00", 10, b""),
+        ):  # fmt: skip
+            with pytest.raises(BadRequest, match="not (open|registered)"):
+                client.ask(question, say.Done)
+        client.ask(registration(1, "m", SCHEMA), say.Done)
+        with pytest.raises(BadRequest, match="no digests"):
+            client.ask(say.Open(5, 1, b"tenant00", 10, b"123"), say.Done)
+        with pytest.raises(BadRequest, match="but 10"):
+            client.ask(say.Open(5, 1, b"tenant00", 10, bytes(32)), say.Done)
+        client.ask(say.Open(5, 1, b"tenant00", 300, bytes(32)), say.Done)
+        for pieces in ([(0, 1)], [(99, 0)], [(-1, 0)], [(0, 2**31 - 1)]):
+            with pytest.raises(BadRequest, match="beyond"):
+                client.ask(say.Reserve(5, 1, packed(pieces, "<i4")), say.Places)
+        with pytest.raises(BadRequest, match="array"):
+            client.ask(say.Reserve(5, 1, b"123"), say.Places)
+
+
+def test_limits_of_a_connection_are_errors_by_name(tmp_path: Path) -> None:
+    limits = Limits(sequences=2, keys=200, schemas=1, leases=2)
+    with serving(settings(tmp_path, limits=limits)), Client(tmp_path / "kv.sock") as client:
+        client.ask(registration(1, "m", SCHEMA), say.Done)
+        with pytest.raises(OverLimit, match="1 schemas"):
+            client.ask(registration(2, "m", SCHEMA), say.Done)
+        opening = say.Open(1, 1, b"tenant00", 1024, bytes(range(128)))
+        client.ask(opening, say.Done)
+        client.ask(replaced(opening, sequence=2), say.Done)
+        with pytest.raises(OverLimit, match="2 sequences"):
+            client.ask(replaced(opening, sequence=3), say.Done)
+        client.ask(say.Close([2]), say.Done)
+        with pytest.raises(OverLimit, match="200 keys"):
+            client.ask(say.Open(2, 1, b"tenant00", 1 << 20, bytes(32) * 40), say.Done)
+        everything = packed([(row, chunk) for row in range(12) for chunk in range(4)], "<i4")
+        client.ask(say.Reserve(1, 1, everything), say.Places)
+        client.ask(say.Commit(1), say.Done)
+        for lease in (1, 2):
+            client.ask(say.Bring(1, lease, everything), say.Places)
+        with pytest.raises(OverLimit, match="2 leases"):
+            client.ask(say.Bring(1, 3, everything), say.Places)
+        client.ask(say.Release([1, 2]), say.Done)
+        assert client.ask(say.Clear(), say.Cleared).entries == 48
+        assert client.ask(say.Stats(), say.Stated).report.tiers[0].tier.used_bytes == 0
+
+
+def test_more_than_a_share_of_the_arena_at_once_is_an_error(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=200_000)), Client(tmp_path / "kv.sock") as client:
+        client.ask(registration(1, "m", SCHEMA), say.Done)
+        client.ask(say.Open(1, 1, b"tenant00", 1024, bytes(32) * 4), say.Done)
+        everything = packed([(row, chunk) for row in range(12) for chunk in range(4)], "<i4")
+        with pytest.raises(OverLimit, match="at once"):
+            client.ask(say.Reserve(1, 1, everything), say.Places)
+
+
+def test_a_flood_is_read_slower_and_others_are_answered(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, limits=Limits(requests_per_s=2000))):
+        flood, other = Client(tmp_path / "kv.sock"), Client(tmp_path / "kv.sock")
+        began = time.monotonic()
+        flood.exchange([say.Ping()] * 1000)
+        assert time.monotonic() - began > 0.3
+        began = time.monotonic()
+        other.ask(say.Ping(), say.Done)
+        assert time.monotonic() - began < 0.2
+        flood.close()
+        other.close()
+
+
+def test_a_client_that_does_not_read_its_answers_holds_up_only_itself(daemon: Daemon) -> None:
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.connect(str(daemon.settings.socket))
+        deaf.setblocking(False)
+        ping = frame(say.Stats()) * 1000
+        deaf.send(frame(HELLO))
+        try:
+            for _ in range(200):
+                deaf.send(ping)
+        except BlockingIOError:
+            pass  # the daemon stopped reading: as it should
+        still_serves(daemon)
+
+
+def test_too_many_connections_are_told_so(tmp_path: Path) -> None:
+    one = Limits(connections=1)
+    with (
+        serving(settings(tmp_path, limits=one)),
+        Client(tmp_path / "kv.sock"),
+        pytest.raises(OverLimit, match="1 conn"),
+    ):
+        Client(tmp_path / "kv.sock")
+
+
+# ---- fuzz
+
+
+@given(st.binary(max_size=300))
+def test_garbage_instead_of_hello_never_stops_the_daemon(daemon: Daemon, data: bytes) -> None:
+    spoken(daemon, data, wait_s=0.2)
+    still_serves(daemon)
+
+
+@given(st.lists(st.binary(max_size=100), max_size=8))
+def test_garbage_in_frames_is_answered_each_time(daemon: Daemon, bodies: list[bytes]) -> None:
+    frames = [struct.pack("<I", len(body)) + body for body in bodies]
+    answers = spoken(daemon, frame(HELLO), *frames, frame(say.Ping()))
+    assert len(answers) == len(bodies) + 2
+    assert answers[-1] == say.Done()
+    still_serves(daemon)
+
+
+def messages() -> st.SearchStrategy[Message]:
+    """Well-formed questions with any content: small numbers often, so that they refer to one another."""
+    number = st.one_of(st.integers(0, 3), st.integers(0, 2**53))
+    pieces = st.lists(st.tuples(st.integers(-1, 12), st.integers(-1, 5)), max_size=6).map(lambda p: packed(p, "<i4"))
+    data = st.one_of(pieces, st.binary(max_size=40))
+    right = registration(1, "m", SCHEMA)
+    registers = st.builds(replaced, st.just(right), schema=number, chunk_tokens=st.sampled_from([1, 256, 1 << 24]))
+    lists = st.lists(number, max_size=4)
+    opens = st.builds(
+        say.Open, number, number, st.binary(min_size=8, max_size=8), number,
+        st.one_of(st.binary(max_size=70), st.just(bytes(32) * 4)),
+    )  # fmt: skip
+    seconds = st.one_of(st.none(), st.floats(-1, 0.05))
+    return st.one_of(
+        st.just(say.Ping()), registers, st.just(right), opens,
+        st.just(say.Open(1, 1, b"tenant00", 1030, bytes(32) * 4)),
+        st.builds(say.Close, lists), st.builds(say.Release, lists), st.builds(say.Renew, lists),
+        st.builds(say.Lookup, number, number, st.one_of(st.none(), data), seconds),
+        st.builds(say.Bring, number, number, data, seconds), st.builds(say.Prefetch, number, data, seconds),
+        st.builds(say.Reserve, number, number, data), st.builds(say.Commit, number, st.booleans()),
+        st.builds(say.Damaged, number, data), st.builds(say.Flush, st.floats(-1, 0.01)), st.just(say.Stats()),
+        st.builds(say.Clear, st.one_of(st.none(), st.binary(min_size=8, max_size=8)), st.sampled_from(["m", "x"])),
+    )  # fmt: skip
+
+
+@given(st.lists(messages(), min_size=1, max_size=25))
+@hypothesis_settings(max_examples=60)
+def test_any_order_of_any_messages_is_answered_one_by_one_and_leaves_nothing(
+    daemon: Daemon, questions: list[Message]
+) -> None:
+    client = Client(daemon.settings.socket)
+    answers = client.exchange(questions)
+    assert len(answers) == len(questions)
+    assert not any("bug" in answer.message for answer in answers if isinstance(answer, Failed))
+    client.close()
+    until = time.monotonic() + 5
+    while daemon.report().clients and time.monotonic() < until:
+        time.sleep(0.001)
+    arena = daemon.hub.arena
+    assert not arena._writing
+    assert not arena._catalog.pins.any()
+    still_serves(daemon)
+
+
+def test_the_fuzz_knows_every_question() -> None:
+    assert {kind.__name__ for kind in get_args(say.Question)} == {
+        "Hello", "Ping", "Register", "Open", "Close", "Lookup", "Bring", "Prefetch", "Renew", "Release", "Reserve",
+        "Commit", "Damaged", "Flush", "Stats", "Clear",
+    }  # fmt: skip
+
+
+def test_an_unreachable_daemon_is_a_named_error(tmp_path: Path) -> None:
+    with pytest.raises(ServerGone, match="no daemon at"):
+        Client(tmp_path / "nobody.sock")

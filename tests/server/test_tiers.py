@@ -1,0 +1,200 @@
+"""Tiers behind the arena: restarts, what does not fit in memory, damage, and tiers that hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvweave.server import Daemon, Disk, RemoteStore
+from kvweave.server import protocol as say
+from kvweave.store import Cascade, DictTier, LanePolicy
+from kvweave.store.keys import Bytes
+from kvweave.store.tier import Blob, Watch
+from tests.server.models import POINTS, prompt, prompt_bytes, serving, settings, store, verify
+from tests.store.models import truth
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    return {"disk": Disk(folder / "disk", 64 << 20)}
+
+
+def dropped_from_memory(daemon: Daemon, client: RemoteStore) -> None:
+    assert client.flush()
+    arena = daemon.hub.arena
+    arena.delete(arena.keys())
+
+
+def test_a_restart_serves_what_was_saved(tmp_path: Path) -> None:
+    client = None
+    for number in range(3):
+        with serving(settings(tmp_path, **disk(tmp_path))):
+            client = client or store(tmp_path / "kv.sock")  # the same client: it connects anew
+            for earlier in range(number):
+                assert client.load(client.lookup(prompt(earlier)), verify) == 1024
+            assert client.save(prompt(number), truth, points=POINTS).dropped == 0
+    assert client is not None
+    assert client.lookup(prompt(0)).position == 0  # nobody is there
+    assert client.unreachable > 0
+    client.close()
+
+
+def test_a_stop_writes_what_only_memory_holds(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, **disk(tmp_path))) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        assert client.flush()
+        tier = daemon.hub.far.lanes[0].tier
+        assert tier.delete(daemon.hub.arena.keys()) > 0  # as if its queue had been full
+        client.close()
+    with serving(settings(tmp_path, **disk(tmp_path))):
+        client = store(tmp_path / "kv.sock")
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        client.close()
+
+
+def test_what_left_memory_is_brought_back_from_disk(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, **disk(tmp_path))) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        dropped_from_memory(daemon, client)
+        hit = client.lookup(prompt())
+        assert hit.position == 1024
+        assert (hit.places == say.FAR).all()
+        assert client.load(hit, verify) == 1024
+        assert (client.lookup(prompt()).places >= 0).any()  # and it is near now
+        client.close()
+
+
+def test_a_prefetch_makes_the_load_find_everything_near(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, **disk(tmp_path))) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        dropped_from_memory(daemon, client)
+        assert client.prefetch(client.lookup(prompt())).result(10) == 1024
+        before = daemon.report().tiers[1].hits
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        assert daemon.report().tiers[1].hits == before
+        client.close()
+
+
+def test_a_prompt_larger_than_the_arena_passes_through_it(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=prompt_bytes() // 2, **disk(tmp_path))):
+        client = store(tmp_path / "kv.sock")
+        assert client.save(prompt(), truth, points=POINTS).dropped == 0
+        client.flush()
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        client.close()
+
+
+def test_damage_on_disk_is_a_miss_that_is_removed_everywhere(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, **disk(tmp_path))) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        dropped_from_memory(daemon, client)
+        path = tmp_path / "disk" / "blobs"
+        blobs = bytearray(path.read_bytes())
+        blobs[5000::4096] = bytes(byte ^ 1 for byte in blobs[5000::4096])
+        path.write_bytes(blobs)
+        assert client.load(client.lookup(prompt()), verify) == 0
+        assert daemon.report().tiers[0].damaged > 0
+        assert client.save(prompt(), truth, points=POINTS).dropped == 0
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        client.close()
+
+
+class Hanging(DictTier):
+    """A tier that answers nothing while it hangs, or only cannot give."""
+
+    def __init__(self, *, gives: bool = True) -> None:
+        super().__init__("hanging")
+        self.going, self.giving = threading.Event(), threading.Event()
+        self.going.set()
+        if gives:
+            self.giving.set()
+
+    def contains(self, keys: Sequence[bytes]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        self.going.wait()
+        return super().contains(keys)
+
+    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:
+        self.going.wait()
+        self.giving.wait()
+        return super().get(keys, into, watch)
+
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
+        self.going.wait()
+        return super().put(keys, blobs)
+
+
+def test_a_tier_that_hangs_stalls_nobody_else(tmp_path: Path) -> None:
+    tier = Hanging()
+    far = Cascade((tier, LanePolicy(write="back", deadline_s=0.3, queue_jobs=2, cool_s=0.2)))
+    with serving(settings(tmp_path, drain_s=2.0), far) as daemon:
+        client, other = store(tmp_path / "kv.sock"), store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        client.flush()
+        tier.going.clear()
+        waits: list[float] = []
+        asking = threading.Thread(target=lambda: [client.lookup(prompt(number)) for number in range(1, 5)])
+        asking.start()
+        while asking.is_alive():
+            began = time.monotonic()
+            assert other.load(other.lookup(prompt()), verify) == 1024  # memory answers
+            other.client.ask(say.Ping(), say.Done)
+            waits.append(time.monotonic() - began)
+        assert max(waits) < 0.25, "the loop waited for the tier"
+        for number in range(5, 12):  # and saves go on, without it
+            assert other.save(prompt(number), truth).dropped == 0
+        assert other.lookup(prompt(11)).position == 1024
+        assert daemon.report().tiers[1].open
+        tier.going.set()
+        client.close()
+        other.close()
+
+
+def test_a_late_answer_is_written_to_its_own_place_only(tmp_path: Path) -> None:
+    tier = Hanging(gives=False)
+    far = Cascade((tier, LanePolicy(write="back", deadline_s=0.2, failures=99)))
+    with serving(settings(tmp_path, memory=3 * prompt_bytes(), drain_s=2.0), far) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(0), truth, points=POINTS)
+        dropped_from_memory(daemon, client)
+        hit = client.lookup(prompt(0))
+        assert client.load(hit, verify, budget_s=0.5) == 0
+        for number in range(1, 9):  # the arena is written over and over, while the job still hangs
+            client.save(prompt(number), truth, points=POINTS)
+        tier.giving.set()
+        client.flush()
+        for number in range(9):
+            hit = client.lookup(prompt(number))
+            assert client.load(hit, verify) == hit.position
+        client.close()
+
+
+def test_tenants_keep_their_floors_and_can_be_cleared_apart(tmp_path: Path) -> None:
+    from kvweave.store import Quota
+    from kvweave.store.keys import tenant_id
+
+    room = 4 * prompt_bytes()
+    quotas = {"quiet": Quota(floor_bytes=2 * prompt_bytes())}
+    with serving(settings(tmp_path, memory=room, quotas=quotas)):
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(0, "quiet"), truth, points=POINTS)
+        for number in range(1, 12):
+            assert client.save(prompt(number, "noisy"), truth, points=POINTS).dropped == 0
+        assert client.load(client.lookup(prompt(0, "quiet")), verify) == 1024
+        assert client.lookup(prompt(0, "noisy")).position == 0
+        cleared = client.client.ask(say.Clear(tenant_id("noisy")), say.Cleared)
+        assert cleared.entries > 0
+        assert client.lookup(prompt(11, "noisy")).position == 0
+        client.release(hit := client.lookup(prompt(0, "quiet")))
+        assert hit.position == 1024
+        assert client.client.ask(say.Clear(model="nobody"), say.Cleared).entries == 0
+        assert client.client.ask(say.Clear(model="hybrid"), say.Cleared).entries > 0
+        assert client.report().tiers[0].tier.used_bytes == 0
+        client.close()
