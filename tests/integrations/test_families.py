@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvweave import Cache, plan
+from kvweave import Cache
 from kvweave.errors import CannotServe, NeverFits
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.support import examine
+from kvweave.integrations.transformers.weave import make_plan
 from kvweave.prefix import Retention
 from tests.integrations.models import NEW_TOKENS, difference, greedy, model_of, plain, prompt
 from tests.oracle import tiny
@@ -48,8 +49,8 @@ IN_ALL_WAYS = (
     # indexed, sparse, compressed
     "deepseek_v32", "hy_v4", "minimax_m3_vl_text", "deepseek_v4",
     # states, alone and beside attention
-    "mamba", "mamba2", "granitemoehybrid", "bamba", "zamba2", "nemotron_h", "qwen3_next", "kimi_linear", "minimax", "lfm2",
-    "falcon_h1", "zaya",
+    "mamba", "mamba2", "granitemoehybrid", "bamba", "zamba2", "nemotron_h", "qwen3_next", "kimi_linear", "minimax",
+    "lfm2", "falcon_h1", "zaya",
 )  # fmt: skip
 """Families on which everything is run; the others run half of it, and the rest when slow tests are."""
 
@@ -65,10 +66,10 @@ def shared(name: str, length: int) -> tuple[Any, torch.Tensor, torch.Tensor, Any
 def memory(model: Any, block_tokens: int, context: int) -> tuple[int, int]:
     """The smallest memory for a prompt, and the tokens between positions from which all groups can go on."""
     with pytest.raises(NeverFits) as told:
-        plan(examine(model).spec, 1, block_tokens=block_tokens, context=context)
+        make_plan(examine(model), 1, block_tokens, context)
     smallest = told.value.smallest_bytes
-    made = plan(examine(model).spec, smallest, block_tokens=block_tokens)
-    return smallest, math.lcm(*(group.block_tokens for group in made.groups))
+    groups = make_plan(examine(model), smallest, block_tokens).groups
+    return smallest, math.lcm(*(group.block_tokens for group in groups))
 
 
 def prompt_length(name: str, block_tokens: int) -> int:

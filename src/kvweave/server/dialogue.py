@@ -55,6 +55,11 @@ class Dialogue:
                 self.client.ask(say.Release([before]), say.Done)
         return answer, generation, number
 
+    def forget(self) -> None:
+        """Close all sequences: what is asked next is introduced anew."""
+        with self._lock:
+            self.client.exchange(self._closing(0))
+
     def _introduce(self, prompt: Prompt) -> list[say.Message]:
         first: list[say.Message] = []
         if self._generation != self.client.generation:
@@ -66,12 +71,12 @@ class Dialogue:
         if name in self._sequences:
             self._sequences.move_to_end(name)
             return first
-        first += self._forget(self.client.welcome.max_sequences // 2 - 1)
+        first += self._closing(self.client.welcome.max_sequences // 2 - 1)
         number = self._sequences[name] = self.client.number()
         tenant, prefixes = prompt.namespace.tenant_id, prompt.prefixes.tobytes()
         return [*first, say.Open(number, self._schema, tenant, prompt.num_tokens, prefixes)]
 
-    def _forget(self, most: int) -> list[say.Message]:
+    def _closing(self, most: int) -> list[say.Message]:
         """Close the sequences that were used least recently, so that at most so many are left."""
         closed = [self._sequences.popitem(last=False)[1] for _ in range(len(self._sequences) - most)]
         leases = [lease for number in closed if (lease := self._leases.pop(number, 0))]

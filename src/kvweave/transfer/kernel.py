@@ -94,7 +94,7 @@ def fetch(target: int, source: int, count: int, stream: int, device: int) -> Non
 
 
 def _launch(kernel: tuple[int, int], programs: int, stream: int, *arguments: int) -> None:
-    """By the driver itself: Triton's own way takes the host 20 us, this one 5."""
+    """By the driver itself: Triton's own way takes the host 20 us."""
     function, shared = kernel
     values = (ctypes.c_uint64 * (len(arguments) + len(SCRATCH)))(*arguments, *SCRATCH)
     start = ctypes.addressof(values)

@@ -20,8 +20,8 @@ from kvweave.integrations.transformers.prefill import prefill, retention
 from kvweave.integrations.transformers.prompts import Prompt, Prompts, pad_token
 from kvweave.integrations.transformers.record import Record, WeaveStats
 from kvweave.integrations.transformers.session import Session
-from kvweave.integrations.transformers.support import examine
-from kvweave.plan import plan
+from kvweave.integrations.transformers.support import Served, examine
+from kvweave.plan import Plan, plan
 from kvweave.tensor import Arena
 
 
@@ -44,7 +44,7 @@ class KVWeave:
         self.model = model
         self.served = examine(model)
         self.prefill_tokens = prefill_tokens
-        self.plan = plan(self.served.spec, memory, block_tokens=block_tokens, layout="layer_major")
+        self.plan = make_plan(self.served, memory, block_tokens)
         self.core = Cache(self.plan, **{"retention": retention(self.served), **cache_options})
         self.arena = Arena(self.plan, str(model.device))
         self._layers = [make_layer(type(model).__name__, self.arena, entry) for entry in self.served.entries]
@@ -192,6 +192,13 @@ class KVWeave:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def make_plan(
+    served: Served, memory: int | str, block_tokens: int | Mapping[str, int], context: int | None = None
+) -> Plan:
+    """Layer-major, for a layer's pages are gathered by themselves; `context` is a length that must fit."""
+    return plan(served.spec, memory, block_tokens=block_tokens, layout="layer_major", context=context)
 
 
 def _record(prompts: Prompts, past: Past, answer: Any, start: float) -> Record:

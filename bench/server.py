@@ -1,0 +1,237 @@
+"""A daemon that answers in half the time of LMCache's, and moves KV at 80% of memcpy, checksums included.
+
+Each line is a figure: ours, LMCache 0.5.6's in the same run, how many times better ours is. One engine process and one
+daemon on this machine, 2,048 tokens of a model with 32 layers, 8 heads of 128, bfloat16: 256 MiB. LMCache's server copies
+out of shared tensors by its CPU kernels; our client copies by itself, flat (chunks in one piece, as a transfer leaves
+them) and paged (out of pools with blocks of 16 tokens, and back: what LMCache's figure is of). Best of the rounds.
+
+Run: make bench NAME=server, with LMCache in an environment of its own beside the one that runs this:
+
+    python3 -m venv /work/venv-lmcache; pip install torch==2.13.0; pip install lmcache==0.5.6
+
+Another place is named by LMCACHE_PYTHON. Without it the figures published in issue 6 stand in, and the lines say so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvweave import Layer, LayerCache, ModelSpec, Role, plan
+from kvweave.errors import ServerError
+from kvweave.server import Client, RemoteStore
+from kvweave.server import protocol as say
+from kvweave.spec import DType, Full, Segment, State, Window
+from kvweave.store import Namespace, Pages, Row, Schema
+from kvweave.store.files import aligned
+from kvweave.store.keys import Bytes
+
+PEER = Path(os.environ.get("LMCACHE_PYTHON", "/work/venv-lmcache/bin/python"))
+PUBLISHED = {"round trip": 236.0, "store": 0.88, "load": 2.5, "lookup": 12.1}
+CHUNK, TOKENS, LONG = 256, 2048, 131_072
+HERE = Namespace("bench")
+
+
+def gqa() -> ModelSpec:
+    roles = tuple(Role(name, (8, 128), DType.BFLOAT16, split=(Segment(8),)) for name in ("key", "value"))
+    return ModelSpec("bench", (Layer((LayerCache("full", Full(), roles),)),) * 32)
+
+
+def hybrid() -> ModelSpec:
+    roles = tuple(Role(name, (8, 8), DType.BFLOAT16, split=(Segment(8),)) for name in ("key", "value"))
+    state = Role("ssm_state", (8, 8), DType.FLOAT32, split=(Segment(8),))
+    caches = (
+        LayerCache("full", Full(), roles),
+        LayerCache("window", Window(16 * CHUNK), roles),
+        LayerCache("state", State(), (state,)),
+    )
+    return ModelSpec("bench", tuple(Layer((cache,)) for cache in caches))
+
+
+def best(work: Callable[[], object], rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def daemon(socket: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", "from kvweave.cli import main; main()", "serve", "--memory", "1GiB"]
+    process = subprocess.Popen([*command, "--socket", str(socket)], stderr=subprocess.DEVNULL)
+    while True:
+        try:
+            Client(socket, arena=False).close()
+        except ServerError:
+            time.sleep(0.05)
+        else:
+            return process
+
+
+def round_trip(client: Client) -> float:
+    """Microseconds, the median."""
+    times = []
+    for _ in range(5000):
+        began = time.perf_counter()
+        client.ask(say.Ping(), say.Done)
+        times.append(time.perf_counter() - began)
+    return 1e6 * sorted(times)[len(times) // 2]
+
+
+def memcpy(payloads: list[Bytes], targets: list[Bytes], rounds: int, workers: int) -> float:
+    """GB/s of plain copies of the same pieces."""
+    with ThreadPoolExecutor(workers) as pool:
+        pairs = list(zip(targets, payloads, strict=True))
+
+        def copy() -> None:
+            if workers == 1:
+                for pair in pairs:
+                    np.copyto(*pair)
+            else:
+                list(pool.map(lambda pair: np.copyto(*pair), pairs))
+
+        seconds = best(copy, 3 * rounds)
+    return sum(payload.nbytes for payload in payloads) / seconds / 1e9
+
+
+class Flat:
+    """Payloads in one piece each, here and there."""
+
+    def __init__(self, schema: Schema) -> None:
+        chance = np.random.default_rng(1)
+        self.kept = {
+            (row.part, chunk): aligned(row.payload_bytes) for row in schema.rows for chunk in range(TOKENS // CHUNK)
+        }
+        self.got = {at: aligned(payload.nbytes) for at, payload in self.kept.items()}
+        for at, payload in self.kept.items():
+            payload[:] = chance.integers(0, 256, payload.nbytes, np.uint8)
+            self.got[at][:] = 0
+
+    def source(self, row: Row, chunk: int) -> Bytes:
+        return self.kept[row.part, chunk]
+
+    def target(self, row: Row, chunk: int) -> Bytes:
+        return self.got[row.part, chunk]
+
+
+def flat(store: RemoteStore, memory: Flat, rounds: int) -> tuple[float, float]:
+    """GB/s of saves and loads of chunks in one piece."""
+
+    def load() -> None:
+        assert store.load_into(store.lookup(prompt), memory.target) == TOKENS
+
+    size, saves, loads = sum(map(len, memory.kept.values())) / 1e9, [], []
+    for number in range(rounds):
+        prompt = store.prompt([number, *range(TOKENS)], HERE)
+        saves.append(best(lambda: store.save(prompt, memory.source), 1))
+        loads.append(best(load, 2))
+        assert all((memory.got[at] == payload).all() for at, payload in memory.kept.items())
+        store.client.ask(say.Clear(), say.Cleared)
+    return size / min(saves), size / min(loads)
+
+
+def paged(store: RemoteStore, rounds: int) -> tuple[float, float]:
+    """GB/s out of pools and back into them."""
+    made = plan(gqa(), "768MiB", block_tokens=16, layout="layer_major")
+    pools = {pool.name: np.ones(pool.num_bytes, np.uint8) for pool in made.pools}
+    pages = Pages(store.schema, made, pools)
+    table = {"full": np.random.default_rng(0).permutation(np.arange(1, 1 + TOKENS // 16)).astype(np.int32)}
+    size = TOKENS * 32 * 2 * 8 * 128 * 2 / 1e9
+
+    def load() -> None:
+        assert store.load(store.lookup(prompt), pages.sink(table)) == TOKENS
+
+    saves, loads = [], []
+    for number in range(rounds):
+        prompt = store.prompt([number, *range(TOKENS)], HERE)
+        saves.append(best(lambda: store.save(prompt, pages.source(table)), 1))
+        loads.append(best(load, 2))
+        store.client.ask(say.Clear(), say.Cleared)
+    return size / min(saves), size / min(loads)
+
+
+def lookups(client: Client, parts: int, rounds: int, *, anew: bool) -> float:
+    """Milliseconds of a lookup that finds everything: hashed and sent `anew`, or named by its number."""
+    schema = Schema.of(hybrid(), chunk_tokens=CHUNK, parts=parts)
+    store = RemoteStore(schema, client)
+    tokens = np.arange(LONG + 1, dtype=np.int32)
+    prompt = store.prompt(tokens, HERE)
+    saved = store.save(prompt, lambda row, _: np.zeros(row.payload_bytes, np.uint8))
+    assert not saved.dropped
+
+    def ask() -> None:
+        if anew:
+            store._dialogue.forget()
+        assert store.lookup(store.prompt(tokens, HERE) if anew else prompt).position == LONG
+
+    return 1e3 * best(ask, 10 * rounds)
+
+
+def peer(rounds: int) -> tuple[dict[str, float], str]:
+    """LMCache's figures, and where they are from."""
+    if PEER.exists():
+        wish = json.dumps({"chunk": CHUNK, "tokens": TOKENS, "rounds": rounds, "lookup": LONG})
+        script = Path(__file__).with_name("server_peer.py")
+        done = subprocess.run([str(PEER), str(script), wish], capture_output=True, text=True, check=False)
+        if not done.returncode:
+            answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+            return answer, "in this run"
+        print(done.stderr[-2000:], file=sys.stderr)
+    return PUBLISHED, "as published in issue 6; it could not be run here"
+
+
+def lines(socket: Path, rounds: int) -> Iterator[dict[str, object]]:
+    theirs, where = peer(rounds)
+    process = daemon(socket)
+    try:
+        yield from ours(Client(socket), theirs, f"LMCache {where}", rounds)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def ours(client: Client, theirs: dict[str, float], where: str, rounds: int) -> Iterator[dict[str, object]]:
+    yield line(f"no-op round trip; {where}", round_trip(client), theirs["round trip"], "us", lower=True)
+    schema = Schema.of(gqa(), chunk_tokens=CHUNK)
+    memory = Flat(schema)
+    for workers in (1, 2):
+        copied = memcpy([*memory.kept.values()], [*memory.got.values()], rounds, workers)
+        speeds = flat(RemoteStore(schema, client, workers=workers), memory, rounds)
+        for what, speed in zip(("store", "load"), speeds, strict=True):
+            claim = f"daemon {what}, flat, {workers} thread{'s' * (workers > 1)}"
+            yield line(f"{claim}; {where}", speed, theirs[what], "GB/s", lower=False)
+            yield line(f"{claim}, beside memcpy by as many (goal 0.8)", speed, copied, "GB/s", lower=False)
+    for what, speed in zip(("store", "load"), paged(RemoteStore(schema, client), rounds), strict=True):
+        yield line(f"daemon {what}, paged, 2 threads; {where}", speed, theirs[what], "GB/s", lower=False)
+    client.ask(say.Clear(), say.Cleared)
+    for parts in (1, 8):
+        for anew, words in ((True, "hashed and sent"), (False, "by its number")):
+            claim = f"lookup of 128k tokens, {3 * parts} presence rows, all found, {words}; {where} (1 row, none found)"
+            yield line(claim, lookups(client, parts, rounds, anew=anew), theirs["lookup"], "ms", lower=True)
+
+
+def line(claim: str, ours: float, theirs: float, unit: str, *, lower: bool) -> dict[str, Any]:
+    ratio = theirs / ours if lower else ours / theirs
+    return {"claim": claim, "ours": round(ours, 3), "peer": round(theirs, 3), "unit": unit, "ratio": round(ratio, 2)}
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    with tempfile.TemporaryDirectory(prefix="kvweave-server-") as folder:
+        for figure in lines(Path(folder) / "kv.sock", rounds):
+            print(json.dumps(figure), flush=True)
+
+
+if __name__ == "__main__":
+    main()
