@@ -169,7 +169,7 @@ def test_names_are_escaped(result: Result) -> None:
 def test_hundreds_of_requests_and_of_super_pages_are_drawn_small(result: Result) -> None:
     many = Outcomes(result.outcomes.each * 50)
     pool = result.snapshot.pools[0]
-    crowd = replace(pool, supers=pool.supers * 200)
+    crowd = replace(pool, supers=pool.supers * 800)
     snapshot = Snapshot((crowd,), result.snapshot.tree, result.snapshot.stats)
     text = report_html(replace(result, outcomes=many, snapshot=snapshot))
     Page(text)

@@ -59,8 +59,11 @@ def with_tokenizer(directory: Path, target: Path) -> Path:
 # ---- what is generated
 
 
-@pytest.mark.parametrize("argv", [GEMMA, QWEN], ids=["window", "states"])
-@pytest.mark.parametrize("workload", ["agents", "chat", "rag"])
+@pytest.mark.parametrize(
+    ("argv", "workload"),
+    [(GEMMA, "agents"), (QWEN, "agents"), (GEMMA, "chat"), (QWEN, "rag")],
+    ids=["window-agents", "states-agents", "window-chat", "states-rag"],
+)
 def test_a_workload_reuses_and_every_token_is_equal(kvweave: Kvweave, argv: tuple[str, ...], workload: str) -> None:
     report = kvweave(*argv, *SMALL, "--workload", workload, "--compare", "--json").json()
     assert report["all_tokens_equal"] is True

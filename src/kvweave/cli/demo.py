@@ -48,8 +48,8 @@ def demo_command(
 ) -> None:
     """Agents with one system prompt on two hybrid models, with reuse and without: first tokens earlier, all equal.
 
-    Takes about two minutes on two cores. The models have random weights and the layer patterns of gemma-3-27b and
-    qwen3-next-80b. Reports with pictures go to ./kvweave-demo.
+    Takes two minutes of CPU time, so one to two minutes on two cores. The models have random weights and the layer
+    patterns of gemma-3-27b and qwen3-next-80b. Reports with pictures go to ./kvweave-demo.
     """
     FOLDER.mkdir(exist_ok=True)
     if plan:

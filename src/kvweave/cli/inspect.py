@@ -124,8 +124,9 @@ def _clients(report: Report) -> Table:
     for client in report.clients:
         sizes = (size_words(client.leased_bytes), size_words(client.reserved_bytes))
         numbers = (client.requests, client.sequences, client.leases)
+        who = (f"{client.pid}", f"{client.uid}") if client.pid else ("-", "-")  # over TCP nobody knows
         table.add_row(
-            client.name or "-", f"{client.pid}", f"{client.uid}", _time(client.connected_s),
+            client.name or "-", *who, _time(client.connected_s),
             *(f"{number:,}" for number in numbers), *sizes,
         )  # fmt: skip
     return table
