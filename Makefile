@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 EXTRAS ?= dev
 VLLM   := $(VENV)-vllm
+# A process a core, and a thread a process: tiny matrices gain nothing from more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadgroup
 
 .PHONY: help demo test test-all test-gpu lint bench clean
 
@@ -48,10 +50,10 @@ test: $(VENV)/ready-dev           ## lint, types, and all fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(VENV)/ready-dev $(VLLM)/compiled ## everything, the slow and outside ones too, and the compiled core
-	$(BIN)/pytest
+	$(PYTEST)
 	$(VLLM)/bin/python -m pytest tests/pool tests/prefix tests/table tests/cache
 
 # The virtual environment's torch is the CPU one: give a Python whose torch has CUDA, and Triton, pytest and hypothesis.

@@ -498,3 +498,14 @@ def test_a_thread_that_adopts_a_cache_owns_it() -> None:
     assert len(opened) == 1
     with pytest.raises(WrongThread):
         cache.close(opened[0])
+
+
+def test_a_refused_extend_leaves_the_tables_as_wide_as_they_were() -> None:
+    cache = Cache(full_plan(), max_tokens=8)
+    sequence = cache.open([1, 2, 3])
+    width = cache.table("full").shape
+    with pytest.raises(NeverFits):
+        cache.extend(sequence, 1 << 20)
+    assert cache.table("full").shape == width
+    cache.extend(sequence, 16)
+    assert cache.table("full").shape > width, "while one that is granted widens them"

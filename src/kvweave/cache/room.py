@@ -60,8 +60,7 @@ class Room:
             table = books.tables[numbers[0]]
             need = -(-length // table.slot_tokens) if table.per_token else 1 + drafts
             grow = max(0, need - int(table.blocks[row]))
-            for number in numbers if grow else ():
-                books.widen(books.tables[number], need)
+            for number in numbers:
                 grows[number] = grow
         is_new = bool(self.reserve) and (not books.committed[row] or bool(sequence.restore))
         if not stops or not self._ensure_with(grows, len(stops), length, is_new):
@@ -69,7 +68,9 @@ class Room:
             self.ensure(grows, length, is_new)
         for number, count in enumerate(grows):
             if count:
-                books.tables[number].append(row, self.take(number, count))
+                table = books.tables[number]
+                books.widen(table, int(table.blocks[row]) + count)
+                table.append(row, self.take(number, count))
         if stops:
             pages = [self.take(number, len(stops)).tolist() for number in books.states]
             sequence.planned = dict(zip(stops, zip(*pages, strict=True), strict=True))
@@ -94,15 +95,15 @@ class Room:
         grow: Counts = need - table.blocks[rows]
         if grow.max() <= 0:
             return None
-        for number in numbers:
-            self.books.widen(self.books.tables[number], int(np.max(need)))
         return np.maximum(grow, 0) if grow.min() < 0 else grow
 
     def _append(self, numbers: list[int], rows: Rows, grow: Counts, count: int) -> None:
         """`grow` more pages at the end of each row, `count` in all, for tables that are alike."""
         tables = [self.books.tables[number] for number in numbers]
         slots = tables[0].blocks[rows]
+        most = int((slots + grow).max())
         for table in tables:
+            self.books.widen(table, most)
             table.blocks[rows] = slots + grow
         if count != len(rows) or grow.min() != 1:
             slots = np.repeat(slots - np.cumsum(grow) + grow, grow) + np.arange(count)
