@@ -104,13 +104,15 @@ def check_pressure(name: str, length: int) -> None:
 
 
 def crowd(core: Cache, length: int) -> None:
-    """Many other prompts come and go."""
-    for seed in range(2, 200):
+    """Other prompts come and go, many more of them than fit."""
+    for seed in range(2, 1500):
         sequence = core.open(prompt(length, seed)[0].numpy())
         while sequence.length < length:
             core.extend(sequence, min(sequence.stop or length, length) - sequence.length)
             core.commit(sequence)
         core.close(sequence)
+        if seed % 150 == 0 and not any(pool.free_supers for pool in core.stats().pools):
+            return
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from kvweave.server import Limits
 from kvweave.store import Row, Saved
 from kvweave.store.keys import Bytes
-from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
+from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, store_prompt, verify
 from tests.store.models import truth
 
 
@@ -44,4 +46,38 @@ def test_payloads_can_be_loaded_straight_into_memory_of_the_callers(tmp_path: Pa
         for row in SCHEMA.rows:
             for chunk in row.needs(1024):
                 verify(row, chunk, memory[row, chunk])
+        client.close()
+
+
+def test_a_client_closes_what_it_used_least_recently(tmp_path: Path) -> None:
+    few = Limits(sequences=8, keys=48 * 8)
+    with serving(settings(tmp_path, limits=few)) as daemon:
+        client = store(tmp_path / "kv.sock")
+        for number in range(12):
+            assert client.save(prompt(number), truth, points=[256]).dropped == 0
+            assert client.lookup(prompt(number)).position == 256
+        (report,) = daemon.report().clients
+        assert report.sequences == 4
+        assert report.leases <= 4
+        assert client.lookup(prompt(0)).position == 256
+        assert client.unreachable == 0
+        client.close()
+
+
+def test_a_prompt_shorter_than_a_chunk_is_a_miss_without_a_word(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client = store(tmp_path / "kv.sock")
+        before = daemon.report().requests
+        assert client.load(client.lookup(store_prompt(range(10))), verify) == 0
+        assert client.save(store_prompt(range(10)), truth) == Saved()
+        assert daemon.report().requests == before
+        client.close()
+
+
+def test_a_payload_of_another_size_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client = store(tmp_path / "kv.sock")
+        with pytest.raises(ValueError, match="expected"):
+            client.save(prompt(), lambda row, chunk: np.zeros(3, np.uint8))
+        assert daemon.report().tiers[0].tier.used_bytes == 0
         client.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import struct
 import time
@@ -128,6 +129,26 @@ def test_a_foreign_schema_is_an_error(daemon: Daemon) -> None:
             with pytest.raises(BadRequest, match=words if words != "40" else "beyond"):
                 client.ask(wrong, say.Done)
         assert client.ask(right, say.Done).count == len(SCHEMA.rows)
+
+
+def test_a_schema_that_lies_about_itself_is_an_error_for_its_client_alone(daemon: Daemon) -> None:
+    right = registration(1, "m", SCHEMA)
+    with Client(daemon.settings.socket) as client:
+        for meta in (b"[]", b"{}", b"7", b"[" * 50_000, b'{"chunk_tokens": 256, "layers": 5}', b"\xff"):
+            row = say.RowInfo(hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:8], 5000, meta)
+            with pytest.raises(BadRequest, match="does not say what it is"):
+                client.ask(replaced(right, rows=[row, *right.rows[1:]]), say.Done)
+        client.ask(say.Stats(), say.Stated)
+
+
+def test_a_sequence_of_too_many_keys_is_refused_before_they_are_made(daemon: Daemon) -> None:
+    with Client(daemon.settings.socket) as client:
+        client.ask(registration(1, "m", SCHEMA), say.Done)
+        with pytest.raises(OverLimit, match="keys"):
+            client.ask(say.Open(1, 1, b"tenant00", 2**50, bytes(32) * 130_000), say.Done)
+        client.ask(say.Open(1, 1, b"tenant00", 1024, bytes(32) * 4), say.Done)
+        with pytest.raises(OverLimit, match="pieces in one message"):
+            client.ask(say.Reserve(1, 1, packed([(0, 0)] * 70_000, "<i4")), say.Places)
 
 
 def test_what_was_never_opened_or_registered_is_an_error(daemon: Daemon) -> None:

@@ -165,8 +165,10 @@ class Room:
                 self._refuse(pool, wanted, length)
 
     def _evict(self, tag: str, count: int) -> int:
-        freed = self.books.prefix.evict(self.books.numbers[tag], count)
-        self.evicted_pages += freed
+        prefix = self.books.prefix
+        before = sum(prefix.cached)
+        freed = prefix.evict(self.books.numbers[tag], count)
+        self.evicted_pages += before - sum(prefix.cached)
         return freed
 
     def _short_after_eviction(self, pool: PoolPages, wanted: dict[str, int]) -> bool:

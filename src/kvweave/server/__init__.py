@@ -2,7 +2,8 @@
 
 from kvweave.server.client import Client
 from kvweave.server.daemon import Daemon
-from kvweave.server.remote import RemoteHit, RemoteStore
+from kvweave.server.hit import RemoteHit
+from kvweave.server.remote import RemoteStore
 from kvweave.server.report import Report
 from kvweave.server.settings import Disk, Limits, Settings, default_socket
 

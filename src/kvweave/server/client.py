@@ -60,7 +60,7 @@ class Client:
         self._socket: socket.socket | None = None
         self._retry_at = 0.0
         self._buffer = bytearray()
-        self._mapped = Mapped(0, say.Welcome(VERSION, b"", 0, 0.0, 0, 0), np.empty(0, np.uint8))
+        self._mapped = Mapped(0, say.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0), np.empty(0, np.uint8))
         with self._lock:
             self._connect()
 

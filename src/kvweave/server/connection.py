@@ -21,7 +21,8 @@ import msgspec
 from kvweave.errors import BadRequest, KVWeaveError, OverLimit, Refused, ServerError
 from kvweave.server import protocol as say
 from kvweave.server.hub import Hub
-from kvweave.server.protocol import DIGEST, ERRORS, LENGTH_BYTES, MESSAGE_BYTES, VERSION, Answer, Message, frame
+from kvweave.server.incoming import Frames, Pace, read_hello
+from kvweave.server.protocol import ERRORS, VERSION, Answer, Message, frame
 from kvweave.server.report import ClientReport, Report
 from kvweave.server.session import Handler, Session
 
@@ -53,13 +54,12 @@ class Connection(asyncio.Protocol):
         self._owner, self._hub, self._local = owner, owner.hub, local
         self._session = Session(owner.hub)
         self._handlers: dict[type, Handler] = {}
-        self._buffer = bytearray()
+        self._frames, self._pace = Frames(), Pace(owner.hub.settings.limits.requests_per_s)
         self._task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._paused = False
         self._refusal: ServerError | None = None
-        self._began = self._window = time.monotonic()
-        self._requests = self._in_window = 0
+        self._began, self._requests = time.monotonic(), 0
         self._name, self._pid, self._uid = "", 0, -1
 
     # ---- bytes
@@ -81,7 +81,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
+        self._frames.add(data)
         if not self._task:
             self._pump()
 
@@ -90,36 +90,17 @@ class Connection(asyncio.Protocol):
         for _ in range(AT_ONCE):
             if self._task or self._paused or self._transport is None or self._transport.is_closing():
                 return
-            message = self._next()
+            try:
+                message = self._frames.next()
+            except OverLimit as error:
+                self._fail(error, end=True)
+                return
             if message is None:
                 return
             self._take(message)
-            self._in_window += 1
-            if not self._in_window % AT_ONCE and not self._task and (wait_s := self._too_fast()):
+            if not self._task and (wait_s := self._pace.rest_s()):
                 self._wait(asyncio.sleep(wait_s))
         asyncio.get_running_loop().call_soon(self._pump)
-
-    def _next(self) -> bytes | None:
-        if len(self._buffer) < LENGTH_BYTES:
-            return None
-        length = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
-        if length > MESSAGE_BYTES:
-            self._fail(OverLimit(f"a message of {length} bytes, {MESSAGE_BYTES} at most"), end=True)
-            return None
-        end = LENGTH_BYTES + length
-        if len(self._buffer) < end:
-            return None
-        message = bytes(self._buffer[LENGTH_BYTES:end])
-        del self._buffer[:end]
-        return message
-
-    def _too_fast(self) -> float:
-        """How long to rest so that no more than so many questions a second are answered."""
-        took = time.monotonic() - self._window
-        least = self._in_window / self._hub.settings.limits.requests_per_s
-        if took > 1.0:
-            self._window, self._in_window = time.monotonic(), 0
-        return max(0.0, least - took)
 
     # ---- questions
 
@@ -140,7 +121,7 @@ class Connection(asyncio.Protocol):
         if self._refusal:
             raise self._refusal
         if not self._handlers:
-            self._hello(_read_hello(message))
+            self._hello(read_hello(message))
             return None
         try:
             question = say.read_question(message)
@@ -195,9 +176,10 @@ class Connection(asyncio.Protocol):
 
     def _welcome(self, *, with_arena: bool) -> None:
         settings, arena = self._hub.settings, self._hub.arena
-        most = int(arena.num_bytes * settings.limits.reserve_share)
+        limits = settings.limits
+        most = int(arena.num_bytes * limits.reserve_share)
         answer = say.Welcome(
-            VERSION, self._hub.boot, arena.num_bytes, settings.lease_s, most, settings.limits.sequences
+            VERSION, self._hub.boot, arena.num_bytes, settings.lease_s, most, limits.sequences, limits.keys
         )
         if not with_arena or self._transport is None:
             self._send(answer)
@@ -283,23 +265,3 @@ class Connection(asyncio.Protocol):
             self._name, self._pid, self._uid, time.monotonic() - self._began, self._requests,
             session.num_sequences, len(held), held.leased_bytes, held.reserved_bytes,
         )  # fmt: skip
-
-
-def _read_hello(message: bytes) -> say.Hello:
-    """The first message; of another version only its first field is read."""
-    try:
-        parts = msgspec.msgpack.decode(message)
-        name, version = parts[0], parts[1]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, LookupError):
-        raise BadRequest("no message of ours; the first one is Hello") from None
-    if name != "hello":
-        raise BadRequest("the first message is Hello")
-    if version != VERSION:
-        raise Refused(f"the client speaks version {version!r} of the protocol, the daemon {VERSION}; upgrade one")
-    try:
-        hello = msgspec.convert(parts, say.Hello, strict=True)
-    except msgspec.MsgspecError as error:
-        raise BadRequest(f"a damaged Hello: {error}") from None
-    if hello.digest != DIGEST:
-        raise Refused("the client's messages have another shape than the daemon's; install the same kvweave for both")
-    return hello

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from kvweave.store.tier import PIECE_BYTES
 
 Target = Callable[[Row, int], Bytes]
 """Where the payload of a row's chunk shall be: memory of its length, in one piece."""
+Finish = Callable[[], bool]
 THREADED_BYTES = 1 << 20
 """Smaller blobs are not worth a thread's turn."""
 
@@ -39,16 +40,14 @@ class Job(NamedTuple):
 
 def write(place: Bytes, row: Row, chunk: int, key: bytes, payload: Bytes, until: float) -> bool:
     """Seal a payload where it shall lie; False if that took so long that the place may be somebody else's by now."""
-    if payload.nbytes != row.payload_bytes:
-        raise ValueError(f"row {row.tag!r}: payload has {payload.nbytes} bytes, {row.payload_bytes} expected")
     head, digest = header_bytes(row), xxhash.xxh3_64(header(row, chunk, key))
     source, target = payload.reshape(-1).view(np.uint8), place[head:]
     for at in range(0, row.payload_bytes, PIECE_BYTES):
         if time.monotonic() >= until:
             return False
         piece = source[at : at + PIECE_BYTES]
-        digest.update(piece.data)
         np.copyto(target[at : at + PIECE_BYTES], piece)
+        digest.update(piece.data)  # of the source: what the arena holds by now may be somebody else's doing
     place[:head] = np.frombuffer(header(row, chunk, key, digest.intdigest()), np.uint8)
     return True
 
@@ -80,33 +79,36 @@ class Copier:
 
         A payload is the caller's until it asks for the next one, unless it lies where `target` wanted it.
         """
-        flying: deque[tuple[Job, Bytes, Future[bool]]] = deque()
-        for job in jobs:
-            memory = target(job.row, job.chunk) if target else self._memory()
-            payload = memory[: job.row.payload_bytes]
-            flying.append((job, memory, self._run(partial(read, *job, payload), payload)))
-            if len(flying) > self.workers:
+        flying: deque[tuple[Job, Bytes, Finish]] = deque()
+        try:
+            for job in jobs:
+                memory = target(job.row, job.chunk) if target else self._memory()
+                flying.append((job, memory, self._run(job.row, partial(read, *job, memory[: job.row.payload_bytes]))))
+                if len(flying) > self.workers:
+                    yield from self._land(*flying.popleft(), target)
+            while flying:
                 yield from self._land(*flying.popleft(), target)
-        while flying:
-            yield from self._land(*flying.popleft(), target)
+        finally:
+            for _, _, finish in flying:
+                finish()
 
     def _land(
-        self, job: Job, memory: Bytes, whole: Future[bool], target: Target | None
+        self, job: Job, memory: Bytes, finish: Finish, target: Target | None
     ) -> Iterator[tuple[Job, Bytes | None]]:
-        yield job, memory[: job.row.payload_bytes] if whole.result() else None
+        yield job, memory[: job.row.payload_bytes] if finish() else None
         if target is None:
             self._scratch.append(memory)
 
     def writes(self, jobs: Iterable[Job], source: Source, until: float) -> bool:
         """Whether all were written in time. When `source` raises, nothing is being written any more."""
-        flying: list[Future[bool]] = []
+        flying: list[Finish] = []
         try:
             for job in jobs:
-                payload = source(job.row, job.chunk)
-                flying.append(self._run(partial(write, *job, payload, until), payload))
+                payload = _checked(job.row, source(job.row, job.chunk))
+                flying.append(self._run(job.row, partial(write, *job, payload, until)))
         finally:
-            wait(flying)
-        return all(future.result() for future in flying)
+            fine = [finish() for finish in flying]
+        return all(fine)
 
     def _memory(self) -> Bytes:
         try:
@@ -114,12 +116,18 @@ class Copier:
         except IndexError:  # all are in use
             return aligned(self._largest)
 
-    def _run(self, work: Callable[[], bool], payload: Bytes) -> Future[bool]:
-        if payload.nbytes >= THREADED_BYTES and self.workers > 1:
-            return self._pool.submit(work)
-        future: Future[bool] = Future()
-        future.set_result(work())
-        return future
+    def _run(self, row: Row, work: Finish) -> Finish:
+        """Start; what is returned waits for the end of it."""
+        if row.payload_bytes >= THREADED_BYTES and self.workers > 1:
+            return self._pool.submit(work).result
+        done = work()
+        return lambda: done
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+def _checked(row: Row, payload: Bytes) -> Bytes:
+    if payload.nbytes != row.payload_bytes:
+        raise ValueError(f"row {row.tag!r}: payload has {payload.nbytes} bytes, {row.payload_bytes} expected")
+    return payload

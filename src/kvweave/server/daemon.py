@@ -96,7 +96,8 @@ class Daemon:
     # ---- connections
 
     def joined(self, connection: Connection) -> None:
-        if len(self._connections) >= self.settings.limits.connections:
+        alike = [each for each in self._connections if each.local == connection.local]
+        if len(alike) >= self.settings.limits.connections:
             raise OverLimit(f"{self.settings.limits.connections} connections are open already")
         if connection.local and not self.settings.group and connection.user not in (0, os.getuid()):
             raise Refused(f"user {connection.user} may not use the daemon of user {os.getuid()}; see --group")
@@ -134,7 +135,7 @@ class Daemon:
             log.info("%s after %.1f s", "drained" if done else "not drained", time.monotonic() - began)
         for server in self._servers:
             server.close()
-        self.hub.close()
+        self.hub.close(max(1.0, self.settings.drain_s - (time.monotonic() - began)))
         with suppress(FileNotFoundError):
             self.settings.socket.unlink()
         self._lock.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import accumulate, islice
 
 from kvweave.server import protocol as say
 from kvweave.server.client import Client
@@ -25,35 +26,41 @@ class Dialogue:
         self._generation = 0
         self._sequences: OrderedDict[bytes, int] = OrderedDict()
         self._leases: dict[int, int] = {}
+        self._keys: dict[int, int] = {}
         self._lock = threading.RLock()
 
     def ask(
         self, prompt: Prompt, make: Callable[[int], say.Message], budget_s: float | None = None
     ) -> tuple[say.Answer, int]:
         """The answer to what `make` makes for the prompt's number, and the generation of the connection it is of."""
-        wait_s = None if budget_s is None else max(0.0, budget_s) + SLACK_S
-        with self._lock:
-            before = self._introduce(prompt)
-            question = make(self._sequences[_name(prompt)])
-            answers = self.client.exchange([*before, question], wait_s)
-            if self.client.generation != self._generation:  # it was lost, and made anew on the way
-                return self.ask(prompt, make, budget_s)
-            for answer in answers[:-1]:
-                self.client.check(answer, say.Done)
-            return answers[-1], self._generation
+        return self._ask(prompt, lambda sequence: [make(sequence)], budget_s)
 
     def lease(
         self, prompt: Prompt, make: Callable[[int, int], say.Message], budget_s: float | None
     ) -> tuple[say.Answer, int, int]:
         """As `ask`, for a question that takes a lease, the prompt's only one: the last one it had is given back."""
-        number = self.client.number()
+        lease = self.client.number()
+
+        def questions(sequence: int) -> list[say.Message]:
+            before = self._leases.get(sequence)
+            self._leases[sequence] = lease
+            return [make(sequence, lease), *([say.Release([before])] if before else [])]
+
+        return *self._ask(prompt, questions, budget_s), lease
+
+    def _ask(
+        self, prompt: Prompt, make: Callable[[int], list[say.Message]], budget_s: float | None
+    ) -> tuple[say.Answer, int]:
+        wait_s = None if budget_s is None else max(0.0, budget_s) + SLACK_S
         with self._lock:
-            answer, generation = self.ask(prompt, lambda sequence: make(sequence, number), budget_s)
-            before = self._leases.get(sequence := self._sequences[_name(prompt)], 0)
-            self._leases[sequence] = number
-            if before:
-                self.client.ask(say.Release([before]), say.Done)
-        return answer, generation, number
+            before = self._introduce(prompt)
+            questions = make(self._sequences[_name(prompt)])
+            answers = self.client.exchange([*before, *questions], wait_s)
+            if self.client.generation != self._generation:  # it was lost, and made anew on the way
+                return self._ask(prompt, make, budget_s)
+            for answer in answers[: len(before)]:
+                self.client.check(answer, say.Done)
+            return answers[len(before)], self._generation
 
     def forget(self) -> None:
         """Close all sequences: what is asked next is introduced anew."""
@@ -65,21 +72,33 @@ class Dialogue:
         if self._generation != self.client.generation:
             self._sequences.clear()
             self._leases.clear()
+            self._keys.clear()
             self._generation = self.client.generation
             first.append(self._register)
         name = _name(prompt)
         if name in self._sequences:
             self._sequences.move_to_end(name)
             return first
-        first += self._closing(self.client.welcome.max_sequences // 2 - 1)
+        first += self._closing(self._room(prompt))
         number = self._sequences[name] = self.client.number()
+        self._keys[number] = prompt.num_chunks * len(self._register.rows)
         tenant, prefixes = prompt.namespace.tenant_id, prompt.prefixes.tobytes()
         return [*first, say.Open(number, self._schema, tenant, prompt.num_tokens, prefixes)]
+
+    def _room(self, prompt: Prompt) -> int:
+        """How many sequences may stay open beside a new one. Half of the limits: a client may serve two stores."""
+        welcome, keys = self.client.welcome, prompt.num_chunks * len(self._register.rows)
+        recent = reversed(self._sequences.values())
+        sums = accumulate((self._keys[number] for number in recent), initial=keys)
+        fitting = sum(1 for each in islice(sums, 1, None) if each <= welcome.max_keys // 2)
+        return min(fitting, welcome.max_sequences // 2 - 1)
 
     def _closing(self, most: int) -> list[say.Message]:
         """Close the sequences that were used least recently, so that at most so many are left."""
         closed = [self._sequences.popitem(last=False)[1] for _ in range(len(self._sequences) - most)]
         leases = [lease for number in closed if (lease := self._leases.pop(number, 0))]
+        for number in closed:
+            del self._keys[number]
         return [say.Close(closed), say.Release(leases)] if closed else []
 
 

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.server.shared import Pinned, Places, SharedArena
+from kvweave.server.shared import Places, SharedArena
 from kvweave.store import Cascade, LaneStats
 from kvweave.store.cascade import BATCH_BYTES, NOWHERE, Budget
 from kvweave.store.lane import Lane
@@ -104,30 +104,30 @@ class Far:
 
     # ---- out of the arena
 
-    def keep(self, keys: Sequence[bytes], wait_s: float = 0.0) -> list[Future[list[bool]]]:
+    def keep(self, keys: Sequence[bytes], wait_s: float = 0.0) -> None:
         """Queue what the arena holds of these for every tier that is written. No room in a queue: it is dropped there,
         and counted."""
-        futures = []
         for lane in self.lanes:
             if lane.policy.write != "off":
                 pinned = self._arena.pin(keys)
-                future = self._queue(lane, keys, pinned, wait_s)
-                if future is None:
-                    self._arena.unpin(pinned.slots)
-                else:
-                    future.add_done_callback(partial(self._kept, pinned.slots))
-                    futures.append(future)
-        return futures
+                wants = list(zip(keys, pinned.lengths.tolist(), strict=True))
+                self._arena.unpin(pinned.slots)
+                for batch in _batches(wants):
+                    self._queue(lane, [key for key, _ in batch], wait_s)
 
-    def _queue(self, lane: Lane, keys: Sequence[bytes], pinned: Pinned, wait_s: float) -> Future[list[bool]] | None:
+    def _queue(self, lane: Lane, keys: Sequence[bytes], wait_s: float) -> None:
+        """One job, which holds its extents until it is done."""
+        pinned = self._arena.pin(keys)
         entries = zip(keys, pinned.starts.tolist(), pinned.lengths.tolist(), strict=True)
         here = [entry for entry in entries if entry[1] >= 0]
         future = lane.start(lane.writes, partial(self._write, lane, here), wait_s) if here else None
-        if future is None:
-            lane.count("dropped", len(keys))
-            if wait_s:  # nothing left its queue for so long: it hangs
-                lane.writes.failed()
-        return future
+        if future is not None:
+            future.add_done_callback(partial(self._kept, pinned.slots))
+            return
+        self._arena.unpin(pinned.slots)
+        lane.count("dropped", len(keys))
+        if here and wait_s:  # nothing left its queue for so long: it hangs
+            lane.writes.failed()
 
     def _write(self, lane: Lane, entries: Sequence[tuple[bytes, int, int]]) -> list[bool]:
         """In the lane's thread."""

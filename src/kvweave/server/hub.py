@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar, runtime_checkable
 
 from kvweave import __version__
+from kvweave.errors import OverLimit
 from kvweave.server.far import Far
 from kvweave.server.opened import Opened
 from kvweave.server.protocol import Register
@@ -26,7 +27,7 @@ from kvweave.store.keys import ROW_BYTES
 T = TypeVar("T")
 WAITERS = 16
 """Threads that wait for tiers; beyond so many at once, requests to farther tiers queue up."""
-PREFIXES, SHOWN = 4096, 20
+PREFIXES, SHOWN, MODELS = 4096, 20, 1024
 
 
 @runtime_checkable
@@ -85,6 +86,8 @@ class Hub:
         """The same for everybody who says the same."""
         found = self._models.get(key := digest(said))
         if found is None:
+            if len(self._models) >= MODELS:
+                raise OverLimit(f"{MODELS} schemas are registered already; restart the daemon to forget them")
             found = self._models[key] = Registered(said)
         return found
 
@@ -149,9 +152,9 @@ class Hub:
         )
         return (near, *self.far.stats())
 
-    def close(self) -> None:
-        """Write what is left to write, and close every tier."""
-        self.far.close(self.settings.drain_s)
+    def close(self, wait_s: float) -> None:
+        """Write what is left to write, and close every tier; one that hangs for so long is left as it is."""
+        self.far.close(wait_s)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.arena.close()
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import BadRequest
+from kvweave.errors import BadRequest, OverLimit
 from kvweave.server.protocol import Open, numbers
 from kvweave.server.registered import Registered
 from kvweave.store.keys import PREFIX_BYTES, keys_of
 
+PIECES = 1 << 16
+"""What one message may ask for: so many are answered in a moment."""
 Pieces = NDArray[np.int64]
 """`[n, 2]`: rows and chunks."""
 
@@ -42,6 +44,8 @@ class Opened:
         if len(flat) % 2:
             raise BadRequest("a piece is a row and a chunk")
         pieces = flat.reshape(-1, 2)
+        if len(pieces) > PIECES:
+            raise OverLimit(f"{len(pieces)} pieces in one message, {PIECES} at most")
         most = (self.registered.num_rows, self.num_chunks)
         if ((pieces < 0) | (pieces >= most)).any():
             raise BadRequest(f"a piece beyond {most[0]} rows and {most[1]} chunks")

@@ -9,7 +9,7 @@ The first request is `Hello`; its version is its first field, and stays there in
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -67,7 +67,7 @@ class GroupInfo(Struct, frozen=True, array_like=True):
 
     tag: Name
     num_rows: Annotated[int, Meta(ge=1, le=4096)]
-    reach: dict[str, Any]
+    reach: dict[str, str | int]
 
 
 class Register(Message, frozen=True):
@@ -177,7 +177,8 @@ class Clear(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """`boot` is another one for every start of the daemon. A connection may hold so many bytes reserved."""
+    """`boot` is another one for every start of the daemon. A connection may have so many bytes reserved at once, so
+    many sequences open, and so many keys in them (rows x chunks)."""
 
     version: int
     boot: bytes
@@ -185,6 +186,7 @@ class Welcome(Message, frozen=True):
     lease_s: float
     reserve_bytes: int
     max_sequences: int
+    max_keys: int
 
 
 class Done(Message, frozen=True):

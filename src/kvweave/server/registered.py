@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +42,7 @@ class Registered:
         self.sizes = np.array([row.blob_bytes for row in said.rows], np.int64)
         self.ids = np.frombuffer(b"".join(row.id for row in said.rows), np.uint8).reshape(-1, ROW_BYTES)
         self.counts: Counter[str] = Counter()
-        self._metas = [_meta(row, said.chunk_tokens) for row in said.rows]
+        self._layers = [_num_layers(row, said.chunk_tokens) for row in said.rows]
         self._groups = list(_groups(said))
         self._needs = [Row(tag, reach, (), (), 0, 1, said.chunk_tokens).needs for tag, reach, _ in self._groups]
 
@@ -73,9 +72,8 @@ class Registered:
         return ModelReport(self.model, self.digest.hex(), self.chunk_tokens, groups, **numbers)
 
     def _group(self, tag: str, reach: Reach, rows: slice) -> GroupReport:
-        layers = self._metas[rows.start].get("layers", ())
         words = " ".join(str(value) for value in codec.to_dict(reach).values())
-        return GroupReport(tag, words, rows.stop - rows.start, len(layers), int(self.sizes[rows].sum()))
+        return GroupReport(tag, words, rows.stop - rows.start, self._layers[rows.start], int(self.sizes[rows].sum()))
 
 
 def digest(said: Register) -> bytes:
@@ -87,18 +85,18 @@ def digest(said: Register) -> bytes:
     return facts.digest()[:8]
 
 
-def _meta(row: RowInfo, chunk_tokens: int) -> dict[str, Any]:
-    """What a row says of itself, if it says so of itself: an id that is not its digest is somebody else's."""
+def _num_layers(row: RowInfo, chunk_tokens: int) -> int:
+    """Of how many layers a row says it is. An id that is not the digest of what it says is somebody else's."""
     if hashlib.sha256(b"kvweave row 1\0" + row.meta).digest()[:ROW_BYTES] != row.id:
         raise BadRequest(f"row {row.id.hex()} has another digest: this is a schema of another version of kvweave")
     try:
-        meta: dict[str, Any] = json.loads(row.meta)
-        fits = meta["chunk_tokens"] == chunk_tokens
-    except (ValueError, TypeError, KeyError) as error:
+        meta = json.loads(row.meta)
+        tokens, layers = meta["chunk_tokens"], len(meta["layers"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise BadRequest(f"row {row.id.hex()} does not say what it is: {error!r}") from None
-    if not fits:
-        raise BadRequest(f"row {row.id.hex()} is of chunks of {meta['chunk_tokens']} tokens, not {chunk_tokens}")
-    return meta
+    if tokens != chunk_tokens:
+        raise BadRequest(f"row {row.id.hex()} is of chunks of {tokens} tokens, not {chunk_tokens}")
+    return layers
 
 
 def _groups(said: Register) -> list[tuple[str, Reach, slice]]:

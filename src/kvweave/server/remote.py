@@ -12,39 +12,26 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvweave.errors import LeaseExpired, ServerError, ServerGone
 from kvweave.server import protocol as say
 from kvweave.server.client import Client
 from kvweave.server.copying import Copier, Job, Target
 from kvweave.server.dialogue import Dialogue, key_of
+from kvweave.server.hit import RemoteHit
 from kvweave.server.protocol import FAR, NO_ROOM, numbers, packed
 from kvweave.server.report import Report
 from kvweave.store import AnyStore, Prompt, Row, Saved, Schema, Sink, Source, StoreStats
 from kvweave.store.base import Piece
-from kvweave.store.cascade import BATCH_BYTES, Budget
+from kvweave.store.cascade import Budget
 from kvweave.store.keys import Bytes
 
-
-@dataclass(frozen=True)
-class RemoteHit:
-    """From `position` on there is work to do. What lies before stays where it is until `until`."""
-
-    prompt: Prompt
-    position: int
-    present: NDArray[np.bool_]
-    """`[rows, chunks]`"""
-    places: NDArray[np.int64]
-    """`[rows, chunks]`: where in the arena, `FAR` for what is not there."""
-    lease: int = 0
-    until: float = 0.0
-    generation: int = 0
-    target: Target | None = None
+AT_ONCE_BYTES = 256 << 20
+"""What is reserved or brought by one question: so much that asking takes no time beside copying."""
 
 
 class RemoteStore(AnyStore[RemoteHit]):
@@ -231,7 +218,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         return 0
 
     def _batches(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-        most, batch, size = min(BATCH_BYTES, self.client.welcome.reserve_bytes), list[Piece](), 0
+        most, batch, size = min(AT_ONCE_BYTES, self.client.welcome.reserve_bytes), list[Piece](), 0
         for piece in pieces:
             if batch and size + self._sizes[piece[0]] > most:
                 yield batch

@@ -18,6 +18,8 @@ from kvweave.server.opened import Opened, Pieces
 from kvweave.server.protocol import NO_ROOM, Answer, numbers, packed
 from kvweave.server.registered import Registered
 from kvweave.store.cascade import Budget
+from kvweave.store.files import SECTOR
+from kvweave.store.keys import PREFIX_BYTES
 
 ROOM_S = 2.0
 """How long a reservation waits for room that somebody else holds."""
@@ -80,13 +82,13 @@ class Session:
         schema = self._schemas.get(ask.schema)
         if schema is None:
             raise BadRequest(f"schema {ask.schema} is not registered by this connection")
-        opened = Opened(schema, ask)
         others = [each for number, each in self._sequences.items() if number != ask.sequence]
         if len(others) >= self._limits.sequences:
             raise OverLimit(f"{self._limits.sequences} sequences are open already; close some")
-        if sum(len(each.keys) for each in [*others, opened]) > self._limits.keys:
+        wanted = len(ask.prefixes) // PREFIX_BYTES * schema.num_rows
+        if sum(len(each.keys) for each in others) + wanted > self._limits.keys:
             raise OverLimit(f"more than {self._limits.keys} keys in open sequences; close some")
-        self._sequences[ask.sequence] = opened
+        opened = self._sequences[ask.sequence] = Opened(schema, ask)
         return say.Done(opened.num_chunks)
 
     def _opened(self, number: int) -> Opened:
@@ -130,6 +132,8 @@ class Session:
 
     def _lease(self, opened: Opened, pieces: Pieces, lease: int) -> NDArray[np.int64]:
         pinned = self._arena.pin(opened.keys_at(pieces))
+        found, asked = len(pinned.slots), len(pinned.starts)
+        self._hub.counts.update({"memory hits": found, "memory misses": asked - found})
         if lease:
             self.leases.lease(lease, pinned.slots)
         else:
@@ -152,10 +156,7 @@ class Session:
         return self._brought(opened, pieces, lease)
 
     def _brought(self, opened: Opened, pieces: Pieces, lease: int) -> Answer:
-        starts = self._lease(opened, pieces, lease)
-        found = int((starts >= 0).sum())
-        self._hub.counts.update({"memory hits": found, "memory misses": len(starts) - found})
-        return say.Places(packed(starts))
+        return say.Places(packed(self._lease(opened, pieces, lease)))
 
     def _prefetch(self, ask: say.Prefetch) -> Answer | Awaitable[Answer]:
         return self._bring(say.Bring(ask.sequence, 0, ask.pieces, ask.budget_s))
@@ -199,8 +200,9 @@ class Session:
 
     def _check_bytes(self, lengths: Sequence[int], held: int = 0) -> None:
         """Of a single blob there is no limit but the arena's."""
-        if len(lengths) > 1 and sum(lengths) + held > self._most_bytes:
-            raise OverLimit(f"{sum(lengths) + held} bytes at once, {self._most_bytes} at most; ask for less at a time")
+        wanted = held + sum(max(length, SECTOR) for length in lengths)
+        if len(lengths) > 1 and wanted > self._most_bytes:
+            raise OverLimit(f"{wanted} bytes at once, {self._most_bytes} at most; ask for less at a time")
 
     def _commit(self, ask: say.Commit) -> Answer | Awaitable[Answer]:
         if ask.abandon:

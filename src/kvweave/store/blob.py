@@ -64,7 +64,8 @@ class Check:
 
     def watch(self, piece: Bytes) -> None:
         """The next bytes; those of the header are known."""
-        self._digest.update(piece[max(0, self._header_bytes - self._seen) :].data)
+        known = self._header_bytes - self._seen
+        self._digest.update(piece[known:].data if known > 0 else piece.data)
         self._seen += piece.nbytes
 
     def passes(self, blob: Bytes) -> bool:
