@@ -60,4 +60,4 @@ class TestMooncake(TierContract, FaultContract):
         return cluster
 
     def test_closing_twice_is_fine(self, tier: Tier) -> None:
-        """All tests share one client, which is closed at their end: joining a cluster takes long."""
+        pytest.skip("all tests share one client, which is closed at their end: joining a cluster takes long")
