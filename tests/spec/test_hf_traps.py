@@ -485,6 +485,12 @@ def test_a_broken_config_is_read_or_refused_but_never_crashes(name: str) -> None
             read(config, dtype="fp8", draft_layers=True)
 
 
+def test_transformers_gives_mimo_windows_twice_the_heads_whatever_the_config_says() -> None:
+    config = {**example("mimo-v2-flash"), "num_key_value_heads": 1, "swa_num_key_value_heads": 1}
+    assert read(config).groups()["window"][0].role("key").shape[0] == 1
+    assert read(config, store="transformers").groups()["window"][0].role("key").shape[0] == 2
+
+
 # ---- where configs come from
 
 

@@ -110,10 +110,14 @@ def minimax_m3_sparse(fields: Fields, keep: Keep, layer: int) -> Caches:
 
 
 def mimo_sliding(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    """Windows have heads and widths of their own; configs saved by transformers leave that to the model code."""
-    heads = fields.get("swa_num_key_value_heads") or 2 * kv_heads(fields)
-    key_dim = fields.get("swa_head_dim") or head_dim(fields)
-    value_dim = fields.get("swa_v_head_dim") or fields.get("v_head_dim")
+    """Windows have heads and widths of their own; transformers leaves that to its code, whatever a config says."""
+
+    def own(name: str) -> int | None:
+        return fields.get(name) if keep.engine else None
+
+    heads = own("swa_num_key_value_heads") or 2 * kv_heads(fields)
+    key_dim = own("swa_head_dim") or head_dim(fields)
+    value_dim = own("swa_v_head_dim") or fields.get("v_head_dim")
     size = fields.config.get("sliding_window_size")
     reach = Window(size + 1 if size else fields.count("sliding_window"))
     return (keep.attention(heads, key_dim, value_dim, reach),)
