@@ -47,6 +47,19 @@ class Engine:
             else:
                 self._step_state(sequence, number, start, signs)
 
+    def load(self, sequence: Sequence) -> None:
+        """Fill the pages that the cache did not have, whole, as from a store."""
+        length, cached = sequence.length, sequence.num_cached
+        signs = signatures(sequence.namespace, sequence.tokens[:length])
+        for number, table in enumerate(self.cache.books.tables):
+            if not table.per_token:
+                self.memory[number][table.pages[sequence.row, 0], 0] = signs[length - 1]
+                continue
+            for token in range(cached, length):
+                page, offset = self._at(number, sequence.row, token)
+                if page != NULL:
+                    self.memory[number][page, offset] = signs[token]
+
     def _step_state(self, sequence: Sequence, number: int, start: int, signs: list[int]) -> None:
         pages = self.cache.books.tables[number].pages[sequence.row]
         assert pages[0] != NULL, "no live state"

@@ -509,3 +509,53 @@ def test_a_refused_extend_leaves_the_tables_as_wide_as_they_were() -> None:
     assert cache.table("full").shape == width
     cache.extend(sequence, 16)
     assert cache.table("full").shape > width, "while one that is granted widens them"
+
+
+def test_arriving_takes_only_the_pages_that_the_reach_there_needs_and_leaves_a_resume_point() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), group("state", State())))
+    sequence = cache.open(range(40))
+    cache.arrive(sequence, 32)
+    assert sequence.length == 32
+    assert {g.tag: g.held for g in cache.stats().groups} == {"full": 8, "window": 2, "state": 1}
+    assert cache.table("window")[sequence.row, :6].tolist() == [NULL] * 6, "what the window has passed is NULL"
+    assert cache.open(range(40)).num_cached == 0, "nothing is seen before the commit"
+    engine_of(cache).load(sequence)
+    engine_of(cache).carry_out(cache.commit(sequence))
+    run(cache, range(40))
+    assert cache.open(range(33)).num_cached == 32
+    assert cache.open(range(32)).num_cached == 0, "positions on the way were not loaded for windows and states"
+    check_books(cache)
+
+
+def test_an_arrival_whose_load_failed_leaves_nothing_behind() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = cache.open(range(40))
+    cache.arrive(sequence, 32)
+    cache.close(sequence, keep=False)
+    assert cache.open(range(40)).num_cached == 0
+    assert all(g.held == g.cached == 0 for g in cache.stats().groups)
+
+
+@pytest.mark.parametrize("position", [-4, 0, 4, 14, 20, 24])
+def test_arriving_where_one_cannot_is_refused_and_changes_nothing(position: int) -> None:
+    cache = Cache(full_plan())
+    run(cache, range(5))
+    sequence = cache.open(range(20))
+    with pytest.raises(BadSequence, match=f"cannot arrive at {position}: .* a multiple of 4 after 4 and before 20"):
+        cache.arrive(sequence, position)
+    cache.extend(sequence, 1)
+    with pytest.raises(BadSequence, match="right after open"):
+        cache.arrive(sequence, 16)
+    assert sequence.length == 5
+
+
+def test_an_arrival_for_which_there_are_no_pages_is_refused_as_an_extend_is() -> None:
+    cache = Cache(full_plan(pages=8))
+    running = run(cache, range(12), close=False)
+    sequence = cache.open(range(100, 140))
+    with pytest.raises(NeverFits):
+        cache.arrive(sequence, 36)
+    with pytest.raises(OutOfPages):
+        cache.arrive(sequence, 24)
+    assert (sequence.length, running.length) == (0, 12)
+    cache.arrive(sequence, 16)

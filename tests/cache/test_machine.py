@@ -84,6 +84,30 @@ class Lives(RuleBasedStateMachine):
         self.open.append(sequence)
         assert sequence.num_cached == expected
 
+    @rule(prompt=tokens, namespace=st.sampled_from("ab"), blocks=st.integers(1, 12), whole=st.booleans())
+    def arrive(self, prompt: list[int], namespace: str, blocks: int, whole: bool) -> None:
+        """What a store has is loaded, or was not to be had after all."""
+        sequence = self.cache.open(prompt, namespace=namespace)
+        self.open.append(sequence)
+        position = sequence.num_cached + blocks * self.cache.grid
+        if position >= len(prompt):
+            return
+        before = tables_of(self.cache)
+        try:
+            self.cache.arrive(sequence, position)
+        except (OutOfPages, NeverFits):
+            assert tables_of(self.cache) == before, "a refused arrival changed a table"
+            assert sequence.length == sequence.num_cached
+            return
+        if not whole:
+            self.cache.close(self.open.pop(), keep=False)
+            return
+        self.engine.load(sequence)
+        self.engine.carry_out(self.cache.commit(sequence))
+        again = self.cache.open(prompt, namespace=namespace)
+        assert again.num_cached >= (position if not self.cache.books.states else 0)
+        self.cache.close(again)
+
     @precondition(lambda self: self.open)
     @rule(
         index=st.integers(0, 9), n=st.integers(1, 16), ahead=st.integers(0, 3), stop=st.booleans(), on_way=st.booleans()

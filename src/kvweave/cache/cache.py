@@ -194,6 +194,29 @@ class Cache:
         books.lengths[row] = after
         return copies
 
+    def arrive(self, sequence: Sequence, position: int) -> None:
+        """The tokens up to `position` were computed elsewhere: there is room for what the reach there needs, no more.
+
+        Right after `open`, for a position of the grid that leaves a token to compute. All or nothing, as `extend`. Fill
+        the pages from `num_cached` on that the tables name, whole ones, and the live states; then `commit`. If that
+        fails, `close` with `keep=False`: nobody has seen them.
+        """
+        self._check_thread()
+        self._rows(sequence)
+        books, row = self.books, sequence.row
+        start = sequence.length
+        if start != sequence.num_cached or not start < position < sequence.num_prompt or position % self.grid:
+            raise BadSequence(
+                f"cannot arrive at {position}: right after open, a multiple of {self.grid} after {sequence.num_cached}"
+                f" and before {sequence.num_prompt} can be arrived at; the sequence has {start} tokens"
+            )
+        self.room.arrive(sequence, position)
+        if books.prefix.tree.trailing:
+            sequence.points = [position, *(point for point in sequence.points if point > position)]
+            books.pointed.add(row)
+        books.lengths[row] = position
+        books.mark[row] = position
+
     def _checked_tokens(self, tokens: object, num_rows: int, n: int) -> Ids:
         array = as_tokens(np.asarray(tokens).ravel())
         if len(array) != num_rows * n:

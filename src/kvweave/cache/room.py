@@ -19,6 +19,15 @@ def copies_of(tables: list[GroupTable], src: SequenceOf[int], dst: SequenceOf[in
     return [Copy(table.tag, both[0, i : i + 1], both[1, i : i + 1]) for i, table in enumerate(tables)]
 
 
+def _lacking(table: GroupTable, blocks: int, position: int) -> list[tuple[int, int]]:
+    """Slots from `blocks` on that are needed to go on from `position`, as runs: of the head, and of the tail."""
+    if not table.per_token:
+        return [(blocks, 1)] if not blocks else []
+    end, head = position // table.slot_tokens, table.head_blocks
+    runs = (blocks, min(head, end)), (max(blocks, head, table.tails.first_block(position)), end)
+    return [(first, last) for first, last in runs if first < last]
+
+
 class Room:
     """Takes the pages of sequences. Everything is asked for before anything is changed."""
 
@@ -120,6 +129,28 @@ class Room:
             copies += copies_of(tables, [page for _, page in sequence.restore], live)
             sequence.restore = []
         return copies
+
+    # ---- arrive
+
+    def arrive(self, sequence: Sequence, position: int) -> None:
+        """Pages for what the token at `position` can see, and a live state: all that is not in the tables yet."""
+        books, row = self.books, sequence.row
+        lacking = [_lacking(table, int(table.blocks[row]), position) for table in books.tables]
+        counts = [sum(last - first for first, last in runs) for runs in lacking]
+        self.ensure(counts, position, bool(self.reserve))
+        for number, (table, runs) in enumerate(zip(books.tables, lacking, strict=True)):
+            before, slots = int(table.blocks[row]), position // table.slot_tokens if table.per_token else 1
+            books.widen(table, slots)
+            table.blocks[row] = slots
+            for first, last in runs:
+                table.write(row, first, self.take(number, last - first))
+            if table.span is not None and table.per_token:
+                first = max(table.tails.first_block(position), table.head_blocks)
+                table.erase(row, int(table.first[row]), min(first, before))
+                table.first[row] = first
+        sequence.restore = []
+        books.set_room_of(row)
+        books.fresh.discard(row)
 
     # ---- pages
 
