@@ -13,7 +13,7 @@ equal pages for all groups, nothing reported or logged. A figure is the best of 
               allocate_slots for each. vLLM's makes full blocks findable within the step, ours at the next open; so
               there is a figure with publish() in every step too
     churn     a full pool under eviction: 200 prefixes of 2,048 tokens (Zipf) and 512 to 3,583 tokens of its own a
-              request, 64 running; the best quarter of 2,000. Hit rates are shares of the tokens of all of them
+              request, 64 running; the best of eight turns, 250 each. Hit rates are shares of the tokens of all of them
     sibling   what the second of two prompts that share 2,048 tokens finds of them
     crafted   a lookup in which the boundaries of a window and a state never meet
     metadata  tracemalloc's bytes of a cache filled with closed prompts of 8,192 tokens, a cached page, tables of one
@@ -452,40 +452,54 @@ class Churned(NamedTuple):
     hit_rate: float
 
 
-def churn(side: Side, requests: list[Tokens], warm_up: int) -> Churned:
-    """Requests one after the other, 64 running; those after `warm_up`, when the pool is full, are measured."""
-    running: list[Any] = []
-    given = [side.prepare(tokens) for tokens in requests]
+class Churn:
+    """Requests to one side, one after the other, 64 running."""
 
-    def serve(tokens: Any) -> int:
-        request = side.open(tokens)
-        side.prefill(request)
-        running.append(request)
-        if len(running) > RUNNING:
-            side.close(running.pop(0))
-        return side.hit(request)
+    def __init__(self, side: Side, requests: list[Tokens], warm_up: int) -> None:
+        self.side = side
+        self.given = [side.prepare(tokens) for tokens in requests]
+        self.running: list[Any] = []
+        self.hit, self.us = 0, float("inf")
+        for tokens in self.given[:warm_up]:
+            self._serve(tokens)
+        assert side.num_cached() > 0.8 * PAGES, f"the pool is not full: {side.num_cached()} pages are cached"
 
-    for tokens in given[:warm_up]:
-        serve(tokens)
-    assert side.num_cached() > 0.8 * PAGES, f"the pool is not full: {side.num_cached()} pages are cached"
-    gc.collect()
-    hit, rates, size = 0, [], (len(given) - warm_up) // 4
-    for start in range(warm_up, len(given), size):
+    def turn(self, start: int, end: int) -> None:
+        gc.collect()
         with Timer() as timer:
-            hit += sum(serve(tokens) for tokens in given[start : start + size])
-        rates.append(size / timer.us * 1e6)
-    return Churned(max(rates), hit / sum(map(len, given[warm_up:])))
+            for tokens in self.given[start:end]:
+                self.hit += self._serve(tokens)
+        self.us = min(self.us, timer.us / (end - start))
+
+    def _serve(self, tokens: Any) -> int:
+        request = self.side.open(tokens)
+        self.side.prefill(request)
+        self.running.append(request)
+        if len(self.running) > RUNNING:
+            self.side.close(self.running.pop(0))
+        return self.side.hit(request)
+
+
+def churn(sides: list[Side], requests: list[Tokens], warm_up: int) -> list[Churned]:
+    """Those after `warm_up`, when the pool is full, are measured, the sides taking turns."""
+    churns, turn = [Churn(side, requests, warm_up) for side in sides], (len(requests) - warm_up) // 8
+    for start in range(warm_up, len(requests), turn):
+        for one in churns:
+            one.turn(start, start + turn)
+    asked = sum(map(len, requests[warm_up:]))
+    return [Churned(1e6 / one.us, one.hit / asked) for one in churns]
 
 
 def churns(name: str, kinds: Kinds, warm_up: int, count: int) -> Iterator[Figure]:
     requests = zipf_requests(warm_up + count)
     sides: list[Side] = [Ours(kinds), Ours(kinds, lists=True), VLLM(kinds)]
-    arrays, lists, peer = (churn(side, requests, warm_up) for side in sides)
+    if len(kinds) > 1:
+        sides.append(VLLM(kinds, dense=True))
+    arrays, lists, peer, *others = churn(sides, requests, warm_up)
     yield Figure(f"churn, {name}", arrays.requests_per_second, peer.requests_per_second, "requests/s")
     yield Figure(f"churn as lists, {name}", lists.requests_per_second, peer.requests_per_second, "requests/s")
     yield Figure(f"churn, tokens hit, {name}", arrays.hit_rate, peer.hit_rate, "share")
-    if len(kinds) > 1:
-        dense = churn(VLLM(kinds, dense=True), requests, warm_up)
+    for dense in others:
         yield Figure(f"churn, vLLM dense, {name}", arrays.requests_per_second, dense.requests_per_second, "requests/s")
         yield Figure(f"churn, tokens hit, vLLM dense, {name}", arrays.hit_rate, dense.hit_rate, "share")
 
@@ -574,7 +588,7 @@ def main() -> int:
         )
         return 2
     gc.disable()
-    report(figures(rounds=3, warm_up=1200, count=300) if quick else figures(rounds=7, warm_up=2000, count=2000))
+    report(figures(rounds=3, warm_up=1200, count=320) if quick else figures(rounds=7, warm_up=2000, count=2000))
     return 0
 
 

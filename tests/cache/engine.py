@@ -13,6 +13,7 @@ import numpy as np
 
 from kvweave.cache import Cache, Copy, Sequence
 from kvweave.pool import NULL
+from kvweave.prefix import Node
 
 
 class Engine:
@@ -99,6 +100,15 @@ def signatures(namespace: Hashable, tokens: np.ndarray) -> list[int]:
     return signs
 
 
+def node_pages(cache: Cache, node: Node, number: int) -> list[int]:
+    """The pages of a group that a node of the tree keeps."""
+    if number in cache.books.states:
+        nth = cache.books.states.index(number)
+        return [pages[nth] for pages in node.snapshots.values()]
+    pages: list[int] = node.pages[number][node.pages[number] != NULL].tolist()
+    return pages
+
+
 def check_books(cache: Cache) -> None:
     """Every page has one owner, or as many as are counted; free + owned = all; tables and kernel tables agree."""
     for number, table in enumerate(cache.books.tables):
@@ -107,11 +117,12 @@ def check_books(cache: Cache) -> None:
             continue
         group = pool.groups[table.tag]
         owners: dict[int, int] = {}
-        cached = 0
+        cached = counted = 0
         for node in cache.books.prefix.tree.nodes():
-            for page in node.pages[number][node.pages[number] != NULL].tolist():
+            for page in node_pages(cache, node, number):
                 owners[page] = owners.get(page, 0) + 1
                 cached += 1
+            counted += node.counts[number]
         for row, sequence in cache.books.by_row.items():
             for page in table.owned(row)[table.owned(row) != NULL].tolist():
                 owners[page] = owners.get(page, 0) + 1
@@ -126,7 +137,7 @@ def check_books(cache: Cache) -> None:
         for page, count in owners.items():
             assert count == 1 + int(group.refs[page]), f"{table.tag}: page {page} has {count} owners"
         assert len(free) + len(owners) == group.num_supers * group.per_super, f"{table.tag}: pages are lost"
-        assert cached == cache.books.prefix.cached[number], (
+        assert cached == counted == cache.books.prefix.cached[number], (
             f"{table.tag}: {cached} cached, books say {cache.books.prefix.cached}"
         )
         assert 0 <= cache.books.prefix.locked[number] <= cached

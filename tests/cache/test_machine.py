@@ -238,8 +238,11 @@ def _walk(node: Node, prompt: list[int], cache: Cache, there: list[set[int]]) ->
         if same < cache.grid:
             continue
         for number, table in enumerate(cache.books.tables):
-            pages = child.pages[number].tolist()
-            there[number] |= {child.start // table.slot_tokens + i for i, page in enumerate(pages) if page != NULL}
+            if table.per_token:
+                pages = child.pages[number].tolist()
+                there[number] |= {child.start // table.slot_tokens + i for i, page in enumerate(pages) if page != NULL}
+            else:
+                there[number] |= {at // table.slot_tokens - 1 for at in child.snapshots}
         best = _walk(child, prompt, cache, there) if same == len(run) else child.start + same
     return best
 

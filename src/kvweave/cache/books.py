@@ -41,14 +41,14 @@ class Books:
         by_name = {pool.name: pool for pool in self.pools}
         self.pool_of = [by_name.get(group.pool) for group in plan.groups]
         sizes = [plan.stride_bytes(group.tag) for group in plan.groups]
-        self.prefix = Prefix(tree_groups(plan), sizes, self.give_back, policy, on_event)
+        self.states = [number for number, table in enumerate(self.tables) if not table.per_token]
+        self.prefix = Prefix(tree_groups(plan), sizes, self.give_back, self.give_back_states, policy, on_event)
         self.grid = self.prefix.tree.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
         self.alike = list(_by_slots(self.tables).values())
         """Numbers of tables whose rows have the same number of slots, always: those of states, and by slot size."""
         self._rulers = [self.tables[numbers[0]] for numbers in self.alike if self.tables[numbers[0]].per_token]
-        self.states = [number for number, table in enumerate(self.tables) if not table.per_token]
         self.per_token = [number for number, table in enumerate(self.tables) if table.per_token]
         self.windows = [n for n, t in enumerate(self.tables) if t.per_token and t.reach.span is not None]
         self.lengths: Counts = np.zeros(rows, np.int64)
@@ -122,11 +122,10 @@ class Books:
         self.wake[row] = min(position + self.grid, mark)
         if position:
             path = node.path()
-            for number, table in enumerate(self.tables):
-                if table.per_token:
-                    self._enter_run(table, row, [n.pages[number] for n in path], position)
-                else:
-                    sequence.restore.append((number, int(node.pages[number][-1])))
+            for number in self.per_token:
+                self._enter_run(self.tables[number], row, [n.pages[number] for n in path], position)
+            if self.states:
+                sequence.restore = node.snapshots[position]
 
     def _enter_run(self, table: GroupTable, row: int, runs: list[Ids], position: int) -> None:
         """The pages of a hit at `position` that the next token can see; what lies between head and tail stays NULL."""
@@ -164,6 +163,17 @@ class Books:
         """Let go of pages of a group; returns how many became free."""
         pool = self.pool_of[number]
         return pool.release(self.tables[number].tag, pages) if pool and len(pages) else 0
+
+    def give_back_states(self, pages: tuple[int, ...]) -> None:
+        """Let go of a snapshot: a page of each group of states, which nobody shares."""
+        for number, page in zip(self.states, pages, strict=True):
+            self.give_back_one(number, page)
+
+    def give_back_one(self, number: int, page: int) -> None:
+        """Let go of a single page, which nobody shares."""
+        pool = self.pool_of[number]
+        if pool:
+            pool.release_one(self.tables[number].tag, page)
 
     # ---- tokens
 

@@ -366,10 +366,11 @@ class Cache:
         if keep:
             self._states.donate_live(sequence)
             self._publisher.publish(sequence)
-        for number, table in enumerate(self.books.tables):
-            self.books.give_back(number, table.owned(row))
+        for number in self.books.per_token:
+            self.books.give_back(number, self.books.tables[number].owned(row))
+        self._states.give_back_live(row)
         for pages in sequence.snapshots.values():
-            self._states.give_back(pages)
+            self.books.give_back_states(pages)
         self._states.drop_checkpoints(sequence)
         sequence.node.rolling = False
         self.books.prefix.unpin(sequence.node)

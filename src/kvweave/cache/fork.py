@@ -39,7 +39,7 @@ class Forks:
         books, row = self.books, self.books.take_row()
         child = Sequence(books, row, sequence.tokens, sequence.namespace, sequence.priority, sequence.node)
         child.num_cached, child.num_prompt = sequence.num_cached, sequence.num_prompt
-        child.branch, child.restore = sequence.branch, list(sequence.restore)
+        child.branch, child.restore = sequence.branch, sequence.restore
         child.points, child.spaced_end = list(sequence.points), sequence.spaced_end
         sequence.node.rolling = False
         books.prefix.pin(sequence.node)
@@ -140,7 +140,7 @@ class Forks:
             table.write(row, keep, np.zeros(len(slots), np.int32))
             table.blocks[row] = keep
         for position in [p for p in sequence.snapshots if p > length]:
-            self.states.give_back(sequence.snapshots.pop(position))
+            books.give_back_states(sequence.snapshots.pop(position))
         self.states.drop_checkpoints(sequence)
         return copies
 

@@ -12,10 +12,9 @@ from kvweave.cache.books import Books
 from kvweave.cache.sequence import Sequence
 from kvweave.pool import NULL, Ids
 from kvweave.prefix import Node
-from kvweave.prefix.tree import Range
+from kvweave.prefix.node import Snapshots
+from kvweave.prefix.tree import NO_PAGES, Range
 from kvweave.table import GroupTable
-
-NOTHING: Ids = np.empty(0, np.int32)
 
 
 class Publisher:
@@ -107,15 +106,15 @@ class Publisher:
         prefix = self.books.prefix
         tokens = sequence.run(node.end, point)
         extras = self.books.next_spaced(sequence, node.end) < point
-        pages = self._donated_states(sequence, node.end, point)
+        snapshots = _donated_states(sequence, node.end, point)
+        pages: list[Ids] = [NO_PAGES] * len(self.books.tables)
         for number in self.books.per_token:
             pages[number] = self._donated(sequence, number, node.end, point)
         is_end = point not in sequence.points
         if node is sequence.node and is_end and prefix.can_grow(node):
-            prefix.grow(node, tokens, pages)
-            self._shed(node)
+            prefix.grow(node, tokens, pages, snapshots)
             return node
-        child = prefix.insert(node, tokens, pages, extras=extras, priority=sequence.priority)
+        child = prefix.insert(node, tokens, pages, snapshots, extras=extras, priority=sequence.priority)
         child.rolling = is_end
         return child
 
@@ -129,25 +128,11 @@ class Publisher:
             self._let_go(row, number, self._spare(sequence, table, start, passed, end))
         return table.pages[row, first:last].copy()
 
-    def _donated_states(self, sequence: Sequence, start: int, end: int) -> list[Ids]:
-        """A list as long as there are groups, with the snapshots of [start, end) where those of states are."""
-        groups, states = self.books.prefix.tree.groups, self.books.states
-        pages: list[Ids] = [NOTHING] * len(groups)
-        points = [point for point in sequence.snapshots if start < point <= end]
-        taken = [sequence.snapshots.pop(point) for point in points]
-        for nth, number in enumerate(states):
-            size = groups[number].block_tokens
-            pages[number] = line = np.zeros((end - start) // size, np.int32)
-            for point, snapshot in zip(points, taken, strict=True):
-                line[(point - start) // size - 1] = snapshot[nth]
-        return pages
-
     def _merge(self, sequence: Sequence, node: Node) -> None:
         """The tree has this run already: take over its pages, fill its gaps with ours, give back the rest."""
         node.extras |= self.books.next_spaced(sequence, node.start) < node.end
-        snapshots = self._donated_states(sequence, node.start, node.end)
-        for number in self.books.states:
-            self.books.give_back(number, self.books.prefix.keep(node, number, 0, snapshots[number]))
+        if self.books.states:
+            self.books.prefix.keep_snapshots(node, _donated_states(sequence, node.start, node.end))
         for number in self.books.per_token:
             self._merge_rows(sequence, node, number)
 
@@ -158,8 +143,7 @@ class Publisher:
         books.give_back(number, books.prefix.keep(node, number, 0, ours))
         table.write(row, first, np.where(table.pages[row, first:last] == NULL, np.int32(NULL), node.pages[number]))
 
-    def _shed(self, node: Node) -> None:
-        """A point moved on: drop what its windows and states have passed."""
-        prefix = self.books.prefix
-        for number in prefix.tree.trailing:
-            prefix.drop(node, number, prefix.tree.passed(node, number))
+
+def _donated_states(sequence: Sequence, start: int, end: int) -> Snapshots:
+    """Those of (start, end] are the sequence's no more."""
+    return {at: sequence.snapshots.pop(at) for at in list(sequence.snapshots) if start < at <= end}

@@ -35,6 +35,7 @@ class Room:
         self.books = books
         self.reserve = admission_reserve
         self.evicted_pages = 0
+        self.live_tables = [books.tables[number] for number in books.states]
         self._tags = [[(tag, books.numbers[tag]) for tag in pool.groups] for pool in books.pools]
 
     # ---- extend
@@ -79,10 +80,12 @@ class Room:
             if count:
                 table = books.tables[number]
                 books.widen(table, int(table.blocks[row]) + count)
-                table.append(row, self.take(number, count))
+                if count == 1:
+                    table.append_one(row, self._take_one(number))
+                else:
+                    table.append(row, self.take(number, count))
         if stops:
-            pages = [self.take(number, len(stops)).tolist() for number in books.states]
-            sequence.planned = dict(zip(stops, zip(*pages, strict=True), strict=True))
+            sequence.planned = {stop: self.take_states() for stop in stops}
             books.planned.add(row)
         books.set_room_of(row)
         books.fresh.discard(row)
@@ -124,10 +127,9 @@ class Room:
         """Snapshots of hits that are to be copied into fresh live states."""
         copies = []
         for sequence in sequences:
-            tables = [self.books.tables[number] for number, _ in sequence.restore]
-            live = [int(table.pages[sequence.row, 0]) for table in tables]
-            copies += copies_of(tables, [page for _, page in sequence.restore], live)
-            sequence.restore = []
+            if sequence.restore:
+                copies += copies_of(self.live_tables, sequence.restore, self.live(sequence))
+                sequence.restore = ()
         return copies
 
     # ---- arrive
@@ -148,11 +150,23 @@ class Room:
                 first = max(table.tails.first_block(position), table.head_blocks)
                 table.erase(row, int(table.first[row]), min(first, before))
                 table.first[row] = first
-        sequence.restore = []
+        sequence.restore = ()
         books.set_room_of(row)
         books.fresh.discard(row)
 
     # ---- pages
+
+    def live(self, sequence: Sequence) -> list[int]:
+        """The pages of its live states."""
+        return [int(table.pages[sequence.row, 0]) for table in self.live_tables]
+
+    def take_states(self) -> tuple[int, ...]:
+        """A page of each group of states."""
+        return tuple([self._take_one(number) for number in self.books.states])
+
+    def _take_one(self, number: int) -> int:
+        pool = self.books.pool_of[number]
+        return pool.take_one(self.books.tables[number].tag) if pool else 0
 
     def take(self, number: int, count: int) -> Ids:
         pool = self.books.pool_of[number]

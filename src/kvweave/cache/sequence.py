@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvweave.errors import BadSequence
 from kvweave.pool import Ids
 from kvweave.prefix import Node, Tokens
+from kvweave.prefix.node import Snapshots
 
 Rows = NDArray[np.int64]
 
@@ -92,10 +93,10 @@ class Sequence:
         """Positions at which a resume point is wanted, ascending: nodes of the tree."""
         self.spaced_end = 0
         """Before this, points are welcome where the retention spaces them: extras of a node."""
-        self.snapshots: dict[int, tuple[int, ...]] = {}
-        """State pages, one a group of states, by the position they were taken at; not in the tree yet."""
-        self.restore: list[tuple[int, int]] = []
-        """Snapshots (group number, page) to be copied into the live state before the first step."""
+        self.snapshots: Snapshots = {}
+        """Not in the tree yet."""
+        self.restore: tuple[int, ...] = ()
+        """The snapshot, a page a group of states, to be copied into the live states before the first step."""
         self._first = node.end
         self._buffer = tokens[node.end :].copy()  # what is before is in the tree; the caller's array is the caller's
         self._num_tokens = len(tokens)

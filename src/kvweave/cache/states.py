@@ -45,22 +45,15 @@ class States:
         """Copies of the live states, for the tree; none where there is no page for them."""
         if position in sequence.snapshots or position <= sequence.node.end or not self._has_room(1):
             return []
-        pages = tuple([int(self.room.take(number, 1)[0]) for number in self.books.states])
+        pages = self.room.take_states()
         if not sequence.points:  # of those taken while generating, only the last is kept
             for old in [p for p in sequence.snapshots if p > sequence.node.end]:
-                self.give_back(sequence.snapshots.pop(old))
+                self.books.give_back_states(sequence.snapshots.pop(old))
         sequence.snapshots[position] = pages
         return self._copies_of_live(sequence, pages)
 
     def _copies_of_live(self, sequence: Sequence, pages: tuple[int, ...]) -> list[Copy]:
-        tables = [self.books.tables[number] for number in self.books.states]
-        live = [int(table.pages[sequence.row, 0]) for table in tables]
-        return copies_of(tables, live, pages)
-
-    def give_back(self, pages: tuple[int, ...]) -> None:
-        """Let go of one snapshot."""
-        for number, page in zip(self.books.states, pages, strict=True):
-            self.books.give_back(number, np.array([page], np.int32))
+        return copies_of(self.room.live_tables, self.room.live(sequence), pages)
 
     def donate_live(self, sequence: Sequence) -> None:
         """At its end a sequence needs its live state no more: on the grid, it is a snapshot as it is."""
@@ -70,9 +63,18 @@ class States:
             return
         if position in sequence.snapshots or sequence.restore:
             return
-        sequence.snapshots[position] = tuple([int(books.tables[number].pages[row, 0]) for number in books.states])
-        for number in books.states:
-            books.tables[number].pages[row, 0] = NULL
+        sequence.snapshots[position] = tuple(self.room.live(sequence))
+        for table in self.room.live_tables:
+            table.pages[row, 0] = NULL
+
+    def give_back_live(self, row: int) -> None:
+        """Let go of the live states, and of those after drafts; they may be donated already."""
+        for number, table in zip(self.books.states, self.room.live_tables, strict=True):
+            columns, live = int(table.blocks[row]), int(table.pages[row, 0])
+            if columns > 1:
+                self.books.give_back(number, table.owned(row))
+            elif live != NULL:
+                self.books.give_back_one(number, live)
 
     def _has_room(self, count: int) -> bool:
         counts = [count if number in self.books.states else 0 for number in range(len(self.books.tables))]
@@ -92,8 +94,7 @@ class States:
         self.drop_checkpoints(sequence)
         positions = self.stops(sequence, sequence.length, True)
         if positions and self._has_room(len(positions)):
-            pages = [self.room.take(number, len(positions)).tolist() for number in self.books.states]
-            sequence.planned = dict(zip(positions, zip(*pages, strict=True), strict=True))
+            sequence.planned = {position: self.room.take_states() for position in positions}
             sequence.in_step = True
             self.books.planned.add(sequence.row)
 
@@ -112,7 +113,7 @@ class States:
                 if not sequence.in_step:
                     copies = self._copies_of_live(sequence, pages)
             else:
-                self.give_back(pages)
+                self.books.give_back_states(pages)
         return copies
 
     def drop_checkpoints(self, sequence: Sequence) -> None:

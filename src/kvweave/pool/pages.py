@@ -32,6 +32,14 @@ class Stack:
         self.size -= count
         return self.numbers[self.size : self.size + count][::-1].copy()
 
+    def push_one(self, number: int) -> None:
+        self.numbers[self.size] = number
+        self.size += 1
+
+    def pop_one(self) -> int:
+        self.size -= 1
+        return int(self.numbers[self.size])
+
     @property
     def all(self) -> Ids:
         return self.numbers[: self.size]
@@ -134,6 +142,15 @@ class PoolPages:
             group.num_supers += count
         return free.pop(count)
 
+    def take_one(self, tag: str) -> int:
+        """`take`, for a single page."""
+        group = self.groups[tag]
+        free = self.free_supers if group.whole else group.free
+        assert free.size, f"pool {self.name}: a page of {tag} was promised"
+        if group.whole:
+            group.num_supers += 1
+        return free.pop_one()
+
     def share(self, tag: str, pages: Ids) -> None:
         """One more owner for each of `pages`."""
         group = self.groups[tag]
@@ -156,6 +173,15 @@ class PoolPages:
         else:
             group.free.push(pages)
         return len(pages)
+
+    def release_one(self, tag: str, page: int) -> None:
+        """`release`, for a single page that nobody shares."""
+        group = self.groups[tag]
+        if group.whole:
+            self.free_supers.push_one(page)
+            group.num_supers -= 1
+        else:
+            group.free.push_one(page)
 
     def num_held(self, tag: str) -> int:
         """Pages of a group that somebody owns."""

@@ -25,9 +25,13 @@ class Present(NamedTuple):
     blocks: NDArray[np.bool_]
 
 
-def joint_hit(groups: Iterable[Present], grid: int, limit: int) -> int:
-    """The longest p <= `limit`, a multiple of `grid`, from which all groups can go on. 0 is always one."""
-    positions = np.arange(grid, limit + 1, grid)
+def joint_hit(groups: Iterable[Present], grid: int, limit: int, positions: NDArray[np.int64] | None = None) -> int:
+    """The longest p <= `limit`, a multiple of `grid`, from which all groups can go on. 0 is always one.
+
+    `positions`, where only some come into question: multiples of `grid` up to `limit`, ascending.
+    """
+    if positions is None:
+        positions = np.arange(grid, limit + 1, grid)
     for group in sorted(groups, key=_span):
         positions = positions[resumable(group, positions)]
         if not len(positions):

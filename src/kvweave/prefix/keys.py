@@ -54,7 +54,7 @@ def as_tokens(tokens: object) -> Tokens:
         array = tokens
     else:
         array = _converted(tokens)
-    if len(array) and int(array.min()) < 0:
+    if len(array) and int(np.minimum.reduce(array)) < 0:
         raise BadTokens(f"token ids must not be negative, got {int(array.min())}")
     return array
 

@@ -3,10 +3,10 @@
     root --[ system prompt ]-- A --[ question 1, answer 1 ]-- B
                                \\--[ question 2 ]-- C
 
-Per group it holds an int32 array with the page of each block of its run, NULL where the page is not kept: all pages
-of groups that see everything, the blocks of [tail(end), end) of windows, the one snapshot at the end of states.
-Windows and states may keep `extras` in between, of positions passed on the way: resume points that nobody has asked
-for. One that is asked for becomes a node.
+Per group of rows it holds an int32 array with the page of each block of its run, NULL where the page is not kept: all
+pages of groups that see everything, the blocks of [tail(end), end) of windows. States it holds all together, a page a
+group, by position: those at its end. Windows and states may keep `extras` in between, of positions passed on the way:
+resume points that nobody has asked for. One that is asked for becomes a node.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from kvweave.pool import Ids
 
 Tokens = NDArray[np.int32]
+Snapshots = dict[int, tuple[int, ...]]
+"""State pages, one a group of states, by the position they were taken at."""
 
 
 class Node:
@@ -36,20 +38,25 @@ class Node:
         "priority",
         "queued",
         "rolling",
+        "snapshots",
         "start",
         "tokens",
         "uses",
     )
 
-    def __init__(self, id: int, parent: Node | None, start: int, tokens: Tokens, pages: list[Ids]) -> None:
+    def __init__(
+        self, id: int, parent: Node | None, start: int, tokens: Tokens, pages: list[Ids], snapshots: Snapshots
+    ) -> None:
         self.id = id
         self.parent = parent
         self.start = start
         self.end = start + len(tokens)
         self.tokens = tokens
         self.pages = pages
+        """By group; those of states have none."""
+        self.snapshots = snapshots
         self.counts = [int(np.count_nonzero(array)) for array in pages]
-        """Pages kept, by group."""
+        """Pages kept, by group; for states, how many snapshots."""
         self.children: dict[bytes, Node] = {}
         self.extras = False
         self.pins = 0

@@ -9,12 +9,14 @@ from typing import Any
 
 from kvweave.pool import Ids
 from kvweave.prefix.events import Event
-from kvweave.prefix.node import Node, Tokens
+from kvweave.prefix.node import Node, Snapshots, Tokens
 from kvweave.prefix.policy import Policy, Record
 from kvweave.prefix.tree import Match, Range, Tree, TreeGroup
 
 GiveBack = Callable[[int, Ids], int]
 """Hands pages of a group (by number) back to their pool; returns how many became free."""
+GiveBackStates = Callable[[tuple[int, ...]], None]
+"""Hands a snapshot back: a page of each group of states."""
 
 LEAF, POINT, EXTRAS = 1, 2, 4
 """What of a node a queue's entry means: the end of its run, its resume point, or only its extras."""
@@ -37,6 +39,7 @@ class Prefix:
         groups: Sequence[TreeGroup],
         page_bytes: Sequence[int],
         give_back: GiveBack,
+        give_back_states: GiveBackStates,
         policy: Policy,
         emit: Callable[[Event], None] | None = None,
     ) -> None:
@@ -47,6 +50,7 @@ class Prefix:
         self.clock = 0
         self._page_bytes = page_bytes
         self._give_back = give_back
+        self._give_back_states = give_back_states
         self._leaves: list[Entry] = []
         self._points: list[Entry] = []
         self._order = itertools.count()
@@ -129,8 +133,10 @@ class Prefix:
         self.offer(upper)
         return upper
 
-    def insert(self, parent: Node, tokens: Tokens, pages: list[Ids], *, extras: bool, priority: int) -> Node:
-        node = self.tree.insert(parent, tokens, pages)
+    def insert(
+        self, parent: Node, tokens: Tokens, pages: list[Ids], snapshots: Snapshots, *, extras: bool, priority: int
+    ) -> Node:
+        node = self.tree.insert(parent, tokens, pages, snapshots)
         node.extras, node.priority, node.last_used = extras, priority, self.tick()
         self._enter(node, 1)
         self.offer(node)
@@ -140,11 +146,15 @@ class Prefix:
         """Whether a run may be lengthened in place: a sequence's own end that nobody else has touched."""
         return node.rolling and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN
 
-    def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
+    def grow(self, node: Node, tokens: Tokens, pages: list[Ids], snapshots: Snapshots) -> None:
+        """Lengthen a run; what windows and states have passed is dropped."""
         self._enter(node, -1)
-        self.tree.grow(node, tokens, pages)
+        self.tree.grow(node, tokens, pages, snapshots)
         node.last_used = self.tick()
         self._enter(node, 1)
+        self.drop_snapshots(node, but_end=True)
+        for number in self.tree.windows:
+            self.drop(node, number, self.tree.passed(node, number))
 
     def keep(self, node: Node, number: int, first: int, pages: Ids) -> Ids:
         """Fill gaps of a group; returns the pages that were not needed."""
@@ -153,8 +163,25 @@ class Prefix:
         self._add(node, number, node.counts[number] - before)
         return rest
 
+    def keep_snapshots(self, node: Node, snapshots: Snapshots) -> None:
+        """Fill gaps of states; what was not needed goes back."""
+        before = len(node.snapshots)
+        for pages in self.tree.keep_snapshots(node, snapshots):
+            self._give_back_states(pages)
+        for number in self.tree.states:
+            self._add(node, number, len(node.snapshots) - before)
+
+    def drop_snapshots(self, node: Node, but_end: bool) -> int:
+        """Lose states of a run, but those at its end if they are to stay; returns how many snapshots went."""
+        gone = self.tree.drop_snapshots(node, but_end)
+        for pages in gone:
+            self._give_back_states(pages)
+        for number in self.tree.states:
+            self._add(node, number, -len(gone))
+        return len(gone)
+
     def drop(self, node: Node, number: int, blocks: Range) -> int:
-        """Lose pages of one group; returns how many became free."""
+        """Lose pages of one group of rows; returns how many became free."""
         gone = self.tree.drop(node, number, blocks)
         if not len(gone):
             return 0
@@ -217,8 +244,11 @@ class Prefix:
     def _evict_extras(self, node: Node, number: int) -> int:
         """Drop what a run kept for positions on the way that nobody asked for."""
         node.extras = False
-        freed = [self.drop(node, trailing, self.tree.extra(node, trailing)) for trailing in self.tree.trailing]
-        return freed[self.tree.trailing.index(number)]
+        freed = [0] * len(self.cached)
+        self._note_states(freed, self.drop_snapshots(node, but_end=True))
+        for window in self.tree.windows:
+            freed[window] = self.drop(node, window, self.tree.extra(node, window))
+        return freed[number]
 
     def _evict_leaf(self, node: Node, number: int, count: int) -> int:
         """Cut off the end of a leaf: just enough of it, where any block is a resume point, else all of it."""
@@ -240,8 +270,8 @@ class Prefix:
             node, parent = parent, parent.parent
             assert parent is not None, "a root is never removed"
             self._enter(node, -1)
-            for number, pages in enumerate(self.tree.remove(node)):
-                freed[number] += self._give_back(number, pages)
+            self.tree.remove(node)
+            self._release(node, freed)
             if parent.parent is None or parent.pins or parent.children:
                 break
             if self.tree.is_point(parent):
@@ -255,27 +285,42 @@ class Prefix:
         """Give up a resume point: its snapshots and its windows, but for what points below it need."""
         if not node.children and not node.pins:
             return self._remove(node)[number]
-        before = 0
-        for trailing in self.tree.trailing:
-            freed = self.drop(node, trailing, self.tree.unneeded(node, trailing))
-            before += freed if trailing == number else 0
+        freed = [0] * len(self.cached)
+        self._drop_point(node, freed)
         parent = node.parent
-        return before + (self._sweep(parent)[number] if parent is not None else 0)
+        return freed[number] + (self._sweep(parent)[number] if parent is not None else 0)
+
+    def _drop_point(self, node: Node, freed: list[int]) -> None:
+        """Drop what nothing below a node needs; `freed` counts it."""
+        self._note_states(freed, self.drop_snapshots(node, but_end=False))
+        for window in self.tree.windows:
+            freed[window] += self.drop(node, window, self.tree.unneeded(node, window))
+
+    def _note_states(self, freed: list[int], count: int) -> None:
+        for number in self.tree.states:
+            freed[number] += count
+
+    def _release(self, node: Node, freed: list[int]) -> None:
+        """Give back all that a node has; `freed` counts it."""
+        for number in self.tree.rows:
+            freed[number] += self._give_back(number, node.pages[number])
+        for pages in node.snapshots.values():
+            self._give_back_states(pages)
+        self._note_states(freed, len(node.snapshots))
 
     def _sweep(self, node: Node | None) -> list[int]:
         """Drop what dead points above kept only for a point that is gone now."""
         freed = [0] * len(self.cached)
         while node is not None and node.parent is not None and not node.uses and not self.tree.is_point(node):
-            for number in self.tree.trailing:
-                freed[number] += self.drop(node, number, self.tree.unneeded(node, number))
+            self._drop_point(node, freed)
             node = node.parent
         return freed
 
     def clear(self) -> None:
         """Forget everything; nothing may be pinned."""
+        freed = [0] * len(self.cached)
         for node in self.tree.nodes():
-            for number, pages in enumerate(node.pages):
-                self._give_back(number, pages)
+            self._release(node, freed)
             node.parent = None
         self.tree.clear()
         self.cached = [0] * len(self.cached)

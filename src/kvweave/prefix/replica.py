@@ -43,12 +43,12 @@ class Replica:
     def _stored(self, event: Stored) -> None:
         tokens = np.array(event.tokens, np.int32)
         if event.node in self._nodes:
-            self.tree.grow(self._nodes[event.node], tokens, self.tree.empty_pages(len(tokens)))
+            self.tree.grow(self._nodes[event.node], tokens, self.tree.empty_pages(len(tokens)), {})
         elif event.parent is None:
             self._nodes[event.node] = self.tree.root(event.namespace)
         else:
             parent = self._nodes[event.parent]
-            self._nodes[event.node] = self.tree.insert(parent, tokens, self.tree.empty_pages(len(tokens)))
+            self._nodes[event.node] = self.tree.insert(parent, tokens, self.tree.empty_pages(len(tokens)), {})
 
     def _kept(self, event: Kept) -> None:
         self._mark(event.node, event.tag, event.blocks, HERE)
@@ -58,9 +58,21 @@ class Replica:
 
     def _mark(self, name: int, tag: str, blocks: tuple[int, ...], value: int) -> None:
         node, number = self._nodes[name], self._numbers[tag]
+        group = self.tree.groups[number]
+        if not group.per_token:
+            for block in blocks:
+                self._mark_state(node, (block + 1) * group.block_tokens, value)
+            return
         pages = node.pages[number].copy()
-        pages[np.array(blocks, np.int64) - node.start // self.tree.groups[number].block_tokens] = value
+        pages[np.array(blocks, np.int64) - node.start // group.block_tokens] = value
         node.pages[number] = pages
+
+    def _mark_state(self, node: Node, position: int, value: int) -> None:
+        """Snapshots of all groups of states come and go together, so any of their events will do."""
+        if value == NULL:
+            node.snapshots.pop(position, None)
+        else:
+            node.snapshots[position] = (value,)
 
     def _split(self, event: Split) -> None:
         self._nodes[event.upper] = self.tree.split(self._nodes[event.node], event.position)

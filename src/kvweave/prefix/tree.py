@@ -2,7 +2,7 @@
 
 Runs are multiples of the grid, the common multiple of all groups' blocks, so every cut falls between blocks. The tree
 decides which pages are kept and which go; it never touches memory. Invariants: groups that see everything have every
-page of every node; a page is in the tree once.
+page of every node; snapshots are there for all groups of states or for none; a page is in the tree once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import numpy as np
 from kvweave.pool import NULL, Ids
 from kvweave.prefix.events import Cleared, Event, Kept, Lost, Removed, Split, Stored, Trimmed
 from kvweave.prefix.joint import Present, joint_hit
-from kvweave.prefix.node import Node, Tokens
+from kvweave.prefix.node import Node, Snapshots, Tokens
 from kvweave.prefix.tails import Tails
 from kvweave.spec import Reach
 
 Range = tuple[int, int]
 """Blocks [first, last) of a run."""
+NO_PAGES: Ids = np.empty(0, np.int32)
 
 
 class TreeGroup:
@@ -32,6 +33,7 @@ class TreeGroup:
         self.block_tokens = block_tokens
         self.head_blocks = -(-reach.head // block_tokens)
         self.sees_all = reach.span is None
+        self.per_token: bool = reach.per_token
         self.tails = Tails(reach, block_tokens)
 
 
@@ -49,7 +51,10 @@ class Tree:
     def __init__(self, groups: Sequence[TreeGroup], emit: Callable[[Event], None] | None = None) -> None:
         self.groups = list(groups)
         self.grid = math.lcm(*(group.block_tokens for group in groups))
-        self.trailing = [number for number, group in enumerate(self.groups) if not group.sees_all]
+        self.rows = [number for number, group in enumerate(self.groups) if group.per_token]
+        self.windows = [number for number in self.rows if not self.groups[number].sees_all]
+        self.states = [number for number, group in enumerate(self.groups) if not group.per_token]
+        self.trailing = self.windows + self.states
         self.roots: dict[Hashable, Node] = {}
         self.num_nodes = 0
         self._next_id = 0
@@ -60,7 +65,7 @@ class Tree:
     def root(self, namespace: Hashable) -> Node:
         node = self.roots.get(namespace)
         if node is None:
-            node = self.roots[namespace] = Node(self._take_id(), None, 0, np.empty(0, np.int32), self.empty_pages(0))
+            node = self.roots[namespace] = Node(self._take_id(), None, 0, NO_PAGES, self.empty_pages(0), {})
             if self._emit:
                 self._emit(Stored(node.id, None, namespace, 0, ()))
         return node
@@ -94,7 +99,11 @@ class Tree:
             return max(0, limit)
         if any(node.end == limit and self.is_point(node) for node in match.nodes[-2:]):
             return limit
-        return joint_hit([self._present(number, match.nodes) for number in self.trailing], self.grid, limit)
+        positions = None
+        if self.states:
+            found = sorted([at for node in match.nodes for at in node.snapshots if at <= limit])
+            positions = np.array(found, np.int64)
+        return joint_hit([self._present(number, match.nodes) for number in self.windows], self.grid, limit, positions)
 
     def _present(self, number: int, nodes: list[Node]) -> Present:
         group = self.groups[number]
@@ -118,30 +127,34 @@ class Tree:
         parent, size = node.parent, position - node.start
         assert parent is not None, "a root has no run to split"
         assert 0 < size < len(node.tokens), f"{position} is not inside the run {node.start} to {node.end}"
-        cuts = [size // group.block_tokens for group in self.groups]
-        pages = [p[:c] for p, c in zip(node.pages, cuts, strict=True)]
-        upper = Node(self._take_id(), parent, node.start, node.tokens[:size], pages)
+        pages = list(node.pages)
+        for number in self.rows:
+            cut = size // self.groups[number].block_tokens
+            pages[number], node.pages[number] = pages[number][:cut], pages[number][cut:]
+        snapshots = {at: node.snapshots.pop(at) for at in list(node.snapshots) if at <= position}
+        upper = Node(self._take_id(), parent, node.start, node.tokens[:size], pages, snapshots)
+        self._count_states(upper)
         upper.pins, upper.last_used, upper.priority = node.pins, node.last_used, node.priority
         upper.extras = node.extras
         parent.children[self._key(upper.tokens)] = upper
         node.parent, node.start, node.tokens = upper, position, node.tokens[size:]
-        for number, cut in enumerate(cuts):
-            node.pages[number] = node.pages[number][cut:]
-            node.counts[number] -= upper.counts[number]
+        for number, count in enumerate(upper.counts):
+            node.counts[number] -= count
         upper.children[self._key(node.tokens)] = node
         self.num_nodes += 1
         if self._emit:
             self._emit(Split(node.id, upper.id, position))
         return upper
 
-    def insert(self, parent: Node, tokens: Tokens, pages: list[Ids]) -> Node:
+    def insert(self, parent: Node, tokens: Tokens, pages: list[Ids], snapshots: Snapshots) -> Node:
         """A new run below `parent`, whose first grid of tokens is not among its children.
 
         The tokens are the tree's from now on: nobody may write to them.
         """
         base = tokens.base
         tokens = tokens if base is not None and len(base) <= 2 * len(tokens) else tokens.copy()
-        node = Node(self._take_id(), parent, parent.end, tokens, pages)
+        node = Node(self._take_id(), parent, parent.end, tokens, pages, snapshots)
+        self._count_states(node)
         key = self._key(tokens)
         assert key not in parent.children, "a run is in the tree once"
         parent.children[key] = node
@@ -151,12 +164,14 @@ class Tree:
             self._emit_kept(node, range(len(self.groups)))
         return node
 
-    def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
+    def grow(self, node: Node, tokens: Tokens, pages: list[Ids], snapshots: Snapshots) -> None:
         """Make a leaf's run longer; its resume point moves to the new end."""
         node.tokens = np.concatenate([node.tokens, tokens])
         node.end += len(tokens)
-        for number, more in enumerate(pages):
-            node.put(number, np.concatenate([node.pages[number], more]))
+        for number in self.rows:
+            self._put(node, number, np.concatenate([node.pages[number], pages[number]]))
+        node.snapshots.update(snapshots)
+        self._count_states(node)
         if self._emit:
             self._emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
             self._emit_kept(node, range(len(self.groups)))
@@ -175,7 +190,17 @@ class Tree:
         rest: Ids = pages[~gaps]
         return rest
 
-    # ---- shrinking: all return the pages that left, by group
+    def keep_snapshots(self, node: Node, snapshots: Snapshots) -> list[tuple[int, ...]]:
+        """Fill gaps; returns those that were not needed."""
+        rest = [snapshots.pop(at) for at in list(snapshots) if at in node.snapshots]
+        if snapshots:
+            node.snapshots.update(snapshots)
+            self._count_states(node)
+            if self._emit:
+                self._emit_kept(node, self.states)
+        return rest
+
+    # ---- shrinking: all return the pages that left
 
     def drop(self, node: Node, number: int, blocks: Range) -> Ids:
         """Lose some pages of one group."""
@@ -192,6 +217,20 @@ class Tree:
             self._emit(Lost(node.id, self.groups[number].tag, tuple(range(start + first, start + last))))
         return gone
 
+    def drop_snapshots(self, node: Node, but_end: bool) -> list[tuple[int, ...]]:
+        """Lose the states of a run, but those at its end if they are to stay."""
+        end = node.end if but_end else -1
+        gone = [at for at in node.snapshots if at != end]
+        if not gone:
+            return []
+        if self._emit:
+            for number in self.states:
+                group = self.groups[number]
+                self._emit(Lost(node.id, group.tag, tuple([at // group.block_tokens - 1 for at in gone])))
+        left = [node.snapshots.pop(at) for at in gone]
+        self._count_states(node)
+        return left
+
     def trim(self, node: Node, end: int) -> list[Ids]:
         """Cut a leaf's run to `end`."""
         assert not node.children, "only the end of a leaf can be cut off"
@@ -199,14 +238,14 @@ class Tree:
         cuts = [(end - node.start) // group.block_tokens for group in self.groups]
         gone = [p[c:] for p, c in zip(node.pages, cuts, strict=True)]
         for number, cut in enumerate(cuts):
-            node.put(number, node.pages[number][:cut])
+            self._put(node, number, node.pages[number][:cut])
         node.tokens, node.end = node.tokens[: end - node.start], end
         if self._emit:
             self._emit(Trimmed(node.id, end))
         return gone
 
-    def remove(self, node: Node) -> list[Ids]:
-        """Take a leaf out of the tree."""
+    def remove(self, node: Node) -> None:
+        """Take a leaf out of the tree; its pages are whoever's wants them."""
         parent = node.parent
         assert parent is not None, "a root is never removed"
         assert not node.children, "only leaves are removed"
@@ -215,7 +254,6 @@ class Tree:
         self.num_nodes -= 1
         if self._emit:
             self._emit(Removed(node.id))
-        return node.pages
 
     def clear(self) -> None:
         self.roots.clear()
@@ -227,7 +265,9 @@ class Tree:
 
     def is_point(self, node: Node) -> bool:
         """Whether a sequence can go on from the node's end, as far as its trailing groups tell."""
-        return all(self._reaches_back(node, number) for number in self.trailing)
+        if self.states and node.end not in node.snapshots:
+            return False
+        return all(self._reaches_back(node, number) for number in self.windows)
 
     def _reaches_back(self, node: Node, number: int) -> bool:
         group, end = self.groups[number], node.end // self.groups[number].block_tokens
@@ -283,7 +323,16 @@ class Tree:
         return tokens[: self.grid].tobytes()
 
     def empty_pages(self, tokens: int) -> list[Ids]:
-        return [np.zeros(tokens // group.block_tokens, np.int32) for group in self.groups]
+        return [np.zeros(tokens // g.block_tokens, np.int32) if g.per_token else NO_PAGES for g in self.groups]
+
+    def _put(self, node: Node, number: int, pages: Ids) -> None:
+        """Replace a group's pages."""
+        node.pages[number] = pages
+        node.counts[number] = int(np.count_nonzero(pages))
+
+    def _count_states(self, node: Node) -> None:
+        for number in self.states:
+            node.counts[number] = len(node.snapshots)
 
     def _take_id(self) -> int:
         self._next_id += 1
@@ -293,5 +342,9 @@ class Tree:
         assert self._emit is not None
         for number in numbers:
             group = self.groups[number]
-            blocks = np.flatnonzero(node.pages[number] != NULL) + node.start // group.block_tokens
-            self._emit(Kept(node.id, group.tag, tuple(blocks.tolist())))
+            if group.per_token:
+                there = np.flatnonzero(node.pages[number] != NULL) + node.start // group.block_tokens
+                blocks = there.tolist()
+            else:
+                blocks = [at // group.block_tokens - 1 for at in sorted(node.snapshots)]
+            self._emit(Kept(node.id, group.tag, tuple(blocks)))

@@ -70,6 +70,15 @@ class GroupTable:
         self.write(row, blocks, pages)
         self.blocks[row] = blocks + len(pages)
 
+    def append_one(self, row: int, page: int) -> None:
+        """One more page at the end of one row."""
+        slot = int(self.blocks[row])
+        self.pages[row, slot] = page
+        if self.kernel_blocks > 1:
+            at = slot * self.kernel_blocks
+            self.kernels[row, at : at + self.kernel_blocks] = np.arange(self.kernel_blocks) + page * self.kernel_blocks
+        self.blocks[row] = slot + 1
+
     def write_many(self, rows: Counts, slots: Counts, pages: Ids) -> None:
         """One page for each (row, slot)."""
         self.pages[rows, slots] = pages
@@ -95,8 +104,10 @@ class GroupTable:
 
     def clear(self, row: int) -> None:
         self.erase(row, 0, int(self.blocks[row]))
-        self.first[row] = self.head_blocks
-        self.shared[row] = self.blocks[row] = 0
+        self.blocks[row] = 0
+        if self.per_token:
+            self.first[row] = self.head_blocks
+            self.shared[row] = 0
 
     def slots(self, row: int, start: int, end: int, cp_rank: int) -> Counts:
         """Where the tokens [start, end) of a row are written: page x block_tokens + offset; -1: on another rank."""

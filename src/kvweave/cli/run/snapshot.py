@@ -120,7 +120,10 @@ def _group(core: Cache, pool: PoolPages, tag: str, ends: dict[int, int]) -> Iter
 
 
 def _pages(core: Cache, node: Node, tag: str) -> Iterable[int]:
-    pages = node.pages[core.books.numbers[tag]]
+    number, states = core.books.numbers[tag], core.books.states
+    if number in states:
+        return [pages[states.index(number)] for pages in node.snapshots.values()]
+    pages = node.pages[number]
     kept: list[int] = pages[pages != 0].tolist()
     return kept
 
