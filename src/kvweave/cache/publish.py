@@ -24,7 +24,10 @@ class Publisher:
     def publish(self, sequence: Sequence) -> None:
         """Put what is committed into the tree, up to the last position that will be a resume point."""
         books, start = self.books, sequence.node.end
-        end = min(int(books.committed[sequence.row]), sequence.num_tokens) // books.grid * books.grid
+        committed = int(books.committed[sequence.row])
+        if committed < start + books.grid or (books.states and not sequence.snapshots):
+            return
+        end = min(committed, sequence.num_tokens) // books.grid * books.grid
         if books.states:
             end = max([point for point in sequence.snapshots if point <= end], default=start)
         if end <= start:

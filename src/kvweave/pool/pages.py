@@ -53,6 +53,8 @@ class GroupPages:
 
     def __init__(self, group: Group, num_supers: int) -> None:
         self.tag = group.tag
+        self.has_gaps = group.cache.reach.span is not None
+        """Whether there may be NULLs among the pages that it is given back."""
         self.per_super = group.pages_per_super
         self.whole = self.per_super == 1
         self.free = Stack(0 if self.whole else num_supers * self.per_super)
@@ -89,6 +91,17 @@ class GroupPages:
         self.free.size = 0
         self.free.push(kept)
         self.num_supers -= len(supers)
+
+
+def _without_nulls(pages: Ids) -> Ids:
+    count = int(np.count_nonzero(pages))
+    if count == len(pages):
+        return pages
+    last = pages[len(pages) - count :]  # windows keep the end of a run, mostly
+    if np.count_nonzero(last) == count:
+        return last
+    kept: Ids = pages[pages != NULL]
+    return kept
 
 
 class PoolPages:
@@ -160,8 +173,8 @@ class PoolPages:
     def release(self, tag: str, pages: Ids) -> int:
         """Give up one ownership of each page; NULLs are ignored. Returns how many became free."""
         group = self.groups[tag]
-        if np.count_nonzero(pages) < len(pages):
-            pages = pages[pages != NULL]
+        if group.has_gaps:
+            pages = _without_nulls(pages)
         if group.num_refs:
             shared = group.refs[pages] > 0
             group.refs[pages[shared]] -= 1

@@ -55,8 +55,8 @@ class Node:
         self.pages = pages
         """By group; those of states have none."""
         self.snapshots = snapshots
-        self.counts = [int(np.count_nonzero(array)) for array in pages]
-        """Pages kept, by group; for states, how many snapshots."""
+        self.counts = [0] * len(pages)
+        """Pages kept, by group; for states, how many snapshots. The tree counts them."""
         self.children: dict[bytes, Node] = {}
         self.extras = False
         self.pins = 0

@@ -133,7 +133,7 @@ class Tree:
             pages[number], node.pages[number] = pages[number][:cut], pages[number][cut:]
         snapshots = {at: node.snapshots.pop(at) for at in list(node.snapshots) if at <= position}
         upper = Node(self._take_id(), parent, node.start, node.tokens[:size], pages, snapshots)
-        self._count_states(upper)
+        self._count(upper)
         upper.pins, upper.last_used, upper.priority = node.pins, node.last_used, node.priority
         upper.extras = node.extras
         parent.children[self._key(upper.tokens)] = upper
@@ -154,7 +154,7 @@ class Tree:
         base = tokens.base
         tokens = tokens if base is not None and len(base) <= 2 * len(tokens) else tokens.copy()
         node = Node(self._take_id(), parent, parent.end, tokens, pages, snapshots)
-        self._count_states(node)
+        self._count(node)
         key = self._key(tokens)
         assert key not in parent.children, "a run is in the tree once"
         parent.children[key] = node
@@ -329,6 +329,14 @@ class Tree:
         """Replace a group's pages."""
         node.pages[number] = pages
         node.counts[number] = int(np.count_nonzero(pages))
+
+    def _count(self, node: Node) -> None:
+        """Count what a new node keeps; groups that see everything keep all, or none where a rank has no such layers."""
+        for number in self.rows:
+            pages = node.pages[number]
+            whole = self.groups[number].sees_all and bool(pages[0] != NULL)
+            node.counts[number] = len(pages) if whole else int(np.count_nonzero(pages))
+        self._count_states(node)
 
     def _count_states(self, node: Node) -> None:
         for number in self.states:
