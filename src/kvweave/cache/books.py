@@ -159,10 +159,10 @@ class Books:
             self.has_drafts = self.has_drafts or not table.per_token
             table.grow(len(self.lengths), max(slots, 2 * table.width))
 
-    def give_back(self, number: int, pages: Ids) -> int:
-        """Let go of pages of a group; returns how many became free."""
+    def give_back(self, number: int, pages: Ids, gaps: bool = True) -> int:
+        """Let go of pages of a group, NULLs among them if there are `gaps`; returns how many became free."""
         pool = self.pool_of[number]
-        return pool.release(self.tables[number].tag, pages) if pool and len(pages) else 0
+        return pool.release(self.tables[number].tag, pages, gaps) if pool and len(pages) else 0
 
     def give_back_states(self, pages: tuple[int, ...]) -> None:
         """Let go of a snapshot: a page of each group of states, which nobody shares."""

@@ -73,7 +73,7 @@ class Publisher:
         table = self.books.tables[number]
         if runs:
             pages = [table.pages[row, low:high] for low, high in runs]
-            self.books.give_back(number, pages[0] if len(pages) == 1 else np.concatenate(pages))
+            self.books.give_back(number, pages[0] if len(pages) == 1 else np.concatenate(pages), gaps=False)
             for low, high in runs:
                 table.erase(row, low, high)
 

@@ -18,31 +18,47 @@ NULL = 0
 
 
 class Stack:
-    """Free numbers; the last that came are the first to go, and what came in a row goes in that row."""
+    """Free numbers; the last that came are the first to go, and what came in a row goes in that row.
+
+    It grows from the end of its array to the front, so that such a row lies there as it came.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.numbers: Ids = np.empty(capacity, np.int32)
+        self.top = capacity
         self.size = 0
 
     def push(self, numbers: Ids) -> None:
-        self.numbers[self.size : self.size + len(numbers)] = numbers[::-1]
-        self.size += len(numbers)
+        count = len(numbers)
+        self.numbers[self.top - count : self.top] = numbers
+        self.top -= count
+        self.size += count
 
     def pop(self, count: int) -> Ids:
+        numbers: Ids = self.numbers[self.top : self.top + count].copy()
+        self.top += count
         self.size -= count
-        return self.numbers[self.size : self.size + count][::-1].copy()
+        return numbers
 
     def push_one(self, number: int) -> None:
-        self.numbers[self.size] = number
+        self.top -= 1
         self.size += 1
+        self.numbers[self.top] = number
 
     def pop_one(self) -> int:
+        number = int(self.numbers[self.top])
+        self.top += 1
         self.size -= 1
-        return int(self.numbers[self.size])
+        return number
+
+    def keep(self, numbers: Ids) -> None:
+        """Only these, from now on."""
+        self.top, self.size = len(self.numbers), 0
+        self.push(numbers)
 
     @property
     def all(self) -> Ids:
-        return self.numbers[: self.size]
+        return self.numbers[self.top :]
 
 
 class GroupPages:
@@ -87,9 +103,7 @@ class GroupPages:
         gone = np.zeros(len(self.refs) // self.per_super, bool)
         gone[supers] = True
         free = self.free.all
-        kept = free[~gone[free // self.per_super]]
-        self.free.size = 0
-        self.free.push(kept)
+        self.free.keep(free[~gone[free // self.per_super]])
         self.num_supers -= len(supers)
 
 
@@ -170,10 +184,10 @@ class PoolPages:
         group.refs[pages] += 1
         group.num_refs += len(pages)
 
-    def release(self, tag: str, pages: Ids) -> int:
-        """Give up one ownership of each page; NULLs are ignored. Returns how many became free."""
+    def release(self, tag: str, pages: Ids, gaps: bool) -> int:
+        """Give up one ownership of each page; among `gaps`, NULLs are ignored. Returns how many became free."""
         group = self.groups[tag]
-        if group.has_gaps:
+        if gaps and group.has_gaps:
             pages = _without_nulls(pages)
         if group.num_refs:
             shared = group.refs[pages] > 0
