@@ -1,6 +1,7 @@
-"""The core is plain Python, and is compiled by mypyc where wheels are built and a C compiler is there.
+"""Two things are compiled where there is a C compiler; without one, or with KVWEAVE_PURE=1, Python does the same.
 
-Nothing else changes: without a compiler, with KVWEAVE_PURE=1, or installed as editable, the same files are interpreted.
+The core is plain Python, compiled by mypyc where wheels are built; installed as editable, its files are interpreted as
+they are. What touches every byte of the host's memory is C, which editable installs have too.
 """
 
 import os
@@ -13,8 +14,8 @@ from setuptools import Extension, setup
 COMPILED = ("pool", "prefix", "table", "cache")
 
 
-def compiled() -> list[Extension]:
-    if os.environ.get("KVWEAVE_PURE") or "editable_wheel" in sys.argv:
+def core() -> list[Extension]:
+    if "editable_wheel" in sys.argv:
         return []
     files = [str(path) for folder in COMPILED for path in sorted(Path("src/kvweave", folder).glob("[!_]*.py"))]
     os.environ.setdefault("MYPYPATH", "src")
@@ -25,9 +26,15 @@ def compiled() -> list[Extension]:
     except (Exception, SystemExit) as error:
         warnings.warn(f"the core is not compiled: {error}", stacklevel=1)
         return []
-    for extension in extensions:
-        extension.optional = True
     return extensions
 
 
-setup(ext_modules=compiled())
+def native(folder: str) -> Extension:
+    flags = ["-O3", "-Wall", "-Wextra"]
+    return Extension(f"kvweave.{folder}._native", [f"src/kvweave/{folder}/native.c"], extra_compile_args=flags)
+
+
+extensions = [] if os.environ.get("KVWEAVE_PURE") else [*core(), native("copying"), native("store")]
+for extension in extensions:
+    extension.optional = True
+setup(ext_modules=extensions)

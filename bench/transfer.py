@@ -30,9 +30,6 @@ from kvweave.spec import ModelSpec
 from kvweave.tensor import GQA, MLA, Arena, LayerRequest, Opaque, assemble
 from kvweave.transfer import ChunkLayout, CopyPlan, Job, Mover, Transfer, Way, needed
 from kvweave.transfer.copier import Buffer
-from kvweave.transfer.lines import chunk_lines
-from kvweave.transfer.pieces import Part
-from kvweave.transfer.tables import Table, tabulate
 
 CHUNK = 256
 BLOCK = 16
@@ -143,20 +140,22 @@ def tell(claim: str, ours: float, ceiling: float, goal: float, peer: float | Non
 
 def launches(one: Case, *, gather: bool) -> list[Callable[[], None]]:
     """Launches of the kernel alone, each for pages of its own, the tables on the device already."""
-    from kvweave.transfer.kernel import launch  # noqa: PLC0415  (Triton is there with CUDA only)
+    from kvweave.transfer.cuda import CUDACopier  # noqa: PLC0415  (Triton is there with CUDA only)
+    from kvweave.transfer.drafts import Tuning  # noqa: PLC0415
+    from kvweave.transfer.kernel import launch  # noqa: PLC0415
 
     made: list[Callable[[], None]] = []
+    copier = CUDACopier(tuning=Tuning(packed_bytes=1 << 40, graph_bytes=0))
     for copies in one.copies:
         chunks = [torch.empty(one.layout.num_bytes, dtype=torch.uint8, device="cuda") for _ in copies.chunks]
         job = Job(one.arena, copies, tuple(map(Buffer.of, chunks)), Way.STORE if gather else Way.LOAD)
-        layers = [len(one.layout.group(move.tag).group.layers) for move in copies.moves]
-        parts = [Part(number, 0, len(move), 0, layers[number]) for number, move in enumerate(copies.moves)]
-        table = tabulate([line for part in parts for line in chunk_lines(job, part)])
-        words = torch.from_numpy(table.tiles).cuda()
+        program = copier.prepare(job).program
+        (call,) = program.calls
 
-        def act(table: Table = table, words: torch.Tensor = words, _: Any = chunks) -> None:
+        def act(call: Any = call, _: Any = (program, chunks)) -> None:
             stream = torch.cuda.current_stream()
-            launch(table, words.data_ptr(), 0, stream.cuda_stream, stream.device_index, gather=gather)
+            where = stream.cuda_stream, stream.device_index
+            launch(call.table_at, call.draft.num_tiles, call.vector_bytes, 0, *where, gather=gather)
 
         made.append(act)
     return made

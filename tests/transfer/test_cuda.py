@@ -30,13 +30,13 @@ class TestSmallPieces(TestCUDA):
 
     @pytest.fixture
     def copier(self) -> Iterator[Copier]:
-        sizes = {"piece_bytes": 8192, "small_bytes": 2048, "unprepared_bytes": 2048, "packed_bytes": 4096}
+        sizes = {"piece_bytes": 8192, "small_bytes": 2048, "packed_bytes": 4096}
         yield from opened(**sizes, direct_bytes=4096, slots=2)
 
 
 def opened(**tuning: int) -> Iterator[Copier]:
     from kvweave.transfer.cuda import CUDACopier
-    from kvweave.transfer.program import Tuning
+    from kvweave.transfer.drafts import Tuning
 
     made = CUDACopier(tuning=Tuning(**tuning))
     yield made
@@ -127,7 +127,7 @@ def test_a_transfer_comes_after_what_the_stream_does_and_layers_before_what_it_d
 
 def test_staging_is_bounded_reused_and_given_back() -> None:
     from kvweave.transfer.cuda import CUDACopier
-    from kvweave.transfer.program import Tuning
+    from kvweave.transfer.drafts import Tuning
 
     made = planned(shrunk("llama-3.1-8b", layers=8), 2, 64, layout=Layout.LAYER_MAJOR, block_tokens=16)
     with World(made, 5, "cuda") as world:

@@ -75,43 +75,51 @@ def _check_pages(move: Move, plan: Plan) -> None:
     """Pages that somebody can own: neither NULL nor beyond the pool."""
     first = plan.group(move.tag).pages_per_super
     past = plan.num_pages(move.tag) + first
-    wrong = move.pages[(move.pages < first) | (move.pages >= past)]
-    if len(wrong):
-        null = " (the NULL page)" if wrong[0] == NULL else ""
-        raise BadCopy(f"page {wrong[0]}{null} of {move.tag!r} is nobody's: its pages are {first} to {past - 1}")
+    if (wrong := _outside(move.pages, first, past)) is not None:
+        null = " (the NULL page)" if wrong == NULL else ""
+        raise BadCopy(f"page {wrong}{null} of {move.tag!r} is nobody's: its pages are {first} to {past - 1}")
 
 
 def _check_places(move: Move, copies: CopyPlan) -> None:
     part = copies.layout.group(move.tag)
-    wrong = move.chunks[(move.chunks < 0) | (move.chunks >= len(copies.chunks))]
-    if len(wrong):
-        raise BadCopy(f"chunk {wrong[0]} of {move.tag!r} is not among the plan's {len(copies.chunks)}")
-    wrong = move.blocks[(move.blocks < part.first_block) | (move.blocks >= part.end_block)]
-    if len(wrong):
+    if (wrong := _outside(move.chunks, 0, len(copies.chunks))) is not None:
+        raise BadCopy(f"chunk {wrong} of {move.tag!r} is not among the plan's {len(copies.chunks)}")
+    if (wrong := _outside(move.blocks, part.first_block, part.end_block)) is not None:
         raise BadCopy(
-            f"block {wrong[0]} of {move.tag!r} is not in a chunk: it holds {part.first_block} to {part.end_block - 1}"
+            f"block {wrong} of {move.tag!r} is not in a chunk: it holds {part.first_block} to {part.end_block - 1}"
         )
+
+
+def _outside(numbers: Numbers, first: int, past: int) -> int | None:
+    """The first number that is not in [first, past), if any."""
+    if not len(numbers) or (np.minimum.reduce(numbers) >= first and np.maximum.reduce(numbers) < past):
+        return None
+    return int(numbers[(numbers < first) | (numbers >= past)][0])
 
 
 def _check_apart(copies: CopyPlan, plan: Plan) -> None:
     """No page is filled twice, and no super-page by two groups."""
-    owners: list[tuple[str, str, Numbers]] = []
-    for move in copies.moves:
+    taken: dict[str, Numbers] = {}
+    for number, move in enumerate(copies.moves, 1):
         group = plan.group(move.tag)
         pages = np.sort(move.pages)
-        if (twice := pages[1:][pages[1:] == pages[:-1]]).size:
-            raise BadCopy(f"page {twice[0]} of {move.tag!r} would be filled twice")
+        if (same := pages[1:] == pages[:-1]).any():
+            raise BadCopy(f"page {pages[1:][same][0]} of {move.tag!r} would be filled twice")
+        if len(plan.pool(group.pool).tags) == 1:
+            continue
         supers = pages // group.pages_per_super
-        for tag, pool, others in owners:
-            if pool == group.pool and (both := np.intersect1d(others, supers)).size:
-                raise BadCopy(f"pages of {tag!r} and {move.tag!r} are in super-page {both[0]}, which only one can own")
-        owners.append((move.tag, group.pool, supers))
+        owners = taken.setdefault(group.pool, np.zeros(plan.pool(group.pool).num_supers, np.int64))
+        if (others := owners[supers]).any():
+            at = int(np.flatnonzero(others)[0])
+            tag = copies.moves[others[at] - 1].tag
+            raise BadCopy(f"pages of {tag!r} and {move.tag!r} are in super-page {supers[at]}, which only one can own")
+        owners[supers] = number
 
 
 def _check_buffers_apart(copies: CopyPlan, extents: Sequence[Extent]) -> None:
     """No place in a chunk is filled twice, and no two buffers overlap."""
     for move in copies.moves:
-        same = (np.diff(move.chunks) == 0) & (np.diff(move.blocks) == 0)
+        same = (move.chunks[1:] == move.chunks[:-1]) & (move.blocks[1:] == move.blocks[:-1])
         if same.any():
             at = int(np.flatnonzero(same)[0])
             raise BadCopy(f"block {move.blocks[at]} of {move.tag!r} would be filled twice in chunk {move.chunks[at]}")

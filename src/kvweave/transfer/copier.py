@@ -10,16 +10,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from kvweave.copying import Bytes
 from kvweave.errors import BadCopy
 from kvweave.tensor import Arena
 from kvweave.transfer.check import Extent
 from kvweave.transfer.copies import CopyPlan, Numbers
 from kvweave.transfer.pieces import Part, Piece, cut, cut_layers, ramp
 from kvweave.transfer.runs import Runs, runs_of
-
-Bytes = NDArray[np.uint8]
 
 
 class Way(StrEnum):
@@ -73,9 +71,19 @@ class Job:
     _runs: dict[tuple[int, int, int], tuple[Runs, ...]] = field(default_factory=dict)
 
     @cached_property
+    def num_bytes(self) -> int:
+        return self.copies.num_bytes
+
+    @cached_property
     def starts(self) -> Numbers:
         """The addresses of the buffers."""
         return np.array([buffer.extent.start for buffer in self.buffers], np.int64)
+
+    @cached_property
+    def pools(self) -> list[int]:
+        """For each move, the address of its pool."""
+        groups = [self.arena.plan.group(move.tag) for move in self.copies.moves]
+        return [self.arena.pool(group.pool).data_ptr() for group in groups]
 
     def runs(self, part: Part) -> tuple[Runs, ...]:
         """Where a part's pages lie in their pool; worked out once for all parts of the same layers."""

@@ -7,7 +7,7 @@ store   gather   |1|2 |3   |4   |                  load   copy     |1   |2   |3 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from kvweave.plan import Place
 from kvweave.transfer.copier import Job, Step, Way
 from kvweave.transfer.cpu import CPUCopier
-from kvweave.transfer.driver import Context, Event, is_pinned
+from kvweave.transfer.drafts import Drafts, Tuning
+from kvweave.transfer.driver import Context, Event, is_idle, is_pinned
 from kvweave.transfer.graph import Graph
-from kvweave.transfer.kernel import current_stream, launch
-from kvweave.transfer.program import Call, Program, Tuning, compiled
+from kvweave.transfer.kernel import Tabulator, current_stream, launch
+from kvweave.transfer.program import Call, Program, filled
 from kvweave.transfer.staging import Slot, Staging
+from kvweave.transfer.tables import TILE
 
 
 class CUDACopier:
@@ -37,40 +39,42 @@ class CUDACopier:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.tuning = tuning or Tuning()
         self._context = Context(self.device.index)
-        self._lanes = {way: _Lane(self.device, self._context, way, self.tuning) for way in Way}
+        self._tabulator = Tabulator(self.device.index)
+        self._lanes = {way: _Lane(self.device, self._context, self._tabulator, way, self.tuning) for way in Way}
+        self._drafts = Drafts(self.tuning)
         self._cpu = CPUCopier()
 
     def prepare(self, job: Job) -> Job:
         hosted, here = _by_place(job)
         if hosted is not None or here is None:
             return job
-        program = _resident(compiled(here, self.tuning), self.device)
-        whole = job.layers is None and 0 < job.copies.num_bytes <= self.tuning.graph_bytes
+        with self._context:
+            program = _resident([filled(here, draft) for draft in self._drafts.of(here)], self._tabulator, self.device)
+        whole = job.layers is None and 0 < job.num_bytes <= self.tuning.graph_bytes
         if whole and all(buffer.array is None or is_pinned(buffer.extent.start) for buffer in job.buffers):
             program = self._lanes[job.way].recorded(program)
         return replace(job, program=program)
 
     def steps(self, job: Job) -> Iterator[Step]:
+        stream = current_stream(self.device.index)
         with self._context:
-            after = Event(current_stream(self.device.index), self.device.index)
-        return self._steps(job, after)
+            after = None if is_idle(stream) else Event(stream, self.device.index)
+        return self._lanes[job.way].started(job.program, after) if job.program else self._steps(job, after)
 
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
+        self._tabulator.close()
         self._cpu.close()
 
-    def _steps(self, job: Job, after: Event) -> Iterator[Step]:
-        if job.program is not None:
-            yield from self._lanes[job.way].started(job.program, after)
-            return
+    def _steps(self, job: Job, after: Event | None) -> Iterator[Step]:
         hosted, here = _by_place(job)
         if hosted is not None:
             for step in self._cpu.steps(hosted):
                 yield step if here is None else step._replace(layers=0)
         if here is not None:
-            tuning = replace(self.tuning, small_bytes=self.tuning.unprepared_bytes)
-            yield from self._lanes[job.way].steps(compiled(here, tuning), after)
+            calls = (filled(here, draft) for draft in self._drafts.of(here))
+            yield from self._lanes[job.way].steps(calls, after)
 
 
 def _by_place(job: Job) -> tuple[Job | None, Job | None]:
@@ -84,22 +88,24 @@ def _by_place(job: Job) -> tuple[Job | None, Job | None]:
     return job.with_tags(hosted), job.with_tags(rest) if rest else None
 
 
-def _resident(calls: Iterable[Call], device: torch.device) -> Program:
-    """Bring the tables of all calls to the device."""
-    made = [replace(call, table=call.tabulated()) if call.lines else call for call in calls]
-    tables = [call.table.tiles.ravel() for call in made if call.table is not None]
-    memory = torch.from_numpy(np.concatenate([*tables, np.empty(0, np.int64)])).to(device)
-    starts = np.cumsum([0, *(table.nbytes for table in tables)]) + memory.data_ptr()
-    places = iter(starts.tolist())
-    placed = [replace(call, table_at=next(places)) if call.table is not None else call for call in made]
-    return Program(tuple(placed), memory)
+def _resident(calls: Sequence[Call], tabulator: Tabulator, device: torch.device) -> Program:
+    """The calls with their tables on the device; blocks until they are there."""
+    sheets = torch.from_numpy(np.concatenate([*(call.sheet for call in calls), np.empty(0, np.int64)])).pin_memory()
+    tables = torch.empty(TILE * sum(call.draft.num_tiles for call in calls), dtype=torch.int64, device=device)
+    stream, sheet, table, placed = torch.cuda.current_stream(device), sheets.data_ptr(), tables.data_ptr(), []
+    for call in calls:
+        tabulator.tabulate(table, sheet, call, stream.cuda_stream)
+        placed.append(replace(call, table_at=table))
+        sheet, table = sheet + call.sheet.nbytes, table + 8 * TILE * call.draft.num_tiles
+    stream.synchronize()
+    return Program(tuple(placed), tables)
 
 
 class _Lane:
     """One way: a stream for copies, one for the kernel, and the staging memory between them."""
 
-    def __init__(self, device: torch.device, context: Context, way: Way, tuning: Tuning) -> None:
-        self.device, self.context, self.way = device, context, way
+    def __init__(self, device: torch.device, context: Context, tabulator: Tabulator, way: Way, tuning: Tuning) -> None:
+        self.device, self.context, self.tabulator, self.way = device, context, tabulator, way
         self.staging = Staging([Slot(device) for _ in range(tuning.slots)], tuning.piece_bytes)
         self._streams = [torch.cuda.Stream(device) for _ in range(2)]
         self._copies, self._kernels = (stream.cuda_stream for stream in self._streams)
@@ -112,26 +118,28 @@ class _Lane:
             stream.synchronize()
         self.staging.close()
 
-    def steps(self, calls: Iterable[Call], after: Event) -> Iterator[Step]:
-        with self.context:
-            after.before(self._copies)
-            after.before(self._kernels)
+    def steps(self, calls: Iterable[Call], after: Event | None) -> Iterator[Step]:
+        if after is not None:
+            with self.context:
+                after.before(self._copies)
+                after.before(self._kernels)
         for call in calls:
             with self._lock, self.context:
                 event = self._issue(call, self.staging)
-            yield Step(call.num_bytes, call.layers, event)
+            yield Step(call.draft.num_bytes, call.draft.layers, event)
 
-    def started(self, program: Program, after: Event) -> Iterator[Step]:
+    def started(self, program: Program, after: Event | None) -> Iterator[Step]:
         """The steps of what was prepared: as it is, or all at once."""
         if program.graph is None:
             yield from self.steps(program.calls, after)
             return
         with self._lock, self.context:
-            after.before(self._copies)
+            if after is not None:
+                after.before(self._copies)
             self.staging.take_all(self._copies)
             program.graph.launch(self._copies)
             event = self.staging.release_all(self._copies)
-        yield Step(sum(call.num_bytes for call in program.calls), program.calls[-1].layers, event)
+        yield Step(program.num_bytes, program.calls[-1].draft.layers, event)
 
     def recorded(self, program: Program) -> Program:
         """The same with a graph that does it all."""
@@ -150,36 +158,36 @@ class _Lane:
         """Issue a piece; the event that it is over with."""
         for issue in call.direct:
             issue(self._copies)
-        if not call.lines:
+        if not call.draft.lines:
             return Event(self._copies, self.device.index)
-        if not call.staged:
+        num_bytes = call.draft.staged_bytes
+        if not num_bytes:
             slot = staging.take(0, self._kernels)
             self._launch(call, slot, 0)
             return slot.release(self._kernels)
         if self.way is Way.STORE:
-            return self._issue_store(call, staging.take(call.staged_bytes, self._kernels))
-        return self._issue_load(call, staging.take(call.staged_bytes, self._copies))
-
-    def _issue_store(self, call: Call, slot: Slot) -> Event:
-        self._launch(call, slot, slot.address)
-        self._hand(self._kernels, self._copies)
-        for copy in call.staged:
-            copy.issue(slot.address, self.way, self._copies)
-        return slot.release(self._copies)
-
-    def _issue_load(self, call: Call, slot: Slot) -> Event:
-        for copy in call.staged:
-            copy.issue(slot.address, self.way, self._copies)
+            slot = staging.take(num_bytes, self._kernels)
+            self._launch(call, slot, slot.address)
+            self._hand(self._kernels, self._copies)
+            self._copy(call, slot)
+            return slot.release(self._copies)
+        slot = staging.take(num_bytes, self._copies)
+        self._copy(call, slot)
         self._hand(self._copies, self._kernels)
         self._launch(call, slot, slot.address)
         return slot.release(self._kernels)
+
+    def _copy(self, call: Call, slot: Slot) -> None:
+        for copy in call.draft.staged:
+            copy.issue(slot.address, call.buffers[copy.chunk].extent.start, self.way, self._copies)
 
     def _hand(self, done: int, next_stream: int) -> None:
         self._handed.record(done)
         self._handed.before(next_stream)
 
     def _launch(self, call: Call, slot: Slot, flat: int) -> None:
-        table, address, stream = call.tabulated(), call.table_at, self._kernels
-        if address is None:
-            address = slot.upload(table.tiles, stream, self.device.index)
-        launch(table, address, flat, stream, self.device.index, gather=self.way is Way.STORE)
+        table, stream = call.table_at, self._kernels
+        if table is None:
+            table = slot.tabulate(call, self.tabulator, stream)
+        gather = self.way is Way.STORE
+        launch(table, call.draft.num_tiles, call.vector_bytes, flat, stream, self.device.index, gather=gather)

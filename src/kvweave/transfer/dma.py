@@ -1,4 +1,4 @@
-"""Copies by the device's copy engines: plain, strided, and many at once; made ready first, then issued on a stream.
+"""Copies by the device's copy engines: plain, strided, and many at once.
 
 The driver's own calls, with addresses:
 
@@ -52,10 +52,10 @@ def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
     check(cuda().cuMemcpyAsync(target, source, num_bytes, stream))
 
 
-def rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int) -> Ready:
+def copy_rows(
+    target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
+) -> None:
     """`height` rows of `width` bytes, so many bytes apart."""
-    if height == 1 or target_pitch == source_pitch == width:
-        return partial(copy, target, source, width * height)
     wanted = _Copy2D(
         src_type=UNIFIED,
         src_device=source,
@@ -66,17 +66,13 @@ def rows(target: int, target_pitch: int, source: int, source_pitch: int, width: 
         width=width,
         height=height,
     )
-    return partial(_copy_rows, wanted)
+    check(cuda().cuMemcpy2DAsync_v2(ctypes.byref(wanted), stream))
 
 
 def many(targets: Numbers, sources: Numbers, num_bytes: int) -> Ready:
     """Many runs of the same length, in any order: one call, with drivers of CUDA 13 and on, outside of graphs."""
     arrays = [np.ascontiguousarray(targets), np.ascontiguousarray(sources), np.full(len(targets), num_bytes)]
     return partial(_copy_many, arrays)
-
-
-def _copy_rows(wanted: _Copy2D, stream: int) -> None:
-    check(cuda().cuMemcpy2DAsync_v2(ctypes.byref(wanted), stream))
 
 
 def _copy_many(arrays: list[Numbers], stream: int) -> None:

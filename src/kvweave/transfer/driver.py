@@ -32,6 +32,7 @@ CALLS: dict[str, list[Any]] = {
     "cuEventRecord": [POINTER, POINTER],
     "cuEventQuery": [POINTER],
     "cuEventSynchronize": [POINTER],
+    "cuStreamQuery": [POINTER],
     "cuStreamWaitEvent": [POINTER, POINTER, ctypes.c_uint],
     "cuStreamIsCapturing": [POINTER, POINTER],
     "cuStreamBeginCapture_v2": [POINTER, ctypes.c_uint],
@@ -67,6 +68,14 @@ def is_pinned(address: int) -> bool:
     """Whether the device can reach this memory of the host."""
     kind = ctypes.c_uint(0)
     return cuda().cuPointerGetAttribute(ctypes.byref(kind), MEMORY_TYPE, address) == 0 and kind.value == HOST
+
+
+def is_idle(stream: int) -> bool:
+    """Whether a stream has done all that it was given."""
+    code = cuda().cuStreamQuery(stream)
+    if code != NOT_READY:
+        check(code)
+    return bool(code == 0)
 
 
 def is_recording(stream: int) -> bool:

@@ -9,6 +9,7 @@ launch moves pages of many groups, pools and chunks, and rows of any width go in
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 from typing import Any
 
@@ -17,15 +18,17 @@ import triton
 import triton.language as tl
 
 from kvweave.transfer.driver import check, cuda
-from kvweave.transfer.tables import TILE, TILE_BYTES, Table
+from kvweave.transfer.program import Call
+from kvweave.transfer.tables import TILE, TILE_BYTES, Cut, tiles_of
 
 STEP_BYTES = 4 << 10
 """What a program loads before it stores: 32 bytes a thread, so that many programs fit beside one another."""
 WARPS = 4
-FETCH_WORDS = 512
+SPREAD_TILES = 256
+"""That a program writes when a table is made."""
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-SCRATCH = (0, 0)
-"""Triton's kernels take up to two more addresses, for memory that these do not use."""
+SCRATCH = 2
+"""Triton's kernels take up to so many more addresses, for memory that these do not use."""
 
 
 @triton.jit
@@ -55,51 +58,88 @@ def move(
         tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def bring(target, source, count, STEP: tl.constexpr):
-    """Copy `count` int64 of the host's pinned memory to the device."""
-    words = tl.program_id(0) * STEP + tl.arange(0, STEP)
-    inside = words < count
-    tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
+@triton.jit(do_not_specialize=["count", "shift"])
+def spread(tiles, pages, places, page, count, shift, NUMBERS: tl.constexpr, STEP: tl.constexpr):
+    """Write the tiles of pages that are cut alike: program (p, s) some of page p's `count`, in words of 1 << `shift`.
+
+    `page` has the tiles of one, `pages` and `places` (in the host's pinned memory) say where each is and goes.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    here, there = tl.load(pages + number), tl.load(places + number)
+    at = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    inside = at < count
+    tile, own = tiles + (number * count + at) * NUMBERS, page + at * NUMBERS
+    tl.store(tile, (tl.load(own, mask=inside) + here) >> shift, mask=inside)
+    tl.store(tile + 1, (tl.load(own + 1, mask=inside) + there) >> shift, mask=inside)
+    tl.store(tile + 2, tl.load(own + 2, mask=inside) >> shift, mask=inside)
 
 
 @cache
-def _compiled(device: int, vector_bytes: int, gather: bool) -> Any:  # noqa: ARG001  (kernels belong to a device)
+def _compiled(device: int, vector_bytes: int, gather: bool) -> _Kernel:  # noqa: ARG001  (kernels belong to a device)
     """The kernel for one width and way: made once, then launched without being looked up."""
     word = min(8, vector_bytes)
     pointers = WORDS[word], WORDS[word], torch.int64
     constants = TILE, TILE_BYTES // word, STEP_BYTES // word, vector_bytes // word, gather
-    return _loaded(move.warmup(*pointers, *constants, num_warps=WARPS, grid=(1,)))
+    return _Kernel(move.warmup(*pointers, *constants, num_warps=WARPS, grid=(1,)), 3)
 
 
 @cache
-def _bring(device: int) -> Any:  # noqa: ARG001
-    return _loaded(bring.warmup(torch.int64, torch.int64, 0, FETCH_WORDS, num_warps=WARPS, grid=(1,)))
+def _spread(device: int) -> _Kernel:  # noqa: ARG001
+    numbers = TILE, SPREAD_TILES
+    return _Kernel(spread.warmup(*[torch.int64] * 4, 0, 0, *numbers, num_warps=WARPS, grid=(1,)), 6)
 
 
-def _loaded(kernel: Any) -> tuple[int, int]:
-    """The driver's handle of a kernel, and the shared memory it takes."""
-    assert kernel.run is not None, "asking for its launcher is what loads it"
-    return kernel.function, kernel.metadata.shared
+class _Kernel:
+    """A compiled kernel. It is launched by the driver itself: Triton's own way takes the host 20 us."""
+
+    def __init__(self, compiled: Any, arguments: int) -> None:
+        assert compiled.run is not None, "asking for its launcher is what loads it"
+        self._function, self._shared = compiled.function, compiled.metadata.shared
+        self._values = (ctypes.c_uint64 * (arguments + SCRATCH))()
+        start, size = ctypes.addressof(self._values), 8 * len(self._values)
+        self._places = (ctypes.c_void_p * len(self._values))(*range(start, start + size, 8))
+        self._lock = threading.Lock()
+
+    def launch(self, grid: tuple[int, int], stream: int, *arguments: int) -> None:
+        """Does not block."""
+        with self._lock:
+            self._values[: len(arguments)] = [*arguments]
+            threads = 32 * WARPS, 1, 1
+            check(cuda().cuLaunchKernel(self._function, *grid, 1, *threads, self._shared, stream, self._places, None))
 
 
-def launch(table: Table, address: int, flat: int, stream: int, device: int, *, gather: bool) -> None:
-    """Move what a table says, which lies at `address` on the device; its places count from `flat`. Does not block."""
-    _launch(_compiled(device, table.vector_bytes, gather), len(table.tiles), stream, 0, flat, address)
+def launch(table: int, num_tiles: int, vector_bytes: int, flat: int, stream: int, device: int, *, gather: bool) -> None:
+    """Move what a table at an address on the device says; its places count from `flat`. Does not block."""
+    _compiled(device, vector_bytes, gather).launch((num_tiles, 1), stream, 0, flat, table)
 
 
-def fetch(target: int, source: int, count: int, stream: int, device: int) -> None:
-    """Copy `count` int64 from pinned memory, without a copy engine. Does not block."""
-    _launch(_bring(device), -(-count // FETCH_WORDS), stream, target, source, count)
+class Tabulator:
+    """Makes tables on one device, where it keeps what pages look like."""
 
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._pages: dict[Cut, tuple[int, torch.Tensor]] = {}
 
-def _launch(kernel: tuple[int, int], programs: int, stream: int, *arguments: int) -> None:
-    """By the driver itself: Triton's own way takes the host 20 us."""
-    function, shared = kernel
-    values = (ctypes.c_uint64 * (len(arguments) + len(SCRATCH)))(*arguments, *SCRATCH)
-    start = ctypes.addressof(values)
-    places = (ctypes.c_void_p * len(values))(*range(start, start + 8 * len(values), 8))
-    check(cuda().cuLaunchKernel(function, programs, 1, 1, 32 * WARPS, 1, 1, shared, stream, places, None))
+    def tabulate(self, table: int, sheet: int, call: Call, stream: int) -> None:
+        """Make the table of a call, at an address on the device, from its sheet in pinned memory. Does not block."""
+        shift = min(8, call.vector_bytes).bit_length() - 1
+        for line in call.draft.lines:
+            pages, tiles = len(line.entries), line.cut.num_tiles
+            grid = pages, -(-tiles // SPREAD_TILES)
+            where = table, sheet, sheet + 8 * pages, self._page(line.cut)
+            _spread(self._device).launch(grid, stream, *where, tiles, shift)
+            table, sheet = table + 8 * TILE * pages * tiles, sheet + 16 * pages
+
+    def close(self) -> None:
+        """Forget all; what is under way must be over."""
+        self._pages = {}
+
+    def _page(self, cut: Cut) -> int:
+        """The address of the tiles of a page."""
+        if cut not in self._pages:
+            tiles = torch.from_numpy(tiles_of(cut)).to(f"cuda:{self._device}")
+            self._pages[cut] = tiles.data_ptr(), tiles
+        return self._pages[cut][0]
 
 
 def current_stream(device: int) -> int:

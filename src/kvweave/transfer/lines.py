@@ -1,49 +1,82 @@
-"""Lines: where the pages of a part are, and where they go, as addresses for the copy kernel."""
+"""Lines: pages of a part that are cut alike, and where they go; and the addresses of both, for given pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from kvweave.transfer.copier import Job
 from kvweave.transfer.copies import Numbers
 from kvweave.transfer.pieces import Part, part_bytes
-from kvweave.transfer.runs import Runs
-from kvweave.transfer.tables import Lines
+from kvweave.transfer.tables import Cut
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Line:
+    """Some entries of a move. `places` count from the start of their chunks, or of staging memory."""
+
+    move: int
+    cut: Cut
+    entries: Numbers
+    places: Numbers
+
+    @property
+    def bits(self) -> int:
+        """All strides, sizes and places, as one number that is a multiple of no more than they all are."""
+        return self.cut.bits | int(np.bitwise_or.reduce(self.places))
+
+    @property
+    def num_tiles(self) -> int:
+        return len(self.entries) * self.cut.num_tiles
 
 
 def chunk_places(job: Job, part: Part) -> Numbers:
-    """Where the part's blocks start in their chunks."""
+    """Where the part's blocks start, from the start of their chunks."""
     move = job.copies.moves[part.move]
     group = job.copies.layout.group(move.tag)
-    places: Numbers = move.blocks[part.first : part.last] * group.block_bytes
-    places += job.starts[move.chunks[part.first : part.last]]
-    places += group.offset - group.first_block * group.block_bytes
+    places: Numbers = (move.blocks[part.first : part.last] - group.first_block) * group.block_bytes + group.offset
     return places
 
 
-def chunk_lines(job: Job, part: Part) -> list[Lines]:
+def chunk_lines(job: Job, parts: Iterable[Part]) -> list[Line]:
     """Between pages and chunks."""
-    places = chunk_places(job, part)
-    return [Lines(_pages(job, part, runs), places + runs.flat_start, runs, runs.flat_stride) for runs in job.runs(part)]
+    found: _Found = defaultdict(list)
+    for part in parts:
+        entries, places = np.arange(part.first, part.last), chunk_places(job, part)
+        for runs in job.runs(part):
+            found[part.move, Cut(runs, runs.flat_stride)].append((entries, places + runs.flat_start))
+    return _lines(found)
 
 
-def staged_lines(job: Job, parts: Sequence[Part], starts: Sequence[int]) -> list[Lines]:
+def staged_lines(job: Job, parts: Iterable[Part], starts: Iterable[int]) -> list[Line]:
     """Between pages and staging memory, where each part is packed: its layers and nothing else, from its start on."""
-    made = []
+    found: _Found = defaultdict(list)
     for part, start in zip(parts, starts, strict=False):
         layer_bytes = job.copies.layout.group(job.copies.moves[part.move].tag).layer_bytes
-        count = part.last - part.first
-        places = start + np.arange(count) * (part_bytes(job.copies, part) // count) - part.low * layer_bytes
+        entries = np.arange(part.first, part.last)
+        page_bytes = part_bytes(job.copies, part) // len(entries)
+        places = start + np.arange(len(entries)) * page_bytes - part.low * layer_bytes
         pitch = (part.high - part.low) * layer_bytes
-        made += [Lines(_pages(job, part, runs), places + runs.flat_start, runs, pitch) for runs in job.runs(part)]
-    return made
+        for runs in job.runs(part):
+            found[part.move, Cut(runs, pitch)].append((entries, places + runs.flat_start))
+    return _lines(found)
 
 
-def _pages(job: Job, part: Part, runs: Runs) -> Numbers:
-    """The addresses of the part's pages, as far as these runs of them go."""
-    move = job.copies.moves[part.move]
-    pool = job.arena.pool(job.arena.plan.group(move.tag).pool).data_ptr()
-    pages: Numbers = pool + runs.start + move.pages[part.first : part.last] * runs.page_stride
-    return pages
+_Found: TypeAlias = "defaultdict[tuple[int, Cut], list[tuple[Numbers, Numbers]]]"
+
+
+def _lines(found: _Found) -> list[Line]:
+    """All that is cut alike in one line."""
+    return [Line(*key, *map(np.concatenate, zip(*some, strict=True))) for key, some in found.items()]
+
+
+def addresses(job: Job, line: Line, *, staged: bool) -> tuple[Numbers, Numbers]:
+    """Where the pages of a line are, and where they go: in chunks, or from the start of staging memory on."""
+    move, runs = job.copies.moves[line.move], line.cut.runs
+    pages: Numbers = move.pages[line.entries] * runs.page_stride
+    pages += job.pools[line.move] + runs.start
+    return pages, line.places if staged else line.places + job.starts[move.chunks[line.entries]]

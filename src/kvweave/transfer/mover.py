@@ -82,14 +82,13 @@ class Mover:
     def start(self, job: Job, on_progress: Progress | None = None) -> Transfer:
         """Start a copy that was prepared by this mover."""
         self._check_open()
-        num_bytes = job.copies.num_bytes
-        transfer = Transfer(job.way, num_bytes, on_progress)
+        transfer = Transfer(job.way, job.num_bytes, on_progress)
         steps = self.copier.steps(job)
-        self._count(job.way, num_bytes)
-        if self._threads and num_bytes:
+        if self._threads and job.num_bytes:
             self._threads[job.way].submit(transfer.drive, steps, to_the_end=True)
         else:
             transfer.drive(steps, to_the_end=False)
+        self._count(job.way, job.num_bytes)
         return transfer
 
     def stats(self) -> MoverStats:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvweave.copying import Bytes
 from kvweave.plan import View
-from kvweave.transfer.copier import Bytes, Job, Step, Way, host_bytes
+from kvweave.transfer.copier import Job, Step, Way, host_bytes
 from kvweave.transfer.pieces import Part
 
 PIECE_BYTES = 1 << 20

@@ -6,26 +6,25 @@ from collections.abc import Iterable
 
 import torch
 
-from kvweave.transfer.copies import Numbers
 from kvweave.transfer.driver import Event
-from kvweave.transfer.kernel import fetch
+from kvweave.transfer.kernel import Tabulator
+from kvweave.transfer.program import Call
+from kvweave.transfer.tables import TILE
 
+SHEET_NUMBERS = 1 << 12
 TABLE_NUMBERS = 1 << 15
 
 
 class Slot:
-    """A piece's memory: bytes on the device, and a table there and on the host. Free when its last event is over."""
+    """A piece's memory: bytes and the kernel's table on the device, and on the host the sheet that it is made of. Free
+    when its last event is over."""
 
     def __init__(self, device: torch.device, memory: torch.Tensor | None = None) -> None:
         self._device = device
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device) if memory is None else memory
-        self._table = torch.empty(0, dtype=torch.int64, device=device)
-        self._host = torch.empty(0, dtype=torch.int64)
+        self.memory = _numbers(0, torch.uint8, device) if memory is None else memory
+        self.address = self.memory.data_ptr()
+        self._table, self._sheet = _numbers(0, torch.int64, device), _numbers(0, torch.int64)
         self.busy: Event | None = None
-
-    @property
-    def address(self) -> int:
-        return int(self.memory.data_ptr())
 
     def wait(self) -> None:
         """Block until nothing uses it any more."""
@@ -36,26 +35,34 @@ class Slot:
         """Have at least so many bytes; blocks only where it has less."""
         if self.memory.numel() < num_bytes:
             self.wait()
-            self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self.memory = _numbers(num_bytes, torch.uint8, self._device)
+            self.address = self.memory.data_ptr()
 
-    def upload(self, tiles: Numbers, stream: int, device: int) -> int:
-        """Bring a table to the device; its address there. By a kernel: copy engines would bring it after all that they
-        have been given before, and the pages wait for it. Blocks while the table before is in use."""
+    def tabulate(self, call: Call, tabulator: Tabulator, stream: int) -> int:
+        """Have the device make the table of a call; its address there. Blocks while the sheet before is in use.
+
+        A kernel reads the sheet where it is: copy engines would bring it after all that they were given before.
+        """
         self.wait()
-        count = tiles.size
-        if self._host.numel() < count:
-            room = max(TABLE_NUMBERS, 2 * count)
-            self._host = torch.empty(room, dtype=torch.int64, pin_memory=True)
-            self._table = torch.empty(room, dtype=torch.int64, device=self._device)
-        self._host.numpy()[:count] = tiles.ravel()
-        address = int(self._table.data_ptr())
-        fetch(address, int(self._host.data_ptr()), count, stream, device)
+        size, numbers = call.sheet.size, TILE * call.draft.num_tiles
+        if self._sheet.numel() < size:
+            self._sheet = _numbers(max(SHEET_NUMBERS, 2 * size), torch.int64)
+        if self._table.numel() < numbers:
+            self._table = _numbers(max(TABLE_NUMBERS, 2 * numbers), torch.int64, self._device)
+        self._sheet.numpy()[:size] = call.sheet
+        address: int = self._table.data_ptr()
+        tabulator.tabulate(address, self._sheet.data_ptr(), call, stream)
         return address
 
     def release(self, stream: int) -> Event:
         """It is free when `stream` comes to this point: the event that says so."""
         self.busy = Event(stream, self._device.index)
         return self.busy
+
+
+def _numbers(count: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Memory on a device, or pinned on the host; not initialised."""
+    return torch.empty(count, dtype=dtype, device=device, pin_memory=device is None and count > 0)
 
 
 class Staging:

@@ -2,12 +2,12 @@
 
     tile     where it is among the pages, where it is in the chunk or in staging memory, and how long it is
 
-All three are counted in words of `word_bytes`: the widest that all addresses, strides and sizes allow.
+All three are counted in words: the widest that all addresses, strides and sizes allow, up to 8 bytes. Pages of a kind
+are cut alike, so the device makes the table itself, of where pages are and of what one looks like.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,48 +25,30 @@ TILE = 3
 """Numbers that a tile takes."""
 
 
-class Lines(NamedTuple):
-    """Pages of one shape: `pages[i]` starts at that address, and goes to (or comes from) `places[i]`.
+class Cut(NamedTuple):
+    """How pages are cut: `runs` says how they lie here; there, their kernel blocks are `pitch` bytes apart."""
 
-    A page's kernel blocks are `pitch` bytes apart there; `runs` says how they lie here. Places are addresses too, or
-    count from the start of staging memory.
-    """
-
-    pages: Numbers
-    places: Numbers
     runs: Runs
     pitch: int
 
+    @property
+    def num_tiles(self) -> int:
+        """Of a page."""
+        return self.runs.blocks * self.runs.units * _per_run(self.runs.unit_bytes)
 
-class Table(NamedTuple):
-    """`[tiles, TILE]` numbers for the kernel, which moves them in any order."""
-
-    tiles: Numbers
-    vector_bytes: int
-    """The widest vector that starts at a multiple of itself everywhere: 16, 8, 4, 2 or 1."""
-
-
-def tabulate(lines: Iterable[Lines]) -> Table:
-    """The table of some lines; they are moved in any order, so none may write where another reads."""
-    lines = [line for line in lines if len(line.pages)]
-    vector = _vector(lines)
-    shapes = [_in_page(line.runs, line.pitch) for line in lines]
-    counts = [len(line.pages) * len(shape) for line, shape in zip(lines, shapes, strict=True)]
-    tiles, start = np.empty((sum(counts), TILE), np.int64), 0
-    for (pages, places, _, _), shape, count in zip(lines, shapes, counts, strict=True):
-        mine = tiles[start : start + count].reshape(len(pages), len(shape), TILE)
-        start += count
-        np.add(pages[:, None], shape[:, 0], out=mine[..., 0])
-        np.add(places[:, None], shape[:, 1], out=mine[..., 1])
-        mine[..., 2] = shape[:, 2]
-    tiles >>= min(8, vector).bit_length() - 1
-    return Table(tiles, vector)
+    @property
+    def bits(self) -> int:
+        """All strides and sizes, as one number that is a multiple of no more than they all are."""
+        runs = self.runs
+        return runs.start | runs.page_stride | runs.kernel_stride | runs.unit_stride | runs.unit_bytes | self.pitch
 
 
 @lru_cache(maxsize=1024)
-def _in_page(runs: Runs, pitch: int) -> Numbers:
-    """The tiles of a page, in bytes from where it starts, here and there; those of a run are about as long."""
-    parts = -(-runs.unit_bytes // TILE_BYTES)
+def tiles_of(cut: Cut) -> Numbers:
+    """`[tiles, TILE]`: the tiles of a page, in bytes from where it starts, here and there; those of a run are about
+    as long."""
+    runs, pitch = cut
+    parts = _per_run(runs.unit_bytes)
     length = min(runs.unit_bytes, -(-runs.unit_bytes // (parts * LINE_BYTES)) * LINE_BYTES)
     block, unit, skip = np.ogrid[: runs.blocks, : runs.units, : parts * length : length]
     tiles = np.empty((runs.blocks, runs.units, parts, TILE), np.int64)
@@ -76,10 +58,10 @@ def _in_page(runs: Runs, pitch: int) -> Numbers:
     return tiles.reshape(-1, TILE)
 
 
-def _vector(lines: list[Lines]) -> int:
-    """The largest power of two, up to 16, that divides every address, stride and size."""
-    bits = WIDEST
-    for pages, places, runs, pitch in lines:
-        bits |= int(np.bitwise_or.reduce(pages)) | int(np.bitwise_or.reduce(places)) | pitch
-        bits |= runs.kernel_stride | runs.unit_stride | runs.unit_bytes
-    return bits & -bits
+def widest(bits: int) -> int:
+    """The largest power of two, up to 16, that divides every number of which `bits` has the bits."""
+    return (bits | WIDEST) & -(bits | WIDEST)
+
+
+def _per_run(num_bytes: int) -> int:
+    return -(-num_bytes // TILE_BYTES)

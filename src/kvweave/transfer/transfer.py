@@ -42,19 +42,20 @@ class Transfer:
     notices; if it raises, that is logged, and it is called no more.
     """
 
+    error: BaseException | None = None
+    _state = State.PENDING
+    _all_issued = _cancel = _driven = False
+    _bytes_done = 0
+    _ended = 0.0
+
     def __init__(self, way: Way, num_bytes: int, on_progress: Progress | None = None) -> None:
         self.way = way
         self.num_bytes = num_bytes
-        self.error: BaseException | None = None
         self._on_progress = on_progress
         self._changed = threading.Condition()
-        self._state = State.PENDING
         self._issued: list[Step] = []
         self._open: deque[Step] = deque()
-        self._all_issued = self._cancel = self._driven = False
-        self._bytes_done = 0
         self._started = self._moved = time.perf_counter()
-        self._ended = 0.0
 
     # ---- asking
 

@@ -1,0 +1,109 @@
+"""Blocks of bytes between memories of the host, each block some runs that lie as far apart as its side says.
+
+block i      planes x rows runs of `size` bytes
+run (p, r)   at starts[i] + p * strides[0] + r * strides[1] of memories[which[i]]
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import BadCopy
+
+try:
+    from kvweave.copying._native import copy as _native
+except ImportError:  # no C compiler was there: slower, and to the byte the same
+    _native = None  # type: ignore[assignment]
+
+Bytes: TypeAlias = "NDArray[np.uint8]"
+Numbers: TypeAlias = "NDArray[np.int64]"
+Shape: TypeAlias = tuple[int, int, int]
+
+IS_NATIVE = _native is not None
+THREAD_BYTES = 2 << 20
+"""Less than this is not worth another thread."""
+STREAMED_BYTES = 4 << 20
+"""From here on a copy is written past the cache: of so much, little would be there when it is read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One end of a copy: where each block starts, in which of some memories, and how its runs lie."""
+
+    memories: Sequence[Bytes]
+    starts: Numbers
+    strides: tuple[int, int] = (0, 0)
+    which: Numbers | None = None
+    """None: all blocks are in the first memory."""
+
+
+def copy(to: Bytes, source: Bytes, *, threads: int = 1) -> None:
+    """Copy one run of bytes over another of the same length. They must not overlap, which nobody checks."""
+    if to.nbytes != source.nbytes:
+        raise BadCopy(f"{source.nbytes} bytes do not go into {to.nbytes}")
+    start = np.zeros(1, np.int64)
+    copy_blocks(Side([to], start), Side([source], start), (1, 1, to.nbytes), threads=threads)
+
+
+def copy_blocks(to: Side, source: Side, shape: Shape, *, threads: int = 1) -> None:
+    """Copy blocks of `shape` (planes, rows, bytes of a run), `to.starts[i]` from `source.starts[i]`; blocks until done.
+
+    All that is touched is checked to lie within the memories. No run may overlap another that is written, which nobody
+    checks. `threads`: at most so many at once, the caller's among them.
+    """
+    if len(to.starts) != len(source.starts) or min(shape) < 0:
+        raise BadCopy(f"{len(source.starts)} blocks of {shape} do not go into {len(to.starts)}")
+    if any(not memory.flags.writeable for memory in to.memories):
+        raise BadCopy("bytes cannot be copied into memory that is read-only")
+    num_bytes = len(to.starts) * shape[0] * shape[1] * shape[2]
+    if not num_bytes:
+        return
+    here, there = _addresses(to, shape), _addresses(source, shape)
+    threads = max(1, min(threads, num_bytes // THREAD_BYTES, os.cpu_count() or 1))
+    if _native is None:
+        _copy_by_numpy(to, source, shape, threads)
+    else:
+        _native(here, to.strides, there, source.strides, shape, num_bytes >= STREAMED_BYTES, threads)
+
+
+def _addresses(side: Side, shape: Shape) -> Numbers:
+    """Where the blocks start, checked to lie within their memories."""
+    for memory in side.memories:
+        if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
+            raise BadCopy(f"memory must be one run of bytes, not {memory.dtype} with strides {memory.strides}")
+    which = np.zeros(len(side.starts), np.int64) if side.which is None else side.which
+    starts = np.ascontiguousarray(side.starts, np.int64)
+    if len(which) != len(starts) or which.min() < 0 or which.max() >= len(side.memories):
+        raise BadCopy(f"{len(starts)} blocks name memories other than the {len(side.memories)} given")
+    reach = [stride * (count - 1) for stride, count in zip(side.strides, shape, strict=False)]
+    first = starts + sum(step for step in reach if step < 0)
+    last = starts + sum(step for step in reach if step > 0) + shape[2]
+    wrong = (first < 0) | (last > np.array([memory.nbytes for memory in side.memories])[which])
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        raise BadCopy(
+            f"block {at} spans bytes {first[at]} to {last[at]} of a memory of {side.memories[which[at]].nbytes} bytes"
+        )
+    addresses: Numbers = starts + np.array([memory.ctypes.data for memory in side.memories])[which]
+    return addresses
+
+
+def _copy_by_numpy(to: Side, source: Side, shape: Shape, threads: int) -> None:
+    def carry_out(first: int) -> None:
+        for number in range(first, len(to.starts), threads):
+            np.copyto(_window(to, number, shape), _window(source, number, shape))
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(carry_out, range(threads)))
+
+
+def _window(side: Side, number: int, shape: Shape) -> Bytes:
+    memory = side.memories[0 if side.which is None else int(side.which[number])]
+    return np.ndarray(shape, np.uint8, memory, int(side.starts[number]), (*side.strides, 1))
