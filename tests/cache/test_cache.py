@@ -559,3 +559,9 @@ def test_an_arrival_for_which_there_are_no_pages_is_refused_as_an_extend_is() ->
         cache.arrive(sequence, 24)
     assert (sequence.length, running.length) == (0, 12)
     cache.arrive(sequence, 16)
+
+
+def test_points_on_the_way_are_multiples_of_the_retentions_unit() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8, unit=12))
+    sequence = cache.open(range(60))
+    assert [sequence.stop, cache.grid] == [12, 4]

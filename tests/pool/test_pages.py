@@ -25,7 +25,7 @@ def two_in_one() -> PoolPages:
 
 @given(st.lists(st.one_of(st.lists(st.integers(0, 99), max_size=5), st.integers(0, 5)), max_size=40))
 def test_a_stack_gives_back_what_came_last_in_the_order_it_came(steps: list[list[int] | int]) -> None:
-    stack, model = Stack(200), []
+    stack, model = Stack(200), list[int]()
     for step in steps:
         if isinstance(step, list):
             stack.push(np.array(step, np.int32))

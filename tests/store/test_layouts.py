@@ -117,6 +117,18 @@ def test_a_row_needs_what_its_reach_does(spec: ModelSpec) -> None:
     assert list(next(row for row in Schema.of(spec).rows).needs(0)) == []
 
 
+def test_a_chunk_of_which_pages_are_gone_is_not_stored_as_a_whole_one() -> None:
+    spec = hybrid()
+    schema = Schema.of(spec)
+    one = rank(schema, spec, TOKENS, block_tokens=16)
+    one.table["window"][16:20] = 0
+    row = next(row for row in schema.rows if row.tag == "window")
+    source = one.pages.source(one.table)
+    assert source(row, 0).nbytes == row.payload_bytes
+    with pytest.raises(StoreError, match="4 of the 16 pages of chunk 1 are not there"):
+        source(row, 1)
+
+
 def test_sinks_need_head_and_tail() -> None:
     assert list(Schema.of(SINKS).rows[0].needs(10 * CHUNK)) == [0, 1, 8, 9]
 

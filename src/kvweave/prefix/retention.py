@@ -6,6 +6,7 @@ costs the pages that only it needs, and is worth the tokens it saves times the c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvweave.plan import Plan
@@ -44,24 +45,25 @@ class Retention:
     `prompt_end`: the last position from which the same prompt can be asked again. `branches`: where a prompt left
     the path of an earlier one. `every`: so many tokens along each prompt, so that the first sibling of a prompt hits
     too (None: as often as a point's bytes are repaid by the rows between, and less often the further the prompt goes;
-    0: never). `decode_every`: how far
-    apart states are snapshotted while generating; only the last is kept. Ends of sequences are always kept.
+    0: never), at multiples of `unit`: a store's chunk, say. `decode_every`: how far apart states are snapshotted while
+    generating; only the last is kept. Ends of sequences are always kept.
     """
 
     prompt_end: bool = True
     branches: bool = True
     every: int | None = None
     decode_every: int = 256
+    unit: int = 1
 
     def spacing(self, plan: Plan, grid: int) -> Spacing:
         """Where spaced points are, on the grid."""
-        every = self.every
+        every, unit = self.every, math.lcm(grid, self.unit)
         if every is None:
             growing = max(1, int(plan.bytes_per_token()))
             windows, states = plan.window_bytes() // growing, plan.state_bytes() // growing
             # windows overlap, so close points cost no more than their rows; a state is a copy, and a stop
             every = max(states, SPACING) if states else max(4 * grid, min(windows, SPACING))
-        return Spacing(-(-every // grid) * grid, widens=self.every is None)
+        return Spacing(-(-every // unit) * unit, widens=self.every is None)
 
 
 ALL = Retention(every=1, decode_every=1)

@@ -1,17 +1,19 @@
 """Pages: payloads out of a rank's pools and back, whatever its blocks, kernel layout and share of the heads.
 
-A pool is bytes; `Plan.view` says where a role of a layer lies in it. A chunk's blocks are gathered by their page ids,
-the rows' axis is put first, and of each segment of heads the entries that both sides hold are copied.
+A pool is bytes; `Plan.view` says where a role of a layer lies in it. The rows' axis is put first, and of each segment
+of heads the entries that both sides hold are copied. Where they lie is worked out once a row (`_Runs`); a chunk only
+adds the pages of its blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.copying import Side, copy_blocks
 from kvweave.errors import StoreError
 from kvweave.plan import Plan
 from kvweave.plan.group import Group
@@ -28,6 +30,7 @@ Sink = Callable[[Row, int, Bytes], None]
 Table = Mapping[str, NDArray[np.int32]]
 """By tag: the page of each block of a sequence; for states, of the snapshot at the block's end."""
 
+Numbers = NDArray[np.int64]
 _ITEMS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
@@ -39,47 +42,70 @@ class Pages:
         ranks, rank = plan.parallel.tp, plan.parallel.tp_rank
         for row in schema.rows:
             _check(row, plan.group(row.tag))
+        self._known: dict[bytes, list[_Runs]] = {}
         self._views = {(view.layer, view.tag, view.role): view for view in plan.views()}
         self.writes = schema.written_by(ranks, rank)
         self.reads = schema.read_by(ranks, rank)
 
     def source(self, table: Table) -> Source:
-        """Payloads of a sequence's chunks."""
-
-        def payload(row: Row, chunk: int) -> Bytes:
-            out = aligned(row.payload_bytes)
-            for held, kept, blocks in self._pairs(row, chunk, table, out):
-                kept[...] = held[blocks]
-            return out
-
-        return payload
+        """Payloads of a sequence's chunks; it can also `fill` memory that is there."""
+        return _Gather(self, table)
 
     def sink(self, table: Table) -> Sink:
         """Writes what is loaded into a sequence's pages."""
 
         def write(row: Row, chunk: int, payload: Bytes) -> None:
-            for held, kept, blocks in self._pairs(row, chunk, table, payload):
-                held[blocks] = kept
+            self._copy(row, chunk, table, payload, inward=True)
 
         return write
 
+    def _copy(self, row: Row, chunk: int, table: Table, payload: Bytes, *, inward: bool) -> None:
+        blocks = _kernel_blocks(row, self._plan.group(row.tag), chunk, table[row.tag])
+        for runs in self._runs(row, len(blocks)):
+            held = Side([runs.pool], _starts(runs.held, blocks * runs.held_block), runs.held_strides)
+            order = np.arange(len(blocks)) * runs.kept_block
+            kept = Side([payload], _starts(runs.kept, order), runs.kept_strides)
+            copy_blocks(*((held, kept) if inward else (kept, held)), runs.shape)
+
+    def _check_whole(self, row: Row, chunk: int, table: Table) -> None:
+        pages = _pages(row, self._plan.group(row.tag), chunk, table[row.tag])
+        if np.count_nonzero(pages) < len(pages):
+            raise StoreError(
+                f"group {row.tag!r}: {len(pages) - np.count_nonzero(pages)} of the {len(pages)} pages of chunk {chunk}"
+                " are not there (NULL); keep windows in whole chunks, and states at their ends, or do not store it"
+            )
+
+    def _runs(self, row: Row, num_blocks: int) -> list[_Runs]:
+        """Where a row's bytes lie here and in a payload, worked out the first time."""
+        if row.id not in self._known:
+            self._known[row.id] = self._found(row, num_blocks)
+        return self._known[row.id]
+
+    def _found(self, row: Row, num_blocks: int) -> list[_Runs]:
+        payload, alike = np.empty(row.payload_bytes, np.uint8), dict[_Shape, list[tuple[int, int]]]()
+        for name, held, kept in self._pairs(row, payload, num_blocks):
+            shape = _Shape(name, held.shape[1:], held.strides, kept.strides, held.itemsize)
+            at = (_address(held) - _address(self._pools[name]), _address(kept) - _address(payload))
+            alike.setdefault(shape, []).append(at)
+        return [shape.runs(self._pools[shape.pool], np.array(starts)) for shape, starts in alike.items()]
+
     def _pairs(
-        self, row: Row, chunk: int, table: Table, payload: Bytes
-    ) -> Iterator[tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.int64]]]:
-        """Arrays `[kernel blocks, rows, ...]` over pool and payload that shall be equal, and the pool's blocks."""
-        group = self._plan.group(row.tag)
-        blocks = _kernel_blocks(row, group, chunk, table[row.tag])
+        self, row: Row, payload: Bytes, num_blocks: int
+    ) -> Iterator[tuple[str, NDArray[np.generic], NDArray[np.generic]]]:
+        """Arrays `[kernel blocks, rows, ...]` over pool (all of its blocks) and payload that shall be equal."""
         parallel = self._plan.parallel
         for layer, role, where in row.fields():
+            if where.start == where.stop:  # rows of no width, as some latents' ropes are
+                continue
             held_cuts = cuts(role, parallel.tp, parallel.tp_rank)
             view = self._views[layer, row.tag, role.name]
-            for held, kept in self._fields(view, role, row, payload[where], len(blocks)):
+            for held, kept in self._fields(view, role, row, payload[where], num_blocks):
                 for mine, theirs in zip(held_cuts, row.cuts(role), strict=True):
                     both = _scaled(mine, role).within(_scaled(theirs, role))
                     if both and role.parts:
-                        yield held, kept, blocks
+                        yield view.pool, held, kept
                     elif both:
-                        yield held[:, :, both[0]], kept[:, :, both[1]], blocks
+                        yield view.pool, held[:, :, both[0]], kept[:, :, both[1]]
 
     def _fields(
         self, view: View, role: Role, row: Row, payload: Bytes, blocks: int
@@ -103,15 +129,91 @@ class Pages:
         return np.ndarray(view.shape, item, self._pools[view.pool], view.offset, view.strides)
 
 
+@runtime_checkable
+class Filling(Protocol):
+    """A source that writes payloads where they shall be, for several threads at once."""
+
+    def fill(self, row: Row, chunk: int, out: Bytes) -> None: ...
+
+
+class _Gather:
+    """Payloads of the chunks of one sequence."""
+
+    def __init__(self, pages: Pages, table: Table) -> None:
+        self._pages, self._table = pages, table
+
+    def __call__(self, row: Row, chunk: int) -> Bytes:
+        out = aligned(row.payload_bytes)
+        self.fill(row, chunk, out)
+        return out
+
+    def fill(self, row: Row, chunk: int, out: Bytes) -> None:
+        """Whole chunks only: half of one would pass for the whole, for a prompt that ends earlier."""
+        self._pages._check_whole(row, chunk, self._table)
+        self._pages._copy(row, chunk, self._table, out, inward=False)
+
+
+class _Runs(NamedTuple):
+    """Fields of a row that lie alike: where each starts in pool and payload, and what a block of one is."""
+
+    pool: Bytes
+    held: Numbers
+    kept: Numbers
+    held_block: int
+    kept_block: int
+    held_strides: tuple[int, int]
+    kept_strides: tuple[int, int]
+    shape: tuple[int, int, int]
+
+
+class _Shape(NamedTuple):
+    """What fields must have in common to be copied together; blocks are the first axis of the strides."""
+
+    pool: str
+    shape: tuple[int, ...]
+    held: tuple[int, ...]
+    kept: tuple[int, ...]
+    item_bytes: int
+
+    def runs(self, pool: Bytes, starts: Numbers) -> _Runs:
+        """Inner axes that are dense on both sides are one run, the next two its strides, the others starts."""
+        axes = [*zip(self.shape, self.held[1:], self.kept[1:], strict=True)]
+        size = self.item_bytes
+        while axes and (axes[-1][0] == 1 or axes[-1][1:] == (size, size)):
+            size *= axes.pop()[0]
+        loops = [axis for axis in axes if axis[0] > 1]
+        (planes, *plane), (rows, *row) = [(1, 0, 0), (1, 0, 0), *loops][-2:]
+        for count, *strides in loops[:-2]:
+            starts = (starts[:, None] + np.arange(count)[None, :, None] * strides).reshape(-1, 2)
+        held, kept = np.ascontiguousarray(starts.T)
+        here, there = (plane[0], row[0]), (plane[1], row[1])
+        return _Runs(pool, held, kept, self.held[0], self.kept[0], here, there, (planes, rows, size))
+
+
+def _starts(fields: Numbers, blocks: Numbers) -> Numbers:
+    return (fields[:, None] + blocks).ravel()
+
+
+def _address(array: NDArray[np.generic]) -> int:
+    return array.ctypes.data
+
+
 def _kernel_blocks(row: Row, group: Group, chunk: int, pages: NDArray[np.int32]) -> NDArray[np.int64]:
     """The kernel blocks of a chunk, in order."""
-    size, end = group.block_tokens, (chunk + 1) * row.chunk_tokens
+    own = _pages(row, group, chunk, pages).astype(np.int64)
     if not row.reach.per_token:
-        if end % size:
-            raise StoreError(f"group {row.tag!r}: no snapshot at {end}, its blocks are of {size} tokens")
-        return pages[end // size - 1 : end // size].astype(np.int64)
-    own = pages[end // size - row.chunk_tokens // size : end // size].astype(np.int64)
+        return own
     return (own[:, None] * group.kernel_blocks + np.arange(group.kernel_blocks)).ravel()
+
+
+def _pages(row: Row, group: Group, chunk: int, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The pages of a chunk, in order; that of its end, for states."""
+    size, end = group.block_tokens, (chunk + 1) * row.chunk_tokens
+    if row.reach.per_token:
+        return pages[end // size - row.chunk_tokens // size : end // size]
+    if end % size:
+        raise StoreError(f"group {row.tag!r}: no snapshot at {end}, its blocks are of {size} tokens")
+    return pages[end // size - 1 : end // size]
 
 
 def _check(row: Row, group: Group) -> None:
