@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 EXTRAS ?= dev
 VLLM   := $(VENV)-vllm
+OUTSIDE := $(VENV)-servers
 # A process a core, and a thread a process: tiny matrices gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadgroup
 
@@ -43,6 +44,16 @@ $(VLLM)/compiled: $(VLLM)/ready setup.py pyproject.toml $(wildcard src/kvweave/*
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --force-reinstall .
 	touch $@
 
+# What the tiers' tests talk to: Redis (Debian's, where apt may install it), a server that speaks S3 (apart: it brings half
+# of an AWS client), Mooncake. A test whose server cannot be had is skipped, and says what is missing.
+DEBS   := redis-server libibverbs1 librdmacm1
+$(OUTSIDE)/tried: $(VENV)/ready-dev constraints.txt
+	$(PYTHON) -m venv $(OUTSIDE)
+	-$(OUTSIDE)/bin/python -m pip install --quiet --constraint constraints.txt 'moto[s3]' flask flask-cors
+	-$(BIN)/python -m pip install --quiet $$(grep '^mooncake' constraints.txt)
+	-dpkg --status $(DEBS) >/dev/null 2>&1 || apt-get install --yes --quiet $(DEBS)
+	touch $@
+
 demo: $(VENV)/ready-demo          ## agents on two hybrid models, with reuse and without; reports in kvweave-demo/
 	$(BIN)/kvweave demo
 
@@ -52,14 +63,15 @@ test: $(VENV)/ready-dev           ## lint, types, and all fast tests
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow"
 
-test-all: $(VENV)/ready-dev $(VLLM)/compiled ## everything, the slow and outside ones too, and the compiled core
-	$(PYTEST)
+test-all: $(VENV)/ready-dev $(VLLM)/compiled $(OUTSIDE)/tried ## everything, with real servers, and the compiled core
+	PATH="$$PATH:$(abspath $(OUTSIDE))/bin" $(PYTEST) -rs
 	$(VLLM)/bin/python -m pytest tests/pool tests/prefix tests/table tests/cache
 
 # The virtual environment's torch is the CPU one: give a Python whose torch has CUDA, and Triton, pytest and hypothesis.
 GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/ready-dev) ## tests on a GPU: `make test-gpu GPU_PYTHON=python3`
-	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/tensor/test_cuda.py tests/tensor/test_pages.py tests/transfer/test_cuda.py
+	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/tensor/test_cuda.py tests/tensor/test_pages.py tests/transfer/test_cuda.py \
+		tests/server/test_cuda.py
 
 lint: $(VENV)/ready-dev           ## ruff and mypy, fixing what can be fixed
 	$(BIN)/ruff check --fix .
@@ -76,4 +88,4 @@ else
 endif
 
 clean:              ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(OUTSIDE) .pytest_cache .mypy_cache .ruff_cache .hypothesis

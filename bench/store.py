@@ -3,9 +3,11 @@
 Each line is a figure: ours, LMCache 0.5.6's in the same run, how many times better ours is. Lookups hash the prompt,
 make the keys and find all of them in memory: LMCache's storage manager with its native fold, ours `Store.lookup`, over
 1, 3 (full, window, state) and 24 presence rows (3 groups x 8 ranks or parts). Disk: 16 values of 32 MiB, four workers
-each; LMCache's native file adapter checks nothing, ours seals and verifies every byte. Best of the rounds, both.
+each, round by round in turns; neither syncs. LMCache's native file adapter writes a file a value and checks nothing,
+ours seals and verifies every byte. Best of the rounds, both.
 
-Run: make bench NAME=store, with LMCache in an environment of its own beside the one that runs this:
+Run: make bench NAME=store, or a part of it: python bench/store.py ROUNDS lookup|disk|reopen. LMCache is in an
+environment of its own beside the one that runs this:
 
     python3 -m venv /work/venv-lmcache; pip install torch==2.13.0; pip install lmcache==0.5.6
 
@@ -14,6 +16,7 @@ Another place is named by LMCACHE_PYTHON. Without it our figures are printed alo
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -24,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +38,7 @@ from kvweave.store.blob import Check, blob_bytes, seal
 from kvweave.store.files import aligned
 from kvweave.store.journal import MAGIC, packed
 from kvweave.store.keys import KEY_BYTES, tenant_id
+from kvweave.store.stripes import FILES
 
 PEER = Path(os.environ.get("LMCACHE_PYTHON", "/work/venv-lmcache/bin/python"))
 NUM_TOKENS, CHUNK = 131_072, 256
@@ -88,35 +91,33 @@ def lookups(rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def disk(path: Path, direct: bool, rounds: int) -> dict[str, float]:
-    """GB/s of sealed puts and verified gets."""
+def disk(path: Path, direct: bool) -> Iterator[dict[str, float]]:
+    """Round by round, seconds of sealed puts and verified gets."""
     row = Row("bench", Full(), (0,), (Role("latent", (SIZE // CHUNK,), DType.UINT8),), 0, 1, CHUNK)
     tier = DiskTier(path, 2 * COUNT * SIZE, direct=direct)
     payloads = [aligned(SIZE) for _ in range(COUNT)]
     for number, payload in enumerate(payloads):
         payload[:] = np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
     buffers = [aligned(blob_bytes(row)) for _ in range(COUNT)]
-    stores, loads = [], []
 
     def put(pair: tuple[bytes, NDArray[np.uint8]]) -> bool:
         return tier.put([pair[0]], [seal(row, 0, *pair)])[0]
 
     def get(pair: tuple[bytes, NDArray[np.uint8]]) -> bool:
         check = Check(row, 0, pair[0])
-        return tier.get([pair[0]], [pair[1]], [check.watch])[0] == pair[1].nbytes and check.passes(pair[1])
+        return tier.get([pair[0]], [pair[1]], [check])[0] == pair[1].nbytes and check.passes(pair[1])
 
     def everywhere(work: Callable[[tuple[bytes, NDArray[np.uint8]]], bool], arrays: list[NDArray[np.uint8]]) -> None:
         assert all(pool.map(work, zip(keys, arrays, strict=True)))
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        for number in range(rounds):
+        for number in itertools.count():
             keys = [(number * COUNT + n).to_bytes(KEY_BYTES, "big") for n in range(COUNT)]
-            stores.append(best(lambda: everywhere(put, payloads), 1))
-            loads.append(best(lambda: everywhere(get, buffers), 2))
+            store = best(lambda: everywhere(put, payloads), 1)
+            load = best(lambda: everywhere(get, buffers), 2)
             assert all((buffer[-SIZE:] == payload).all() for buffer, payload in zip(buffers, payloads, strict=True))
             tier.delete(keys)
-    tier.close()
-    return {"store": COUNT * SIZE / min(stores) / 1e9, "load": COUNT * SIZE / min(loads) / 1e9}
+            yield {"store": store, "load": load}
 
 
 def reopening(path: Path, count: int = 1_000_000) -> float:
@@ -128,37 +129,66 @@ def reopening(path: Path, count: int = 1_000_000) -> float:
     path.mkdir()
     starts = np.arange(count, dtype=np.int64) * 4096
     (path / "journal").write_bytes(MAGIC + packed(listed, starts, np.full(count, 4096)).tobytes())
-    (path / "blobs").touch()
-    os.truncate(path / "blobs", count * 4096)
+    for number in range(FILES):
+        (path / f"blobs-{number}").touch()
+        os.truncate(path / f"blobs-{number}", count * 4096)
     return best(lambda: DiskTier(path, count * 4096).close(), 3)
 
 
-def peer(path: Path, rounds: int) -> dict[str, Any]:
-    if not PEER.exists():
+class Peer:
+    """LMCache in a process of its own, asked by lines; one that cannot be run has no answers."""
+
+    def __init__(self, path: Path, rounds: int) -> None:
+        self._process = None
+        if PEER.exists():
+            wish = json.dumps({"path": str(path), "rounds": rounds, "count": COUNT, "size": SIZE})
+            command = [str(PEER), str(Path(__file__).with_name("store_peer.py")), wish]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, question: str) -> dict[str, float]:
+        if self._process is None or not self._process.stdin or not self._process.stdout:
+            return {}
+        print(question, file=self._process.stdin, flush=True)
+        for answer in self._process.stdout:
+            if answer.startswith("{"):
+                numbers: dict[str, float] = json.loads(answer)
+                return numbers
         return {}
-    wish = json.dumps({"path": str(path), "rounds": rounds, "count": COUNT, "size": SIZE})
-    script = Path(__file__).with_name("store_peer.py")
-    done = subprocess.run([str(PEER), str(script), wish], capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-        return {}
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+
+    def close(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.wait()
 
 
-def lines(path: Path, rounds: int) -> Iterator[dict[str, object]]:
-    theirs = peer(path, rounds)
-    ours = lookups(rounds)
-    for kind in ours:
-        for rows, milliseconds in ours[kind].items():
-            other = theirs.get("lookup", {}).get(rows)
+def lines(path: Path, rounds: int, wanted: set[str]) -> Iterator[dict[str, object]]:
+    peer = Peer(path, rounds)
+    try:
+        if "lookup" in wanted:
+            yield from lookup_lines(peer.ask("lookup"), lookups(rounds))
+        if "disk" in wanted:
+            for name, direct in (("page cache", False), ("O_DIRECT", True)):
+                yield from disk_lines(name, peer, disk(path / f"kvweave-{int(direct)}", direct), rounds)
+    finally:
+        peer.close()
+    if "reopen" in wanted:
+        yield line("reopening 1 million entries (goal 2 s)", reopening(path / "many"), None, "s", lower=True)
+
+
+def lookup_lines(theirs: dict[str, float], ours: dict[str, dict[str, float]]) -> Iterator[dict[str, object]]:
+    for kind, by_rows in ours.items():
+        for rows, milliseconds in by_rows.items():
             claim = f"lookup of 128k tokens ({kind}), {rows} presence rows, hashing and keys included"
-            yield line(claim, milliseconds, other, "ms", lower=True)
-    for name, direct in (("page cache", False), ("O_DIRECT", True)):
-        for what, speed in disk(path / f"kvweave-{int(direct)}", direct, rounds).items():
-            other = theirs.get(name, {}).get(what)
-            yield line(f"disk {what}, {name}, 32 MiB values, ours with checksums", speed, other, "GB/s", lower=False)
-    yield line("reopening 1 million entries (goal 2 s)", reopening(path / "many"), None, "s", lower=True)
+            yield line(claim, milliseconds, theirs.get(rows), "ms", lower=True)
+
+
+def disk_lines(name: str, peer: Peer, ours: Iterator[dict[str, float]], rounds: int) -> Iterator[dict[str, object]]:
+    times = [(next(ours), peer.ask(name)) for _ in range(rounds)]
+    speed = COUNT * SIZE / 1e9
+    for what in ("store", "load"):
+        mine = speed / min(seconds[what] for seconds, _ in times)
+        other = speed / min(seconds[what] for _, seconds in times) if times[0][1] else None
+        yield line(f"disk {what}, {name}, 32 MiB values, ours with checksums", mine, other, "GB/s", lower=False)
 
 
 def line(claim: str, ours: float, theirs: float | None, unit: str, *, lower: bool) -> dict[str, object]:
@@ -173,7 +203,7 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     place = Path(tempfile.mkdtemp(prefix="kvweave-store-", dir=os.environ.get("BENCH_DIR")))
     try:
-        for figure in lines(place, rounds):
+        for figure in lines(place, rounds, {*sys.argv[2:]} or {"lookup", "disk", "reopen"}):
             print(json.dumps(figure), flush=True)
     finally:
         shutil.rmtree(place)

@@ -1,12 +1,13 @@
-"""The peer of bench/store.py: LMCache 0.5.6, run by its own interpreter. Prints one JSON object."""
+"""The peer of bench/store.py: LMCache 0.5.6, run by its own interpreter. Answers lines that it reads by JSON."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import shutil
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 os.environ["LMCACHE_TRACK_USAGE"] = "false"
@@ -65,22 +66,24 @@ def lookups(rounds: int) -> dict[str, float]:
     return found
 
 
-def disk(path: str, direct: bool, count: int, size: int, rounds: int) -> dict[str, float]:
-    """GB/s of stores and loads of `count` values, four native workers."""
+def disk(path: str, direct: bool, count: int, size: int) -> Iterator[dict[str, float]]:
+    """Round by round, seconds to store and to load `count` values by four native workers: one file a value, nothing
+    synced, nothing checked."""
+    os.makedirs(path)
     buffer = _aligned(2 * count * size)
     description = data.create_l1_memory_desc(buffer, align_bytes=4096)
     adapter = create_l2_adapter(FSNativeL2AdapterConfig(path, 4, use_odirect=direct), l1_memory_desc=description)
     sources = data.make_memory_objects(buffer, count, size, 0)
     targets = data.make_memory_objects(buffer, count, size, count * size, 7)
-    stores, loads = [], []
-    for number in range(rounds):
+    for number in itertools.count():
         keys = data.make_object_keys(count, key_offset=number * count)
         began = time.perf_counter()
         task = adapter.submit_store_task(keys, sources)
         while task not in (done := adapter.pop_completed_store_tasks()):
             data.wait_eventfd(adapter.get_store_event_fd())
-        stores.append(time.perf_counter() - began)
+        seconds = {"store": time.perf_counter() - began}
         assert done[task].is_successful()
+        loads = []
         for _ in range(2):
             began = time.perf_counter()
             task = adapter.submit_load_task(keys, targets)
@@ -90,8 +93,7 @@ def disk(path: str, direct: bool, count: int, size: int, rounds: int) -> dict[st
             assert bits.popcount() == count
         assert data.verify_round_trip(keys, sources, targets, print)
         adapter.delete(keys)
-    adapter.close()
-    return {"store": count * size / min(stores) / 1e9, "load": count * size / min(loads) / 1e9}
+        yield seconds | {"load": min(loads)}
 
 
 def _aligned(num_bytes: int) -> torch.Tensor:
@@ -101,14 +103,16 @@ def _aligned(num_bytes: int) -> torch.Tensor:
 
 
 def main() -> None:
+    """The questions: lookup, page cache, O_DIRECT. The last two are for one round each."""
     wish = json.loads(sys.argv[1])
-    answer: dict[str, object] = {"lookup": lookups(wish["rounds"])}
-    for name, direct in (("page cache", False), ("O_DIRECT", True)):
-        place = f"{wish['path']}/lmcache-{int(direct)}"
-        os.makedirs(place, exist_ok=True)
-        answer[name] = disk(place, direct, wish["count"], wish["size"], wish["rounds"])
-        shutil.rmtree(place)
-    print(json.dumps(answer))
+    places = {"page cache": False, "O_DIRECT": True}
+    disks = {
+        name: disk(f"{wish['path']}/lmcache-{int(direct)}", direct, wish["count"], wish["size"])
+        for name, direct in places.items()
+    }
+    for question in map(str.strip, sys.stdin):
+        answer = lookups(wish["rounds"]) if question == "lookup" else next(disks[question])
+        print(json.dumps(answer), flush=True)
 
 
 main()

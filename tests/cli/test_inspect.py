@@ -21,6 +21,7 @@ def test_it_shows_models_groups_tiers_prefixes_and_clients(kvweave: Kvweave, tmp
         run = kvweave("inspect", "--socket", str(tmp_path / "kv.sock"))
         assert (run.code, run.err) == (0, "")
         assert "5 lookups, 4,096 of 5,125 tokens found (79.9%)" in run.out
+        assert "leases end after 30 s; a connection reserves 1 MiB at once, and pins 1 MiB, at most" in run.out
         lines = [line.split() for line in run.out.splitlines()]
         assert ["hybrid", "full", "full", "1", "4"] in [line[:5] for line in lines]
         assert ["window", "window", "300", "2", "4"] in [line[:5] for line in lines]
@@ -28,6 +29,8 @@ def test_it_shows_models_groups_tiers_prefixes_and_clients(kvweave: Kvweave, tmp
         assert [prompt().prefixes[3].tobytes()[:8].hex(), "hybrid", "1,024", "4"] in lines
         found = kvweave("inspect", "--socket", str(tmp_path / "kv.sock"), "--json").json()
         assert found["tiers"][0]["tier"]["entries"] > 0
+        assert [tier["kind"] for tier in found["description"]["tiers"]] == ["memory"]
+        assert len(found["description"]["models"][0]["groups"]) == 3
         assert [each["leases"] for each in found["clients"] if each["name"] != "inspect"] == [1]
         assert round(found["hit_rate"], 3) == 0.799
         client.close()

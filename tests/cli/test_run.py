@@ -128,6 +128,47 @@ def test_what_was_scaled_is_said_exactly(kvweave: Kvweave) -> None:
     assert "hidden_size 5,376 -> 168" in out
 
 
+# ---- stores
+
+STORY = "Once upon a time there was a page that everybody had read. " * 10
+
+
+@pytest.mark.parametrize("argv", [GEMMA, QWEN], ids=["window", "states"])
+def test_the_next_run_starts_warm_and_every_token_is_equal(
+    kvweave: Kvweave, tmp_path: Path, argv: tuple[str, ...]
+) -> None:
+    command = (*argv, "--prompt", STORY, "--store", str(tmp_path / "kv"), "--compare", "--json")
+    cold, warm = kvweave(*command).json(), kvweave(*command, "--block-tokens", "64").json()
+    assert [run["stored_tokens"] for run in (cold, warm)] == [0, 512]
+    assert cold["store"]["stored"] > 0
+    assert (warm["store"]["at"], warm["store"]["loaded_tokens"]) == (str(tmp_path / "kv"), 512)
+    assert all(run["all_tokens_equal"] for run in (cold, warm))
+    other = kvweave(*command, "--seed", "1").json()
+    assert other["stored_tokens"] == 0, "other weights never meet"
+
+
+def test_what_came_from_memory_from_the_store_and_was_computed_is_shown(kvweave: Kvweave, tmp_path: Path) -> None:
+    for _ in range(2):
+        report = tmp_path / "report.html"
+        argv = ("--prompt", STORY, "--prompt", f"{STORY} The end.", "--store", f"{tmp_path / 'kv'}:64MiB")
+        run = kvweave(*GEMMA, *argv, "--weights", "tiny", "--report", str(report))
+        assert run.code == 0, run.err
+    rows = [line.split() for line in run.out.splitlines() if line.startswith("prompt ")]
+    assert rows[0][2:6] == ["590", "0", "512", "78"]
+    assert rows[1][2:6] == ["599", "576", "0", "23"]
+    assert f"512 tokens came from the store {tmp_path / 'kv'}:64MiB in " in run.out.replace("\n", " ")
+    page = report.read_text()
+    assert "512 of them from the store" in page
+    assert "<th>of these stored</th>" in page
+
+
+def test_a_model_that_gains_nothing_from_a_store_says_so(kvweave: Kvweave, tmp_path: Path) -> None:
+    run = kvweave("run", "jamba-1.5-mini", *TINY, "--prompt", "x" * 300, "--store", str(tmp_path / "kv"))
+    assert run.code == 0, run.err
+    assert "Nothing was stored: behind a prefix" in run.out
+    assert not (tmp_path / "kv").exists()
+
+
 # ---- directories
 
 
@@ -194,6 +235,10 @@ WRONG = {
     "no size": ((*GEMMA, "--size", "large"), "cannot read 'large' as a number of parameters"),
     "too small a size": ((*GEMMA, "--size", "9"), "cannot be scaled down to 9 parameters"),
     "unknown dtype": ((*GEMMA, "--dtype", "float23"), "did you mean 'float32'?"),
+    "weights for no store": ((*GEMMA, "--weights", "x"), "--store is not given"),
+    "a store of an unknown kind": ((*GEMMA, "--store", "s33://bucket"), "did you mean 's3'?"),
+    "a store that is a file": ((*GEMMA, "--store", "/dev/null"), "/dev/null"),
+    "a daemon that is not there": ((*GEMMA, "--store", "unix:///nowhere.sock"), "nowhere.sock"),
     "unknown device": ((*GEMMA, "--device", "tpu"), "unknown device 'tpu'"),
 }
 

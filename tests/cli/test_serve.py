@@ -21,6 +21,8 @@ WRONG = {
     "half of tls": (("--tls-key", "key.pem"), "go together"),
     "a lease of nothing": (("--lease", "0"), "a lease of 0.0 s"),
     "no number": (("--lease", "soon"), "Invalid value for '--lease'"),
+    "no redis": (("--memory", "1MiB", "--redis", "cache.local:6379"), "must specify one of the following schemes"),
+    "no object store": (("--memory", "1MiB", "--object", "bucket"), "expected for example s3://bucket/prefix"),
     "no token": (("--listen", "127.0.0.1:0", "--token-file", "nowhere"), "cannot open nowhere"),
 }
 

@@ -17,10 +17,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from kvweave.errors import BadRequest, OverLimit, ServerGone
-from kvweave.server import Client, Daemon, Limits
+from kvweave.server import Client, Daemon, Disk, Limits
 from kvweave.server import protocol as say
 from kvweave.server.protocol import DIGEST, VERSION, Failed, Message, frame, packed, read_answer
 from kvweave.server.registered import registration
+from kvweave.store import Quota
+from kvweave.store.blob import blob_bytes
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.store.models import truth
 
@@ -243,6 +245,51 @@ def test_too_many_connections_are_told_so(tmp_path: Path) -> None:
         Client(tmp_path / "kv.sock")
 
 
+# ---- what a daemon is
+
+
+def test_describe_says_what_was_registered_and_on_what_terms(tmp_path: Path) -> None:
+    disk, quotas = Disk(tmp_path / "disk", 64 << 20), {"team": Quota(1 << 20, 2 << 20)}
+    with serving(settings(tmp_path, disk=disk, quotas=quotas, lease_s=7.0)) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.lookup(prompt())
+        found = client.describe()
+        assert (found.lease_s, found.arena_bytes, found.reserve_bytes) == (7.0, 4 << 20, 1 << 20)
+        assert found.limits == Limits()
+        assert found.quotas == quotas
+        assert [(tier.name, tier.kind, tier.capacity_bytes, tier.write) for tier in found.tiers] == [
+            ("memory", "memory", 4 << 20, "through"), ("disk", "disk", 64 << 20, "back"),
+        ]  # fmt: skip
+        (model,) = found.models
+        assert (model.model, model.chunk_tokens) == ("hybrid", SCHEMA.chunk_tokens)
+        assert model.schema == daemon.report().models[0].schema
+        rows = [row for group in model.groups for row in group.rows]
+        assert [row.id for row in rows] == [row.id.hex() for row in SCHEMA.rows]
+        assert [(row.part, row.parts) for row in rows] == [(row.part, row.parts) for row in SCHEMA.rows]
+        assert [row.blob_bytes for row in rows] == [blob_bytes(row) for row in SCHEMA.rows]
+        full = next(group for group in model.groups if group.tag == "full")
+        assert (full.reach, len(full.layers), len(full.rows)) == ("full", 1, 4)
+        assert full.rows[0].roles[0].startswith("key [256, ")
+        assert client.client.ask(say.Describe("nobody"), say.Described).description.models == ()
+        client.close()
+
+
+def test_describe_is_answered_over_tcp_too(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("sesame")
+    with serving(settings(tmp_path, listen="127.0.0.1:0", token_file=tmp_path / "token")) as daemon:
+        client = Client(f"127.0.0.1:{daemon.ports[0]}", token="sesame")
+        assert client.ask(say.Describe(), say.Described).description.protocol == VERSION
+        client.close()
+
+
+def test_an_answer_that_would_be_too_long_is_an_error_instead(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.server.connection.MESSAGE_BYTES", 200)
+    with Client(daemon.settings.socket, arena=False) as client:
+        with pytest.raises(OverLimit, match="200 at most"):
+            client.ask(say.Describe(), say.Described)
+        client.ask(say.Ping(), say.Done)
+
+
 # ---- fuzz
 
 
@@ -278,11 +325,13 @@ def messages() -> st.SearchStrategy[Message]:
         st.just(say.Ping()), registers, st.just(right), opens,
         st.just(say.Open(1, 1, b"tenant00", 1030, bytes(32) * 4)),
         st.builds(say.Close, lists), st.builds(say.Release, lists), st.builds(say.Renew, lists),
+        st.builds(say.Pin, lists), st.builds(say.Describe, st.sampled_from([None, "m", "x"])),
         st.builds(say.Lookup, number, number, st.one_of(st.none(), data), seconds),
         st.builds(say.Bring, number, number, data, seconds), st.builds(say.Prefetch, number, data, seconds),
         st.builds(say.Reserve, number, number, data), st.builds(say.Commit, number, st.booleans()),
         st.builds(say.Damaged, number, data), st.builds(say.Flush, st.floats(-1, 0.01)), st.just(say.Stats()),
-        st.builds(say.Clear, st.one_of(st.none(), st.binary(min_size=8, max_size=8)), st.sampled_from(["m", "x"])),
+        st.builds(say.Clear, st.one_of(st.none(), st.binary(min_size=8, max_size=8)), st.sampled_from(["m", "x"]),
+            st.floats(-1, 0.05)),
     )  # fmt: skip
 
 
@@ -307,8 +356,8 @@ def test_any_order_of_any_messages_is_answered_one_by_one_and_leaves_nothing(
 
 def test_the_fuzz_knows_every_question() -> None:
     assert {kind.__name__ for kind in get_args(say.Question)} == {
-        "Hello", "Ping", "Register", "Open", "Close", "Lookup", "Bring", "Prefetch", "Renew", "Release", "Reserve",
-        "Commit", "Damaged", "Flush", "Stats", "Clear",
+        "Hello", "Ping", "Register", "Open", "Close", "Lookup", "Bring", "Prefetch", "Renew", "Pin", "Release",
+        "Reserve", "Commit", "Damaged", "Flush", "Stats", "Describe", "Clear",
     }  # fmt: skip
 
 

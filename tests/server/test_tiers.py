@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from kvweave.errors import TierError
 from kvweave.server import Daemon, Disk, RemoteStore
 from kvweave.server import protocol as say
 from kvweave.store import Cascade, DictTier, LanePolicy
 from kvweave.store.keys import Bytes
-from kvweave.store.tier import Blob, Watch
+from kvweave.store.tier import ALL, Blob, Watch, Which
 from tests.server.models import POINTS, prompt, prompt_bytes, serving, settings, store, verify
 from tests.store.models import truth
 
@@ -96,7 +97,7 @@ def test_damage_on_disk_is_a_miss_that_is_removed_everywhere(tmp_path: Path) -> 
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         dropped_from_memory(daemon, client)
-        path = tmp_path / "disk" / "blobs"
+        path = tmp_path / "disk" / "blobs-0"
         blobs = bytearray(path.read_bytes())
         blobs[5000::4096] = bytes(byte ^ 1 for byte in blobs[5000::4096])
         path.write_bytes(blobs)
@@ -197,4 +198,101 @@ def test_tenants_keep_their_floors_and_can_be_cleared_apart(tmp_path: Path) -> N
         assert client.client.ask(say.Clear(model="nobody"), say.Cleared).entries == 0
         assert client.client.ask(say.Clear(model="hybrid"), say.Cleared).entries > 0
         assert client.report().tiers[0].tier.used_bytes == 0
+        client.close()
+
+
+class Failing(DictTier):
+    """A tier that raises while it is down."""
+
+    def __init__(self) -> None:
+        super().__init__("failing")
+        self.down = False
+
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
+        if self.down:
+            raise TierError("down")
+        return super().put(keys, blobs)
+
+    def clear(self, which: Which = ALL) -> int:
+        if self.down:
+            raise TierError("down")
+        return super().clear(which)
+
+
+def test_a_tier_that_failed_is_written_again_though_saves_never_paused(tmp_path: Path) -> None:
+    tier = Failing()
+    far = Cascade((tier, LanePolicy(write="back", retries=0, cool_s=0.3)))
+    with serving(settings(tmp_path), far) as daemon:
+        client, numbers = store(tmp_path / "kv.sock"), iter(range(10_000))
+
+        def saves_until(open_: bool) -> None:
+            until = time.monotonic() + 10
+            while daemon.report().tiers[1].open != open_:
+                assert time.monotonic() < until
+                client.save(prompt(next(numbers)), truth)
+                time.sleep(0.02)  # far more often than it is tried
+
+        tier.down = True
+        saves_until(open_=True)
+        tier.down = False
+        saves_until(open_=False)
+        assert tier.blobs
+        client.close()
+
+
+def test_clearing_empties_every_tier_and_names_those_that_could_not_be(tmp_path: Path) -> None:
+    near, failing = DictTier("near"), Failing()
+    policy = LanePolicy(write="back", retries=0, cool_s=0.01)
+    with serving(settings(tmp_path), Cascade((near, policy), (failing, policy))):
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)  # still queued when the question comes
+        failing.down = True
+        cleared = client.client.ask(say.Clear(), say.Cleared)
+        assert [tier.name for tier in cleared.tiers] == ["memory", "near", "failing"]
+        assert cleared.tiers[0].entries == cleared.tiers[1].entries > 0
+        assert cleared.kept_by == {"failing": "down"}
+        assert not near.blobs
+        failing.down = False
+        time.sleep(0.02)
+        assert client.client.ask(say.Clear(), say.Cleared).kept_by == {}
+        assert not failing.blobs
+        assert client.lookup(prompt()).position == 0
+        client.close()
+
+
+def test_a_tier_that_hangs_is_named_when_the_time_for_clearing_is_over(tmp_path: Path) -> None:
+    class Slow(Hanging):
+        def clear(self, which: Which = ALL) -> int:
+            self.going.wait()
+            return super().clear(which)
+
+    tier = Slow()
+    with serving(settings(tmp_path, drain_s=2.0), Cascade((tier, LanePolicy(write="back", deadline_s=0.1)))):
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        client.flush()
+        tier.going.clear()
+        cleared = client.client.ask(say.Clear(wait_s=0.3), say.Cleared)
+        assert cleared.tiers[0].entries > 0
+        assert cleared.kept_by == {"hanging": "it is still at it"}
+        tier.going.set()
+        client.close()
+
+
+def test_as_many_blobs_as_a_tier_can_bring_together_are_asked_for_at_once(tmp_path: Path) -> None:
+    class Counting(DictTier):
+        asked: list[int] = []
+
+        def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:
+            self.asked.append(len(keys))
+            return super().get(keys, into, watch)
+
+    tier = Counting()
+    with serving(settings(tmp_path), Cascade((tier, LanePolicy(write="back")))) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        dropped_from_memory(daemon, client)
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        assert sum(tier.asked) == daemon.report().tiers[1].hits
+        assert len(tier.asked) == 1
         client.close()

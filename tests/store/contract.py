@@ -7,10 +7,12 @@ import threading
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvweave.store import Tier
+from kvweave.store.files import aligned
 from kvweave.store.keys import KEY_BYTES, Bytes
-from kvweave.store.tier import ABSENT
+from kvweave.store.tier import ABSENT, ALL, Which
 
 
 def key(number: int) -> bytes:
@@ -84,6 +86,25 @@ class TierContract:
         put(tier, 1)
         assert got(tier, 1) == value(1)
 
+    def test_clearing_forgets_what_is_meant_and_nothing_else(self, tier: Tier) -> None:
+        tenants, rows = [b"tenant-a", b"tenant-b", b"*[a-c]?\\"], [b"row-no-1", b"row-no-2"]
+        keys = [tenant + bytes([n] * 32) + row for tenant in tenants for n in range(3) for row in rows]
+        assert all(tier.put(keys, [[b"x" * 100]] * len(keys)))
+        left = set(keys)
+        for which, gone in (
+            (Which(b"nobody--"), 0),
+            (Which(b"tenant-a", frozenset(rows[:1])), 3),
+            (Which(tenants[2]), 6),
+            (Which(rows=frozenset(rows[1:])), 6),
+            (Which(rows=frozenset()), 0),
+            (ALL, 3),
+        ):
+            left -= {key for key in left if key in which}
+            assert tier.clear(which) == gone
+            assert [key for key, is_here in zip(keys, tier.contains(keys), strict=True) if is_here] == [
+                key for key in keys if key in left
+            ]
+
     def test_lengths_may_differ(self, tier: Tier) -> None:
         for number, length in enumerate((101, 4096, 4097, 70_000)):
             put(tier, number, length=length)
@@ -125,12 +146,23 @@ class TierContract:
         tier.close()
         tier.close()
 
-    def test_a_batch_of_watchers_sees_the_bytes_in_order_or_nothing(self, tier: Tier) -> None:
-        put(tier, 1, length=700_000)
-        seen: list[bytes] = []
-        buffer = np.zeros(700_000, np.uint8)
-        assert tier.get([key(1)], [buffer], [lambda piece: seen.append(piece.tobytes())]) == [700_000]
-        assert b"".join(seen) in (b"", value(1, 700_000))
+    @pytest.mark.parametrize("length", [5, 300, 4096, 70_000, 700_000])
+    @pytest.mark.parametrize("head", [0, 4096])
+    def test_a_watcher_is_told_the_sum_behind_the_head_or_nothing(self, tier: Tier, length: int, head: int) -> None:
+        blob, watcher, buffer = value(1, head + length), Watcher(head), aligned(head + length)
+        assert tier.put([key(1)], [[blob]]) == [True]
+        assert tier.get([key(1)], [buffer], [watcher]) == [len(blob)]
+        assert buffer.tobytes() == blob
+        assert watcher.sums in ([], [xxhash.xxh3_64_intdigest(blob[head:])])
+
+
+class Watcher:
+    def __init__(self, head_bytes: int) -> None:
+        self.head_bytes = head_bytes
+        self.sums: list[int] = []
+
+    def saw(self, payload_sum: int) -> None:
+        self.sums.append(payload_sum)
 
 
 class KeepingContract:

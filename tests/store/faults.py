@@ -22,7 +22,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "a bit flipped in the checksum": lambda blob: _flipped(blob, 25),
     "a bit flipped in the key": lambda blob: _flipped(blob, 50),
     "a bit flipped in the meta": lambda blob: _flipped(blob, 130),
-    "another version": lambda blob: blob[:4] + b"\x02\x00" + blob[6:],
+    "another version": lambda blob: blob[:4] + b"\x07\x00" + blob[6:],
     "half of it": lambda blob: blob[: len(blob) // 2],
     "one byte less": lambda blob: blob[:-1],
     "one byte more": lambda blob: blob + b"\0",

@@ -16,10 +16,12 @@ import pytest
 
 from kvweave.errors import ReadOnly, StoreError, TierFull
 from kvweave.store import Cascade, DictTier, DiskTier, LanePolicy, MemoryTier, Store, Tier
+from kvweave.store.stripes import FILES
 from tests.store.contract import got, key, put, value
 from tests.store.faults import SCHEMA, FaultContract, payload, saved, verify
 
 ROOM = "4MiB"
+BLOBS = {f"blobs-{number}" for number in range(FILES)}
 
 
 class TestDict(FaultContract):
@@ -72,10 +74,10 @@ def closed(tmp_path: Path) -> Path:
 def test_bits_flipped_anywhere_in_the_file_are_never_served(closed: Path) -> None:
     chance = random.Random(5)
     for _ in range(25):
-        blobs = bytearray((closed / "blobs").read_bytes())
+        blobs = bytearray((closed / "blobs-0").read_bytes())
         for _ in range(3):
             blobs[chance.randrange(len(blobs))] ^= 1 << chance.randrange(8)
-        (closed / "blobs").write_bytes(blobs)
+        (closed / "blobs-0").write_bytes(blobs)
         position, damaged = reloaded(closed)
         assert position == 1024 or damaged
 
@@ -99,14 +101,14 @@ def test_a_journal_torn_at_any_byte_serves_what_is_whole(closed: Path) -> None:
 
 
 def test_a_file_cut_short_is_a_miss(closed: Path) -> None:
-    os.truncate(closed / "blobs", (closed / "blobs").stat().st_size // 2)
+    os.truncate(closed / "blobs-0", (closed / "blobs-0").stat().st_size // 2)
     assert reloaded(closed)[0] < 1024
 
 
 def test_a_file_cut_short_while_it_is_open_is_a_miss_that_is_counted(tmp_path: Path) -> None:
     store, prompt = saved(DiskTier(tmp_path, ROOM))
     hit = store.lookup(prompt)
-    os.truncate(tmp_path / "blobs", 100)
+    os.truncate(tmp_path / "blobs-0", 100)
     assert store.load(hit, verify) == 0
     assert store.stats().tiers[0].damaged > 0
     store.save(prompt, payload)
@@ -114,7 +116,7 @@ def test_a_file_cut_short_while_it_is_open_is_a_miss_that_is_counted(tmp_path: P
     store.close()
 
 
-@pytest.mark.parametrize("name", ["blobs", "journal"])
+@pytest.mark.parametrize("name", ["blobs-0", "journal"])
 def test_a_deleted_file_is_a_miss(closed: Path, name: str) -> None:
     (closed / name).unlink()
     assert reloaded(closed)[0] == 0
@@ -284,6 +286,7 @@ def killed(directory: Path, first: int, seconds: float, room: tuple[int, int]) -
 
 def check_killed(directory: Path, times: int, room: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvweave.store.journal.SLACK", 40)  # so that it is rewritten, too, while they are killed
+    monkeypatch.setattr("kvweave.store.stripes.STRIPE_BYTES", 8192)
     chance, first = random.Random(times), 1001
     places, _ = room
     for _ in range(times):
@@ -295,8 +298,8 @@ def check_killed(directory: Path, times: int, room: tuple[int, int], monkeypatch
         committed = [n for n in done[-places // 2 :] if n % 7]  # multiples of 7 may have been deleted
         assert {*committed} <= here
         assert tier.stats().used_bytes == SIZE * len(here)
-        assert (directory / "blobs").stat().st_size <= places * SIZE
-        assert {path.name for path in directory.iterdir()} <= {"blobs", "journal", "lock", "journal.new"}
+        assert sum(path.stat().st_size for path in directory.glob("blobs-*")) <= places * SIZE
+        assert {path.name for path in directory.iterdir()} <= {*BLOBS, "journal", "lock", "journal.new"}
         first = max(here) + 10
         tier.close()
 

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvweave.errors import Busy, StoreError
 from kvweave.store import DictTier, DiskTier, MemoryTier, Quota, Tier
 from kvweave.store.extents import Extents
-from kvweave.store.files import DirectFile, aligned
+from kvweave.store.files import DirectFile, File, aligned
 from kvweave.store.journal import MAGIC, packed
 from kvweave.store.keys import KEY_BYTES, tenant_id
-from tests.store.contract import KeepingContract, TierContract, got, key, put, value
+from kvweave.store.stripes import FILES
+from tests.store.contract import KeepingContract, TierContract, Watcher, got, key, put, value
 
 ROOM = 1 << 20
 
@@ -211,8 +213,9 @@ def test_a_million_entries_are_all_there_after_reopening(tmp_path: Path) -> None
     listed = keys.view(f"V{KEY_BYTES}").ravel().tolist()
     starts = np.arange(count, dtype=np.int64) * 4096
     (tmp_path / "journal").write_bytes(MAGIC + packed(listed, starts, np.full(count, 4096)).tobytes())
-    with open(tmp_path / "blobs", "wb") as blobs:
-        blobs.truncate(count * 4096)  # sparse
+    for number in range(FILES):
+        with open(tmp_path / f"blobs-{number}", "wb") as blobs:
+            blobs.truncate(count * 4096)  # sparse
     began = time.perf_counter()
     tier = DiskTier(tmp_path, count * 4096)
     seconds = time.perf_counter() - began
@@ -233,15 +236,19 @@ def test_extents_join_their_neighbours_again() -> None:
     assert extents.take(640) == 0
 
 
+@pytest.mark.parametrize("kind", [File, DirectFile])
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 12_288, 9_000_001])
 @pytest.mark.parametrize("shift", [0, 1, 64])
-def test_direct_files_take_and_fill_memory_however_it_lies(tmp_path: Path, length: int, shift: int) -> None:
-    file = DirectFile(tmp_path / "blobs", writable=True)
+def test_files_take_and_fill_memory_however_it_lies(tmp_path: Path, kind: type[File], length: int, shift: int) -> None:
+    file = kind(tmp_path / "blobs", writable=True)
     payload, target = aligned(length + shift)[shift:], aligned(length + 4096 + shift)[shift:]
     payload[:] = np.random.default_rng(length).integers(0, 256, length, np.uint8)
-    head, seen = bytes(range(256)) * 16, list[bytes]()
+    head, watcher = bytes(range(256)) * 16, Watcher(4096)
     file.write(8192, [head, payload.data])
-    assert file.read(8192, target, lambda piece: seen.append(piece.tobytes()))
-    assert target.tobytes() == b"".join(seen) == head + payload.tobytes()
-    assert not file.read(1 << 30, target)
+    assert file.read(8192, target, watcher)
+    assert target.tobytes() == head + payload.tobytes()
+    assert watcher.sums == [xxhash.xxh3_64_intdigest(payload.data)]
+    assert not file.read(1 << 30, target, watcher)
+    assert not file.read(8192 + 4096, aligned(length + 8192), watcher)
+    assert len(watcher.sums) == 1
     file.close()

@@ -1,11 +1,15 @@
-"""`kvweave demo`: agents with one system prompt on two hybrid models, with reuse and without."""
+"""`kvweave demo`: agents with one system prompt on two hybrid models, with reuse and without; then from disk."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,6 +25,7 @@ from kvweave.cli.run.workload import Size
 from kvweave.cli.table import console, plain_table
 
 FOLDER = Path("kvweave-demo")
+STORE = FOLDER / "store"
 WORKLOAD = Size(parties=3, turns=3, shared_tokens=1536, turn_tokens=128)
 NEW_TOKENS = 16
 
@@ -47,14 +52,16 @@ def demo_command(
     ] = False,
 ) -> None:
     """Agents with one system prompt on two hybrid models, with reuse and without: first tokens earlier, all equal.
+    Then a new process each, which has nothing but what the first one left on disk.
 
     Takes two minutes of CPU time, so one to two minutes on two cores. The models have random weights and the layer
-    patterns of gemma-3-27b and qwen3-next-80b. Reports with pictures go to ./kvweave-demo.
+    patterns of gemma-3-27b and qwen3-next-80b. Reports with pictures, and the store, go to ./kvweave-demo.
     """
     FOLDER.mkdir(exist_ok=True)
     if plan:
         plan_demo(FOLDER)
         return
+    shutil.rmtree(STORE, ignore_errors=True)
     out = console()
     out.print(
         f"{WORKLOAD.parties} agents, {WORKLOAD.turns} turns each, one system prompt of {WORKLOAD.shared_tokens:,}"
@@ -65,10 +72,15 @@ def demo_command(
     out.print()
     out.print(_table(results))
     out.print()
+    out.print("Now a new process a model, whose memory is empty, hears the first agent's request again.", style="bold")
+    again = [_restarted(model) for model in MODELS]
+    out.print()
+    out.print(_restart_table(results, again))
+    out.print()
     for model in MODELS:
         out.print(f"Report: {_path(model, 'html').resolve()}", soft_wrap=True)
-    out.print(f"Go on with:  kvweave run {MODELS[0].example} --workload rag --compare")
-    if any(result.outcomes.unequal for result in results):
+    out.print(f"Go on with:  kvweave run {MODELS[0].example} --workload rag --compare --store {STORE}")
+    if any(result.outcomes.unequal for result in results) or not all(run["all_tokens_equal"] for run in again):
         raise typer.Exit(1)
 
 
@@ -83,6 +95,7 @@ def _shown(out: Console, model: Model) -> Result:
             compare=True,
             max_new_tokens=NEW_TOKENS,
             parameters=model.parameters,
+            store=str(STORE),
         )
     )
     written(_path(model, "html"), report_html(result))
@@ -91,6 +104,20 @@ def _shown(out: Console, model: Model) -> Result:
     if result.outcomes.unequal:
         out.print(unequal_words(result.outcomes, result.answer.dtype), style="bold red")
     return result
+
+
+def _restarted(model: Model) -> dict[str, Any]:
+    """`kvweave run --json` in a process of its own, over the same store: the first request of the workload."""
+    size = {"parties": 1, "turns": 1, "shared-tokens": WORKLOAD.shared_tokens, "turn-tokens": WORKLOAD.turn_tokens}
+    options = {**size, "size": model.parameters, "memory": model.memory, "store": STORE, "max-new-tokens": NEW_TOKENS}
+    named = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    main = "import sys; from kvweave.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", main, "run", model.example, *named, "--compare", "--json"]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if not run.stdout:
+        raise typer.Exit(run.returncode)  # it has said why
+    said: dict[str, Any] = json.loads(run.stdout)
+    return said
 
 
 def _path(model: Model, kind: str) -> Path:
@@ -117,3 +144,18 @@ def _cells(outcomes: Outcomes) -> list[str]:
         faster_words(outcomes.faster),
         "NO" if outcomes.unequal else "yes",
     ]
+
+
+def _restart_table(results: Sequence[Result], again: Sequence[dict[str, Any]]) -> Table:
+    table = plain_table()
+    table.add_column("\nmodel", style="bold cyan", no_wrap=True)
+    heads = ("prompt\ntokens", "reused\nfrom disk", "first token\ncold", "\nafter restart", "\nfaster")
+    for head in (*heads, "all tokens\nequal"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for result, run in zip(results, again, strict=True):
+        (request,) = run["requests"]
+        cold, warm = result.outcomes.each[0].first_token_seconds, request["first_token_seconds"]
+        tokens = [f"{request[name]:,}" for name in ("prompt_tokens", "stored_tokens")]
+        times = [seconds_words(cold), seconds_words(warm), faster_words(cold / warm)]
+        table.add_row(result.name, *tokens, *times, "yes" if run["all_tokens_equal"] else "NO")
+    return table

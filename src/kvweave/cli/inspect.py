@@ -18,7 +18,7 @@ from kvweave.cli.table import console, plain_table
 from kvweave.cli.words import count, size_words
 
 if TYPE_CHECKING:
-    from kvweave.server import Report
+    from kvweave.server import Description, Report
     from kvweave.store import LaneStats
 
 Socket = Annotated[
@@ -39,7 +39,7 @@ def inspect_command(
     tls_ca: TlsCa = None,
     json: Json = False,
 ) -> None:
-    """Say what a daemon holds: models and groups, tiers, hit rates, the prefixes used most, and who is connected.
+    """Say what a daemon is and holds: models and groups, tiers, hit rates, prefixes used most, who is connected.
 
     [bold]Examples[/bold]
 
@@ -49,27 +49,31 @@ def inspect_command(
     """
     with server_extra():
         from kvweave.server import Client, default_socket  # noqa: PLC0415 - an extra
-        from kvweave.server.protocol import Stated, Stats  # noqa: PLC0415
+        from kvweave.server.protocol import Describe, Described, Stated, Stats  # noqa: PLC0415
 
     token = token_file.read_text(encoding="utf-8").strip() if token_file else ""
     tls = ssl.create_default_context(cafile=str(tls_ca)) if tls_ca else None
     address = connect or socket or default_socket()
     with Client(address, name="inspect", token=token, tls=tls, arena=False) as client:
         report = client.ask(Stats(), Stated).report
+        description = client.ask(Describe(), Described).description
     if json:
-        typer.echo(json_format.dumps(asdict(report) | {"hit_rate": report.hit_rate}))
+        more = {"hit_rate": report.hit_rate, "description": asdict(description)}
+        typer.echo(json_format.dumps(asdict(report) | more))
     else:
-        _print(report)
+        _print(report, description)
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, description: Description) -> None:
     out = console()
     out.print(Text(f"kvweave {report.version}, process {report.pid}, up {_time(report.uptime_s)}", style="bold"))
     found = f"{report.tokens_found:,} of {report.tokens_asked:,} tokens found ({report.hit_rate:.1%})"
     out.print(
         f"{count(report.lookups, 'lookup')}, {found}; {count(report.requests, 'request')}, {report.failures:,} failed"
     )
-    for table in (_tiers(report), _models(report), _prefixes(report), _clients(report)):
+    terms = f"leases end after {description.lease_s:g} s; a connection reserves {size_words(description.reserve_bytes)}"
+    out.print(f"{terms} at once, and pins {size_words(description.pin_bytes)}, at most")
+    for table in (_tiers(report), _models(report, description), _prefixes(report), _clients(report)):
         if table.row_count:
             out.print()
             out.print(table)
@@ -100,15 +104,19 @@ def _state(lane: LaneStats) -> str:
     return f"{words}: {lane.last_error}" if lane.last_error else words
 
 
-def _models(report: Report) -> Table:
+def _models(report: Report, description: Description) -> Table:
     table = _table("model", "group", "reach", "layers", "parts", "a chunk", "lookups", "found", left=3)
-    for model in report.models:
-        rate = model.tokens_found / model.tokens_asked if model.tokens_asked else 0.0
-        firsts: Iterator[tuple[str, str, str]] = iter([(model.model or "-", f"{model.lookups:,}", f"{rate:.1%}")])
+    counted = {model.schema: model for model in report.models}
+    for model in description.models:
+        counts = counted.get(model.schema)
+        rate = counts.tokens_found / counts.tokens_asked if counts and counts.tokens_asked else 0.0
+        lookups = counts.lookups if counts else 0  # registered between the two questions
+        firsts: Iterator[tuple[str, str, str]] = iter([(model.model or "-", f"{lookups:,}", f"{rate:.1%}")])
         for group in model.groups:
-            name, lookups, share = next(firsts, ("", "", ""))
+            name, *numbers = next(firsts, ("", "", ""))
             chunk = f"{size_words(group.chunk_bytes)} / {model.chunk_tokens}"
-            table.add_row(name, group.tag, group.reach, f"{group.layers}", f"{group.parts}", chunk, lookups, share)
+            parts = f"{len(group.rows)}"
+            table.add_row(name, group.tag, group.reach, f"{len(group.layers)}", parts, chunk, *numbers)
     return table
 
 

@@ -24,7 +24,15 @@ DiskOption = Annotated[
     typer.Option(metavar="DIR:SIZE", help="Keep it on disk too: it survives restarts.", rich_help_panel=STORAGE),
 ]
 Redis = Annotated[
-    str | None, typer.Option(metavar="URL", help="Keep it in a Redis server too.", rich_help_panel=STORAGE)
+    str | None, typer.Option(metavar="URL", help="Keep it in a Redis server or cluster too.", rich_help_panel=STORAGE)
+]
+Mooncake = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Keep it in a Mooncake cluster too: its master.", rich_help_panel=STORAGE),
+]
+Object = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Keep it in an object store too: s3://, gs://, az://.", rich_help_panel=STORAGE),
 ]
 Socket = Annotated[
     Path | None,
@@ -84,6 +92,8 @@ def serve_command(
     memory: Memory = None,
     disk: DiskOption = None,
     redis: Redis = None,
+    mooncake: Mooncake = None,
+    object: Object = None,
     socket: Socket = None,
     group: Group = None,
     http: Http = None,
@@ -104,6 +114,7 @@ def serve_command(
 
       kvweave serve --memory 16GiB --disk /var/kv:200GiB
       kvweave serve --redis redis://cache.local --http 127.0.0.1:9400
+      kvweave serve --disk /var/kv:200GiB --object s3://bucket/kv
       kvweave serve --config /etc/kvweave.toml
     """
     with server_extra():
@@ -111,8 +122,9 @@ def serve_command(
         from kvweave.server.settings import Settings  # noqa: PLC0415
 
     settings = (Settings.read(config) if config else Settings()).changed(
-        memory=memory, disk=disk, redis=redis, socket=socket, group=group, http=http, listen=listen,
-        token_file=token_file, tls_cert=tls_cert, tls_key=tls_key, lease_s=lease, drain_s=drain,
+        memory=memory, disk=disk, redis=redis, mooncake=mooncake, object=object, socket=socket, group=group,
+        http=http, listen=listen, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key,
+        lease_s=lease, drain_s=drain,
     )  # fmt: skip
     level = logging.DEBUG if verbose else logging.INFO
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")

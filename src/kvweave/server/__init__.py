@@ -2,7 +2,8 @@
 
 from kvweave.server.client import Client
 from kvweave.server.daemon import Daemon
-from kvweave.server.hit import RemoteHit
+from kvweave.server.description import Description
+from kvweave.server.hit import Pin, RemoteHit
 from kvweave.server.remote import RemoteStore
 from kvweave.server.report import Report
 from kvweave.server.settings import Disk, Limits, Settings, default_socket
@@ -10,8 +11,10 @@ from kvweave.server.settings import Disk, Limits, Settings, default_socket
 __all__ = [
     "Client",
     "Daemon",
+    "Description",
     "Disk",
     "Limits",
+    "Pin",
     "RemoteHit",
     "RemoteStore",
     "Report",

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvweave.errors import BadRequest, ServerError, ServerGone
 from kvweave.server import protocol as say
+from kvweave.server.dma import Registration, device_in_use
 from kvweave.server.protocol import DIGEST, ERRORS, LENGTH_BYTES, MESSAGE_BYTES, VERSION, Answer, Message, frame
 from kvweave.store.keys import Bytes
 
@@ -29,11 +30,12 @@ WARM_BYTES = 8 << 20
 
 
 class Mapped(NamedTuple):
-    """What a connection brought: its number, what the daemon said, and its arena."""
+    """What a connection brought: its number, what the daemon said, and its arena, perhaps registered for DMA."""
 
     generation: int
     welcome: say.Welcome
     arena: Bytes
+    dma: Registration
 
 
 class Client:
@@ -60,7 +62,8 @@ class Client:
         self._socket: socket.socket | None = None
         self._retry_at = 0.0
         self._buffer = bytearray()
-        self._mapped = Mapped(0, say.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0), np.empty(0, np.uint8))
+        nothing = np.empty(0, np.uint8)
+        self._mapped = Mapped(0, say.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0), nothing, Registration(nothing))
         with self._lock:
             self._connect()
 
@@ -79,7 +82,7 @@ class Client:
             if self._socket is not None:
                 with suppress(ConnectionError):
                     return self._exchange(questions, timeout_s)
-                self.close()
+                self._hang_up()
             self._connect()
             try:
                 return self._exchange(questions, timeout_s)
@@ -147,7 +150,7 @@ class Client:
         except (OSError, msgspec.MsgspecError) as error:
             self._lose(error)
         except ServerError:
-            self.close()
+            self._hang_up()
             raise
 
     def _open(self) -> socket.socket:
@@ -168,7 +171,8 @@ class Client:
         self._buffer.clear()
         self._socket.sendall(frame(hello))
         if not hello.arena:
-            self._mapped = Mapped(self.generation + 1, self.check(self._receive(), say.Welcome), self.arena)
+            welcome = self.check(self._receive(), say.Welcome)
+            self._mapped = self._mapped._replace(generation=self.generation + 1, welcome=welcome)
             return
         data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
         self._buffer += data
@@ -176,7 +180,7 @@ class Client:
             welcome = self.check(self._receive(), say.Welcome)
             if not descriptors:
                 raise BadRequest("the daemon sent no arena")
-            self._mapped = Mapped(self.generation + 1, welcome, _map(descriptors[0], welcome.arena_bytes))
+            self._mapped = Mapped(self.generation + 1, welcome, *_map(descriptors[0], welcome.arena_bytes))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -196,23 +200,36 @@ class Client:
 
     @property
     def arena(self) -> Bytes:
-        """All of the daemon's memory, for instance to be registered for DMA."""
+        """All of the daemon's memory. Copies to a GPU may start there."""
         return self._mapped.arena
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether CUDA knows the arena: soon after a connection was made by a process that used CUDA then."""
+        return self._mapped.dma.is_registered
+
+    def register(self, device: int = 0) -> bool:
+        """Register the arena now, in a process that came to use CUDA later; whether it is. May take seconds."""
+        return self._mapped.dma.register(device)
 
     # ---- the end
 
     def _lose(self, error: Exception) -> NoReturn:
-        self.close()
+        self._hang_up()
         self._retry_at = time.monotonic() + self._cool_s
         words = "did not answer in time" if isinstance(error, TimeoutError) else str(error)
         raise ServerGone(f"no daemon at {self._address}: {words}") from error
 
-    def close(self) -> None:
-        """Give back everything that is held. It may be asked again, over a new connection."""
+    def _hang_up(self) -> None:
         with self._lock:
             if self._socket:
                 self._socket.close()
                 self._socket = None
+
+    def close(self) -> None:
+        """Give back everything that is held. It may be asked again, over a new connection."""
+        self._hang_up()
+        self._mapped.dma.close()
 
     def __enter__(self) -> Client:
         return self
@@ -221,13 +238,21 @@ class Client:
         self.close()
 
 
-def _map(descriptor: int, num_bytes: int) -> Bytes:
+def _map(descriptor: int, num_bytes: int) -> tuple[Bytes, Registration]:
     memory = mmap.mmap(descriptor, num_bytes)
-    threading.Thread(target=_warm, args=(memory,), name="kvweave-warm", daemon=True).start()
-    return np.frombuffer(memory, np.uint8)
+    arena = np.frombuffer(memory, np.uint8)
+    dma = Registration(arena)
+    threading.Thread(target=_warm, args=(memory, dma, device_in_use()), name="kvweave-warm", daemon=True).start()
+    return arena, dma
 
 
-def _warm(memory: mmap.mmap) -> None:
+def _warm(memory: mmap.mmap, dma: Registration, device: int | None) -> None:
+    _populate(memory)
+    if device is not None:
+        dma.register(device)
+
+
+def _populate(memory: mmap.mmap) -> None:
     for start in range(0, len(memory), WARM_BYTES):
         try:
             memory.madvise(POPULATE_WRITE, start, min(WARM_BYTES, len(memory) - start))

@@ -22,7 +22,7 @@ from kvweave.errors import BadRequest, KVWeaveError, OverLimit, Refused, ServerE
 from kvweave.server import protocol as say
 from kvweave.server.hub import Hub
 from kvweave.server.incoming import Frames, Pace, read_hello
-from kvweave.server.protocol import ERRORS, VERSION, Answer, Message, frame
+from kvweave.server.protocol import ERRORS, LENGTH_BYTES, MESSAGE_BYTES, VERSION, Answer, Message, frame
 from kvweave.server.report import ClientReport, Report
 from kvweave.server.session import Handler, Session
 
@@ -167,6 +167,7 @@ class Connection(asyncio.Protocol):
         self._handlers = {
             say.Ping: lambda _: say.Done(),
             say.Stats: lambda _: say.Stated(self._owner.report()),
+            say.Describe: lambda ask: say.Described(self._hub.describe(ask.model)),
             say.Clear: self._clear,
             say.Flush: self._flush,
         }
@@ -189,9 +190,12 @@ class Connection(asyncio.Protocol):
             socket.send_fds(direct, [frame(answer)], [arena.fd])
 
     async def _clear(self, ask: say.Clear) -> Answer:
-        entries, kept_by = await self._hub.in_thread(self._hub.clear, ask.tenant, ask.model)
-        log.info("cleared %d entries for %s", entries, self.words)
-        return say.Cleared(entries, kept_by)
+        wait_s = max(0.0, min(ask.wait_s, 3600.0))
+        cleared = say.Cleared(await self._hub.in_thread(self._hub.clear, ask.tenant, ask.model, wait_s))
+        log.info("cleared %d entries for %s", cleared.entries, self.words)
+        for name, trouble in cleared.kept_by.items():
+            log.warning("not all of %s is cleared: %s", name, trouble)
+        return cleared
 
     async def _flush(self, ask: say.Flush) -> Answer:
         done = await self._hub.in_thread(self._hub.far.flush, max(0.0, min(ask.wait_s, 3600.0)))
@@ -200,8 +204,11 @@ class Connection(asyncio.Protocol):
     # ---- answers
 
     def _send(self, answer: Message) -> None:
+        data = frame(answer)
+        if len(data) > LENGTH_BYTES + MESSAGE_BYTES:
+            data = frame(say.Failed(OverLimit.__name__, f"an answer of {len(data)} bytes, {MESSAGE_BYTES} at most"))
         if self._transport and not self._transport.is_closing():
-            self._transport.write(frame(answer))
+            self._transport.write(data)
 
     def _fail(self, error: Exception, *, end: bool = False) -> None:
         self._hub.counts["failures"] += 1

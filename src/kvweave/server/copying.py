@@ -1,4 +1,4 @@
-"""Blobs into the arena and out of it. A piece is hashed while it is in the processor's cache.
+"""Blobs into the arena and out of it, hashed on the way.
 
 What is read is checked after it was copied: whatever happened to the arena meanwhile, a copy with the right key and
 checksum is right. So a lease that ran out costs a miss, never wrong data.
@@ -6,7 +6,6 @@ checksum is right. So a lease that ran out costs a miss, never wrong data.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,12 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
-from kvweave.store import Row, Schema, Source
-from kvweave.store.blob import Check, header, header_bytes
+from kvweave.store import Row, Schema, Source, sums
+from kvweave.store.blob import Check, header_bytes, sealed
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
-from kvweave.store.tier import PIECE_BYTES
+from kvweave.store.pages import Filling
 
 Target = Callable[[Row, int], Bytes]
 """Where the payload of a row's chunk shall be: memory of its length, in one piece."""
@@ -40,28 +38,21 @@ class Job(NamedTuple):
 
 def write(place: Bytes, row: Row, chunk: int, key: bytes, payload: Bytes, until: float) -> bool:
     """Seal a payload where it shall lie; False if that took so long that the place may be somebody else's by now."""
-    head, digest = header_bytes(row), xxhash.xxh3_64(header(row, chunk, key))
-    source, target = payload.reshape(-1).view(np.uint8), place[head:]
-    for at in range(0, row.payload_bytes, PIECE_BYTES):
-        if time.monotonic() >= until:
-            return False
-        piece = source[at : at + PIECE_BYTES]
-        np.copyto(target[at : at + PIECE_BYTES], piece)
-        digest.update(piece.data)  # of the source: what the arena holds by now may be somebody else's doing
-    place[:head] = np.frombuffer(header(row, chunk, key, digest.intdigest()), np.uint8)
+    head = header_bytes(row)
+    payload_sum = sums.copy(place[head:], payload.reshape(-1).view(np.uint8), until)
+    if payload_sum is None:  # what the arena holds there by now may be somebody else's doing
+        return False
+    place[:head] = np.frombuffer(sealed(row, chunk, key, payload_sum), np.uint8)
     return True
 
 
 def read(place: Bytes, row: Row, chunk: int, key: bytes, payload: Bytes) -> bool:
     """Copy a payload out; whether what was copied is what was sealed."""
-    size, check = header_bytes(row), Check(row, chunk, key)
-    head = place[:size].copy()
-    check.watch(head)
-    source = place[size : size + row.payload_bytes]
-    for at in range(0, row.payload_bytes, PIECE_BYTES):
-        piece = payload[at : at + PIECE_BYTES]
-        np.copyto(piece, source[at : at + PIECE_BYTES])
-        check.watch(piece)
+    check = Check(row, chunk, key)
+    head, stop = place[: check.head_bytes].copy(), check.head_bytes + row.payload_bytes
+    payload_sum = sums.copy(payload, place[check.head_bytes : stop])
+    if payload_sum is not None:
+        check.saw(payload_sum)
     return check.vouches(head)
 
 
@@ -104,11 +95,23 @@ class Copier:
         flying: list[Finish] = []
         try:
             for job in jobs:
-                payload = _checked(job.row, source(job.row, job.chunk))
-                flying.append(self._run(job.row, partial(write, *job, payload, until)))
+                if isinstance(source, Filling):
+                    work = partial(self._write_filled, job, source, until)
+                else:
+                    work = partial(write, *job, _checked(job.row, source(job.row, job.chunk)), until)
+                flying.append(self._run(job.row, work))
         finally:
             fine = [finish() for finish in flying]
         return all(fine)
+
+    def _write_filled(self, job: Job, source: Filling, until: float) -> bool:
+        memory = self._memory()
+        try:
+            payload = memory[: job.row.payload_bytes]
+            source.fill(job.row, job.chunk, payload)  # not in the arena: what is summed must be nobody else's
+            return write(*job, payload, until)
+        finally:
+            self._scratch.append(memory)
 
     def _memory(self) -> Bytes:
         try:

@@ -8,8 +8,9 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from kvweave.errors import Busy, ConfigError, OverLimit, Refused
@@ -26,6 +27,7 @@ from kvweave.store.files import Lock
 from kvweave.units import format_bytes
 
 log = logging.getLogger("kvweave.server")
+EXTRAS = "pip install 'kvweave[redis]', 'kvweave[object]' or 'kvweave[mooncake]'"
 
 
 class Daemon:
@@ -153,16 +155,36 @@ def _own(path: Path) -> Lock:
 
 def _far(settings: Settings) -> Cascade | None:
     """The tiers that are named, the nearest first. What waits to be written holds at most a quarter of the arena."""
-    jobs = max(1, min(32, settings.memory // 4 // BATCH_BYTES))
+    policy = LanePolicy(write="back", queue_jobs=max(1, min(32, settings.memory // 4 // BATCH_BYTES)))
     tiers: list[tuple[Tier, LanePolicy]] = []
-    if settings.disk:
-        disk = DiskTier(settings.disk.directory, settings.disk.capacity, quotas=settings.quotas)
-        tiers.append((disk, LanePolicy(write="back", queue_jobs=jobs)))
-    if settings.redis:
-        from kvweave.store.redis import RedisTier  # noqa: PLC0415 - its client is an extra
-
-        tiers.append((RedisTier(settings.redis), LanePolicy(write="back", queue_jobs=jobs)))
+    try:
+        for tier, deadline_s in _tiers(settings):
+            tiers.append((tier, replace(policy, deadline_s=deadline_s)))
+    except BaseException as error:
+        for tier, _ in tiers:
+            tier.close()
+        if isinstance(error, ImportError):
+            raise ConfigError(f"{error}; the tiers' clients are extras: {EXTRAS}") from error
+        raise
     return Cascade(*tiers) if tiers else None
+
+
+def _tiers(settings: Settings) -> Iterator[tuple[Tier, float]]:
+    """Each with the time that one answer of it may take."""
+    if settings.disk:
+        yield DiskTier(settings.disk.directory, settings.disk.capacity, quotas=settings.quotas), 2.0
+    if settings.redis:
+        from kvweave.store.redis import RedisTier  # noqa: PLC0415 - an extra
+
+        yield RedisTier(settings.redis), 2.0
+    if settings.mooncake:
+        from kvweave.store.mooncake import MooncakeTier  # noqa: PLC0415 - an extra
+
+        yield MooncakeTier(settings.mooncake), 2.0
+    if settings.object:
+        from kvweave.store.objects import ObjectTier  # noqa: PLC0415 - an extra
+
+        yield ObjectTier(settings.object), 10.0
 
 
 def _group(name: str) -> int:

@@ -16,14 +16,18 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.server.description import TierDescription
+from kvweave.server.report import TierCleared
 from kvweave.server.shared import Places, SharedArena
 from kvweave.store import Cascade, LaneStats
 from kvweave.store.cascade import BATCH_BYTES, NOWHERE, Budget
 from kvweave.store.lane import Lane
-from kvweave.store.tier import ABSENT
+from kvweave.store.tier import ABSENT, Which
 
 Want = tuple[bytes, int]
 """A key, and the length of its blob."""
+AT_ONCE = 64
+"""Blobs that a tier is asked for at a time: one that is far away brings them together, and some are shown early."""
 
 
 class Far:
@@ -84,15 +88,18 @@ class Far:
         left = [(key, start, length) for key, start, length in zip(keys, starts, lengths, strict=True) if start >= 0]
         try:
             while left:
-                self._read_one(lane, *left[-1])
-                left.pop()
+                some = left[-AT_ONCE:]
+                found = lane.tier.get([key for key, _, _ in some], [self._arena.view(*place) for _, *place in some])
+                del left[-AT_ONCE:]
+                for extent, length in zip(some, found, strict=True):
+                    self._take(lane, *extent, length)
         finally:
-            for key, start, length in left:
-                self._arena.abandon(key, start, length)
+            for extent in left:
+                self._arena.abandon(*extent)
             self._changed()
 
-    def _read_one(self, lane: Lane, key: bytes, start: int, length: int) -> None:
-        found = lane.tier.get([key], [self._arena.view(start, length)])[0]
+    def _take(self, lane: Lane, key: bytes, start: int, length: int, found: int) -> None:
+        """Show what is as long as it should be."""
         if found == length:
             self._arena.commit(key, start, length)
         else:
@@ -126,7 +133,7 @@ class Far:
             return
         self._arena.unpin(pinned.slots)
         lane.count("dropped", len(keys))
-        if here and wait_s:  # nothing left its queue for so long: it hangs
+        if here and wait_s and not lane.writes.is_open:  # nothing left its queue for so long: it hangs
             lane.writes.failed()
 
     def _write(self, lane: Lane, entries: Sequence[tuple[bytes, int, int]]) -> list[bool]:
@@ -147,6 +154,24 @@ class Far:
         if self._cascade:
             self._cascade.delete(keys)
 
+    def clear(self, which: Which, wait_s: float) -> list[TierCleared]:
+        """Empty every tier of these, after what is queued for it was written."""
+        budget = Budget.of(wait_s)
+        return [self._clear(lane, which, budget) for lane in self.lanes]
+
+    def _clear(self, lane: Lane, which: Which, budget: Budget) -> TierCleared:
+        drained = lane.drain(budget.within(lane.policy.deadline_s))
+        future = lane.start(lane.writes, partial(lane.tier.clear, which), budget.within(lane.policy.deadline_s))
+        if future is None:
+            return TierCleared(lane.tier.name, 0, "it is left alone for now, or busy: try again")
+        try:
+            gone = future.result(budget.left_s)
+        except TimeoutError:
+            return TierCleared(lane.tier.name, 0, "it is still at it")
+        except Exception as error:  # whatever a tier's library raises
+            return TierCleared(lane.tier.name, 0, str(error))
+        return TierCleared(lane.tier.name, gone, "" if drained else "something was still being written to it")
+
     def drain(self, wait_s: float) -> bool:
         """Write what is queued, and whatever else of the arena a tier lacks; whether all of it was tried in time."""
         if self._cascade is None:
@@ -160,6 +185,18 @@ class Far:
 
     def flush(self, wait_s: float) -> bool:
         return self._cascade.flush(wait_s) if self._cascade else True
+
+    def describe(self) -> list[TierDescription]:
+        return [
+            TierDescription(
+                lane.tier.name,
+                lane.tier.kind,
+                lane.tier.stats().capacity_bytes,
+                lane.policy.write,
+                lane.policy.deadline_s,
+            )
+            for lane in self.lanes
+        ]
 
     def stats(self) -> tuple[LaneStats, ...]:
         return self._cascade.stats() if self._cascade else ()

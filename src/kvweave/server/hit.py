@@ -11,6 +11,15 @@ from kvweave.server.copying import Target
 from kvweave.store import Prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What a prompt needs to go on from `position` stays in the arena."""
+
+    position: int
+    lease: int
+    generation: int
+
+
 @dataclass(frozen=True)
 class RemoteHit:
     """From `position` on there is work to do. What lies before stays where it is until `until`."""

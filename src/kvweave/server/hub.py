@@ -10,33 +10,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from kvweave import __version__
 from kvweave.errors import OverLimit
+from kvweave.server.description import Description, TierDescription
 from kvweave.server.far import Far
 from kvweave.server.opened import Opened
-from kvweave.server.protocol import Register
+from kvweave.server.protocol import VERSION, Register
 from kvweave.server.registered import Registered, digest
-from kvweave.server.report import ClientReport, PrefixReport, Report
+from kvweave.server.report import ClientReport, PrefixReport, Report, TierCleared
 from kvweave.server.settings import Settings
 from kvweave.server.shared import SharedArena
 from kvweave.store import Cascade, LaneStats
-from kvweave.store.keys import ROW_BYTES
+from kvweave.store.tier import Which
 
 T = TypeVar("T")
 WAITERS = 16
 """Threads that wait for tiers; beyond so many at once, requests to farther tiers queue up."""
 PREFIXES, SHOWN, MODELS = 4096, 20, 1024
-
-
-@runtime_checkable
-class Listing(Protocol):
-    """A tier that can say what it holds."""
-
-    def keys(self) -> list[bytes]: ...
-
-    def delete(self, keys: Sequence[bytes]) -> int: ...
 
 
 class Hub:
@@ -110,21 +102,18 @@ class Hub:
 
     # ---- clearing
 
-    def clear(self, tenant: bytes | None, model: str | None) -> tuple[int, list[str]]:
-        """Forget entries; how many, and which tiers cannot say what they hold. Blocks: for a thread."""
-        rows = None if model is None else {row.tobytes() for each in self._named(model) for row in each.ids}
-        gone, kept_by = 0, []
-        for tier in (self.arena, *(lane.tier for lane in self.far.lanes)):
-            if isinstance(tier, Listing):
-                held = tier.keys()
-                gone += tier.delete([key for key in held if _matches(key, tenant, rows)])
-            else:
-                kept_by.append(tier.name)
+    def clear(self, tenant: bytes | None, model: str | None, wait_s: float) -> list[TierCleared]:
+        """Forget entries. Memory is the last, so that nothing is written to a tier that was cleared. Blocks: for a
+        thread."""
+        rows = None if model is None else frozenset(row.tobytes() for each in self._named(model) for row in each.ids)
+        which = Which(tenant or b"", rows)
+        behind = self.far.clear(which, wait_s)
+        near = TierCleared(self.arena.name, self.arena.clear(which))
         self.notify()
-        return gone, kept_by
+        return [near, *behind]
 
-    def _named(self, model: str) -> Iterable[Registered]:
-        return [registered for registered in [*self._models.values()] if registered.model == model]
+    def _named(self, model: str | None) -> Iterable[Registered]:
+        return [registered for registered in [*self._models.values()] if model in (None, registered.model)]
 
     # ---- telling
 
@@ -144,6 +133,23 @@ class Hub:
             **{name: self.counts[name] for name in numbers},
         )
 
+    def describe(self, model: str | None) -> Description:
+        settings = self.settings
+        near = TierDescription(self.arena.name, self.arena.kind, self.arena.num_bytes, "through", None)
+        return Description(
+            version=__version__,
+            protocol=VERSION,
+            arena_bytes=self.arena.num_bytes,
+            lease_s=settings.lease_s,
+            drain_s=settings.drain_s,
+            reserve_bytes=int(self.arena.num_bytes * settings.limits.reserve_share),
+            pin_bytes=int(self.arena.num_bytes * settings.limits.pin_share),
+            limits=settings.limits,
+            tiers=(near, *self.far.describe()),
+            quotas=settings.quotas,
+            models=tuple(registered.describe() for registered in self._named(model)),
+        )
+
     def tiers(self) -> tuple[LaneStats, ...]:
         names = ("hits", "misses", "stored", "dropped", "damaged")
         counts = {name: self.counts[f"memory {name}"] for name in names}
@@ -161,7 +167,3 @@ class Hub:
 
 def _used_once(prefix: bytes, model: str, position: int) -> PrefixReport:
     return PrefixReport(prefix[:8].hex(), model, position, 1)
-
-
-def _matches(key: bytes, tenant: bytes | None, rows: set[bytes] | None) -> bool:
-    return (tenant is None or key.startswith(tenant)) and (rows is None or key[-ROW_BYTES:] in rows)

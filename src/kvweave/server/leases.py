@@ -11,6 +11,7 @@ import numpy as np
 from kvweave.errors import LeaseExpired, OverLimit
 from kvweave.server.shared import Places, SharedArena
 
+FOREVER = float("inf")
 Extent = tuple[bytes, int, int]
 """Key, start and length of what is being written."""
 
@@ -59,13 +60,26 @@ class Leases:
             self._arena.unpin(slots)
             raise OverLimit(f"{self._most} leases are held already; release some")
         held = slots if known is None else np.concatenate((known.slots, slots))
-        self._leases[number] = Lease(held, time.monotonic() + self._lease_s)
+        until = time.monotonic() + self._lease_s
+        self._leases[number] = Lease(held, until if known is None else max(known.until, until))
 
     def renew(self, numbers: Sequence[int]) -> list[int]:
         """Those that hold, for their time again."""
         alive = [number for number in numbers if number in self._leases]
         for number in alive:
-            self._leases[number].until = time.monotonic() + self._lease_s
+            lease = self._leases[number]
+            lease.until = max(lease.until, time.monotonic() + self._lease_s)
+        return alive
+
+    def pin(self, numbers: Sequence[int], most_bytes: int) -> list[int]:
+        """Those that hold, without an end; all of them, or `OverLimit` if that would be more than so many bytes."""
+        alive = [number for number in numbers if number in self._leases]
+        pinned = [lease for number, lease in self._leases.items() if number in alive or lease.until == FOREVER]
+        num_bytes = sum(self._arena.pinned_bytes(lease.slots) for lease in pinned)
+        if num_bytes > most_bytes:
+            raise OverLimit(f"{num_bytes} bytes would be pinned, {most_bytes} at most; unpin something")
+        for number in alive:
+            self._leases[number].until = FOREVER
         return alive
 
     def release(self, numbers: Sequence[int]) -> int:
@@ -110,4 +124,4 @@ class Leases:
 
     def give_back(self) -> int:
         """All of it."""
-        return self.expire(float("inf"))
+        return self.expire(FOREVER)

@@ -17,7 +17,8 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerError
-from kvweave.server.report import Report
+from kvweave.server.description import Description
+from kvweave.server.report import Report, TierCleared
 
 VERSION = 1
 LENGTH_BYTES = 4
@@ -128,6 +129,12 @@ class Renew(Message, frozen=True):
     leases: list[Number]
 
 
+class Pin(Message, frozen=True):
+    """Keep these leases until they are released, or the connection ends."""
+
+    leases: list[Number]
+
+
 class Release(Message, frozen=True):
     """Give back these leases; unknown and expired ones are fine."""
 
@@ -166,11 +173,18 @@ class Stats(Message, frozen=True):
     """What is in there, and what was done."""
 
 
+class Describe(Message, frozen=True):
+    """What the daemon is: its terms, its tiers, and the registered schemas, or those of one model."""
+
+    model: Name | None = None
+
+
 class Clear(Message, frozen=True):
-    """Forget everything, or what belongs to a tenant, a model, or both."""
+    """Forget everything, or what belongs to a tenant, a model, or both; in every tier, for so long at most."""
 
     tenant: Digest | None = None
     model: Name | None = None
+    wait_s: float = 60.0
 
 
 # ---- answers
@@ -221,11 +235,25 @@ class Stated(Message, frozen=True):
     report: Report
 
 
-class Cleared(Message, frozen=True):
-    """So many entries are gone; tiers that cannot list what they hold keep theirs."""
+class Described(Message, frozen=True):
+    """The answer to `Describe`."""
 
-    entries: int
-    kept_by: list[str]
+    description: Description
+
+
+class Cleared(Message, frozen=True):
+    """What became of it in each tier, the nearest first."""
+
+    tiers: list[TierCleared]
+
+    @property
+    def entries(self) -> int:
+        return sum(tier.entries for tier in self.tiers)
+
+    @property
+    def kept_by(self) -> dict[str, str]:
+        """Tiers that may still have something, and why."""
+        return {tier.name: tier.trouble for tier in self.tiers if tier.trouble}
 
 
 class Failed(Message, frozen=True):
@@ -236,10 +264,10 @@ class Failed(Message, frozen=True):
 
 
 Question = (
-    Hello | Ping | Register | Open | Close | Lookup | Bring | Prefetch | Renew | Release | Reserve | Commit | Damaged
-    | Flush | Stats | Clear
+    Hello | Ping | Register | Open | Close | Lookup | Bring | Prefetch | Renew | Pin | Release | Reserve | Commit
+    | Damaged | Flush | Stats | Describe | Clear
 )  # fmt: skip
-Answer = Welcome | Done | Found | Places | Alive | Stated | Cleared | Failed
+Answer = Welcome | Done | Found | Places | Alive | Stated | Described | Cleared | Failed
 
 ERRORS = {error.__name__: error for error in (ServerError, Refused, BadRequest, OverLimit, LeaseExpired)}
 

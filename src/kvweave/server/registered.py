@@ -6,13 +6,15 @@ import hashlib
 import json
 from collections import Counter
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import BadRequest, KVWeaveError
 from kvweave.prefix import Present, joint_hit
+from kvweave.server.description import GroupDescription, ModelDescription, RowDescription
 from kvweave.server.protocol import GroupInfo, Register, RowInfo
-from kvweave.server.report import GroupReport, ModelReport
+from kvweave.server.report import ModelReport
 from kvweave.spec import Reach, codec
 from kvweave.spec.reach import reach_class
 from kvweave.store import Row, Schema
@@ -33,6 +35,23 @@ def registration(number: int, model: str, schema: Schema) -> Register:
     return Register(number, model, schema.chunk_tokens, rows, groups)
 
 
+class _Role(msgspec.Struct):
+    name: str
+    rows: int
+    shape: list[int]
+    dtype: str
+
+
+class _Meta(msgspec.Struct):
+    """What the daemon reads of a row's `meta`."""
+
+    chunk_tokens: int
+    layers: list[int]
+    roles: list[_Role]
+    part: int
+    parts: int
+
+
 class Registered:
     """A registered schema, shared by all connections that registered the same."""
 
@@ -42,7 +61,7 @@ class Registered:
         self.sizes = np.array([row.blob_bytes for row in said.rows], np.int64)
         self.ids = np.frombuffer(b"".join(row.id for row in said.rows), np.uint8).reshape(-1, ROW_BYTES)
         self.counts: Counter[str] = Counter()
-        self._layers = [_num_layers(row, said.chunk_tokens) for row in said.rows]
+        self._described = [_described(row, said.chunk_tokens) for row in said.rows]
         self._groups = list(_groups(said))
         self._needs = [Row(tag, reach, (), (), 0, 1, said.chunk_tokens).needs for tag, reach, _ in self._groups]
 
@@ -67,13 +86,17 @@ class Registered:
         return np.concatenate(pieces)
 
     def report(self) -> ModelReport:
-        groups = tuple(self._group(*group) for group in self._groups)
         numbers = {name: self.counts[name] for name in ("lookups", "tokens_asked", "tokens_found")}
-        return ModelReport(self.model, self.digest.hex(), self.chunk_tokens, groups, **numbers)
+        return ModelReport(self.model, self.digest.hex(), **numbers)
 
-    def _group(self, tag: str, reach: Reach, rows: slice) -> GroupReport:
+    def describe(self) -> ModelDescription:
+        groups = tuple(self._group(*group) for group in self._groups)
+        return ModelDescription(self.model, self.digest.hex(), self.chunk_tokens, groups)
+
+    def _group(self, tag: str, reach: Reach, rows: slice) -> GroupDescription:
         words = " ".join(str(value) for value in codec.to_dict(reach).values())
-        return GroupReport(tag, words, rows.stop - rows.start, self._layers[rows.start], int(self.sizes[rows].sum()))
+        described = self._described[rows]
+        return GroupDescription(tag, words, described[0][0], tuple(row for _, row in described))
 
 
 def digest(said: Register) -> bytes:
@@ -85,18 +108,18 @@ def digest(said: Register) -> bytes:
     return facts.digest()[:8]
 
 
-def _num_layers(row: RowInfo, chunk_tokens: int) -> int:
-    """Of how many layers a row says it is. An id that is not the digest of what it says is somebody else's."""
+def _described(row: RowInfo, chunk_tokens: int) -> tuple[tuple[int, ...], RowDescription]:
+    """A row's layers, and what else it says of itself. An id that is not the digest of that is somebody else's."""
     if hashlib.sha256(b"kvweave row 1\0" + row.meta).digest()[:ROW_BYTES] != row.id:
         raise BadRequest(f"row {row.id.hex()} has another digest: this is a schema of another version of kvweave")
     try:
-        meta = json.loads(row.meta)
-        tokens, layers = meta["chunk_tokens"], len(meta["layers"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise BadRequest(f"row {row.id.hex()} does not say what it is: {error!r}") from None
-    if tokens != chunk_tokens:
-        raise BadRequest(f"row {row.id.hex()} is of chunks of {tokens} tokens, not {chunk_tokens}")
-    return layers
+        meta = msgspec.json.decode(row.meta, type=_Meta)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"row {row.id.hex()} does not say what it is: {error}") from None
+    if meta.chunk_tokens != chunk_tokens:
+        raise BadRequest(f"row {row.id.hex()} is of chunks of {meta.chunk_tokens} tokens, not {chunk_tokens}")
+    roles = tuple(f"{role.name} {[role.rows, *role.shape]} {role.dtype}" for role in meta.roles)
+    return tuple(meta.layers), RowDescription(row.id.hex(), meta.part, meta.parts, row.blob_bytes, roles)
 
 
 def _groups(said: Register) -> list[tuple[str, Reach, slice]]:

@@ -16,13 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvweave.errors import LeaseExpired, ServerError, ServerGone
 from kvweave.server import protocol as say
 from kvweave.server.client import Client
 from kvweave.server.copying import Copier, Job, Target
+from kvweave.server.description import Description
 from kvweave.server.dialogue import Dialogue, key_of
-from kvweave.server.hit import RemoteHit
+from kvweave.server.hit import Pin, RemoteHit
 from kvweave.server.protocol import FAR, NO_ROOM, numbers, packed
 from kvweave.server.report import Report
 from kvweave.store import AnyStore, Prompt, Row, Saved, Schema, Sink, Source, StoreStats
@@ -136,6 +138,13 @@ class RemoteStore(AnyStore[RemoteHit]):
         row = self.schema.rows[number]
         return Job(arena[start : start + self._sizes[number]], row, chunk, key_of(prompt, row, chunk))
 
+    def _wanted(self, hit: RemoteHit, rows: Sequence[int] | None) -> tuple[Sequence[int], NDArray[np.bool_]]:
+        """The rows that matter, and what is near if nothing of them is: all of the others."""
+        wanted = range(len(self.schema.rows)) if rows is None else rows
+        near = np.zeros_like(hit.present)
+        near[[row for row in range(len(near)) if row not in wanted]] = True
+        return wanted, near
+
     def prefetch(
         self, hit: RemoteHit, *, rows: Sequence[int] | None = None, budget_s: float | None = None
     ) -> Future[int]:
@@ -149,15 +158,39 @@ class RemoteStore(AnyStore[RemoteHit]):
         return future
 
     def _prefetched(self, hit: RemoteHit, rows: Sequence[int] | None, budget: Budget) -> int:
-        wanted = range(len(self.schema.rows)) if rows is None else rows
-        near = np.zeros_like(hit.present)
-        near[[row for row in range(len(near)) if row not in wanted]] = True
+        wanted, near = self._wanted(hit, rows)
         with self._or_miss(), self.client.again() as client:
             other = RemoteStore(self.schema, client, model=self._dialogue.model, workers=1)
             for batch in self._batches([*self._needs(hit.position, wanted)]):
                 for piece in other._bring(hit.prompt, batch, 0, budget):
                     near[piece] = True
         return self._position(hit.prompt, near, hit.position)
+
+    def pin(self, hit: RemoteHit, *, rows: Sequence[int] | None = None, budget_s: float | None = None) -> Pin:
+        """Bring what a hit needs into the arena, and keep it there until `unpin`, or until this connection ends.
+
+        Raises `OverLimit` for more than the daemon lets one connection pin, and `ServerGone`; then nothing is pinned.
+        """
+        wanted, near = self._wanted(hit, rows)
+        lease, generation, budget = self.client.number(), self.client.generation, Budget.of(budget_s)
+        try:
+            for batch in self._batches([*self._needs(hit.position, wanted)]):
+                for piece in self._bring(hit.prompt, batch, lease, budget):
+                    near[piece] = True
+            self.client.ask(say.Pin([lease]), say.Alive)
+            if self.client.generation != generation:
+                raise ServerGone("the connection was lost, and what was pinned with it")
+        except ServerError:
+            with suppress(ServerError):
+                self.client.ask(say.Release([lease]), say.Done)
+            raise
+        return Pin(self._position(hit.prompt, near, hit.position), lease, generation)
+
+    def unpin(self, pin: Pin) -> None:
+        """Let the daemon evict it; may be called twice."""
+        if pin.generation == self.client.generation:
+            with suppress(ServerError):
+                self.client.ask(say.Release([pin.lease]), say.Done)
 
     # ---- writing
 
@@ -233,6 +266,10 @@ class RemoteStore(AnyStore[RemoteHit]):
     def report(self) -> Report:
         """What the daemon says of itself. Raises `ServerGone`."""
         return self.client.ask(say.Stats(), say.Stated).report
+
+    def describe(self) -> Description:
+        """What the daemon is, and what was registered as this store's model. Raises `ServerGone`."""
+        return self.client.ask(say.Describe(self._dialogue.model), say.Described).description
 
     def stats(self) -> StoreStats:
         with self._or_miss():

@@ -1,4 +1,4 @@
-"""What a daemon says of itself: frozen records, which `inspect`, metrics and tests read."""
+"""What a daemon counts: frozen records, which `inspect`, metrics and tests read."""
 
 from __future__ import annotations
 
@@ -8,25 +8,11 @@ from kvweave.store import LaneStats
 
 
 @dataclass(frozen=True, slots=True)
-class GroupReport:
-    """A group of a registered model."""
-
-    tag: str
-    reach: str
-    parts: int
-    layers: int
-    chunk_bytes: int
-    """Of one chunk, all parts, headers included."""
-
-
-@dataclass(frozen=True, slots=True)
 class ModelReport:
-    """A registered model, and what was asked for it."""
+    """A registered model by the digest of its schema, and what was asked for it."""
 
     model: str
     schema: str
-    chunk_tokens: int
-    groups: tuple[GroupReport, ...]
     lookups: int
     tokens_asked: int
     tokens_found: int
@@ -55,6 +41,15 @@ class ClientReport:
     leases: int
     leased_bytes: int
     reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierCleared:
+    """What became of clearing a tier: entries that are gone, and what is in the way of the others, if anything."""
+
+    name: str
+    entries: int
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,9 @@ class Session:
         self._schemas: dict[int, Registered] = {}
         self._sequences: dict[int, Opened] = {}
         self.leases = Leases(hub.arena, hub.settings.lease_s, limits.leases)
-        self._most_bytes = int(hub.arena.num_bytes * limits.reserve_share)
+        self._most_bytes, self._most_pinned = (
+            int(hub.arena.num_bytes * share) for share in (limits.reserve_share, limits.pin_share)
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -51,6 +53,7 @@ class Session:
             say.Bring: self._bring,
             say.Prefetch: self._prefetch,
             say.Renew: lambda ask: say.Alive(self.leases.renew(ask.leases)),
+            say.Pin: lambda ask: say.Alive(self.leases.pin(ask.leases, self._most_pinned)),
             say.Release: self._release,
             say.Reserve: self._reserve,
             say.Commit: self._commit,

@@ -51,6 +51,8 @@ class Limits:
     leases: int = 4096
     reserve_share: float = 0.25
     """Of the arena, that one connection may have reserved, or under lease by one message, at once."""
+    pin_share: float = 0.25
+    """... and pinned, by all its pins together."""
 
 
 def default_socket() -> Path:
@@ -66,6 +68,8 @@ class Settings:
     memory: int = 8 << 30
     disk: Disk | None = None
     redis: str | None = None
+    object: str | None = None
+    mooncake: str | None = None
     socket: Path = field(default_factory=default_socket)
     group: str | None = None
     http: str | None = None
@@ -155,6 +159,8 @@ _READ: dict[str, Any] = {
     "memory": parse_bytes,
     "disk": lambda value: Disk.parse(_text(value)),
     "redis": _text,
+    "object": _text,
+    "mooncake": _text,
     "socket": _path,
     "group": _text,
     "http": _text,

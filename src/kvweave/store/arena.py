@@ -21,7 +21,7 @@ from kvweave.errors import StoreError, TierError
 from kvweave.store.catalog import Catalog, Quota
 from kvweave.store.extents import Extents
 from kvweave.store.keys import Bytes
-from kvweave.store.tier import ABSENT, Blob, TierStats, Watch, blob_length
+from kvweave.store.tier import ABSENT, ALL, Blob, TierStats, Watch, Which, blob_length
 
 
 class Medium(Protocol):
@@ -50,6 +50,8 @@ class Journal(Protocol):
 
 class ArenaTier:
     """Blobs in extents of `medium`, at most `capacity` bytes of it."""
+
+    kind: str
 
     def __init__(
         self,
@@ -179,6 +181,9 @@ class ArenaTier:
             slots = [slot for key in dict.fromkeys(keys) if (slot := self._catalog.slot_of.get(key)) is not None]
             self._forget(slots)
         return len(slots)
+
+    def clear(self, which: Which = ALL) -> int:
+        return self.delete([key for key in self.keys() if key in which])
 
     def keys(self) -> list[bytes]:
         """All that are here now."""

@@ -1,10 +1,10 @@
 """Blobs: values that say what they are, and can tell that they are damaged.
 
     0   magic "KVWV"      4   version   6   0     8   length of meta   12  0
-    16  length of payload 24  checksum (XXH3, 64 bits, of the whole blob with these 8 bytes zero)
+    16  length of payload 24  checksum: XXH3, 64 bits, of the header with these 8 bytes zero and the payload's own XXH3
     32  key (48: tenant, digest of namespace and tokens, row)   80  first token   88  end token
     96  meta: JSON of the row (group, layers, roles, shapes, dtypes, part), blanks up to a multiple of 4096
-        payload, in the row's order: from a sector on, so that it goes to a disk, and comes from it, without a copy
+        payload, in the row's order: from a sector on, so that it goes to a disk without a copy
 
 A reader knows what it wants, so it knows every byte of the header but the checksum: whatever differs is a miss.
 """
@@ -18,10 +18,11 @@ from typing import Any
 
 import xxhash
 
+from kvweave.store import sums
 from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.rows import Row
 
-MAGIC, VERSION = b"KVWV", 1
+MAGIC, VERSION = b"KVWV", 2
 HEADER = struct.Struct(f"<4sHHIIQQ{KEY_BYTES}sQQ")
 CHECKSUM = slice(24, 32)
 ALIGN = 4096
@@ -49,47 +50,43 @@ def seal(row: Row, chunk: int, key: bytes, payload: Bytes) -> tuple[bytes, memor
     """Header and payload, to be written one after the other."""
     if payload.nbytes != row.payload_bytes:
         raise ValueError(f"row {row.tag!r}: payload has {payload.nbytes} bytes, {row.payload_bytes} expected")
-    checksum = _checksum(header(row, chunk, key), payload)
-    return header(row, chunk, key, checksum), payload.data
+    return sealed(row, chunk, key, sums.checksum(payload)), payload.data
+
+
+def sealed(row: Row, chunk: int, key: bytes, payload_sum: int) -> bytes:
+    """The header over a payload of which only the sum is known."""
+    return header(row, chunk, key, _checksum(header(row, chunk, key), payload_sum))
 
 
 class Check:
-    """Whether bytes are exactly what was sealed for a row, chunk and key; may be shown them as they come."""
+    """Whether bytes are exactly what was sealed for a row, chunk and key."""
 
     def __init__(self, row: Row, chunk: int, key: bytes) -> None:
         self._row, self._chunk, self._key = row, chunk, key
-        self._header_bytes = header_bytes(row)
-        self._digest = xxhash.xxh3_64(header(row, chunk, key))
-        self._seen = 0
+        self.head_bytes = header_bytes(row)
+        self._payload_sum: int | None = None
 
-    def watch(self, piece: Bytes) -> None:
-        """The next bytes; those of the header are known."""
-        known = self._header_bytes - self._seen
-        self._digest.update(piece[known:].data if known > 0 else piece.data)
-        self._seen += piece.nbytes
+    def saw(self, payload_sum: int) -> None:
+        """The sum of what stands behind the header, by whoever had it in the cache."""
+        self._payload_sum = payload_sum
 
     def passes(self, blob: Bytes) -> bool:
-        """The verdict on the whole of it, of which any first bytes may have been shown."""
-        if blob.nbytes != self._header_bytes + self._row.payload_bytes or self._sealed(blob) is None:
+        """The verdict on all bytes; a payload whose sum nobody saw is summed."""
+        if blob.nbytes != self.head_bytes + self._row.payload_bytes:
             return False
-        self.watch(blob[self._seen :])
+        if self._payload_sum is None:
+            self.saw(sums.checksum(blob[self.head_bytes :]))
         return self.vouches(blob)
 
     def vouches(self, head: Bytes) -> bool:
-        """The verdict when all bytes were shown, of which `head` are the first."""
-        return self._sealed(head) == self._digest.intdigest()
-
-    def _sealed(self, head: Bytes) -> int | None:
-        """The checksum that a header carries; None if it is not the one expected."""
-        checksum = int.from_bytes(head[CHECKSUM].tobytes(), "little")
-        expected = header(self._row, self._chunk, self._key, checksum)
-        return checksum if head[: self._header_bytes].tobytes() == expected else None
+        """The verdict when the payload's sum was seen, of a blob whose first bytes are `head`."""
+        if self._payload_sum is None:
+            return False
+        return head[: self.head_bytes].tobytes() == sealed(self._row, self._chunk, self._key, self._payload_sum)
 
 
-def _checksum(head: bytes, payload: Bytes) -> int:
-    digest = xxhash.xxh3_64(head)
-    digest.update(payload.data)
-    return digest.intdigest()
+def _checksum(head: bytes, payload_sum: int) -> int:
+    return xxhash.xxh3_64_intdigest(head + payload_sum.to_bytes(8, "little"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,7 @@ def describe(blob: bytes) -> Description | None:
     size = HEADER.size + meta_bytes
     if version != VERSION or len(blob) != size + payload_bytes:
         return None
-    plain = blob[: CHECKSUM.start] + bytes(8) + blob[CHECKSUM.stop :]
-    if xxhash.xxh3_64_intdigest(plain) != checksum:
+    head = blob[: CHECKSUM.start] + bytes(8) + blob[CHECKSUM.stop : size]
+    if _checksum(head, xxhash.xxh3_64_intdigest(blob[size:])) != checksum:
         return None
     return Description(key, start, stop, payload_bytes, json.loads(blob[HEADER.size : size]))

@@ -206,7 +206,7 @@ def _read(lane: Lane, wants: Sequence[Want]) -> Fetched:
     blobs: Fetched = []
     for want in wants:
         buffer, check = aligned(want.num_bytes), want.check()
-        length = lane.tier.get([want.key], [buffer], [check.watch])[0]
+        length = lane.tier.get([want.key], [buffer], [check])[0]
         fine = length == want.num_bytes and check.passes(buffer)
         if not fine and length != ABSENT:
             lane.count("damaged")

@@ -1,6 +1,6 @@
-"""The disk tier: one file of blobs, one journal that says where they are. Survives `kill -9` at any moment.
+"""The disk tier: files of blobs, one journal that says where they are. Survives `kill -9` at any moment.
 
-    DIR/blobs     extents, reused as entries go; grows up to the quota
+    DIR/blobs-N   extents, in stripes (`stripes.py`), reused as entries go; they grow up to the quota
     DIR/journal   which key lies where (`journal.py`)
     DIR/lock      the process that owns the directory
 
@@ -33,6 +33,8 @@ class DiskTier(ArenaTier):
     another process owns is `Busy`.
     """
 
+    kind = "disk"
+
     def __init__(
         self,
         directory: str | Path,
@@ -53,7 +55,7 @@ class DiskTier(ArenaTier):
         journal = self._file_journal if self.writable else None
         try:
             super().__init__(name, file, parse_bytes(capacity), align=SECTOR, quotas=quotas, journal=journal)
-            self._fill(self._file_journal.open(), file.num_bytes)
+            self._fill(self._file_journal.open(), file)
         except BaseException:
             file.close()
             self._release()
@@ -63,10 +65,10 @@ class DiskTier(ArenaTier):
     def writable(self) -> bool:
         return self._owned is not None
 
-    def _fill(self, entries: Entries, file_bytes: int) -> None:
+    def _fill(self, entries: Entries, file: File) -> None:
         """Take over what the journal says, as far as it can be so."""
         ends = entries.starts + entries.lengths
-        fine = (ends <= file_bytes) & (ends <= self._extents.capacity) & (entries.starts % SECTOR == 0)
+        fine = file.hold(ends) & (ends <= self._extents.capacity) & (entries.starts % SECTOR == 0)
         order = np.flatnonzero(fine)[np.argsort(entries.starts[fine], kind="stable")]
         order = order[_apart(entries.starts[order], ends[order])]
         self._extents.keep(entries.starts[order], entries.lengths[order])
@@ -106,7 +108,7 @@ def _own(directory: Path) -> Lock | None:
         return Lock(directory / "lock")
     except OSError as error:
         unwritable = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
-        if unwritable and os.access(directory / "blobs", os.R_OK):
+        if unwritable and os.access(directory / "blobs-0", os.R_OK):
             return None
         raise failure(str(directory), error) from error
 

@@ -1,4 +1,4 @@
-"""A file as a medium: through the page cache, or past it (O_DIRECT, by way of aligned buffers)."""
+"""Files as a medium: through the page cache, or past it (O_DIRECT, by way of aligned buffers)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import fcntl
 import mmap
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvweave.errors import Busy, ReadOnly, TierError, TierFull
+from kvweave.store import sums
 from kvweave.store.keys import Bytes
-from kvweave.store.tier import PIECE_BYTES, Blob, Watch
+from kvweave.store.stripes import Stripes
+from kvweave.store.tier import Blob, Watch
 
 SECTOR = 4096
 BOUNCE_BYTES = 8 << 20
+HEAD_BYTES = 128 << 10
+"""Room for a header beside the first piece of a read."""
 
 
 def failure(where: str, error: OSError) -> TierError:
@@ -29,117 +35,83 @@ def failure(where: str, error: OSError) -> TierError:
 
 
 class File:
-    """Bytes of a file, in the page cache."""
+    """Bytes of some files as if of one (`Stripes`), in the page cache.
 
-    flags = 0
+    They are read by way of a buffer that stays in the processor's cache, where they are summed.
+    """
+
+    flags, sector, bounce_bytes = 0, 1, (256 << 10) + HEAD_BYTES
 
     def __init__(self, path: Path, *, writable: bool) -> None:
         self._path = str(path)
-        mode = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
-        self._fd = os.open(path, mode | os.O_CLOEXEC | self.flags, 0o600)
+        self._stripes = Stripes(path, (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | self.flags)
+        self._local = threading.local()
 
-    @property
-    def num_bytes(self) -> int:
-        return os.fstat(self._fd).st_size
+    def hold(self, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return self._stripes.hold(ends)
 
     def write(self, start: int, blob: Blob) -> None:
-        pieces = [memoryview(piece) for piece in blob]
         try:
-            while pieces:
-                written = os.pwritev(self._fd, pieces, start)
-                start += written
-                pieces = _rest(pieces, written)
+            self._write(start, blob)
         except OSError as error:
             raise failure(self._path, error) from error
+
+    def _write(self, start: int, blob: Blob) -> None:
+        self._stripes.write(start, blob)
 
     def read(self, start: int, into: Bytes, watch: Watch | None = None) -> bool:
-        for at in range(0, into.nbytes, PIECE_BYTES):
-            piece = into[at : at + PIECE_BYTES]
-            if not self._read(start + at, piece.data):
-                return False
-            if watch:
-                watch(piece)
-        return True
-
-    def _read(self, start: int, left: memoryview) -> bool:
         try:
-            while left and (count := os.preadv(self._fd, [left], start)):
-                left, start = left[count:], start + count
+            payload_sum = self._read(start, into, watch.head_bytes if watch else 0)
         except OSError as error:
             raise failure(self._path, error) from error
-        return not left
+        if watch and payload_sum is not None:
+            watch.saw(payload_sum)
+        return payload_sum is not None
+
+    def _read(self, start: int, into: Bytes, head: int) -> int | None:
+        """The sum of what stands behind `head` bytes; None if the file ends."""
+        return sums.read(self._stripes, start, into, head, self._bounce()[: self.bounce_bytes], self.sector)
+
+    def _bounce(self) -> Bytes:
+        """This thread's aligned buffer."""
+        if not hasattr(self._local, "buffer"):
+            memory = mmap.mmap(-1, BOUNCE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without huge pages, of which the disk takes fewer pieces
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._local.buffer = np.frombuffer(memory, np.uint8)
+        buffer: Bytes = self._local.buffer
+        return buffer
 
     def close(self) -> None:
-        os.close(self._fd)
-
-
-def _rest(pieces: list[memoryview], written: int) -> list[memoryview]:
-    """What is left of `pieces` when so many bytes of them were written."""
-    while pieces and written >= len(pieces[0]):
-        written -= len(pieces.pop(0))
-    return [pieces[0][written:], *pieces[1:]] if pieces else []
+        self._stripes.close()
 
 
 class DirectFile(File):
     """The same past the page cache: memory stays free for others, and speed is the disk's."""
 
-    flags = os.O_DIRECT
+    flags, sector, bounce_bytes = os.O_DIRECT, SECTOR, (2 << 20) + HEAD_BYTES
 
-    def __init__(self, path: Path, *, writable: bool) -> None:
-        super().__init__(path, writable=writable)
-        self._local = threading.local()
-
-    def _bounce(self) -> Bytes:
-        """This thread's aligned buffer."""
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = np.frombuffer(mmap.mmap(-1, BOUNCE_BYTES), np.uint8)
-        buffer: Bytes = self._local.buffer
-        return buffer
-
-    def write(self, start: int, blob: Blob) -> None:
+    def _write(self, start: int, blob: Blob) -> None:
         buffer, filled = self._bounce(), 0
         for piece in blob:
             source = np.frombuffer(piece, np.uint8)
             if not (filled % SECTOR or source.ctypes.data % SECTOR):  # it can go as it lies
                 straight = source[: source.nbytes // SECTOR * SECTOR]
-                super().write(start, [buffer[:filled].data, straight.data])
+                self._stripes.write(start, [buffer[:filled].data, straight.data])
                 start, filled, source = start + filled + straight.nbytes, 0, source[straight.nbytes :]
             while source.nbytes:
                 count = min(source.nbytes, BOUNCE_BYTES - filled)
                 np.copyto(buffer[filled : filled + count], source[:count])
                 source, filled = source[count:], filled + count
                 if filled == BOUNCE_BYTES:
-                    super().write(start, [buffer.data])
+                    self._stripes.write(start, [buffer.data])
                     start, filled = start + BOUNCE_BYTES, 0
         if filled:
-            super().write(start, [buffer[: -(-filled // SECTOR) * SECTOR].data])
-
-    def read(self, start: int, into: Bytes, watch: Watch | None = None) -> bool:
-        """Straight into memory that is aligned, as far as whole sectors go."""
-        straight = 0 if into.ctypes.data % SECTOR else into.nbytes // SECTOR * SECTOR
-        for at in range(0, straight, BOUNCE_BYTES):
-            part = into[at : min(at + BOUNCE_BYTES, straight)]
-            if not self._read(start + at, part.data):
-                return False
-            if watch:
-                watch(part)
-        for at in range(straight, into.nbytes, BOUNCE_BYTES):
-            if not self._read_bounced(start + at, into[at : at + BOUNCE_BYTES], watch):
-                return False
-        return True
-
-    def _read_bounced(self, start: int, into: Bytes, watch: Watch | None) -> bool:
-        buffer = self._bounce()
-        if not self._read(start, buffer[: -(-into.nbytes // SECTOR) * SECTOR].data):
-            return False
-        np.copyto(into, buffer[: into.nbytes])
-        if watch:
-            watch(into)
-        return True
+            self._stripes.write(start, [buffer[: -(-filled // SECTOR) * SECTOR].data])
 
 
 def aligned(num_bytes: int) -> Bytes:
-    """Memory that starts at a sector, so that nothing is copied on the way from the disk."""
+    """Memory that starts at a sector, so that nothing is copied on the way to the disk."""
     memory = np.empty(num_bytes + SECTOR, np.uint8)
     start = -memory.ctypes.data % SECTOR
     return memory[start : start + num_bytes]

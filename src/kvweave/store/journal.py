@@ -21,7 +21,7 @@ from kvweave.store.files import failure
 from kvweave.store.keys import KEY_BYTES
 
 RECORD = np.dtype([("key", f"V{KEY_BYTES}"), ("start", "<u8"), ("length", "<u4"), ("check", "<u4")])
-MAGIC = b"kvweave journal 1\n".ljust(RECORD.itemsize, b"\0")
+MAGIC = b"kvweave journal 2\n".ljust(RECORD.itemsize, b"\0")
 MOST_BYTES = 2**32 - 1
 SLACK = 65_536
 """Records of removed entries that are borne beside as many live ones before the file is written anew."""

@@ -3,11 +3,15 @@
 A key is 48 bytes, made without a step per key but one broadcast:
 
     tenant (8)   whose it is, for quotas: no secret, only a name's digest
-    prefix (32)  SHA-256 over namespace, grid and every token up to the end of the chunk
+    prefix (32)  a chain of SHA-256 over namespace, grid and every token up to the end of the chunk
     row (8)      which group and part of the model, and in what rows and dtypes (`rows.Row.id`)
 
-The prefix digests of a prompt are one running hash, read out at every grid point: each token is hashed once, and equal
-digests mean equal namespaces, equal grids and equal tokens from the first on.
+A chunk's own digest is its leaf; a prefix is the digest of the prefix before it and the next leaf:
+
+    prefix[-1] = H(domain, namespace, chunk_tokens)      leaf[i] = H(tokens[i])      prefix[i] = H(prefix[i-1], leaf[i])
+
+Each token is hashed once, many leaves at a time. Equal prefixes mean equal namespaces, equal grids and equal tokens,
+from the first on: a prefix takes its halves from fixed places, so a leaf never passes for a prefix.
 """
 
 from __future__ import annotations
@@ -22,8 +26,11 @@ from numpy.typing import NDArray
 
 from kvweave.errors import BadTokens
 from kvweave.prefix import Span, as_tokens
+from kvweave.store.compiled import native
 
-DOMAIN = b"kvweave chain 1\0"
+DOMAIN = b"kvweave chain 2\0"
+SPANS = (-2).to_bytes(4, "little", signed=True) + b"kvweave spans 2\0"
+"""-2 is no token and no mark, so no chunk starts with it."""
 TENANT_BYTES, PREFIX_BYTES, ROW_BYTES = 8, 32, 8
 KEY_BYTES = TENANT_BYTES + PREFIX_BYTES + ROW_BYTES
 
@@ -97,16 +104,32 @@ def prompt(tokens: object, namespace: Namespace, chunk_tokens: int, spans: Seque
     """Hash a prompt's whole chunks. A span's content is part of the chunk in which it starts."""
     numbers = as_tokens(_array(tokens) if isinstance(tokens, list | tuple) else tokens)
     marked, contents = _mark(numbers, spans, chunk_tokens) if spans else (numbers, {})
-    whole = np.ascontiguousarray(marked[: len(numbers) // chunk_tokens * chunk_tokens], "<i4")
-    running = hashlib.sha256(DOMAIN + namespace.fingerprint + chunk_tokens.to_bytes(8, "little"))
-    update, copy, digests = running.update, running.copy, []
-    for number, chunk in enumerate(whole.view(f"V{4 * chunk_tokens}").tolist()):
-        update(chunk)
-        if contents and number in contents:
-            update(contents[number])
-        digests.append(copy().digest())
-    prefixes = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, PREFIX_BYTES)
+    num_chunks = len(numbers) // chunk_tokens
+    whole = np.ascontiguousarray(marked[: num_chunks * chunk_tokens], "<i4")
+    leaves = bytearray(_digests(whole.view(np.uint8), 4 * chunk_tokens))
+    for number in contents.keys() & range(num_chunks):
+        leaf = slice(number * PREFIX_BYTES, (number + 1) * PREFIX_BYTES)
+        leaves[leaf] = hashlib.sha256(SPANS + leaves[leaf] + contents[number]).digest()
+    first = hashlib.sha256(DOMAIN + namespace.fingerprint + chunk_tokens.to_bytes(8, "little")).digest()
+    prefixes = np.frombuffer(_links(first, leaves), np.uint8).reshape(-1, PREFIX_BYTES)
     return Prompt(namespace, len(numbers), chunk_tokens, prefixes)
+
+
+def _digests(messages: Bytes, size: int) -> bytes:
+    """The digest of each message of `size` bytes, one after the other."""
+    if native:
+        return native.digests(messages, size)
+    return b"".join(hashlib.sha256(message).digest() for message in messages.view(f"V{size}").tolist())
+
+
+def _links(first: bytes, leaves: bytearray) -> bytes:
+    """The chain over `leaves`: every link is the digest of the one before it and the next leaf."""
+    if native:
+        return native.links(first, leaves)
+    links = [first]
+    for at in range(0, len(leaves), PREFIX_BYTES):
+        links.append(hashlib.sha256(links[-1] + leaves[at : at + PREFIX_BYTES]).digest())
+    return b"".join(links[1:])
 
 
 def _array(tokens: list[int] | tuple[int, ...]) -> object:
@@ -120,7 +143,7 @@ def _array(tokens: list[int] | tuple[int, ...]) -> object:
 def _mark(tokens: NDArray[np.int32], spans: Sequence[Span], size: int) -> tuple[NDArray[np.int32], dict[int, bytes]]:
     """-1, which no token is, where a span starts; and by chunk the digests of what starts in it, in order.
 
-    A chunk with k marks is followed by k digests, so the bytes hashed can be read in one way only.
+    A leaf with k marks is followed by k digests, so the bytes hashed can be read in one way only.
     """
     marked, contents = tokens.copy(), dict[int, bytes]()
     starts = [span.start for span in spans]
@@ -128,7 +151,7 @@ def _mark(tokens: NDArray[np.int32], spans: Sequence[Span], size: int) -> tuple[
         raise BadTokens(f"spans start at {starts}; each needs a place of its own in a prompt of {len(tokens)} tokens")
     for start, content in sorted(spans, key=lambda span: span.start):
         token = int(tokens[start]).to_bytes(4, "little")
-        digest = hashlib.sha256(b"kvweave span 1\0" + token + bytes(content)).digest()
+        digest = hashlib.sha256(b"kvweave span 2\0" + token + bytes(content)).digest()
         contents[start // size] = contents.get(start // size, b"") + digest
         marked[start] = -1
     return marked, contents

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvweave.store import sums
 from kvweave.store.arena import ArenaTier
 from kvweave.store.catalog import Quota
 from kvweave.store.keys import Bytes
-from kvweave.store.tier import PIECE_BYTES, Blob, Watch
+from kvweave.store.tier import Blob, Watch
 from kvweave.units import parse_bytes
 
 ALIGN = 64
@@ -17,6 +18,8 @@ ALIGN = 64
 
 class MemoryTier(ArenaTier):
     """Blobs in host memory: `capacity` bytes of our own, or a buffer that somebody else owns (shared, pinned)."""
+
+    kind = "memory"
 
     def __init__(
         self,
@@ -42,11 +45,11 @@ class _Memory:
             start += source.nbytes
 
     def read(self, start: int, into: Bytes, watch: Watch | None = None) -> bool:
-        for at in range(0, into.nbytes, PIECE_BYTES):
-            piece = into[at : at + PIECE_BYTES]
-            np.copyto(piece, self.memory[start + at : start + at + piece.nbytes])
-            if watch:
-                watch(piece)
+        source, head = self.memory[start : start + into.nbytes], watch.head_bytes if watch else 0
+        np.copyto(into[:head], source[:head])
+        payload_sum = sums.copy(into[head:], source[head:])
+        if watch and payload_sum is not None:
+            watch.saw(payload_sum)
         return True
 
     def close(self) -> None:

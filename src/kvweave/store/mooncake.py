@@ -14,8 +14,8 @@ from mooncake.store import MooncakeDistributedStore
 from numpy.typing import NDArray
 
 from kvweave.errors import TierError
-from kvweave.store.keys import Bytes
-from kvweave.store.tier import Blob, TierStats, Watch, fill
+from kvweave.store.keys import PREFIX_BYTES, ROW_BYTES, TENANT_BYTES, Bytes
+from kvweave.store.tier import ALL, Blob, TierStats, Watch, Which, fill
 from kvweave.units import parse_bytes
 
 EXISTS = -705
@@ -26,6 +26,8 @@ NO_ROOM = -200
 
 class MooncakeTier:
     """Blobs in a Mooncake cluster. `metadata` is where clients find each other; by default they ask one another."""
+
+    kind = "mooncake"
 
     def __init__(
         self,
@@ -69,6 +71,13 @@ class MooncakeTier:
     def delete(self, keys: Sequence[bytes]) -> int:
         return sum(self._store.remove(key.hex(), True) == 0 for key in keys)
 
+    def clear(self, which: Which = ALL) -> int:
+        """Values of others, whose keys look otherwise, stay."""
+        gone: int = self._store.remove_by_regex(_pattern(which), True)
+        if gone < 0:
+            raise TierError(f"tier {self.name!r}: the cluster does not answer (code {gone})")
+        return gone
+
     def stats(self) -> TierStats:
         return TierStats(self.name)
 
@@ -76,3 +85,13 @@ class MooncakeTier:
         if not self._closed:
             self._closed = True
             self._store.close()
+
+
+def _pattern(which: Which) -> str:
+    tenant = which.tenant.hex() or _hex(TENANT_BYTES)
+    rows = _hex(ROW_BYTES) if which.rows is None else f"({'|'.join(sorted(row.hex() for row in which.rows))})"
+    return f"^{tenant}{_hex(PREFIX_BYTES)}{rows}$"
+
+
+def _hex(num_bytes: int) -> str:
+    return f"[0-9a-f]{{{2 * num_bytes}}}"

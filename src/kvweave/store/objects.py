@@ -2,14 +2,16 @@
 
     PREFIX/tenant/digest of the tokens/row        one object a blob; an object appears whole or not at all
 
-Eviction is the bucket's business (a lifecycle rule), and so is its quota.
+Eviction is the bucket's business (a lifecycle rule), and so is its quota. Threads wait for answers, not an event loop:
+obstore's calls it back from threads that nobody can join, and a process that ends meanwhile aborts.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,90 +20,109 @@ from numpy.typing import NDArray
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import from_url
 
-from kvweave.errors import TierError
-from kvweave.store.keys import ROW_BYTES, TENANT_BYTES, Bytes
-from kvweave.store.tier import ABSENT, Blob, TierStats, Watch, fill, joined
+from kvweave.errors import ConfigError, TierError
+from kvweave.store.keys import KEY_BYTES, ROW_BYTES, TENANT_BYTES, Bytes
+from kvweave.store.tier import ABSENT, ALL, Blob, TierStats, Watch, Which, fill, joined
 
-AT_ONCE = 64
+AT_ONCE, PAGE_OBJECTS = 64, 1000
+RETRYING: dict[str, Any] = {"retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}}
+"""Unless told otherwise: less patient than obstore itself, since whoever uses a tier asks again, and stops asking."""
 NOT_HERE = (FileNotFoundError, NotFoundError)
-Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
 class ObjectTier:
-    """Blobs as objects of `url`: `s3://bucket/prefix`, `gs://`, `az://`, `file:///folder`, or an obstore store."""
+    """Blobs as objects of `url`: `s3://bucket/prefix`, `gs://`, `az://`, `file:///folder`, or an obstore store.
+
+    `options` are obstore's (`endpoint`, `region`, `client_options`, ...); those that are not given it takes from the
+    environment, as the clouds' own tools do (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...).
+    """
+
+    kind = "object"
 
     def __init__(self, url: str | Any, *, name: str = "object", **options: Any) -> None:
         self.name = name
+        self._threads = ThreadPoolExecutor(AT_ONCE, f"kvweave-{name}")
         with _errors(name):
-            self._store = from_url(url, **options) if isinstance(url, str) else url
+            self._store = from_url(url, **RETRYING | options) if isinstance(url, str) else url
 
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        async def one(key: bytes) -> bool:
-            try:
-                await obstore.head_async(self._store, _path(key))
-            except NOT_HERE:
-                return False
-            return True
-
-        return np.array(self._all(one, keys), bool)
+        return np.array(self._all(self._has, keys), bool)
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:  # noqa: ARG002
-        async def one(pair: tuple[bytes, Bytes]) -> int:
-            try:
-                found = await obstore.get_async(self._store, _path(pair[0]))
-                return fill(pair[1], memoryview(await found.bytes_async()))
-            except NOT_HERE:
-                return ABSENT
-
-        return self._all(one, list(zip(keys, into, strict=True)))
+        return self._all(self._get, keys, into)
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
-        async def one(pair: tuple[bytes, Blob]) -> bool:
-            with suppress(AlreadyExistsError):
-                await obstore.put_async(self._store, _path(pair[0]), joined(pair[1]), mode="create")
-            return True
-
-        return self._all(one, list(zip(keys, blobs, strict=True)))
+        return self._all(self._put, keys, blobs)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        here = self.contains(keys)
-        with _errors(self.name):
-            for key, is_here in zip(keys, here, strict=True):
-                with suppress(*NOT_HERE):  # somebody was faster
-                    if is_here:
-                        obstore.delete(self._store, _path(key))
-        return int(here.sum())
+        here = [keys[i] for i in np.flatnonzero(self.contains(keys)).tolist()]
+        return sum(self._all(self._delete, here))
 
-    def _all(self, one: Callable[[Item], Awaitable[Answer]], items: Sequence[Item]) -> list[Answer]:
+    def clear(self, which: Which = ALL) -> int:
+        """Objects under the prefix that are no blobs of ours stay."""
+        with _errors(self.name):
+            pages = obstore.list(self._store, which.tenant.hex() or None, chunk_size=PAGE_OBJECTS)
+            return sum(sum(self._all(self._delete, [*_ours(page, which)])) for page in pages)
+
+    # ---- one object, in a thread
+
+    def _has(self, key: bytes) -> bool:
+        try:
+            obstore.head(self._store, _path(key))
+        except NOT_HERE:
+            return False
+        return True
+
+    def _get(self, key: bytes, target: Bytes) -> int:
+        try:
+            return fill(target, memoryview(obstore.get(self._store, _path(key)).bytes()))
+        except NOT_HERE:
+            return ABSENT
+
+    def _put(self, key: bytes, blob: Blob) -> bool:
+        with suppress(AlreadyExistsError):
+            obstore.put(self._store, _path(key), joined(blob), mode="create")
+        return True
+
+    def _delete(self, key: bytes) -> bool:
+        try:
+            obstore.delete(self._store, _path(key))
+        except NOT_HERE:  # somebody was faster
+            return False
+        return True
+
+    def _all(self, one: Callable[..., Answer], *items: Sequence[Any]) -> list[Answer]:
         """Ask for all of them, so many at once."""
-
-        async def gather() -> list[Answer]:
-            gate = asyncio.Semaphore(AT_ONCE)
-
-            async def through(item: Item) -> Answer:
-                async with gate:
-                    return await one(item)
-
-            return await asyncio.gather(*map(through, items))
-
         with _errors(self.name):
-            return asyncio.run(gather())
+            return [*self._threads.map(one, *items)]
 
     def stats(self) -> TierStats:
         return TierStats(self.name)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        self._threads.shutdown()
 
 
 def _path(key: bytes) -> str:
     return f"{key[:TENANT_BYTES].hex()}/{key[TENANT_BYTES:-ROW_BYTES].hex()}/{key[-ROW_BYTES:].hex()}"
 
 
+def _ours(page: Iterable[Any], which: Which) -> Iterator[bytes]:
+    """Keys of those objects that have one."""
+    for listed in page:
+        with suppress(ValueError):
+            key = bytes.fromhex(listed["path"].replace("/", ""))
+            if len(key) == KEY_BYTES and key in which:
+                yield key
+
+
 @contextmanager
 def _errors(name: str) -> Iterator[None]:
     try:
         yield
+    except ValueError as error:
+        raise ConfigError(f"tier {name!r}: {error}; expected for example s3://bucket/prefix") from None
     except (BaseError, OSError) as error:
-        raise TierError(f"tier {name!r}: {error}") from error
+        words = str(error).partition("\n")[0]  # the rest is for those who debug obstore
+        raise TierError(f"tier {name!r}: {words}") from error

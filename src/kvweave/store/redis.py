@@ -6,23 +6,31 @@ The quota is the server's: `maxmemory` with the policy `allkeys-lru`. A server t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import redis
 from numpy.typing import NDArray
 
-from kvweave.errors import TierError, TierFull
-from kvweave.store.keys import Bytes
-from kvweave.store.tier import Blob, TierStats, Watch, fill, joined
+from kvweave.errors import ConfigError, TierError, TierFull
+from kvweave.store.keys import KEY_BYTES, Bytes
+from kvweave.store.tier import ALL, Blob, TierStats, Watch, Which, fill, joined
 
 BATCH_KEYS = 4096
 
 
 class RedisTier:
-    """Blobs under `prefix` + key. `url` is `redis://`, `rediss://` or `unix://`; `cluster` for a Redis Cluster."""
+    """Blobs under `prefix` + key. `url` is `redis://`, `rediss://` or `unix://`: a server, or any node of a cluster.
+
+    Nothing is asked before the first use, so it may come up later. `cluster` says what it is; by default it is asked.
+    """
+
+    kind = "redis"
 
     def __init__(
         self,
@@ -31,13 +39,26 @@ class RedisTier:
         prefix: bytes = b"kvweave:",
         ttl_s: int | None = None,
         timeout_s: float = 2.0,
-        cluster: bool = False,
+        cluster: bool | None = None,
         name: str = "redis",
     ) -> None:
         self.name, self._prefix, self._ttl_s = name, prefix, ttl_s
-        make: Any = redis.RedisCluster.from_url if cluster else redis.Redis.from_url
-        with _errors(name):
-            self._server = make(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        self._url, self._options = url, {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+        try:
+            self._node = redis.Redis.from_url(url, **self._options)
+        except ValueError as error:
+            raise ConfigError(f"tier {name!r}: {error}") from None
+        self._cluster, self._lock = cluster, threading.Lock()
+        self._client: Any = None
+
+    @property
+    def _server(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                if self._cluster is None:
+                    self._cluster = bool(self._node.info("cluster")["cluster_enabled"])
+                self._client = redis.RedisCluster.from_url(self._url, **self._options) if self._cluster else self._node
+            return self._client
 
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         return np.array(self._each("exists", keys), bool)
@@ -55,13 +76,25 @@ class RedisTier:
     def delete(self, keys: Sequence[bytes]) -> int:
         return sum(self._each("unlink", keys))
 
+    def clear(self, which: Which = ALL) -> int:
+        """Other values of the server, and those under another prefix, stay."""
+        return sum(self.delete(keys) for keys in _batches(self._listed(which)))
+
+    def _listed(self, which: Which) -> Iterator[bytes]:
+        begin = self._prefix + which.tenant
+        with _errors(self.name):
+            for name in self._server.scan_iter(match=_literal(begin) + b"*", count=BATCH_KEYS):
+                key = name.removeprefix(self._prefix)
+                if len(key) == KEY_BYTES and key in which:
+                    yield key
+
     def _each(self, command: str, keys: Sequence[bytes]) -> list[int]:
         """One command a key, many in one round trip."""
         answers: list[int] = []
         with _errors(self.name):
-            for first in range(0, len(keys), BATCH_KEYS):
+            for batch in _batches(keys):
                 pipe = self._server.pipeline(transaction=False)
-                for key in keys[first : first + BATCH_KEYS]:
+                for key in batch:
                     getattr(pipe, command)(self._prefix + key)
                 answers += pipe.execute()
         return answers
@@ -70,13 +103,27 @@ class RedisTier:
         return TierStats(self.name)
 
     def close(self) -> None:
-        self._server.close()
+        for server in (self._node, self._client):
+            if server is not None:
+                server.close()
+
+
+def _batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+    left = iter(keys)
+    while batch := list(islice(left, BATCH_KEYS)):
+        yield batch
+
+
+def _literal(text: bytes) -> bytes:
+    """A pattern that matches these bytes alone."""
+    return re.sub(rb"([*?\[\]\\])", rb"\\\1", text)
 
 
 @contextmanager
 def _errors(name: str) -> Iterator[None]:
     try:
         yield
-    except (redis.RedisError, OSError) as error:
+    except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
         full = isinstance(error, redis.exceptions.OutOfMemoryError) or "MISCONF" in str(error)
-        raise (TierFull if full else TierError)(f"tier {name!r}: {error}") from error
+        words = str(error).rpartition("caused error: ")[2]  # what comes before are the bytes of a key
+        raise (TierFull if full else TierError)(f"tier {name!r}: {words}") from error

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store.keys import Bytes
+from kvweave.store.keys import ROW_BYTES, Bytes
 
 Blob = Sequence[bytes | memoryview]
 """A value in pieces (header, payload) of plain bytes, stored one after the other."""
-Watch = Callable[[Bytes], None]
-PIECE_BYTES = 256 << 10
-"""What a tier reads before it shows it: fits the processor's second cache beside what it came from."""
 ABSENT = -1
+
+
+class Watch(Protocol):
+    """Wants to know the sum (`sums`) of what a blob has behind `head_bytes`, if it is made on the way."""
+
+    head_bytes: int
+
+    def saw(self, payload_sum: int, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Which:
+    """Keys of a tenant, of some rows, or of both; by default all."""
+
+    tenant: bytes = b""
+    rows: frozenset[bytes] | None = None
+
+    def __contains__(self, key: bytes) -> bool:
+        return key.startswith(self.tenant) and (self.rows is None or key[-ROW_BYTES:] in self.rows)
+
+
+ALL = Which()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +56,7 @@ class Tier(Protocol):
     when the tier is in trouble. Keys come in order of worth: where recency decides, earlier ones stay longer."""
 
     name: str
+    kind: str
 
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Which keys are here; asking counts as use."""
@@ -45,7 +65,7 @@ class Tier(Protocol):
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:
         """Fill `into[i]` with the blob of `keys[i]` if it is exactly as long; returns lengths, `ABSENT` for none.
 
-        A tier that reads piece by piece shows each to `watch[i]`, in order, while it is still in the processor's cache.
+        A tier that has the bytes in the processor's cache tells `watch[i]` their sum: of exactly what it wrote.
         """
         ...
 
@@ -58,6 +78,10 @@ class Tier(Protocol):
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget these; returns how many were here."""
+        ...
+
+    def clear(self, which: Which = ALL) -> int:
+        """Forget what is here of `which`, and nothing that is not ours; returns how many. May take long."""
         ...
 
     def stats(self) -> TierStats: ...
@@ -73,6 +97,8 @@ def blob_length(blob: Blob) -> int:
 
 class DictTier:
     """The twin: everything in a dictionary, no quota."""
+
+    kind = "dict"
 
     def __init__(self, name: str = "dict") -> None:
         self.name = name
@@ -93,6 +119,9 @@ class DictTier:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return sum(self.blobs.pop(key, None) is not None for key in keys)
+
+    def clear(self, which: Which = ALL) -> int:
+        return self.delete([key for key in [*self.blobs] if key in which])
 
     def stats(self) -> TierStats:
         return TierStats(self.name, len(self.blobs), sum(map(len, self.blobs.values())))

@@ -9,7 +9,7 @@ from kvweave.cli.run.outcome import Outcome, Outcomes
 from kvweave.cli.run.words import faster_words, seconds_words
 from kvweave.cli.svg.draw import FAINT, HUES, MARGIN, PADDING, WHITE, WIDTH, Drawing, heading, legend, rect, stack, text
 
-REUSED, COMPUTED, OURS, PLAIN = HUES[2], HUES[1], HUES[2], PADDING
+REUSED, STORED, COMPUTED, OURS, PLAIN = HUES[2], HUES[0], HUES[1], HUES[2], PADDING
 NAME_WIDTH = 170
 TOKENS_X, TOKENS_WIDTH = MARGIN + NAME_WIDTH, 400
 TIMES_X = TOKENS_X + TOKENS_WIDTH + 110
@@ -47,7 +47,8 @@ def requests_drawing(outcomes: Outcomes) -> Drawing:
         text(TOKENS_X, 14, "tokens of the prompt", size=12, fill=FAINT),
         text(TIMES_X, 14, "time to first token", size=12, fill=FAINT),
     ]
-    keys = [(REUSED, "tokens reused"), (COMPUTED, "tokens computed"), (OURS, "first token, with reuse")]
+    keys = [(REUSED, "tokens reused"), *([(STORED, "from the store")] if outcomes.stored_tokens else [])]
+    keys += [(COMPUTED, "tokens computed"), (OURS, "first token, with reuse")]
     keys += [(PLAIN, "first token, without")] if outcomes.compared else []
     rows = Drawing(tuple(shapes), 26 + height * len(outcomes.each))
     said = f"{outcomes.reused_tokens:,} of {outcomes.prompt_tokens:,} prompt tokens reused"
@@ -70,6 +71,9 @@ def _tokens(row: Row, outcome: Outcome, width: Callable[[float], float]) -> list
         rect(TOKENS_X, y, reused, height, REUSED, kind="reused", tip=tip),
         rect(TOKENS_X + reused, y, computed, height, COMPUTED, kind="computed", tip=tip),
     ]
+    if outcome.stored_tokens:
+        stored, tip = width(outcome.stored_tokens), f"{outcome.stored_tokens:,} of them from the store"
+        shapes.append(rect(TOKENS_X + reused - stored, y, stored, height, STORED, kind="stored", tip=tip))
     if row.is_low:
         return shapes
     beside = f"{outcome.reused_tokens:,} / {outcome.prompt_tokens:,}"

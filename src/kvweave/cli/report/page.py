@@ -50,6 +50,8 @@ def _tiles(result: Result) -> str:
             "",
         ),
     ]
+    if result.store is not None:
+        tiles.insert(1, (f"{outcomes.stored_tokens:,}", "tokens of them from the store", "good"))
     if outcomes.compared and outcomes.saved_seconds is not None:
         equal = ("all equal", f"{outcomes.new_tokens:,} generated tokens, with and without reuse", "good")
         unequal = (f"{len(outcomes.unequal)} differ", "answers, with and without reuse", "bad")
@@ -122,13 +124,16 @@ def _plan(result: Result) -> str:
 
 
 def _requests(result: Result) -> str:
-    heads = ["request", "prompt tokens", "reused", "computed", "new tokens", "first token, s", "total, s"]
+    stored = result.store is not None
+    heads = ["request", "prompt tokens", "reused", *(["of these stored"] if stored else []), "computed", "new tokens"]
+    heads += ["first token, s", "total, s"]
     heads += ["without: first token, s", "total, s", "faster", "equal"] if result.outcomes.compared else []
-    return _table(heads, (_numbers(outcome) for outcome in result.outcomes.each))
+    return _table(heads, (_numbers(outcome, stored) for outcome in result.outcomes.each))
 
 
-def _numbers(outcome: Outcome) -> list[str]:
-    tokens = (outcome.prompt_tokens, outcome.reused_tokens, outcome.computed_tokens, outcome.new_tokens)
+def _numbers(outcome: Outcome, stored: bool) -> list[str]:
+    found = (outcome.reused_tokens, *([outcome.stored_tokens] if stored else []))
+    tokens = (outcome.prompt_tokens, *found, outcome.computed_tokens, outcome.new_tokens)
     times = [outcome.first_token_seconds, outcome.seconds]
     times += [outcome.plain.first_token_seconds, outcome.plain.seconds] if outcome.plain else []
     cells = [outcome.who, *map(str, tokens), *(f"{seconds:.4f}" for seconds in times)]

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from kvweave.cli.report import report_html
 from kvweave.cli.run import options as option
 from kvweave.cli.run.request import DEFAULT_SIZE, Result, RunRequest, written
-from kvweave.cli.run.words import requests_table, sum_words, unequal_words
+from kvweave.cli.run.words import requests_table, store_words, sum_words, unequal_words
 from kvweave.cli.run.workload import Size
 from kvweave.cli.table import console
 from kvweave.errors import MissingExtra
@@ -39,6 +39,8 @@ def run_command(
     size: option.Size = "24M",
     memory: option.Memory = "1GiB",
     block_tokens: option.BlockTokens = 16,
+    store: option.Store = None,
+    weights: option.Weights = None,
     dtype: option.Dtype = "auto",
     device: option.Device = "cpu",
     report: option.Report = None,
@@ -55,6 +57,7 @@ def run_command(
       kvweave run gemma-3-27b --workload rag --parties 4 --report rag.html
       kvweave run ./my-model --prompt "Once upon a time" --prompt "Once upon a hill"
       kvweave run ./my-model --chat --memory 4GiB --device cuda
+      kvweave run gemma-3-27b --store /var/tmp/kv     (twice: the second run finds what the first computed)
     """
     result = run_with_progress(
         RunRequest(
@@ -67,6 +70,8 @@ def run_command(
             compare=compare,
             max_new_tokens=max_new_tokens,
             block_tokens=block_tokens,
+            store=store,
+            weights=weights,
             seed=seed,
             device=device,
             dtype=dtype,
@@ -120,9 +125,9 @@ def print_result(result: Result) -> None:
         out.print(f"answer {number}: {said!r}", soft_wrap=True)
     out.print()
     if result.outcomes.each:
-        out.print(requests_table(result.outcomes))
+        out.print(requests_table(result.outcomes, with_store=result.store is not None))
         out.print()
-    for line in sum_words(result.outcomes):
+    for line in [*sum_words(result.outcomes), *store_words(result)]:
         out.print(line)
 
 

@@ -54,6 +54,7 @@ class Engine:
                 record.first_token_seconds,
                 record.seconds,
                 plain,
+                record.stored_tokens,
             )
         )
         tokens: list[int] = answer.sequences[0, ids.shape[1] :].tolist()

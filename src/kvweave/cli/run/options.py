@@ -81,6 +81,24 @@ Memory = Annotated[
 BlockTokens = Annotated[
     int, typer.Option(metavar="N", help="Tokens a block: how finely prefixes are found.", rich_help_panel=MODEL)
 ]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR_OR_URL",
+        help="Keep prefixes there, and look for them there: the next run starts warm, and other processes share them."
+        " A directory (of one process at a time; DIR:SIZE, 20 GiB if not said); the socket of `kvweave serve` (many"
+        " processes); redis://, s3://, gs://, az:// or file://.",
+        rich_help_panel=MODEL,
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What weights these are, for the store: prefixes of others are never used. Without it they are hashed.",
+        rich_help_panel=MODEL,
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option(

@@ -32,6 +32,8 @@ class Outcome:
     first_token_seconds: float
     seconds: float
     plain: Plain | None = None
+    stored_tokens: int = 0
+    """Of those found, the ones that came from the store."""
 
     @property
     def computed_tokens(self) -> int:
@@ -65,6 +67,10 @@ class Outcomes:
     @property
     def reused_tokens(self) -> int:
         return sum(outcome.reused_tokens for outcome in self.each)
+
+    @property
+    def stored_tokens(self) -> int:
+        return sum(outcome.stored_tokens for outcome in self.each)
 
     @property
     def reused_share(self) -> float:
@@ -111,6 +117,7 @@ class Outcomes:
             "requests": [{**asdict(o), "computed_tokens": o.computed_tokens, "faster": o.faster} for o in self.each],
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
+            "stored_tokens": self.stored_tokens,
             "reused_share": self.reused_share,
             "new_tokens": self.new_tokens,
             "first_token_seconds": self.first_token_seconds,

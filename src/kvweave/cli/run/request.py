@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ class RunRequest:
     compare: bool = False
     max_new_tokens: int = 16
     block_tokens: int = 16
+    store: str | None = None
+    weights: str | None = None
     seed: int = 0
     device: str = "cpu"
     dtype: str = "auto"
@@ -45,6 +48,8 @@ class RunRequest:
             raise UnknownName("workload", self.workload, WORKLOADS)
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
+        if self.weights is not None and self.store is None:
+            raise ConfigError("--weights names weights for a store, and --store is not given")
         if any(not prompt for prompt in self.prompts):
             raise ConfigError("--prompt is empty: a prompt needs at least one token")
 
@@ -72,6 +77,8 @@ class Result:
     answer: Answer
     outcomes: Outcomes
     snapshot: Snapshot
+    store: Mapping[str, Any] | None = None
+    """What the store was used for, by name; where there is one."""
     said: tuple[str, ...] = field(default=(), repr=False)
     """The answers as text."""
 
@@ -89,6 +96,7 @@ class Result:
             "device": self.request.device,
             "about": list(self.about),
             "memory": self.answer.plan.memory,
+            "store": None if self.store is None else {"at": self.request.store, **self.store},
             **self.outcomes.to_dict(),
         }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from random import Random
+from typing import Any
 
 import transformers
 
@@ -16,7 +18,7 @@ from kvweave.cli.run.request import Result, RunRequest
 from kvweave.cli.run.snapshot import Snapshot
 from kvweave.cli.run.workload import WORKLOADS, Writer, play
 from kvweave.errors import ConfigError
-from kvweave.integrations.transformers import KVWeave
+from kvweave.integrations.transformers import KVWeave, WeaveStats
 
 Tell = Callable[[str], None]
 
@@ -28,14 +30,22 @@ def run(request: RunRequest, on_request: Tell, tell: Tell) -> Result:
     loaded = load(
         request.source, size=request.parameters, dtype=request.dtype, device=request.device, seed=request.seed
     )
-    with KVWeave(loaded.model, request.memory, block_tokens=request.block_tokens) as weave:
+    options: dict[str, Any] = {"block_tokens": request.block_tokens, "store": request.store, "weights": request.weights}
+    with KVWeave(loaded.model, request.memory, **options) as weave:
         _check_length(request, weave)
         engine = Engine(weave, request.max_new_tokens, request.compare)
         engine.warm_up()
         said = _generate(request, loaded, engine, on_request, tell)
         answer = Answer(weave.plan, weave.served.spec, loaded.dtype)
         snapshot, outcomes = Snapshot.of(weave.core), Outcomes.of(engine.outcomes)
-    return Result(request, loaded.name, loaded.about, loaded.num_parameters, answer, outcomes, snapshot, said)
+        store = _store(weave.stats())
+    return Result(request, loaded.name, loaded.about, loaded.num_parameters, answer, outcomes, snapshot, store, said)
+
+
+def _store(stats: WeaveStats) -> dict[str, Any] | None:
+    if stats.store_declined:
+        return {"declined": stats.store_declined}
+    return asdict(stats.store) if stats.store else None
 
 
 def _check_length(request: RunRequest, weave: KVWeave) -> None:

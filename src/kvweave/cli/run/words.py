@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from kvweave.cli.run.outcome import Outcome, Outcomes
+from kvweave.cli.run.request import Result
 from kvweave.cli.table import plain_table
 
 
@@ -19,8 +20,9 @@ def faster_words(faster: float | None) -> str:
 
 def reuse_words(outcome: Outcome) -> str:
     """One request in a line."""
+    stored = f" ({outcome.stored_tokens:,} from the store)" if outcome.stored_tokens else ""
     words = (
-        f"{outcome.reused_tokens:,} of {outcome.prompt_tokens:,} prompt tokens reused, first token after"
+        f"{outcome.reused_tokens:,} of {outcome.prompt_tokens:,} prompt tokens reused{stored}, first token after"
         f" {seconds_words(outcome.first_token_seconds)}, all {outcome.new_tokens} after"
         f" {seconds_words(outcome.seconds)}"
     )
@@ -30,21 +32,24 @@ def reuse_words(outcome: Outcome) -> str:
     return f"{words}; without reuse {seconds_words(outcome.plain.first_token_seconds)}, {equal}"
 
 
-def requests_table(outcomes: Outcomes) -> Table:
-    """A line a request, and their sum."""
+def requests_table(outcomes: Outcomes, with_store: bool = False) -> Table:
+    """A line a request; where there is a store, what came from memory and what from there."""
     table = plain_table()
     table.add_column("\nrequest", style="bold cyan", no_wrap=True)
-    heads = ["prompt\ntokens", "\nreused", "\ncomputed", "first\ntoken", "\ntotal"]
+    heads = ["prompt\ntokens", *(["from\nmemory", "from\nstore"] if with_store else ["\nreused"])]
+    heads += ["\ncomputed", "first\ntoken", "\ntotal"]
     heads += ["without reuse\nfirst token", "\ntotal", "\nfaster", "all tokens\nequal"] if outcomes.compared else []
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for outcome in outcomes.each:
-        table.add_row(outcome.who, *_cells(outcome))
+        table.add_row(outcome.who, *_cells(outcome, with_store))
     return table
 
 
-def _cells(outcome: Outcome) -> list[str]:
-    cells = [f"{number:,}" for number in (outcome.prompt_tokens, outcome.reused_tokens, outcome.computed_tokens)]
+def _cells(outcome: Outcome, with_store: bool) -> list[str]:
+    stored, reused = outcome.stored_tokens, outcome.reused_tokens
+    found = (reused - stored, stored) if with_store else (reused,)
+    cells = [f"{number:,}" for number in (outcome.prompt_tokens, *found, outcome.computed_tokens)]
     cells += [seconds_words(outcome.first_token_seconds), seconds_words(outcome.seconds)]
     if outcome.plain is None:
         return cells
@@ -79,6 +84,27 @@ def sum_words(outcomes: Outcomes) -> list[str]:
             f"All {outcomes.new_tokens:,} generated tokens are equal (logits within {outcomes.logit_difference:.1g})."
         )
     return lines
+
+
+def store_words(result: Result) -> list[str]:
+    """What came from the store and what went there; what went wrong there, if anything did."""
+    use = result.store
+    if use is None or "declined" in use:
+        return [f"Nothing was stored: {use['declined']}."] if use else []
+    lines = [
+        f"{use['loaded_tokens']:,} tokens came from the store {result.request.store} in"
+        f" {seconds_words(use['load_seconds'])}; {use['stored']:,} blobs went there in"
+        f" {seconds_words(use['save_seconds'])}."
+    ]
+    trouble = {
+        "loads broke off: lost, damaged or late": use["shortened"],
+        "hits found no room in memory": use["no_room"],
+        "blobs were dropped": use["dropped"],
+        "saves took too long": use["late"],
+        "times it failed": use["failed"],
+    }
+    told = [f"{number:,} {what}" for what, number in trouble.items() if number]
+    return [*lines, f"The store: {'; '.join(told)}."] if told else lines
 
 
 def unequal_words(outcomes: Outcomes, dtype: str) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ from kvweave.integrations.transformers.step import Numbers, Step
 from kvweave.tensor import Arena, carry_out
 
 MakeLayer = Callable[["Past"], Any]
+
+
+class Visit(Protocol):
+    """What a past tells of its rows: which of them have come to where they are worth a copy, and before they end."""
+
+    num_loaded: int
+    save_seconds: float
+
+    def due(self, sequences: SequenceOf[Sequence]) -> list[Sequence]: ...
+    def capture_answers(self, due: SequenceOf[Sequence], num_rows: int) -> None: ...
+    def save(self, sequences: SequenceOf[Sequence]) -> None: ...
 
 
 class Past(TransformersCache):  # type: ignore[misc]
@@ -41,10 +52,12 @@ class Past(TransformersCache):  # type: ignore[misc]
         make_layers: SequenceOf[MakeLayer],
         sequences: SequenceOf[Sequence],
         columns: int,
+        visit: Visit | None = None,
     ) -> None:
         self.core, self.arena = core, arena
         self.sequences = list(sequences)
         self.columns = columns
+        self.visit = visit
         self._batch = Batch(self.sequences)
         self._pads: Numbers = np.array([columns - sequence.length for sequence in sequences], np.int64)
         self.num_cached = sum(sequence.num_cached for sequence in sequences)
@@ -104,6 +117,9 @@ class Past(TransformersCache):  # type: ignore[misc]
         if self._uncommitted:
             self._uncommitted = False
             self._carry_out(self.core.commit(self._batch))
+            if self.visit and (due := self.visit.due(self.sequences)):
+                self._write_back()
+                self.visit.capture_answers(due, len(self.sequences))
 
     def _carry_out(self, copies: list[Copy]) -> None:
         if copies:
@@ -196,8 +212,12 @@ class Past(TransformersCache):  # type: ignore[misc]
         if not self.is_computing:
             self.settle()
         self._write_back()
-        while self.sequences:
-            self.core.close(self.sequences.pop())
+        try:
+            if self.visit and not self.is_computing:
+                self.visit.save(self.sequences)
+        finally:
+            while self.sequences:
+                self.core.close(self.sequences.pop())
 
     def __enter__(self) -> Past:
         return self

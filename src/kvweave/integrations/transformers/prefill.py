@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +16,29 @@ ANSWERS = 16
 """Tokens of an answer after which states are snapshotted, so that the next turn finds most of it."""
 
 
-def retention(served: Served) -> Retention:
-    """Where points to go on from are left. A scan that starts afresh is cut once, at the end of the prompt."""
+def retention(served: Served, unit: int = 1) -> Retention:
+    """Where points to go on from are left: on the way, at multiples of `unit`, so that a store's are the same ones.
+
+    A scan that starts afresh is cut once, at the end of the prompt.
+    """
     if served.scans_afresh:
         return Retention(every=0, branches=False, decode_every=ANSWERS)
-    return Retention(decode_every=ANSWERS)
+    return Retention(decode_every=ANSWERS, unit=unit)
 
 
-def prefill(model: Any, served: Served, past: Past, prompt: Prompt, most: int) -> None:
-    """Compute all but the last token of a prompt, at most so many at once. `past` is that of one row."""
+def prefill(
+    model: Any,
+    served: Served,
+    past: Past,
+    prompt: Prompt,
+    most: int,
+    points: Sequence[int] = (),
+    on_point: Callable[[], object] = bool,
+) -> None:
+    """Compute all but the last token of a prompt, at most so many at once. `past` is that of one row.
+
+    `on_point` is called when the row is as long as each of `points`, which are in order.
+    """
     (sequence,) = past.sequences
     last = len(prompt.tokens) - 1
     ids = torch.from_numpy(prompt.tokens).to(model.device)[None, :]
@@ -33,9 +48,11 @@ def prefill(model: Any, served: Served, past: Past, prompt: Prompt, most: int) -
         while sequence.length < last:
             start = sequence.length
             piece = (1 if start else last) if served.scans_afresh else most
-            end = min(last, start + piece, sequence.stop or last)
+            end = min([last, start + piece, sequence.stop or last, *(point for point in points if point > start)])
             model(**_inputs(served, past, ids, mask, start, end))
             past.settle()
+            if end in points:
+                on_point()
 
 
 def _inputs(served: Served, past: Past, ids: torch.Tensor, mask: torch.Tensor, start: int, end: int) -> dict[str, Any]:

@@ -17,11 +17,16 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row: its tokens, of which the first `padding` are padding (0, where padding is left out)."""
+    """One row: its tokens, of which the first `padding` are padding (0, where padding is left out), and whose it is."""
 
     tokens: Tokens
     padding: int
-    namespace: Hashable
+    name: Hashable
+
+    @property
+    def namespace(self) -> Hashable:
+        """Rows that are padded otherwise are kept apart."""
+        return self.name, self.padding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +60,10 @@ class Prompts:
         return len(self) * self.width - sum(self.pads)
 
     def rows(self, namespace: Hashable, counts_padding: bool) -> list[Prompt]:
-        """Each row without its padding; where layers count padding, with it, and apart from rows padded otherwise."""
+        """Each row without its padding; where layers count padding, with it."""
         tokens = self.ids.cpu().numpy()
         if counts_padding:
-            return [Prompt(row, pad, (namespace, pad)) for row, pad in zip(tokens, self.pads, strict=True)]
+            return [Prompt(row, pad, namespace) for row, pad in zip(tokens, self.pads, strict=True)]
         return [Prompt(row[pad:], 0, namespace) for row, pad in zip(tokens, self.pads, strict=True)]
 
 

@@ -1,0 +1,466 @@
+/* What the store does with every byte, in one pass and without the interpreter:
+ *
+ *   digests, links   SHA-256 of each chunk of tokens, and the chain over them
+ *   copy             memory to memory, past the cache, with XXH3 (64 bits) of what was copied
+ *   read             striped files to memory, with XXH3 while a piece is in the cache
+ *
+ * Results are those of hashlib and xxhash, which stand in where this cannot be built or the processor is too old.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <errno.h>
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define WITH_SHA __attribute__((target("sha,sse4.1")))
+#define WITH_AVX512 __attribute__((target("avx512f")))
+#define WITH_AVX2 __attribute__((target("avx2")))
+#define INLINE static inline __attribute__((always_inline))
+
+/* ---- SHA-256 */
+
+enum { BLOCK = 64, DIGEST = 32, LANES = 16 };
+
+static const uint32_t ROUNDS[64] __attribute__((aligned(16))) = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+};
+
+static const uint32_t FIRST[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                  0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+
+/* One message: the processor's own rounds, which want the state as f e b a and h g d c. */
+WITH_SHA INLINE void compress(__m128i *abef, __m128i *cdgh, const uint8_t *block)
+{
+    const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
+    const __m128i *from = (const __m128i *)block, abef_before = *abef, cdgh_before = *cdgh;
+    __m128i words[4];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+        __m128i *word = words + i % 4, last = words[(i + 3) % 4];
+        if (i < 4) {
+            *word = _mm_shuffle_epi8(_mm_loadu_si128(from + i), swap);
+        } else {
+            *word = _mm_add_epi32(_mm_sha256msg1_epu32(*word, words[(i + 1) % 4]),
+                                  _mm_alignr_epi8(last, words[(i + 2) % 4], 4));
+            *word = _mm_sha256msg2_epu32(*word, last);
+        }
+        __m128i keyed = _mm_add_epi32(*word, _mm_load_si128((const __m128i *)ROUNDS + i));
+        *cdgh = _mm_sha256rnds2_epu32(*cdgh, *abef, keyed);
+        *abef = _mm_sha256rnds2_epu32(*abef, *cdgh, _mm_shuffle_epi32(keyed, 0x0e));
+    }
+    *abef = _mm_add_epi32(*abef, abef_before);
+    *cdgh = _mm_add_epi32(*cdgh, cdgh_before);
+}
+
+/* What stands behind the last whole block: the rest, one bit, and the length in bits. Returns its length. */
+INLINE size_t pad(uint8_t tail[2 * BLOCK], const uint8_t *message, size_t size)
+{
+    size_t rest = size % BLOCK, end = rest < BLOCK - 8 ? BLOCK : 2 * BLOCK;
+    uint64_t bits = __builtin_bswap64((uint64_t)size * 8);
+    memset(tail, 0, 2 * BLOCK);
+    memcpy(tail, message + size - rest, rest);
+    tail[rest] = 0x80;
+    memcpy(tail + end - sizeof bits, &bits, sizeof bits);
+    return end;
+}
+
+WITH_SHA static void digest(const uint8_t *message, size_t size, uint8_t *out)
+{
+    const __m128i reverse = _mm_set_epi64x(0x0001020304050607LL, 0x08090a0b0c0d0e0fLL);
+    __m128i abef = _mm_set_epi32(FIRST[0], FIRST[1], FIRST[4], FIRST[5]);
+    __m128i cdgh = _mm_set_epi32(FIRST[2], FIRST[3], FIRST[6], FIRST[7]);
+    uint8_t tail[2 * BLOCK];
+    size_t end = pad(tail, message, size);
+    for (size_t at = 0; at + BLOCK <= size; at += BLOCK)
+        compress(&abef, &cdgh, message + at);
+    for (size_t at = 0; at < end; at += BLOCK)
+        compress(&abef, &cdgh, tail + at);
+    _mm_storeu_si128((__m128i *)out, _mm_shuffle_epi8(_mm_unpackhi_epi64(cdgh, abef), reverse));
+    _mm_storeu_si128((__m128i *)out + 1, _mm_shuffle_epi8(_mm_unpacklo_epi64(cdgh, abef), reverse));
+}
+
+/* Sixteen messages at once, a word of each in every register: three times as fast as one after the other. */
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+
+#define TURNED(x, bits) ((x) >> (bits) | (x) << (32 - (bits)))
+
+WITH_AVX512 INLINE void compress_lanes(Words state[8], const uint8_t *block, size_t stride)
+{
+    Words w[16], now[8];
+    memcpy(now, state, sizeof now);
+    for (int i = 0; i < 16; i++)
+        for (int lane = 0; lane < LANES; lane++) {
+            uint32_t word;
+            memcpy(&word, block + lane * stride + 4 * i, sizeof word);
+            w[i][lane] = __builtin_bswap32(word);
+        }
+#pragma GCC unroll 64
+    for (int i = 0; i < 64; i++) {
+        /* instead of moving the eight words on, their names move: h of this round is a of the next */
+        Words *a = now + (64 - i) % 8, *b = now + (65 - i) % 8, *c = now + (66 - i) % 8, *d = now + (67 - i) % 8;
+        Words *e = now + (68 - i) % 8, *f = now + (69 - i) % 8, *g = now + (70 - i) % 8, *h = now + (71 - i) % 8;
+        if (i >= 16) {
+            Words x = w[(i + 1) % 16], y = w[(i + 14) % 16];
+            w[i % 16] += (TURNED(x, 7) ^ TURNED(x, 18) ^ x >> 3) + w[(i + 9) % 16] +
+                         (TURNED(y, 17) ^ TURNED(y, 19) ^ y >> 10);
+        }
+        *h += (TURNED(*e, 6) ^ TURNED(*e, 11) ^ TURNED(*e, 25)) + ((*e & *f) ^ (~*e & *g)) + ROUNDS[i] + w[i % 16];
+        *d += *h;
+        *h += (TURNED(*a, 2) ^ TURNED(*a, 13) ^ TURNED(*a, 22)) + ((*a & *b) ^ (*a & *c) ^ (*b & *c));
+    }
+    for (int i = 0; i < 8; i++)
+        state[i] += now[i];
+}
+
+WITH_AVX512 static void digest_lanes(const uint8_t *messages, size_t size, uint8_t *out)
+{
+    Words state[8];
+    uint8_t tails[LANES][2 * BLOCK];
+    size_t end = 0;
+    for (int i = 0; i < 8; i++)
+        state[i] = (Words){0} + FIRST[i];
+    for (int lane = 0; lane < LANES; lane++)
+        end = pad(tails[lane], messages + lane * size, size);
+    for (size_t at = 0; at + BLOCK <= size; at += BLOCK)
+        compress_lanes(state, messages + at, size);
+    for (size_t at = 0; at < end; at += BLOCK)
+        compress_lanes(state, tails[0] + at, sizeof tails[0]);
+    for (int lane = 0; lane < LANES; lane++)
+        for (int i = 0; i < 8; i++) {
+            uint32_t word = __builtin_bswap32(state[i][lane]);
+            memcpy(out + lane * DIGEST + 4 * i, &word, sizeof word);
+        }
+}
+
+static void digest_all(const uint8_t *messages, size_t size, size_t count, uint8_t *out)
+{
+    size_t i = 0;
+    if (__builtin_cpu_supports("avx512f"))
+        for (; i + LANES <= count; i += LANES)
+            digest_lanes(messages + i * size, size, out + i * DIGEST);
+    for (; i < count; i++)
+        digest(messages + i * size, size, out + i * DIGEST);
+}
+
+/* Every link is the digest of the one before it and the next leaf. */
+static void link_all(const uint8_t *first, const uint8_t *leaves, size_t count, uint8_t *out)
+{
+    uint8_t pair[2 * DIGEST];
+    memcpy(pair, first, DIGEST);
+    for (size_t i = 0; i < count; i++) {
+        memcpy(pair + DIGEST, leaves + i * DIGEST, DIGEST);
+        digest(pair, sizeof pair, out + i * DIGEST);
+        memcpy(pair, out + i * DIGEST, DIGEST);
+    }
+}
+
+static PyObject *digests(PyObject *self, PyObject *args)
+{
+    Py_buffer messages;
+    Py_ssize_t size;
+    PyObject *made = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*n", &messages, &size))
+        return NULL;
+    if (size < 1 || messages.len % size)
+        PyErr_Format(PyExc_ValueError, "%zd bytes are no messages of %zd", messages.len, size);
+    else if ((made = PyBytes_FromStringAndSize(NULL, messages.len / size * DIGEST)))
+        digest_all(messages.buf, size, messages.len / size, (uint8_t *)PyBytes_AS_STRING(made));
+    PyBuffer_Release(&messages);
+    return made;
+}
+
+static PyObject *links(PyObject *self, PyObject *args)
+{
+    Py_buffer first, leaves;
+    PyObject *made = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*", &first, &leaves))
+        return NULL;
+    if (first.len != DIGEST || leaves.len % DIGEST)
+        PyErr_Format(PyExc_ValueError, "%zd and %zd bytes are no digests of 32", first.len, leaves.len);
+    else if ((made = PyBytes_FromStringAndSize(NULL, leaves.len)))
+        link_all(first.buf, leaves.buf, leaves.len / DIGEST, (uint8_t *)PyBytes_AS_STRING(made));
+    PyBuffer_Release(&first);
+    PyBuffer_Release(&leaves);
+    return made;
+}
+
+/* ---- XXH3, 64 bits, for more than 240 bytes */
+
+enum { STRIPE = 64, STRIPES = 16, SPAN = STRIPE * STRIPES, PIECE = 1 << 17, SHORTEST = 241 };
+
+static const uint8_t SECRET[192] __attribute__((aligned(64))) = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+static const uint64_t PRIME32_1 = 0x9E3779B1, PRIME32_2 = 0x85EBCA77, PRIME32_3 = 0xC2B2AE3D;
+static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87, PRIME64_2 = 0xC2B2AE3D27D4EB4F, PRIME64_3 = 0x165667B19E3779F9;
+static const uint64_t PRIME64_4 = 0x85EBCA77C2B2AE63, PRIME64_5 = 0x27D4EB2F165667C5;
+
+/* A sum over bytes [0, seen) of a message that lies in one piece, `seen` being whole spans until it is finished. */
+typedef struct {
+    uint64_t lanes[8] __attribute__((aligned(32)));
+} Sum;
+
+INLINE void start(Sum *sum)
+{
+    const uint64_t first[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+    memcpy(sum->lanes, first, sizeof first);
+}
+
+/* What is read is written to `to` too, if there is one: past the cache if that is asked for, and `to` aligned. */
+WITH_AVX2 INLINE void add_stripe(__m256i acc[2], const uint8_t *from, const uint8_t *secret, uint8_t *to, int streaming)
+{
+    for (int half = 0; half < 2; half++) {
+        __m256i data = _mm256_loadu_si256((const __m256i *)from + half);
+        __asm__ volatile("" : "+x"(data)); /* read once: others may write there, and the sum must be of what is kept */
+        __m256i keyed = _mm256_xor_si256(data, _mm256_loadu_si256((const __m256i *)secret + half));
+        __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+        acc[half] = _mm256_add_epi64(acc[half], _mm256_add_epi64(product, _mm256_shuffle_epi32(data, 0x4e)));
+        if (to && streaming)
+            _mm256_stream_si256((__m256i *)to + half, data);
+        else if (to)
+            _mm256_storeu_si256((__m256i *)to + half, data);
+    }
+}
+
+WITH_AVX2 INLINE void scramble(__m256i acc[2])
+{
+    const __m256i prime = _mm256_set1_epi64x(PRIME32_1);
+    for (int half = 0; half < 2; half++) {
+        __m256i mixed = _mm256_xor_si256(acc[half], _mm256_srli_epi64(acc[half], 47));
+        mixed = _mm256_xor_si256(mixed, _mm256_loadu_si256((const __m256i *)(SECRET + sizeof SECRET - STRIPE) + half));
+        __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+        acc[half] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
+    }
+}
+
+/* The next `size` bytes, whole spans of them. */
+WITH_AVX2 INLINE void add_spans(Sum *sum, const uint8_t *from, uint8_t *to, size_t size, int streaming)
+{
+    __m256i acc[2] = {_mm256_load_si256((__m256i *)sum->lanes), _mm256_load_si256((__m256i *)sum->lanes + 1)};
+    for (size_t at = 0; at < size; at += SPAN) {
+        for (int i = 0; i < STRIPES; i++)
+            add_stripe(acc, from + at + i * STRIPE, SECRET + 8 * i, to ? to + at + i * STRIPE : NULL, streaming);
+        scramble(acc);
+    }
+    _mm256_store_si256((__m256i *)sum->lanes, acc[0]);
+    _mm256_store_si256((__m256i *)sum->lanes + 1, acc[1]);
+}
+
+INLINE uint64_t folded(uint64_t a, uint64_t b)
+{
+    unsigned __int128 product = (unsigned __int128)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+/* What is left behind the whole spans of a message, at least a byte; and at least a stripe of its end. */
+INLINE size_t rest_of(size_t size)
+{
+    return size - (size - 1) / SPAN * SPAN;
+}
+
+INLINE size_t end_of(size_t size)
+{
+    return rest_of(size) < STRIPE ? STRIPE : rest_of(size);
+}
+
+/* The digest of a message of `size` bytes of which the whole spans were added and `end` are the last `end_of(size)`. */
+WITH_AVX2 static uint64_t finish(Sum *sum, const uint8_t *end, size_t size)
+{
+    __m256i acc[2] = {_mm256_load_si256((__m256i *)sum->lanes), _mm256_load_si256((__m256i *)sum->lanes + 1)};
+    const uint8_t *rest = end + end_of(size) - rest_of(size);
+    for (size_t i = 0; (i + 1) * STRIPE <= rest_of(size) - 1; i++)
+        add_stripe(acc, rest + i * STRIPE, SECRET + 8 * i, NULL, 0);
+    add_stripe(acc, end + end_of(size) - STRIPE, SECRET + sizeof SECRET - STRIPE - 7, NULL, 0);
+    _mm256_store_si256((__m256i *)sum->lanes, acc[0]);
+    _mm256_store_si256((__m256i *)sum->lanes + 1, acc[1]);
+    uint64_t result = size * PRIME64_1, key[8];
+    memcpy(key, SECRET + 11, sizeof key);
+    for (int i = 0; i < 8; i += 2)
+        result += folded(sum->lanes[i] ^ key[i], sum->lanes[i + 1] ^ key[i + 1]);
+    result = (result ^ result >> 37) * 0x165667919E3779F9;
+    return result ^ result >> 32;
+}
+
+static int is_over(double until)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec + 1e-9 * now.tv_nsec >= until;
+}
+
+/* Whether all was copied before `until`. The sum is of what was written, even if `from` or `to` change meanwhile. */
+WITH_AVX2 static int copy_all(uint8_t *to, const uint8_t *from, size_t size, int streaming, double until, uint64_t *sum)
+{
+    Sum running;
+    uint8_t end[2 * SPAN]; /* the last span and the rest, whose last stripe the sum reads twice */
+    size_t whole = (size - 1) / SPAN * SPAN, direct = whole ? whole - SPAN : 0;
+    streaming = streaming && (uintptr_t)to % sizeof(__m256i) == 0;
+    start(&running);
+    memcpy(end, from + direct, size - direct);
+    for (size_t at = 0; at < direct; at += PIECE) {
+        size_t count = direct - at < PIECE ? direct - at : PIECE;
+        if (is_over(until))
+            return 0;
+        if (streaming)
+            add_spans(&running, from + at, to + at, count, 1);
+        else
+            add_spans(&running, from + at, to + at, count, 0);
+    }
+    if (is_over(until))
+        return 0;
+    add_spans(&running, end, to + direct, whole - direct, 0);
+    memcpy(to + whole, end + whole - direct, size - whole);
+    _mm_sfence();
+    *sum = finish(&running, end + size - direct - end_of(size), size);
+    return 1;
+}
+
+static PyObject *copy(PyObject *self, PyObject *args)
+{
+    Py_buffer to, from;
+    int streaming, in_time = 0;
+    double until;
+    uint64_t sum = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "w*y*pd", &to, &from, &streaming, &until))
+        return NULL;
+    int fits = to.len == from.len && to.len >= SHORTEST;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        in_time = copy_all(to.buf, from.buf, to.len, streaming, until, &sum);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_Format(PyExc_ValueError, "%zd bytes into %zd; as many, and at least 241", from.len, to.len);
+    }
+    PyBuffer_Release(&to);
+    PyBuffer_Release(&from);
+    if (!fits)
+        return NULL;
+    if (!in_time)
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(sum);
+}
+
+/* Some files as one run of bytes, which are dealt to them in turns, a stripe to each. */
+typedef struct {
+    const int *fds;
+    size_t count, stripe;
+} Files;
+
+/* Whether there were `size` bytes; -1, with errno, where they could not be read. */
+static int read_whole(const Files *files, uint8_t *to, size_t size, size_t at)
+{
+    while (size) {
+        size_t number = at / files->stripe, within = at % files->stripe, room = files->stripe - within;
+        off_t place = number / files->count * files->stripe + within;
+        ssize_t count = pread(files->fds[number % files->count], to, size < room ? size : room, place);
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count <= 0)
+            return (int)count;
+        to += count, at += count, size -= count;
+    }
+    return 1;
+}
+
+/* As `read_whole`, with the sum of what stands behind `head` bytes. The kernel writes to a small memory that stays in
+ * the cache, and from there it goes past the cache to its place: the place's old bytes are never fetched. Where the disk
+ * wants whole sectors, pieces end at multiples of their own size, and so at those of a stripe; else anywhere. */
+WITH_AVX2 static int read_all(const Files *files, uint8_t *to, size_t head, size_t size, size_t at, uint8_t *bounce,
+                              size_t piece, size_t sector, uint64_t *sum)
+{
+    Sum running;
+    size_t body = size - head, whole = (body - 1) / SPAN * SPAN, count;
+    start(&running);
+    for (size_t done = 0; done < body; done += count) {
+        size_t lead = done ? 0 : head, from = at + head + done;
+        count = sector > 1 ? piece - from % piece : piece;
+        count = body - done < count ? body - done : count;
+        int fine = read_whole(files, bounce, (lead + count + sector - 1) / sector * sector, from - lead);
+        if (fine <= 0)
+            return fine;
+        size_t spans = whole - done < count ? whole - done : count;
+        memcpy(to, bounce, lead);
+        add_spans(&running, bounce + lead, to + head + done, spans, 1);
+        memcpy(to + head + done + spans, bounce + lead + spans, count - spans);
+    }
+    _mm_sfence();
+    *sum = finish(&running, to + size - end_of(body), body);
+    return 1;
+}
+
+static PyObject *read_(PyObject *self, PyObject *args)
+{
+    Py_buffer fds, to, bounce;
+    Py_ssize_t stripe, at, head, sector;
+    int fine = 0;
+    uint64_t sum = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*nnw*nw*n", &fds, &stripe, &at, &to, &head, &bounce, &sector))
+        return NULL;
+    Files files = {fds.buf, fds.len / sizeof(int), stripe};
+    Py_ssize_t piece = (bounce.len - head) / PIECE * PIECE;
+    int fits = files.count && stripe > 0 && sector > 0 && at >= 0 && head >= 0 && piece > 0 &&
+               to.len >= head + SHORTEST && ((uintptr_t)to.buf + head) % sizeof(__m256i) == 0 &&
+               (sector == 1 || (sector % SPAN == 0 && PIECE % sector == 0 && at % sector == 0 && head % sector == 0));
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        fine = read_all(&files, to.buf, head, to.len, at, bounce.buf, piece, sector, &sum);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_Format(PyExc_ValueError, "%zd bytes with a head of %zd: too few, or not aligned", to.len, head);
+    }
+    PyBuffer_Release(&fds);
+    PyBuffer_Release(&to);
+    PyBuffer_Release(&bounce);
+    if (!fits)
+        return NULL;
+    if (fine < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    if (!fine)
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(sum);
+}
+
+static PyMethodDef methods[] = {
+    {"digests", digests, METH_VARARGS, "digests(messages, size): the SHA-256 of each message, one after the other"},
+    {"links", links, METH_VARARGS, "links(first, leaves): a chain of SHA-256 over digests"},
+    {"read", read_, METH_VARARGS,
+     "read(fds, stripe, start, to, head, bounce, sector): XXH3 of what is behind `head`; None if the files end"},
+    {"copy", copy, METH_VARARGS, "copy(to, source, streaming, until): XXH3 of what was copied; None if it was late"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("sha")) {
+        PyErr_SetString(PyExc_ImportError, "the processor has no AVX2 or no SHA instructions");
+        return NULL;
+    }
+    return PyModule_Create(&module);
+}
