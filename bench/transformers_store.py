@@ -1,7 +1,8 @@
 """A first token after a restart, from disk, against a cold one, and what keeping it costs; a GPU's models, or a CPU's.
 
 The store is a directory; a new KVWeave over it has nothing in memory. The page cache is warm: it was just written.
-Prompts are cut elsewhere where there is a store, so in bfloat16 (a GPU's models) near ties may fall either way.
+What comes from the store is bit for bit what went there. But prompts are cut elsewhere where there is a store, so in
+bfloat16 (a GPU's models) near ties may fall otherwise than without one.
 
 Run: PYTHONPATH=src python3 -m bench.transformers_store [shared tokens]
 """
@@ -64,7 +65,8 @@ def main() -> None:
                 f" {use.dropped if use else 0} dropped",
                 flush=True,
             )
-        print(f"{name}: tokens equal: {runs[0][0] == runs[1][0] == runs[2][0]}", flush=True)
+        without, cold, restarted = (answer for answer, _, _ in runs)
+        print(f"{name}: restarted as cold: {restarted == cold}; cold as without a store: {cold == without}", flush=True)
         del model
         if cuda:
             torch.cuda.empty_cache()
