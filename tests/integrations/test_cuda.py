@@ -7,6 +7,9 @@ import copy
 import pytest
 import torch
 
+pytest.importorskip("transformers")
+pytest.importorskip("xxhash", reason="the store needs xxhash")
+
 from kvweave.store import DictTier
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
 from tests.integrations.stores import CHUNK, chunk_of, started
