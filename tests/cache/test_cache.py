@@ -565,3 +565,17 @@ def test_points_on_the_way_are_multiples_of_the_retentions_unit() -> None:
     cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8, unit=12))
     sequence = cache.open(range(60))
     assert [sequence.stop, cache.grid] == [12, 4]
+
+
+def test_an_arrival_beyond_a_hit_leaves_the_hits_window_behind_and_keeps_the_state_that_was_loaded() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), group("state", State())))
+    run(cache, range(17))
+    sequence = cache.open(range(60))
+    assert sequence.num_cached == 16
+    cache.arrive(sequence, 48)
+    assert cache.table("window")[sequence.row, :10].tolist() == [NULL] * 10
+    engine_of(cache).load(sequence)
+    engine_of(cache).carry_out(cache.commit(sequence))
+    assert cache.extend(sequence, 12) == [], "the snapshot of the hit would overwrite the state"
+    engine_of(cache).step(sequence, 48)
+    check_books(cache)

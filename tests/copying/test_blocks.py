@@ -143,6 +143,7 @@ def test_a_copy_of_nothing_is_no_error() -> None:
     copy(nothing, nothing)
     copy_blocks(Side([some], numbers()), Side([some], numbers()), (1, 1, 5))
     copy_blocks(Side([nothing], numbers(0)), Side([some], numbers(3)), (2, 0, 5))
+    assert (some == noise(10)).all(), "nothing was to be written"
 
 
 @pytest.mark.skipif(not IS_NATIVE, reason="no C compiler was there")

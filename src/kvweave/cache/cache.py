@@ -3,6 +3,7 @@
 The life of a sequence, and who owns its pages:
 
     open      the longest joint hit is matched and pinned; its pages enter the row's tables, still the tree's
+    arrive    instead, where tokens were computed elsewhere: pages for what can be seen from there, to be filled
     extend    pages for the next tokens are taken; they are the sequence's
     commit    what was written becomes visible: pages move to the tree, duplicates are given back
     close     the rest is given back, the pins are let go
