@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadgroup
 help:               ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
-$(VENV)/ready-core: pyproject.toml constraints.txt
+$(VENV)/ready-core: pyproject.toml constraints.txt setup.py $(wildcard src/kvweave/*/native.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
@@ -70,6 +70,7 @@ test-all: $(VENV)/ready-dev $(VLLM)/compiled $(OUTSIDE)/tried ## everything, wit
 # The virtual environment's torch is the CPU one: give a Python whose torch has CUDA, and Triton, pytest and hypothesis.
 GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/ready-dev) ## tests on a GPU: `make test-gpu GPU_PYTHON=python3`
+	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
 	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/tensor/test_cuda.py tests/tensor/test_pages.py tests/transfer/test_cuda.py \
 		tests/server/test_cuda.py tests/integrations/test_cuda.py
 

@@ -142,22 +142,22 @@ def launches(one: Case, *, gather: bool) -> list[Callable[[], None]]:
     """Launches of the kernel alone, each for pages of its own, the tables on the device already."""
     from kvweave.transfer.cuda import CUDACopier  # noqa: PLC0415  (Triton is there with CUDA only)
     from kvweave.transfer.drafts import Tuning  # noqa: PLC0415
+    from kvweave.transfer.driver import context_of, play  # noqa: PLC0415
     from kvweave.transfer.kernel import launch  # noqa: PLC0415
+    from kvweave.transfer.tape import Tape  # noqa: PLC0415
 
     made: list[Callable[[], None]] = []
-    copier = CUDACopier(tuning=Tuning(packed_bytes=1 << 40, graph_bytes=0))
+    copier = CUDACopier(tuning=Tuning(packed_bytes=1 << 40, tape_bytes=0))
     for copies in one.copies:
         chunks = [torch.empty(one.layout.num_bytes, dtype=torch.uint8, device="cuda") for _ in copies.chunks]
         job = Job(one.arena, copies, tuple(map(Buffer.of, chunks)), Way.STORE if gather else Way.LOAD)
         program = copier.prepare(job).program
         (call,) = program.calls
-
-        def act(call: Any = call, _: Any = (program, chunks)) -> None:
-            stream = torch.cuda.current_stream()
-            where = stream.cuda_stream, stream.device_index
-            launch(call.table_at, call.draft.num_tiles, call.vector_bytes, 0, *where, gather=gather)
-
-        made.append(act)
+        stream, tape = torch.cuda.current_stream(), Tape()
+        where = stream.cuda_stream, stream.device_index
+        launch(tape, call.table_at, call.draft.num_tiles, call.vector_bytes, 0, *where, gather=gather)
+        tape.keep((program, chunks))
+        made.append(partial(play, tape, context_of(stream.device_index)))
     return made
 
 

@@ -216,6 +216,16 @@ class MissingExtra(KVWeaveError, ImportError):
         super().__init__(f"{what} needs {package or 'packages'}: pip install 'kvweave[{extra}]'", name=package)
 
 
+class NotBuilt(KVWeaveError, ImportError):
+    """A part of kvweave that is written in C was not built."""
+
+    def __init__(self, what: str, error: ImportError) -> None:
+        super().__init__(
+            f"{what} needs a part of kvweave in C that was not built ({error}): install kvweave again, where there is a"
+            " C compiler and without KVWEAVE_PURE"
+        )
+
+
 class CannotServe(KVWeaveError, ValueError):
     """A model whose past cannot be kept in pages."""
 

@@ -14,7 +14,7 @@ from kvweave.pool import NULL
 from kvweave.spec import Layer, LayerCache, ModelSpec, Reach
 from kvweave.transfer import ChunkLayout, CopyPlan, join, make_move, needed, whole_chunks
 from kvweave.transfer.check import Extent, check_copy
-from kvweave.transfer.pieces import cut, cut_layers, num_layers, part_bytes, ramp
+from kvweave.transfer.pieces import cut, cut_layers, num_layers, part_bytes
 from tests import strategies
 from tests.tensor.models import HYBRID, KEY, VALUE
 
@@ -199,8 +199,7 @@ def test_pieces_hold_every_layer_of_every_page_once(
         for part in layout.groups
     ]
     copies = CopyPlan(layout, (0, 1, 2), tuple(moves))
-    sizes = ramp(copies.num_bytes, small, large, rising=rising)
-    pieces = list(cut_layers(copies, layers, large) if layers else cut(copies, sizes, small))
+    pieces = list(cut_layers(copies, layers, large) if layers else cut(copies, small, large, rising=rising))
     seen: set[tuple[int, int, int]] = set()
     for piece in pieces:
         assert piece.num_bytes == sum(part_bytes(copies, part) for part in piece.parts)
@@ -229,10 +228,8 @@ def check_layers(copies: CopyPlan, seen: set[tuple[int, int, int]], layers: int)
 def test_pieces_are_small_where_a_pipeline_starts_or_ends() -> None:
     copies = whole_chunks(LAYOUT, tables(), 0, 8)
     grain = 2 * LAYOUT.group("full").block_bytes
-    rising, falling = (
-        [p.num_bytes for p in cut(copies, ramp(copies.num_bytes, grain, 8 * grain, rising=up), grain)]
-        for up in (True, False)
-    )
+    rising, falling = ([p.num_bytes for p in cut(copies, grain, 8 * grain, rising=up)] for up in (True, False))
     assert rising[0] <= grain < max(rising)
     assert falling[-1] <= grain < max(falling)
     assert sum(rising) == sum(falling) == copies.num_bytes
+    assert len(falling) == len(rising), "what is left over is no piece of its own at the end"

@@ -11,7 +11,7 @@ import pytest
 
 from kvweave.plan import Layout
 from kvweave.transfer import ChunkLayout, Copier, Job, Mover, Step, Way, whole_chunks
-from kvweave.transfer.drafts import Drafts, StagedCopy, Tuning, drafted
+from kvweave.transfer.drafts import Drafts, Tuning, drafted
 from kvweave.transfer.program import Call, filled
 from kvweave.transfer.tables import TILE, tiles_of, widest
 from tests.transfer.contract import CopierContract, hybrid
@@ -43,16 +43,14 @@ class ByHand:
         memory = np.full(call.draft.staged_bytes, 0xDD, np.uint8)
         staging = memory.ctypes.data if memory.size else 0
         if way is Way.LOAD:
-            for copy in call.draft.staged:
-                rows(copy, staging, call.buffers[copy.chunk].extent.start, way)
+            copy(call, staging, way)
         for here, there, size in table(call).tolist():
             for number in (here, there + staging, size):
                 assert number % min(8, call.vector_bytes) == 0
             ends = (there + staging, here) if way is Way.STORE else (here, there + staging)
             ctypes.memmove(*ends, size)
         if way is Way.STORE:
-            for copy in call.draft.staged:
-                rows(copy, staging, call.buffers[copy.chunk].extent.start, way)
+            copy(call, staging, way)
 
 
 def table(call: Call) -> np.ndarray:
@@ -69,10 +67,18 @@ def table(call: Call) -> np.ndarray:
     return np.concatenate(made)
 
 
-def rows(copy: StagedCopy, staging: int, chunk: int, way: Way) -> None:
-    for row in range(copy.height):
-        here, there = staging + copy.offset + row * copy.width, chunk + copy.place + row * copy.pitch
-        ctypes.memmove(*((there, here) if way is Way.STORE else (here, there)), copy.width)
+def copy(call: Call, staging: int, way: Way) -> None:
+    """What copy engines do: single runs, and rows."""
+
+    def run(here: int, there: int, size: int) -> None:
+        ctypes.memmove(*((there, here) if way is Way.STORE else (here, there)), size)
+
+    for offset, place, size, chunk in call.draft.flat.T.tolist():
+        run(staging + offset, int(call.starts[chunk]) + place, size)
+    for rows in call.draft.strided:
+        for row in range(rows.height):
+            there = int(call.starts[rows.chunk]) + rows.place + row * rows.pitch
+            run(staging + rows.offset + row * rows.width, there, rows.width)
 
 
 class TestByHand(CopierContract):

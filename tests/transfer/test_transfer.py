@@ -32,6 +32,9 @@ class Gate:
             raise self.error
         return self.is_open
 
+    def watch(self, seconds: float) -> None:
+        time.sleep(min(seconds, 1e-4))
+
     def hold(self, stream: object) -> None:
         self.held.append(stream)
 

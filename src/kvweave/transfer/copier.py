@@ -16,7 +16,7 @@ from kvweave.errors import BadCopy
 from kvweave.tensor import Arena
 from kvweave.transfer.check import Extent
 from kvweave.transfer.copies import CopyPlan, Numbers
-from kvweave.transfer.pieces import Part, Piece, cut, cut_layers, ramp
+from kvweave.transfer.pieces import Part, Piece, cut, cut_layers
 from kvweave.transfer.runs import Runs, runs_of
 
 
@@ -103,7 +103,7 @@ class Job:
         """The job in pieces of at most about `large` bytes; `small` where a pipeline starts or ends."""
         if self.layers is not None:
             return cut_layers(self.copies, self.layers, large)
-        return cut(self.copies, ramp(self.copies.num_bytes, small, large, rising=self.way is Way.STORE), small)
+        return cut(self.copies, small, large, rising=self.way is Way.STORE)
 
 
 class Mark(Protocol):
@@ -111,6 +111,10 @@ class Mark(Protocol):
 
     def is_over(self) -> bool:
         """Whether it is; raises what broke it. Does not block."""
+        ...
+
+    def watch(self, seconds: float) -> None:
+        """Come back when it is over, at once, or after so long."""
         ...
 
     def hold(self, stream: Any) -> None:
@@ -134,7 +138,8 @@ class Copier(Protocol):
         ...
 
     def steps(self, job: Job) -> Iterator[Step]:
-        """Issue the job piece by piece; closing the iterator early leaves the rest undone."""
+        """Issue the job piece by piece; closing the iterator early leaves the rest undone. A job that was prepared as
+        a single step is issued at once."""
         ...
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ store   gather   |1|2 |3   |4   |                  load   copy     |1   |2   |3 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,12 +19,12 @@ from kvweave.plan import Place
 from kvweave.transfer.copier import Job, Step, Way
 from kvweave.transfer.cpu import CPUCopier
 from kvweave.transfer.drafts import Drafts, Tuning
-from kvweave.transfer.driver import Context, Event, is_idle, is_pinned
-from kvweave.transfer.graph import Graph
+from kvweave.transfer.driver import Event, context_of, has_batches, is_idle, is_pinned, play
 from kvweave.transfer.kernel import Tabulator, current_stream, launch
 from kvweave.transfer.program import Call, Program, filled
 from kvweave.transfer.staging import Slot, Staging
 from kvweave.transfer.tables import TILE
+from kvweave.transfer.tape import Tape
 
 
 class CUDACopier:
@@ -38,9 +39,11 @@ class CUDACopier:
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.tuning = tuning or Tuning()
-        self._context = Context(self.device.index)
+        if not has_batches():
+            self.tuning = replace(self.tuning, direct_bytes=max(self.tuning.direct_bytes, self.tuning.single_bytes))
+        self._context = context_of(self.device.index)
         self._tabulator = Tabulator(self.device.index)
-        self._lanes = {way: _Lane(self.device, self._context, self._tabulator, way, self.tuning) for way in Way}
+        self._stores, self._loads = (_Lane(self.device, self._tabulator, way, self.tuning) for way in Way)
         self._drafts = Drafts(self.tuning)
         self._cpu = CPUCopier()
 
@@ -48,33 +51,39 @@ class CUDACopier:
         hosted, here = _by_place(job)
         if hosted is not None or here is None:
             return job
-        with self._context:
-            program = _resident([filled(here, draft) for draft in self._drafts.of(here)], self._tabulator, self.device)
-        whole = job.layers is None and 0 < job.num_bytes <= self.tuning.graph_bytes
+        program = _resident([filled(here, draft) for draft in self._drafts.of(here)], self._tabulator, self.device)
+        whole = job.layers is None and 0 < job.num_bytes <= self.tuning.tape_bytes
         if whole and all(buffer.array is None or is_pinned(buffer.extent.start) for buffer in job.buffers):
-            program = self._lanes[job.way].recorded(program)
+            program = self._lane(job.way).recorded(program)
         return replace(job, program=program)
 
     def steps(self, job: Job) -> Iterator[Step]:
-        stream = current_stream(self.device.index)
-        with self._context:
-            after = None if is_idle(stream) else Event(stream, self.device.index)
-        return self._lanes[job.way].started(job.program, after) if job.program else self._steps(job, after)
+        program, lane = job.program, self._lane(job.way)
+        if program is not None and program.tape is not None:
+            return lane.started(program)
+        stream, after = current_stream(self.device.index), None
+        if not is_idle(self._context, stream):
+            after = Event(self._context)
+            after.record(stream)
+        return self._steps(lane, job, after) if program is None else lane.steps(program.calls, after)
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
+        self._stores.close()
+        self._loads.close()
         self._tabulator.close()
         self._cpu.close()
 
-    def _steps(self, job: Job, after: Event | None) -> Iterator[Step]:
+    def _lane(self, way: Way) -> _Lane:
+        return self._stores if way is Way.STORE else self._loads
+
+    def _steps(self, lane: _Lane, job: Job, after: Event | None) -> Iterator[Step]:
         hosted, here = _by_place(job)
         if hosted is not None:
             for step in self._cpu.steps(hosted):
                 yield step if here is None else step._replace(layers=0)
         if here is not None:
             calls = (filled(here, draft) for draft in self._drafts.of(here))
-            yield from self._lanes[job.way].steps(calls, after)
+            yield from lane.steps(calls, after)
 
 
 def _by_place(job: Job) -> tuple[Job | None, Job | None]:
@@ -92,11 +101,13 @@ def _resident(calls: Sequence[Call], tabulator: Tabulator, device: torch.device)
     """The calls with their tables on the device; blocks until they are there."""
     sheets = torch.from_numpy(np.concatenate([*(call.sheet for call in calls), np.empty(0, np.int64)])).pin_memory()
     tables = torch.empty(TILE * sum(call.draft.num_tiles for call in calls), dtype=torch.int64, device=device)
-    stream, sheet, table, placed = torch.cuda.current_stream(device), sheets.data_ptr(), tables.data_ptr(), []
+    stream, sheet, table = torch.cuda.current_stream(device), sheets.data_ptr(), tables.data_ptr()
+    tape, placed = Tape(), []
     for call in calls:
-        tabulator.tabulate(table, sheet, call, stream.cuda_stream)
+        tabulator.tabulate(tape, table, sheet, call, stream.cuda_stream)
         placed.append(replace(call, table_at=table))
         sheet, table = sheet + call.sheet.nbytes, table + 8 * TILE * call.draft.num_tiles
+    play(tape, context_of(stream.device_index))
     stream.synchronize()
     return Program(tuple(placed), tables)
 
@@ -104,90 +115,109 @@ def _resident(calls: Sequence[Call], tabulator: Tabulator, device: torch.device)
 class _Lane:
     """One way: a stream for copies, one for the kernel, and the staging memory between them."""
 
-    def __init__(self, device: torch.device, context: Context, tabulator: Tabulator, way: Way, tuning: Tuning) -> None:
-        self.device, self.context, self.tabulator, self.way = device, context, tabulator, way
-        self.staging = Staging([Slot(device) for _ in range(tuning.slots)], tuning.piece_bytes)
+    def __init__(self, device: torch.device, tabulator: Tabulator, way: Way, tuning: Tuning) -> None:
+        self.tabulator, self.way, self._number = tabulator, way, device.index
+        self.staging = Staging(device, tuning.slots, tuning.piece_bytes)
         self._streams = [torch.cuda.Stream(device) for _ in range(2)]
-        self._copies, self._kernels = (stream.cuda_stream for stream in self._streams)
+        self._copies, self._kernels = (int(stream.cuda_stream) for stream in self._streams)
+        self._context = context_of(device.index)
+        self._handed, self._asked, self._mark = (Event(self._context) for _ in range(3))
+        self._under_way: deque[tuple[Event, object]] = deque()
+        """What was issued, and what must live until that is over."""
         self._lock = threading.Lock()
-        with context:
-            self._handed = Event(self._kernels, device.index)
 
     def close(self) -> None:
         for stream in self._streams:
             stream.synchronize()
+        self._under_way.clear()
         self.staging.close()
 
     def steps(self, calls: Iterable[Call], after: Event | None) -> Iterator[Step]:
-        if after is not None:
-            with self.context:
-                after.before(self._copies)
-                after.before(self._kernels)
+        """Issue one call after the other, each when it is asked for."""
         for call in calls:
-            with self._lock, self.context:
-                event = self._issue(call, self.staging)
-            yield Step(call.draft.num_bytes, call.draft.layers, event)
+            tape = Tape()
+            with self._lock:
+                if after is not None:
+                    tape.wait(after, self._copies)
+                    tape.wait(after, self._kernels)
+                    tape.keep(after)
+                    after = None
+                tape.mark(self._put(tape, call))
+                mark = self._play(tape, (tape, call))
+            yield Step(call.draft.num_bytes, call.draft.layers, mark)
 
-    def started(self, program: Program, after: Event | None) -> Iterator[Step]:
-        """The steps of what was prepared: as it is, or all at once."""
-        if program.graph is None:
-            yield from self.steps(program.calls, after)
-            return
-        with self._lock, self.context:
-            if after is not None:
-                after.before(self._copies)
-            self.staging.take_all(self._copies)
-            program.graph.launch(self._copies)
-            event = self.staging.release_all(self._copies)
-        yield Step(program.num_bytes, program.calls[-1].draft.layers, event)
+    def started(self, program: Program) -> Iterator[Step]:
+        """All of what was prepared, after what is on the caller's stream. It is under way when this returns."""
+        assert program.tape is not None
+        with self._lock:
+            mark = self._play(program.tape, program, current_stream(self._number))
+        return iter((Step(program.num_bytes, program.calls[-1].draft.layers, mark),))
 
     def recorded(self, program: Program) -> Program:
-        """The same with a graph that does it all."""
-        with self._lock, self.context:
-            staging = self.staging.twin(program.staged_bytes)
+        """The same with a tape of all calls."""
+        tape, ends = Tape(), dict[int, None]()
+        with self._lock:
+            tape.after(self._asked, self._copies, self._kernels)
+            for call in program.calls:
+                end = self._put(tape, call)
+                ends.pop(end, None)
+                ends[end] = None
+        *others, last = ends
+        for end in others:
+            tape.hand(self._handed, end, last)
+        tape.mark(last)
+        return replace(program, tape=tape)
 
-            def issue() -> None:
-                self._hand(self._copies, self._kernels)
-                for call in program.calls:
-                    self._issue(call, staging)
-                self._hand(self._kernels, self._copies)
+    def _play(self, tape: Tape, owner: object, caller: int = 0) -> Event:
+        play(tape, self._context, caller, self._mark)
+        mark, self._mark = self._mark, Event(self._context)
+        self._under_way.append((mark, owner))
+        while self._under_way and self._under_way[0][0].is_over():
+            self._under_way.popleft()
+        return mark
 
-            return replace(program, graph=Graph(self._copies, issue, (staging, program.tables)))
-
-    def _issue(self, call: Call, staging: Staging) -> Event:
-        """Issue a piece; the event that it is over with."""
-        for issue in call.direct:
-            issue(self._copies)
+    def _put(self, tape: Tape, call: Call) -> int:
+        """Record a piece; the stream that it ends on."""
+        for direct in call.direct:
+            tape.copy_many(*direct, self._copies)
         if not call.draft.lines:
-            return Event(self._copies, self.device.index)
+            return self._copies
         num_bytes = call.draft.staged_bytes
         if not num_bytes:
-            slot = staging.take(0, self._kernels)
-            self._launch(call, slot, 0)
-            return slot.release(self._kernels)
+            slot = self.staging.take(0, tape, self._kernels)
+            self._launch(tape, call, slot, 0)
+            tape.record(slot.free, self._kernels)
+            return self._kernels
         if self.way is Way.STORE:
-            slot = staging.take(num_bytes, self._kernels)
-            self._launch(call, slot, slot.address)
-            self._hand(self._kernels, self._copies)
-            self._copy(call, slot)
-            return slot.release(self._copies)
-        slot = staging.take(num_bytes, self._copies)
-        self._copy(call, slot)
-        self._hand(self._copies, self._kernels)
-        self._launch(call, slot, slot.address)
-        return slot.release(self._kernels)
+            slot = self.staging.take(num_bytes, tape, self._kernels)
+            self._launch(tape, call, slot, slot.address)
+            tape.hand(self._handed, self._kernels, self._copies)
+            self._copy(tape, call, slot)
+            tape.record(slot.free, self._copies)
+            return self._copies
+        slot = self.staging.take(num_bytes, tape, self._copies)
+        self._copy(tape, call, slot)
+        tape.hand(self._handed, self._copies, self._kernels)
+        self._launch(tape, call, slot, slot.address)
+        tape.record(slot.free, self._kernels)
+        return self._kernels
 
-    def _copy(self, call: Call, slot: Slot) -> None:
-        for copy in call.draft.staged:
-            copy.issue(slot.address, call.buffers[copy.chunk].extent.start, self.way, self._copies)
+    def _copy(self, tape: Tape, call: Call, slot: Slot) -> None:
+        draft, staging, stream = call.draft, slot.address, self._copies
+        offsets, places, sizes, chunks = draft.flat
+        if len(sizes):
+            here, there = staging + offsets, call.starts[chunks] + places
+            tape.copy_many(*((there, here) if self.way is Way.STORE else (here, there)), sizes, stream)
+        for copy in draft.strided:
+            here, there = staging + copy.offset, int(call.starts[copy.chunk]) + copy.place
+            if self.way is Way.STORE:
+                tape.copy_rows(there, copy.pitch, here, copy.width, copy.width, copy.height, stream)
+            else:
+                tape.copy_rows(here, copy.width, there, copy.pitch, copy.width, copy.height, stream)
 
-    def _hand(self, done: int, next_stream: int) -> None:
-        self._handed.record(done)
-        self._handed.before(next_stream)
-
-    def _launch(self, call: Call, slot: Slot, flat: int) -> None:
+    def _launch(self, tape: Tape, call: Call, slot: Slot, flat: int) -> None:
         table, stream = call.table_at, self._kernels
         if table is None:
-            table = slot.tabulate(call, self.tabulator, stream)
+            table = slot.tabulate(call, self.tabulator, tape, stream)
         gather = self.way is Way.STORE
-        launch(table, call.draft.num_tiles, call.vector_bytes, flat, stream, self.device.index, gather=gather)
+        launch(tape, table, call.draft.num_tiles, call.vector_bytes, flat, stream, self._number, gather=gather)

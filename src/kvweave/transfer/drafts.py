@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from kvweave.transfer import dma
-from kvweave.transfer.copier import Job, Way
+from kvweave.transfer.copier import Job
+from kvweave.transfer.copies import Numbers
 from kvweave.transfer.lines import Line, chunk_lines, chunk_places, staged_lines
 from kvweave.transfer.pieces import Part, Piece, part_bytes
 
@@ -38,12 +38,14 @@ class Tuning:
     slots: int = 2
     small_bytes: int = 8 << 20
     """Where a pipeline starts or ends: the host takes less to issue the next piece than this one to be copied."""
-    direct_bytes: int = 8 << 20
-    """Runs of this size and more need no kernel: a copy engine pauses 2 us between copies, 5% of 2 MiB."""
+    direct_bytes: int = 2 << 20
+    """Runs of this size and more need no kernel."""
+    single_bytes: int = 8 << 20
+    """The same with a driver that takes one run at a time, between which a copy engine pauses 2 us: 5% of 2 MiB."""
     packed_bytes: int = 1 << 29
     """What one launch moves, where chunks are on the device."""
-    graph_bytes: int = 256 << 20
-    """Prepared copies of at most this are one graph, and so one step."""
+    tape_bytes: int = 1 << 30
+    """Prepared copies of at most this are one tape, and so one step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,16 +68,9 @@ class StagedCopy:
         size += other.width * other.height
         return replace(self, pitch=size, width=size, height=1)
 
-    def issue(self, staging: int, chunk: int, way: Way, stream: int) -> None:
-        """Start the copy; both begin at these addresses."""
-        here, there = staging + self.offset, chunk + self.place
-        if self.height == 1 or self.width == self.pitch:
-            ends = (there, here) if way is Way.STORE else (here, there)
-            dma.copy(*ends, self.width * self.height, stream)
-        elif way is Way.STORE:
-            dma.copy_rows(there, self.pitch, here, self.width, self.width, self.height, stream)
-        else:
-            dma.copy_rows(here, self.width, there, self.pitch, self.width, self.height, stream)
+    @property
+    def is_flat(self) -> bool:
+        return self.height == 1 or self.width == self.pitch
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +91,17 @@ class Draft:
     @cached_property
     def num_tiles(self) -> int:
         return sum(line.num_tiles for line in self.lines)
+
+    @cached_property
+    def flat(self) -> Numbers:
+        """Of the staged copies that are one run each: offset, place, size and chunk."""
+        runs = [(copy.offset, copy.place, copy.width * copy.height, copy.chunk) for copy in self.staged if copy.is_flat]
+        return np.array(runs, np.int64).reshape(-1, 4).T
+
+    @cached_property
+    def strided(self) -> tuple[StagedCopy, ...]:
+        """The others."""
+        return tuple(copy for copy in self.staged if not copy.is_flat)
 
 
 class Drafts:

@@ -1,62 +1,29 @@
-"""What the CUDA driver is asked directly: contexts and events, with few microseconds of the host's time for each.
+"""What the CUDA driver is asked directly: contexts and events, with a microsecond of the host's time or less for each.
 
 torch's own take several times as long, and a small transfer is over in half a millisecond.
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections import defaultdict
 from functools import cache
 from typing import Any
 
 import torch
 
-from kvweave.errors import TransferFailed
+from kvweave.errors import NotBuilt, TransferFailed
+from kvweave.transfer.tape import Tape
+
+try:
+    import kvweave.transfer._native as native
+except ImportError as error:
+    raise NotBuilt("a copy to a GPU", error) from error
 
 NOT_READY = 600
-NO_TIMING = 2
-MEMORY_TYPE, HOST = 2, 1
-POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
-CALLS: dict[str, list[Any]] = {
-    "cuMemcpyAsync": [POINTER, POINTER, SIZE, POINTER],
-    "cuMemcpy2DAsync_v2": [POINTER, POINTER],
-    "cuMemcpyBatchAsync_v2": [POINTER, POINTER, POINTER, SIZE, POINTER, POINTER, SIZE, POINTER],
-    "cuDevicePrimaryCtxRetain": [POINTER, ctypes.c_int],
-    "cuCtxGetCurrent": [POINTER],
-    "cuCtxSetCurrent": [POINTER],
-    "cuCtxPushCurrent_v2": [POINTER],
-    "cuCtxPopCurrent_v2": [POINTER],
-    "cuEventCreate": [POINTER, ctypes.c_uint],
-    "cuEventRecord": [POINTER, POINTER],
-    "cuEventQuery": [POINTER],
-    "cuEventSynchronize": [POINTER],
-    "cuStreamQuery": [POINTER],
-    "cuStreamWaitEvent": [POINTER, POINTER, ctypes.c_uint],
-    "cuStreamIsCapturing": [POINTER, POINTER],
-    "cuStreamBeginCapture_v2": [POINTER, ctypes.c_uint],
-    "cuStreamEndCapture": [POINTER, POINTER],
-    "cuGraphInstantiateWithFlags": [POINTER, POINTER, ctypes.c_ulonglong],
-    "cuGraphLaunch": [POINTER, POINTER],
-    "cuGraphDestroy": [POINTER],
-    "cuGraphExecDestroy": [POINTER],
-    "cuLaunchKernel": [POINTER, *[ctypes.c_uint] * 7, POINTER, POINTER, POINTER],
-    "cuPointerGetAttribute": [POINTER, ctypes.c_uint, POINTER],
-}
+LIBRARY = "libcuda.so.1"
 
-SPARE: defaultdict[int, list[Any]] = defaultdict(list)
-"""Handles of events that nobody uses, by device."""
-
-
-@cache
-def cuda() -> ctypes.CDLL:
-    """The driver, its calls declared as far as it has them."""
-    library = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in CALLS.items():
-        if hasattr(library, name):
-            getattr(library, name).argtypes = arguments
-    return library
+SPARE: defaultdict[int, list[int]] = defaultdict(list)
+"""Handles of events that nobody uses, by context."""
 
 
 def check(code: int) -> None:
@@ -64,92 +31,76 @@ def check(code: int) -> None:
         raise TransferFailed(f"the CUDA driver refused: error {code}")
 
 
+@cache
+def has_batches() -> bool:
+    """Whether the driver, which is looked for now, copies many runs of bytes without pauses: from CUDA 13 on."""
+    return native.load(LIBRARY)
+
+
+@cache
+def context_of(device: int) -> int:
+    """The context of a device that torch uses too."""
+    has_batches()
+    code, context = native.context(device)
+    check(code)
+    return context
+
+
 def is_pinned(address: int) -> bool:
-    """Whether the device can reach this memory of the host."""
-    kind = ctypes.c_uint(0)
-    return cuda().cuPointerGetAttribute(ctypes.byref(kind), MEMORY_TYPE, address) == 0 and kind.value == HOST
+    """Whether devices can reach this memory of the host."""
+    return native.is_pinned(address)
 
 
-def is_idle(stream: int) -> bool:
+def is_idle(context: int, stream: int) -> bool:
     """Whether a stream has done all that it was given."""
-    code = cuda().cuStreamQuery(stream)
+    return _is_over(native.query_stream(context, stream))
+
+
+def _is_over(code: int) -> bool:
     if code != NOT_READY:
         check(code)
-    return bool(code == 0)
-
-
-def is_recording(stream: int) -> bool:
-    """Whether what is put on a stream becomes part of a graph."""
-    state = ctypes.c_uint(0)
-    check(cuda().cuStreamIsCapturing(stream, ctypes.byref(state)))
-    return bool(state.value)
-
-
-class Context:
-    """A device made current for the calls within, whatever thread they are made by."""
-
-    def __init__(self, device: int) -> None:
-        self._device, self._handle = device, POINTER()
-        check(cuda().cuDevicePrimaryCtxRetain(ctypes.byref(self._handle), device))
-        self._threads = threading.local()
-
-    def __enter__(self) -> None:
-        if not getattr(self._threads, "has_context", False):
-            current = POINTER()
-            check(cuda().cuCtxGetCurrent(ctypes.byref(current)))
-            if not current:
-                check(cuda().cuCtxSetCurrent(self._handle))
-            self._threads.has_context = True
-        self._threads.pushed = torch.cuda.current_device() != self._device
-        if self._threads.pushed:
-            check(cuda().cuCtxPushCurrent_v2(self._handle))
-
-    def __exit__(self, *_: object) -> None:
-        if self._threads.pushed:
-            cuda().cuCtxPopCurrent_v2(ctypes.byref(POINTER()))
+    return code == 0
 
 
 class Event:
-    """A point on a stream: where it was when the event was made. A `Mark`.
+    """A point on a stream, once it was recorded; over when that has come there, and before it is recorded. A `Mark`.
 
-    Handles are kept for the next event of the same device: to make one takes longer than to record it.
+    Handles are kept for the next event: to make one takes longer than to record it.
     """
 
-    __slots__ = ("_device", "_handle", "stream")
+    __slots__ = ("_context", "handle")
 
-    def __init__(self, stream: int, device: int) -> None:
-        self._device, self.stream = device, stream
-        spare = SPARE[device]
-        if spare:
-            self._handle = spare.pop()
-        else:
-            self._handle = POINTER()
-            check(cuda().cuEventCreate(ctypes.byref(self._handle), NO_TIMING))
-        self.record(stream)
+    def __init__(self, context: int) -> None:
+        self._context, self.handle = context, 0
+        try:
+            self.handle = SPARE[context].pop()
+        except IndexError:
+            code, self.handle = native.event(context)
+            check(code)
 
     def record(self, stream: int) -> None:
         """The point that `stream` has come to now, for those who ask from now on."""
-        self.stream = stream
-        check(cuda().cuEventRecord(self._handle, stream))
+        check(native.record(self._context, self.handle, stream))
 
     def is_over(self) -> bool:
-        code = cuda().cuEventQuery(self._handle)
-        if code != NOT_READY:
-            check(code)
-        return bool(code == 0)
+        return _is_over(native.query(self._context, self.handle))
+
+    def watch(self, seconds: float) -> None:
+        native.watch(self._context, self.handle, seconds)  # what broke it `is_over` says
 
     def wait(self) -> None:
         """Block until it is over."""
-        check(cuda().cuEventSynchronize(self._handle))
-
-    def before(self, stream: int) -> None:
-        """What is put on `stream` from now on comes after it; on its own stream it does anyway."""
-        if stream != self.stream:
-            check(cuda().cuStreamWaitEvent(stream, self._handle, 0))
+        check(native.finish(self._context, self.handle))
 
     def hold(self, stream: Any) -> None:
-        self.before((stream or torch.cuda.current_stream()).cuda_stream)
+        stream = stream or torch.cuda.current_stream()
+        check(native.hold(self._context, self.handle, stream.cuda_stream))
 
     def __del__(self) -> None:
-        if self._handle:
-            SPARE[self._device].append(self._handle)
+        if self.handle:
+            SPARE[self._context].append(self.handle)
+
+
+def play(tape: Tape, context: int, caller: int = 0, mark: Event | None = None) -> None:
+    """Make the calls of a tape. What was made before one that fails, which raises, stays made."""
+    check(native.play(tape.rows, context, caller, mark.handle if mark else 0))

@@ -8,8 +8,6 @@ launch moves pages of many groups, pools and chunks, and rows of any width go in
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from functools import cache
 from typing import Any
 
@@ -17,18 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kvweave.transfer.driver import check, cuda
 from kvweave.transfer.program import Call
 from kvweave.transfer.tables import TILE, TILE_BYTES, Cut, tiles_of
+from kvweave.transfer.tape import Tape
 
 STEP_BYTES = 4 << 10
 """What a program loads before it stores: 32 bytes a thread, so that many programs fit beside one another."""
+WRITTEN_BYTES = 256
+"""What memory takes best in one go: lines in pairs. Runs of 2112 bytes, every second of which starts within one, were
+slower by a third when two warps wrote to the same."""
 WARPS = 4
 SPREAD_TILES = 256
 """That a program writes when a table is made."""
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-SCRATCH = 2
-"""Triton's kernels take up to so many more addresses, for memory that these do not use."""
 
 
 @triton.jit
@@ -40,11 +39,13 @@ def move(
     WHOLE: tl.constexpr,
     STEP: tl.constexpr,
     PER_VECTOR: tl.constexpr,
+    LINE: tl.constexpr,
     GATHER: tl.constexpr,
 ):
     """Move a tile of at most WHOLE words from a page to its place (GATHER), or back.
 
-    Pages count from `memory` (address 0), places from `flat`, in words.
+    Pages count from `memory` (address 0), places from `flat`, in words. Steps end at multiples of LINE of the target:
+    no two threads write to the same.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * NUMBERS
     here = tl.multiple_of(tl.load(tile), PER_VECTOR)
@@ -52,8 +53,13 @@ def move(
     count = tl.multiple_of(tl.load(tile + 2).to(tl.int32), PER_VECTOR)
     source = memory + here if GATHER else flat + there
     target = flat + there if GATHER else memory + here
+    lead = tl.multiple_of(((there if GATHER else here) % LINE).to(tl.int32), PER_VECTOR)
     for start in tl.static_range(0, WHOLE, STEP):
-        words = start + tl.arange(0, STEP)
+        words = start + tl.arange(0, STEP) - lead
+        inside = (words >= 0) & (words < count)
+        tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
+    if lead + count > WHOLE:
+        words = WHOLE + tl.arange(0, STEP) - lead
         inside = words < count
         tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
 
@@ -79,38 +85,32 @@ def _compiled(device: int, vector_bytes: int, gather: bool) -> _Kernel:  # noqa:
     """The kernel for one width and way: made once, then launched without being looked up."""
     word = min(8, vector_bytes)
     pointers = WORDS[word], WORDS[word], torch.int64
-    constants = TILE, TILE_BYTES // word, STEP_BYTES // word, vector_bytes // word, gather
-    return _Kernel(move.warmup(*pointers, *constants, num_warps=WARPS, grid=(1,)), 3)
+    constants = TILE, TILE_BYTES // word, STEP_BYTES // word, vector_bytes // word, WRITTEN_BYTES // word, gather
+    return _Kernel(move.warmup(*pointers, *constants, num_warps=WARPS, grid=(1,)))
 
 
 @cache
 def _spread(device: int) -> _Kernel:  # noqa: ARG001
     numbers = TILE, SPREAD_TILES
-    return _Kernel(spread.warmup(*[torch.int64] * 4, 0, 0, *numbers, num_warps=WARPS, grid=(1,)), 6)
+    return _Kernel(spread.warmup(*[torch.int64] * 4, 0, 0, *numbers, num_warps=WARPS, grid=(1,)))
 
 
 class _Kernel:
     """A compiled kernel. It is launched by the driver itself: Triton's own way takes the host 20 us."""
 
-    def __init__(self, compiled: Any, arguments: int) -> None:
+    def __init__(self, compiled: Any) -> None:
         assert compiled.run is not None, "asking for its launcher is what loads it"
         self._function, self._shared = compiled.function, compiled.metadata.shared
-        self._values = (ctypes.c_uint64 * (arguments + SCRATCH))()
-        start, size = ctypes.addressof(self._values), 8 * len(self._values)
-        self._places = (ctypes.c_void_p * len(self._values))(*range(start, start + size, 8))
-        self._lock = threading.Lock()
 
-    def launch(self, grid: tuple[int, int], stream: int, *arguments: int) -> None:
-        """Does not block."""
-        with self._lock:
-            self._values[: len(arguments)] = [*arguments]
-            threads = 32 * WARPS, 1, 1
-            check(cuda().cuLaunchKernel(self._function, *grid, 1, *threads, self._shared, stream, self._places, None))
+    def launch(self, tape: Tape, grid: tuple[int, int], stream: int, *arguments: int) -> None:
+        tape.launch(self._function, grid, 32 * WARPS, self._shared, arguments, stream)
 
 
-def launch(table: int, num_tiles: int, vector_bytes: int, flat: int, stream: int, device: int, *, gather: bool) -> None:
-    """Move what a table at an address on the device says; its places count from `flat`. Does not block."""
-    _compiled(device, vector_bytes, gather).launch((num_tiles, 1), stream, 0, flat, table)
+def launch(
+    tape: Tape, table: int, num_tiles: int, vector_bytes: int, flat: int, stream: int, device: int, *, gather: bool
+) -> None:
+    """Move what a table at an address on the device says; its places count from `flat`."""
+    _compiled(device, vector_bytes, gather).launch(tape, (num_tiles, 1), stream, 0, flat, table)
 
 
 class Tabulator:
@@ -120,14 +120,14 @@ class Tabulator:
         self._device = device
         self._pages: dict[Cut, tuple[int, torch.Tensor]] = {}
 
-    def tabulate(self, table: int, sheet: int, call: Call, stream: int) -> None:
-        """Make the table of a call, at an address on the device, from its sheet in pinned memory. Does not block."""
+    def tabulate(self, tape: Tape, table: int, sheet: int, call: Call, stream: int) -> None:
+        """Make the table of a call, at an address on the device, from its sheet in pinned memory."""
         shift = min(8, call.vector_bytes).bit_length() - 1
         for line in call.draft.lines:
             pages, tiles = len(line.entries), line.cut.num_tiles
             grid = pages, -(-tiles // SPREAD_TILES)
             where = table, sheet, sheet + 8 * pages, self._page(line.cut)
-            _spread(self._device).launch(grid, stream, *where, tiles, shift)
+            _spread(self._device).launch(tape, grid, stream, *where, tiles, shift)
             table, sheet = table + 8 * TILE * pages * tiles, sheet + 16 * pages
 
     def close(self) -> None:
@@ -144,4 +144,4 @@ class Tabulator:
 
 def current_stream(device: int) -> int:
     """The stream that the caller's work is on, by the short way."""
-    return int(triton.runtime.driver.active.get_current_stream(device))
+    return int(torch._C._cuda_getCurrentRawStream(device))

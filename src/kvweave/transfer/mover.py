@@ -37,6 +37,7 @@ class Mover:
     A copy that makes no sense is an error at once, before any byte moves; later ones are the transfer's. In the
     `background` a thread for each way carries transfers out, one after the other. Otherwise the caller's thread issues
     all of it first: on a CPU it is then over, on a GPU on its way, with the least delay, and can no more be cancelled.
+    What was prepared as a single step goes first in any case.
     On a GPU a transfer comes after what is on the caller's current stream.
     """
 
@@ -82,8 +83,8 @@ class Mover:
     def start(self, job: Job, on_progress: Progress | None = None) -> Transfer:
         """Start a copy that was prepared by this mover."""
         self._check_open()
-        transfer = Transfer(job.way, job.num_bytes, on_progress)
         steps = self.copier.steps(job)
+        transfer = Transfer(job.way, job.num_bytes, on_progress)
         if self._threads and job.num_bytes:
             self._threads[job.way].submit(transfer.drive, steps, to_the_end=True)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from itertools import chain, pairwise, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,9 @@ from kvweave.transfer.copies import CopyPlan
 
 GROWTH = 8
 """How much larger a piece may be than the one before: to make it ready takes less than to copy that one."""
+
+GRAINS = 8
+"""In the smallest piece: so much nearer pieces come to the sizes that are wanted."""
 
 
 class Part(NamedTuple):
@@ -37,24 +40,21 @@ class Piece(NamedTuple):
     layers: int
 
 
-def ramp(num_bytes: int, small: int, large: int, *, rising: bool) -> Iterator[int]:
-    """Sizes from `small` to `large` and on, or the other way round: small where nothing else goes on to hide behind."""
-    sizes, total, size = [], 0, small
-    while total < num_bytes:
-        sizes.append(size)
-        total, size = total + size, min(GROWTH * size, large)
-    if rising or not sizes:
-        return chain(sizes, repeat(large))
-    sizes[-1] -= total - num_bytes
-    return chain(reversed(sizes), repeat(small))
-
-
-def cut(copies: CopyPlan, sizes: Iterator[int], small: int) -> Iterator[Piece]:
-    """Pieces of about those sizes, in the order of the chunks' bytes, made of grains of at most about `small` bytes."""
+def cut(copies: CopyPlan, small: int, large: int, *, rising: bool) -> Iterator[Piece]:
+    """Pieces in the order of the chunks' bytes, from `small` ones to `large` ones, or the other way round: small where
+    nothing else goes on to hide behind."""
+    parts = list(_grains(copies, small))
+    sizes = chain(_ramp(small, large), repeat(large))
     left = copies.num_bytes
-    for parts, num_bytes in _packed(copies, _grains(copies, small), sizes):
+    for some, num_bytes in _packed(copies, parts, sizes, from_the_end=not rising):
         left -= num_bytes
-        yield Piece(parts, num_bytes, 0 if left else num_layers(copies))
+        yield Piece(some, num_bytes, 0 if left else num_layers(copies))
+
+
+def _ramp(small: int, large: int) -> Iterator[int]:
+    while small < large:
+        yield small
+        small *= GROWTH
 
 
 def cut_layers(copies: CopyPlan, layers: int, size: int) -> Iterator[Piece]:
@@ -77,38 +77,56 @@ def part_bytes(copies: CopyPlan, part: Part) -> int:
     return (part.last - part.first) * (part.high - part.low) * group.layer_bytes * group.kernel_blocks
 
 
-def _packed(copies: CopyPlan, parts: Iterable[Part], sizes: Iterator[int]) -> Iterator[tuple[tuple[Part, ...], int]]:
-    """Parts put together up to each size in turn; those that continue one another become one."""
-    some: list[Part] = []
-    num_bytes, size = 0, next(sizes)
-    for part in parts:
-        more = part_bytes(copies, part)
-        if some and num_bytes + more > size:
-            yield tuple(some), num_bytes
-            some, num_bytes, size = [], 0, next(sizes)
-        some[-1:] = _joined(some[-1], part) if some else [part]
-        num_bytes += more
-    if some:
-        yield tuple(some), num_bytes
+def _packed(
+    copies: CopyPlan, parts: list[Part], sizes: Iterator[int], *, from_the_end: bool = False
+) -> Iterator[tuple[tuple[Part, ...], int]]:
+    """Parts put together up to each size in turn, the last ones first if so asked, and given in their order."""
+    weights = [part_bytes(copies, part) for part in parts]
+    order = -1 if from_the_end else 1
+    first = 0
+    for last in accumulate(list(_counts(weights[::order], sizes))[::order]):
+        yield tuple(_joined(parts[first:last])), sum(weights[first:last])
+        first = last
 
 
-def _joined(one: Part, two: Part) -> list[Part]:
-    if (one.move, one.last, one.low, one.high) == (two.move, two.first, two.low, two.high):
-        return [one._replace(last=two.last)]
-    if (one.move, one.first, one.last, one.high) == (two.move, two.first, two.last, two.low):
-        return [one._replace(high=two.high)]
-    return [one, two]
+def _counts(weights: Iterable[int], sizes: Iterator[int]) -> Iterator[int]:
+    """How many weights in a row come up to each size, at least one."""
+    count, total, size = 0, 0, next(sizes)
+    for weight in weights:
+        if count and total + weight > size:
+            yield count
+            count, total, size = 0, 0, next(sizes)
+        count, total = count + 1, total + weight
+    if count:
+        yield count
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """The same with those as one that continue one another."""
+    joined: list[Part] = []
+    for two in parts:
+        one = joined[-1] if joined else None
+        if one and (one.move, one.last, one.low, one.high) == (two.move, two.first, two.low, two.high):
+            joined[-1] = one._replace(last=two.last)
+        elif one and (one.move, one.first, one.last, one.high) == (two.move, two.first, two.last, two.low):
+            joined[-1] = one._replace(high=two.high)
+        else:
+            joined.append(two)
+    return joined
 
 
 def _grains(copies: CopyPlan, small: int) -> Iterator[Part]:
-    """The smallest parts: some pages of a chunk, or some layers of a page, in the order of the chunks' bytes."""
+    """The smallest parts, in the order of the chunks' bytes: some pages of a chunk, or some layers of a page that is
+    larger than `small`."""
+    grain = small // GRAINS
     for number, start, end in _stretches(copies):
         group = copies.layout.group(copies.moves[number].tag)
-        count = group.num_layers
-        pages, layers = max(1, small // group.block_bytes), max(1, small * count // group.block_bytes)
+        pages, layers = max(1, grain // group.block_bytes), group.num_layers
+        if group.block_bytes > small:
+            layers = max(1, grain * layers // group.block_bytes)
         for first in range(start, end, pages):
-            for low in range(0, count, layers):
-                yield Part(number, first, min(first + pages, end), low, min(low + layers, count))
+            for low in range(0, group.num_layers, layers):
+                yield Part(number, first, min(first + pages, end), low, min(low + layers, group.num_layers))
 
 
 def _stretches(copies: CopyPlan) -> list[tuple[int, int, int]]:

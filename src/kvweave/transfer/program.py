@@ -6,17 +6,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from typing import NamedTuple
 
 import numpy as np
 
-from kvweave.transfer import dma
 from kvweave.transfer.copier import Buffer, Job, Way
 from kvweave.transfer.copies import Numbers
 from kvweave.transfer.drafts import Draft
-from kvweave.transfer.graph import Graph
 from kvweave.transfer.lines import addresses, chunk_lines
 from kvweave.transfer.pieces import Part
 from kvweave.transfer.tables import widest
+from kvweave.transfer.tape import Tape
+
+
+class Straight(NamedTuple):
+    """Runs of bytes that a copy engine moves."""
+
+    targets: Numbers
+    sources: Numbers
+    sizes: Numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +37,9 @@ class Call:
 
     draft: Draft
     buffers: tuple[Buffer, ...]
-    direct: tuple[dma.Ready, ...]
+    starts: Numbers
+    """Their addresses."""
+    direct: tuple[Straight, ...]
     sheet: Numbers
     vector_bytes: int = 1
     """The widest vector that starts at a multiple of itself everywhere: 16, 8, 4, 2 or 1."""
@@ -42,10 +52,10 @@ def filled(job: Job, draft: Draft) -> Call:
     bits = reduce(or_, job.pools, draft.bits if staged else draft.bits | int(np.bitwise_or.reduce(job.starts)))
     sheet = [numbers for line in draft.lines for numbers in addresses(job, line, staged=staged)]
     made = np.concatenate(sheet) if sheet else np.empty(0, np.int64)
-    return Call(draft, job.buffers, tuple(_direct(job, draft.direct)), made, widest(bits))
+    return Call(draft, job.buffers, job.starts, tuple(_direct(job, draft.direct)), made, widest(bits))
 
 
-def _direct(job: Job, parts: Iterable[Part]) -> Iterator[dma.Ready]:
+def _direct(job: Job, parts: Iterable[Part]) -> Iterator[Straight]:
     """The pages between their pool and their chunks, by the copy engine."""
     for line in chunk_lines(job, parts):
         pages, places = addresses(job, line, staged=False)
@@ -53,21 +63,16 @@ def _direct(job: Job, parts: Iterable[Part]) -> Iterator[dma.Ready]:
         for block in range(runs.blocks):
             here, there = pages + block * runs.kernel_stride, places + block * pitch
             to, source = (there, here) if job.way is Way.STORE else (here, there)
-            yield dma.many(to, source, runs.unit_bytes)
+            yield Straight(to, source, np.full(len(to), runs.unit_bytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Calls whose tables are on the device, where `tables` keeps them; all in one graph, if they are few."""
+    """Calls whose tables are on the device, where `tables` keeps them; all on one tape, if they are few."""
 
     calls: tuple[Call, ...]
     tables: object
-    graph: Graph | None = None
-
-    @property
-    def staged_bytes(self) -> int:
-        """Staging memory that the largest of them takes."""
-        return max((call.draft.staged_bytes for call in self.calls), default=0)
+    tape: Tape | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -21,6 +20,8 @@ PATIENCE = 60.0
 NAP = 20e-6
 EAGER = 5e-3
 """Seconds for which the end of the last two steps is looked for without a nap, which lasts 70 us at least."""
+LOOK = 1e-3
+"""Seconds of it that nothing else is asked for."""
 IN_FLIGHT = 4
 """Steps issued and not over, in the background: what a cancelled transfer may still do."""
 
@@ -142,21 +143,24 @@ class Transfer:
 
     def _settle(self) -> None:
         """Notice what is over."""
-        before, state = self._bytes_done, self._state
+        if self._state is not State.PENDING:
+            return
         with self._changed:
+            moved = 0
             try:
                 while self._open and (self._open[0].mark is None or self._open[0].mark.is_over()):
-                    self._bytes_done += self._open.popleft().num_bytes
+                    moved += self._open.popleft().num_bytes
             except Exception as error:
                 self.error = self.error or error
                 self._open.clear()
-            if self._all_issued and not self._open and self._state is State.PENDING:
-                self._state = self._outcome()
-                self._ended = time.perf_counter()
-            if self._bytes_done > before or self._state is not state:
+            self._bytes_done += moved
+            is_ended = self._all_issued and not self._open
+            if moved or is_ended:
                 self._moved = time.perf_counter()
                 self._changed.notify_all()
-            report = self._on_progress if self._bytes_done > before else None
+            if is_ended and self._state is State.PENDING:
+                self._state, self._ended = self._outcome(), self._moved
+            report = self._on_progress if moved else None
         if report is not None:
             try:
                 report(self)
@@ -178,25 +182,29 @@ class Transfer:
         deadline = time.perf_counter() + timeout
         while True:
             self._settle()
+            if is_over():
+                return
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                raise TransferTimeout(
+                    f"{self.way} of {self.num_bytes} bytes: {self._bytes_done} moved after {self.seconds:.3f} s;"
+                    " wait again, or cancel it"
+                )
             with self._changed:
-                left = deadline - time.perf_counter()
-                if is_over():
-                    return
-                if left <= 0:
-                    raise TransferTimeout(
-                        f"{self.way} of {self.num_bytes} bytes: {self._bytes_done} moved after {self.seconds:.3f} s;"
-                        " wait again, or cancel it"
-                    )
                 asleep = self._driven or not self._open
-                if asleep:
+                if asleep and not is_over():
                     self._changed.wait(min(left, 0.1))
             if not asleep:
                 self._pause()
 
     def _pause(self) -> None:
-        """Nap while there are steps to come, or nothing happens; before the end, let others go first and no more."""
-        is_near = len(self._open) <= 2 and time.perf_counter() - self._moved < EAGER
-        os.sched_yield() if is_near else time.sleep(NAP)
+        """Nap while there are steps to come, or nothing happens; before the end, look for it and do nothing else."""
+        with self._changed:
+            mark = self._open[0].mark if 0 < len(self._open) <= 2 else None
+        if mark is not None and time.perf_counter() - self._moved < EAGER:
+            mark.watch(LOOK)
+        else:
+            time.sleep(NAP)
 
     def _raise(self) -> None:
         if self._state is State.FAILED:
