@@ -1,7 +1,8 @@
 """Two things are compiled where there is a C compiler; without one, or with KVWEAVE_PURE=1, Python does the same.
 
 The core is plain Python, compiled by mypyc where wheels are built; installed as editable, its files are interpreted as
-they are. What touches every byte of the host's memory is C, which editable installs have too.
+they are. What touches every byte of the host's memory, or every token of a list, is C, which editable installs have
+too. So is what talks to CUDA's driver, for which Python does not stand in.
 """
 
 import os
@@ -12,10 +13,11 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 COMPILED = ("pool", "prefix", "table", "cache")
+NATIVE = ("prefix", "copying", "store", "transfer")
 
 
 def core() -> list[Extension]:
-    if "editable_wheel" in sys.argv:
+    if {"editable_wheel", "--inplace"} & {*sys.argv}:
         return []
     files = [str(path) for folder in COMPILED for path in sorted(Path("src/kvweave", folder).glob("[!_]*.py"))]
     os.environ.setdefault("MYPYPATH", "src")
@@ -34,7 +36,7 @@ def native(folder: str) -> Extension:
     return Extension(f"kvweave.{folder}._native", [f"src/kvweave/{folder}/native.c"], extra_compile_args=flags)
 
 
-extensions = [] if os.environ.get("KVWEAVE_PURE") else [*core(), native("copying"), native("store")]
+extensions = [] if os.environ.get("KVWEAVE_PURE") else [*core(), *map(native, NATIVE)]
 for extension in extensions:
     extension.optional = True
 setup(ext_modules=extensions)

@@ -39,6 +39,7 @@ from kvweave.store.files import aligned
 from kvweave.store.journal import MAGIC, packed
 from kvweave.store.keys import KEY_BYTES, tenant_id
 from kvweave.store.stripes import FILES
+from kvweave.store.tier import whole
 
 PEER = Path(os.environ.get("LMCACHE_PYTHON", "/work/venv-lmcache/bin/python"))
 NUM_TOKENS, CHUNK = 131_072, 256
@@ -81,7 +82,7 @@ def lookups(rounds: int) -> dict[str, dict[str, float]]:
         tier = MemoryTier("64MiB")
         store = Store(schema, Cascade((tier, LanePolicy(inline=True))))
         keys = store.prompt(tokens, HERE).keys(schema.ids)
-        assert all(tier.put(keys, [[b"x"]] * len(keys)))
+        assert all(tier.put(keys, [whole(b"x")] * len(keys)))
         for kind, prompt in (("array", tokens), ("list", listed)):
 
             def ask(store: Store = store, prompt: object = prompt) -> None:
@@ -98,6 +99,7 @@ def disk(path: Path, direct: bool) -> Iterator[dict[str, float]]:
     payloads = [aligned(SIZE) for _ in range(COUNT)]
     for number, payload in enumerate(payloads):
         payload[:] = np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
+        payload.flags.writeable = False
     buffers = [aligned(blob_bytes(row)) for _ in range(COUNT)]
 
     def put(pair: tuple[bytes, NDArray[np.uint8]]) -> bool:
@@ -200,7 +202,7 @@ def line(claim: str, ours: float, theirs: float | None, unit: str, *, lower: boo
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     place = Path(tempfile.mkdtemp(prefix="kvweave-store-", dir=os.environ.get("BENCH_DIR")))
     try:
         for figure in lines(place, rounds, {*sys.argv[2:]} or {"lookup", "disk", "reopen"}):

@@ -20,6 +20,7 @@ from kvweave.server.protocol import numbers, packed
 from kvweave.store import Row, Saved
 from kvweave.store.blob import blob_bytes, seal
 from kvweave.store.keys import Bytes
+from kvweave.store.tier import joined
 from tests.server.models import LARGEST, POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, spawned, store, verify
 from tests.store.models import truth
 
@@ -60,8 +61,8 @@ def test_what_was_written_but_not_committed_is_never_seen(tmp_path: Path) -> Non
         client, starts = reserved(tmp_path / "kv.sock")
         keys = prompt().keys(SCHEMA.ids)[-len(SCHEMA.rows) :]
         for row, key, start in zip(SCHEMA.rows, keys, starts, strict=True):  # whole and sealed, but nobody said so
-            head, payload = seal(row, 3, key, truth(row, 3))
-            client.arena[start : start + len(head) + len(payload)] = np.frombuffer(head + bytes(payload), np.uint8)
+            blob = joined(seal(row, 3, key, truth(row, 3)))
+            client.arena[start : start + len(blob)] = np.frombuffer(blob, np.uint8)
         other = store(tmp_path / "kv.sock")
         assert not other.lookup(prompt()).present.any()
         client.close()

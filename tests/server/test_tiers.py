@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvweave.errors import TierError
 from kvweave.server import Daemon, Disk, RemoteStore
 from kvweave.server import protocol as say
-from kvweave.store import Cascade, DictTier, LanePolicy
+from kvweave.store import Cascade, DictTier, DiskTier, LanePolicy
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import ALL, Blob, Watch, Which
 from tests.server.models import POINTS, prompt, prompt_bytes, serving, settings, store, verify
@@ -92,18 +93,53 @@ def test_a_prompt_larger_than_the_arena_passes_through_it(tmp_path: Path) -> Non
         client.close()
 
 
-def test_damage_on_disk_is_a_miss_that_is_removed_everywhere(tmp_path: Path) -> None:
+def damage(folder: Path) -> None:
+    path = folder / "blobs-0"
+    blobs = bytearray(path.read_bytes())
+    blobs[5000::4096] = bytes(byte ^ 1 for byte in blobs[5000::4096])
+    path.write_bytes(blobs)
+
+
+def test_damage_on_disk_is_a_miss_that_never_comes_into_memory(tmp_path: Path) -> None:
     with serving(settings(tmp_path, **disk(tmp_path))) as daemon:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         dropped_from_memory(daemon, client)
-        path = tmp_path / "disk" / "blobs-0"
-        blobs = bytearray(path.read_bytes())
-        blobs[5000::4096] = bytes(byte ^ 1 for byte in blobs[5000::4096])
-        path.write_bytes(blobs)
+        damage(tmp_path / "disk")
         assert client.load(client.lookup(prompt()), verify) == 0
-        assert daemon.report().tiers[0].damaged > 0
+        assert [tier.damaged for tier in daemon.report().tiers] == [0, daemon.report().tiers[1].misses]
+        assert daemon.report().tiers[1].damaged > 0
         assert client.save(prompt(), truth, points=POINTS).dropped == 0
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        client.close()
+
+
+def test_damage_in_one_tier_leaves_the_copies_of_the_others(tmp_path: Path) -> None:
+    near, far = DiskTier(tmp_path / "disk", 64 << 20), DictTier()
+    policy = LanePolicy(write="back")
+    with serving(settings(tmp_path), Cascade((near, policy), (far, policy))) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        dropped_from_memory(daemon, client)
+        damage(tmp_path / "disk")
+        kept = len(far.blobs)
+        assert client.load(client.lookup(prompt()), verify) == 0  # only now it is known
+        assert len(far.blobs) == kept
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        client.close()
+
+
+def test_what_the_disk_tier_sums_on_the_way_is_not_summed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(data: Bytes) -> int:
+        raise AssertionError(f"{len(data)} bytes are read once more")
+
+    with serving(settings(tmp_path, **disk(tmp_path))) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        dropped_from_memory(daemon, client)
+        monkeypatch.setattr("kvweave.store.sums.checksum", again)
         assert client.load(client.lookup(prompt()), verify) == 1024
         client.close()
 

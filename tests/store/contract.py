@@ -12,7 +12,9 @@ import xxhash
 from kvweave.store import Tier
 from kvweave.store.files import aligned
 from kvweave.store.keys import KEY_BYTES, Bytes
-from kvweave.store.tier import ABSENT, ALL, Which
+from kvweave.store.tier import ABSENT, ALL, Blob, Which, whole
+
+HEAD = 4096
 
 
 def key(number: int) -> bytes:
@@ -25,7 +27,18 @@ def value(number: int, length: int = 5000) -> bytes:
 
 def put(tier: Tier, *numbers: int, length: int = 5000) -> list[bool]:
     values = [value(number, length) for number in numbers]
-    return tier.put([key(n) for n in numbers], [[data[:100], memoryview(data)[100:]] for data in values])
+    return tier.put([key(n) for n in numbers], [headed(data) for data in values])
+
+
+def headed(data: bytes) -> Blob:
+    """A blob whose head is given to whoever knows its payload's sum; all payload if there is no head in it."""
+    payload = np.frombuffer(data, np.uint8)[HEAD:]
+
+    def head(payload_sum: int) -> bytes:
+        assert payload_sum == xxhash.xxh3_64_intdigest(payload.data)
+        return data[:HEAD]
+
+    return Blob(payload, HEAD, head) if len(data) >= HEAD else whole(data)
 
 
 def got(tier: Tier, number: int, length: int = 5000) -> bytes | None:
@@ -76,7 +89,7 @@ class TierContract:
 
     def test_the_first_value_of_a_key_stays(self, tier: Tier) -> None:
         put(tier, 1)
-        assert tier.put([key(1)], [[b"other"]]) == [True]
+        assert tier.put([key(1)], [whole(b"other")]) == [True]
         assert got(tier, 1) == value(1)
 
     def test_what_was_deleted_is_gone_and_can_come_back(self, tier: Tier) -> None:
@@ -89,7 +102,7 @@ class TierContract:
     def test_clearing_forgets_what_is_meant_and_nothing_else(self, tier: Tier) -> None:
         tenants, rows = [b"tenant-a", b"tenant-b", b"*[a-c]?\\"], [b"row-no-1", b"row-no-2"]
         keys = [tenant + bytes([n] * 32) + row for tenant in tenants for n in range(3) for row in rows]
-        assert all(tier.put(keys, [[b"x" * 100]] * len(keys)))
+        assert all(tier.put(keys, [whole(b"x" * 100)] * len(keys)))
         left = set(keys)
         for which, gone in (
             (Which(b"nobody--"), 0),
@@ -150,7 +163,7 @@ class TierContract:
     @pytest.mark.parametrize("head", [0, 4096])
     def test_a_watcher_is_told_the_sum_behind_the_head_or_nothing(self, tier: Tier, length: int, head: int) -> None:
         blob, watcher, buffer = value(1, head + length), Watcher(head), aligned(head + length)
-        assert tier.put([key(1)], [[blob]]) == [True]
+        assert tier.put([key(1)], [whole(blob)]) == [True]
         assert tier.get([key(1)], [buffer], [watcher]) == [len(blob)]
         assert buffer.tobytes() == blob
         assert watcher.sums in ([], [xxhash.xxh3_64_intdigest(blob[head:])])

@@ -11,6 +11,7 @@ import pytest
 from kvweave.store import Cascade, LanePolicy, Row, Schema, Store, Tier
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes, Prompt
+from kvweave.store.tier import whole
 from tests.store.models import hybrid, namespace, truth
 
 SPEC = hybrid()
@@ -66,7 +67,7 @@ def stored(tier: Tier, key: bytes) -> bytes:
 
 def replace(tier: Tier, key: bytes, blob: bytes) -> None:
     assert tier.delete([key]) == 1
-    assert tier.put([key], [[blob]]) == [True]
+    assert tier.put([key], [whole(blob)]) == [True]
 
 
 class FaultContract:

@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from kvweave.errors import ReadOnly, StoreError, TierError
-from kvweave.store import Cascade, DictTier, LanePolicy, MemoryTier, Store
+from kvweave.store import Cascade, DictTier, LanePolicy, MemoryTier, Row, Store
 from kvweave.store.breaker import Breaker
 from kvweave.store.cascade import Budget
 from kvweave.store.keys import Bytes, Prompt
-from kvweave.store.tier import Blob, Watch
+from kvweave.store.tier import Blob, Watch, whole
 from tests.store.faults import SCHEMA, SPEC, TOKENS, keys_of, payload, replace, stored, verify
 from tests.store.models import namespace
 
@@ -31,11 +31,16 @@ class Troubled(DictTier):
         self.fine = threading.Event()
         self.fine.set()
         self.errors: list[Exception] = []
+        self.half: list[Exception] = []
+        """Raised by gets that have filled half of their buffers."""
+        self.fails: dict[str, Exception] = {}
         self.asked: list[str] = []
 
     def _trouble(self, what: str) -> None:
         self.asked.append(what)
         self.fine.wait(10)
+        if what in self.fails:
+            raise self.fails[what]
         if self.errors:
             raise self.errors.pop()
 
@@ -45,11 +50,18 @@ class Troubled(DictTier):
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:
         self._trouble("get")
+        if self.half:
+            super().get(keys[: len(keys) // 2], into[: len(keys) // 2])
+            raise self.half.pop()
         return super().get(keys, into, watch)
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
         self._trouble("put")
         return super().put(keys, blobs)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        self._trouble("delete")
+        return super().delete(keys)
 
 
 @pytest.fixture
@@ -131,10 +143,31 @@ def test_requests_in_a_hurry_do_not_close_a_tier_that_is_well(far: Troubled, mak
     store, prompt = make(LanePolicy(deadline_s=5))
     far.fine.clear()
     for _ in range(5):
-        store.lookup(prompt, budget_s=0.01)
+        store.lookup(prompt, budget_s=0.1)
     far.fine.set()
     stats = store.stats().tiers[1]
     assert (stats.late, stats.open) == (5, False)
+
+
+def test_a_payload_that_is_changed_before_a_tier_has_it_is_never_served(far: Troubled, make: Make) -> None:
+    store, prompt = make(LanePolicy(write="back", deadline_s=5))
+    far.fine.clear()
+    given = []
+
+    def early(row: Row, chunk: int) -> Bytes:
+        given.append(payload(row, chunk).copy())
+        return given[-1]
+
+    store.save(prompt, early)
+    for array in given:
+        np.invert(array, out=array)
+    far.fine.set()
+    assert store.flush()
+    store.cascade.lanes[0].tier.clear()
+    hit = store.lookup(prompt)
+    assert hit.position == 1024
+    assert store.load(hit, verify) == 0
+    assert store.stats().tiers[1].damaged > 0
 
 
 def test_a_load_that_hangs_half_way_returns_what_can_be_had(far: Troubled, make: Make) -> None:
@@ -153,7 +186,7 @@ def test_a_load_that_hangs_half_way_returns_what_can_be_had(far: Troubled, make:
 def test_many_batches_of_a_tier_that_hangs_cost_one_deadline_and_not_one_each(
     far: Troubled, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.store.cascade.BATCH_BYTES", 1)
+    monkeypatch.setattr("kvweave.store.batches.BATCH_BYTES", 1)
     other, prompt = make()
     other.save(prompt, payload)
     store, _ = make(LanePolicy(deadline_s=0.3, failures=100))
@@ -162,6 +195,45 @@ def test_many_batches_of_a_tier_that_hangs_cost_one_deadline_and_not_one_each(
     began = time.monotonic()
     assert store.load(hit, verify) == 0
     assert time.monotonic() - began < 1.5
+
+
+def test_a_load_asks_a_tier_for_all_blobs_at_once_and_forgets_damaged_ones_at_once(far: Troubled, make: Make) -> None:
+    other, prompt = make()
+    other.save(prompt, payload)
+    damaged = [*keys_of(prompt, "full", 1), *keys_of(prompt, "full", 3)]
+    for key in damaged:
+        replace(far, key, b"X" + stored(far, key)[1:])
+    store, _ = make()
+    hit = store.lookup(prompt)
+    far.asked.clear()
+    assert store.load(hit, verify) == 0
+    assert far.asked == ["get", "delete"]
+    assert store.stats().tiers[1].damaged == len(damaged)
+    assert not far.contains(damaged).any()
+
+
+def test_what_came_with_a_damaged_blob_is_had_though_the_tier_cannot_forget_it(far: Troubled, make: Make) -> None:
+    other, prompt = make()
+    other.save(prompt, payload, points=[512, 1024])
+    key = keys_of(prompt, "full", 3)[0]
+    replace(far, key, b"X" + stored(far, key)[1:])
+    store, _ = make()
+    hit = store.lookup(prompt)
+    far.fails = {"delete": TierError("it cannot be written")}
+    assert store.load(hit, verify) == 512
+    assert (store.stats().tiers[1].damaged, store.stats().tiers[1].failed) == (1, 0)
+
+
+def test_a_batch_that_fails_half_way_is_asked_for_again(far: Troubled, make: Make) -> None:
+    """What was written into its buffers until then is nobody's."""
+    other, prompt = make()
+    other.save(prompt, payload)
+    store, _ = make()
+    hit = store.lookup(prompt)
+    far.half, far.asked = [TierError("lost the line")], []
+    assert store.load(hit, verify) == 1024
+    assert far.asked == ["get", "get"]
+    assert store.stats().tiers[1].retried == 1
 
 
 def test_an_answer_that_comes_late_touches_nothing(far: Troubled, make: Make) -> None:
@@ -237,7 +309,7 @@ def test_write_back_is_bounded_and_what_finds_no_place_is_counted(far: Troubled)
     cascade = Cascade((far, policy))
     far.fine.clear()
     for number in range(8):
-        cascade.put([bytes([number]) * 48], [[b"x"]], Budget.of(None))
+        cascade.put([bytes([number]) * 48], [whole(b"x")], Budget.of(None))
     assert cascade.stats()[0].dropped >= 5
     far.fine.set()
     assert cascade.flush(5)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvweave.errors import TierError
+from kvweave.errors import TierError, TierFull
 from kvweave.store import Cascade, LanePolicy, MemoryTier, Store, Tier
+from kvweave.store.cascade import Budget
 from tests.store.contract import KeepingContract, TierContract, got, key, put, value
 from tests.store.faults import SCHEMA, FaultContract, payload, saved, verify
 from tests.store.servers import S3, wait_until
@@ -18,6 +22,7 @@ from tests.store.servers import S3, wait_until
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'kvweave[object]'")
 
 from kvweave.store.objects import ObjectTier  # noqa: E402
+from kvweave.store.tier import whole  # noqa: E402
 
 
 class TestFolder(TierContract, KeepingContract, FaultContract):
@@ -66,7 +71,7 @@ def test_the_first_of_two_that_put_the_same_object_stays_whatever_its_length(ser
     tier, other = (ObjectTier(server.url, **server.options) for _ in range(2))
     size = 12 << 20  # more than what S3 clients send in one part
     put(tier, 1, length=size)
-    assert other.put([key(1)], [[b"other"]]) == [True]
+    assert other.put([key(1)], [whole(b"other")]) == [True]
     assert got(other, 1, size) == value(1, size)
 
 
@@ -116,6 +121,147 @@ def test_a_server_that_is_in_trouble_and_comes_back_is_used_again(trouble: str) 
         wait_until(is_used_again, "the tier is used again")
         assert alone.load(alone.lookup(prompt), verify) == 1024
         store.close()
+
+
+class Bucket(ThreadingHTTPServer):
+    """Whatever is asked of it, it says the same: a status and an error, or nothing at all."""
+
+    def __init__(self, status: int, code: str) -> None:
+        super().__init__(("127.0.0.1", 0), Saying)
+        self.status, self.said = status, f"<Error><Code>{code}</Code></Error>".encode()
+        self.asked, self.going = 0, threading.Event()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        account = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
+        place = {"endpoint": f"http://127.0.0.1:{self.server_port}", "client_options": {"allow_http": True}}
+        return {**account, **place, "retry_config": {"max_retries": 0}}
+
+
+class Saying(BaseHTTPRequestHandler):
+    server: Bucket
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.server.asked += 1
+        if not self.server.status:
+            self.server.going.wait(30)
+            return
+        self.send_response(self.server.status)
+        self.send_header("content-length", str(len(self.server.said)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(self.server.said)
+
+    do_GET = do_HEAD = do_PUT  # noqa: N815 - as http.server calls them
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@contextmanager
+def bucket(status: int, code: str = "") -> Iterator[Bucket]:
+    server = Bucket(status, code)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.going.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("status", "code"), [(403, "QuotaExceeded"), (507, "XMinioStorageFull"), (507, "Other")])
+def test_a_bucket_without_room_is_full_and_what_was_to_be_saved_is_counted_as_dropped(status: int, code: str) -> None:
+    with bucket(status, code) as server:
+        tier = ObjectTier("s3://bucket/kv", **server.options)
+        with pytest.raises(TierFull):
+            put(tier, 1)
+        server.asked = 0
+        cascade = Cascade((tier, LanePolicy(inline=True)))
+        assert not cascade.put([key(1)], [whole(b"blob")], Budget.of(None)).any()
+        assert server.asked == 1  # a full one is not asked again
+        assert cascade.stats()[0].failed == 1
+        assert code in cascade.stats()[0].last_error or "507" in cascade.stats()[0].last_error
+        cascade.close()
+
+
+def test_a_bucket_that_fails_is_asked_again_and_then_left_alone() -> None:
+    with bucket(503, "SlowDown") as server:
+        tier = ObjectTier("s3://bucket/kv", **server.options)
+        store = Store(SCHEMA, Cascade((tier, LanePolicy(inline=True, retries=1, failures=2, backoff_s=0.001))))
+        prompt = saved(MemoryTier("4MiB"))[1]
+        for _ in range(4):
+            assert store.lookup(prompt).position == 0
+        stats = store.stats().tiers[0]
+        assert (stats.retried, stats.failed, stats.skipped, stats.open) == (2, 2, 2, True)
+        store.close()
+
+
+def test_a_bucket_that_never_answers_costs_a_request_its_deadline_and_no_more() -> None:
+    with bucket(0) as server:
+        tier = ObjectTier("s3://bucket/kv", **server.options)
+        policy = LanePolicy(deadline_s=0.3, failures=2, cool_s=60)
+        store = Store(SCHEMA, Cascade((MemoryTier("4MiB"), LanePolicy(inline=True)), (tier, policy)))
+        prompt = saved(MemoryTier("4MiB"))[1]
+        began = time.monotonic()
+        assert store.save(prompt, payload).dropped == 0  # memory has it
+        for _ in range(4):
+            assert store.load(store.lookup(prompt), verify) == 1024
+        assert time.monotonic() - began < 3
+        assert store.stats().tiers[1].late >= 2
+        assert store.stats().tiers[1].open
+        server.going.set()
+        store.close(5)
+
+
+def test_a_folder_on_a_full_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = ObjectTier(f"file://{tmp_path}")
+    put(tier, 1)
+
+    def no_room(*_: object, **__: object) -> None:
+        raise obstore.exceptions.GenericError(
+            "Generic LocalFileSystem error: Unable to copy data to file: No space left on device (os error 28)"
+        )
+
+    monkeypatch.setattr(obstore, "put", no_room)
+    with pytest.raises(TierFull, match="No space left"):
+        put(tier, 2)
+    assert got(tier, 1) == value(1)
+
+
+def test_many_objects_are_deleted_in_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, asked, delete = ObjectTier(f"file://{tmp_path}"), list[int](), obstore.delete
+
+    def counted(store: Any, paths: Any) -> None:
+        asked.append(1 if isinstance(paths, str) else len(paths))
+        delete(store, paths)
+
+    monkeypatch.setattr(obstore, "delete", counted)
+    put(tier, *range(100), length=200)
+    assert tier.delete([key(n) for n in range(50)]) == 50
+    assert tier.clear() == 50
+    assert asked == [50, 50]
+
+
+def test_objects_that_somebody_else_deletes_meanwhile_are_not_counted_and_the_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = ObjectTier(f"file://{tmp_path}")
+    put(tier, *range(20), length=200)
+    contains = tier.contains
+
+    def slow(keys: Sequence[bytes]) -> Any:
+        found = contains(keys)
+        monkeypatch.undo()
+        assert ObjectTier(f"file://{tmp_path}").delete([key(7)]) == 1
+        return found
+
+    monkeypatch.setattr(tier, "contains", slow)
+    assert 0 < tier.delete([key(n) for n in range(20)]) <= 19
+    assert not tier.contains([key(n) for n in range(20)]).any()
 
 
 def test_tenants_lie_in_folders_of_their_own(tmp_path: Path) -> None:

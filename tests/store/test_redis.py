@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvweave.errors import ConfigError, TierError, TierFull
@@ -65,6 +66,73 @@ class TestRedisCluster(TierContract, KeepingContract, FaultContract):
     @pytest.fixture
     def reopen(self, cluster: RedisCluster) -> Any:
         return lambda: RedisTier(cluster.url)
+
+
+class Line:
+    """Counts what goes over the connections of a tier: round trips, and the commands in them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trips: list[int] = []
+        self.largest = 0
+        pack = redis.connection.AbstractConnection.pack_commands
+
+        def counted(connection: Any, commands: Any) -> Any:
+            commands = [*commands]
+            packed = pack(connection, commands)
+            self.trips.append(len(commands))
+            self.largest = max(self.largest, sum(map(len, packed)))
+            return packed
+
+        monkeypatch.setattr(redis.connection.AbstractConnection, "pack_commands", counted)
+
+
+def check_round_trips(tier: RedisTier, line: Line, at_most: int) -> None:
+    """24 values of 512 KiB, in batches of at most 4 MiB."""
+    size, numbers = 512 << 10, range(24)
+    tier.contains([key(0)])
+    line.trips.clear()
+    assert put(tier, *numbers, length=size) == [True] * 24
+    assert (sum(line.trips), len(line.trips) <= at_most) == (24, True)
+    assert line.largest < (4 << 20) + 4096
+    line.trips.clear()
+    buffers = [np.zeros(size, np.uint8) for _ in numbers]
+    assert tier.get([key(n) for n in numbers], buffers) == [size] * 24
+    assert (sum(line.trips), len(line.trips) <= at_most) == (24, True)
+    assert all(buffers[n].tobytes() == value(n, size) for n in numbers)
+    line.trips.clear()
+    assert tier.contains([key(n) for n in range(48)]).sum() == 24
+    assert tier.delete([key(n) for n in range(48)]) == 24
+    assert len(line.trips) <= 2 * at_most // 3
+
+
+def test_values_go_to_a_server_and_come_back_in_a_round_trip_for_every_4_mib(
+    server: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = RedisTier(server.url)
+    check_round_trips(tier, Line(monkeypatch), at_most=3)
+    tier.close()
+
+
+def test_values_go_to_a_cluster_and_come_back_in_a_round_trip_a_node_for_every_4_mib(
+    cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = RedisTier(cluster.url)
+    check_round_trips(tier, Line(monkeypatch), at_most=9)
+    tier.close()
+
+
+@pytest.mark.parametrize("is_cluster", [False, True])
+def test_a_batch_with_something_foreign_in_it_fails_as_a_whole_and_the_line_goes_on(
+    is_cluster: bool, request: pytest.FixtureRequest
+) -> None:
+    tier = RedisTier(request.getfixturevalue("cluster" if is_cluster else "server").url)
+    put(tier, 1, 3)
+    tier._server.rpush(b"kvweave:" + key(2), b"somebody's list")
+    buffers = [np.zeros(5000, np.uint8) for _ in range(3)]
+    with pytest.raises(TierError, match="WRONGTYPE"):
+        tier.get([key(n) for n in (1, 2, 3)], buffers)
+    assert [got(tier, n) == value(n) for n in (1, 3)] == [True, True]  # no answer is taken for another's
+    tier.close()
 
 
 def stores(tier: RedisTier) -> tuple[Store, Store]:
@@ -155,7 +223,10 @@ def test_a_server_without_room_refuses_writes_and_is_read(tmp_path: Path) -> Non
         tier = RedisTier(server.url)
         with pytest.raises(TierFull, match="maxmemory"):
             put(tier, *range(100), length=100_000)
-        assert got(tier, 0, 100_000) == value(0, 100_000)
+        found = [got(tier, n, 100_000) for n in range(100)]
+        assert None in found
+        assert all(blob in (None, value(n, 100_000)) for n, blob in enumerate(found))
+        assert found[0]
         tier.close()
 
 

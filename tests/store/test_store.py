@@ -15,6 +15,7 @@ from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
 from kvweave.store import Cascade, DictTier, LanePolicy, MemoryTier, Row, Saved, Schema, Store
 from kvweave.store.blob import blob_bytes, describe, seal
 from kvweave.store.keys import Bytes
+from kvweave.store.tier import joined
 from tests.store.models import SINKS, fill, hybrid, namespace, one, rank, share, truth
 
 SIZE = 256
@@ -139,12 +140,12 @@ def test_first_chunks_outlive_the_last_when_room_gets_tight() -> None:
 
 def test_a_blob_tells_what_it_is() -> None:
     row = Schema.of(hybrid()).rows[0]
-    head, payload = seal(row, 2, bytes(range(48)), truth(row, 2))
-    found = describe(head + payload)
+    blob = joined(seal(row, 2, bytes(range(48)), truth(row, 2)))
+    found = describe(blob)
     assert found is not None
     assert (found.start, found.stop, found.payload_bytes) == (512, 768, row.payload_bytes)
     assert (found.meta["tag"], found.meta["layers"], found.meta["part"]) == ("full", [0], 0)
-    assert describe((head + payload)[:-1]) is None
+    assert describe(blob[:-1]) is None
     assert describe(b"something else entirely, and long enough to be a header" * 4) is None
 
 

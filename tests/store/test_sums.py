@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import os
 import random
+import resource
+import signal
 import threading
 import time
 from pathlib import Path
@@ -18,6 +20,8 @@ from kvweave.store import Namespace, keys, sums
 from kvweave.store.compiled import native
 from kvweave.store.files import DirectFile, File, aligned
 from kvweave.store.stripes import Stripes
+from kvweave.store.sums import Desk
+from kvweave.store.tier import Blob, whole
 
 LENGTHS = [0, 1, 240, 241, 1023, 1024, 1025, 4096, 4097, 131_072, 131_073, 262_144, 1_049_999, (1 << 20) + 1024]
 
@@ -72,38 +76,146 @@ def test_the_sum_is_of_what_was_written_whoever_writes_to_the_source_meanwhile(l
         writer.join()
 
 
+@pytest.fixture(params=[0, os.O_DIRECT], ids=["cached", "direct"])
+def flags(request: pytest.FixtureRequest) -> int:
+    mode: int = request.param
+    return os.O_RDWR | os.O_CREAT | mode
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("head", [0, 32, 4096])
 @pytest.mark.parametrize("stripe", [1000, 4096, 4 << 20])
-def test_a_read_is_equal_and_its_sum_that_of_what_stands_behind_the_head(
+def test_what_is_written_and_read_is_equal_and_its_sum_that_of_what_stands_behind_the_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, head: int, stripe: int
 ) -> None:
     monkeypatch.setattr("kvweave.store.stripes.STRIPE_BYTES", stripe)
     blob, target = bytes_of(head + length), aligned(head + length)
-    files, bounce = Stripes(tmp_path / "blob", os.O_RDWR | os.O_CREAT), aligned(300_000)
-    files.write(0, [b"x" * 100, blob.data])
-    assert sums.read(files, 100, target, head, bounce) == xxhash.xxh3_64_intdigest(blob[head:].data)
+    files, desk = Stripes(tmp_path / "blob", os.O_RDWR | os.O_CREAT), Desk(direct=False)
+    files.write(0, [b"x" * 100])
+    assert sums.write(files, 100, blob, desk) == xxhash.xxh3_64_intdigest(blob.data)
+    assert sums.read(files, 100, target, head, desk) == xxhash.xxh3_64_intdigest(blob[head:].data)
     assert (target == blob).all()
     if length:
-        assert sums.read(files, 101, target, head, bounce) is None
+        assert sums.read(files, 101, target, head, desk) is None
     files.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        sums.read(files, 0, aligned(head + 5000), head, bounce)
+        sums.read(files, 0, aligned(head + 5000), head, desk)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        sums.write(files, 0, aligned(head + 5000), desk)
+
+
+@pytest.mark.parametrize("start", [0, 4096, 516_096, 1_048_576])
+@pytest.mark.parametrize("length", [*LENGTHS, 9_000_001])
+@pytest.mark.parametrize("stripe", [4096, 4 << 20])
+def test_sectors_hold_the_bytes_and_zeros_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, length: int, stripe: int
+) -> None:
+    monkeypatch.setattr("kvweave.store.stripes.STRIPE_BYTES", stripe)
+    files, desk = Stripes(tmp_path / "blob", os.O_RDWR | os.O_CREAT | os.O_DIRECT), Desk(direct=True)
+    desk.memory[:] = 7
+    source, target = bytes_of(length), aligned(length)
+    for _ in range(2):  # a file that grows, and one that is long enough
+        assert sums.write(files, start, source, desk) == xxhash.xxh3_64_intdigest(source.data)
+        assert sums.read(files, start, target, 0, desk) == xxhash.xxh3_64_intdigest(source.data)
+        assert (target == source).all()
+    plain, padded = Stripes(tmp_path / "blob", os.O_RDONLY), np.ones(-(-length // 4096) * 4096, np.uint8)
+    assert plain.read(start, padded) == padded.nbytes
+    assert padded.tobytes() == source.tobytes().ljust(padded.nbytes, b"\0")
+
+
+@pytest.mark.parametrize("length", [5000, 300_000, 4_200_000])
+def test_a_direct_read_ends_where_a_file_does_though_it_ends_within_a_sector(tmp_path: Path, length: int) -> None:
+    cached = Stripes(tmp_path / "blob", os.O_RDWR | os.O_CREAT)
+    source = bytes_of(length)
+    cached.write(0, [source.data])
+    files, desk = Stripes(tmp_path / "blob", os.O_RDWR | os.O_DIRECT), Desk(direct=True)
+    target = aligned(length)
+    assert sums.read(files, 0, target, 0, desk) == xxhash.xxh3_64_intdigest(source.data)
+    assert (target == source).all()
+    assert sums.read(files, 0, aligned(length + 1), 0, desk) is None
+    assert sums.read(files, 0, aligned(length + 4096), 0, desk) is None
+    assert sums.read(files, 0, target, 0, desk) is not None, "what was under way is over"
+
+
+def test_a_disk_that_takes_no_more_says_so_and_works_on(tmp_path: Path, flags: int) -> None:
+    files, desk = Stripes(tmp_path / "blob", flags), Desk(direct=bool(flags & os.O_DIRECT))
+    source, target = bytes_of(3 << 20), aligned(3 << 20)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sums.write(files, 0, source, desk)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sums.read(files, 0, target, 0, desk) is None
+    assert sums.write(files, 0, source, desk) == sums.read(files, 0, target, 0, desk)
+    assert (target == source).all()
+
+
+def test_a_forked_process_reads_and_writes_what_its_parent_opened(tmp_path: Path, flags: int) -> None:
+    """The kernel knows nothing of its parent's transfers, and takes none."""
+    files, desk = Stripes(tmp_path / "blob", flags), Desk(direct=bool(flags & os.O_DIRECT))
+    source, target = bytes_of(3 << 20), aligned(3 << 20)
+    sums.write(files, 0, source, desk)
+    child = os.fork()
+    if not child:
+        fine = sums.read(files, 0, target, 0, desk) == sums.write(files, 4 << 20, source, desk)
+        os._exit(0 if fine and (target == source).all() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sums.read(files, 4 << 20, target, 0, desk) is not None
+    assert (target == source).all()
+
+
+def test_signals_do_not_disturb_what_is_under_way(tmp_path: Path, flags: int) -> None:
+    files, desk = Stripes(tmp_path / "blob", flags), Desk(direct=bool(flags & os.O_DIRECT))
+    source, target, seen = bytes_of(8 << 20), aligned(8 << 20), []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        for _ in range(20):
+            assert sums.write(files, 0, source, desk) == sums.read(files, 0, target, 0, desk)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen
+    assert (target == source).all()
 
 
 @pytest.mark.parametrize("kind", [File, DirectFile])
-def test_blobs_are_read_in_c_where_it_was_built(
+def test_blobs_are_moved_in_c_where_it_was_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[File]
 ) -> None:
-    file, target = kind(tmp_path / "blobs", writable=True), aligned(4096 + 100_000)
-    file.write(0, [bytes(4096), bytes(102_400)])
+    file, target = kind(tmp_path / "blobs", writable=True), aligned(4096 + 600_000)
+    blob = Blob(bytes_of(600_000), 4096, lambda _: bytes(4096))
+    file.write(0, blob)
     monkeypatch.setattr("kvweave.store.stripes.Stripes.read", None)
+    monkeypatch.setattr("kvweave.store.stripes.Stripes.write", None)
     if vars(sums)["native"]:
-        assert sums.read(file._stripes, 0, target, 4096, file._bounce()[: file.bounce_bytes], file.sector) is not None
+        file.write(0, blob)
+        assert file.read(0, target)
     else:
+        with pytest.raises(TypeError):
+            file.write(0, blob)
         with pytest.raises(TypeError):
             file.read(0, target)
     file.close()
+
+
+def test_what_a_thread_had_under_way_is_given_back_with_it(tmp_path: Path) -> None:
+    def contexts() -> int:
+        return Path("/proc/self/maps").read_text().count("[aio]")
+
+    file, blob, before = DirectFile(tmp_path / "blobs", writable=True), whole(bytes(100_000)), contexts()
+    threads = [threading.Thread(target=file.write, args=(0, blob)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert contexts() == before
+    file.write(0, blob)
+    assert contexts() == before + bool(vars(sums)["native"])
+    file.close()
+    assert contexts() == before
 
 
 @pytest.mark.parametrize("size", [4, 44, 52, 56, 60, 64, 128, 1000, 1024])

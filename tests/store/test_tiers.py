@@ -18,6 +18,7 @@ from kvweave.store.files import DirectFile, File, aligned
 from kvweave.store.journal import MAGIC, packed
 from kvweave.store.keys import KEY_BYTES, tenant_id
 from kvweave.store.stripes import FILES
+from kvweave.store.tier import Blob, whole
 from tests.store.contract import KeepingContract, TierContract, Watcher, got, key, put, value
 
 ROOM = 1 << 20
@@ -115,7 +116,7 @@ def owned(tenant: str, number: int) -> bytes:
 
 
 def offer(tier: Tier, tenant: str, numbers: range) -> list[bool]:
-    return tier.put([owned(tenant, n) for n in numbers], [[bytes(4096)] for _ in numbers])
+    return tier.put([owned(tenant, n) for n in numbers], [whole(bytes(4096)) for _ in numbers])
 
 
 def held(tier: Tier, tenant: str, numbers: range) -> int:
@@ -238,13 +239,13 @@ def test_extents_join_their_neighbours_again() -> None:
 
 @pytest.mark.parametrize("kind", [File, DirectFile])
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 12_288, 9_000_001])
-@pytest.mark.parametrize("shift", [0, 1, 64])
+@pytest.mark.parametrize("shift", [0, 1, 32, 64])
 def test_files_take_and_fill_memory_however_it_lies(tmp_path: Path, kind: type[File], length: int, shift: int) -> None:
     file = kind(tmp_path / "blobs", writable=True)
     payload, target = aligned(length + shift)[shift:], aligned(length + 4096 + shift)[shift:]
     payload[:] = np.random.default_rng(length).integers(0, 256, length, np.uint8)
     head, watcher = bytes(range(256)) * 16, Watcher(4096)
-    file.write(8192, [head, payload.data])
+    file.write(8192, Blob(payload, len(head), lambda _: head))
     assert file.read(8192, target, watcher)
     assert target.tobytes() == head + payload.tobytes()
     assert watcher.sums == [xxhash.xxh3_64_intdigest(payload.data)]
@@ -252,3 +253,17 @@ def test_files_take_and_fill_memory_however_it_lies(tmp_path: Path, kind: type[F
     assert not file.read(8192 + 4096, aligned(length + 8192), watcher)
     assert len(watcher.sums) == 1
     file.close()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("length", [5000, 600_001, 9_000_001])
+def test_what_was_written_past_the_page_cache_is_served_through_it_and_the_other_way_round(
+    tmp_path: Path, direct: bool, length: int
+) -> None:
+    tier = DiskTier(tmp_path, "64MiB", direct=direct)
+    assert put(tier, 1, 2, length=length) == [True, True]
+    tier.close()
+    tier = DiskTier(tmp_path, "64MiB", direct=not direct)
+    assert got(tier, 1, length) == value(1, length)
+    assert got(tier, 2, length) == value(2, length)
+    tier.close()

@@ -13,7 +13,7 @@ from kvweave.plan import Layout, Plan
 from kvweave.pool import NULL
 from kvweave.spec import Layer, LayerCache, ModelSpec, Reach
 from kvweave.transfer import ChunkLayout, CopyPlan, join, make_move, needed, whole_chunks
-from kvweave.transfer.check import Extent, check_copy
+from kvweave.transfer.check import Extent, check_buffers, check_pages, check_places
 from kvweave.transfer.pieces import cut, cut_layers, num_layers, part_bytes
 from tests import strategies
 from tests.tensor.models import HYBRID, KEY, VALUE
@@ -139,7 +139,9 @@ def test_plans_do_not_change_when_the_tables_do() -> None:
 def check(copies: CopyPlan, extents: list[Extent] | None = None, fills_pages: bool = True) -> None:
     size = copies.layout.num_bytes
     given = [Extent("cpu", 10_000 * i, size) for i in range(len(copies.chunks))] if extents is None else extents
-    check_copy(copies, MADE, given, fills_pages=fills_pages)
+    check_buffers(copies, given, fills_chunks=not fills_pages)
+    check_places(copies, fills_chunks=not fills_pages)
+    check_pages(copies, MADE, fills_pages=fills_pages)
 
 
 def one(tag: str, pages: list[int], chunks: list[int], blocks: list[int]) -> CopyPlan:

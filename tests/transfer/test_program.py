@@ -12,7 +12,7 @@ import pytest
 from kvweave.plan import Layout
 from kvweave.transfer import ChunkLayout, Copier, Job, Mover, Step, Way, whole_chunks
 from kvweave.transfer.drafts import Drafts, Tuning, drafted
-from kvweave.transfer.program import Call, filled
+from kvweave.transfer.program import Call
 from kvweave.transfer.tables import TILE, tiles_of, widest
 from tests.transfer.contract import CopierContract, hybrid
 from tests.transfer.worlds import World, buffers
@@ -33,7 +33,7 @@ class ByHand:
     def steps(self, job: Job) -> Iterator[Step]:
         drafts = self.drafts.of(job) if self.on_host else drafted(job, self.drafts.tuning, on_host=False)
         for draft in drafts:
-            self.carry_out(filled(job, draft), job.way)
+            self.carry_out(Call(draft, job), job.way)
             yield Step(draft.num_bytes, draft.layers)
 
     def close(self) -> None:
@@ -74,10 +74,10 @@ def copy(call: Call, staging: int, way: Way) -> None:
         ctypes.memmove(*((there, here) if way is Way.STORE else (here, there)), size)
 
     for offset, place, size, chunk in call.draft.flat.T.tolist():
-        run(staging + offset, int(call.starts[chunk]) + place, size)
+        run(staging + offset, int(call.job.starts[chunk]) + place, size)
     for rows in call.draft.strided:
         for row in range(rows.height):
-            there = int(call.starts[rows.chunk]) + rows.place + row * rows.pitch
+            there = int(call.job.starts[rows.chunk]) + rows.place + row * rows.pitch
             run(staging + rows.offset + row * rows.width, there, rows.width)
 
 

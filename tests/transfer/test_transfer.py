@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,19 @@ import pytest
 
 from kvweave.errors import ArenaClosed, BadCopy, TransferCancelled, TransferFailed, TransferTimeout
 from kvweave.plan import Layout
-from kvweave.transfer import ChunkLayout, Copier, CPUCopier, Job, Mover, State, Step, Transfer, Way, whole_chunks
+from kvweave.transfer import (
+    ChunkLayout,
+    Copier,
+    CPUCopier,
+    Job,
+    Mover,
+    State,
+    Step,
+    Transfer,
+    Way,
+    make_move,
+    whole_chunks,
+)
 from tests.transfer.contract import hybrid
 from tests.transfer.worlds import World, buffers
 
@@ -193,6 +206,27 @@ def test_in_the_background_a_transfer_can_be_waited_for_and_cancelled() -> None:
         mover.close()
 
 
+def test_a_single_step_does_not_wait_for_what_the_background_is_busy_with() -> None:
+    with World(MADE, 2) as world:
+        layout = ChunkLayout.of(MADE, 16)
+        copies = whole_chunks(layout, world.tables(layout, 2), 0, 2)
+        gate = Gate()
+        copier = ByHand([Step(copies.num_bytes, 3, gate)])
+        with Mover(world.arena, copier) as mover:
+            job = mover.prepare(copies, buffers(layout, 2), Way.STORE)
+            first = mover.start(job)
+            copier.go.release()
+            first.wait_layer(0, 5)  # its thread has issued it, and waits for the gate
+            copier.todo = [Step(copies.num_bytes, 3)]
+            copier.go.release()
+            try:
+                mover.start(replace(job, is_single=True)).wait(5)
+                assert first.state is State.PENDING
+            finally:
+                gate.is_open = True
+            first.wait(5)
+
+
 def test_what_is_over_cannot_be_cancelled() -> None:
     transfer = drive([Step(15, 1)], 15)
     assert not transfer.cancel()
@@ -290,3 +324,20 @@ def test_closed_movers_and_arenas_move_nothing() -> None:
     with pytest.raises(ArenaClosed):
         other.store(copies, buffers(layout, 1))
     other.close()
+
+
+def test_a_plan_is_checked_again_where_only_its_places_or_its_way_differ_from_one_that_was_fine() -> None:
+    with World(MADE, 3) as world, Mover(world.arena, background=False) as mover:
+        layout = ChunkLayout.of(MADE, 16)
+        tables = world.tables(layout, 2)
+        fine = whole_chunks(layout, tables, 0, 2)
+        mover.load(fine, buffers(layout, 2)).wait(20)
+        move = fine.moves[0]
+        beyond = replace(fine, moves=(make_move(move.tag, move.pages, move.chunks + 1, move.blocks), *fine.moves[1:]))
+        with pytest.raises(BadCopy, match="chunk 2"):
+            mover.load(beyond, buffers(layout, 2))
+        two = make_move(move.tag, [*move.pages[:2]], [0, 0], [*move.blocks[:1]] * 2)
+        twice = replace(fine, moves=(two,))
+        mover.load(twice, buffers(layout, 2)).wait(20)
+        with pytest.raises(BadCopy, match="filled twice"):
+            mover.store(twice, buffers(layout, 2))

@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvweave import __version__
+from kvweave.cli.clear import clear_command
 from kvweave.cli.demo import demo_command
 from kvweave.cli.examples import examples_command
 from kvweave.cli.inspect import inspect_command
@@ -33,6 +34,7 @@ app.command("plan")(plan_command)
 app.command("run")(run_command)
 app.command("serve")(serve_command)
 app.command("inspect")(inspect_command)
+app.command("clear")(clear_command)
 app.command("demo")(demo_command)
 app.command("examples")(examples_command)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json as json_format
-import ssl
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvweave.cli.serve import server_extra
+from kvweave.cli.daemon import Connect, Socket, TlsCa, TokenFile, connected
 from kvweave.cli.table import console, plain_table
 from kvweave.cli.words import count, size_words
 
@@ -21,13 +19,6 @@ if TYPE_CHECKING:
     from kvweave.server import Description, Report
     from kvweave.store import LaneStats
 
-Socket = Annotated[
-    Path | None,
-    typer.Option(metavar="PATH", help="The daemon's Unix socket.", show_default="$XDG_RUNTIME_DIR/kvweave.sock"),
-]
-Connect = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="... or its --listen address, over TCP.")]
-TokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The token for --connect.")]
-TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS for --connect: who signed its certificate.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
@@ -47,14 +38,9 @@ def inspect_command(
       kvweave inspect --socket /run/kvweave.sock --json
       kvweave inspect --connect cache.local:9401 --token-file token
     """
-    with server_extra():
-        from kvweave.server import Client, default_socket  # noqa: PLC0415 - an extra
-        from kvweave.server.protocol import Describe, Described, Stated, Stats  # noqa: PLC0415
+    with connected("inspect", socket, connect, token_file, tls_ca) as client:
+        from kvweave.server.protocol import Describe, Described, Stated, Stats  # noqa: PLC0415 - an extra
 
-    token = token_file.read_text(encoding="utf-8").strip() if token_file else ""
-    tls = ssl.create_default_context(cafile=str(tls_ca)) if tls_ca else None
-    address = connect or socket or default_socket()
-    with Client(address, name="inspect", token=token, tls=tls, arena=False) as client:
         report = client.ask(Stats(), Stated).report
         description = client.ask(Describe(), Described).description
     if json:

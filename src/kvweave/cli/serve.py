@@ -53,7 +53,9 @@ Http = Annotated[
 ]
 Listen = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Answer inspect over TCP; needs --token-file.", rich_help_panel=ACCESS),
+    typer.Option(
+        metavar="HOST:PORT", help="Answer inspect and clear over TCP; needs --token-file.", rich_help_panel=ACCESS
+    ),
 ]
 TokenFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The token that TCP clients must know.", rich_help_panel=ACCESS)

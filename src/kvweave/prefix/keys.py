@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvweave.errors import BadTokens
 from kvweave.plan import Plan
 from kvweave.prefix.events import Event, Named
 from kvweave.prefix.node import Tokens
 from kvweave.prefix.tree import TreeGroup
+
+try:
+    from kvweave.prefix._native import take as _take
+except ImportError:  # no C compiler was there: numpy does it, ten times slower
+    _take = None  # type: ignore[assignment]
 
 
 class Span(NamedTuple):
@@ -50,16 +56,28 @@ class Contents:
 
 def as_tokens(tokens: object) -> Tokens:
     """Token ids as an int32 array; an int32 array is taken as it is."""
+    array: NDArray[Any]
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
         array = tokens
     else:
+        taken = _taken(tokens)
+        if taken is not None:
+            return taken
         array = _converted(tokens)
     if len(array) and int(np.minimum.reduce(array)) < 0:
         raise BadTokens(f"token ids must not be negative, got {int(array.min())}")
-    return array
+    return array.astype(np.int32, copy=False)
 
 
-def _converted(tokens: object) -> Tokens:
+def _taken(tokens: object) -> Tokens | None:
+    """A list of nothing but ints that are token ids. None: it is something else, for which others have the words."""
+    if _take is None or not isinstance(tokens, (list, tuple)):
+        return None
+    array: Tokens = np.empty(len(tokens), np.int32)
+    return array if _take(tokens, array) else None
+
+
+def _converted(tokens: object) -> NDArray[Any]:
     try:
         array = np.asarray(tokens)
     except (TypeError, ValueError):
@@ -68,7 +86,7 @@ def _converted(tokens: object) -> Tokens:
         raise BadTokens(f"tokens must be a list of whole numbers, got {array.ndim} axes of {array.dtype}")
     if array.size and int(array.max()) > np.iinfo(np.int32).max:
         raise BadTokens(f"token ids must fit 31 bits, got {int(array.max())}")
-    return array.astype(np.int32)
+    return array
 
 
 def tree_groups(plan: Plan) -> list[TreeGroup]:

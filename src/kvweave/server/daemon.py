@@ -22,7 +22,7 @@ from kvweave.server.report import Report
 from kvweave.server.settings import Settings, address
 from kvweave.server.shared import SharedArena
 from kvweave.store import Cascade, DiskTier, LanePolicy, Tier
-from kvweave.store.cascade import BATCH_BYTES
+from kvweave.store.batches import BATCH_BYTES
 from kvweave.store.files import Lock
 from kvweave.units import format_bytes
 

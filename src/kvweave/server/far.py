@@ -1,6 +1,6 @@
 """The tiers behind the arena. Everything here may take its time, and is called from threads, never from the loop.
 
-    bring   read from the nearest tier that has it straight into an extent of the arena, then show it
+    bring   read from the nearest tier that has it straight into an extent of the arena, check it, then show it
     keep    write out of the arena, which holds the extent until it is done
 
 A job that hangs keeps its extent: it can never write into one that was given to somebody else. Whoever waited has gone.
@@ -9,9 +9,11 @@ A job that hangs keeps its extent: it can never write into one that was given to
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +22,21 @@ from kvweave.server.description import TierDescription
 from kvweave.server.report import TierCleared
 from kvweave.server.shared import Places, SharedArena
 from kvweave.store import Cascade, LaneStats
-from kvweave.store.cascade import BATCH_BYTES, NOWHERE, Budget
+from kvweave.store.batches import batches
+from kvweave.store.blob import Check
+from kvweave.store.cascade import NOWHERE, Budget, read
 from kvweave.store.lane import Lane
-from kvweave.store.tier import ABSENT, Which
+from kvweave.store.tier import Which, whole
 
-Want = tuple[bytes, int]
-"""A key, and the length of its blob."""
+
+class Want(NamedTuple):
+    """A blob to bring: its key and length, and how to check its bytes."""
+
+    key: bytes
+    num_bytes: int
+    check: Callable[[], Check]
+
+
 AT_ONCE = 64
 """Blobs that a tier is asked for at a time: one that is far away brings them together, and some are shown early."""
 
@@ -54,7 +65,7 @@ class Far:
             return
         mine, others = self._claim(wants)
         try:
-            tiers = self._cascade.where([key for key, _ in mine], budget)
+            tiers = self._cascade.where([want.key for want in mine], budget)
             for number, lane in enumerate(self.lanes):
                 self._bring(lane, [mine[i] for i in np.flatnonzero(tiers == number).tolist()], budget)
         finally:
@@ -64,50 +75,42 @@ class Far:
     def _claim(self, wants: Sequence[Want]) -> tuple[list[Want], list[Future[None]]]:
         """Those that nobody brings yet, and those that somebody does."""
         with self._lock:
-            others = [self._coming[key] for key, _ in wants if key in self._coming]
-            mine = [(key, length) for key, length in dict(wants).items() if key not in self._coming]
-            self._coming.update((key, Future()) for key, _ in mine)
+            others = [self._coming[want.key] for want in wants if want.key in self._coming]
+            mine = [want for key, want in {want.key: want for want in wants}.items() if key not in self._coming]
+            self._coming.update((want.key, Future()) for want in mine)
         return mine, others
 
     def _let_go(self, wants: Sequence[Want]) -> None:
         with self._lock:
-            futures = [self._coming.pop(key) for key, _ in wants]
+            futures = [self._coming.pop(want.key) for want in wants]
         for future in futures:
             future.set_result(None)
 
     def _bring(self, lane: Lane, wants: Sequence[Want], budget: Budget) -> None:
         wait_s = budget.within(lane.policy.deadline_s)
-        flying = [lane.start(lane.reads, partial(self._read, lane, batch), wait_s) for batch in _batches(wants)]
+        turns = batches(wants, lambda want: want.num_bytes)
+        flying = [lane.start(lane.reads, partial(self._read, lane, batch), wait_s) for batch in turns]
         for future in flying:
             lane.finish(lane.reads, future, budget.left_s)
 
     def _read(self, lane: Lane, wants: Sequence[Want]) -> None:
         """In the lane's thread."""
-        keys, lengths = zip(*wants, strict=True)
-        starts = self._arena.reserve(keys, lengths).tolist()
-        left = [(key, start, length) for key, start, length in zip(keys, starts, lengths, strict=True) if start >= 0]
+        starts = self._arena.reserve([want.key for want in wants], [want.num_bytes for want in wants]).tolist()
+        left = [(want, start) for want, start in zip(wants, starts, strict=True) if start >= 0]
         try:
             while left:
                 some = left[-AT_ONCE:]
-                found = lane.tier.get([key for key, _, _ in some], [self._arena.view(*place) for _, *place in some])
+                places = [self._arena.view(start, want.num_bytes) for want, start in some]
+                fine = read(lane, [want.key for want, _ in some], places, [want.check() for want, _ in some])
                 del left[-AT_ONCE:]
-                for extent, length in zip(some, found, strict=True):
-                    self._take(lane, *extent, length)
+                for (want, start), is_fine in zip(some, fine, strict=True):
+                    (self._arena.commit if is_fine else self._arena.abandon)(want.key, start, want.num_bytes)
+                lane.count("hits", sum(fine))
+                lane.count("misses", len(fine) - sum(fine))
         finally:
-            for extent in left:
-                self._arena.abandon(*extent)
+            for want, start in left:
+                self._arena.abandon(want.key, start, want.num_bytes)
             self._changed()
-
-    def _take(self, lane: Lane, key: bytes, start: int, length: int, found: int) -> None:
-        """Show what is as long as it should be."""
-        if found == length:
-            self._arena.commit(key, start, length)
-        else:
-            self._arena.abandon(key, start, length)
-        lane.count("hits" if found == length else "misses")
-        if found not in (length, ABSENT):
-            lane.count("damaged")
-            lane.tier.delete([key])
 
     # ---- out of the arena
 
@@ -117,9 +120,9 @@ class Far:
         for lane in self.lanes:
             if lane.policy.write != "off":
                 pinned = self._arena.pin(keys)
-                wants = list(zip(keys, pinned.lengths.tolist(), strict=True))
+                entries = list(zip(keys, pinned.lengths.tolist(), strict=True))
                 self._arena.unpin(pinned.slots)
-                for batch in _batches(wants):
+                for batch in batches(entries, itemgetter(1)):
                     self._queue(lane, [key for key, _ in batch], wait_s)
 
     def _queue(self, lane: Lane, keys: Sequence[bytes], wait_s: float) -> None:
@@ -138,7 +141,7 @@ class Far:
 
     def _write(self, lane: Lane, entries: Sequence[tuple[bytes, int, int]]) -> list[bool]:
         """In the lane's thread."""
-        blobs = [[self._arena.view(start, length).data] for _, start, length in entries]
+        blobs = [whole(self._arena.view(start, length)) for _, start, length in entries]
         stored = lane.tier.put([key for key, _, _ in entries], blobs)
         lane.count("stored", sum(stored))
         lane.count("dropped", len(stored) - sum(stored))
@@ -204,10 +207,3 @@ class Far:
     def close(self, wait_s: float) -> None:
         if self._cascade:
             self._cascade.close(wait_s)
-
-
-def _batches(wants: Sequence[Want]) -> Iterator[list[Want]]:
-    if wants:
-        ends = np.cumsum([length for _, length in wants]) // BATCH_BYTES
-        for number in np.unique(ends):
-            yield [wants[i] for i in np.flatnonzero(ends == number).tolist()]

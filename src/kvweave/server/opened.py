@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import BadRequest, OverLimit
+from kvweave.server.far import Want
 from kvweave.server.protocol import Open, numbers
 from kvweave.server.registered import Registered
+from kvweave.store.blob import Check
 from kvweave.store.keys import PREFIX_BYTES, keys_of
 
 PIECES = 1 << 16
@@ -54,6 +58,14 @@ class Opened:
     def keys_at(self, pieces: Pieces) -> list[bytes]:
         at = pieces[:, 1] * self.registered.num_rows + pieces[:, 0]
         return [self.keys[i] for i in at.tolist()]
+
+    def wants_at(self, pieces: Pieces) -> list[Want]:
+        """What a tier is to be asked for, and how to check what it gives."""
+        rows = self.registered.rows
+        return [
+            Want(key, rows[row].blob_bytes, partial(Check, rows[row], chunk, key))
+            for key, (row, chunk) in zip(self.keys_at(pieces), pieces.tolist(), strict=True)
+        ]
 
     def lengths_at(self, pieces: Pieces) -> list[int]:
         lengths: list[int] = self.registered.sizes[pieces[:, 0]].tolist()

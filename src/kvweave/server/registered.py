@@ -1,10 +1,11 @@
-"""A model as the daemon knows it: row ids, sizes of blobs, and reaches. What is in a blob is the clients' business."""
+"""A model as the daemon knows it: row ids, headers, sizes and reaches. What is in payloads is the clients' business."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from kvweave.server.report import ModelReport
 from kvweave.spec import Reach, codec
 from kvweave.spec.reach import reach_class
 from kvweave.store import Row, Schema
-from kvweave.store.blob import blob_bytes
+from kvweave.store.blob import blob_bytes, header_bytes
 from kvweave.store.keys import ROW_BYTES
 
 MOST = 1 << 40
@@ -52,6 +53,19 @@ class _Meta(msgspec.Struct):
     parts: int
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A row as its blobs' headers describe it, of blobs of `blob_bytes`."""
+
+    meta: bytes
+    blob_bytes: int
+    chunk_tokens: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return max(0, self.blob_bytes - header_bytes(self))
+
+
 class Registered:
     """A registered schema, shared by all connections that registered the same."""
 
@@ -60,6 +74,7 @@ class Registered:
         self.digest = digest(said)
         self.sizes = np.array([row.blob_bytes for row in said.rows], np.int64)
         self.ids = np.frombuffer(b"".join(row.id for row in said.rows), np.uint8).reshape(-1, ROW_BYTES)
+        self.rows = [Known(row.meta, row.blob_bytes, said.chunk_tokens) for row in said.rows]
         self.counts: Counter[str] = Counter()
         self._described = [_described(row, said.chunk_tokens) for row in said.rows]
         self._groups = list(_groups(said))

@@ -18,8 +18,8 @@ from kvweave.server.opened import Opened, Pieces
 from kvweave.server.protocol import NO_ROOM, Answer, numbers, packed
 from kvweave.server.registered import Registered
 from kvweave.store.cascade import Budget
-from kvweave.store.files import SECTOR
 from kvweave.store.keys import PREFIX_BYTES
+from kvweave.store.stripes import SECTOR
 
 ROOM_S = 2.0
 """How long a reservation waits for room that somebody else holds."""
@@ -152,9 +152,8 @@ class Session:
         return self._brought(opened, pieces, ask.lease)
 
     async def _bring_far(self, opened: Opened, pieces: Pieces, lease: int, budget_s: float | None) -> Answer:
-        keys, lengths = opened.keys_at(pieces), opened.lengths_at(pieces)
-        near = self._arena.contains(keys)
-        wants = [(keys[i], lengths[i]) for i in np.flatnonzero(~near).tolist()]
+        near = self._arena.contains(opened.keys_at(pieces))
+        wants = opened.wants_at(pieces[~near])
         await self._hub.in_thread(self._hub.far.bring, wants, Budget.of(budget_s))
         return self._brought(opened, pieces, lease)
 

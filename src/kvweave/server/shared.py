@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from kvweave.errors import OutOfMemory
 from kvweave.server.protocol import FAR, NO_ROOM, PRESENT, WRITING
 from kvweave.store import MemoryTier, Quota
-from kvweave.store.files import SECTOR
 from kvweave.store.keys import Bytes
+from kvweave.store.stripes import SECTOR
 
 Places = NDArray[np.int64]
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -21,7 +21,7 @@ from kvweave.errors import StoreError, TierError
 from kvweave.store.catalog import Catalog, Quota
 from kvweave.store.extents import Extents
 from kvweave.store.keys import Bytes
-from kvweave.store.tier import ABSENT, ALL, Blob, TierStats, Watch, Which, blob_length
+from kvweave.store.tier import ABSENT, ALL, Blob, TierStats, Watch, Which
 
 
 class Medium(Protocol):
@@ -106,7 +106,7 @@ class ArenaTier:
                     self._extents.give(start, length)
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
-        return [self._put(key, blob, blob_length(blob)) for key, blob in zip(keys, blobs, strict=True)]
+        return [self._put(key, blob, blob.num_bytes) for key, blob in zip(keys, blobs, strict=True)]
 
     def _put(self, key: bytes, blob: Blob, length: int) -> bool:
         with self._lock:

@@ -4,7 +4,7 @@
     16  length of payload 24  checksum: XXH3, 64 bits, of the header with these 8 bytes zero and the payload's own XXH3
     32  key (48: tenant, digest of namespace and tokens, row)   80  first token   88  end token
     96  meta: JSON of the row (group, layers, roles, shapes, dtypes, part), blanks up to a multiple of 4096
-        payload, in the row's order: from a sector on, so that it goes to a disk without a copy
+        payload, in the row's order: from a sector on, as disks take it
 
 A reader knows what it wants, so it knows every byte of the header but the checksum: whatever differs is a miss.
 """
@@ -14,13 +14,15 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import xxhash
 
 from kvweave.store import sums
 from kvweave.store.keys import KEY_BYTES, Bytes
-from kvweave.store.rows import Row
+from kvweave.store.rows import Described, Row
+from kvweave.store.tier import Blob
 
 MAGIC, VERSION = b"KVWV", 2
 HEADER = struct.Struct(f"<4sHHIIQQ{KEY_BYTES}sQQ")
@@ -33,11 +35,11 @@ def blob_bytes(row: Row) -> int:
     return header_bytes(row) + row.payload_bytes
 
 
-def header_bytes(row: Row) -> int:
+def header_bytes(row: Described) -> int:
     return -(-(HEADER.size + len(row.meta)) // ALIGN) * ALIGN
 
 
-def header(row: Row, chunk: int, key: bytes, checksum: int = 0) -> bytes:
+def header(row: Described, chunk: int, key: bytes, checksum: int = 0) -> bytes:
     """The header of the blob that holds chunk `chunk` of a row."""
     meta = row.meta.ljust(header_bytes(row) - HEADER.size)
     start = chunk * row.chunk_tokens
@@ -46,14 +48,18 @@ def header(row: Row, chunk: int, key: bytes, checksum: int = 0) -> bytes:
     return fixed + meta
 
 
-def seal(row: Row, chunk: int, key: bytes, payload: Bytes) -> tuple[bytes, memoryview]:
-    """Header and payload, to be written one after the other."""
+def seal(row: Row, chunk: int, key: bytes, payload: Bytes) -> Blob:
+    """The payload, with a header that is made when its sum is known: now, if somebody could still write to it."""
     if payload.nbytes != row.payload_bytes:
         raise ValueError(f"row {row.tag!r}: payload has {payload.nbytes} bytes, {row.payload_bytes} expected")
-    return sealed(row, chunk, key, sums.checksum(payload)), payload.data
+    make = partial(sealed, row, chunk, key)
+    if payload.flags.writeable:
+        made = make(sums.checksum(payload))
+        return Blob(payload, header_bytes(row), lambda _: made)
+    return Blob(payload, header_bytes(row), make)
 
 
-def sealed(row: Row, chunk: int, key: bytes, payload_sum: int) -> bytes:
+def sealed(row: Described, chunk: int, key: bytes, payload_sum: int) -> bytes:
     """The header over a payload of which only the sum is known."""
     return header(row, chunk, key, _checksum(header(row, chunk, key), payload_sum))
 
@@ -61,7 +67,7 @@ def sealed(row: Row, chunk: int, key: bytes, payload_sum: int) -> bytes:
 class Check:
     """Whether bytes are exactly what was sealed for a row, chunk and key."""
 
-    def __init__(self, row: Row, chunk: int, key: bytes) -> None:
+    def __init__(self, row: Described, chunk: int, key: bytes) -> None:
         self._row, self._chunk, self._key = row, chunk, key
         self.head_bytes = header_bytes(row)
         self._payload_sum: int | None = None

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -13,16 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import StoreError
+from kvweave.errors import StoreError, TierError
+from kvweave.store.batches import batches
 from kvweave.store.blob import Check
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 from kvweave.store.lane import Lane, LanePolicy, LaneStats
-from kvweave.store.tier import ABSENT, Blob, Tier
+from kvweave.store.tier import ABSENT, Blob, Tier, whole
 
 NOWHERE = -1
-BATCH_BYTES = 16 << 20
-"""Bytes that one job moves: large enough to be worth a thread's turn, small enough for several in flight."""
 
 
 class Want(NamedTuple):
@@ -100,9 +100,9 @@ class Cascade:
     def _fetch(self, lane: Lane, wants: list[tuple[int, Want]], budget: Budget) -> Iterator[tuple[int, Bytes]]:
         """In batches, several in flight, each delivered as it comes. One that is late ends it."""
         flying: deque[tuple[list[tuple[int, Want]], Future[Fetched] | None]] = deque()
-        batches = _batches(wants)
+        waiting = batches(wants, lambda pair: pair[1].num_bytes)
         while not budget.is_spent:
-            batch = next(batches, None)
+            batch = next(waiting, None)
             if batch is not None:
                 ask = partial(_read, lane, [want for _, want in batch])
                 flying.append((batch, lane.start(lane.reads, ask, budget.within(lane.policy.deadline_s))))
@@ -129,7 +129,7 @@ class Cascade:
     def _promote(self, number: int, key: bytes, blob: Bytes) -> None:
         for lane in self.lanes[:number]:
             if lane.policy.promote:
-                self._store(lane, [key], [[blob.data]], wait_s=0.0)
+                self._store(lane, [key], [whole(blob)], wait_s=0.0)
 
     # ---- writing
 
@@ -202,27 +202,21 @@ class Cascade:
 
 
 def _read(lane: Lane, wants: Sequence[Want]) -> Fetched:
-    """Blobs that are whole; a damaged one is removed, so that it is stored anew."""
-    blobs: Fetched = []
-    for want in wants:
-        buffer, check = aligned(want.num_bytes), want.check()
-        length = lane.tier.get([want.key], [buffer], [check])[0]
-        fine = length == want.num_bytes and check.passes(buffer)
-        if not fine and length != ABSENT:
-            lane.count("damaged")
-            lane.tier.delete([want.key])
-        blobs.append(buffer if fine else None)
-    return blobs
+    """Blobs that are whole."""
+    buffers = [aligned(want.num_bytes) for want in wants]
+    fine = read(lane, [want.key for want in wants], buffers, [want.check() for want in wants])
+    return [buffer if is_fine else None for buffer, is_fine in zip(buffers, fine, strict=True)]
 
 
-def _batches(wants: Sequence[tuple[int, Want]]) -> Iterator[list[tuple[int, Want]]]:
-    batch: list[tuple[int, Want]] = []
-    num_bytes = 0
-    for number, want in wants:
-        if batch and num_bytes + want.num_bytes > BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append((number, want))
-        num_bytes += want.num_bytes
-    if batch:
-        yield batch
+def read(lane: Lane, keys: Sequence[bytes], into: Sequence[Bytes], checks: Sequence[Check]) -> list[bool]:
+    """Ask a tier for blobs, all at once; which came whole. Damaged ones are removed, so that they are stored anew."""
+    lengths = lane.tier.get(keys, into, checks)
+    found = zip(lengths, into, checks, strict=True)
+    fine = [length == buffer.nbytes and check.passes(buffer) for length, buffer, check in found]
+    answers = zip(keys, lengths, fine, strict=True)
+    damaged = [key for key, length, is_fine in answers if not is_fine and length != ABSENT]
+    if damaged:
+        lane.count("damaged", len(damaged))
+        with suppress(TierError):  # no reason to lose what came with them
+            lane.tier.delete(damaged)
+    return fine

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import StoreError
-from kvweave.store.keys import KEY_BYTES, TENANT_BYTES, tenant_id
+from kvweave.store.keys import TENANT_BYTES, tenant_id
 
 Slots = NDArray[np.int64]
-_TENANT = np.dtype({"names": ["tenant"], "formats": ["<u8"], "itemsize": KEY_BYTES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,8 @@ class Catalog:
         self._keys: list[bytes] = []
         self._free: list[int] = []
         self._tick = 1
+        self.was_asked = False
+        """Whether entries were found, so that their order is no longer that in which they came."""
         self._victims: deque[tuple[int, int]] = deque()
         self._number_of: dict[bytes, int] = {}
         self.used, self.floors, self.limits = np.zeros((3, 8), np.int64)
@@ -71,6 +72,7 @@ class Catalog:
         """Slots of keys, -1 where absent; those found are now the most recent, earlier keys before later ones."""
         slots = np.fromiter(map(self.slot_of.get, keys, repeat(-1)), np.int64, len(keys))
         found = slots[slots >= 0]
+        self.was_asked |= len(found) > 0
         self._tick += len(found)
         self.ticks[found] = np.arange(self._tick, self._tick - len(found), -1)
         return slots
@@ -103,7 +105,9 @@ class Catalog:
         self._free.append(slot)
         return True
 
-    def fill(self, number_of: dict[bytes, int], starts: Slots, lengths: Slots, sizes: Slots) -> None:
+    def fill(
+        self, number_of: dict[bytes, int], tenants: NDArray[np.uint64], starts: Slots, lengths: Slots, sizes: Slots
+    ) -> None:
         """Start with these entries, numbered from 0, the oldest first."""
         keys, count = [*number_of], len(number_of)
         self.slot_of = number_of
@@ -114,10 +118,16 @@ class Catalog:
         self.starts[:count], self.lengths[:count], self.sizes[:count] = starts, lengths, sizes
         self.ticks[:count] = np.arange(1, count + 1)
         self._tick = count + 1
-        tenants, whose = np.unique(np.frombuffer(b"".join(keys), _TENANT)["tenant"], return_inverse=True)
-        owners = np.array([self.owner(tenant.tobytes()) for tenant in tenants], np.int64)[whose]
+        different, whose = np.unique(tenants, return_inverse=True)
+        owners = np.array([self.owner(tenant.tobytes()) for tenant in different], np.int64)[whose]
         self.owners[:count] = owners
         self.used += np.bincount(owners, sizes, len(self.used)).astype(np.int64)
+
+    def by_age(self) -> tuple[list[bytes], Slots]:
+        """Keys and slots of all entries, the least recently used first."""
+        slots = np.fromiter(self.slot_of.values(), np.int64, len(self.slot_of))
+        slots = slots[np.argsort(self.ticks[slots])]
+        return [self._keys[slot] for slot in slots.tolist()], slots
 
     def _new_slot(self) -> int:
         slot = len(self._keys)

@@ -12,16 +12,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import ReadOnly
+from kvweave.errors import ReadOnly, TierError
 from kvweave.store.arena import ArenaTier
 from kvweave.store.catalog import Quota
-from kvweave.store.files import SECTOR, DirectFile, File, Lock, failure
+from kvweave.store.files import DirectFile, File, Lock, failure
 from kvweave.store.journal import Entries, FileJournal
+from kvweave.store.stripes import SECTOR
 from kvweave.store.tier import Blob
 from kvweave.units import parse_bytes
 
@@ -77,7 +79,8 @@ class DiskTier(ArenaTier):
             keys = [*number_of]
             number_of = {keys[i]: number for number, i in enumerate(kept)}
         lengths = entries.lengths[kept]
-        self._catalog.fill(number_of, entries.starts[kept], lengths, -(-lengths // SECTOR) * SECTOR)
+        sizes = -(-lengths // SECTOR) * SECTOR
+        self._catalog.fill(number_of, entries.tenants[kept], entries.starts[kept], lengths, sizes)
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
         if not self.writable:
@@ -87,11 +90,17 @@ class DiskTier(ArenaTier):
     def _forget(self, slots: Sequence[int]) -> None:
         super()._forget(slots)
         if self.writable and self._file_journal.wants_rewriting:
-            slot_of, catalog = self._catalog.slot_of, self._catalog
-            order = np.fromiter(slot_of.values(), np.int64, len(slot_of))
-            self._file_journal.rewrite(Entries(slot_of, catalog.starts[order], catalog.lengths[order]))
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        catalog = self._catalog
+        keys, slots = catalog.by_age()
+        self._file_journal.rewrite(keys, catalog.starts[slots], catalog.lengths[slots])
 
     def close(self) -> None:
+        with self._lock, suppress(TierError):
+            if self.writable and self._catalog.was_asked:
+                self._rewrite()
         super().close()
         self._release()
 

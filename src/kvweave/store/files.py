@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +14,11 @@ from numpy.typing import NDArray
 from kvweave.errors import Busy, ReadOnly, TierError, TierFull
 from kvweave.store import sums
 from kvweave.store.keys import Bytes
-from kvweave.store.stripes import Stripes
-from kvweave.store.tier import Blob, Watch
+from kvweave.store.stripes import SECTOR, Stripes
+from kvweave.store.tier import Blob, Watch, joined, whole
 
-SECTOR = 4096
-BOUNCE_BYTES = 8 << 20
-HEAD_BYTES = 128 << 10
-"""Room for a header beside the first piece of a read."""
+SMALL_BYTES = 512 << 10
+"""Up to here one trip to the disk is worth a copy."""
 
 
 def failure(where: str, error: OSError) -> TierError:
@@ -35,12 +31,9 @@ def failure(where: str, error: OSError) -> TierError:
 
 
 class File:
-    """Bytes of some files as if of one (`Stripes`), in the page cache.
+    """Bytes of some files as if of one (`Stripes`), in the page cache."""
 
-    They are read by way of a buffer that stays in the processor's cache, where they are summed.
-    """
-
-    flags, sector, bounce_bytes = 0, 1, (256 << 10) + HEAD_BYTES
+    flags = 0
 
     def __init__(self, path: Path, *, writable: bool) -> None:
         self._path = str(path)
@@ -52,66 +45,57 @@ class File:
 
     def write(self, start: int, blob: Blob) -> None:
         try:
-            self._write(start, blob)
+            (self._write_sealed if blob.head_bytes else self._write_whole)(start, blob)
         except OSError as error:
             raise failure(self._path, error) from error
 
-    def _write(self, start: int, blob: Blob) -> None:
-        self._stripes.write(start, blob)
+    def _write_whole(self, start: int, blob: Blob) -> None:
+        self._stripes.write(start, [blob.payload.data])
+
+    def _write_sealed(self, start: int, blob: Blob) -> None:
+        """The payload, and then its head, which wants the sum."""
+        payload_sum = sums.write(self._stripes, start + blob.head_bytes, blob.payload, self._desk)
+        sums.write(self._stripes, start, np.frombuffer(blob.head(payload_sum), np.uint8), self._desk)
 
     def read(self, start: int, into: Bytes, watch: Watch | None = None) -> bool:
         try:
-            payload_sum = self._read(start, into, watch.head_bytes if watch else 0)
+            payload_sum = sums.read(self._stripes, start, into, watch.head_bytes if watch else 0, self._desk)
         except OSError as error:
             raise failure(self._path, error) from error
         if watch and payload_sum is not None:
             watch.saw(payload_sum)
         return payload_sum is not None
 
-    def _read(self, start: int, into: Bytes, head: int) -> int | None:
-        """The sum of what stands behind `head` bytes; None if the file ends."""
-        return sums.read(self._stripes, start, into, head, self._bounce()[: self.bounce_bytes], self.sector)
-
-    def _bounce(self) -> Bytes:
-        """This thread's aligned buffer."""
-        if not hasattr(self._local, "buffer"):
-            memory = mmap.mmap(-1, BOUNCE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without huge pages, of which the disk takes fewer pieces
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            self._local.buffer = np.frombuffer(memory, np.uint8)
-        buffer: Bytes = self._local.buffer
-        return buffer
+    @property
+    def _desk(self) -> sums.Desk:
+        """This thread's."""
+        if not hasattr(self._local, "desk"):
+            self._local.desk = sums.Desk(direct=bool(self.flags))
+        desk: sums.Desk = self._local.desk
+        return desk
 
     def close(self) -> None:
+        self._local = threading.local()
         self._stripes.close()
 
 
 class DirectFile(File):
     """The same past the page cache: memory stays free for others, and speed is the disk's."""
 
-    flags, sector, bounce_bytes = os.O_DIRECT, SECTOR, (2 << 20) + HEAD_BYTES
+    flags = os.O_DIRECT
 
-    def _write(self, start: int, blob: Blob) -> None:
-        buffer, filled = self._bounce(), 0
-        for piece in blob:
-            source = np.frombuffer(piece, np.uint8)
-            if not (filled % SECTOR or source.ctypes.data % SECTOR):  # it can go as it lies
-                straight = source[: source.nbytes // SECTOR * SECTOR]
-                self._stripes.write(start, [buffer[:filled].data, straight.data])
-                start, filled, source = start + filled + straight.nbytes, 0, source[straight.nbytes :]
-            while source.nbytes:
-                count = min(source.nbytes, BOUNCE_BYTES - filled)
-                np.copyto(buffer[filled : filled + count], source[:count])
-                source, filled = source[count:], filled + count
-                if filled == BOUNCE_BYTES:
-                    self._stripes.write(start, [buffer.data])
-                    start, filled = start + BOUNCE_BYTES, 0
-        if filled:
-            self._stripes.write(start, [buffer[: -(-filled // SECTOR) * SECTOR].data])
+    def _write_whole(self, start: int, blob: Blob) -> None:
+        sums.write(self._stripes, start, blob.payload, self._desk)
+
+    def _write_sealed(self, start: int, blob: Blob) -> None:
+        if blob.num_bytes > SMALL_BYTES:
+            super()._write_sealed(start, blob)
+        else:
+            self._write_whole(start, whole(joined(blob)))
 
 
 def aligned(num_bytes: int) -> Bytes:
-    """Memory that starts at a sector, so that nothing is copied on the way to the disk."""
+    """Memory that starts at a sector, so that copies to it can go past the cache."""
     memory = np.empty(num_bytes + SECTOR, np.uint8)
     start = -memory.ctypes.data % SECTOR
     return memory[start : start + num_bytes]

@@ -28,9 +28,10 @@ SLACK = 65_536
 
 
 class Entries(NamedTuple):
-    """Live entries, the oldest first: the number of each key, and by number where it lies."""
+    """Live entries, the oldest first: the number of each key, and by number whose it is and where it lies."""
 
     number_of: dict[bytes, int]
+    tenants: NDArray[np.uint64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
@@ -51,7 +52,7 @@ class FileJournal:
             if self._writable:
                 torn = not data or len(data) % RECORD.itemsize
                 if torn or self._records > 2 * self._live + SLACK:
-                    self._rewrite(entries)
+                    self._rewrite([*entries.number_of], entries.starts, entries.lengths)
                 else:
                     self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
@@ -61,21 +62,21 @@ class FileJournal:
     def _parse(self, data: bytes) -> Entries:
         if data and data[: len(MAGIC)] != MAGIC and len(data) >= len(MAGIC):
             raise StoreError(f"{self._path} is no journal of this version of kvweave; move it away, or clear the store")
-        body = data[len(MAGIC) :]
-        records = np.frombuffer(body, RECORD, len(body) // RECORD.itemsize)
-        records = records[checks(records) == records["check"]]
-        last = dict(zip(records["key"].tolist(), range(len(records)), strict=True))
-        order = np.sort(np.fromiter(last.values(), np.int64, len(last)))
-        live = records[order]
-        live = live[live["length"] > 0]
-        self._records, self._live = len(body) // RECORD.itemsize, len(live)
-        if len(live) < len(records):
-            last = dict(zip(live["key"].tolist(), range(len(live)), strict=True))
-        return Entries(last, live["start"].astype(np.int64), live["length"].astype(np.int64))
+        body = memoryview(data)[len(MAGIC) :]
+        found = np.frombuffer(body, RECORD, len(body) // RECORD.itemsize)
+        live = found[checks(found) == found["check"]]
+        number_of = _numbered(live)
+        if len(number_of) < len(live) or not live["length"].all():
+            live = live[np.sort(np.fromiter(number_of.values(), np.int64, len(number_of)))]
+            live = live[live["length"] > 0]
+            number_of = _numbered(live)
+        self._records, self._live = len(found), len(live)
+        tenants = live.view("<u8").reshape(len(live), RECORD.itemsize // 8)[:, 0].copy()
+        return Entries(number_of, tenants, live["start"].astype(np.int64), live["length"].astype(np.int64))
 
-    def _rewrite(self, entries: Entries) -> None:
+    def _rewrite(self, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """All live entries in a new file, which takes the old one's place in one step."""
-        records = packed([*entries.number_of], entries.starts, entries.lengths)
+        records = packed(keys, starts, lengths)
         beside = self._path.with_suffix(".new")
         with open(beside, "wb") as file:
             file.write(MAGIC)
@@ -102,9 +103,10 @@ class FileJournal:
     def wants_rewriting(self) -> bool:
         return self._records > 2 * self._live + SLACK
 
-    def rewrite(self, entries: Entries) -> None:
+    def rewrite(self, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Say anew what there is, the oldest first."""
         try:
-            self._rewrite(entries)
+            self._rewrite(keys, starts, lengths)
         except OSError as error:
             raise failure(str(self._path), error) from error
 
@@ -123,6 +125,11 @@ class FileJournal:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _numbered(records: NDArray[np.void]) -> dict[bytes, int]:
+    """The last record of each key."""
+    return dict(zip(records["key"].tolist(), range(len(records)), strict=True))
 
 
 def packed(keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.void]:

@@ -16,7 +16,6 @@ from the first on: a prefix takes its halves from fixed places, so a leaf never 
 
 from __future__ import annotations
 
-import array
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,7 +101,7 @@ def keys_of(tenant: bytes, prefixes: Bytes, rows: Bytes) -> list[bytes]:
 
 def prompt(tokens: object, namespace: Namespace, chunk_tokens: int, spans: Sequence[Span] = ()) -> Prompt:
     """Hash a prompt's whole chunks. A span's content is part of the chunk in which it starts."""
-    numbers = as_tokens(_array(tokens) if isinstance(tokens, list | tuple) else tokens)
+    numbers = as_tokens(tokens)
     marked, contents = _mark(numbers, spans, chunk_tokens) if spans else (numbers, {})
     num_chunks = len(numbers) // chunk_tokens
     whole = np.ascontiguousarray(marked[: num_chunks * chunk_tokens], "<i4")
@@ -130,14 +129,6 @@ def _links(first: bytes, leaves: bytearray) -> bytes:
     for at in range(0, len(leaves), PREFIX_BYTES):
         links.append(hashlib.sha256(links[-1] + leaves[at : at + PREFIX_BYTES]).digest())
     return b"".join(links[1:])
-
-
-def _array(tokens: list[int] | tuple[int, ...]) -> object:
-    """Whole numbers that fit, without a step a token; whatever else there is in it, `as_tokens` has the words for."""
-    try:
-        return np.frombuffer(array.array("i", tokens), np.int32)
-    except (TypeError, OverflowError):
-        return tokens
 
 
 def _mark(tokens: NDArray[np.int32], spans: Sequence[Span], size: int) -> tuple[NDArray[np.int32], dict[int, bytes]]:

@@ -14,8 +14,9 @@ from mooncake.store import MooncakeDistributedStore
 from numpy.typing import NDArray
 
 from kvweave.errors import TierError
+from kvweave.store.batches import batches
 from kvweave.store.keys import PREFIX_BYTES, ROW_BYTES, TENANT_BYTES, Bytes
-from kvweave.store.tier import ALL, Blob, TierStats, Watch, Which, fill
+from kvweave.store.tier import ALL, Blob, TierStats, Watch, Which, fill, joined
 from kvweave.units import parse_bytes
 
 EXISTS = -705
@@ -57,19 +58,33 @@ class MooncakeTier:
         return found
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:  # noqa: ARG002
-        return [fill(target, self._store.get(key.hex()) or None) for key, target in zip(keys, into, strict=True)]
+        lengths: list[int] = []
+        for batch in batches(zip(keys, into, strict=True), lambda pair: pair[1].nbytes):
+            values = self._store.batch_get_buffer([key.hex() for key, _ in batch])
+            lengths += [
+                fill(target, value and memoryview(value)) for (_, target), value in zip(batch, values, strict=True)
+            ]
+        return lengths
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
-        return [self._put(key.hex(), blob) for key, blob in zip(keys, blobs, strict=True)]
+        pairs = zip([key.hex() for key in keys], blobs, strict=True)
+        return [kept for batch in batches(pairs, lambda pair: pair[1].num_bytes) for kept in self._put(batch)]
 
-    def _put(self, key: str, blob: Blob) -> bool:
-        code = self._store.put_parts(key, *blob)
+    def _put(self, batch: Sequence[tuple[str, Blob]]) -> list[bool]:
+        """All at once; if that fails, nobody says for which, so each is tried by itself."""
+        keys, blobs = zip(*batch, strict=True)
+        if self._store.put_batch([*keys], [joined(blob) for blob in blobs]) == 0:
+            return [True] * len(batch)
+        return [self._put_one(key, blob) for key, blob in batch]
+
+    def _put_one(self, key: str, blob: Blob) -> bool:
+        code = self._store.put(key, joined(blob))
         if code not in (0, EXISTS, NO_ROOM):
             raise TierError(f"tier {self.name!r}: a value was not taken (code {code})")
         return bool(code != NO_ROOM)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        return sum(self._store.remove(key.hex(), True) == 0 for key in keys)
+        return sum(code == 0 for code in self._store.batch_remove([key.hex() for key in keys], True))
 
     def clear(self, which: Which = ALL) -> int:
         """Values of others, whose keys look otherwise, stay."""

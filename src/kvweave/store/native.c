@@ -2,16 +2,21 @@
  *
  *   digests, links   SHA-256 of each chunk of tokens, and the chain over them
  *   copy             memory to memory, past the cache, with XXH3 (64 bits) of what was copied
- *   read             striped files to memory, with XXH3 while a piece is in the cache
+ *   read, write      striped files to memory and back, with XXH3 while a piece is in the cache, several under way
  *
  * Results are those of hashlib and xxhash, which stand in where this cannot be built or the processor is too old.
  */
+#define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <immintrin.h>
+#include <linux/aio_abi.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -198,7 +203,7 @@ static PyObject *links(PyObject *self, PyObject *args)
 
 /* ---- XXH3, 64 bits, for more than 240 bytes */
 
-enum { STRIPE = 64, STRIPES = 16, SPAN = STRIPE * STRIPES, PIECE = 1 << 17, SHORTEST = 241 };
+enum { STRIPE = 64, STRIPES = 16, SPAN = STRIPE * STRIPES, PIECE = 1 << 17, SHORTEST = 241, AHEAD = 2048 };
 
 static const uint8_t SECRET[192] __attribute__((aligned(64))) = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -256,17 +261,44 @@ WITH_AVX2 INLINE void scramble(__m256i acc[2])
     }
 }
 
-/* The next `size` bytes, whole spans of them. */
-WITH_AVX2 INLINE void add_spans(Sum *sum, const uint8_t *from, uint8_t *to, size_t size, int streaming)
+/* The next `size` bytes, whole spans of them. What comes `from` memory is fetched ahead: the processor does so by
+ * itself, but never across the end of a page. */
+WITH_AVX2 INLINE void add_spans(Sum *sum, const uint8_t *from, uint8_t *to, size_t size, int streaming, int ahead)
 {
     __m256i acc[2] = {_mm256_load_si256((__m256i *)sum->lanes), _mm256_load_si256((__m256i *)sum->lanes + 1)};
     for (size_t at = 0; at < size; at += SPAN) {
-        for (int i = 0; i < STRIPES; i++)
+        for (int i = 0; i < STRIPES; i++) {
+            if (ahead)
+                _mm_prefetch((const char *)from + at + i * STRIPE + ahead, _MM_HINT_T0);
             add_stripe(acc, from + at + i * STRIPE, SECRET + 8 * i, to ? to + at + i * STRIPE : NULL, streaming);
+        }
         scramble(acc);
     }
     _mm256_store_si256((__m256i *)sum->lanes, acc[0]);
     _mm256_store_si256((__m256i *)sum->lanes + 1, acc[1]);
+}
+
+/* The same past the cache to `to`, aligned, in registers twice as wide: of bytes in the cache, sums take most time. */
+WITH_AVX512 static void stream_spans(Sum *sum, const uint8_t *from, uint8_t *to, size_t size)
+{
+    const __m512i prime = _mm512_set1_epi64(PRIME32_1), last = _mm512_loadu_si512(SECRET + sizeof SECRET - STRIPE);
+    __m512i acc = _mm512_loadu_si512(sum->lanes), secrets[STRIPES];
+    for (int i = 0; i < STRIPES; i++)
+        secrets[i] = _mm512_loadu_si512(SECRET + 8 * i);
+    for (size_t at = 0; at < size; at += SPAN) {
+#pragma GCC unroll 16
+        for (int i = 0; i < STRIPES; i++) {
+            __m512i data = _mm512_loadu_si512(from + at + i * STRIPE);
+            __m512i keyed = _mm512_xor_si512(data, secrets[i]);
+            __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
+            acc = _mm512_add_epi64(acc, _mm512_add_epi64(product, _mm512_shuffle_epi32(data, 0x4e)));
+            _mm512_stream_si512((__m512i *)(to + at + i * STRIPE), data);
+        }
+        __m512i mixed = _mm512_xor_si512(_mm512_xor_si512(acc, _mm512_srli_epi64(acc, 47)), last);
+        __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime);
+        acc = _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
+    }
+    _mm512_storeu_si512(sum->lanes, acc);
 }
 
 INLINE uint64_t folded(uint64_t a, uint64_t b)
@@ -325,13 +357,13 @@ WITH_AVX2 static int copy_all(uint8_t *to, const uint8_t *from, size_t size, int
         if (is_over(until))
             return 0;
         if (streaming)
-            add_spans(&running, from + at, to + at, count, 1);
+            add_spans(&running, from + at, to + at, count, 1, AHEAD);
         else
-            add_spans(&running, from + at, to + at, count, 0);
+            add_spans(&running, from + at, to + at, count, 0, AHEAD);
     }
     if (is_over(until))
         return 0;
-    add_spans(&running, end, to + direct, whole - direct, 0);
+    add_spans(&running, end, to + direct, whole - direct, 0, 0);
     memcpy(to + whole, end + whole - direct, size - whole);
     _mm_sfence();
     *sum = finish(&running, end + size - direct - end_of(size), size);
@@ -364,80 +396,270 @@ static PyObject *copy(PyObject *self, PyObject *args)
     return PyLong_FromUnsignedLongLong(sum);
 }
 
-/* Some files as one run of bytes, which are dealt to them in turns, a stripe to each. */
+/* ---- striped files */
+
+/* Some files as one run of bytes, which are dealt to them in turns, a stripe to each; they are moved in whole sectors. */
 typedef struct {
     const int *fds;
-    size_t count, stripe;
+    size_t count, stripe, sector;
 } Files;
 
-/* Whether there were `size` bytes; -1, with errno, where they could not be read. */
-static int read_whole(const Files *files, uint8_t *to, size_t size, size_t at)
+typedef struct {
+    int fd;
+    off_t at;
+    size_t room;
+} Place;
+
+INLINE Place place_of(const Files *files, size_t at)
 {
-    while (size) {
-        size_t number = at / files->stripe, within = at % files->stripe, room = files->stripe - within;
-        off_t place = number / files->count * files->stripe + within;
-        ssize_t count = pread(files->fds[number % files->count], to, size < room ? size : room, place);
-        if (count < 0 && errno == EINTR)
-            continue;
-        if (count <= 0)
-            return (int)count;
-        to += count, at += count, size -= count;
-    }
-    return 1;
+    size_t number = at / files->stripe, within = at % files->stripe;
+    off_t turn = number / files->count * files->stripe;
+    return (Place){files->fds[number % files->count], turn + within, files->stripe - within};
 }
 
-/* As `read_whole`, with the sum of what stands behind `head` bytes. The kernel writes to a small memory that stays in
- * the cache, and from there it goes past the cache to its place: the place's old bytes are never fetched. Where the disk
- * wants whole sectors, pieces end at multiples of their own size, and so at those of a stripe; else anywhere. */
-WITH_AVX2 static int read_all(const Files *files, uint8_t *to, size_t head, size_t size, size_t at, uint8_t *bounce,
-                              size_t piece, size_t sector, uint64_t *sum)
+INLINE size_t in_sectors(const Files *files, size_t size)
+{
+    return (size + files->sector - 1) / files->sector * files->sector;
+}
+
+/* Bytes between memory and files. `moved` of them are done: so many, `PENDING`, or -1 with an error. */
+typedef struct {
+    uint8_t *memory;
+    size_t size, at;
+    ssize_t moved;
+    int error;
+} Transfer;
+
+enum { SLOTS = 32, STRAIGHT = 1 << 19, PENDING = -2 };
+
+/* A thread's transfers. Those the kernel takes run by themselves; what it does not take, or not whole, is done at last
+ * by waiting for it, which also says what is wrong. */
+typedef struct {
+    aio_context_t context;
+    Transfer slots[SLOTS];
+} Queue;
+
+static void move(const Files *files, int writing, Transfer *transfer)
+{
+    ssize_t count = 1;
+    while (transfer->moved < (ssize_t)transfer->size && count && transfer->moved % files->sector == 0) {
+        Place place = place_of(files, transfer->at + transfer->moved);
+        uint8_t *memory = transfer->memory + transfer->moved;
+        size_t left = transfer->size - transfer->moved, size = left < place.room ? left : place.room;
+        count = writing ? pwrite(place.fd, memory, size, place.at) : pread(place.fd, memory, size, place.at);
+        if (count < 0 && errno != EINTR) {
+            transfer->error = errno;
+            transfer->moved = -1;
+            return;
+        }
+        transfer->moved += count > 0 ? count : 0;
+    }
+}
+
+static void begin(Queue *queue, int slot, const Files *files, int writing, uint8_t *memory, size_t size, size_t at)
+{
+    Place place = place_of(files, at);
+    struct iocb call = {.aio_data = slot, .aio_lio_opcode = writing ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD,
+                        .aio_fildes = place.fd, .aio_buf = (uintptr_t)memory, .aio_nbytes = size, .aio_offset = place.at};
+    struct iocb *calls[] = {&call};
+    queue->slots[slot] = (Transfer){memory, size, at, 0, 0};
+    if (queue->context && size <= place.room && syscall(SYS_io_submit, queue->context, 1L, calls) == 1)
+        queue->slots[slot].moved = PENDING;
+}
+
+/* Blocks until nothing is under way. */
+static void give_up(Queue *queue)
+{
+    if (queue->context)
+        syscall(SYS_io_destroy, queue->context);
+    queue->context = 0;
+    for (int slot = 0; slot < SLOTS; slot++)
+        if (queue->slots[slot].moved == PENDING)
+            queue->slots[slot].moved = 0;
+}
+
+static void await(Queue *queue, int slot)
+{
+    struct io_event events[SLOTS];
+    while (queue->slots[slot].moved == PENDING) {
+        long count = syscall(SYS_io_getevents, queue->context, 1L, (long)SLOTS, events, NULL);
+        if (count < 0 && errno != EINTR)
+            give_up(queue);
+        for (long i = 0; i < count; i++)
+            queue->slots[events[i].data].moved = events[i].res > 0 ? events[i].res : 0;
+    }
+}
+
+/* Bytes moved, fewer where the files end; -1, with errno, where they could not be. */
+static ssize_t end(Queue *queue, int slot, const Files *files, int writing)
+{
+    Transfer *transfer = queue->slots + slot;
+    await(queue, slot);
+    move(files, writing, transfer);
+    errno = transfer->error;
+    return transfer->moved;
+}
+
+/* The memory of a transfer that failed is not left while others still use it. */
+static int failed(Queue *queue, int result)
+{
+    int error = errno;
+    for (int slot = 0; slot < SLOTS; slot++)
+        await(queue, slot);
+    errno = error;
+    return result;
+}
+
+/* How many bytes at `at`, of which `before` (whole spans) were moved, are the next piece: up to a multiple of a piece,
+ * so that it is of one stripe, if whole spans are. */
+INLINE size_t next_piece(size_t at, size_t before, size_t piece, size_t left)
+{
+    size_t count = piece - at % piece, over = (before + count) % SPAN;
+    count = count > over ? count - over : piece;
+    return count < left ? count : left;
+}
+
+/* Memory through which pieces go, a slot for each that is under way. */
+typedef struct {
+    uint8_t *memory;
+    size_t piece;
+    int slots;
+} Bounce;
+
+/* Whether there were `size` bytes, with the sum of what stands behind `head` of them; -1, with errno, where they could
+ * not be read. Past the page cache they come straight to their place if that is aligned, in large pieces, many at a time,
+ * and are summed there. Else the kernel writes to a small memory that stays in the cache, and from there they go past the
+ * cache to their place, whose old bytes are never fetched. */
+WITH_AVX2 static int read_all(const Files *files, Queue *queue, uint8_t *to, size_t head, size_t size, size_t at,
+                              Bounce bounce, uint64_t *sum)
 {
     Sum running;
-    size_t body = size - head, whole = (body - 1) / SPAN * SPAN, count;
+    size_t whole = (size - head - 1) / SPAN * SPAN, asked = 0, counts[SLOTS];
+    int begun = 0, ended = 0, wide = __builtin_cpu_supports("avx512f") && (uintptr_t)(to + head) % STRIPE == 0;
+    int straight = files->sector > 1 && (uintptr_t)to % files->sector == 0 && at % SPAN == 0;
+    size_t piece = straight ? STRAIGHT : bounce.piece;
+    int slots = straight ? SLOTS : bounce.slots;
     start(&running);
-    for (size_t done = 0; done < body; done += count) {
-        size_t lead = done ? 0 : head, from = at + head + done;
-        count = sector > 1 ? piece - from % piece : piece;
-        count = body - done < count ? body - done : count;
-        int fine = read_whole(files, bounce, (lead + count + sector - 1) / sector * sector, from - lead);
-        if (fine <= 0)
-            return fine;
-        size_t spans = whole - done < count ? whole - done : count;
-        memcpy(to, bounce, lead);
-        add_spans(&running, bounce + lead, to + head + done, spans, 1);
-        memcpy(to + head + done + spans, bounce + lead + spans, count - spans);
+    for (size_t done = 0; done < size; ended++) {
+        for (; asked < size && begun - ended < slots; begun++) {
+            int slot = begun % slots;
+            size_t count = next_piece(at + asked, asked, piece, size - asked);
+            int fits = straight && in_sectors(files, count) <= size - asked; /* all but a last part of a sector */
+            uint8_t *memory = fits ? to + asked : bounce.memory + (straight ? 0 : slot * piece);
+            begin(queue, slot, files, 0, memory, in_sectors(files, count), at + asked);
+            counts[slot] = count;
+            asked += count;
+        }
+        int slot = ended % slots;
+        const uint8_t *from = queue->slots[slot].memory;
+        size_t count = counts[slot], of_head = done < head ? head - done : 0;
+        ssize_t moved = end(queue, slot, files, 0);
+        if (moved < (ssize_t)count)
+            return failed(queue, moved < 0 ? -1 : 0);
+        of_head = of_head < count ? of_head : count;
+        size_t left = head + whole - done - of_head, spans = count - of_head < left ? count - of_head : left;
+        if (from == to + done) {
+            add_spans(&running, from + of_head, NULL, spans, 0, AHEAD);
+        } else {
+            memcpy(to + done, from, of_head);
+            if (wide)
+                stream_spans(&running, from + of_head, to + done + of_head, spans);
+            else
+                add_spans(&running, from + of_head, to + done + of_head, spans, 1, 0);
+            memcpy(to + done + of_head + spans, from + of_head + spans, count - of_head - spans);
+        }
+        done += count;
     }
     _mm_sfence();
-    *sum = finish(&running, to + size - end_of(body), body);
+    *sum = finish(&running, to + size - end_of(size - head), size - head);
     return 1;
 }
 
-static PyObject *read_(PyObject *self, PyObject *args)
+static int is_written(Queue *queue, int slot, const Files *files)
 {
-    Py_buffer fds, to, bounce;
-    Py_ssize_t stripe, at, head, sector;
-    int fine = 0;
-    uint64_t sum = 0;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "y*nnw*nw*n", &fds, &stripe, &at, &to, &head, &bounce, &sector))
-        return NULL;
-    Files files = {fds.buf, fds.len / sizeof(int), stripe};
-    Py_ssize_t piece = (bounce.len - head) / PIECE * PIECE;
-    int fits = files.count && stripe > 0 && sector > 0 && at >= 0 && head >= 0 && piece > 0 &&
-               to.len >= head + SHORTEST && ((uintptr_t)to.buf + head) % sizeof(__m256i) == 0 &&
-               (sector == 1 || (sector % SPAN == 0 && PIECE % sector == 0 && at % sector == 0 && head % sector == 0));
-    if (fits) {
-        Py_BEGIN_ALLOW_THREADS
-        fine = read_all(&files, to.buf, head, to.len, at, bounce.buf, piece, sector, &sum);
-        Py_END_ALLOW_THREADS
-    } else {
-        PyErr_Format(PyExc_ValueError, "%zd bytes with a head of %zd: too few, or not aligned", to.len, head);
+    ssize_t moved = end(queue, slot, files, 1);
+    if (moved >= 0)
+        errno = EIO;
+    return moved == (ssize_t)queue->slots[slot].size;
+}
+
+/* Blocks for what makes a file longer, all at once: the file system would wait for each piece that does. If there are
+ * none, writing says so. */
+static void grow(const Files *files, size_t size, size_t at)
+{
+    struct stat now;
+    for (size_t done = 0, count; done < size; done += count) {
+        Place place = place_of(files, at + done);
+        count = size - done < place.room ? size - done : place.room;
+        if (!fstat(place.fd, &now) && now.st_size < place.at + (off_t)count)
+            (void)!fallocate(place.fd, 0, place.at, count);
     }
-    PyBuffer_Release(&fds);
-    PyBuffer_Release(&to);
-    PyBuffer_Release(&bounce);
-    if (!fits)
+}
+
+/* Whether all was written, with its sum; -1, with errno, where it could not be. A piece is summed while it is in the
+ * cache for the kernel's copy of it, or for ours if there is a bounce. */
+WITH_AVX2 static int write_all(const Files *files, Queue *queue, const uint8_t *from, size_t size, size_t at,
+                               Bounce bounce, uint64_t *sum)
+{
+    Sum running;
+    size_t whole = (size - 1) / SPAN * SPAN, count;
+    int begun = 0, ended = 0;
+    start(&running);
+    if (bounce.memory)
+        grow(files, in_sectors(files, size), at);
+    for (size_t done = 0; done < size; done += count, begun++) {
+        if (begun - ended == bounce.slots && !is_written(queue, ended++ % bounce.slots, files))
+            return failed(queue, -1);
+        int slot = begun % bounce.slots;
+        count = next_piece(at + done, done, bounce.piece, size - done);
+        size_t spans = whole - done < count ? whole - done : count;
+        uint8_t *memory = (uint8_t *)from + done;
+        if (bounce.memory) {
+            memory = bounce.memory + slot * bounce.piece;
+            add_spans(&running, from + done, memory, spans, 0, AHEAD);
+            memcpy(memory + spans, from + done + spans, count - spans);
+            memset(memory + count, 0, in_sectors(files, count) - count);
+        } else {
+            add_spans(&running, memory, NULL, spans, 0, AHEAD);
+        }
+        begin(queue, slot, files, 1, memory, in_sectors(files, count), at + done);
+    }
+    for (; ended < begun; ended++)
+        if (!is_written(queue, ended % bounce.slots, files))
+            return failed(queue, -1);
+    *sum = finish(&running, from + size - end_of(size), size);
+    return 1;
+}
+
+static void free_queue(PyObject *capsule)
+{
+    Queue *queue = PyCapsule_GetPointer(capsule, NULL);
+    give_up(queue);
+    PyMem_Free(queue);
+}
+
+static PyObject *queue_(PyObject *self, PyObject *args)
+{
+    int asynchronous;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "p", &asynchronous))
         return NULL;
+    Queue *queue = PyMem_Calloc(1, sizeof *queue);
+    if (!queue)
+        return PyErr_NoMemory();
+    if (asynchronous && syscall(SYS_io_setup, (long)SLOTS, &queue->context))
+        queue->context = 0;
+    PyObject *made = PyCapsule_New(queue, NULL, free_queue);
+    if (!made) {
+        give_up(queue);
+        PyMem_Free(queue);
+    }
+    return made;
+}
+
+/* The result of a transfer of `fine` (1: whole, 0: the files end, -1: errno). */
+static PyObject *summed(int fine, uint64_t sum)
+{
     if (fine < 0)
         return PyErr_SetFromErrno(PyExc_OSError);
     if (!fine)
@@ -445,11 +667,78 @@ static PyObject *read_(PyObject *self, PyObject *args)
     return PyLong_FromUnsignedLongLong(sum);
 }
 
+static int is_sound(const Files *files, Py_ssize_t at, Py_ssize_t piece, Py_ssize_t bounced)
+{
+    return files->count && (Py_ssize_t)files->stripe > 0 && (Py_ssize_t)files->sector > 0 && at >= 0 && piece > 0 &&
+           piece % SPAN == 0 && bounced / piece <= SLOTS &&
+           (files->sector == 1 || (files->sector % SPAN == 0 && piece % files->sector == 0 &&
+                                   files->stripe % files->sector == 0 && at % files->sector == 0));
+}
+
+static PyObject *read_(PyObject *self, PyObject *args)
+{
+    Py_buffer fds, to, memory;
+    Py_ssize_t stripe, sector, at, head, piece;
+    PyObject *capsule;
+    int fine = -1;
+    uint64_t sum = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*nnnw*nw*nO", &fds, &stripe, &sector, &at, &to, &head, &memory, &piece, &capsule))
+        return NULL;
+    Files files = {fds.buf, fds.len / sizeof(int), stripe, sector};
+    Queue *queue = PyCapsule_GetPointer(capsule, NULL);
+    int fits = queue && is_sound(&files, at, piece, memory.len) && memory.len >= piece && head >= 0 &&
+               head % SPAN == 0 && to.len >= head + SHORTEST && ((uintptr_t)to.buf + head) % sizeof(__m256i) == 0;
+    if (fits) {
+        Bounce bounce = {memory.buf, piece, memory.len / piece};
+        Py_BEGIN_ALLOW_THREADS
+        fine = read_all(&files, queue, to.buf, head, to.len, at, bounce, &sum);
+        Py_END_ALLOW_THREADS
+    } else if (queue) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes with a head of %zd: too few, or not aligned", to.len, head);
+    }
+    PyBuffer_Release(&fds);
+    PyBuffer_Release(&to);
+    PyBuffer_Release(&memory);
+    return fits ? summed(fine, sum) : NULL;
+}
+
+static PyObject *write_(PyObject *self, PyObject *args)
+{
+    Py_buffer fds, from, memory;
+    Py_ssize_t stripe, sector, at, piece;
+    PyObject *capsule;
+    int fine = -1;
+    uint64_t sum = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*nnny*w*nO", &fds, &stripe, &sector, &at, &from, &memory, &piece, &capsule))
+        return NULL;
+    Files files = {fds.buf, fds.len / sizeof(int), stripe, sector};
+    Queue *queue = PyCapsule_GetPointer(capsule, NULL);
+    int bounced = memory.len >= piece;
+    int fits = queue && is_sound(&files, at, piece, memory.len) && (bounced || sector == 1) && from.len >= SHORTEST;
+    if (fits) {
+        Bounce bounce = {bounced ? memory.buf : NULL, piece, bounced ? memory.len / piece : 1};
+        Py_BEGIN_ALLOW_THREADS
+        fine = write_all(&files, queue, from.buf, from.len, at, bounce, &sum);
+        Py_END_ALLOW_THREADS
+    } else if (queue) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes at %zd: too few, or not aligned", from.len, at);
+    }
+    PyBuffer_Release(&fds);
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&memory);
+    return fits ? summed(fine, sum) : NULL;
+}
+
 static PyMethodDef methods[] = {
     {"digests", digests, METH_VARARGS, "digests(messages, size): the SHA-256 of each message, one after the other"},
     {"links", links, METH_VARARGS, "links(first, leaves): a chain of SHA-256 over digests"},
+    {"queue", queue_, METH_VARARGS, "queue(asynchronous): what a thread needs for `read` and `write`"},
     {"read", read_, METH_VARARGS,
-     "read(fds, stripe, start, to, head, bounce, sector): XXH3 of what is behind `head`; None if the files end"},
+     "read(fds, stripe, sector, start, to, head, bounce, piece, queue): XXH3 behind `head`; None if the files end"},
+    {"write", write_, METH_VARARGS,
+     "write(fds, stripe, sector, start, source, bounce, piece, queue): XXH3 of what was written"},
     {"copy", copy, METH_VARARGS, "copy(to, source, streaming, until): XXH3 of what was copied; None if it was late"},
     {NULL, NULL, 0, NULL},
 };

@@ -2,7 +2,8 @@
 
     PREFIX/tenant/digest of the tokens/row        one object a blob; an object appears whole or not at all
 
-Eviction is the bucket's business (a lifecycle rule), and so is its quota. Threads wait for answers, not an event loop:
+Eviction is the bucket's business (a lifecycle rule), and so is its quota: a full one raises `TierFull` on writes, and
+goes on being read. Threads wait for answers, not an event loop:
 obstore's calls it back from threads that nobody can join, and a process that ends meanwhile aborts.
 """
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import from_url
 
-from kvweave.errors import ConfigError, TierError
+from kvweave.errors import ConfigError, TierError, TierFull
 from kvweave.store.keys import KEY_BYTES, ROW_BYTES, TENANT_BYTES, Bytes
 from kvweave.store.tier import ABSENT, ALL, Blob, TierStats, Watch, Which, fill, joined
 
@@ -28,6 +29,8 @@ AT_ONCE, PAGE_OBJECTS = 64, 1000
 RETRYING: dict[str, Any] = {"retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}}
 """Unless told otherwise: less patient than obstore itself, since whoever uses a tier asks again, and stops asking."""
 NOT_HERE = (FileNotFoundError, NotFoundError)
+FULL = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage", "No space left on device", "Disk quota exceeded")
+"""How buckets and disks say that there is no room: Ceph, MinIO, others that speak HTTP, a folder."""
 Answer = TypeVar("Answer")
 
 
@@ -56,14 +59,22 @@ class ObjectTier:
         return self._all(self._put, keys, blobs)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        here = [keys[i] for i in np.flatnonzero(self.contains(keys)).tolist()]
-        return sum(self._all(self._delete, here))
+        return self._delete([keys[i] for i in np.flatnonzero(self.contains(keys)).tolist()])
 
     def clear(self, which: Which = ALL) -> int:
         """Objects under the prefix that are no blobs of ours stay."""
         with _errors(self.name):
             pages = obstore.list(self._store, which.tenant.hex() or None, chunk_size=PAGE_OBJECTS)
-            return sum(sum(self._all(self._delete, [*_ours(page, which)])) for page in pages)
+            return sum(self._delete([*_ours(page, which)]) for page in pages)
+
+    def _delete(self, keys: Sequence[bytes]) -> int:
+        """In one request where the store has such a one; if some went meanwhile, it may be that others stayed."""
+        with _errors(self.name):
+            try:
+                obstore.delete(self._store, [_path(key) for key in keys])
+            except NOT_HERE:
+                return sum(self._all(self._delete_one, keys))
+        return len(keys)
 
     # ---- one object, in a thread
 
@@ -85,7 +96,7 @@ class ObjectTier:
             obstore.put(self._store, _path(key), joined(blob), mode="create")
         return True
 
-    def _delete(self, key: bytes) -> bool:
+    def _delete_one(self, key: bytes) -> bool:
         try:
             obstore.delete(self._store, _path(key))
         except NOT_HERE:  # somebody was faster
@@ -125,4 +136,5 @@ def _errors(name: str) -> Iterator[None]:
         raise ConfigError(f"tier {name!r}: {error}; expected for example s3://bucket/prefix") from None
     except (BaseError, OSError) as error:
         words = str(error).partition("\n")[0]  # the rest is for those who debug obstore
-        raise TierError(f"tier {name!r}: {words}") from error
+        full = any(said in words for said in FULL)
+        raise (TierFull if full else TierError)(f"tier {name!r}: {words}") from error

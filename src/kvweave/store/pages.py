@@ -24,7 +24,8 @@ from kvweave.store.keys import Bytes
 from kvweave.store.rows import Cut, Row, Schema, cuts
 
 Source = Callable[[Row, int], Bytes]
-"""The payload of a row's chunk."""
+"""The payload of a row's chunk: bytes that stay as they are until every tier has them. An array that cannot be written
+to is summed on its way to a tier; any other at once, so that what is changed too early is found out."""
 Sink = Callable[[Row, int, Bytes], None]
 """Takes a row's chunk; the payload is the sink's for the time of the call."""
 Table = Mapping[str, NDArray[np.int32]]
@@ -145,6 +146,7 @@ class _Gather:
     def __call__(self, row: Row, chunk: int) -> Bytes:
         out = aligned(row.payload_bytes)
         self.fill(row, chunk, out)
+        out.flags.writeable = False
         return out
 
     def fill(self, row: Row, chunk: int, out: Bytes) -> None:

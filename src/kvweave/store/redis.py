@@ -18,10 +18,13 @@ import redis
 from numpy.typing import NDArray
 
 from kvweave.errors import ConfigError, TierError, TierFull
+from kvweave.store.batches import batches
 from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.tier import ALL, Blob, TierStats, Watch, Which, fill, joined
 
 BATCH_KEYS = 4096
+TRIP_BYTES = 4 << 20
+"""Values of one round trip: the line is busy for longer than the way takes, and the client slower with more."""
 
 
 class RedisTier:
@@ -64,13 +67,17 @@ class RedisTier:
         return np.array(self._each("exists", keys), bool)
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:  # noqa: ARG002
+        lengths: list[int] = []
         with _errors(self.name):
-            return [fill(target, self._server.get(self._prefix + key)) for key, target in zip(keys, into, strict=True)]
+            for batch in batches(zip(keys, into, strict=True), lambda pair: pair[1].nbytes, TRIP_BYTES):
+                values = self._at_once("get", [(key,) for key, _ in batch])
+                lengths += [fill(target, value) for (_, target), value in zip(batch, values, strict=True)]
+        return lengths
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
         with _errors(self.name):
-            for key, blob in zip(keys, blobs, strict=True):
-                self._server.set(self._prefix + key, joined(blob), nx=True, ex=self._ttl_s)
+            for batch in batches(zip(keys, blobs, strict=True), lambda pair: pair[1].num_bytes, TRIP_BYTES):
+                self._at_once("set", [(key, joined(blob)) for key, blob in batch], nx=True, ex=self._ttl_s)
         return [True] * len(keys)
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -89,14 +96,18 @@ class RedisTier:
                     yield key
 
     def _each(self, command: str, keys: Sequence[bytes]) -> list[int]:
-        """One command a key, many in one round trip."""
         answers: list[int] = []
         with _errors(self.name):
             for batch in _batches(keys):
-                pipe = self._server.pipeline(transaction=False)
-                for key in batch:
-                    getattr(pipe, command)(self._prefix + key)
-                answers += pipe.execute()
+                answers += self._at_once(command, [(key,) for key in batch])
+        return answers
+
+    def _at_once(self, command: str, calls: Iterable[tuple[bytes, ...]], **options: Any) -> list[Any]:
+        """A command for each key, and what goes with it, in one round trip (in a cluster: one to each node)."""
+        pipe = self._server.pipeline(transaction=False)
+        for key, *values in calls:
+            getattr(pipe, command)(self._prefix + key, *values, **options)
+        answers: list[Any] = pipe.execute()
         return answers
 
     def stats(self) -> TierStats:

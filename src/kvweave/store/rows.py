@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -53,6 +54,19 @@ def cuts(role: Role, ranks: int, rank: int) -> tuple[Cut, ...]:
         held.append(Cut(start, start + size, at))
         first, at = first + segment.units * segment.width, at + size
     return tuple(held)
+
+
+class Described(Protocol):
+    """As much of a row as its blobs' headers say: enough to check them, even for who cannot read their payload."""
+
+    @property
+    def meta(self) -> bytes: ...
+
+    @property
+    def payload_bytes(self) -> int: ...
+
+    @property
+    def chunk_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.store.base import AnyStore, Piece, Saved, StoreStats
+from kvweave.store.batches import BATCH_BYTES
 from kvweave.store.blob import Check, header_bytes, seal
-from kvweave.store.cascade import BATCH_BYTES, NOWHERE, Budget, Cascade, Want
+from kvweave.store.cascade import NOWHERE, Budget, Cascade, Want
 from kvweave.store.keys import Prompt
 from kvweave.store.pages import Source
 from kvweave.store.rows import Row, Schema

@@ -18,15 +18,18 @@ from numpy.typing import NDArray
 
 from kvweave.store.keys import Bytes
 
-FILES = 8
+FILES = 32
 STRIPE_BYTES = 4 << 20
+SECTOR = 4096
 
 
 class Stripes:
-    """`path` with `-0`, `-1` and so on behind it, opened with `flags`. All raise `OSError`."""
+    """`path` with `-0`, `-1` and so on behind it, opened with `flags`; moved in whole sectors if these say O_DIRECT.
+    All raise `OSError`."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.stripe_bytes, self.fds = STRIPE_BYTES, array("i")
+        self.sector = SECTOR if flags & os.O_DIRECT else 1
         try:
             for number in range(FILES):
                 self.fds.append(os.open(f"{path}-{number}", flags | os.O_CLOEXEC, 0o600))
@@ -55,16 +58,17 @@ class Stripes:
             written = os.pwritev(fd, _first(left, room), at)
             start, left = start + written, _rest(left, written)
 
-    def read(self, start: int, to: Bytes) -> bool:
-        """Whether there were so many bytes."""
-        left = to.data
-        while left:
-            fd, at, room = self.place(start)
-            count = os.preadv(fd, [left[:room]], at)
-            if not count:
-                return False
-            start, left = start + count, left[count:]
-        return True
+    def in_sectors(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.sector) * self.sector
+
+    def read(self, start: int, to: Bytes) -> int:
+        """How many bytes there were; fewer than wanted if the files end."""
+        done, count = 0, self.sector
+        while done < to.nbytes and count and not count % self.sector:
+            fd, at, room = self.place(start + done)
+            count = os.preadv(fd, [to.data[done : done + room]], at)
+            done += count
+        return done
 
     def close(self) -> None:
         for fd in self.fds:

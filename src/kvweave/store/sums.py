@@ -5,7 +5,9 @@ Without it, pieces are hashed while they are in the processor's cache, and the n
 
 from __future__ import annotations
 
+import mmap
 import time
+from contextlib import suppress
 from math import inf
 
 import numpy as np
@@ -19,6 +21,9 @@ PIECE_BYTES = 256 << 10
 """Fits the processor's second cache beside what it came from."""
 SHORTEST_BYTES = 4096
 """Below this a call to C gains nothing."""
+SPAN_BYTES = 1024
+"""What the sum is made of."""
+DESK_BYTES = 4 << 20
 STREAMED_BYTES = 1 << 20
 """From here on a copy is written past the cache: whoever reads it comes later."""
 
@@ -44,18 +49,57 @@ def copy(to: Bytes, source: Bytes, until: float = inf) -> int | None:
     return digest.intdigest()
 
 
-def read(files: Stripes, start: int, to: Bytes, head: int, bounce: Bytes, sector: int = 1) -> int | None:
-    """Fill `to` from files by way of `bounce`, in whole sectors, and sum what stands behind `head` bytes; None if they
-    end. Raises `OSError`."""
-    aligned = not ((to.ctypes.data + head) % 32 or start % sector or head % sector)
-    if native and aligned and to.nbytes >= head + SHORTEST_BYTES and bounce.nbytes >= head + PIECE_BYTES:
-        return native.read(files.fds, files.stripe_bytes, start, to, head, bounce, sector)
-    digest, step = xxhash.xxh3_64(), bounce.nbytes // sector * sector
-    for at in range(0, to.nbytes, step):
-        piece = to[at : at + step]
-        sectors = bounce[: -(-piece.nbytes // sector) * sector]
-        if not files.read(start + at, sectors):
+class Desk:
+    """What a thread needs to read and write files: memory in which pieces lie, and those that are under way.
+
+    It is small, so that what the disk gives or takes is in the processor's cache when it is copied. Through the page
+    cache one piece is under way at a time, and is written straight from its source.
+    """
+
+    def __init__(self, *, direct: bool) -> None:
+        reads, writes = (6, 8) if direct else (1, 0)
+        self.written_bytes = (512 if direct else 256) << 10
+        memory = mmap.mmap(-1, DESK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages, of which the disk takes fewer pieces
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = np.frombuffer(memory, np.uint8)
+        self.reading, self.writing = self.memory[: reads * PIECE_BYTES], self.memory[: writes * self.written_bytes]
+        self.queue = native.queue(direct) if native else None
+
+
+def read(files: Stripes, start: int, to: Bytes, head: int, desk: Desk) -> int | None:
+    """Fill `to` from files, and sum what stands behind `head` bytes; None if they end. Raises `OSError`."""
+    aligned = not ((to.ctypes.data + head) % 32 or head % SPAN_BYTES or _is_odd(files, start))
+    if native and desk.queue and aligned and to.nbytes >= head + SHORTEST_BYTES:
+        where = files.fds, files.stripe_bytes, files.sector, start
+        return native.read(*where, to, head, desk.reading, PIECE_BYTES, desk.queue)
+    digest = xxhash.xxh3_64()
+    for at in range(0, to.nbytes, PIECE_BYTES):
+        piece = to[at : at + PIECE_BYTES]
+        sectors = desk.memory[: files.in_sectors(piece.nbytes)]
+        if files.read(start + at, sectors) < piece.nbytes:
             return None
         np.copyto(piece, sectors[: piece.nbytes])
         digest.update(piece[max(0, head - at) :].data)
     return digest.intdigest()
+
+
+def write(files: Stripes, start: int, source: Bytes, desk: Desk) -> int:
+    """Write to files, in whole sectors, and sum what was written. Raises `OSError`."""
+    if native and desk.queue and source.nbytes >= SHORTEST_BYTES and not _is_odd(files, start):
+        where = files.fds, files.stripe_bytes, files.sector, start
+        return native.write(*where, source, desk.writing, desk.written_bytes, desk.queue)
+    digest = xxhash.xxh3_64()
+    for at in range(0, source.nbytes, desk.written_bytes):
+        piece = source[at : at + desk.written_bytes]
+        sectors = desk.memory[: files.in_sectors(piece.nbytes)]
+        np.copyto(sectors[: piece.nbytes], piece)
+        sectors[piece.nbytes :] = 0
+        digest.update(sectors[: piece.nbytes].data)
+        files.write(start + at, [sectors.data])
+    return digest.intdigest()
+
+
+def _is_odd(files: Stripes, start: int) -> bool:
+    """Whether what goes to the disk in whole sectors does not lie so."""
+    return bool(start % files.sector or files.stripe_bytes % files.sector)

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.store import sums
 from kvweave.store.keys import ROW_BYTES, Bytes
 
-Blob = Sequence[bytes | memoryview]
-"""A value in pieces (header, payload) of plain bytes, stored one after the other."""
 ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A value: a payload, and before it a head of whole sectors (4096 bytes) that says what it is, made of the
+    payload's sum (`sums`) by whoever has the bytes in the cache. Neither changes until it is kept.
+    """
+
+    payload: Bytes
+    head_bytes: int
+    head: Callable[[int], bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.head_bytes + self.payload.nbytes
+
+
+def whole(data: bytes | Bytes) -> Blob:
+    """Bytes that say themselves what they are."""
+    return Blob(np.frombuffer(data, np.uint8), 0, lambda _: b"")
 
 
 class Watch(Protocol):
@@ -91,10 +110,6 @@ class Tier(Protocol):
         ...
 
 
-def blob_length(blob: Blob) -> int:
-    return sum(map(len, blob))
-
-
 class DictTier:
     """The twin: everything in a dictionary, no quota."""
 
@@ -132,7 +147,8 @@ class DictTier:
 
 def joined(blob: Blob) -> bytes:
     """A blob in one piece, for stores that take no pieces."""
-    return b"".join(blob)
+    head = blob.head(sums.checksum(blob.payload)) if blob.head_bytes else b""
+    return b"".join((head, blob.payload.data))
 
 
 def fill(target: Bytes, blob: bytes | memoryview | None) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from kvweave.errors import BadCopy
 from kvweave.plan import Plan
 from kvweave.pool import NULL
-from kvweave.transfer.copies import CopyPlan, Move, Numbers
+from kvweave.transfer.copies import CopyPlan, Numbers
 from kvweave.transfer.layout import ChunkLayout
 
 
@@ -22,26 +22,6 @@ class Extent(NamedTuple):
     device: str
     start: int
     num_bytes: int
-
-
-def check_copy(copies: CopyPlan, plan: Plan, extents: Sequence[Extent], *, fills_pages: bool) -> None:
-    """Raise `BadCopy` unless every page and every buffer is there, and nothing is written twice.
-
-    The layout is the plan's: see `check_layout`.
-    """
-    if len(extents) != len(copies.chunks):
-        raise BadCopy(f"{len(extents)} buffers for {len(copies.chunks)} chunks")
-    size = copies.layout.num_bytes
-    for number, extent in zip(copies.chunks, extents, strict=True):
-        if extent.num_bytes < size:
-            raise BadCopy(f"the buffer of chunk {number} has {extent.num_bytes} bytes; a chunk takes {size}")
-    for move in copies.moves:
-        _check_pages(move, plan)
-        _check_places(move, copies)
-    if fills_pages:
-        _check_apart(copies, plan)
-    else:
-        _check_buffers_apart(copies, extents)
 
 
 def check_layout(layout: ChunkLayout, plan: Plan) -> None:
@@ -71,23 +51,47 @@ def _short(value: object) -> object:
     return f"{len(value)} of them" if isinstance(value, tuple) else value
 
 
-def _check_pages(move: Move, plan: Plan) -> None:
-    """Pages that somebody can own: neither NULL nor beyond the pool."""
-    first = plan.group(move.tag).pages_per_super
-    past = plan.num_pages(move.tag) + first
-    if (wrong := _outside(move.pages, first, past)) is not None:
-        null = " (the NULL page)" if wrong == NULL else ""
-        raise BadCopy(f"page {wrong}{null} of {move.tag!r} is nobody's: its pages are {first} to {past - 1}")
+def check_places(copies: CopyPlan, *, fills_chunks: bool) -> None:
+    """All places are in a chunk, and none is filled twice. The same for all plans of a shape."""
+    for move in copies.moves:
+        part = copies.layout.group(move.tag)
+        if (wrong := _outside(move.chunks, 0, len(copies.chunks))) is not None:
+            raise BadCopy(f"chunk {wrong} of {move.tag!r} is not among the plan's {len(copies.chunks)}")
+        if (wrong := _outside(move.blocks, part.first_block, part.end_block)) is not None:
+            raise BadCopy(
+                f"block {wrong} of {move.tag!r} is not in a chunk: it holds {part.first_block} to {part.end_block - 1}"
+            )
+        same = (move.chunks[1:] == move.chunks[:-1]) & (move.blocks[1:] == move.blocks[:-1])
+        if fills_chunks and same.any():
+            at = int(np.flatnonzero(same)[0])
+            raise BadCopy(f"block {move.blocks[at]} of {move.tag!r} would be filled twice in chunk {move.chunks[at]}")
 
 
-def _check_places(move: Move, copies: CopyPlan) -> None:
-    part = copies.layout.group(move.tag)
-    if (wrong := _outside(move.chunks, 0, len(copies.chunks))) is not None:
-        raise BadCopy(f"chunk {wrong} of {move.tag!r} is not among the plan's {len(copies.chunks)}")
-    if (wrong := _outside(move.blocks, part.first_block, part.end_block)) is not None:
-        raise BadCopy(
-            f"block {wrong} of {move.tag!r} is not in a chunk: it holds {part.first_block} to {part.end_block - 1}"
-        )
+def check_buffers(copies: CopyPlan, extents: Sequence[Extent], *, fills_chunks: bool) -> None:
+    """There is a buffer for each chunk, large enough, and none that is filled overlaps with another."""
+    if len(extents) != len(copies.chunks):
+        raise BadCopy(f"{len(extents)} buffers for {len(copies.chunks)} chunks")
+    size = copies.layout.num_bytes
+    for number, extent in zip(copies.chunks, extents, strict=True):
+        if extent.num_bytes < size:
+            raise BadCopy(f"the buffer of chunk {number} has {extent.num_bytes} bytes; a chunk takes {size}")
+    if fills_chunks:
+        placed = sorted((extent, number) for extent, number in zip(extents, copies.chunks, strict=True))
+        for (one, a), (two, b) in pairwise(placed):
+            if one.device == two.device and two.start < one.start + size:
+                raise BadCopy(f"the buffers of chunks {a} and {b} overlap")
+
+
+def check_pages(copies: CopyPlan, plan: Plan, *, fills_pages: bool) -> None:
+    """Pages that somebody can own, neither NULL nor beyond the pool; none is filled twice."""
+    for move in copies.moves:
+        first = plan.group(move.tag).pages_per_super
+        past = plan.num_pages(move.tag) + first
+        if (wrong := _outside(move.pages, first, past)) is not None:
+            null = " (the NULL page)" if wrong == NULL else ""
+            raise BadCopy(f"page {wrong}{null} of {move.tag!r} is nobody's: its pages are {first} to {past - 1}")
+    if fills_pages:
+        _check_apart(copies, plan)
 
 
 def _outside(numbers: Numbers, first: int, past: int) -> int | None:
@@ -114,17 +118,3 @@ def _check_apart(copies: CopyPlan, plan: Plan) -> None:
             tag = copies.moves[others[at] - 1].tag
             raise BadCopy(f"pages of {tag!r} and {move.tag!r} are in super-page {supers[at]}, which only one can own")
         owners[supers] = number
-
-
-def _check_buffers_apart(copies: CopyPlan, extents: Sequence[Extent]) -> None:
-    """No place in a chunk is filled twice, and no two buffers overlap."""
-    for move in copies.moves:
-        same = (move.chunks[1:] == move.chunks[:-1]) & (move.blocks[1:] == move.blocks[:-1])
-        if same.any():
-            at = int(np.flatnonzero(same)[0])
-            raise BadCopy(f"block {move.blocks[at]} of {move.tag!r} would be filled twice in chunk {move.chunks[at]}")
-    placed = sorted((extent, number) for extent, number in zip(extents, copies.chunks, strict=True))
-    size = copies.layout.num_bytes
-    for (one, a), (two, b) in pairwise(placed):
-        if one.device == two.device and two.start < one.start + size:
-            raise BadCopy(f"the buffers of chunks {a} and {b} overlap")

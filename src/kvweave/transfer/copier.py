@@ -68,9 +68,11 @@ class Job:
     """Layers of the model that each step completes; None: no matter which."""
     program: Any = None
     """What a copier has made of it, see `prepare`."""
+    is_single: bool = False
+    """Whether that is a single step, which is issued as soon as the steps are asked for."""
     _runs: dict[tuple[int, int, int], tuple[Runs, ...]] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         return self.copies.num_bytes
 
@@ -138,8 +140,7 @@ class Copier(Protocol):
         ...
 
     def steps(self, job: Job) -> Iterator[Step]:
-        """Issue the job piece by piece; closing the iterator early leaves the rest undone. A job that was prepared as
-        a single step is issued at once."""
+        """Issue the job piece by piece, a single one at once; closing the iterator early leaves the rest undone."""
         ...
 
     def close(self) -> None:

@@ -9,8 +9,9 @@ state      |......|......|......|......|......|.....#|     `needed` at p: the sn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -39,7 +40,7 @@ class Move:
         return len(self.pages)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CopyPlan:
     """Moves between a memory's pages and chunks of one layout. Buffers are given in the order of `chunks`."""
 
@@ -48,9 +49,14 @@ class CopyPlan:
     """The numbers of the chunks in their sequence, for whoever looks up the buffers."""
     moves: tuple[Move, ...]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return sum(len(move) * self.layout.group(move.tag).block_bytes for move in self.moves)
+
+    @cached_property
+    def shape(self) -> Hashable:
+        """Equal for plans of a layout that differ in pages only."""
+        return len(self.chunks), *((move.tag, move.chunks.tobytes(), move.blocks.tobytes()) for move in self.moves)
 
     @property
     def num_pages(self) -> int:

@@ -19,9 +19,9 @@ from kvweave.plan import Place
 from kvweave.transfer.copier import Job, Step, Way
 from kvweave.transfer.cpu import CPUCopier
 from kvweave.transfer.drafts import Drafts, Tuning
-from kvweave.transfer.driver import Event, context_of, has_batches, is_idle, is_pinned, play
+from kvweave.transfer.driver import Event, Live, context_of, has_batches, is_idle, is_pinned, play
 from kvweave.transfer.kernel import Tabulator, current_stream, launch
-from kvweave.transfer.program import Call, Program, filled
+from kvweave.transfer.program import Call, Program
 from kvweave.transfer.staging import Slot, Staging
 from kvweave.transfer.tables import TILE
 from kvweave.transfer.tape import Tape
@@ -51,15 +51,15 @@ class CUDACopier:
         hosted, here = _by_place(job)
         if hosted is not None or here is None:
             return job
-        program = _resident([filled(here, draft) for draft in self._drafts.of(here)], self._tabulator, self.device)
+        program = _resident([Call(draft, here) for draft in self._drafts.of(here)], self._tabulator, self.device)
         whole = job.layers is None and 0 < job.num_bytes <= self.tuning.tape_bytes
         if whole and all(buffer.array is None or is_pinned(buffer.extent.start) for buffer in job.buffers):
-            program = self._lane(job.way).recorded(program)
+            return replace(job, program=self._lane(job.way).recorded(program), is_single=True)
         return replace(job, program=program)
 
     def steps(self, job: Job) -> Iterator[Step]:
         program, lane = job.program, self._lane(job.way)
-        if program is not None and program.tape is not None:
+        if job.is_single:
             return lane.started(program)
         stream, after = current_stream(self.device.index), None
         if not is_idle(self._context, stream):
@@ -82,7 +82,7 @@ class CUDACopier:
             for step in self._cpu.steps(hosted):
                 yield step if here is None else step._replace(layers=0)
         if here is not None:
-            calls = (filled(here, draft) for draft in self._drafts.of(here))
+            calls = (Call(draft, here) for draft in self._drafts.of(here))
             yield from lane.steps(calls, after)
 
 
@@ -135,7 +135,7 @@ class _Lane:
     def steps(self, calls: Iterable[Call], after: Event | None) -> Iterator[Step]:
         """Issue one call after the other, each when it is asked for."""
         for call in calls:
-            tape = Tape()
+            tape = Live(self._context)
             with self._lock:
                 if after is not None:
                     tape.wait(after, self._copies)
@@ -197,19 +197,20 @@ class _Lane:
             return self._copies
         slot = self.staging.take(num_bytes, tape, self._copies)
         self._copy(tape, call, slot)
+        tape.flush()
         tape.hand(self._handed, self._copies, self._kernels)
         self._launch(tape, call, slot, slot.address)
         tape.record(slot.free, self._kernels)
         return self._kernels
 
     def _copy(self, tape: Tape, call: Call, slot: Slot) -> None:
-        draft, staging, stream = call.draft, slot.address, self._copies
+        draft, starts, staging, stream = call.draft, call.job.starts, slot.address, self._copies
         offsets, places, sizes, chunks = draft.flat
         if len(sizes):
-            here, there = staging + offsets, call.starts[chunks] + places
+            here, there = staging + offsets, starts[chunks] + places
             tape.copy_many(*((there, here) if self.way is Way.STORE else (here, there)), sizes, stream)
         for copy in draft.strided:
-            here, there = staging + copy.offset, int(call.starts[copy.chunk]) + copy.place
+            here, there = staging + copy.offset, int(starts[copy.chunk]) + copy.place
             if self.way is Way.STORE:
                 tape.copy_rows(there, copy.pitch, here, copy.width, copy.width, copy.height, stream)
             else:

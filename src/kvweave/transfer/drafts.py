@@ -147,8 +147,7 @@ class _Remembered:
 
 def _key(job: Job) -> object:
     """Equal for jobs with the same drafts. Plans and layouts by identity: to compare them takes long."""
-    moves = tuple((move.tag, move.chunks.tobytes(), move.blocks.tobytes()) for move in job.copies.moves)
-    return id(job.arena.plan), id(job.copies.layout), job.way, job.layers, _on_host(job), moves
+    return id(job.arena.plan), id(job.copies.layout), job.way, job.layers, _on_host(job), job.copies.shape
 
 
 def _on_host(job: Job) -> bool:

@@ -104,3 +104,15 @@ class Event:
 def play(tape: Tape, context: int, caller: int = 0, mark: Event | None = None) -> None:
     """Make the calls of a tape. What was made before one that fails, which raises, stays made."""
     check(native.play(tape.rows, context, caller, mark.handle if mark else 0))
+
+
+class Live(Tape):
+    """A tape that is for now: what can go goes."""
+
+    def __init__(self, context: int) -> None:
+        super().__init__()
+        self._context = context
+
+    def flush(self) -> None:
+        play(self, self._context)
+        del self.rows[:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from kvweave.errors import ArenaClosed, BadCopy
 from kvweave.tensor import Arena
-from kvweave.transfer.check import check_copy, check_layout
+from kvweave.transfer.check import check_buffers, check_layout, check_pages, check_places
 from kvweave.transfer.copier import Buffer, Copier, Job, Way
 from kvweave.transfer.copies import CopyPlan
 from kvweave.transfer.cpu import CPUCopier
@@ -19,6 +19,8 @@ from kvweave.transfer.transfer import Progress, Transfer
 
 Buffers: TypeAlias = Sequence[Any]
 """Tensors, arrays, or anything else with a buffer."""
+KNOWN = 1024
+"""Shapes of plans that are remembered: to look at them takes as long as to copy a megabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Mover:
     A copy that makes no sense is an error at once, before any byte moves; later ones are the transfer's. In the
     `background` a thread for each way carries transfers out, one after the other. Otherwise the caller's thread issues
     all of it first: on a CPU it is then over, on a GPU on its way, with the least delay, and can no more be cancelled.
-    What was prepared as a single step goes first in any case.
+    What was prepared as a single step is issued at once in any case.
     On a GPU a transfer comes after what is on the caller's current stream.
     """
 
@@ -47,8 +49,8 @@ class Mover:
         self._threads = {way: ThreadPoolExecutor(1, f"kvweave-{way}") for way in Way} if background else {}
         self._stats = MoverStats()
         self._closed = False
-        self._layouts: dict[int, ChunkLayout] = {}
-        """Layouts that were found to fit, by identity: comparing them takes longer than a small copy."""
+        self._known: dict[Hashable, ChunkLayout] = {}
+        """Shapes of plans that were found to fit, and their layouts, which are known by their identity."""
 
     def store(
         self,
@@ -85,7 +87,7 @@ class Mover:
         self._check_open()
         steps = self.copier.steps(job)
         transfer = Transfer(job.way, job.num_bytes, on_progress)
-        if self._threads and job.num_bytes:
+        if self._threads and job.num_bytes and (on_progress is not None or not job.is_single):
             self._threads[job.way].submit(transfer.drive, steps, to_the_end=True)
         else:
             transfer.drive(steps, to_the_end=False)
@@ -117,10 +119,16 @@ class Mover:
         buffers = tuple(map(Buffer.of, memory))
         if way is Way.STORE and any(b.array is not None and not b.array.flags.writeable for b in buffers):
             raise BadCopy("a chunk cannot be stored in a read-only buffer")
-        if self._layouts.get(id(copies.layout)) is not copies.layout:
+        stores = way is Way.STORE
+        key = id(copies.layout), stores, copies.shape
+        if key not in self._known:
             check_layout(copies.layout, self.arena.plan)
-            self._layouts[id(copies.layout)] = copies.layout
-        check_copy(copies, self.arena.plan, [b.extent for b in buffers], fills_pages=way is Way.LOAD)
+            check_places(copies, fills_chunks=stores)
+            if len(self._known) == KNOWN:
+                self._known.clear()
+            self._known[key] = copies.layout
+        check_buffers(copies, [buffer.extent for buffer in buffers], fills_chunks=stores)
+        check_pages(copies, self.arena.plan, fills_pages=not stores)
         return Job(self.arena, copies, buffers, way, layers)
 
     def _check_open(self) -> None:

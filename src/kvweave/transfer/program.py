@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import NamedTuple
 
 import numpy as np
 
-from kvweave.transfer.copier import Buffer, Job, Way
+from kvweave.transfer.copier import Job, Way
 from kvweave.transfer.copies import Numbers
 from kvweave.transfer.drafts import Draft
 from kvweave.transfer.lines import addresses, chunk_lines
@@ -27,32 +27,34 @@ class Straight(NamedTuple):
     sizes: Numbers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """A draft for some pages and buffers.
+    """A draft for the pages and buffers of a job, or of one that differs in these only.
 
-    `sheet` is what the device makes the kernel's table of: line after line, the addresses of its pages and where they
-    go. The table itself lies at `table_at`, if the job was prepared.
+    What is not asked for is not worked out: copies between buffers and staging memory need no addresses of pages. The
+    kernel's table lies at `table_at`, if the job was prepared.
     """
 
     draft: Draft
-    buffers: tuple[Buffer, ...]
-    starts: Numbers
-    """Their addresses."""
-    direct: tuple[Straight, ...]
-    sheet: Numbers
-    vector_bytes: int = 1
-    """The widest vector that starts at a multiple of itself everywhere: 16, 8, 4, 2 or 1."""
+    job: Job
     table_at: int | None = None
 
+    @cached_property
+    def direct(self) -> tuple[Straight, ...]:
+        return tuple(_direct(self.job, self.draft.direct))
 
-def filled(job: Job, draft: Draft) -> Call:
-    """A draft of this job, or of one that differs in pages and buffers only, as it is to be carried out."""
-    staged = bool(draft.staged_bytes)
-    bits = reduce(or_, job.pools, draft.bits if staged else draft.bits | int(np.bitwise_or.reduce(job.starts)))
-    sheet = [numbers for line in draft.lines for numbers in addresses(job, line, staged=staged)]
-    made = np.concatenate(sheet) if sheet else np.empty(0, np.int64)
-    return Call(draft, job.buffers, job.starts, tuple(_direct(job, draft.direct)), made, widest(bits))
+    @cached_property
+    def sheet(self) -> Numbers:
+        """What the device makes the kernel's table of: line by line, the addresses of its pages and where they go."""
+        staged = bool(self.draft.staged_bytes)
+        found = [numbers for line in self.draft.lines for numbers in addresses(self.job, line, staged=staged)]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    @cached_property
+    def vector_bytes(self) -> int:
+        """The widest vector that starts at a multiple of itself everywhere: 16, 8, 4, 2 or 1."""
+        ends = [] if self.draft.staged_bytes else self.job.starts.tolist()
+        return widest(reduce(or_, [*ends, *self.job.pools], self.draft.bits))
 
 
 def _direct(job: Job, parts: Iterable[Part]) -> Iterator[Straight]:

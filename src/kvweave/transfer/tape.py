@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from array import array
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from kvweave.transfer.copies import Numbers
-
-if TYPE_CHECKING:
-    from kvweave.transfer.driver import Event
 
 NUMBERS = 16
 """Of a row."""
@@ -32,6 +29,12 @@ class Kind(IntEnum):
     WAIT = 5
     AFTER = 6
     MARK = 7
+
+
+class Handle(Protocol):
+    """An event, as the driver knows it."""
+
+    handle: int
 
 
 class Tape:
@@ -70,22 +73,25 @@ class Tape:
         self.keep(arrays)
         self._add(Kind.COPY_MANY, stream, *(numbers.ctypes.data for numbers in arrays), len(targets))
 
-    def record(self, event: Event, stream: int) -> None:
+    def record(self, event: Handle, stream: int) -> None:
         """The event is over when `stream` has come here."""
         self._add(Kind.RECORD, stream, event.handle)
 
-    def wait(self, event: Event, stream: int) -> None:
+    def wait(self, event: Handle, stream: int) -> None:
         """What comes next on `stream` comes after the event, as it is then."""
         self._add(Kind.WAIT, stream, event.handle)
 
-    def hand(self, event: Event, done: int, following: int) -> None:
+    def hand(self, event: Handle, done: int, following: int) -> None:
         """What comes next on one stream comes after what is on the other; the event may be used again at once."""
         self.record(event, done)
         self.wait(event, following)
 
-    def after(self, event: Event, first: int, second: int) -> None:
+    def after(self, event: Handle, first: int, second: int) -> None:
         """What comes next on two streams comes after what the caller's stream has to do when this is played."""
         self._add(Kind.AFTER, first, event.handle, second)
+
+    def flush(self) -> None:
+        """What was recorded so far could go now, if this were not for later (`driver.Live`)."""
 
     def mark(self, stream: int) -> None:
         """Here the event is recorded that the player gives."""

@@ -1,0 +1,111 @@
+"""`kvweave clear`: make a daemon forget."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvweave.cli.daemon import Connect, Socket, TlsCa, TokenFile, connected
+from kvweave.cli.table import console, plain_table
+from kvweave.errors import ConfigError, UnknownName
+
+if TYPE_CHECKING:
+    from kvweave.server import Client
+    from kvweave.server.protocol import Cleared
+
+Tenant = Annotated[str | None, typer.Option(metavar="NAME", help="Only what is this tenant's.")]
+Model = Annotated[str | None, typer.Option(metavar="NAME", help="Only what is of this model, by the name in inspect.")]
+Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long all tiers together may take.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+
+
+def clear_command(
+    *,
+    tenant: Tenant = None,
+    model: Model = None,
+    yes: Yes = False,
+    wait: Wait = 60.0,
+    socket: Socket = None,
+    connect: Connect = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    json: Json = False,
+) -> None:
+    """Make a daemon forget what it keeps: everything, or what is a tenant's, a model's, or both.
+
+    It goes from every tier. What others keep in the same server or bucket stays; engines
+    find nothing, and save anew. A model has a name from when an engine registers it.
+    Exit code 1: nothing was done, or some tier may still have something.
+
+    [bold]Examples[/bold]
+
+      kvweave clear --tenant team-a
+      kvweave clear --model llama-3.1-8b --yes
+      kvweave clear --connect cache.local:9401 --token-file token
+    """
+    with connected("clear", socket, connect, token_file, tls_ca) as client:
+        _check_model(client, model)
+        if not (yes or _agreed(client, _words(tenant, model))):
+            typer.echo("nothing was cleared", err=True)
+            raise typer.Exit(1)
+        cleared = _clear(client, tenant, model, wait)
+    if json:
+        typer.echo(json_format.dumps({"entries": cleared.entries, "tiers": [asdict(tier) for tier in cleared.tiers]}))
+    else:
+        _print(cleared)
+    if cleared.kept_by:
+        raise typer.Exit(1)
+
+
+def _check_model(client: Client, model: str | None) -> None:
+    from kvweave.server.protocol import Describe, Described  # noqa: PLC0415 - an extra
+
+    if model is not None:
+        known = {each.model for each in client.ask(Describe(), Described).description.models if each.model}
+        if not known:
+            raise ConfigError(f"no engine has registered {model!r} with this daemon yet; --tenant needs no such name")
+        if model not in known:
+            raise UnknownName("model", model, known)
+
+
+def _agreed(client: Client, what: str) -> bool:
+    """Whether whoever sits there wants it. Raises `ConfigError` where nobody does."""
+    from kvweave.server.protocol import Stated, Stats  # noqa: PLC0415 - an extra
+
+    if not sys.stdin.isatty():
+        raise ConfigError(f"nobody is there to be asked whether to forget {what}: say so with --yes")
+    lanes = client.ask(Stats(), Stated).report.tiers
+    held = [f"{lane.tier.name} ({'?' if lane.tier.entries is None else f'{lane.tier.entries:,}'})" for lane in lanes]
+    typer.echo(f"Forget {what}? Tiers and their entries: {', '.join(held)}. [y/N] ", nl=False, err=True)
+    try:
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    except KeyboardInterrupt:
+        return False
+
+
+def _words(tenant: str | None, model: str | None) -> str:
+    named = {"tenant": tenant, "model": model}
+    return " ".join(["everything", *(f"of {what} {name!r}" for what, name in named.items() if name is not None)])
+
+
+def _clear(client: Client, tenant: str | None, model: str | None, wait_s: float) -> Cleared:
+    from kvweave.server.protocol import Clear, Cleared  # noqa: PLC0415 - an extra
+    from kvweave.store.keys import tenant_id  # noqa: PLC0415
+
+    digest = None if tenant is None else tenant_id(tenant)
+    return client.ask(Clear(digest, model, wait_s), Cleared, wait_s + 5.0)
+
+
+def _print(cleared: Cleared) -> None:
+    table = plain_table()
+    table.add_column("tier", no_wrap=True)
+    table.add_column("cleared", justify="right", no_wrap=True)
+    table.add_column("state")
+    for tier in cleared.tiers:
+        table.add_row(tier.name, f"{tier.entries:,}", tier.trouble or "done")
+    console().print(table)

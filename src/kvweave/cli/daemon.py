@@ -1,0 +1,34 @@
+"""Where a daemon is, and a connection to it: what `kvweave inspect` and `kvweave clear` have in common."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvweave.cli.serve import server_extra
+
+if TYPE_CHECKING:
+    from kvweave.server import Client
+
+Socket = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="The daemon's Unix socket.", show_default="$XDG_RUNTIME_DIR/kvweave.sock"),
+]
+Connect = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="... or its --listen address, over TCP.")]
+TokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The token for --connect.")]
+TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS for --connect: who signed its certificate.")]
+
+
+def connected(
+    name: str, socket: Path | None, connect: str | None, token_file: Path | None, tls_ca: Path | None
+) -> Client:
+    """A connection that asks and does not map the arena. Raises `ServerGone`, `Refused`."""
+    with server_extra():
+        from kvweave.server import Client, default_socket  # noqa: PLC0415 - an extra
+
+    token = token_file.read_text(encoding="utf-8").strip() if token_file else ""
+    tls = ssl.create_default_context(cafile=str(tls_ca)) if tls_ca else None
+    return Client(connect or socket or default_socket(), name=name, token=token, tls=tls, arena=False)

@@ -1,0 +1,101 @@
+"""Token ids become one int32 array, from whatever they come in, and whatever is none has its words."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.errors import BadTokens
+from kvweave.prefix import as_tokens, keys
+
+MOST = 2**31 - 1
+
+
+class Special(IntEnum):
+    END = 7
+
+
+@pytest.fixture(params=["native", "numpy"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "numpy":
+        monkeypatch.setattr(keys, "_take", None)
+    elif vars(keys)["_take"] is None:
+        pytest.skip("the C of prefix/ is not built")
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 1000])
+def test_a_list_of_ints_becomes_an_array_of_the_same(kind: type, count: int) -> None:
+    edges = [0, 1, 2**15, 2**30 - 1, 2**30, MOST]
+    tokens = kind([edges[n % len(edges)] for n in range(count)])
+    array = as_tokens(tokens)
+    assert array.dtype == np.int32
+    assert array.tolist() == [*tokens]
+
+
+@given(st.lists(st.integers(-5, 2**32), max_size=300))
+def test_any_list_of_ints_is_taken_exactly_or_refused(tokens: list[int]) -> None:
+    if all(0 <= token <= MOST for token in tokens):
+        assert as_tokens(tokens).tolist() == tokens
+    else:
+        with pytest.raises(BadTokens):
+            as_tokens(tokens)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [np.int64(3), np.int32(7)],
+        [*np.arange(200, dtype=np.int64)],
+        [3, np.uint8(7)],
+        [3, Special.END],
+        [3, True],
+        np.arange(9, dtype=np.int64),
+        np.arange(18, dtype=np.int32)[::2],
+        range(9),
+    ],
+)
+def test_other_whole_numbers_are_taken_too(tokens: list[int]) -> None:
+    assert as_tokens(tokens).tolist() == [int(token) for token in tokens]
+    assert as_tokens(tokens).dtype == np.int32
+
+
+def test_an_array_of_int32_is_taken_as_it_is() -> None:
+    tokens = np.arange(9, dtype=np.int32)
+    assert as_tokens(tokens) is tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([1, 2.0], "whole numbers, got 1 axes of float64"),
+        ([1, None], "whole numbers, got 1 axes of object"),
+        ([True, False], "whole numbers, got 1 axes of bool"),
+        (["a"], "whole numbers, got 1 axes of <U1"),
+        ([[1, 2], [3, 4]], "whole numbers, got 2 axes"),
+        ([[1, 2], [3]], "whole numbers, got list"),
+        (5, "whole numbers, got 0 axes"),
+        ([1, -1], "not be negative, got -1"),
+        ([*range(200), -(2**31) - 1], "not be negative, got -2147483649"),
+        (np.array([-(2**40)]), "not be negative, got -1099511627776"),
+        (np.array([-3], np.int32), "not be negative, got -3"),
+        ([1, MOST + 1], "fit 31 bits, got 2147483648"),
+        ([2**63], "fit 31 bits, got 9223372036854775808"),
+        ([2**64], "whole numbers, got 1 axes of object"),
+    ],
+)
+def test_what_is_no_token_has_its_words(tokens: object, words: str) -> None:
+    with pytest.raises(BadTokens, match=words):
+        as_tokens(tokens)
+
+
+def test_c_takes_lists_only_and_exactly_as_many() -> None:
+    take = pytest.importorskip("kvweave.prefix._native").take
+    with pytest.raises(TypeError, match="a list or a tuple"):
+        take(range(3), np.empty(3, np.int32))
+    with pytest.raises(ValueError, match="four bytes for every token"):
+        take([1, 2, 3], np.empty(2, np.int32))
