@@ -430,7 +430,7 @@ typedef struct {
     int error;
 } Transfer;
 
-enum { SLOTS = 32, STRAIGHT = 1 << 19, PENDING = -2 };
+enum { SLOTS = 8, PENDING = -2 };
 
 /* A thread's transfers. Those the kernel takes run by themselves; what it does not take, or not whole, is done at last
  * by waiting for it, which also says what is wrong. */
@@ -527,47 +527,37 @@ typedef struct {
 } Bounce;
 
 /* Whether there were `size` bytes, with the sum of what stands behind `head` of them; -1, with errno, where they could
- * not be read. Past the page cache they come straight to their place if that is aligned, in large pieces, many at a time,
- * and are summed there. Else the kernel writes to a small memory that stays in the cache, and from there they go past the
- * cache to their place, whose old bytes are never fetched. */
+ * not be read. The kernel writes to a small memory that stays in the cache, and from there it goes past the cache to its
+ * place: the place's old bytes are never fetched. */
 WITH_AVX2 static int read_all(const Files *files, Queue *queue, uint8_t *to, size_t head, size_t size, size_t at,
                               Bounce bounce, uint64_t *sum)
 {
     Sum running;
     size_t whole = (size - head - 1) / SPAN * SPAN, asked = 0, counts[SLOTS];
     int begun = 0, ended = 0, wide = __builtin_cpu_supports("avx512f") && (uintptr_t)(to + head) % STRIPE == 0;
-    int straight = files->sector > 1 && (uintptr_t)to % files->sector == 0 && at % SPAN == 0;
-    size_t piece = straight ? STRAIGHT : bounce.piece;
-    int slots = straight ? SLOTS : bounce.slots;
     start(&running);
     for (size_t done = 0; done < size; ended++) {
-        for (; asked < size && begun - ended < slots; begun++) {
-            int slot = begun % slots;
-            size_t count = next_piece(at + asked, asked, piece, size - asked);
-            int fits = straight && in_sectors(files, count) <= size - asked; /* all but a last part of a sector */
-            uint8_t *memory = fits ? to + asked : bounce.memory + (straight ? 0 : slot * piece);
-            begin(queue, slot, files, 0, memory, in_sectors(files, count), at + asked);
+        for (; asked < size && begun - ended < bounce.slots; begun++) {
+            int slot = begun % bounce.slots;
+            size_t count = next_piece(at + asked, asked, bounce.piece, size - asked);
+            begin(queue, slot, files, 0, bounce.memory + slot * bounce.piece, in_sectors(files, count), at + asked);
             counts[slot] = count;
             asked += count;
         }
-        int slot = ended % slots;
-        const uint8_t *from = queue->slots[slot].memory;
+        int slot = ended % bounce.slots;
+        const uint8_t *from = bounce.memory + slot * bounce.piece;
         size_t count = counts[slot], of_head = done < head ? head - done : 0;
         ssize_t moved = end(queue, slot, files, 0);
         if (moved < (ssize_t)count)
             return failed(queue, moved < 0 ? -1 : 0);
         of_head = of_head < count ? of_head : count;
         size_t left = head + whole - done - of_head, spans = count - of_head < left ? count - of_head : left;
-        if (from == to + done) {
-            add_spans(&running, from + of_head, NULL, spans, 0, AHEAD);
-        } else {
-            memcpy(to + done, from, of_head);
-            if (wide)
-                stream_spans(&running, from + of_head, to + done + of_head, spans);
-            else
-                add_spans(&running, from + of_head, to + done + of_head, spans, 1, 0);
-            memcpy(to + done + of_head + spans, from + of_head + spans, count - of_head - spans);
-        }
+        memcpy(to + done, from, of_head);
+        if (wide)
+            stream_spans(&running, from + of_head, to + done + of_head, spans);
+        else
+            add_spans(&running, from + of_head, to + done + of_head, spans, 1, 0);
+        memcpy(to + done + of_head + spans, from + of_head + spans, count - of_head - spans);
         done += count;
     }
     _mm_sfence();

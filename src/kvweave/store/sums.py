@@ -57,13 +57,13 @@ class Desk:
     """
 
     def __init__(self, *, direct: bool) -> None:
-        reads, writes = (6, 8) if direct else (1, 0)
-        self.written_bytes = (512 if direct else 256) << 10
+        reads, writes = (8, 8) if direct else (1, 0)
+        self.piece_bytes = (512 if direct else 256) << 10
         memory = mmap.mmap(-1, DESK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages, of which the disk takes fewer pieces
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.memory = np.frombuffer(memory, np.uint8)
-        self.reading, self.writing = self.memory[: reads * PIECE_BYTES], self.memory[: writes * self.written_bytes]
+        self.reading, self.writing = (self.memory[: count * self.piece_bytes] for count in (reads, writes))
         self.queue = native.queue(direct) if native else None
 
 
@@ -72,10 +72,10 @@ def read(files: Stripes, start: int, to: Bytes, head: int, desk: Desk) -> int | 
     aligned = not ((to.ctypes.data + head) % 32 or head % SPAN_BYTES or _is_odd(files, start))
     if native and desk.queue and aligned and to.nbytes >= head + SHORTEST_BYTES:
         where = files.fds, files.stripe_bytes, files.sector, start
-        return native.read(*where, to, head, desk.reading, PIECE_BYTES, desk.queue)
+        return native.read(*where, to, head, desk.reading, desk.piece_bytes, desk.queue)
     digest = xxhash.xxh3_64()
-    for at in range(0, to.nbytes, PIECE_BYTES):
-        piece = to[at : at + PIECE_BYTES]
+    for at in range(0, to.nbytes, desk.piece_bytes):
+        piece = to[at : at + desk.piece_bytes]
         sectors = desk.memory[: files.in_sectors(piece.nbytes)]
         if files.read(start + at, sectors) < piece.nbytes:
             return None
@@ -88,10 +88,10 @@ def write(files: Stripes, start: int, source: Bytes, desk: Desk) -> int:
     """Write to files, in whole sectors, and sum what was written. Raises `OSError`."""
     if native and desk.queue and source.nbytes >= SHORTEST_BYTES and not _is_odd(files, start):
         where = files.fds, files.stripe_bytes, files.sector, start
-        return native.write(*where, source, desk.writing, desk.written_bytes, desk.queue)
+        return native.write(*where, source, desk.writing, desk.piece_bytes, desk.queue)
     digest = xxhash.xxh3_64()
-    for at in range(0, source.nbytes, desk.written_bytes):
-        piece = source[at : at + desk.written_bytes]
+    for at in range(0, source.nbytes, desk.piece_bytes):
+        piece = source[at : at + desk.piece_bytes]
         sectors = desk.memory[: files.in_sectors(piece.nbytes)]
         np.copyto(sectors[: piece.nbytes], piece)
         sectors[piece.nbytes :] = 0
