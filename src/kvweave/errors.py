@@ -20,6 +20,7 @@
         +-- ArenaClosed      memory that was given back already
         +-- BadRows          rows, slots or pages that do not fit the cache they are for
     +-- MissingExtra         a part of kvweave needs packages that are not installed; says how to get them
+    +-- NotBuilt             a part of kvweave in C was not built where it was installed; says what to do
     +-- CannotServe          a model whose past cannot be kept in pages, with the reason
     +-- TransferError        pages cannot be moved
         +-- BadCopy          pages, chunks, buffers or layouts that do not fit together; nothing moved

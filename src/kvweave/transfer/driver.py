@@ -53,13 +53,10 @@ def is_pinned(address: int) -> bool:
 
 def is_idle(context: int, stream: int) -> bool:
     """Whether a stream has done all that it was given."""
-    return _is_over(native.query_stream(context, stream))
-
-
-def _is_over(code: int) -> bool:
-    if code != NOT_READY:
+    code = native.query_stream(context, stream)
+    if code and code != NOT_READY:
         check(code)
-    return code == 0
+    return not code
 
 
 class Event:
@@ -83,7 +80,10 @@ class Event:
         check(native.record(self._context, self.handle, stream))
 
     def is_over(self) -> bool:
-        return _is_over(native.query(self._context, self.handle))
+        code = native.query(self._context, self.handle)
+        if code and code != NOT_READY:
+            check(code)
+        return not code
 
     def watch(self, seconds: float) -> None:
         native.watch(self._context, self.handle, seconds)  # what broke it `is_over` says

@@ -53,7 +53,9 @@ class Transfer:
         self.way = way
         self.num_bytes = num_bytes
         self._on_progress = on_progress
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed: threading.Condition | None = None
+        """For those who sleep, if there are any."""
         self._issued: list[Step] = []
         self._open: deque[Step] = deque()
         self._started = self._moved = time.perf_counter()
@@ -83,7 +85,8 @@ class Transfer:
     def wait(self, timeout: float = PATIENCE) -> None:
         """Block until it is done. Raises if it failed, was cancelled, or takes longer than `timeout` seconds."""
         self._wait(lambda: self._state is not State.PENDING, timeout)
-        self._raise()
+        if self._state is not State.DONE:
+            self._raise()
 
     def wait_layer(self, layer: int, timeout: float = PATIENCE, stream: Any = None) -> None:
         """All that `layer` (and any before it) is to hold is there for what comes next.
@@ -97,7 +100,7 @@ class Transfer:
 
         self._wait(reached, timeout)
         self._raise()
-        with self._changed:
+        with self._lock:
             last = next((i for i, step in enumerate(self._issued) if step.layers > layer), len(self._issued) - 1)
             marks = [step.mark for step in self._issued[: last + 1] if step.mark is not None]
         for mark in marks:
@@ -105,7 +108,7 @@ class Transfer:
 
     def cancel(self) -> bool:
         """Stop it between two steps, if there is still one to come; whether it will be. `wait` says when it is."""
-        with self._changed:
+        with self._lock:
             self._cancel = self._cancel or (self._state is State.PENDING and not self._all_issued)
             return self._cancel
 
@@ -119,10 +122,10 @@ class Transfer:
                 step = next(steps, None)
                 if step is None:
                     break
-                with self._changed:
+                with self._lock:
                     self._issued.append(step)
                     self._open.append(step)
-                    self._changed.notify_all()
+                    self._wake()
                 if step.mark is None or to_the_end:
                     self._settle()
                 while to_the_end and len(self._open) > IN_FLIGHT and self.error is None:
@@ -132,7 +135,7 @@ class Transfer:
                     break
         except BaseException as error:  # whatever it is, those who wait must hear of it
             self.error = error
-        with self._changed:
+        with self._lock:
             self._all_issued = True
         self._settle()
         while to_the_end and self._state is State.PENDING:
@@ -145,19 +148,19 @@ class Transfer:
         """Notice what is over."""
         if self._state is not State.PENDING:
             return
-        with self._changed:
-            moved = 0
+        steps, moved = self._open, 0
+        with self._lock:
             try:
-                while self._open and (self._open[0].mark is None or self._open[0].mark.is_over()):
-                    moved += self._open.popleft().num_bytes
+                while steps and ((mark := steps[0].mark) is None or mark.is_over()):
+                    moved += steps.popleft().num_bytes
             except Exception as error:
                 self.error = self.error or error
-                self._open.clear()
+                steps.clear()
             self._bytes_done += moved
-            is_ended = self._all_issued and not self._open
+            is_ended = self._all_issued and not steps
             if moved or is_ended:
                 self._moved = time.perf_counter()
-                self._changed.notify_all()
+                self._wake()
             if is_ended and self._state is State.PENDING:
                 self._state, self._ended = self._outcome(), self._moved
             report = self._on_progress if moved else None
@@ -167,6 +170,10 @@ class Transfer:
             except Exception:
                 log.exception("the progress callback of %r raised; it is not called again", self)
                 self._on_progress = None
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.notify_all()
 
     def _outcome(self) -> State:
         if self.error is not None:
@@ -190,16 +197,17 @@ class Transfer:
                     f"{self.way} of {self.num_bytes} bytes: {self._bytes_done} moved after {self.seconds:.3f} s;"
                     " wait again, or cancel it"
                 )
-            with self._changed:
+            with self._lock:
                 asleep = self._driven or not self._open
                 if asleep and not is_over():
+                    self._changed = self._changed or threading.Condition(self._lock)
                     self._changed.wait(min(left, 0.1))
             if not asleep:
                 self._pause()
 
     def _pause(self) -> None:
         """Nap while there are steps to come, or nothing happens; before the end, look for it and do nothing else."""
-        with self._changed:
+        with self._lock:
             mark = self._open[0].mark if 0 < len(self._open) <= 2 else None
         if mark is not None and time.perf_counter() - self._moved < EAGER:
             mark.watch(LOOK)
