@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.store.base import AnyStore, Piece, Saved, StoreStats
-from kvweave.store.batches import BATCH_BYTES
+from kvweave.store.batches import batches
 from kvweave.store.blob import Check, header_bytes, seal
 from kvweave.store.cascade import NOWHERE, Budget, Cascade, Want
 from kvweave.store.keys import Prompt
@@ -90,7 +90,8 @@ class Store(AnyStore[Hit]):
         keys = [every[chunk * len(self.schema.rows) + row] for row, chunk in pieces]
         lacking = self.cascade.missing(keys, budget)
         todo = [(*pieces[i], keys[i]) for i in np.flatnonzero(lacking).tolist()]
-        kept = sum(self._put(batch, source, budget) for batch in self._batches(todo))
+        turns = batches(todo, lambda piece: self._sizes[piece[0]])
+        kept = sum(self._put(batch, source, budget) for batch in turns)
         self.cascade.touch(keys)
         return Saved(kept, len(keys) - len(todo), len(todo) - kept)
 
@@ -98,11 +99,6 @@ class Store(AnyStore[Hit]):
         rows = self.schema.rows
         blobs = [seal(rows[row], chunk, key, source(rows[row], chunk)) for row, chunk, key in batch]
         return int(self.cascade.put([key for _, _, key in batch], blobs, budget).sum())
-
-    def _batches(self, todo: Sequence[tuple[int, int, bytes]]) -> Iterator[list[tuple[int, int, bytes]]]:
-        ends = np.cumsum([self._sizes[row] for row, _, _ in todo]) // BATCH_BYTES
-        for number in np.unique(ends):
-            yield [todo[i] for i in np.flatnonzero(ends == number).tolist()]
 
     # ---- the rest
 
