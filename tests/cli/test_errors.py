@@ -93,6 +93,15 @@ def test_a_bug_of_ours_is_not_dressed_up_as_a_mistake(monkeypatch: pytest.Monkey
         main(LLAMA)
 
 
+def test_ctrl_c_ends_it_without_a_word(monkeypatch: pytest.MonkeyPatch, kvweave: Kvweave) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvweave.cli.examples.example_names", interrupted)
+    run = kvweave("examples")
+    assert (run.code, run.out, run.err.strip()) == (130, "", "")
+
+
 def test_the_installed_command_exits_with_2_and_without_a_traceback() -> None:
     run = subprocess.run([*COMMAND, "plan", "nowhere"], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (2, "")

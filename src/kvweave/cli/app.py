@@ -1,7 +1,7 @@
 """The `kvweave` command: its subcommands, and how it ends.
 
 Whatever the user got wrong is one line on stderr and exit code 2; a traceback is a bug of ours. A reader that goes away
-(`| head`) is exit code 1 without a word: rich and typer see to that.
+(`| head`) is exit code 1 without a word: rich and typer see to that. Ctrl-C is exit code 130, as in a shell.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ def _root(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command on `argv` (default: the process's) and exit: 0, 2 for a mistake of the user's, 1 else."""
+    """Run the command on `argv` (default: the process's) and exit: 0, 2 for a mistake of the user's, 130 for Ctrl-C, 1
+    else."""
     try:
         code = app(args=argv, prog_name="kvweave", standalone_mode=False)
     except KVWeaveError as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"cannot open {error.filename}: {error.strerror}" if error.filename else str(error))
+    except typer.Abort:
+        sys.exit(130)
     except Exception as error:
         _fail(_usage(error))
     sys.exit(code if isinstance(code, int) else 0)
