@@ -28,9 +28,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_mistake_is_one_line_and_exit_code_2(kvweave: Kvweave, what: str) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(kvweave: Kvweave, tmp_path: Path, what: str) -> None:
     options, words = WRONG[what]
-    run = kvweave("serve", *options)
+    run = kvweave("serve", "--socket", str(tmp_path / "s"), *options)
     assert (run.code, run.out, run.err.count("\n")) == (2, "", 1)
     assert words in run.err
 
