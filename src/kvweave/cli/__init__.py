@@ -1,4 +1,4 @@
-"""The command line: `kvweave plan | run | demo | examples`."""
+"""The command line: `kvweave plan | run | serve | inspect | clear | demo | examples`."""
 
 from kvweave.cli.app import main
 

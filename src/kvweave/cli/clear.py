@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvweave.cli.daemon import Connect, Socket, TlsCa, TokenFile, connected
+from kvweave.cli.daemon import Connect, Json, Socket, TlsCa, TokenFile, connected
 from kvweave.cli.table import console, plain_table
 from kvweave.errors import ConfigError, UnknownName
 
@@ -21,7 +21,6 @@ Tenant = Annotated[str | None, typer.Option(metavar="NAME", help="Only what is t
 Model = Annotated[str | None, typer.Option(metavar="NAME", help="Only what is of this model, by the name in inspect.")]
 Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long all tiers together may take.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
 def clear_command(

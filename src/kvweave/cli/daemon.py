@@ -20,6 +20,7 @@ Socket = Annotated[
 Connect = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="... or its --listen address, over TCP.")]
 TokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The token for --connect.")]
 TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS for --connect: who signed its certificate.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
 def connected(

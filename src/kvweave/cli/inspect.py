@@ -5,21 +5,19 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvweave.cli.daemon import Connect, Socket, TlsCa, TokenFile, connected
+from kvweave.cli.daemon import Connect, Json, Socket, TlsCa, TokenFile, connected
 from kvweave.cli.table import console, plain_table
 from kvweave.cli.words import count, size_words
 
 if TYPE_CHECKING:
     from kvweave.server import Description, Report
     from kvweave.store import LaneStats
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
 def inspect_command(
