@@ -8,7 +8,7 @@ equal pages for all groups, nothing reported or logged. A figure is the best of 
               get_computed_blocks, its scheduler's split for states, allocate_slots a chunk
     close     of that; ours: close, vLLM: free
     warm      the same prompt again, up to where the hit is held; ours: open, vLLM: Request, lookup, touching the hit
-    lookup    the length of the hit alone; ours: match and hit of the tree, vLLM: get_computed_blocks, hashes given
+    lookup    the length of the hit alone; ours: lookup, vLLM: get_computed_blocks, hashes given
     decode    a step of 256 sequences, mean of 64 steps; ours: extend and commit, vLLM: append a token and
               allocate_slots for each. vLLM's makes full blocks findable within the step, ours at the next open; so
               there is a figure with publish() in every step too
@@ -148,8 +148,10 @@ class Ours:
         left = request.num_prompt - request.num_cached
         while left:
             step = min(CHUNK, left)
-            self.cache.extend(request, step, checkpoints=True)
-            self.cache.commit(request)
+            for _ in self.cache.extend(request, step, checkpoints=True):  # an engine would carry the copies out
+                pass
+            for _ in self.cache.commit(request):
+                pass
             left -= step
 
     def publish(self) -> None:
@@ -162,15 +164,16 @@ class Ours:
         return request.num_cached
 
     def look(self, request: Running) -> None:
-        tree, tokens = self.cache.books.prefix.tree, request.tokens
-        tree.hit(tree.match("", tokens), len(tokens) - 1)
+        self.cache.lookup(request.tokens)
 
     def steps(self, requests: list[Running]) -> Callable[[], None]:
         batch, tokens = Batch(requests), self.prepare(np.arange(len(requests), dtype=np.int32))
 
         def step() -> None:
-            self.cache.extend(batch, 1, tokens=tokens)
-            self.cache.commit(batch)
+            for _ in self.cache.extend(batch, 1, tokens=tokens):
+                pass
+            for _ in self.cache.commit(batch):
+                pass
 
         return step
 

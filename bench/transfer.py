@@ -73,15 +73,15 @@ class Case:
 def case(name: str, made: Plan, arena: Arena, num_chunks: int, sets: int) -> Case:
     layout = ChunkLayout.of(made, CHUNK)
     rng = np.random.default_rng(0)
-    supers = {pool.name: (1 + rng.permutation(pool.num_supers - 1)).tolist() for pool in made.pools}
+    supers = {pool.name: (1 + rng.permutation(pool.num_superpages - 1)).tolist() for pool in made.pools}
     copies = []
     for _ in range(sets):
         tables = {}
         for part in layout.groups:
             group = made.group(part.tag)
             count = num_chunks * (part.num_blocks if group.cache.reach.per_token else 1)
-            taken = [supers[group.pool].pop() for _ in range(-(-count // group.pages_per_super))]
-            pages = np.concatenate([np.arange(group.pages_per_super) + s * group.pages_per_super for s in taken])
+            taken = [supers[group.pool].pop() for _ in range(-(-count // group.pages_per_superpage))]
+            pages = np.concatenate([np.arange(group.pages_per_superpage) + s * group.pages_per_superpage for s in taken])
             tables[part.tag] = rng.permutation(pages)[:count]
         copies.append(needed(layout, tables, num_chunks * CHUNK))
     chunks = [torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True) for _ in copies[0].chunks]

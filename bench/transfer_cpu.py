@@ -43,12 +43,12 @@ def models() -> dict[str, ModelSpec]:
 def random_chunks(made: Plan, layout: ChunkLayout) -> CopyPlan:
     """Pages at random, no super-page of two groups."""
     rng = np.random.default_rng(0)
-    supers = {pool.name: (1 + rng.permutation(pool.num_supers - 1)).tolist() for pool in made.pools}
+    supers = {pool.name: (1 + rng.permutation(pool.num_superpages - 1)).tolist() for pool in made.pools}
     tables = {}
     for part in layout.groups:
         group, count = made.group(part.tag), CHUNKS * part.num_blocks
-        taken = [supers[group.pool].pop() for _ in range(-(-count // group.pages_per_super))]
-        pages = np.concatenate([np.arange(group.pages_per_super) + s * group.pages_per_super for s in taken])
+        taken = [supers[group.pool].pop() for _ in range(-(-count // group.pages_per_superpage))]
+        pages = np.concatenate([np.arange(group.pages_per_superpage) + s * group.pages_per_superpage for s in taken])
         tables[part.tag] = rng.permutation(pages)[:count]
     return whole_chunks(layout, tables, 0, CHUNKS)
 

@@ -5,13 +5,15 @@
     |   +-- UnknownName      a name (dtype, reach, key) that nobody declared; says the nearest known one
     +-- ConfigError          a config.json cannot be read, or lacks what its layers need
     +-- PlanError            memory cannot be cut as asked
-        +-- NeverFits        not even an empty pool of this size would hold it; says the smallest that would
+        +-- NeverFits        not even an empty pool of this size would hold it; says the smallest that would (a CacheError too)
         +-- DraftMismatch    a draft model's caches match no group of the target
             +-- AmbiguousDraft   ... or match several
     +-- CacheError           a cache cannot do what was asked of it
-        +-- OutOfPages       not now: wanted, available, evictable; later, yes
+        +-- OutOfPages       not now: which groups lack pages, who does not fit, who could be preempted; later, yes
+        +-- BadOption        an argument of a cache or a retention that makes no sense
         +-- BadTokens        a prompt that is no list of token ids
         +-- BadSequence      a sequence of another cache, a closed one, lengths that make no sense
+        +-- NotSettled       steps in flight, drafts or copies are outstanding; says what to do first
         +-- CannotTruncate   what the shorter sequence would need is gone
         +-- WrongThread      a cache belongs to the thread that made it
     +-- TensorError          memory cannot be had, or be used as asked
@@ -45,7 +47,8 @@ Every message carries the numbers and the cure; an error leaves everything as it
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 
 class KVWeaveError(Exception):
@@ -74,15 +77,6 @@ class PlanError(KVWeaveError, ValueError):
     """Memory cannot be cut as asked."""
 
 
-class NeverFits(PlanError):
-    """The request would not fit an empty pool; `smallest_bytes` would do."""
-
-    def __init__(self, message: str, *, available_bytes: int, smallest_bytes: int) -> None:
-        super().__init__(message)
-        self.available_bytes = available_bytes
-        self.smallest_bytes = smallest_bytes
-
-
 class DraftMismatch(PlanError):
     """A draft model's cache has no equal among the target's groups."""
 
@@ -95,15 +89,47 @@ class CacheError(KVWeaveError):
     """A cache cannot do what was asked of it; nothing was changed."""
 
 
-class OutOfPages(CacheError):
-    """Not enough pages now; when sequences close, there will be."""
+class NeverFits(PlanError, CacheError):
+    """The request would not fit an empty pool; `smallest_bytes` would do."""
 
-    def __init__(self, pool: str, *, wanted: int, available: int, evictable: int) -> None:
-        super().__init__(
-            f"pool {pool!r}: {wanted} pages wanted, {available} available, {evictable} more by eviction;"
-            " close or preempt a sequence"
+    def __init__(self, message: str, *, available_bytes: int, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.available_bytes = available_bytes
+        self.smallest_bytes = smallest_bytes
+
+
+class Shortage(NamedTuple):
+    """Pages of a group: those that were wanted, are free, or could be evicted."""
+
+    tag: str
+    wanted: int
+    available: int
+    evictable: int
+
+
+class OutOfPages(CacheError):
+    """Not enough pages now; when sequences close, there will be. Nothing was evicted or changed.
+
+    `sequences` of the call do not fit; the others would, without them. Closing some of the `preemptible` ones (running,
+    and not part of the call; lowest priority first, then the youngest) makes room; what they computed stays cached.
+    """
+
+    def __init__(
+        self, pool: str, shortages: Sequence[Shortage], sequences: Sequence[Any] = (), preemptible: Sequence[Any] = ()
+    ) -> None:
+        lacking = "; ".join(
+            f"{s.wanted} pages of {s.tag!r} wanted, {s.available} available, {s.evictable} more by eviction"
+            for s in shortages
         )
-        self.pool, self.wanted, self.available, self.evictable = pool, wanted, available, evictable
+        super().__init__(
+            f"pool {pool!r}: {lacking}; {len(sequences)} sequences of the call do not fit: close or preempt a sequence"
+        )
+        self.pool, self.shortages = pool, tuple(shortages)
+        self.sequences, self.preemptible = tuple(sequences), tuple(preemptible)
+
+
+class BadOption(CacheError, ValueError):
+    """An argument of a cache that makes no sense."""
 
 
 class BadTokens(CacheError, ValueError):
@@ -112,6 +138,10 @@ class BadTokens(CacheError, ValueError):
 
 class BadSequence(CacheError, ValueError):
     """A sequence of another cache, a closed one, or a length that makes no sense."""
+
+
+class NotSettled(CacheError, RuntimeError):
+    """Steps in flight, drafts or copies are outstanding, so this cannot be done yet."""
 
 
 class CannotTruncate(CacheError, ValueError):

@@ -1,149 +1,343 @@
-"""A simulated engine: it writes a signature into every row it fills, and checks every row it may read.
+"""A simulated device and the oracles of the core's tests.
 
-A row's signature is the hash of the namespace and of all tokens up to its own, so a page that belongs to another
-prompt, was never written, or was overwritten is caught the moment a sequence could read it.
+The device carries out copies and steps in the order in which they were launched, which may be long after they were
+prepared, with the tables as they were then. It writes a signature into every row it fills, and checks every row it may
+read: the signature is the hash of the namespace and of all tokens up to the row's own, so a page that belongs to another
+prompt, was never written, or was overwritten is caught the moment a sequence reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from collections.abc import Sequence as SequenceOf
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import numpy as np
 
 from kvweave.cache import Cache, Copy, Sequence
-from kvweave.pool import NULL
+from kvweave.pool import NULL, PagedGroup, PagePool
 from kvweave.prefix import Node
+
+GARBAGE = -1
+
+
+class Step:
+    """One sequence's part of a step, with its tables as they were when it was prepared."""
+
+    def __init__(self, cache: Cache, sequence: Sequence, start: int, tokens: list[int]) -> None:
+        self.namespace, self.start, self.end = sequence.namespace, start, sequence.length
+        self.tokens = tokens
+        """All tokens up to `end`; the list is the caller's, who may learn of the last ones later."""
+        self.is_void = False
+        """Closed or cut meanwhile: it writes garbage where it was to write, and reads nothing."""
+        state = cache.state
+        self.pages = [state.tables[g.number].pages[sequence.row, : int(state.tables[g.number].blocks[sequence.row])].copy()
+                      for g in state.groups]  # fmt: skip
+        self.checkpoints = list(sequence.checkpoints)
 
 
 class Engine:
-    """Memory for every group of a cache's plan, one number a row."""
+    """Memory for every group of a cache's plan, one number a row, and a queue of work."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
+        self.groups = cache.state.groups
         self.memory: list[np.ndarray] = []
-        for table, group in zip(cache.books.tables, cache.plan.groups, strict=True):
-            pages = cache.plan.num_pages(group.tag)
-            rows = table.slot_tokens if table.per_token else 1
-            self.memory.append(np.zeros((pages + group.pages_per_super + 1, rows), np.int64))
-        self.numbers = {table.tag: number for number, table in enumerate(cache.books.tables)}
+        for group, planned in zip(self.groups, cache.plan.groups, strict=True):
+            pages = cache.plan.num_pages(group.tag) + planned.pages_per_superpage + 1
+            self.memory.append(np.zeros((pages, 1 if group.is_state else group.slot_tokens), np.int64))
+        self.by_tag = {group.tag: group for group in self.groups}
+        self.queue: list[Step | Copy] = []
 
-    def carry_out(self, copies: SequenceOf[Copy]) -> None:
-        for tag, src, dst in copies:
-            for a, b in zip(src.tolist(), dst.tolist(), strict=True):
-                assert a != NULL, f"a copy out of the NULL page of {tag}"
-                assert b != NULL, f"a copy into the NULL page of {tag}"
-                self.memory[self.numbers[tag]][b] = self.memory[self.numbers[tag]][a]
+    # ---- launching
+
+    def carry_out(self, copies: Iterable[Copy]) -> None:
+        self.queue += copies
+
+    def launch(self, sequence: Sequence, start: int, tokens: list[int]) -> Step:
+        step = Step(self.cache, sequence, start, tokens)
+        self.queue.append(step)
+        return step
 
     def step(self, sequence: Sequence, start: int) -> None:
-        """Compute the tokens [start, length): read what each needs, then write it."""
-        signs = signatures(sequence.namespace, sequence.tokens[: sequence.length])
-        for number, table in enumerate(self.cache.books.tables):
-            if table.per_token:
-                self.check_rows(sequence, number, start, signs)
-                for position in range(start, sequence.length):
-                    page, offset = self._at(number, sequence.row, position)
-                    assert page != NULL, f"no page for token {position} of {table.tag}"
-                    self.memory[number][page, offset] = signs[position]
+        """Launch and run the tokens [start, length) of a sequence that knows them all."""
+        self.launch(sequence, start, sequence.tokens[: sequence.length].tolist())
+        self.run()
+
+    def run(self, until: Step | None = None) -> None:
+        """Carry out what was launched, up to and including a step."""
+        while self.queue:
+            work = self.queue.pop(0)
+            if isinstance(work, Step):
+                self._compute(work)
             else:
-                self._step_state(sequence, number, start, signs)
+                self._copy(work)
+            if work is until:
+                return
 
     def load(self, sequence: Sequence) -> None:
         """Fill the pages that the cache did not have, whole, as from a store."""
-        length, cached = sequence.length, sequence.num_cached
-        signs = signatures(sequence.namespace, sequence.tokens[:length])
-        for number, table in enumerate(self.cache.books.tables):
-            if not table.per_token:
-                self.memory[number][table.pages[sequence.row, 0], 0] = signs[length - 1]
+        self.run()
+        length, state = sequence.length, self.cache.state
+        signs = signatures(sequence.namespace, sequence.tokens[:length].tolist())
+        for group in self.groups:
+            pages = state.tables[group.number].pages[sequence.row]
+            if group.is_state:
+                self.memory[group.number][pages[0], 0] = signs[length - 1]
                 continue
-            for token in range(cached, length):
-                page, offset = self._at(number, sequence.row, token)
+            for token in range(sequence.num_cached, length):
+                page = int(pages[token // group.slot_tokens])
                 if page != NULL:
-                    self.memory[number][page, offset] = signs[token]
+                    self.memory[group.number][page, token % group.slot_tokens] = signs[token]
 
-    def _step_state(self, sequence: Sequence, number: int, start: int, signs: list[int]) -> None:
-        pages = self.cache.books.tables[number].pages[sequence.row]
+    # ---- carrying out
+
+    def _copy(self, copy: Copy) -> None:
+        tag, src, dst = copy
+        memory = self.memory[self.by_tag[tag].number]
+        for a, b in zip(src.tolist(), dst.tolist(), strict=True):
+            assert a != NULL, f"a copy out of the NULL page of {tag}"
+            assert b != NULL, f"a copy into the NULL page of {tag}"
+            memory[b] = memory[a]
+
+    def _compute(self, step: Step) -> None:
+        signs = [GARBAGE] * step.end if step.is_void else signatures(step.namespace, step.tokens[: step.end])
+        assert len(signs) >= step.end, "a step is run before its tokens are known"
+        for group in self.groups:
+            if group.has_pages:
+                (self._compute_state if group.is_state else self._compute_rows)(step, group, signs)
+
+    def _compute_rows(self, step: Step, group: PagedGroup, signs: list[int]) -> None:
+        memory, pages = self.memory[group.number], step.pages[group.number]
+        if not step.is_void:
+            for token in needed_tokens(group, step.start):
+                page = int(pages[token // group.slot_tokens])
+                assert page != NULL, f"token {token} of {group.tag} is needed at {step.start}, but gone"
+                found = memory[page, token % group.slot_tokens]
+                assert found == signs[token], f"token {token} of {group.tag}, page {page}, is somebody else's row"
+        for token in range(step.start, step.end):
+            page = int(pages[token // group.slot_tokens])
+            assert page != NULL, f"no page for token {token} of {group.tag}"
+            memory[page, token % group.slot_tokens] = signs[token]
+
+    def _compute_state(self, step: Step, group: PagedGroup, signs: list[int]) -> None:
+        memory, pages = self.memory[group.number], step.pages[group.number]
         assert pages[0] != NULL, "no live state"
-        if start:
-            assert self.memory[number][pages[0], 0] == signs[start - 1], (
-                f"the state is not the one after {start} tokens"
-            )
-        for tag, position, page in sequence.checkpoints:
-            if tag == self.cache.books.tables[number].tag:
-                self.memory[number][page, 0] = signs[position - 1]
-        columns = int(self.cache.books.tables[number].blocks[sequence.row])
-        for back in range(columns):
-            self.memory[number][pages[columns - 1 - back], 0] = signs[sequence.length - 1 - back]
+        if step.start and not step.is_void:
+            found = memory[pages[0], 0]
+            assert found == signs[step.start - 1], f"the state of {group.tag} is not the one after {step.start} tokens"
+        for tag, position, page in step.checkpoints:
+            assert step.start < position <= step.end, f"a checkpoint at {position} of a step {step.start} to {step.end}"
+            if tag == group.tag:
+                memory[page, 0] = signs[position - 1]
+        for back in range(len(pages)):
+            memory[pages[len(pages) - 1 - back], 0] = signs[step.end - 1 - back]
 
-    def check_rows(self, sequence: Sequence, number: int, position: int, signs: list[int]) -> None:
-        """All that is needed to go on from `position` is there."""
-        reach = self.cache.books.tables[number].reach
-        needed = [*range(min(reach.head, position)), *range(max(reach.head, int(reach.tail(position))), position)]
-        for token in needed:
-            page, offset = self._at(number, sequence.row, token)
-            assert page != NULL, (
-                f"token {token} of {self.cache.books.tables[number].tag} is needed at {position}, but gone"
-            )
-            assert self.memory[number][page, offset] == signs[token], f"token {token} holds somebody else's row"
-
-    def _at(self, number: int, row: int, position: int) -> tuple[int, int]:
-        table = self.cache.books.tables[number]
-        return int(table.pages[row, position // table.slot_tokens]), position % table.slot_tokens
+    def check_committed(self, sequence: Sequence, tokens: list[int]) -> None:
+        """All that is needed to go on from what is committed is there; nothing is queued."""
+        signs = signatures(sequence.namespace, tokens[: sequence.committed])
+        for group in self.groups:
+            if group.is_state or not group.has_pages:
+                continue
+            pages = self.cache.state.tables[group.number].pages[sequence.row]
+            for token in needed_tokens(group, sequence.committed):
+                page = int(pages[token // group.slot_tokens])
+                assert page != NULL, f"token {token} of {group.tag} is gone at {sequence.committed}"
+                found = self.memory[group.number][page, token % group.slot_tokens]
+                assert found == signs[token], f"token {token} of {group.tag} holds somebody else's row"
 
 
-def signatures(namespace: Hashable, tokens: np.ndarray) -> list[int]:
+def needed_tokens(group: PagedGroup, position: int) -> list[int]:
+    """By the definition of a reach: the tokens that the token at `position` reads, itself apart."""
+    head, tail = group.reach.head, int(group.reach.tail(position))
+    return [token for token in range(position) if token < head or token >= tail]
+
+
+def signatures(namespace: Hashable, tokens: list[int]) -> list[int]:
     """For each token, a number that stands for it and all before it."""
     sign, signs = hash(namespace), []
-    for token in tokens.tolist():
+    for token in tokens:
         sign = hash((sign, token))
         signs.append(sign)
     return signs
 
 
-def node_pages(cache: Cache, node: Node, number: int) -> list[int]:
+# ---- oracles
+
+
+def node_pages(cache: Cache, node: Node, group: PagedGroup) -> list[int]:
     """The pages of a group that a node of the tree keeps."""
-    if number in cache.books.states:
-        nth = cache.books.states.index(number)
-        return [pages[nth] for pages in node.snapshots.values()]
-    pages: list[int] = node.pages[number][node.pages[number] != NULL].tolist()
+    if group.is_state:
+        nth = cache.state.states.index(group)
+        return [point.states[nth] for point in node.points if point.states]
+    pages: list[int] = node.pages[group.number][node.pages[group.number] != NULL].tolist()
     return pages
 
 
-def check_books(cache: Cache) -> None:
-    """Every page has one owner, or as many as are counted; free + owned = all; tables and kernel tables agree."""
-    for number, table in enumerate(cache.books.tables):
-        pool = cache.books.pool_of[number]
-        if pool is None:
+def needed_pages(cache: Cache, group: PagedGroup, pins: Iterable[Any] = ()) -> set[int]:
+    """The pages that running sequences and pins cannot do without, by what is in the tables."""
+    state, needed = cache.state, set[int]()
+    table = state.tables[group.number]
+    for row, sequence in state.by_row.items():
+        blocks = int(table.blocks[row])
+        if group.is_state:
+            nth = state.states.index(group)
+            needed |= {*table.pages[row, :blocks].tolist(), *(pages[nth] for pages in sequence.snapshots.values())}
+            if sequence.restore is not None:
+                needed.add(sequence.restore.states[nth])
             continue
-        group = pool.groups[table.tag]
-        owners: dict[int, int] = {}
-        cached = counted = 0
-        for node in cache.books.prefix.tree.nodes():
-            for page in node_pages(cache, node, number):
-                owners[page] = owners.get(page, 0) + 1
-                cached += 1
-            counted += node.counts[number]
-        for row, sequence in cache.books.by_row.items():
-            for page in table.owned(row)[table.owned(row) != NULL].tolist():
-                owners[page] = owners.get(page, 0) + 1
-            for taken in [*sequence.snapshots.values(), *sequence.planned.values()]:
-                for page in [p for n, p in zip(cache.books.states, taken, strict=True) if n == number]:
-                    owners[page] = owners.get(page, 0) + 1
-        free = group.free.all.tolist()
-        assert len(set(free)) == len(free), f"{table.tag}: a page is free twice"
-        assert not set(free) & set(owners), f"{table.tag}: a free page is owned"
-        assert NULL not in free
-        assert NULL not in owners
-        for page, count in owners.items():
-            assert count == 1 + int(group.refs[page]), f"{table.tag}: page {page} has {count} owners"
-        assert len(free) + len(owners) == group.num_supers * group.per_super, f"{table.tag}: pages are lost"
-        assert cached == counted == cache.books.prefix.cached[number], (
-            f"{table.tag}: {cached} cached, books say {cache.books.prefix.cached}"
-        )
-        assert 0 <= cache.books.prefix.locked[number] <= cached
-        if table.kernel_blocks > 1:
-            rows = table.pages.shape[0]
-            expected = np.stack([table.kernel_ids(table.pages[row]).ravel() for row in range(rows)])
-            assert (expected == table.kernels).all()
-    for pool in cache.books.pools:
-        assert pool.free_supers.size + sum(g.num_supers for g in pool.groups.values()) == pool.num_supers
+        tokens = needed_tokens(group, int(state.counters.committed[row]))
+        slots = {token // group.slot_tokens for token in tokens}
+        slots |= set(range(int(state.counters.committed[row]) // group.slot_tokens, blocks))
+        needed |= {int(table.pages[row, slot]) for slot in slots}
+    for pin in pins:
+        if group.is_state:
+            needed.add(pin.point.states[state.states.index(group)])
+            continue
+        pages = [page for node in pin.node.path() for page in node.pages[group.number].tolist()]
+        needed |= {pages[token // group.slot_tokens] for token in needed_tokens(group, pin.length)}
+    return needed - {NULL}
+
+
+def could_have(cache: Cache, wanted: dict[str, int], pins: Iterable[Any] = ()) -> bool:
+    """Brute force: whether so many pages of each group would be there if nothing unneeded were kept."""
+    for pool in cache.state.pools:
+        free, lack = pool.num_superpages, 0
+        for group in (group for group in cache.state.groups if group.has_pages and group.pool == pool.name):
+            size = pool.groups[group.tag].per_superpage
+            needed = needed_pages(cache, group, pins)
+            taken = {page // size for page in needed}
+            free -= len(taken)
+            usable = len(taken) * size - len(needed)
+            lack += max(0, -(-(wanted.get(group.tag, 0) - usable) // size))
+        if lack > free:
+            return False
+    return True
+
+
+def check_books(cache: Cache, pins: Iterable[Any] = ()) -> None:
+    """Every page is free or held by as many as are counted, the counts of what is cached and evictable are true, and
+    tables and kernel tables agree."""
+    pins = list(pins)
+    for group in cache.state.groups:
+        pool = cache.state.pool_of[group.number]
+        if pool is not None:
+            _check_group(cache, group, pool, pins)
+    for pool in cache.state.pools:
+        assert pool.free_superpages.size + sum(g.num_superpages for g in pool.groups.values()) == pool.num_superpages
+    nodes = list(cache.state.prefix.tree.nodes())
+    assert len(nodes) == cache.state.prefix.tree.num_nodes
+    for node in nodes:
+        assert node.parent is not None
+        assert node.parent.children[node.tokens[: cache.grid].tobytes()] is node
+        assert node.start == node.parent.end
+        assert [p.position for p in node.points] == sorted({p.position for p in node.points})
+        assert all(p.node is node and node.start < p.position <= node.end for p in node.points)
+        if not node.children and not node.pins:
+            assert node.points, "a leaf that nobody holds ends at a point"
+            assert node.points[-1].position == node.end
+
+
+def check_points(cache: Cache, group: PagedGroup) -> None:
+    """The tree keeps exactly the window pages that its points need."""
+    needed: dict[int, set[int]] = {}
+    for node in cache.state.prefix.tree.nodes():
+        for point in node.points:
+            slots = {token // group.slot_tokens for token in needed_tokens(group, point.position)}
+            for above in node.path():
+                needed.setdefault(above.id, set()).update(slots)
+    for node in cache.state.prefix.tree.nodes():
+        start = node.start // group.slot_tokens
+        kept = {start + i for i, page in enumerate(node.pages[group.number].tolist()) if page != NULL}
+        inside = {slot for slot in needed.get(node.id, ()) if start <= slot < node.end // group.slot_tokens}
+        assert kept == inside, f"{group.tag}: blocks {kept} are kept in {node.start} to {node.end}, {inside} are needed"
+
+
+def _check_group(cache: Cache, group: PagedGroup, pool: PagePool, pins: list[Any]) -> None:
+    state, pages = cache.state, pool.groups[group.tag]
+    table, tag = state.tables[group.number], group.tag
+    cached = Counter(page for node in state.prefix.tree.nodes() for page in node_pages(cache, node, group))
+    if not group.is_window or group.slot_tokens == cache.grid:
+        assert all(count == 1 for count in cached.values()), f"{tag}: a page is in the tree twice"
+    assert len(cached) == state.prefix.num_cached[group.number], f"{tag}: {len(cached)} pages are cached"
+    held: Counter[int] = Counter()
+    for row, sequence in state.by_row.items():
+        held.update(table.held(row).tolist())
+        if group.is_state:
+            nth = state.states.index(group)
+            held.update(taken[nth] for taken in sequence.snapshots.values())
+    if group.is_window:
+        for pin in pins:
+            needed = {token // group.slot_tokens for token in needed_tokens(group, pin.length)}
+            path = [page for node in pin.node.path() for page in node.pages[group.number].tolist()]
+            held.update(path[slot] for slot in needed)
+    if group.is_window:
+        check_points(cache, group)
+    free = (pool.free_superpages if pages.is_whole else pages.free).all
+    times = np.bincount(free, minlength=len(pages.refs))
+    assert times.max() <= 1, f"{tag}: a page is free twice"
+    assert not times[[*held, *cached]].any(), f"{tag}: a free page is held"
+    assert not times[NULL]
+    assert NULL not in held
+    assert not pages.refs[NULL]
+    for page in set(held) | set(cached):
+        holders = held[page] + cached[page]
+        if group.is_window:
+            assert holders == 1 + int(pages.refs[page]), f"{tag}: page {page} has {holders} holders"
+            assert int(pages.cached[page]) == cached[page]
+        else:
+            assert holders == 1, f"{tag}: page {page} has {holders} holders"
+    assert len(set(held) | set(cached)) == pool.num_allocated(tag), f"{tag}: pages are lost"
+    unneeded = set(cached) - set(held) - needed_pages(cache, group, pins)
+    if group.is_full:
+        unneeded = {p for n in state.prefix.tree.nodes() if not n.pins for p in node_pages(cache, n, group)}
+        stand = [s.node for s in state.by_row.values()] + [pin.node for pin in pins]
+        locked = {node.id for at in stand for node in at.path()}
+        assert unneeded == {p for n in state.prefix.tree.nodes() if n.id not in locked for p in node_pages(cache, n, group)}
+    assert pages.num_evictable == len(unneeded), f"{tag}: {pages.num_evictable} evictable, {len(unneeded)} are"
+    if not pages.is_whole:
+        counts = Counter(page // pages.per_superpage for page in unneeded)
+        assert {i: n for i, n in enumerate(pages.evictable_in.tolist()) if n} == dict(counts)
+    if table.kernel_blocks > 1:
+        expected = np.stack([table.kernel_ids(table.pages[row]).ravel() for row in range(len(table.pages))])
+        assert (expected == table.kernels).all()
+
+
+def longest_hit(cache: Cache, namespace: Hashable, prompt: list[int], drop_last_blocks: int = 0) -> int:
+    """By brute force: walk the tokens one by one, note the blocks on the way, try every position from the end."""
+    there: list[set[int]] = [set() for _ in cache.state.groups]
+    root = cache.state.prefix.tree.roots.get(namespace)
+    position = _walk(root, prompt, cache, there) if root is not None else 0
+    last = min(position, len(prompt) - 1) // cache.grid * cache.grid - drop_last_blocks * cache.grid
+    for p in range(last, 0, -1):
+        if p % cache.grid == 0 and all(can_go_on(g, there[g.number], p) for g in cache.state.groups):
+            return p
+    return 0
+
+
+def _walk(node: Node, prompt: list[int], cache: Cache, there: list[set[int]]) -> int:
+    """How far the prompt runs below `node`, by the child that shares most of it."""
+    best = node.end
+    for child in node.children.values():
+        same = 0
+        run = child.tokens.tolist()
+        while same < len(run) and child.start + same < len(prompt) and run[same] == prompt[child.start + same]:
+            same += 1
+        if same < cache.grid:
+            continue
+        for group in cache.state.groups:
+            if group.is_state:
+                there[group.number] |= {point.position for point in child.points if point.states}
+            else:
+                start = child.start // group.slot_tokens
+                pages = enumerate(child.pages[group.number].tolist())
+                there[group.number] |= {start + i for i, page in pages if page != NULL or not group.has_pages}
+        best = _walk(child, prompt, cache, there) if same == len(run) else child.start + same
+    return best
+
+
+def can_go_on(group: PagedGroup, there: set[int], position: int) -> bool:
+    """Whether every token that the next one would read is in a block that is there."""
+    if group.is_state:
+        return position in there
+    return all(token // group.slot_tokens in there for token in needed_tokens(group, position))

@@ -55,10 +55,10 @@ def test_the_pages_and_paddings_of_a_super_page_add_up_to_it(request_: PlanReque
         pool = found.plan.pool(found.plan.group(tag).pool)
         pieces = [rect for rect in row.iter(f"{SVG}rect") if rect.get("class") in ("page", "padding")]
         assert sum(int(piece.attrib["data-bytes"]) for piece in pieces) == int(row.attrib["data-bytes"])
-        assert int(row.attrib["data-bytes"]) == pool.super_bytes
+        assert int(row.attrib["data-bytes"]) == pool.superpage_bytes
         assert sum(number(piece, "width") for piece in pieces) == pytest.approx(BAR_WIDTH, abs=0.05)
         padding = sum(int(piece.attrib["data-bytes"]) for piece in pieces if piece.get("class") == "padding")
-        pages = found.plan.group(tag).pages_per_super
+        pages = found.plan.group(tag).pages_per_superpage
         assert padding * pool.lanes == found.plan.padding_bytes(tag) * pages
 
 

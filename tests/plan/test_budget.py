@@ -87,7 +87,7 @@ def test_whole_pages_and_no_more(spare: int) -> None:
 
 @pytest.mark.parametrize(("memory", "pages"), [("1MiB", 2**20 // PAGE), ("1MB", 10**6 // PAGE), (5 * PAGE, 5)])
 def test_memory_may_be_said_in_words(memory: int | str, pages: int) -> None:
-    assert plan(LLAMA, memory).pool("full").num_supers == pages
+    assert plan(LLAMA, memory).pool("full").num_superpages == pages
 
 
 @pytest.mark.parametrize("memory", [0, -1, "-1GiB", "lots", "", True, "0GiB"])
@@ -160,7 +160,7 @@ def test_weights_divide_what_is_left() -> None:
 
 def test_pools_by_demand_run_full_together() -> None:
     made = plan(HYBRID, "40MB", pools="independent", context=4096)
-    fits = {pool.name: pool.num_supers / made.supers_for(pool, 4096) for pool in made.pools}
+    fits = {pool.name: pool.num_superpages / made.superpages_for(pool, 4096) for pool in made.pools}
     assert max(fits.values()) < 1.1 * min(fits.values())
 
 

@@ -132,8 +132,8 @@ def test_sequences_are_as_many_as_fit_and_one_more_does_not(made: Plan, length: 
         """Every group's pages, in whole super-pages, beside the NULL one."""
         for pool in made.pools:
             groups = [group for group in made.groups if group.pool == pool.name]
-            pages = [(group.num_blocks_held(length) * sequences, group.pages_per_super) for group in groups]
-            if sum(-(-count // per_super) for count, per_super in pages) > pool.num_supers - 1:
+            pages = [(group.num_blocks_held(length) * sequences, group.pages_per_superpage) for group in groups]
+            if sum(-(-count // per_super) for count, per_super in pages) > pool.num_superpages - 1:
                 return False
         return True
 

@@ -64,12 +64,12 @@ def present(made: Plan) -> Iterator[tuple[Group, Pool]]:
 
 def all_pages(group: Group, pool: Pool) -> int:
     """Pages of the whole arena, those of the NULL super-page too."""
-    return pool.num_supers * group.pages_per_super
+    return pool.num_superpages * group.pages_per_superpage
 
 
 def page_of(group: Group, pool: Pool, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The lane and the page in whose share of the arena a byte lies."""
-    lane, within = np.divmod(index, pool.num_supers * pool.super_bytes)
+    lane, within = np.divmod(index, pool.num_superpages * pool.superpage_bytes)
     return lane, within // group.page_stride
 
 
@@ -85,7 +85,7 @@ def test_views_of_a_group_never_overlap_and_cover_the_arena_but_for_padding(made
         assert count.sum() == pages * group.payload_bytes
         assert (count == 0).sum() == pages * made.padding_bytes(group.tag)
         assert pages * made.stride_bytes(group.tag) == pool.num_bytes
-        assert made.num_pages(group.tag) == pages - group.pages_per_super, "super-page 0 is nobody's"
+        assert made.num_pages(group.tag) == pages - group.pages_per_superpage, "super-page 0 is nobody's"
 
 
 @given(small_plans)
@@ -100,8 +100,8 @@ def test_a_page_keeps_to_its_own_share_and_a_super_page_to_its_own(made: Plan) -
             if group.cache.reach.per_token:
                 assert view.shape[0] == all_pages(group, pool) * group.kernel_blocks
             assert (pages == blocks // group.kernel_blocks).all()
-            supers = index % (pool.num_supers * pool.super_bytes) // pool.super_bytes
-            assert (supers == pages // group.pages_per_super).all()
+            supers = index % (pool.num_superpages * pool.superpage_bytes) // pool.superpage_bytes
+            assert (supers == pages // group.pages_per_superpage).all()
             assert len(np.unique(lanes)) <= 1, "a layer lies in one lane"
             if view.role == group.cache.roles[0].name:
                 lanes_seen.update(map(int, np.unique(lanes)))
@@ -227,7 +227,7 @@ def test_keys_and_values_are_heads_by_tokens_by_width_and_lie_side_by_side() -> 
     assert key.shape == (blocks, 4, 16, 32)
     assert key.strides == (2 * role_bytes, 16 * 32 * 2, 32 * 2, 2)
     assert value.offset - key.offset == role_bytes
-    assert key.offset == made.pool("full").num_supers * made.pool("full").super_bytes
+    assert key.offset == made.pool("full").num_superpages * made.pool("full").superpage_bytes
 
 
 def test_a_state_is_one_row_a_page() -> None:

@@ -19,7 +19,7 @@ def two_in_one() -> PoolPages:
     pool = PoolPages(made.pools[0], list(made.groups))
     assert [g.per_super for g in pool.groups.values()] == [2, 1]
     pool.free_supers.keep(np.arange(1, 7, dtype=np.int32))
-    pool.num_supers = 6
+    pool.num_superpages = 6
     return pool
 
 

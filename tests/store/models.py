@@ -76,8 +76,8 @@ def rank(schema: Schema, spec: ModelSpec, tokens: int, *, tp: int = 1, at: int =
     table, used = {}, 1  # the first super-page is nobody's, and each group takes its own
     for group in made.groups:
         count = tokens // group.block_tokens
-        ids = used * group.pages_per_super + np.arange(count)
-        used += -(-count // group.pages_per_super)
+        ids = used * group.pages_per_superpage + np.arange(count)
+        used += -(-count // group.pages_per_superpage)
         table[group.tag] = chance.permutation(ids).astype(np.int32)
     return Rank(made, pools, table, Pages(schema, made, pools))
 

@@ -116,7 +116,7 @@ def test_the_null_page_of_every_group_is_zeros(name: str) -> None:
             arena.pool(pool.name).fill_(255)
     with Arena(made) as arena:
         for group in made.groups:
-            assert not arena.pages(group.tag)[: group.pages_per_super].any()
+            assert not arena.pages(group.tag)[: group.pages_per_superpage].any()
 
 
 def test_host_pools_have_a_null_page_of_zeros_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_a_page_is_all_bytes_of_its_layers_and_no_others(layout: Layout) -> None
     with Arena(made) as arena:
         for group in made.groups:
             arena.pool(group.pool).zero_()
-            page = group.pages_per_super
+            page = group.pages_per_superpage
             for layer in group.layers:
                 for view in arena.layer(layer, group.tag).roles.values():
                     view.tensor.view(torch.uint8)[page * group.kernel_blocks : (page + 1) * group.kernel_blocks] = 7

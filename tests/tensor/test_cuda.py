@@ -32,7 +32,7 @@ def test_pages_go_to_pinned_memory_and_come_back(name: str) -> None:
     with Arena(made, "cuda") as arena, HostMirror(arena, {group.tag: 3 for group in made.groups}) as mirror:
         assert mirror.is_whole
         for group in made.groups:
-            page = group.pages_per_super
+            page = group.pages_per_superpage
             pages = arena.pages(group.tag)
             pages[page] = torch.randint(1, 255, pages[page].shape, dtype=torch.uint8, device="cuda")
             before = pages[page].clone()
@@ -69,7 +69,7 @@ def test_a_gpu_that_is_too_small_leaves_nothing_allocated() -> None:
 def test_packed_rows_are_quantised_on_the_gpu() -> None:
     with Arena(plan(DSA, "8MB", block_tokens=64), "cuda") as arena:
         rows = torch.randn(6, 576, device="cuda")
-        slots = torch.arange(6, device="cuda") + 64 * arena.plan.group("latent").pages_per_super
+        slots = torch.arange(6, device="cuda") + 64 * arena.plan.group("latent").pages_per_superpage
         write_tokens(arena.layer(1, "latent"), slots, {"latent": rows})
         back = gather_tokens(arena.layer(1, "latent"), [int(slots[0]) // 64], 0, 6)["latent"]
         assert (back - rows).abs().max() <= rows.abs().max() / 16

@@ -29,7 +29,7 @@ def test_a_page_goes_and_comes_back_with_every_role_scale_and_draft_layer(layout
     with Arena(made) as arena, HostMirror(arena, dict.fromkeys(tags, 3)) as mirror:
         assert mirror.is_whole
         for group in made.groups:
-            page, other = group.pages_per_super, group.pages_per_super + 1
+            page, other = group.pages_per_superpage, group.pages_per_superpage + 1
             pages = arena.pages(group.tag)
             pages[page] = torch.randint(1, 255, pages[page].shape, dtype=torch.uint8)
             before = pages[page].clone()

@@ -21,7 +21,7 @@ def random_copies(made: Plan, rng: np.random.Generator) -> list[Copy]:
     copies = []
     for _ in range(30):
         group = made.groups[int(rng.integers(len(made.groups)))]
-        first, count = group.pages_per_super, int(rng.integers(0, 6))
+        first, count = group.pages_per_superpage, int(rng.integers(0, 6))
         pages = rng.integers(first, first + min(6, made.num_pages(group.tag)), (2, count)).astype(np.int32)
         copies.append(Copy(group.tag, pages[0], pages[1]))
     return copies
@@ -67,7 +67,7 @@ def test_copies_are_cut_only_where_they_must_be() -> None:
 def test_many_pages_are_wiped_and_no_other(device: str) -> None:
     made = PLANS["hybrid layer_major"]
     with Arena(made, device) as arena:
-        first = made.group("full").pages_per_super
+        first = made.group("full").pages_per_superpage
         arena.pages("full")[first : first + 4] = 7
         zero_pages(arena, "full", [first + 2, first])
         assert [bool(arena.pages("full")[first + i].any()) for i in range(4)] == [False, True, False, True]

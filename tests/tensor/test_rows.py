@@ -184,7 +184,7 @@ def test_a_copied_page_has_every_layer_role_and_lane(name: str) -> None:
     for group in made.groups:
         with Arena(made) as arena:
             pages = arena.pages(group.tag)
-            first, last = group.pages_per_super, len(pages) - 1
+            first, last = group.pages_per_superpage, len(pages) - 1
             pages[first] = torch.randint(1, 255, pages[first].shape, dtype=torch.uint8)
             carry_out(arena, [Copy(group.tag, np.array([first], np.int32), np.array([last], np.int32))])
             for layer in group.layers:
@@ -231,7 +231,7 @@ def test_copies_for_groups_of_other_stages_are_nothing_to_do() -> None:
 def test_wiped_pages_are_zeros_and_their_neighbours_are_not() -> None:
     made = PLANS["hybrid layer_major"]
     with Arena(made) as arena:
-        first = made.group("window").pages_per_super
+        first = made.group("window").pages_per_superpage
         arena.pool("shared").fill_(255)
         zero_pages(arena, "window", [first, first + 2])
         assert [bool(arena.pages("window")[first + n].any()) for n in range(4)] == [False, True, False, True]

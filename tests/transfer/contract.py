@@ -188,7 +188,7 @@ class CopierContract:
             copies = whole_chunks(layout, tables, 0, 2)
             chunks = buffers(layout, 2, self.device)
             before = world.memory()
-            first = made.group("full").pages_per_super
+            first = made.group("full").pages_per_superpage
             twice = CopyPlan(layout, (0,), (make_move("full", [first, first], [0, 0], [0, 1]),))
             null = CopyPlan(layout, (0,), (make_move("full", [NULL], [0], [0]),))
             mover = Mover(world.arena, copier, background=False)
@@ -246,14 +246,14 @@ def random_copies(
         places = [(c, b) for c in range(count) for b in range(part.first_block, part.end_block)]
         pages = [
             page
-            for page in range(group.pages_per_super, made.num_pages(part.tag) + group.pages_per_super)
-            if not apart or (group.pool, page // group.pages_per_super) not in taken
+            for page in range(group.pages_per_superpage, made.num_pages(part.tag) + group.pages_per_superpage)
+            if not apart or (group.pool, page // group.pages_per_superpage) not in taken
         ]
         some = draw(st.lists(st.sampled_from(places), unique=True, max_size=6)) if places else []
         chosen = [draw(st.sampled_from(pages)) for _ in some] if pages else []
         if apart:
             chosen = list(dict.fromkeys(chosen))
-            taken |= {(group.pool, page // group.pages_per_super) for page in chosen}
+            taken |= {(group.pool, page // group.pages_per_superpage) for page in chosen}
         some = some[: len(chosen)]
         if some:
             moves.append(make_move(part.tag, chosen, [c for c, _ in some], [b for _, b in some]))

@@ -149,7 +149,7 @@ def one(tag: str, pages: list[int], chunks: list[int], blocks: list[int]) -> Cop
 
 
 def test_pages_and_places_that_are_not_there_are_named() -> None:
-    first = MADE.group("full").pages_per_super
+    first = MADE.group("full").pages_per_superpage
     past = MADE.num_pages("full") + first
     for page in (-1, first - 1, past):
         with pytest.raises(BadCopy, match=f"page {page}.* of 'full' is nobody's: its pages are {first} to {past - 1}"):
@@ -163,7 +163,7 @@ def test_pages_and_places_that_are_not_there_are_named() -> None:
 
 
 def test_nothing_is_filled_twice() -> None:
-    first = MADE.group("full").pages_per_super
+    first = MADE.group("full").pages_per_superpage
     with pytest.raises(BadCopy, match=f"page {first} of 'full' would be filled twice"):
         check(one("full", [first, first], [0, 1], [0, 0]))
     check(one("full", [first, first], [0, 1], [0, 0]), fills_pages=False)
@@ -175,7 +175,7 @@ def test_nothing_is_filled_twice() -> None:
 
 
 def test_two_groups_never_fill_one_super_page() -> None:
-    moves = [make_move(tag, [MADE.group(tag).pages_per_super], [0], [0]) for tag in ("full", "window")]
+    moves = [make_move(tag, [MADE.group(tag).pages_per_superpage], [0], [0]) for tag in ("full", "window")]
     with pytest.raises(BadCopy, match="pages of 'full' and 'window' are in super-page 1, which only one can own"):
         check(CopyPlan(LAYOUT, (0,), tuple(moves)))
 

@@ -54,9 +54,9 @@ def planned(spec: ModelSpec, sequences: int, num_chunks: int = 1, **wishes: Any)
     layout = ChunkLayout.of(made, chunk_tokens(made), ends_only=True)
     pools = []
     for pool in made.pools:
-        members = [(layout.group(tag).num_blocks, made.group(tag).pages_per_super) for tag in pool.tags]
+        members = [(layout.group(tag).num_blocks, made.group(tag).pages_per_superpage) for tag in pool.tags]
         supers = sum(-(-blocks * num_chunks // pages) for blocks, pages in members)
-        pools.append(replace(pool, num_supers=1 + sequences * supers))
+        pools.append(replace(pool, num_superpages=1 + sequences * supers))
     return replace(made, pools=tuple(pools))
 
 
@@ -75,7 +75,7 @@ class World:
         self.rng = np.random.default_rng(seed)
         self.scramble()
         self._supers = {
-            pool.name: [1 + n for n in self.rng.permutation(pool.num_supers - 1).tolist()] for pool in made.pools
+            pool.name: [1 + n for n in self.rng.permutation(pool.num_superpages - 1).tolist()] for pool in made.pools
         }
         self._free: dict[str, list[int]] = {group.tag: [] for group in made.groups}
 
@@ -89,14 +89,14 @@ class World:
         """Other bytes everywhere, but in the NULL super-page."""
         for pool in self.plan.pools:
             noise = torch.from_numpy(np.frombuffer(self.rng.bytes(pool.num_bytes), np.uint8).copy())
-            noise.view(pool.lanes, -1)[:, : pool.super_bytes] = 0
+            noise.view(pool.lanes, -1)[:, : pool.superpage_bytes] = 0
             self.arena.pool(pool.name).copy_(noise)
 
     def take(self, tag: str, count: int) -> np.ndarray:
         group, free = self.plan.group(tag), self._free[tag]
         while len(free) < count:
-            start = self._supers[group.pool].pop() * group.pages_per_super
-            free += range(start, start + group.pages_per_super)
+            start = self._supers[group.pool].pop() * group.pages_per_superpage
+            free += range(start, start + group.pages_per_superpage)
         self.rng.shuffle(free)
         taken, self._free[tag] = free[:count], free[count:]
         return np.array(taken, np.int32)

@@ -1,7 +1,7 @@
-"""The core's face: a cache of sequences over a plan."""
+"""The core's face: open, extend, commit, accept, fork, truncate, close; stats, snapshots, events."""
 
 from kvweave.cache.cache import Cache
-from kvweave.cache.sequence import Batch, Checkpoint, Copy, Pin, Sequence
-from kvweave.cache.stats import GroupStats, PoolStats, Stats
+from kvweave.cache.copies import Copies, Copy
+from kvweave.cache.sequence import Batch, Checkpoint, Pin, Sequence
 
-__all__ = ["Batch", "Cache", "Checkpoint", "Copy", "GroupStats", "Pin", "PoolStats", "Sequence", "Stats"]
+__all__ = ["Batch", "Cache", "Checkpoint", "Copies", "Copy", "Pin", "Sequence"]

@@ -6,174 +6,234 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvweave.cache.books import Books
-from kvweave.cache.room import Room
-from kvweave.cache.sequence import FIELDS, Copy, Sequence
-from kvweave.cache.states import States
-from kvweave.errors import CannotTruncate
-from kvweave.pool import NULL
-from kvweave.table import Counts, GroupTable
+from kvweave.cache.allocator import PageAllocator
+from kvweave.cache.copies import CopyBuilder
+from kvweave.cache.publish import Publisher
+from kvweave.cache.sequence import FIELDS, Sequence
+from kvweave.cache.snapshots import Snapshots
+from kvweave.cache.state import CacheState
+from kvweave.errors import CannotTruncate, NotSettled
+from kvweave.pool import NULL, Ids, PagedGroup
 
 
 class Forks:
-    """Full blocks are shared and counted; what the next token is written into is copied."""
+    """Written blocks are shared: those of full groups through the tree, those of windows by counted references. The
+    block that the next token is written into, and the live states, are copied."""
 
-    def __init__(self, books: Books, room: Room, states: States, drop: Callable[[Sequence], None]) -> None:
-        self.books = books
-        self.room = room
-        self.states = states
+    def __init__(
+        self,
+        state: CacheState,
+        allocator: PageAllocator,
+        publisher: Publisher,
+        snapshots: Snapshots,
+        drop: Callable[[Sequence], None],
+    ) -> None:
+        self.state = state
+        self.allocator = allocator
+        self.publisher = publisher
+        self.snapshots = snapshots
         self._drop = drop
 
-    def fork(self, sequence: Sequence, n: int) -> tuple[list[Sequence], list[Copy]]:
-        books = self.books
-        counts = [n * len(self._private(table, sequence)) for table in books.tables]
-        self.room.ensure(counts, sequence.length)
-        made, copies = [], []
-        for _ in range(n):
-            child, more = self._twin(sequence)
-            made.append(child)
-            copies += more
-        return made, copies
+    # ---- fork
 
-    def _twin(self, sequence: Sequence) -> tuple[Sequence, list[Copy]]:
-        books, row = self.books, self.books.take_row()
-        child = Sequence(books, row, sequence.tokens, sequence.namespace, sequence.priority, sequence.node)
-        child.num_cached, child.num_prompt = sequence.num_cached, sequence.num_prompt
-        child.branch, child.restore = sequence.branch, sequence.restore
+    def fork(self, sequence: Sequence, n: int, copies: CopyBuilder) -> list[Sequence]:
+        self._check_settled(sequence)
+        self._ensure([sequence], {0: n})
+        return self._fork_now(sequence, n, copies)
+
+    def _fork_now(self, sequence: Sequence, n: int, copies: CopyBuilder) -> list[Sequence]:
+        """For which there is room. The parent is published, so that full blocks are the tree's."""
+        self.publisher.publish(sequence, without_point=True)
+        self.state.set_next_event(sequence)
+        sequence.node.growing_tip = False
+        return [self._child(sequence, copies) for _ in range(n)]
+
+    def _check_settled(self, sequence: Sequence) -> None:
+        counters, row = self.state.counters, sequence.row
+        length, committed = int(counters.lengths[row]), int(counters.committed[row])
+        if counters.drafts[row] or committed != length:
+            raise NotSettled(
+                f"a sequence of {length} tokens with {committed} committed and {int(counters.drafts[row])} drafts cannot be"
+                " forked: accept and commit its steps first"
+            )
+        if sequence.num_tokens < committed:
+            raise NotSettled(
+                f"{committed} tokens are committed, but the ids of only {sequence.num_tokens} are known: tell them to commit"
+            )
+
+    def _ensure(self, sequences: list[Sequence], children: dict[int, int]) -> None:
+        """Make sure that sequence i can have so many children more."""
+        demand = [0] * len(self.state.groups)
+        for i, count in children.items():
+            for group in self.state.groups:
+                demand[group.number] += count * self._num_copied(group, sequences[i])
+        pool = self.allocator.ensure(demand)
+        if pool is not None:
+            spans = [(sequence.committed, sequence.committed) for sequence in sequences]
+            raise self.allocator.refusal(pool, sequences, spans)
+
+    def _num_copied(self, group: PagedGroup, sequence: Sequence) -> int:
+        """Pages that a child cannot share: the live state; blocks that are not in the tree, or not full."""
+        row, table = sequence.row, self.state.tables[group.number]
+        if group.is_state:
+            return int(table.blocks[row] > 0)
+        length = int(self.state.counters.committed[row])
+        if group.is_full:
+            return -(-length // group.slot_tokens) - length // self.state.grid * self.state.grid // group.slot_tokens
+        return int(length % group.slot_tokens > 0)
+
+    def _child(self, sequence: Sequence, copies: CopyBuilder) -> Sequence:
+        state, row = self.state, self.state.take_row()
+        child = Sequence(sequence.home, row, sequence.tokens, sequence.namespace, sequence.priority, sequence.node)
+        child.start_at(sequence.node.end, sequence.tokens)
+        child.num_cached, child.num_prompt, child.branch = sequence.num_cached, sequence.num_prompt, sequence.branch
         child.points, child.spaced_end = list(sequence.points), sequence.spaced_end
-        sequence.node.rolling = False
-        books.prefix.pin(sequence.node)
-        books.by_row[row] = child
-        for rows in (books.fresh, books.pointed):
-            if sequence.row in rows:
-                rows.add(row)
-        books.copy_row(sequence.row, row)
-        copies = []
-        for number, table in enumerate(books.tables):
-            copies += self._share(number, table, sequence, row)
-        return child, copies
+        child.opened, child.drop_last_blocks = sequence.opened, sequence.drop_last_blocks
+        child.restore = sequence.restore
+        state.prefix.pin(sequence.node)
+        if child.restore is not None:
+            state.prefix.pin_states(child.restore, 1)
+        state.by_row[row] = child
+        state.counters.copy(sequence.row, row)
+        state.tokens.enter(child, sequence.num_tokens)
+        for group in state.groups:
+            self._share(group, sequence.row, row, copies)
+        state.set_next_stop(child)
+        state.set_next_event(child)
+        return child
 
-    def _private(self, table: GroupTable, sequence: Sequence) -> Counts:
-        """The slots that cannot be shared: the live state, and the last block when it is not full."""
-        row = sequence.row
-        if not table.per_token:
-            return np.arange(min(1, int(table.blocks[row])))
-        first = max(sequence.length // table.slot_tokens, int(table.shared[row]))
-        slots = np.arange(first, int(table.blocks[row]))
-        private: Counts = slots[table.pages[row, slots] != NULL]
-        return private
-
-    def _share(self, number: int, table: GroupTable, sequence: Sequence, row: int) -> list[Copy]:
-        """Make `row` a twin of a sequence's: its own pages counted once more, private ones replaced by copies."""
-        source, pool = sequence.row, self.books.pool_of[number]
-        private = self._private(table, sequence)
-        blocks = int(table.blocks[source]) if table.per_token else len(private)
+    def _share(self, group: PagedGroup, source: int, row: int, copies: CopyBuilder) -> None:
+        """Let `row` name the pages of `source`, but copies of those that cannot be shared."""
+        state, table = self.state, self.state.tables[group.number]
+        length = int(state.counters.lengths[source])
+        if group.is_state:
+            blocks, shared = min(1, int(table.blocks[source])), 0
+        else:
+            blocks = -(-length // group.slot_tokens)
+            shared = int(table.published[source]) if group.is_full else length // group.slot_tokens
         pages = table.pages[source, :blocks].copy()
-        own = np.arange(int(table.shared[source]), blocks)
-        own = own[~np.isin(own, private) & (pages[own] != NULL)]
-        if pool and len(own):
-            pool.share(table.tag, pages[own])
-        fresh = self.room.take(number, len(private))
-        copies = [Copy(table.tag, pages[private], fresh)] if len(private) else []
-        pages[private] = fresh
+        if group.is_window:
+            state.share(group, pages[:shared][pages[:shared] != NULL])
+        if blocks > shared:
+            fresh = state.allocate(group, blocks - shared)
+            for src, dst in zip(pages[shared:].tolist(), fresh.tolist(), strict=True):
+                if group.has_pages:
+                    copies.add(row, group.tag, src, dst)
+            pages[shared:] = fresh
         table.write(row, 0, pages)
-        table.first[row], table.shared[row], table.blocks[row] = table.first[source], table.shared[source], blocks
-        return copies
+        table.first[row], table.published[row] = table.first[source], table.published[source]
+        table.blocks[row] = blocks
 
-    def reorder(self, sequences: list[Sequence], parents: list[int]) -> list[Copy]:
+    # ---- reorder
+
+    def reorder(self, sequences: list[Sequence], parents: list[int], copies: CopyBuilder) -> None:
         """Fork each parent for its further children, then let the children take the places of the dropped."""
         children: dict[int, list[int]] = {}
         for child, parent in enumerate(parents):
             children.setdefault(parent, []).append(child)
-        counts = [
-            sum((len(c) - 1) * len(self._private(table, sequences[p])) for p, c in children.items())
-            for table in self.books.tables
-        ]
-        self.room.ensure(counts, max(sequence.length for sequence in sequences))
-        copies: list[Copy] = []
+        for parent, own in children.items():
+            if len(own) > 1:
+                self._check_settled(sequences[parent])
+        self._ensure(sequences, {parent: len(own) - 1 for parent, own in children.items()})
         places: dict[int, Sequence] = {}
         for parent, own in children.items():
             keeper = parent if parent in own else own[0]
             others = [child for child in own if child != keeper]
-            made, more = self.fork(sequences[parent], len(others)) if others else ([], [])
-            copies += more
+            made = self._fork_now(sequences[parent], len(others), copies) if others else []
             places |= {keeper: sequences[parent], **dict(zip(others, made, strict=True))}
         self._swap(sequences, places)
-        return copies
 
     def _swap(self, sequences: list[Sequence], places: dict[int, Sequence]) -> None:
         """Sequence i becomes what is in place i; those in nobody's place are closed."""
         kept = {id(sequence) for sequence in places.values()}
-        lives = {i: {name: getattr(s, name) for name in FIELDS} for i, s in places.items()}
         for sequence in sequences:
             if id(sequence) not in kept:
                 self._drop(sequence)
+        for sequence in places.values():
+            self.publisher.unregister(sequence)
+        lives = {i: {name: getattr(s, name) for name in FIELDS} for i, s in places.items()}
         for sequence in places.values():
             sequence.row = -1
         for i, sequence in enumerate(sequences):
             for name, value in lives[i].items():
                 setattr(sequence, name, value)
-            self.books.by_row[sequence.row] = sequence
-        self.books.closes += 1  # batches made before mean other rows now
+            self.state.by_row[sequence.row] = sequence
+            self.publisher.register(sequence)
+            self.state.set_next_event(sequence)
+        self.state.num_closed += 1  # batches made before mean other rows now
 
     # ---- truncate
 
-    def truncate(self, sequence: Sequence, length: int) -> list[Copy]:
-        """Give back the pages beyond `length`, after making sure that what is before it is all there.
+    def truncate(self, sequence: Sequence, length: int, copies: CopyBuilder) -> None:
+        """Give back the pages beyond `length`, after making sure that what is before it is all there."""
+        state, row = self.state, sequence.row
+        for group in state.groups:
+            self._check_reach(group, sequence, length)
+        halves = [group for group in state.windows if self._is_shared_half(group, row, length)]
+        demand = [0] * len(state.groups)
+        for group in halves:
+            demand[group.number] = 1
+        committed = int(state.counters.committed[row])
+        state.counters.committed[row] = min(committed, length)  # so that what is behind it now is not reclaimed
+        pool = self.allocator.ensure(demand)
+        if pool is not None:
+            state.counters.committed[row] = committed
+            raise self.allocator.refusal(pool, [sequence], [(length, length)])
+        for group in halves:
+            self._copy_half(group, row, length, copies)
+        for group in state.rows:
+            table = state.tables[group.number]
+            keep, blocks = -(-length // group.slot_tokens), int(table.blocks[row])
+            pages: Ids = table.pages[row, keep:blocks].copy()
+            table.erase(row, keep, blocks)
+            table.blocks[row] = min(keep, blocks)
+            state.release(group, pages[pages != NULL])
+        sequence.num_prompt = min(sequence.num_prompt, length)
+        self.cut(sequence, length)
 
-        A block that ends up half full and is shared with a fork is copied: the next token will be written into it.
-        """
-        books, row = self.books, sequence.row
-        for table in books.tables:
-            self._check_reach(table, sequence, length)
-        halves = [self._shared_half(number, row, length) for number in range(len(books.tables))]
-        self.room.ensure([int(page != NULL) for page in halves], length)
-        copies = [self._unshare(number, row, length) for number, page in enumerate(halves) if page != NULL]
-        back = sequence.length - length
-        for number, table in enumerate(books.tables):
-            if not table.per_token:
-                self.states.choose(number, row, back)
-                continue
-            keep = max(-(-length // table.slot_tokens), int(table.shared[row]))
-            slots = np.arange(keep, int(table.blocks[row]))
-            books.give_back(number, table.pages[row, slots])
-            table.write(row, keep, np.zeros(len(slots), np.int32))
-            table.blocks[row] = keep
-        for position in [p for p in sequence.snapshots if p > length]:
-            books.give_back_states(sequence.snapshots.pop(position))
-        self.states.drop_checkpoints(sequence)
-        return copies
+    def cut(self, sequence: Sequence, length: int) -> None:
+        """Forget what was computed from `length` on, which all groups can go back to; pages stay, and so does the
+        prompt."""
+        state, row = self.state, sequence.row
+        counters = state.counters
+        if state.states:
+            self.snapshots.choose(sequence.rows, counters.lengths[sequence.rows] - length)
+        counters.lengths[row] = length
+        counters.committed[row] = min(int(counters.committed[row]), length)
+        counters.step_start[row] = min(int(counters.step_start[row]), length)
+        state.tokens.cut(sequence, max(length, sequence.num_prompt))
+        self.snapshots.drop_after(sequence, length)
+        if min(int(counters.committed[row]), sequence.num_tokens) < sequence.node.end + state.grid:
+            self.publisher.unregister(sequence)
+        state.set_next_stop(sequence)
+        state.set_next_event(sequence)
 
-    def _shared_half(self, number: int, row: int, length: int) -> int:
-        """The page of a block that `length` cuts and that another sequence owns too; NULL if there is none."""
-        table, pool = self.books.tables[number], self.books.pool_of[number]
-        slot = length // table.slot_tokens
-        if not table.per_token or not length % table.slot_tokens or slot < table.shared[row] or pool is None:
-            return NULL
-        page = int(table.pages[row, slot])
-        return page if pool.groups[table.tag].refs[page] else NULL
+    def _is_shared_half(self, group: PagedGroup, row: int, length: int) -> bool:
+        """Whether `length` cuts a block of a window that others hold too: the next token will be written into it."""
+        table, pool = self.state.tables[group.number], self.state.pool_of[group.number]
+        if not length % group.slot_tokens or pool is None:
+            return False
+        return bool(pool.groups[group.tag].refs[table.pages[row, length // group.slot_tokens]] > 0)
 
-    def _unshare(self, number: int, row: int, length: int) -> Copy:
-        table = self.books.tables[number]
-        slot = length // table.slot_tokens
-        old, fresh = table.pages[row, slot : slot + 1].copy(), self.room.take(number, 1)
+    def _copy_half(self, group: PagedGroup, row: int, length: int, copies: CopyBuilder) -> None:
+        table, slot = self.state.tables[group.number], length // group.slot_tokens
+        old, fresh = table.pages[row, slot : slot + 1].copy(), self.state.allocate(group, 1)
         table.write(row, slot, fresh)
-        self.books.give_back(number, old)
-        return Copy(table.tag, old, fresh)
+        self.state.release(group, old)
+        copies.add(row, group.tag, int(old[0]), int(fresh[0]))
 
-    def _check_reach(self, table: GroupTable, sequence: Sequence, length: int) -> None:
-        row = sequence.row
-        if not table.per_token:
-            if not self.states.can_go_back(table, sequence, sequence.length - length):
+    def _check_reach(self, group: PagedGroup, sequence: Sequence, length: int) -> None:
+        row, table = sequence.row, self.state.tables[group.number]
+        if group.is_state:
+            rejected = sequence.length - length
+            if rejected >= max(1, int(table.blocks[row])) and sequence.restore is None:
                 raise CannotTruncate(
-                    f"group {table.tag!r} holds the state after {sequence.length} tokens, not after {length}; extend"
+                    f"group {group.tag!r} holds the state after {sequence.length} tokens, not after {length}; extend"
                     " with drafts= to be able to go back, or open the sequence again from its tokens"
                 )
-        elif table.reach.span is not None:
-            first = max(table.reach.tail(length) // table.slot_tokens, table.head_blocks)
-            if first < int(table.first[row]):
-                raise CannotTruncate(
-                    f"group {table.tag!r} needs tokens from {first * table.slot_tokens} on to go on from {length}, but"
-                    f" holds only those from {int(table.first[row]) * table.slot_tokens} on; open the sequence again"
-                    " from its tokens"
-                )
+        elif group.is_window and group.first_block(length) < int(table.first[row]):
+            raise CannotTruncate(
+                f"group {group.tag!r} needs tokens from {group.first_block(length) * group.slot_tokens} on to go on from"
+                f" {length}, but holds only those from {int(table.first[row]) * group.slot_tokens} on; open the sequence"
+                " again from its tokens"
+            )

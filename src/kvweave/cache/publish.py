@@ -1,152 +1,223 @@
-"""Publishing: committed pages move from a sequence to the tree.
+"""Publishing: committed KV of a sequence enters the prefix tree, with the resume points that it leaves.
 
-Walk down from the node on which the sequence stands. Where the tree has the tokens already, our pages are duplicates:
-the tables take over the tree's pages, ours fill its gaps or go back. Where it has not, a new run is made of ours.
+Walk down from the node on which the sequence stands. Where the tree has the tokens already, our pages are duplicates: the
+tables take over the tree's. Where it has not, a new run is made of ours. Pages of full groups change their owner; window
+pages are held by the table and by the tree.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvweave.cache.books import Books
 from kvweave.cache.sequence import Sequence
-from kvweave.pool import NULL, Ids
-from kvweave.prefix import Node
-from kvweave.prefix.node import Snapshots
-from kvweave.prefix.tree import NO_PAGES, Range
-from kvweave.table import GroupTable
+from kvweave.cache.state import CacheState
+from kvweave.pool import NULL, Ids, PagedGroup
+from kvweave.prefix import Kind, Node
+from kvweave.prefix.tree import NO_PAGES
+from kvweave.table import BlockTable
 
 
 class Publisher:
-    def __init__(self, books: Books) -> None:
-        self.books = books
+    def __init__(self, state: CacheState) -> None:
+        self.state = state
 
-    def publish(self, sequence: Sequence) -> None:
-        """Put what is committed into the tree, up to the last position that will be a resume point."""
-        books, start = self.books, sequence.node.end
-        committed = int(books.committed[sequence.row])
-        if committed < start + books.grid or (books.states and not sequence.snapshots):
+    # ---- sequences that have committed more than others can find
+
+    def register(self, sequence: Sequence) -> None:
+        """Others that go on from its node with its next tokens will have it published. (States need no register: a
+        sequence publishes each of its snapshots when it is committed.)"""
+        state, node = self.state, sequence.node
+        end = min(int(state.counters.committed[sequence.row]), sequence.num_tokens)
+        if state.states or sequence.pending_key is not None or end < node.end + state.grid:
             return
-        end = min(committed, sequence.num_tokens) // books.grid * books.grid
-        if books.states:
-            end = max([point for point in sequence.snapshots if point <= end], default=start)
+        sequence.pending_key = sequence.run(node.end, node.end + state.grid).tobytes()
+        if node.pending is None:
+            node.pending = {}
+        node.pending.setdefault(sequence.pending_key, []).append(sequence)
+
+    def unregister(self, sequence: Sequence) -> None:
+        key, node = sequence.pending_key, sequence.node
+        if key is not None and node.pending is not None:
+            others = node.pending[key]
+            others.remove(sequence)
+            if not others:
+                del node.pending[key]
+            if not node.pending:
+                node.pending = None
+            sequence.pending_key = None
+
+    def publish_pending(self, node: Node, key: bytes) -> None:
+        """Publish the sequences that stand on a node and go on with these tokens."""
+        if node.pending:
+            for sequence in list(node.pending.get(key, ())):
+                self.publish(sequence)
+                self.state.set_next_event(sequence)
+
+    # ---- publish
+
+    def publish(self, sequence: Sequence, *, without_point: bool = False) -> None:
+        """Put what is committed into the tree, up to the last resume point; or all of it, `without_point` at its end."""
+        state, start = self.state, sequence.node.end
+        end = min(int(state.counters.committed[sequence.row]), sequence.num_tokens) // state.grid * state.grid
+        points = self._points(sequence, start, end)
+        if state.states and not without_point:
+            end = points[-1] if points else start
         if end <= start:
             return
-        points = [point for point in sequence.points if start < point < end]
-        if books.states:
-            points = [point for point in points if point in sequence.snapshots]
-        node = sequence.node
-        for point in [*points, end]:
-            node = self._lead_to(sequence, node, point)
-        if node is not sequence.node:
-            books.prefix.pin(node)
-            books.prefix.unpin(sequence.node)
-            sequence.node = node
-        for table in books.tables:
-            if table.per_token:
-                table.shared[sequence.row] = node.end // table.slot_tokens
-                if table.span is not None:
-                    self._hide_passed(table, sequence.row, start // table.slot_tokens)
+        self.unregister(sequence)
+        old = sequence.node
+        sequence.node = self._lead_to(sequence, old, end, points)
+        if sequence.node is not old:
+            state.prefix.move_pin(old, sequence.node)
+        for group in state.full:
+            state.tables[group.number].published[sequence.row] = end // group.slot_tokens
+        self._move_tip(sequence)
+        if sequence.points and end >= sequence.points[-1]:
+            sequence.points, sequence.spaced_end = [], 0
 
-    def _hide_passed(self, table: GroupTable, row: int, start: int) -> None:
-        """Pages kept for points on the way are the tree's now, and behind the window: out of the table."""
-        start, end = max(start, table.head_blocks), min(int(table.first[row]), int(table.shared[row]))
-        if end > start:
-            table.erase(row, start, end)
+    def _points(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """Positions in (start, end] that become resume points, if their window pages are there."""
+        if self.state.states:
+            return sorted(point for point in sequence.snapshots if start < point <= end)
+        wanted = self.state.wanted_points(sequence, start, end)
+        return wanted if wanted and wanted[-1] == end else [*wanted, end]
 
-    def leave_behind(self, sequence: Sequence, end: int) -> None:
-        """Let windows go on to `end`, but hold on to blocks that resume points not in the tree yet will need."""
-        books, row = self.books, sequence.row
-        for number in books.windows:
-            table = books.tables[number]
-            first, shared = int(table.first[row]), int(table.shared[row])
-            last = min(table.tails.first_block(end), int(table.blocks[row]))
-            if last <= first:
-                continue
-            table.first[row] = last
-            if shared > first:
-                table.erase(row, first, min(shared, last))
-            self._let_go(row, number, self._spare(sequence, table, max(first, shared), last, end))
+    def _kind(self, sequence: Sequence, position: int) -> Kind:
+        if position in sequence.points:
+            return Kind.BRANCH if position == sequence.branch else Kind.PROMPT
+        return Kind.SPACED if position < sequence.spaced_end else Kind.ANSWER
 
-    def _let_go(self, row: int, number: int, runs: list[Range]) -> None:
-        """Give back runs of slots, and take them out of the table."""
-        table = self.books.tables[number]
-        if runs:
-            pages = [table.pages[row, low:high] for low, high in runs]
-            self.books.give_back(number, pages[0] if len(pages) == 1 else np.concatenate(pages), gaps=False)
-            for low, high in runs:
-                table.erase(row, low, high)
+    def _move_tip(self, sequence: Sequence) -> None:
+        """Of the points left while generating only the last is kept, unless somebody asked for another."""
+        node, tip = sequence.node, sequence.tip
+        last = node.points[-1] if node.points else None
+        if last is tip or last is None or last.kind != Kind.ANSWER or last.position != node.end:
+            return
+        sequence.tip = last
+        if tip is not None and tip.alive and tip.kind == Kind.ANSWER and not tip.hits and not tip.pins:
+            self.state.prefix.drop_point(tip)
 
-    def _spare(self, sequence: Sequence, table: GroupTable, first: int, last: int, end: int) -> list[Range]:
-        """Slots of [first, last), all behind the window at `end`, that no wanted point of a sequence needs."""
-        spare, low = [], max(first, table.head_blocks)
-        if low >= last:
-            return []
-        for point in [*self.books.wanted(sequence, low * table.slot_tokens, end - 1), end]:
-            needed = min(table.tails.first_block(point), last)
-            if needed > low:
-                spare.append((low, needed))
-            low = max(low, needed, point // table.slot_tokens)
-        return spare
-
-    def _lead_to(self, sequence: Sequence, node: Node, point: int) -> Node:
-        """Walk and build from `node` to a node that ends at `point`."""
-        books, tree = self.books, self.books.prefix.tree
-        while node.end < point:
-            rest = sequence.run(node.end, point)
-            child = node.children.get(rest[: tree.grid].tobytes())
+    def _lead_to(self, sequence: Sequence, node: Node, end: int, points: list[int]) -> Node:
+        """Walk and build from `node` to a node that ends at `end`."""
+        prefix, grid = self.state.prefix, self.state.grid
+        while node.end < end:
+            rest = sequence.run(node.end, end)
+            child = node.children.get(rest[:grid].tobytes())
             if child is None:
-                return self._build(sequence, node, point)
-            same = tree.common(child.tokens, rest)
+                return self._build(sequence, node, end, points)
+            same = prefix.tree.common(child.tokens, rest)
             if same < len(child.tokens):
-                child = books.prefix.split(child, node.end + same)
+                child = prefix.split(child, node.end + same)
+            child.growing_tip = False
             self._merge(sequence, child)
             node = child
+            self._leave_points(sequence, node, points)
         return node
 
-    def _build(self, sequence: Sequence, node: Node, point: int) -> Node:
-        """A new run from `node` to `point`, or more of the sequence's own last run."""
-        prefix = self.books.prefix
-        tokens = sequence.run(node.end, point)
-        extras = self.books.next_spaced(sequence, node.end) < point
-        snapshots = _donated_states(sequence, node.end, point)
-        pages: list[Ids] = [NO_PAGES] * len(self.books.tables)
-        for number in self.books.per_token:
-            pages[number] = self._donated(sequence, number, node.end, point)
-        is_end = point not in sequence.points
-        if node is sequence.node and is_end and prefix.can_grow(node):
-            prefix.grow(node, tokens, pages, snapshots)
-            return node
-        child = prefix.insert(node, tokens, pages, snapshots, extras=extras, priority=sequence.priority)
-        child.rolling = is_end
-        return child
+    # ---- a run that the tree has not
 
-    def _donated(self, sequence: Sequence, number: int, start: int, end: int) -> Ids:
-        """Our pages of one group for the run [start, end), but for those that no point needs: they go back."""
-        table, row = self.books.tables[number], sequence.row
-        first, last = start // table.slot_tokens, end // table.slot_tokens
-        if table.span is not None:  # what was passed before is sorted out already
-            passed = min(table.tails.first_block(end), last)
-            start = max(first, int(table.first[row]))
-            self._let_go(row, number, self._spare(sequence, table, start, passed, end))
-        return table.pages[row, first:last].copy()
+    def _build(self, sequence: Sequence, node: Node, end: int, points: list[int]) -> Node:
+        """A new run from `node` to `end`, or more of the sequence's own last run."""
+        prefix, start = self.state.prefix, node.end
+        tokens = sequence.run(start, end)
+        pages: list[Ids] = [NO_PAGES] * len(self.state.groups)
+        for group in self.state.full:
+            table = self.state.tables[group.number].pages[sequence.row]
+            pages[group.number] = table[start // group.slot_tokens : end // group.slot_tokens].copy()
+        held = [point for point in points if point > start and self._holds(sequence, point)]
+        for group in self.state.windows:
+            pages[group.number] = self._window_run(sequence, group, start, end, held)
+        if node is sequence.node and prefix.can_grow(node):
+            prefix.grow(node, tokens, pages)
+        else:
+            node = prefix.insert(node, tokens, pages)
+            node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
+        self._leave_points(sequence, node, [point for point in points if point > start])
+        return node
+
+    def _holds(self, sequence: Sequence, point: int) -> bool:
+        """Whether a sequence has all window pages that a point needs in its own tables."""
+        return all(
+            group.first_block(point) >= int(self.state.tables[group.number].first[sequence.row])
+            for group in self.state.windows
+        )
+
+    def _window_run(self, sequence: Sequence, group: PagedGroup, start: int, end: int, points: list[int]) -> Ids:
+        """The pages of a window for a new run: those that its points need."""
+        size = group.slot_tokens
+        row, first = self.state.tables[group.number].pages[sequence.row], start // size
+        pages = np.zeros(end // size - first, np.int32)
+        for point in points:
+            low, high = max(group.first_block(point), first), point // size
+            pages[low - first : high - first] = row[low:high]
+        if points and first < group.head_blocks:
+            head = min(group.head_blocks, points[-1] // size)
+            pages[: head - first] = row[first:head]
+        return pages
+
+    # ---- a run that the tree has
 
     def _merge(self, sequence: Sequence, node: Node) -> None:
-        """The tree has this run already: take over its pages, fill its gaps with ours, give back the rest."""
-        node.extras |= self.books.next_spaced(sequence, node.start) < node.end
-        if self.books.states:
-            self.books.prefix.keep_snapshots(node, _donated_states(sequence, node.start, node.end))
-        for number in self.books.per_token:
-            self._merge_rows(sequence, node, number)
+        """Our pages of a run are duplicates: the tables name the tree's from now on."""
+        for group in self.state.rows:
+            table, first = self.state.tables[group.number], node.start // group.slot_tokens
+            ours, theirs = table.pages[sequence.row, first : node.end // group.slot_tokens], node.pages[group.number]
+            if group.is_full:
+                gone = ours.copy()
+                table.write(sequence.row, first, theirs)
+            else:
+                swapped = (ours != theirs) & (ours != NULL) & (theirs != NULL)
+                gone = ours[swapped]
+                self.state.share(group, theirs[swapped])
+                table.write(sequence.row, first, np.where(swapped, theirs, ours))
+            if group.has_pages:
+                self.state.release(group, gone)
 
-    def _merge_rows(self, sequence: Sequence, node: Node, number: int) -> None:
-        books, table, row = self.books, self.books.tables[number], sequence.row
-        first, last = node.start // table.slot_tokens, node.end // table.slot_tokens
-        ours = self._donated(sequence, number, node.start, node.end)
-        books.give_back(number, books.prefix.keep(node, number, 0, ours))
-        table.write(row, first, np.where(table.pages[row, first:last] == NULL, np.int32(NULL), node.pages[number]))
+    def _leave_points(self, sequence: Sequence, node: Node, points: list[int]) -> None:
+        """Resume points in a run that is in the tree, wherever the window pages they need are there or ours."""
+        state = self.state
+        for point in points:
+            if not node.start < point <= node.end:
+                continue
+            states = sequence.snapshots.pop(point, ())
+            if node.point_at(point) is None and self._fill_windows(sequence, node, point):
+                state.prefix.add_point(node, point, self._kind(sequence, point), states, sequence.priority)
+            elif states:
+                state.free_states(states)
+
+    def _fill_windows(self, sequence: Sequence, node: Node, point: int) -> bool:
+        """Whether the window pages of a point are all there, after ours have filled the gaps."""
+        gaps: list[tuple[Node, PagedGroup, int, Ids]] = []
+        for group in self.state.windows:
+            if not group.has_pages:
+                continue
+            table, end = self.state.tables[group.number], point // group.slot_tokens
+            first = min(group.first_block(point), end)
+            for low, high in ((0, min(group.head_blocks, end)), (first, end)):
+                found = _gaps(sequence, table, node, low, high)
+                if found is None:
+                    return False
+                gaps += found
+        for at, group, low, pages in gaps:
+            self.state.prefix.fill(at, group, low, pages)
+        return True
 
 
-def _donated_states(sequence: Sequence, start: int, end: int) -> Snapshots:
-    """Those of (start, end] are the sequence's no more."""
-    return {at: sequence.snapshots.pop(at) for at in list(sequence.snapshots) if start < at <= end}
+def _gaps(
+    sequence: Sequence, table: BlockTable, node: Node, low: int, high: int
+) -> list[tuple[Node, PagedGroup, int, Ids]] | None:
+    """Our pages for the runs at or above `node` that lack some in the blocks [low, high); None where we lack them too."""
+    group = table.group
+    found: list[tuple[Node, PagedGroup, int, Ids]] = []
+    at = node
+    while high > low and at.parent is not None:
+        start = at.start // group.slot_tokens
+        first = max(low, start)
+        theirs = at.pages[group.number][first - start : max(0, high - start)]
+        if np.count_nonzero(theirs) < len(theirs):
+            ours = table.pages[sequence.row, first:high]
+            if not (ours[theirs == NULL] != NULL).all():
+                return None
+            found.append((at, group, first, ours.copy()))
+        high, at = min(high, start), at.parent
+    return found

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import BadSequence
-from kvweave.pool import Ids
-from kvweave.prefix import Node, Tokens
-from kvweave.prefix.node import Snapshots
+from kvweave.prefix import Node, Point, StatePages, Tokens
 
 Rows = NDArray[np.int64]
 
 
 class Home(Protocol):
-    """What a sequence asks of the books that it is in."""
+    """What a sequence asks of the cache that it is in."""
 
-    lengths: Rows
-
-    @property
+    def length_of(self, row: int) -> int: ...
+    def committed_of(self, row: int) -> int: ...
+    def step_start_of(self, row: int) -> int: ...
+    def next_stop(self, sequence: Sequence) -> int | None: ...
     def state_tags(self) -> list[str]: ...
-    def next_stop(self, sequence: Sequence, position: int) -> int | None: ...
     def flush_tokens(self, sequence: Sequence) -> None: ...
-
-
-class Copy(NamedTuple):
-    """Pages of a group to be copied, `src` to `dst`, before the next step; copies are carried out in order."""
-
-    tag: str
-    src: Ids
-    dst: Ids
+    def close_sequence(self, sequence: Sequence) -> None: ...
 
 
 class Checkpoint(NamedTuple):
@@ -47,14 +39,17 @@ FIELDS = (
     "_buffer",
     "_first",
     "_num_tokens",
-    "books",
     "branch",
+    "copy_at",
+    "drop_last_blocks",
+    "home",
     "in_step",
     "namespace",
     "node",
     "num_cached",
     "num_prompt",
-    "planned",
+    "opened",
+    "pending_key",
     "points",
     "priority",
     "restore",
@@ -62,6 +57,7 @@ FIELDS = (
     "rows",
     "snapshots",
     "spaced_end",
+    "tip",
 )
 """What makes up a sequence."""
 
@@ -69,41 +65,54 @@ FIELDS = (
 class Sequence:
     """One sequence of a cache. `num_cached` of its tokens were found; compute the rest.
 
-    `stop` is the next length at which the cache wants a state snapshot: extend no further than that, commit, go on.
-    Kernels that can write states on the way need not stop: `extend` with `checkpoints` says where they go.
+    `stop` is the next length at which the cache wants the state of a prompt: extend no further than that, commit, go
+    on. Kernels that can write states on the way need not stop: `extend` with `checkpoints` says where they go.
     """
 
     __slots__ = FIELDS
 
-    def __init__(self, books: Home, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node) -> None:
-        self.books = books
+    def __init__(self, home: Home, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node) -> None:
+        self.home = home
         self.row = row
         self.rows: Rows = np.array([row], np.int64)
-        self.planned: dict[int, tuple[int, ...]] = {}
-        """State pages, one a group of states, by the position whose state they will hold when the step is over."""
-        self.in_step = False
-        """Whether the step itself leaves the states there; if not, the one at its end is copied from the live one."""
+        self.opened = 0
+        """The cache's clock when it was opened."""
         self.namespace = namespace
         self.priority = priority
         self.num_prompt = len(tokens)
         self.num_cached = node.end
         self.node = node
         self.branch = 0
+        self.drop_last_blocks = 0
         self.points: list[int] = []
-        """Positions at which a resume point is wanted, ascending: nodes of the tree."""
+        """Positions of its prompt at which a resume point is wanted, ascending."""
         self.spaced_end = 0
-        """Before this, points are welcome where the retention spaces them: extras of a node."""
-        self.snapshots: Snapshots = {}
-        """Not in the tree yet."""
-        self.restore: tuple[int, ...] = ()
-        """The snapshot, a page a group of states, to be copied into the live states before the first step."""
-        self._first = node.end
-        self._buffer = tokens[node.end :].copy()  # what is before is in the tree; the caller's array is the caller's
+        """Before this position, points are welcome where the retention spaces them."""
+        self.snapshots: dict[int, StatePages] = {}
+        """State pages by position, not in the tree yet: states that steps leave, true once they are committed."""
+        self.in_step: list[int] = []
+        """Those of them that a step leaves itself, the last one that left any."""
+        self.copy_at = -1
+        """The position of the one that is to be copied from the live state, when it is there."""
+        self.restore: Point | None = None
+        """The point whose states are to be copied into the live ones before the first step."""
+        self.tip: Point | None = None
+        """The last point it left while generating; the next one takes its place."""
+        self.pending_key: bytes | None = None
+        """Its key among its node's pending sequences."""
+        self._first = 0
+        self._buffer = tokens
         self._num_tokens = len(tokens)
 
-    def _check_open(self) -> None:
+    def start_at(self, position: int, tokens: Tokens) -> None:
+        """Its tokens before `position` are in the tree; the others it keeps: the caller's array is the caller's."""
+        self._first = position
+        self._buffer = tokens[position:].copy()
+        self._num_tokens = len(tokens)
+
+    def check_open(self) -> None:
         """Row -1 would be somebody else's."""
-        if not self.is_open:
+        if self.row < 0:
             raise BadSequence("the sequence is closed")
 
     @property
@@ -112,28 +121,36 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens that have a place: cached, computed, or about to be."""
-        self._check_open()
-        return int(self.books.lengths[self.row])
+        """Tokens with pages allocated: cached, computed, or in a step that is under way."""
+        self.check_open()
+        return self.home.length_of(self.row)
+
+    @property
+    def committed(self) -> int:
+        """Tokens whose KV is written and may be shared."""
+        self.check_open()
+        return self.home.committed_of(self.row)
 
     @property
     def stop(self) -> int | None:
-        return self.books.next_stop(self, self.length)
+        self.check_open()
+        return self.home.next_stop(self)
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Where the step prepared should leave states, at its end too, after `extend` with `checkpoints`."""
+        """Where the step just prepared should leave states, after `extend` with `checkpoints`."""
+        tags, start = self.home.state_tags(), self.home.step_start_of(self.row)
         return [
             Checkpoint(tag, position, page)
-            for position, pages in self.planned.items()
-            for tag, page in zip(self.books.state_tags, pages, strict=True)
-            if self.in_step
+            for position in self.in_step
+            if position > start and position in self.snapshots
+            for tag, page in zip(tags, self.snapshots[position], strict=True)
         ]
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens known so far: the prompt, and what `extend` was told."""
-        self._check_open()
+        """All tokens known so far: the prompt, and what `extend` and `commit` were told."""
+        self.check_open()
         num_tokens = self.num_tokens
         cached = np.concatenate([*(node.tokens for node in self.node.path()), self._buffer[:0]])[: self._first]
         return np.concatenate([cached, self.run(self._first, num_tokens)])
@@ -141,7 +158,7 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """How many tokens are known."""
-        self.books.flush_tokens(self)
+        self.home.flush_tokens(self)
         return self._num_tokens
 
     def run(self, start: int, end: int) -> Tokens:
@@ -161,19 +178,33 @@ class Sequence:
     def cut_tokens(self, length: int) -> None:
         self._num_tokens = min(self._num_tokens, length)
 
+    def close(self) -> None:
+        """`Cache.close`, unless it is closed already."""
+        if self.row >= 0:
+            self.home.close_sequence(self)
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def __repr__(self) -> str:
         state = f"row {self.row}, {self.length} tokens" if self.is_open else "closed"
         return f"<Sequence {state}, {self.num_cached} cached>"
 
 
 class Pin:
-    """A prefix that is kept until `Cache.unpin`: its length in tokens, and where it ends."""
+    """A prefix that is kept until `Cache.unpin`: its length in tokens, and the point where it ends."""
 
-    __slots__ = ("books", "node")
+    __slots__ = ("home", "node", "point")
 
-    def __init__(self, books: Home, node: Node) -> None:
-        self.books: Home | None = books
+    def __init__(self, home: Home, node: Node, point: Point) -> None:
+        self.home: Home | None = home
         self.node = node
+        self.point = point
 
     @property
     def length(self) -> int:
@@ -191,10 +222,10 @@ class Batch:
         self.checked = -1
         """The cache's count of closed sequences when it last looked at this batch."""
 
-    def check(self, books: Home) -> None:
-        """All sequences are open ones of these books, each once, where they were when the batch was made."""
+    def check(self, home: Home) -> None:
+        """All sequences are open ones of this cache, each once, where they were when the batch was made."""
         for sequence, row in zip(self.sequences, self.rows.tolist(), strict=True):
-            if sequence.books is not books:
+            if sequence.home is not home:
                 raise BadSequence("a sequence of another cache is in the batch")
             if row < 0 or sequence.row != row:
                 raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")

@@ -1,8 +1,15 @@
-"""Statistics: frozen records of the books. free + held + cached = all, whenever anyone looks."""
+"""Statistics: frozen records of what a cache holds. free + held + cached = all, whenever anyone looks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.cache.state import CacheState
+
+Sums = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +30,8 @@ class PoolStats:
     """Super-pages of one pool, the NULL one apart."""
 
     name: str
-    supers: int
-    free_supers: int
+    superpages: int
+    free_superpages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +52,54 @@ class Stats:
         return next(group for group in self.groups if group.tag == tag)
 
 
+def group_stats(state: CacheState) -> tuple[GroupStats, ...]:
+    found = []
+    for group in state.groups:
+        pool, cached = state.pool_of[group.number], state.prefix.num_cached[group.number]
+        if pool is None:
+            found.append(GroupStats(group.tag, 0, 0, 0, 0, 0))
+            continue
+        pages, allocated = pool.groups[group.tag], pool.num_allocated(group.tag)
+        padding = state.plan.padding_bytes(group.tag) * allocated
+        found.append(GroupStats(group.tag, pages.free.size, allocated - cached, cached, pages.num_evictable, padding))
+    return tuple(found)
+
+
+def pool_stats(state: CacheState) -> tuple[PoolStats, ...]:
+    return tuple(PoolStats(pool.name, pool.num_superpages, pool.free_superpages.size) for pool in state.pools)
+
+
 class InfiniteCache:
-    """How much of each prompt was ever seen before, on the grid: sums of tokens, never forgotten, 8 bytes a block."""
+    """How much of each prompt was ever seen before, on the grid: 64-bit sums of tokens, never forgotten.
+
+    Sorted arrays, each at least twice as long as the next, are merged as they grow: 8 bytes a block, and as much again
+    for a moment while two of them are merged.
+    """
 
     def __init__(self, grid: int) -> None:
         self.grid = grid
         self.hit_tokens = 0
-        self._seen: set[tuple[int, int]] = set()
+        self._sorted: list[Sums] = []
 
-    def see(self, salt: int, sums: list[int], limit: int) -> None:
+    def see(self, sums: Sums, limit: int) -> None:
         """`sums[i]` identifies the first (i + 1) x grid tokens. What is seen is closed under prefixes."""
         low, high = 0, len(sums)
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if (salt, sums[middle]) in self._seen else (low, middle)
+            low, high = (middle + 1, high) if self._has(sums[middle]) else (low, middle)
         self.hit_tokens += min(low * self.grid, limit // self.grid * self.grid)
-        self._seen.update((salt, value) for value in sums[low:])
+        if low < len(sums):
+            self._add(np.sort(sums[low:]))
+
+    def _has(self, value: np.uint64) -> bool:
+        for array in self._sorted:
+            at = int(np.searchsorted(array, value))
+            if at < len(array) and array[at] == value:
+                return True
+        return False
+
+    def _add(self, new: Sums) -> None:
+        while self._sorted and len(self._sorted[-1]) < 2 * len(new):
+            new = np.concatenate([self._sorted.pop(), new])
+            new.sort(kind="stable")
+        self._sorted.append(new)

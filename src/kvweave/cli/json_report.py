@@ -56,7 +56,7 @@ def _group(plan: Plan, group: Group) -> dict[str, Any]:
         "padding_bytes": plan.padding_bytes(group.tag),
         "stride_bytes": plan.stride_bytes(group.tag),
         "num_pages": plan.num_pages(group.tag),
-        "pages_per_super": group.pages_per_super,
+        "pages_per_superpage": group.pages_per_superpage,
         "pool": group.pool,
     }
 

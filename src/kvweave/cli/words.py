@@ -121,7 +121,7 @@ def pools_kind(plan: Plan) -> str:
 def pool_words(plan: Plan) -> list[str]:
     """A line a pool: `shared: 1,108 super-pages of 73.88 MiB in 1 lane = 79.94 GiB`."""
     return [
-        f"{pool.name}: {count(pool.num_supers, 'super-page')} of {size_words(pool.unit_bytes)}"
+        f"{pool.name}: {count(pool.num_superpages, 'super-page')} of {size_words(pool.unit_bytes)}"
         f" in {count(pool.lanes, 'lane')} = {size_words(pool.num_bytes)}"
         + ("" if pool.place is Place.DEVICE else f" in {pool.place} memory")
         for pool in plan.pools

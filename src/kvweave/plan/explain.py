@@ -20,7 +20,7 @@ def _lines(plan: Plan, num_tokens: int) -> Iterator[str]:
         yield from _group(plan, group)
     for pool in plan.pools:
         yield (
-            f"pool {pool.name} ({pool.place}, {plan.layout}): {pool.num_supers:,} super-pages of"
+            f"pool {pool.name} ({pool.place}, {plan.layout}): {pool.num_superpages:,} super-pages of"
             f" {format_bytes(pool.unit_bytes)} = {format_bytes(pool.num_bytes)}"
         )
     used, left = format_bytes(plan.num_bytes), format_bytes(plan.memory - plan.num_bytes)
@@ -46,7 +46,7 @@ def _group(plan: Plan, group: Group) -> Iterator[str]:
     padding = plan.padding_bytes(group.tag)
     yield (
         f"  page {format_bytes(group.payload_bytes)} + {format_bytes(padding)} padding"
-        f" ({padding / plan.stride_bytes(group.tag):.2%}); {group.pages_per_super} in a super-page,"
+        f" ({padding / plan.stride_bytes(group.tag):.2%}); {group.pages_per_superpage} in a super-page,"
         f" up to {plan.num_pages(group.tag):,} pages"
     )
 

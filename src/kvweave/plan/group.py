@@ -27,7 +27,7 @@ class Group:
     """The caches under one tag: what they keep, in what blocks, and how its pool is cut for them.
 
     `lane_layers` of its layers lie side by side in each lane of the pool, where a super-page holds
-    `pages_per_super` pages and kernel blocks are `kernel_stride` bytes apart.
+    `pages_per_superpage` pages and kernel blocks are `kernel_stride` bytes apart.
     A group without layers is a placeholder: its table exists, its pages hold nothing.
     """
 
@@ -39,7 +39,7 @@ class Group:
     context_shards: int = 1
     pool: str = ""
     lane_layers: int = 0
-    pages_per_super: int = 0
+    pages_per_superpage: int = 0
     kernel_stride: int = 0
 
     @property

@@ -54,7 +54,7 @@ class Plan:
     def num_pages(self, tag: str) -> int:
         """Pages that a group could have if it had its pool to itself, the NULL page apart."""
         group = self.group(tag)
-        return self.pool(group.pool).num_usable * group.pages_per_super if group.layers else 0
+        return self.pool(group.pool).num_usable * group.pages_per_superpage if group.layers else 0
 
     def view(self, layer: int, role: str, tag: str | None = None) -> View:
         """Where a role of a layer lies; for a layer that reads another's cache, where that one lies."""
@@ -93,7 +93,7 @@ class Plan:
     def stride_bytes(self, tag: str) -> int:
         """A page's share of its pool, over all lanes."""
         group = self.group(tag)
-        return self.pool(group.pool).unit_bytes // group.pages_per_super if group.layers else 0
+        return self.pool(group.pool).unit_bytes // group.pages_per_superpage if group.layers else 0
 
     def padding_bytes(self, tag: str) -> int:
         """Bytes of a page's share of its pool that hold no row: alignment, and what the super-page leaves over."""
@@ -121,9 +121,9 @@ class Plan:
 
     # ---- capacity
 
-    def supers_for(self, pool: Pool, num_tokens: int, sequences: int = 1) -> int:
+    def superpages_for(self, pool: Pool, num_tokens: int, sequences: int = 1) -> int:
         """Super-pages of a pool that so many sequences of so many tokens fill."""
-        held = [(g.num_blocks_held(num_tokens) * sequences, g.pages_per_super) for g in self._members(pool)]
+        held = [(g.num_blocks_held(num_tokens) * sequences, g.pages_per_superpage) for g in self._members(pool)]
         return sum(-(-pages // per_super) for pages, per_super in held)
 
     def sequences(self, num_tokens: int) -> int:
@@ -134,8 +134,8 @@ class Plan:
         return min((self._fit(pool, num_tokens) for pool in self.pools), default=UNLIMITED)
 
     def _fit(self, pool: Pool, num_tokens: int) -> int:
-        need = [(g.num_blocks_held(num_tokens), g.pages_per_super) for g in self._members(pool)]
-        low, high = 0, pool.num_usable * max(g.pages_per_super for g in self._members(pool)) + 1
+        need = [(g.num_blocks_held(num_tokens), g.pages_per_superpage) for g in self._members(pool)]
+        low, high = 0, pool.num_usable * max(g.pages_per_superpage for g in self._members(pool)) + 1
         while high - low > 1:
             middle = (low + high) // 2
             fits = sum(-(-pages * middle // per_super) for pages, per_super in need) <= pool.num_usable

@@ -67,7 +67,7 @@ def plan(
         notes=tuple(notes),
     )
     need = _check_fits(draft, requests, context)
-    demand = {pool.name: draft.supers_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools}
+    demand = {pool.name: draft.superpages_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools}
     return replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand, need)))
 
 
@@ -166,7 +166,7 @@ def _check_fits(draft: Plan, requests: Mapping[str, PoolRequest], context: int |
     tokens = 1 if context is None else context
     if tokens < 1:
         raise PlanError(f"context must be at least 1 token, got {tokens}")
-    need = {pool.name: draft.supers_for(pool, tokens) for pool in draft.pools}
+    need = {pool.name: draft.superpages_for(pool, tokens) for pool in draft.pools}
     for pool in draft.pools:
         pages = _pages(pool, requests)
         if pages is not None and pages < need[pool.name]:

@@ -48,7 +48,7 @@ class PoolRequest:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Memory for the groups `tags`: `lanes` lanes of `num_supers` super-pages of `super_bytes` each.
+    """Memory for the groups `tags`: `lanes` lanes of `num_superpages` super-pages of `superpage_bytes` each.
 
         lane 0   | super-page 0 | super-page 1 | ...
         lane 1   | super-page 0 | super-page 1 | ...
@@ -61,23 +61,23 @@ class Pool:
     name: str
     tags: tuple[str, ...]
     lanes: int
-    super_bytes: int
-    num_supers: int = 0
+    superpage_bytes: int
+    num_superpages: int = 0
     place: Place = Place.DEVICE
 
     @property
     def unit_bytes(self) -> int:
         """Bytes of one super-page over all lanes: what the pool grows by."""
-        return self.lanes * self.super_bytes
+        return self.lanes * self.superpage_bytes
 
     @property
     def num_bytes(self) -> int:
-        return self.unit_bytes * self.num_supers
+        return self.unit_bytes * self.num_superpages
 
     @property
     def num_usable(self) -> int:
         """Super-pages that groups can have: all but the NULL one."""
-        return max(0, self.num_supers - 1)
+        return max(0, self.num_superpages - 1)
 
 
 def cut(name: str, groups: Sequence[Group], layout: Layout, place: Place = Place.DEVICE) -> tuple[Pool, list[Group]]:
@@ -90,18 +90,18 @@ def cut(name: str, groups: Sequence[Group], layout: Layout, place: Place = Place
         Slice(group.layer_bytes * (len(group.layers) // lanes), group.kernel_blocks, group.layer_align)
         for group in groups
     ]
-    super_bytes, counts = (slices[0].page_bytes, (1,)) if len(slices) == 1 else search(slices)
+    superpage_bytes, counts = (slices[0].page_bytes, (1,)) if len(slices) == 1 else search(slices)
     placed = [
         replace(
             group,
             pool=name,
             lane_layers=len(group.layers) // lanes,
-            pages_per_super=count,
-            kernel_stride=super_bytes // (count * group.kernel_blocks),
+            pages_per_superpage=count,
+            kernel_stride=superpage_bytes // (count * group.kernel_blocks),
         )
         for group, count in zip(groups, counts, strict=True)
     ]
-    return Pool(name, tuple(group.tag for group in groups), lanes, super_bytes, 0, place), placed
+    return Pool(name, tuple(group.tag for group in groups), lanes, superpage_bytes, 0, place), placed
 
 
 def size(
@@ -129,7 +129,7 @@ def size(
         more = max(1, left // (poorest.unit_bytes * len(fitting)))
         counts[poorest.name] += more
         left -= more * poorest.unit_bytes
-    return [replace(pool, num_supers=counts[pool.name]) for pool in pools]
+    return [replace(pool, num_superpages=counts[pool.name]) for pool in pools]
 
 
 def _shares(

@@ -1,5 +1,7 @@
-"""WHO holds a page: free stacks, counts of owners, super-pages that move between groups."""
+"""WHO holds a page: free stacks, counted references, super-pages that move between groups."""
 
-from kvweave.pool.pages import NULL, GroupPages, Ids, PoolPages
+from kvweave.pool.group import PagedGroup
+from kvweave.pool.page_pool import PagePool
+from kvweave.pool.pages import NULL, GroupPages, Ids, PageStack
 
-__all__ = ["NULL", "GroupPages", "Ids", "PoolPages"]
+__all__ = ["NULL", "GroupPages", "Ids", "PagePool", "PageStack", "PagedGroup"]

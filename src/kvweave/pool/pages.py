@@ -1,9 +1,6 @@
-"""Free pages: int32 stacks, one a group, over super-pages that groups of one pool take and give back.
+"""The pages of one group: which are free, who holds the others, and which only the prefix cache holds.
 
-Page 0 of every group, and so super-page 0 of every pool, is NULL: never handed out, safe to read and to write.
-
-    pool        super-pages   | 0 NULL | 1 full | 2 state | 3 full | 4 free | ...
-    group full  pages           0..196   197..393           591..787          (stack of those that are free)
+Page 0 of every group is NULL: never handed out, safe to read and to write.
 """
 
 from __future__ import annotations
@@ -11,16 +8,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.plan import Group, Pool
+from kvweave.plan import Group
 
 Ids = NDArray[np.int32]
 NULL = 0
 
 
-class Stack:
-    """Free numbers; the last that came are the first to go, and what came in a row goes in that row.
+class PageStack:
+    """Free numbers, LIFO: numbers are popped in the order in which they were pushed together.
 
-    It grows from the end of its array to the front, so that such a row lies there as it came.
+    It grows from the end of its array to the front, so that a push and a pop are one slice each.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -51,7 +48,7 @@ class Stack:
         self.size -= 1
         return number
 
-    def keep(self, numbers: Ids) -> None:
+    def replace(self, numbers: Ids) -> None:
         """Only these, from now on."""
         self.top, self.size = len(self.numbers), 0
         self.push(numbers)
@@ -62,155 +59,112 @@ class Stack:
 
 
 class GroupPages:
-    """The free pages of one group. `refs` counts the owners beyond the first of pages shared by forks.
+    """The pages of one group in its pool.
 
-    Where a page is `whole`, a super-page of its own, there is nothing to collect: its free ones are the pool's.
+    `refs` counts the holders of a page beyond the first; block tables and the prefix cache are holders alike. Only
+    groups whose pages are shared page by page (windows) use it: other pages have one owner. `cached` counts the runs of
+    the prefix tree that hold a page (prompts that part inside a grid block may share smaller ones), `num_evictable` the
+    pages that nobody but the tree holds or needs.
+
+    Where a page is a whole super-page (`is_whole`), its free ones are the pool's.
     """
 
-    def __init__(self, group: Group, num_supers: int) -> None:
+    def __init__(self, group: Group, num_superpages: int) -> None:
         self.tag = group.tag
-        self.has_gaps = group.cache.reach.span is not None
-        """Whether there may be NULLs among the pages that it is given back."""
-        self.per_super = group.pages_per_super
-        self.whole = self.per_super == 1
-        self.free = Stack(0 if self.whole else num_supers * self.per_super)
-        self.num_supers = 0
-        self.refs: Ids = np.zeros(num_supers * self.per_super, np.int32)
-        self.num_refs = 0
+        self.per_superpage = group.pages_per_superpage
+        self.is_whole = self.per_superpage == 1
+        capacity = num_superpages * self.per_superpage
+        self.free = PageStack(0 if self.is_whole else capacity)
+        self.num_superpages = 0
+        self.refs: Ids = np.zeros(capacity, np.int32)
+        self.cached: Ids = np.zeros(capacity, np.int32)
+        self.num_evictable = 0
+        self.evictable_in: NDArray[np.int64] = np.zeros(0 if self.is_whole else num_superpages, np.int64)
+        """Evictable pages of each super-page."""
 
-    @property
-    def num_free(self) -> int:
-        return self.free.size
-
-    def supers_for(self, count: int) -> int:
+    def superpages_for(self, count: int) -> int:
         """Super-pages it lacks to have `count` free pages."""
-        return max(0, -(-(count - self.free.size) // self.per_super))
+        return max(0, -(-(count - self.free.size) // self.per_superpage))
 
-    def empty_supers(self) -> Ids:
+    # ---- shared page by page: windows
+
+    def share(self, pages: Ids) -> None:
+        """One more table names each of `pages`."""
+        refs = self.refs[pages]
+        alone = pages[refs + 1 == self.cached[pages]]
+        if len(alone):
+            self.count_evictable(alone, -1)
+        self.refs[pages] = refs + 1
+
+    def enter_cache(self, pages: Ids) -> int:
+        """The tree holds `pages` too, which tables name; returns how many of them it did not hold before."""
+        cached = self.cached[pages]
+        self.cached[pages] = cached + 1
+        self.refs[pages] += 1
+        return len(pages) - int(np.count_nonzero(cached))
+
+    def release(self, pages: Ids) -> Ids:
+        """Tables let go of `pages`, the same one perhaps several times; returns those that nobody holds now."""
+        if not self.refs[pages].any():
+            return pages
+        pages, counts = np.unique(pages, return_counts=True)
+        left = self.refs[pages] - counts
+        self.refs[pages] = np.maximum(left, 0)
+        alone = pages[(left >= 0) & (left + 1 == self.cached[pages])]
+        if len(alone):
+            self.count_evictable(alone, 1)
+        gone: Ids = pages[left < 0]
+        return gone
+
+    def leave_cache(self, pages: Ids) -> tuple[Ids, int]:
+        """The tree lets go of `pages`, each once; returns those that nobody holds now, and how many left it for good."""
+        cached, refs = self.cached[pages] - 1, self.refs[pages]
+        self.cached[pages] = cached
+        alone: Ids = pages[refs == 0]
+        if len(alone):
+            self.count_evictable(alone, -1)
+        if len(alone) < len(pages):
+            held = pages[refs > 0]
+            self.refs[held] -= 1
+        return alone, len(pages) - int(np.count_nonzero(cached))
+
+    def count_evictable(self, pages: Ids, sign: int) -> None:
+        """These pages of the prefix cache are needed by nobody else from now on (1), or are again (-1)."""
+        self.num_evictable += sign * len(pages)
+        if not self.is_whole:
+            counts = np.bincount(pages // self.per_superpage, minlength=len(self.evictable_in))
+            self.evictable_in += sign * counts
+
+    def count_evictable_one(self, page: int, sign: int) -> None:
+        """`count_evictable`, for a single page."""
+        self.num_evictable += sign
+        if not self.is_whole:
+            self.evictable_in[page // self.per_superpage] += sign
+
+    # ---- super-pages
+
+    def free_in(self) -> NDArray[np.int64]:
+        """Free pages of each super-page."""
+        counts: NDArray[np.int64] = np.bincount(
+            self.free.all // self.per_superpage, minlength=len(self.evictable_in)
+        ).astype(np.int64)
+        return counts
+
+    def empty_superpages(self) -> Ids:
         """Super-pages of this group none of whose pages is in use."""
-        if self.free.size < self.per_super:
+        if self.free.size < self.per_superpage:
             return np.empty(0, np.int32)
-        counts = np.bincount(self.free.all // self.per_super)
-        return np.flatnonzero(counts == self.per_super).astype(np.int32)
+        return np.flatnonzero(self.free_in() == self.per_superpage).astype(np.int32)
 
-    def add(self, supers: Ids) -> None:
-        pages = supers[:, None] * self.per_super + np.arange(self.per_super)
+    def add_superpages(self, superpages: Ids) -> None:
+        pages = superpages[:, None] * self.per_superpage + np.arange(self.per_superpage)
         self.free.push(pages.ravel().astype(np.int32))
-        self.num_supers += len(supers)
+        self.num_superpages += len(superpages)
 
-    def drop(self, supers: Ids) -> None:
+    def drop_superpages(self, superpages: Ids) -> None:
         """Forget the free pages of these super-pages."""
-        gone = np.zeros(len(self.refs) // self.per_super, bool)
-        gone[supers] = True
+        gone = np.zeros(len(self.evictable_in), bool)
+        gone[superpages] = True
         free = self.free.all
-        self.free.keep(free[~gone[free // self.per_super]])
-        self.num_supers -= len(supers)
-
-
-def _without_nulls(pages: Ids) -> Ids:
-    count = int(np.count_nonzero(pages))
-    if count == len(pages):
-        return pages
-    last = pages[len(pages) - count :]  # windows keep the end of a run, mostly
-    if np.count_nonzero(last) == count:
-        return last
-    kept: Ids = pages[pages != NULL]
-    return kept
-
-
-class PoolPages:
-    """The super-pages of one pool, and the groups among which they move."""
-
-    def __init__(self, pool: Pool, groups: list[Group]) -> None:
-        self.name = pool.name
-        self.num_supers = pool.num_usable
-        self.groups = {group.tag: GroupPages(group, pool.num_supers) for group in groups}
-        self.free_supers = Stack(self.num_supers)
-        self.free_supers.push(np.arange(1, self.num_supers + 1, dtype=np.int32))
-
-    def available(self, tag: str) -> int:
-        """Pages a group could take without anything being evicted, empty super-pages of others included."""
-        group = self.groups[tag]
-        supers = self.free_supers.size + sum(len(g.empty_supers()) for g in self.groups.values() if g is not group)
-        return group.num_free + supers * group.per_super
-
-    def prepare(self, wanted: dict[str, int]) -> int:
-        """Move super-pages so that every group can `take` what it wants; returns how many lack (0: all is ready)."""
-        lack = -self.free_supers.size
-        for tag, count in wanted.items():
-            lack += self.groups[tag].supers_for(count)
-        if lack > 0 and len(self.groups) > 1:
-            for tag, group in self.groups.items():
-                lack -= self._reclaim(group, min(lack, (group.num_free - wanted.get(tag, 0)) // group.per_super))
-        if lack > 0:
-            return lack
-        for tag, count in wanted.items():
-            group = self.groups[tag]
-            if not group.whole and (supers := group.supers_for(count)):
-                group.add(self.free_supers.pop(supers))
-        return 0
-
-    def _reclaim(self, group: GroupPages, most: int) -> int:
-        """Take back up to `most` empty super-pages of a group."""
-        if most <= 0:
-            return 0
-        supers = group.empty_supers()[:most]
-        if len(supers):
-            group.drop(supers)
-            self.free_supers.push(supers)
-        return len(supers)
-
-    def take(self, tag: str, count: int) -> Ids:
-        """`count` pages, for which `prepare` made room before."""
-        group = self.groups[tag]
-        free = self.free_supers if group.whole else group.free
-        assert count <= free.size, f"pool {self.name}: {count} pages of {tag} were promised"
-        if group.whole:
-            group.num_supers += count
-        return free.pop(count)
-
-    def take_one(self, tag: str) -> int:
-        """`take`, for a single page."""
-        group = self.groups[tag]
-        free = self.free_supers if group.whole else group.free
-        assert free.size, f"pool {self.name}: a page of {tag} was promised"
-        if group.whole:
-            group.num_supers += 1
-        return free.pop_one()
-
-    def share(self, tag: str, pages: Ids) -> None:
-        """One more owner for each of `pages`."""
-        group = self.groups[tag]
-        group.refs[pages] += 1
-        group.num_refs += len(pages)
-
-    def release(self, tag: str, pages: Ids, gaps: bool) -> int:
-        """Give up one ownership of each page; among `gaps`, NULLs are ignored. Returns how many became free."""
-        group = self.groups[tag]
-        if gaps and group.has_gaps:
-            pages = _without_nulls(pages)
-        if group.num_refs:
-            shared = group.refs[pages] > 0
-            group.refs[pages[shared]] -= 1
-            group.num_refs -= int(np.count_nonzero(shared))
-            pages = pages[~shared]
-        if group.whole:
-            self.free_supers.push(pages)
-            group.num_supers -= len(pages)
-        else:
-            group.free.push(pages)
-        return len(pages)
-
-    def release_one(self, tag: str, page: int) -> None:
-        """`release`, for a single page that nobody shares."""
-        group = self.groups[tag]
-        if group.whole:
-            self.free_supers.push_one(page)
-            group.num_supers -= 1
-        else:
-            group.free.push_one(page)
-
-    def num_held(self, tag: str) -> int:
-        """Pages of a group that somebody owns."""
-        group = self.groups[tag]
-        return group.num_supers * group.per_super - group.num_free
+        self.free.replace(free[~gone[free // self.per_superpage]])
+        self.num_superpages -= len(superpages)

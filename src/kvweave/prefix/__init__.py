@@ -2,27 +2,31 @@
 
 from kvweave.prefix.events import Event
 from kvweave.prefix.joint import Present, joint_hit
-from kvweave.prefix.keys import Contents, Span, as_tokens, tree_groups
-from kvweave.prefix.node import Node, Tokens
-from kvweave.prefix.policy import POLICIES, Policy, Record
-from kvweave.prefix.prefix import Prefix
+from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
+from kvweave.prefix.policy import POLICIES, EvictionCandidate, Policy
+from kvweave.prefix.prefix_cache import PrefixCache
+from kvweave.prefix.prompt import ContentTokens, Span, as_tokens
 from kvweave.prefix.replica import Replica
-from kvweave.prefix.retention import Retention
+from kvweave.prefix.retention import NEVER, Retention, Spacing
 
 __all__ = [
+    "NEVER",
     "POLICIES",
-    "Contents",
+    "ContentTokens",
     "Event",
+    "EvictionCandidate",
+    "Kind",
     "Node",
+    "Point",
     "Policy",
-    "Prefix",
+    "PrefixCache",
     "Present",
-    "Record",
     "Replica",
     "Retention",
     "Span",
+    "Spacing",
+    "StatePages",
     "Tokens",
     "as_tokens",
     "joint_hit",
-    "tree_groups",
 ]

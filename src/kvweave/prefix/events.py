@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,14 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """The node `upper`, right above a node, is part of it now."""
+
+    node: int
+    upper: int
+
+
+@dataclass(frozen=True, slots=True)
 class Trimmed:
     """A node ends at `end` now."""
 
@@ -66,9 +74,9 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A content (image, sound) is the negative token `token` from now on."""
+    """A content (image, sound) with this digest is the negative token `token` from now on."""
 
-    content: bytes
+    digest: bytes
     token: int
 
 
@@ -77,4 +85,4 @@ class Cleared:
     """Everything is gone."""
 
 
-Event = Stored | Kept | Lost | Split | Trimmed | Removed | Named | Cleared
+Event = Stored | Kept | Lost | Split | Joined | Trimmed | Removed | Named | Cleared

@@ -1,15 +1,16 @@
-"""A node of the prefix tree is a resume point: its end. Its edge is the run of tokens from the point above.
+"""The prefix tree's parts: nodes are runs of tokens, points are positions inside them from which sequences resume.
 
-    root --[ system prompt ]-- A --[ question 1, answer 1 ]-- B
-                               \\--[ question 2 ]-- C
+    root --[ system prompt   .   . p]-- A --[ question 1, answer 1  p]-- B        p: a resume point
+                                        \\--[ question 2  p]-- C                  .: one that nobody has asked for
 
-Per group of rows it holds an int32 array with the page of each block of its run, NULL where the page is not kept: all
-pages of groups that see everything, the blocks of [tail(end), end) of windows. States it holds all together, a page a
-group, by position: those at its end. Windows and states may keep `extras` in between, of positions passed on the way:
-resume points that nobody has asked for. One that is asked for becomes a node.
+Per full group a node holds the page of every block of its run; per window group an array with NULL where no page is kept:
+exactly the blocks of [tail(p), p) of the points p are. The states of a point are pages of its own, one a group.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,62 +18,120 @@ from numpy.typing import NDArray
 from kvweave.pool import Ids
 
 Tokens = NDArray[np.int32]
-Snapshots = dict[int, tuple[int, ...]]
-"""State pages, one a group of states, by the position they were taken at."""
+StatePages = tuple[int, ...]
+"""The state after some position: a page of each state group, in the groups' order."""
+
+
+class Kind(IntEnum):
+    """Why a resume point is there."""
+
+    SPACED = 0
+    """Kept every so many tokens of a prompt; nobody has asked for it."""
+    ANSWER = 1
+    """The end of what a sequence generated, or the last point before it."""
+    PROMPT = 2
+    """The last position from which the same prompt can be asked again."""
+    BRANCH = 3
+    """Where a prompt left the path of an earlier one, or resumed."""
+
+
+class Point:
+    """A resume point: its position, and what eviction knows of it. `pins` counts who must find its states unharmed."""
+
+    __slots__ = (
+        "alive",
+        "entry",
+        "hits",
+        "kind",
+        "last_used",
+        "node",
+        "pins",
+        "position",
+        "priority",
+        "queue",
+        "states",
+    )
+
+    def __init__(self, node: Node, position: int, kind: Kind, states: StatePages) -> None:
+        self.node = node
+        self.position = position
+        self.kind = kind
+        self.states = states
+        self.alive = True
+        self.last_used = 0
+        self.hits = 0
+        self.priority = 0
+        self.pins = 0
+        self.queue: Any = None
+        """The eviction queue that it is in, if any, and its entry there."""
+        self.entry: Any = None
+
+    def position_above(self) -> int:
+        """The nearest point above it, or 0: what it saves is the tokens between."""
+        node: Node | None = self.node
+        while node is not None:
+            for point in reversed(node.points):
+                if point.position < self.position:
+                    return point.position
+            node = node.parent
+        return 0
 
 
 class Node:
-    """One run of tokens. `pins` counts the running sequences at or below it, `uses` those that stand exactly on it."""
+    """One run of tokens. `pins` counts the holders (running sequences, pins) at or below it, `uses` those exactly at
+    its end. `points` are in order."""
 
     __slots__ = (
         "children",
-        "counts",
         "end",
-        "extras",
-        "hits",
+        "growing_tip",
         "id",
-        "last_used",
+        "namespace",
         "pages",
         "parent",
+        "pending",
         "pins",
-        "priority",
-        "queued",
-        "rolling",
-        "snapshots",
+        "points",
         "start",
         "tokens",
         "uses",
     )
 
-    def __init__(
-        self, id: int, parent: Node | None, start: int, tokens: Tokens, pages: list[Ids], snapshots: Snapshots
-    ) -> None:
+    def __init__(self, id: int, parent: Node | None, start: int, tokens: Tokens, pages: list[Ids]) -> None:
         self.id = id
         self.parent = parent
+        self.namespace: Any = None
+        """Of a root: what its sequences have in common."""
         self.start = start
         self.end = start + len(tokens)
         self.tokens = tokens
         self.pages = pages
         """By group; those of states have none."""
-        self.snapshots = snapshots
-        self.counts = [0] * len(pages)
-        """Pages kept, by group; for states, how many snapshots. The tree counts them."""
+        self.points: list[Point] = []
         self.children: dict[bytes, Node] = {}
-        self.extras = False
+        self.pending: dict[bytes, list[Any]] | None = None
+        """Sequences that stand here and have committed more, by their next tokens: publish them before going on."""
         self.pins = 0
         self.uses = 0
-        self.last_used = 0
-        self.hits = 0
-        self.priority = 0
-        self.queued = 0
-        """In which queues of the evictor it is: a bit each."""
-        self.rolling = False
-        """Whether it is the end of a sequence that still grows, and that nobody else has used."""
+        self.growing_tip = False
+        """Whether it is the end of one running sequence, and nobody else has used it: it may be lengthened in place."""
 
-    def put(self, group: int, pages: Ids) -> None:
-        """Replace a group's pages."""
-        self.pages[group] = pages
-        self.counts[group] = int(np.count_nonzero(pages))
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    def point_at(self, position: int) -> Point | None:
+        for point in reversed(self.points):
+            if point.position <= position:
+                return point if point.position == position else None
+        return None
+
+    def add_point(self, point: Point) -> None:
+        """In order of position; most come at the end."""
+        at = len(self.points)
+        while at and self.points[at - 1].position > point.position:
+            at -= 1
+        self.points.insert(at, point)
 
     def path(self) -> list[Node]:
         """The nodes from the root, which is left out, down to this one."""

@@ -1,6 +1,6 @@
 """Eviction policies: a sort key over what is known of a resume point. The smallest key goes first.
 
-A policy is any function of a `Record`; these are ours, and a user's own is as good.
+A policy is any function of an `EvictionCandidate`; these are ours, and a user's own is as good.
 """
 
 from __future__ import annotations
@@ -8,73 +8,83 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvweave.prefix.node import Node
+from kvweave.pool import PagedGroup
+from kvweave.prefix.node import Kind, Point
 
 
-class Record:
-    """What a policy may know of a resume point. It looks at the point itself: read it at once, do not keep it."""
+class EvictionCandidate:
+    """What a policy may know of a resume point. It reads the point itself: use it at once, do not keep it."""
 
-    __slots__ = ("_node", "_page_bytes", "wanted")
+    __slots__ = ("_groups", "_point")
 
-    def __init__(self, node: Node, page_bytes: Sequence[int], wanted: bool) -> None:
-        self._node = node
-        self._page_bytes = page_bytes
-        self.wanted = wanted
-        """False for points kept on the way, every so many tokens, that nobody has asked for."""
+    def __init__(self, point: Point, groups: Sequence[PagedGroup]) -> None:
+        self._point = point
+        self._groups = groups
+
+    @property
+    def wanted(self) -> bool:
+        """False for points kept every so many tokens that nobody has asked for."""
+        return self._point.kind != Kind.SPACED
+
+    @property
+    def kind(self) -> Kind:
+        """Why it was made."""
+        return self._point.kind
 
     @property
     def last_used(self) -> int:
         """Clock of the last hit, or of its making."""
-        return self._node.last_used
+        return self._point.last_used
 
     @property
     def hits(self) -> int:
-        return self._node.hits
+        return self._point.hits
 
     @property
     def priority(self) -> int:
         """As given by the requests that made or used it: the highest."""
-        return self._node.priority
+        return self._point.priority
+
+    @property
+    def position(self) -> int:
+        """Tokens from the start of the prompt."""
+        return self._point.position
 
     @property
     def tokens(self) -> int:
         """Tokens it saves over the nearest point above it."""
-        return self._node.end - self._node.start
-
-    @property
-    def end(self) -> int:
-        """Its position: tokens from the start."""
-        return self._node.end
+        return self._point.position - self._point.position_above()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pages that only it keeps."""
-        return sum(count * size for count, size in zip(self._node.counts, self._page_bytes, strict=True))
+        """Bytes of its states, and of the rows since the nearest point above it."""
+        tokens = self.tokens
+        return sum(g.page_bytes * (1 if g.is_state else tokens // g.slot_tokens) for g in self._groups)
 
 
-Policy = Callable[[Record], Any]
+Policy = Callable[[EvictionCandidate], Any]
 WANTED = 1 << 62
 """No clock gets so far; one number is compared sooner than two."""
 
 
-def lru(record: Record) -> Any:
+def lru(candidate: EvictionCandidate) -> Any:
     """Least recently used first; what nobody ever asked for before all."""
-    return record.last_used + WANTED if record.wanted else record.last_used
+    return candidate.last_used + WANTED if candidate.wanted else candidate.last_used
 
 
-def lfu(record: Record) -> Any:
+def lfu(candidate: EvictionCandidate) -> Any:
     """Least often used first, then the least recently."""
-    return (record.hits, record.last_used)
+    return (candidate.hits, candidate.last_used)
 
 
-def priority(record: Record) -> Any:
+def priority(candidate: EvictionCandidate) -> Any:
     """Lowest priority first, then the least recently used."""
-    return (record.priority, record.wanted, record.last_used)
+    return (candidate.priority, candidate.wanted, candidate.last_used)
 
 
-def cost(record: Record) -> Any:
+def cost(candidate: EvictionCandidate) -> Any:
     """Fewest tokens to recompute for each byte freed first; ties by recency."""
-    return (record.tokens * (1 + record.hits) / max(1, record.num_bytes), record.last_used)
+    return (candidate.tokens * (1 + candidate.hits) / max(1, candidate.num_bytes), candidate.last_used)
 
 
 POLICIES: dict[str, Policy] = {"lru": lru, "lfu": lfu, "priority": priority, "cost": cost}

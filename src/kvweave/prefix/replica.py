@@ -8,9 +8,10 @@ import numpy as np
 
 from kvweave.plan import Plan
 from kvweave.pool import NULL
-from kvweave.prefix.events import VERSION, Cleared, Event, Kept, Lost, Named, Removed, Split, Stored, Trimmed
-from kvweave.prefix.keys import Contents, Span, as_tokens, tree_groups
-from kvweave.prefix.node import Node
+from kvweave.pool.group import paged_groups
+from kvweave.prefix.events import VERSION, Cleared, Event, Joined, Kept, Lost, Named, Removed, Split, Stored, Trimmed
+from kvweave.prefix.node import Kind, Node
+from kvweave.prefix.prompt import ContentTokens, Span, as_tokens
 from kvweave.prefix.tree import Tree
 
 HERE = 1
@@ -23,10 +24,10 @@ class Replica:
     version = VERSION
 
     def __init__(self, plan: Plan) -> None:
-        self.tree = Tree(tree_groups(plan))
-        self._numbers = {group.tag: number for number, group in enumerate(self.tree.groups)}
+        self.tree = Tree(paged_groups(plan))
+        self._groups = {group.tag: group for group in self.tree.groups}
         self._nodes: dict[int, Node] = {}
-        self._contents = Contents()
+        self._contents = ContentTokens()
 
     def apply(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -34,21 +35,21 @@ class Replica:
 
     def hit(self, tokens: object, namespace: Hashable = "", spans: Sequence[Span] = ()) -> int:
         """The tokens that the engine would reuse of a prompt; at least one stays to be computed."""
-        keyed = self._contents.keyed(as_tokens(tokens), spans)
-        return self.tree.hit(self.tree.match(namespace, keyed), len(keyed) - 1)
+        prompt = self._contents.replace(as_tokens(tokens), spans)
+        return self.tree.hit(self.tree.match(namespace, prompt), len(prompt) - 1)
 
     def _named(self, event: Named) -> None:
-        self._contents.name(event.content, event.token)
+        self._contents.name(event.digest, event.token)
 
     def _stored(self, event: Stored) -> None:
         tokens = np.array(event.tokens, np.int32)
         if event.node in self._nodes:
-            self.tree.grow(self._nodes[event.node], tokens, self.tree.empty_pages(len(tokens)), {})
+            self.tree.grow(self._nodes[event.node], tokens, self.tree.empty_pages(len(tokens)))
         elif event.parent is None:
             self._nodes[event.node] = self.tree.root(event.namespace)
         else:
             parent = self._nodes[event.parent]
-            self._nodes[event.node] = self.tree.insert(parent, tokens, self.tree.empty_pages(len(tokens)), {})
+            self._nodes[event.node] = self.tree.insert(parent, tokens, self.tree.empty_pages(len(tokens)))
 
     def _kept(self, event: Kept) -> None:
         self._mark(event.node, event.tag, event.blocks, HERE)
@@ -57,25 +58,28 @@ class Replica:
         self._mark(event.node, event.tag, event.blocks, NULL)
 
     def _mark(self, name: int, tag: str, blocks: tuple[int, ...], value: int) -> None:
-        node, number = self._nodes[name], self._numbers[tag]
-        group = self.tree.groups[number]
-        if not group.per_token:
+        node, group = self._nodes[name], self._groups[tag]
+        if group.is_state:
             for block in blocks:
-                self._mark_state(node, (block + 1) * group.block_tokens, value)
+                self._mark_state(node, (block + 1) * group.slot_tokens, value)
             return
-        pages = node.pages[number].copy()
-        pages[np.array(blocks, np.int64) - node.start // group.block_tokens] = value
-        node.pages[number] = pages
+        pages = node.pages[group.number].copy()
+        pages[np.array(blocks, np.int64) - node.start // group.slot_tokens] = value
+        node.pages[group.number] = pages
 
     def _mark_state(self, node: Node, position: int, value: int) -> None:
-        """Snapshots of all groups of states come and go together, so any of their events will do."""
-        if value == NULL:
-            node.snapshots.pop(position, None)
-        else:
-            node.snapshots[position] = (value,)
+        """The states of all groups come and go together, so any of their events will do."""
+        point = node.point_at(position)
+        if value == NULL and point is not None:
+            node.points.remove(point)
+        elif value != NULL and point is None:
+            self.tree.add_point(node, position, Kind.BRANCH, (value,))
 
     def _split(self, event: Split) -> None:
         self._nodes[event.upper] = self.tree.split(self._nodes[event.node], event.position)
+
+    def _joined(self, event: Joined) -> None:
+        self.tree.join([self._nodes.pop(event.upper), self._nodes[event.node]])
 
     def _trimmed(self, event: Trimmed) -> None:
         self.tree.trim(self._nodes[event.node], event.end)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvweave.errors import BadOption
 from kvweave.plan import Plan
 
 SPACING = 1024
@@ -54,6 +55,15 @@ class Retention:
     every: int | None = None
     decode_every: int = 256
     unit: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("every", 0 if self.every is None else self.every, 0),
+            ("decode_every", self.decode_every, 1),
+            ("unit", self.unit, 1),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise BadOption(f"retention: {name} must be a whole number of at least {least}, got {value!r}")
 
     def spacing(self, plan: Plan, grid: int) -> Spacing:
         """Where spaced points are, on the grid."""

@@ -1,5 +1,5 @@
-"""WHERE a sequence lives: block tables, kernel ids, slots."""
+"""WHERE a sequence lives: block tables and kernel ids, always in step; slots of tokens."""
 
-from kvweave.table.tables import Counts, GroupTable
+from kvweave.table.block_table import BlockTable, Counts
 
-__all__ = ["Counts", "GroupTable"]
+__all__ = ["BlockTable", "Counts"]

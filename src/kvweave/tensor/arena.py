@@ -82,8 +82,8 @@ class Arena:
         """A group's pages as bytes, `[pages, lanes, page_stride]`; in page-major pools a page is one run."""
         group = self.plan.group(tag)
         pool = self.plan.pool(group.pool)
-        shape = (pool.num_supers * group.pages_per_super, pool.lanes, group.page_stride)
-        strides = (group.page_stride, pool.num_supers * pool.super_bytes, 1)
+        shape = (pool.num_superpages * group.pages_per_superpage, pool.lanes, group.page_stride)
+        strides = (group.page_stride, pool.num_superpages * pool.superpage_bytes, 1)
         return torch.as_strided(self.pool(pool.name), shape, strides)
 
     # ---- stats, and the end
@@ -126,5 +126,5 @@ class Arena:
 
 def _wipe(memory: torch.Tensor, pool: Pool) -> None:
     """Zeros where anybody may read before anybody wrote."""
-    lanes = memory.view(pool.lanes, pool.num_supers * pool.super_bytes)
-    (lanes if pool.place is Place.DEVICE else lanes[:, : pool.super_bytes]).zero_()
+    lanes = memory.view(pool.lanes, pool.num_superpages * pool.superpage_bytes)
+    (lanes if pool.place is Place.DEVICE else lanes[:, : pool.superpage_bytes]).zero_()

@@ -99,7 +99,7 @@ def mirror_plan(plan: Plan, num_pages: Mapping[str, int], place: Place) -> Plan:
         if group.tag not in num_pages:
             groups.append(_absent(group))
             continue
-        groups.append(replace(group, pool=group.tag, pages_per_super=1))
+        groups.append(replace(group, pool=group.tag, pages_per_superpage=1))
         lanes = plan.pool(group.pool).lanes
         pools.append(Pool(group.tag, (group.tag,), lanes, group.page_stride, num_pages[group.tag] + 1, place))
     reads = tuple((reader, read) for reader, read in plan.reads if read.tag in num_pages)
@@ -107,7 +107,7 @@ def mirror_plan(plan: Plan, num_pages: Mapping[str, int], place: Place) -> Plan:
 
 
 def _absent(group: Group) -> Group:
-    return replace(group, layers=(), pool="", lane_layers=0, pages_per_super=0, kernel_stride=0)
+    return replace(group, layers=(), pool="", lane_layers=0, pages_per_superpage=0, kernel_stride=0)
 
 
 def _skipped(plan: Plan, num_pages: Mapping[str, int], not_hosted: Mapping[str, str]) -> dict[str, str]:

@@ -113,7 +113,7 @@ def _check_lengths(tag: str, src: Pages, dst: Pages) -> None:
 def _checked(plan: Plan, tag: str, pages: object) -> Pages:
     """Pages that somebody can own: neither NULL nor beyond the pool."""
     numbers = np.asarray(pages, np.int64).ravel()
-    first, past = plan.group(tag).pages_per_super, plan.num_pages(tag) + plan.group(tag).pages_per_super
+    first, past = plan.group(tag).pages_per_superpage, plan.num_pages(tag) + plan.group(tag).pages_per_superpage
     wrong = numbers[(numbers < first) | (numbers >= past)]
     if len(wrong):
         null = " (the NULL page)" if wrong[0] == NULL else ""

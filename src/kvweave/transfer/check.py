@@ -32,7 +32,7 @@ def check_layout(layout: ChunkLayout, plan: Plan) -> None:
             placed,
             pool="",
             lane_layers=part.group.lane_layers,
-            pages_per_super=1,
+            pages_per_superpage=1,
             kernel_stride=part.group.kernel_stride,
         )
         if own != part.group:
@@ -85,7 +85,7 @@ def check_buffers(copies: CopyPlan, extents: Sequence[Extent], *, fills_chunks: 
 def check_pages(copies: CopyPlan, plan: Plan, *, fills_pages: bool) -> None:
     """Pages that somebody can own, neither NULL nor beyond the pool; none is filled twice."""
     for move in copies.moves:
-        first = plan.group(move.tag).pages_per_super
+        first = plan.group(move.tag).pages_per_superpage
         past = plan.num_pages(move.tag) + first
         if (wrong := _outside(move.pages, first, past)) is not None:
             null = " (the NULL page)" if wrong == NULL else ""
@@ -111,8 +111,8 @@ def _check_apart(copies: CopyPlan, plan: Plan) -> None:
             raise BadCopy(f"page {pages[1:][same][0]} of {move.tag!r} would be filled twice")
         if len(plan.pool(group.pool).tags) == 1:
             continue
-        supers = pages // group.pages_per_super
-        owners = taken.setdefault(group.pool, np.zeros(plan.pool(group.pool).num_supers, np.int64))
+        supers = pages // group.pages_per_superpage
+        owners = taken.setdefault(group.pool, np.zeros(plan.pool(group.pool).num_superpages, np.int64))
         if (others := owners[supers]).any():
             at = int(np.flatnonzero(others)[0])
             tag = copies.moves[others[at] - 1].tag

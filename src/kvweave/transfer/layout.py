@@ -160,7 +160,7 @@ class ChunkLayout:
 def _placed(group: Group) -> Group:
     """The group as if it were alone in a pool of one lane, whatever pool it is in."""
     layers = len(group.layers)
-    return replace(group, pool="", lane_layers=layers, pages_per_super=1, kernel_stride=group.layer_bytes * layers)
+    return replace(group, pool="", lane_layers=layers, pages_per_superpage=1, kernel_stride=group.layer_bytes * layers)
 
 
 def _blocks(group: Group, num_tokens: int, ends_only: bool) -> tuple[int, int]:

@@ -50,7 +50,7 @@ def runs_of(group: Group, pool: Pool, layer_bytes: int, first: int, last: int) -
 
 def _runs(group: Group, pool: Pool, layer_bytes: int, first: int, last: int) -> Runs:
     """Runs of layers in one lane, or of all layers in some lanes."""
-    lane_bytes = pool.num_supers * pool.super_bytes
+    lane_bytes = pool.num_superpages * pool.superpage_bytes
     row_bytes = len(group.layers) * layer_bytes
     lane, slot = divmod(first, group.lane_layers)
     units = max(1, (last - first) // group.lane_layers)

@@ -103,7 +103,7 @@ def _pool(core: Cache, pool: PoolPages, ends: dict[int, int]) -> PoolMap:
     for tag in pool.groups:
         for super_page in _group(core, pool, tag, ends):
             found[super_page.number] = super_page
-    numbers = range(1, pool.num_supers + 1)
+    numbers = range(1, pool.num_superpages + 1)
     return PoolMap(pool.name, tuple(found.get(number, SuperPage(number, None, ())) for number in numbers))
 
 

@@ -25,7 +25,7 @@ class Load:
     def supers(self, group: Group) -> int:
         """Super-pages that all of them hold of one group."""
         pages = group.num_blocks_held(self.num_tokens) * self.sequences
-        return -(-pages // group.pages_per_super)
+        return -(-pages // group.pages_per_superpage)
 
     def __str__(self) -> str:
         return f"{count(self.sequences, 'sequence')} of {count(self.num_tokens, 'token')}"

@@ -38,10 +38,10 @@ ONE_BY_ONE, WITH_LINES = 3.0, 6.0
 def pool_drawing(plan: Plan, pool: Pool, colours: Mapping[str, str], load: Load) -> Drawing:
     """Lanes of super-pages, and below it one of them, as each group would slice it."""
     groups = members(plan, pool)
-    title = f"Pool {pool.name}: {count(pool.num_supers, 'super-page')} of {size_words(pool.unit_bytes)}"
+    title = f"Pool {pool.name}: {count(pool.num_superpages, 'super-page')} of {size_words(pool.unit_bytes)}"
     layers = " + ".join(str(member.lane_layers) for member in groups)
     beside = f"{plan.layout}: {count(pool.lanes, 'lane')} of {layers} layer{'' if layers == '1' else 's'}"
-    per_lane = f" in one lane, {size_words(pool.super_bytes)}" if pool.lanes > 1 else ""
+    per_lane = f" in one lane, {size_words(pool.superpage_bytes)}" if pool.lanes > 1 else ""
     said = f"one super-page{per_lane}" + (", as each group slices it" if len(groups) > 1 else "")
     funnel = Bar(BAR_X + CELL_WIDTH, 0, CELL_WIDTH - 2, 0, 1).zoom_into(0, 1, Bar(BAR_X, 26, BAR_WIDTH, 0, 1))
     words = text(BAR_X + BAR_WIDTH, 16, said, size=12, fill=FAINT, anchor="end")
@@ -77,9 +77,9 @@ def _lanes(pool: Pool, fills: list[str]) -> Drawing:
 
 
 def _cell_names(pool: Pool) -> list[str]:
-    if pool.num_supers <= CELLS:
-        return ["NULL", *map(str, range(1, pool.num_supers))]
-    return ["NULL", *map(str, range(1, CELLS - 2)), "...", f"{pool.num_supers - 1:,}"]
+    if pool.num_superpages <= CELLS:
+        return ["NULL", *map(str, range(1, pool.num_superpages))]
+    return ["NULL", *map(str, range(1, CELLS - 2)), "...", f"{pool.num_superpages - 1:,}"]
 
 
 def _lane(y: float, names: list[str], fills: list[str]) -> list[str]:
@@ -93,12 +93,12 @@ def _lane(y: float, names: list[str], fills: list[str]) -> list[str]:
 def _fills(plan: Plan, pool: Pool, colours: Mapping[str, str], load: Load) -> list[str]:
     """A colour for each drawn cell: NULL, then groups in proportion, one or more each; the last is free, if any is."""
     wants = {member.tag: load.supers(member) for member in members(plan, pool)}
-    drawn = pool.num_supers if pool.num_supers <= CELLS else CELLS - 1
+    drawn = pool.num_superpages if pool.num_superpages <= CELLS else CELLS - 1
     is_free = pool.num_usable > sum(wants.values())
     given = _seats(wants, min(sum(wants.values()), drawn - 1 - is_free))
     fills = [NULL, *(colours[tag] for tag, cells in given.items() for _ in range(cells))]
     fills += [EMPTY] * (drawn - len(fills))
-    return fills if pool.num_supers <= CELLS else [*fills[:-1], "", fills[-1]]
+    return fills if pool.num_superpages <= CELLS else [*fills[:-1], "", fills[-1]]
 
 
 def _seats(wants: Mapping[str, int], seats: int) -> dict[str, int]:
@@ -114,15 +114,15 @@ def _seats(wants: Mapping[str, int], seats: int) -> dict[str, int]:
 
 def _slices(member: Group, pool: Pool, hue: str) -> Drawing:
     """One super-page of one lane, cut into the group's pages; padding in grey, to scale."""
-    bar = Bar(BAR_X, 0, BAR_WIDTH, 30, pool.super_bytes)
-    pages = member.pages_per_super
+    bar = Bar(BAR_X, 0, BAR_WIDTH, 30, pool.superpage_bytes)
+    pages = member.pages_per_superpage
     payload = member.payload_bytes // pool.lanes
-    padding = pool.super_bytes - pages * payload
+    padding = pool.superpage_bytes - pages * payload
     thin = bar.width / pages < ONE_BY_ONE
     drawn = _run(bar, pages, payload, padding, hue) if thin else _pages(bar, pages, payload, padding, hue)
-    lost = f"{padding / pool.super_bytes:.2%} padding, {size_words(padding)}" if padding else "no padding"
+    lost = f"{padding / pool.superpage_bytes:.2%} padding, {size_words(padding)}" if padding else "no padding"
     shapes = [
-        group(drawn, kind="super-page", data_tag=member.tag, data_bytes=str(pool.super_bytes)),
+        group(drawn, kind="super-page", data_tag=member.tag, data_bytes=str(pool.superpage_bytes)),
         rect(MARGIN, 8, 14, 14, hue),
         label(MARGIN + 22, 20, member.tag),
         text(RIGHT_X, 13, f"{count(pages, 'page')} of {size_words(payload)}"),

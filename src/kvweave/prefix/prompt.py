@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,49 +11,66 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import BadTokens
-from kvweave.plan import Plan
 from kvweave.prefix.events import Event, Named
 from kvweave.prefix.node import Tokens
-from kvweave.prefix.tree import TreeGroup
 
 try:
     from kvweave.prefix._native import take as _take
 except ImportError:  # no C compiler was there: numpy does it, ten times slower
     _take = None  # type: ignore[assignment]
 
+MOST_CONTENTS = 1 << 16
+"""Contents that are remembered; one that was forgotten is a new one when it comes again, and hits nothing old."""
+
 
 class Span(NamedTuple):
-    """Tokens from `start` on stand for `content` (an image, a sound), which is compared whole, not by a short hash."""
+    """Tokens from `start` on stand for `content` (an image, a sound), which is compared by a 256-bit digest."""
 
     start: int
     content: bytes
 
 
-class Contents:
+class ContentTokens:
     """Gives each content a negative token of its own. The first token of a span is replaced by it: what follows lies
-    on another path of the tree, so prompts with different images part where the image starts."""
+    on another path of the tree, so prompts with different images part where the image starts. No token is given out
+    twice, and the contents themselves are not kept."""
 
     def __init__(self, emit: Callable[[Event], None] | None = None) -> None:
-        self._names: dict[bytes, int] = {}
+        self._tokens: OrderedDict[bytes, int] = OrderedDict()
+        self._last = 0
         self._emit = emit
 
-    def name(self, content: bytes, token: int | None = None) -> int:
-        if content not in self._names:
-            self._names[content] = -1 - len(self._names) if token is None else token
-            if self._emit:
-                self._emit(Named(content, self._names[content]))
-        return self._names[content]
+    def token(self, content: bytes) -> int:
+        digest = hashlib.blake2b(content, digest_size=32).digest()
+        token = self._tokens.get(digest, 0)
+        if token:
+            self._tokens.move_to_end(digest)
+            return token
+        self._last -= 1
+        self.name(digest, self._last)
+        if self._emit:
+            self._emit(Named(digest, self._last))
+        return self._last
 
-    def keyed(self, tokens: Tokens, spans: Sequence[Span]) -> Tokens:
+    def name(self, digest: bytes, token: int) -> None:
+        """A content with this digest is `token` from now on."""
+        self._tokens[digest] = token
+        if len(self._tokens) > MOST_CONTENTS:
+            self._tokens.popitem(last=False)
+
+    def forget(self) -> None:
+        self._tokens.clear()
+
+    def replace(self, tokens: Tokens, spans: Sequence[Span]) -> Tokens:
         """The tokens with each span's first one replaced."""
         if not spans:
             return tokens
-        keyed = tokens.copy()
+        replaced = tokens.copy()
         for start, content in spans:
             if not 0 <= start < len(tokens):
                 raise BadTokens(f"a span starts at {start}, outside the prompt of {len(tokens)} tokens")
-            keyed[start] = self.name(bytes(content))
-        return keyed
+            replaced[start] = self.token(bytes(content))
+        return replaced
 
 
 def as_tokens(tokens: object) -> Tokens:
@@ -70,7 +89,7 @@ def as_tokens(tokens: object) -> Tokens:
 
 
 def _taken(tokens: object) -> Tokens | None:
-    """A list of nothing but ints that are token ids. None: it is something else, for which others have the words."""
+    """A list of nothing but ints that are token ids; None for anything else, which `_converted` takes or refuses."""
     if _take is None or not isinstance(tokens, (list, tuple)):
         return None
     array: Tokens = np.empty(len(tokens), np.int32)
@@ -87,8 +106,3 @@ def _converted(tokens: object) -> NDArray[Any]:
     if array.size and int(array.max()) > np.iinfo(np.int32).max:
         raise BadTokens(f"token ids must fit 31 bits, got {int(array.max())}")
     return array
-
-
-def tree_groups(plan: Plan) -> list[TreeGroup]:
-    """The groups as the tree sees them. Context-parallel ranks share a block round robin, so there it is longer."""
-    return [TreeGroup(g.tag, g.cache.reach, g.block_tokens * g.context_shards) for g in plan.groups]

@@ -1,0 +1,222 @@
+"""Pages for sequences, all or nothing: what is asked for is checked first, and evicted for only when it can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from kvweave.cache.sequence import Rows, Sequence
+from kvweave.cache.state import CacheState
+from kvweave.errors import NeverFits, OutOfPages, Shortage
+from kvweave.pool import Ids, PagedGroup, PagePool
+from kvweave.table import Counts
+
+MOST_NAMED = 8
+"""So many sequences that could be preempted are named in an error."""
+
+Demand = list[int]
+"""Pages by group number."""
+
+
+class PageAllocator:
+    """Makes sure that pages can be allocated. `reserve` is the share of each pool that a sequence which does not run
+    yet must leave: free, or evictable."""
+
+    def __init__(self, state: CacheState, reserve: float) -> None:
+        self.state = state
+        self.reserve = reserve
+        self._groups_of = [
+            [group for group in state.groups if state.pool_of[group.number] is pool] for pool in state.pools
+        ]
+
+    # ---- asking
+
+    def ensure(self, demand: Demand, *, admits: bool = False) -> PagePool | None:
+        """Make sure that these pages can be allocated now, by eviction if need be; the pool that cannot give them, if
+        there is one: then nothing was changed."""
+        wanted = self._by_pool(demand)
+        lacking = self._lacking(wanted, admits)
+        if lacking is None:
+            for pool, groups, pages in wanted:
+                if not pool.prepare(pages):
+                    self._free_up(pool, pages, groups)
+        return lacking
+
+    def lacking(self, demand: Demand, *, admits: bool = False) -> PagePool | None:
+        """The pool that could not give these pages, not even by eviction; changes nothing."""
+        return self._lacking(self._by_pool(demand), admits)
+
+    def _by_pool(self, demand: Demand) -> list[tuple[PagePool, list[PagedGroup], dict[str, int]]]:
+        found = []
+        for pool, groups in zip(self.state.pools, self._groups_of, strict=True):
+            wanted = {group.tag: demand[group.number] for group in groups if demand[group.number]}
+            if wanted:
+                found.append((pool, groups, wanted))
+        return found
+
+    def _lacking(
+        self, wanted: list[tuple[PagePool, list[PagedGroup], dict[str, int]]], admits: bool
+    ) -> PagePool | None:
+        for pool, groups, pages in wanted:
+            asked = self._with_reserve(pool, pages) if admits and self.reserve else pages
+            if not pool.is_ready(asked) and not pool.could_be_ready(asked, self._reclaimable(groups)):
+                return pool
+        return None
+
+    def _with_reserve(self, pool: PagePool, wanted: Mapping[str, int]) -> dict[str, int]:
+        tag = max(pool.groups, key=lambda name: pool.groups[name].per_superpage)
+        pages = int(self.reserve * pool.num_superpages * pool.groups[tag].per_superpage)
+        return {**wanted, tag: wanted.get(tag, 0) + pages}
+
+    # ---- windows hold on to what the point before needs; under pressure they need not
+
+    def _behind(self, group: PagedGroup) -> tuple[Rows, Counts, Counts]:
+        """Rows of a window that hold blocks behind what their next token needs: row, first block, how many."""
+        rows: Rows = np.fromiter(self.state.by_row, np.int64, len(self.state.by_row))
+        table, committed = self.state.tables[group.number], self.state.counters.committed[rows]
+        first = table.first[rows]
+        needed = np.maximum(np.asarray(group.reach.tail(committed)) // group.slot_tokens, group.head_blocks)
+        behind = np.minimum(needed, table.blocks[rows]) - first
+        moving = behind > 0
+        return rows[moving], first[moving], behind[moving]
+
+    def _reclaimable(self, groups: list[PagedGroup]) -> dict[str, Ids]:
+        """Pages of windows that would be free if rows held no more than their next tokens need."""
+        found: dict[str, Ids] = {}
+        for group in groups:
+            pool = self.state.pool_of[group.number]
+            if not group.is_window or pool is None or not self.state.by_row:
+                continue
+            rows, first, count = self._behind(group)
+            if len(rows):
+                pages = self.state.tables[group.number].pages[_spread(rows, first, count)]
+                pages, holders = np.unique(pages, return_counts=True)
+                of_group = pool.groups[group.tag]
+                found[group.tag] = pages[holders == of_group.refs[pages] + 1 - of_group.cached[pages]]
+        return found
+
+    def advance_windows(self, rows: Rows, ends: Counts) -> None:
+        """Let windows go on to the committed lengths `ends`: what they have passed leaves the tables."""
+        for group in self.state.windows:
+            table = self.state.tables[group.number]
+            first = table.first[rows]
+            needed = np.maximum(np.asarray(group.reach.tail(ends)) // group.slot_tokens, group.head_blocks)
+            passed = np.minimum(needed, table.blocks[rows]) - first
+            moving = passed > 0
+            if np.count_nonzero(moving):
+                self._pass(group, rows[moving], first[moving], passed[moving])
+
+    def _pass(self, group: PagedGroup, rows: Rows, first: Counts, passed: Counts) -> None:
+        """Take `passed` slots of each row, from `first` on, out of a window's table."""
+        table = self.state.tables[group.number]
+        table.first[rows] = first + passed
+        spread, slots = _spread(rows, first, passed)
+        pages = table.pages[spread, slots]
+        table.write_many(spread, slots, np.zeros(len(slots), np.int32))
+        self.state.release(group, pages)
+
+    def _reclaim(self) -> None:
+        """Let every row hold no more than its next token needs."""
+        for group in self.state.windows:
+            rows, first, count = self._behind(group)
+            if len(rows):
+                self._pass(group, rows, first, count)
+
+    # ---- evicting
+
+    def _free_up(self, pool: PagePool, wanted: Mapping[str, int], groups: list[PagedGroup]) -> None:
+        """Evict until the pages can be allocated: of each group its own first, then whatever the policy says."""
+        prefix = self.state.prefix
+        superpages = pool.free_superpages.size
+        for group in groups:
+            pages, count = pool.groups[group.tag], wanted.get(group.tag, 0)
+            short = count - pages.free.size - superpages * pages.per_superpage
+            if short > 0:
+                prefix.evict(group, min(short, pages.num_evictable))
+            superpages = max(0, superpages - pages.superpages_for(count))
+        tokens = min((g.slot_tokens * pool.groups[g.tag].per_superpage for g in groups if not g.is_state), default=1)
+        while not pool.is_ready(wanted):
+            if not prefix.evict_next(tokens):
+                self._reclaim()
+                while not pool.is_ready(wanted):
+                    assert prefix.evict_next(tokens), f"pool {pool.name}: {wanted} pages could be had, but were not"
+        assert pool.prepare(wanted), "what is ready can be prepared"
+
+    # ---- refusing
+
+    def refusal(
+        self,
+        pool: PagePool,
+        sequences: list[Sequence],
+        spans: list[tuple[int, int]],
+        fits: Callable[[int], bool] | None = None,
+        others: SequenceOf[Sequence] = (),
+    ) -> OutOfPages | NeverFits:
+        """Why `sequences` cannot get pages for the tokens `spans`; `fits` says whether the first so many of them could.
+        `others` are served by the same call."""
+        starts, ends = (np.array(side, np.int64) for side in zip(*spans, strict=True))
+        never = self.never_fits(starts, ends)
+        if never is not None:
+            return never
+        low, high = 0, len(sequences)
+        while high - low > 1 and fits is not None:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        preemptible = self._preemptible([*sequences, *others])
+        return OutOfPages(pool.name, self._shortages(pool, spans, sequences), sequences[low:], preemptible)
+
+    def _shortages(self, pool: PagePool, spans: list[tuple[int, int]], sequences: list[Sequence]) -> list[Shortage]:
+        shortages = []
+        for tag, pages in pool.groups.items():
+            group = self.state.groups[[g.tag for g in self.state.groups].index(tag)]
+            table = self.state.tables[group.number]
+            wanted = 0
+            for sequence, (_, end) in zip(sequences, spans, strict=True):
+                blocks = 1 if group.is_state else -(-end // group.slot_tokens)
+                wanted += max(0, blocks - int(table.blocks[sequence.row]))
+            if wanted:
+                shortages.append(Shortage(tag, wanted, pool.available(tag), pages.num_evictable))
+        return shortages
+
+    def _preemptible(self, asking: list[Sequence]) -> list[Sequence]:
+        """Other running sequences: of the lowest priority first, then the youngest."""
+        rows = {sequence.row for sequence in asking}
+        others = [sequence for row, sequence in self.state.by_row.items() if row not in rows]
+        return sorted(others, key=lambda sequence: (sequence.priority, -sequence.opened))[:MOST_NAMED]
+
+    def never_fits(self, starts: Counts, ends: Counts) -> NeverFits | None:
+        """Why a sequence of which the tokens [start, end) are computed in one step would not fit an empty cache; for
+        several such steps at once."""
+        state = self.state
+        if (most := int(ends.max())) > state.max_tokens:
+            return NeverFits(
+                f"{most} tokens are more than the {state.max_tokens} that the cache was made for: make it with a larger"
+                " max_tokens",
+                available_bytes=state.plan.num_bytes,
+                smallest_bytes=state.plan.num_bytes,
+            )
+        for pool, groups in zip(state.pools, self._groups_of, strict=True):
+            superpages = np.zeros(len(starts), np.int64)
+            for group in groups:
+                superpages += -(-group.blocks_for(starts, ends) // pool.groups[group.tag].per_superpage)
+            at = int(superpages.argmax())
+            if (need := int(superpages[at])) > pool.num_superpages:
+                unit = state.plan.pool(pool.name).unit_bytes
+                return NeverFits(
+                    f"a sequence of {ends[at]} tokens, those from {starts[at]} on in one step, takes {need} super-pages of"
+                    f" pool {pool.name!r}, which has {pool.num_superpages}; take shorter steps where layers have windows,"
+                    " or plan with more memory",
+                    available_bytes=pool.num_superpages * unit,
+                    smallest_bytes=(need + 1) * unit,
+                )
+        return None
+
+
+def _spread(rows: Rows, first: Counts, count: Counts) -> tuple[Rows, Counts]:
+    """Each (row, slot) of the slots [first, first + count) of rows."""
+    if count.max() == 1:
+        return rows, first
+    slots = np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
+    return np.repeat(rows, count), slots

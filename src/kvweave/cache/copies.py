@@ -1,0 +1,68 @@
+"""Copies of pages that an engine must make before its next step, and the promise that it was told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvweave.pool import Ids
+
+
+class Copy(NamedTuple):
+    """Pages of a group to be copied, `src` to `dst`, before the next step; copies are carried out in order."""
+
+    tag: str
+    src: Ids
+    dst: Ids
+
+
+class Copies:
+    """Copies in the order in which they are to be carried out. Whoever iterates over them has taken them over.
+
+    Until then the next call on one of their sequences is refused: a page that was never copied would be read as if
+    it had been.
+    """
+
+    __slots__ = ("_copies", "rows", "taken")
+
+    def __init__(self, copies: list[Copy], rows: set[int]) -> None:
+        self._copies = copies
+        self.rows = rows
+        self.taken = not copies
+
+    def __iter__(self) -> Iterator[Copy]:
+        self.taken = True
+        return iter(self._copies)
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def __repr__(self) -> str:
+        return repr(self._copies)
+
+
+NO_COPIES = Copies([], set())
+
+
+class CopyBuilder:
+    """Collects single pages into one copy a group. No page of one call is both read and written."""
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+        self._pages: dict[str, tuple[list[int], list[int]]] = {}
+
+    def add(self, row: int, tag: str, src: int, dst: int) -> None:
+        sources, targets = self._pages.setdefault(tag, ([], []))
+        sources.append(src)
+        targets.append(dst)
+        self.rows.add(row)
+
+    def add_all(self, row: int, tags: Sequence[str], src: Sequence[int], dst: Sequence[int]) -> None:
+        """A page of each group."""
+        for tag, source, target in zip(tags, src, dst, strict=True):
+            self.add(row, tag, source, target)
+
+    def build(self) -> list[Copy]:
+        return [Copy(tag, np.array(s, np.int32), np.array(d, np.int32)) for tag, (s, d) in self._pages.items()]

@@ -1,0 +1,182 @@
+"""How a sequence comes to its past: the pages of a hit, or pages for KV that is loaded from elsewhere."""
+
+from __future__ import annotations
+
+from kvweave.cache.allocator import PageAllocator
+from kvweave.cache.sequence import Sequence
+from kvweave.cache.snapshots import Snapshots
+from kvweave.cache.state import CacheState
+from kvweave.pool import NULL, Ids, PagedGroup
+from kvweave.prefix import Node, Point, Tokens
+from kvweave.prefix.tree import Match
+
+
+class Loader:
+    def __init__(self, state: CacheState, allocator: PageAllocator, snapshots: Snapshots) -> None:
+        self.state = state
+        self.allocator = allocator
+        self.snapshots = snapshots
+
+    # ---- hits
+
+    def hit(self, match: Match, num_tokens: int, drop_last_blocks: int) -> int:
+        """The longest joint hit of a prompt; at least one token stays to be computed."""
+        grid = self.state.grid
+        limit = min(match.length, num_tokens - 1) // grid * grid - drop_last_blocks * grid
+        return self.state.prefix.tree.hit(match, limit) if limit > 0 else 0
+
+    def open(self, sequence: Sequence, prompt: Tokens, match: Match | None) -> None:
+        """Put a new sequence into a row, with the pages of its hit."""
+        state = self.state
+        sequence.row = state.take_row()
+        sequence.rows[0] = sequence.row
+        state.by_row[sequence.row] = sequence
+        state.tokens.enter(sequence, len(prompt))
+        self._enter(sequence, prompt, match)
+
+    def reopen(self, sequence: Sequence, prompt: Tokens, match: Match) -> None:
+        """Let a sequence that has computed nothing stand on a longer hit."""
+        old = sequence.node
+        self.leave_row(sequence)
+        for table in self.state.tables:
+            table.clear(sequence.row)
+        self._enter(sequence, prompt, match)
+        self.state.prefix.unpin(old)
+
+    def _enter(self, sequence: Sequence, prompt: Tokens, match: Match | None) -> None:
+        state, row = self.state, sequence.row
+        position = 0 if match is None else self.hit(match, len(prompt), sequence.drop_last_blocks)
+        node: Node = state.prefix.tree.root(sequence.namespace)
+        if match is not None and position:
+            point = state.prefix.point_for(match, position, sequence.priority)
+            node = point.node
+            if state.states:
+                state.prefix.pin_states(point, 1)
+                sequence.restore = point
+        state.prefix.pin(node)
+        sequence.node, sequence.num_cached = node, position
+        sequence.start_at(position, prompt)
+        sequence.branch = match.length if match is not None and match.length > position else 0
+        if position:
+            path = node.path()
+            for group in state.rows:
+                self._enter_run(group, row, [n.pages[group.number] for n in path], position)
+        state.want_points(sequence)
+        self._set_counters(sequence, position)
+
+    def _set_counters(self, sequence: Sequence, position: int) -> None:
+        state, row = self.state, sequence.row
+        counters = state.counters
+        counters.lengths[row] = counters.committed[row] = counters.step_start[row] = position
+        counters.drafts[row] = 0
+        state.set_next_stop(sequence)
+        state.set_next_event(sequence)
+
+    def _enter_run(self, group: PagedGroup, row: int, runs: list[Ids], position: int) -> None:
+        """The pages of a hit that the next token can see; what lies between head and tail stays NULL."""
+        table, blocks, head = self.state.tables[group.number], position // group.slot_tokens, group.head_blocks
+        first = 0 if group.is_full else min(group.first_block(position), blocks)
+        end = blocks
+        for pages in reversed(runs):
+            start = end - len(pages)
+            low = max(start, min(first, end))
+            table.write(row, low, pages[low - start :])
+            if start < head and start < low:
+                table.write(row, start, pages[: min(head, low) - start])
+            if start <= first and not head:
+                break
+            end = start
+        table.first[row] = max(first, head)
+        table.blocks[row] = blocks
+        if group.is_full:
+            table.published[row] = blocks
+        else:
+            named = table.pages[row, :blocks]
+            self.state.share(group, named[named != NULL])
+
+    def leave_row(self, sequence: Sequence) -> None:
+        """Let go of all pages that a row holds, and of the states of its hit."""
+        state = self.state
+        for group in state.groups:
+            if group.has_pages:
+                state.release(group, state.tables[group.number].held(sequence.row))
+        if sequence.restore is not None:
+            state.prefix.pin_states(sequence.restore, -1)
+            sequence.restore = None
+
+    # ---- pins
+
+    def pin(self, match: Match, position: int) -> tuple[Node, Point]:
+        """Keep what resuming at a position of a matched path needs."""
+        state = self.state
+        point = state.prefix.point_for(match, position, 0)
+        state.prefix.pin(point.node)
+        state.prefix.pin_states(point, 1)
+        for group, pages in self._windows_of(point):
+            state.share(group, pages)
+        return point.node, point
+
+    def unpin(self, node: Node, point: Point) -> None:
+        for group, pages in self._windows_of(point):
+            self.state.release(group, pages)
+        self.state.prefix.pin_states(point, -1)
+        self.state.prefix.unpin(node)
+
+    def _windows_of(self, point: Point) -> list[tuple[PagedGroup, Ids]]:
+        """The window pages that a point needs; pinned points keep them all."""
+        found = []
+        for group in self.state.windows:
+            if group.has_pages:
+                pages = self.state.prefix.tree.path_pages(group, point.node, point.position)
+                found.append((group, pages))
+        return found
+
+    # ---- loading
+
+    def load_to(self, sequence: Sequence, position: int) -> None:
+        """Pages for what the token at `position` can see, and a live state: all that is not in the tables yet."""
+        state = self.state
+        lacking = {group.number: self._lacking(group, sequence.row, position) for group in state.groups}
+        demand = [sum(last - first for first, last in lacking[group.number]) for group in state.groups]
+        snapshot = [n + int(group.is_state) for n, group in zip(demand, state.groups, strict=True)]
+        keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=True) is None
+        pool = None if keeps else self.allocator.ensure(demand, admits=True)
+        if pool is not None:
+            raise self.allocator.refusal(pool, [sequence], [(position, position)])
+        for group in state.groups:
+            self._load_group(group, sequence.row, position, lacking[group.number])
+        if sequence.restore is not None:
+            state.prefix.pin_states(sequence.restore, -1)
+            sequence.restore = None
+        state.counters.lengths[sequence.row] = position
+        if keeps:
+            self.snapshots.reserve(sequence, [position], in_step=False)
+        if state.windows or state.states:
+            sequence.points = [position, *(point for point in sequence.points if point > position)]
+        state.set_next_stop(sequence)
+        state.set_next_event(sequence)
+
+    def _lacking(self, group: PagedGroup, row: int, position: int) -> list[tuple[int, int]]:
+        """Slots that are needed to go on from `position` and are not there, as runs: of the head, and of the tail."""
+        blocks = int(self.state.tables[group.number].blocks[row])
+        if group.is_state:
+            return [] if blocks else [(0, 1)]
+        end, head = position // group.slot_tokens, group.head_blocks
+        first = 0 if group.is_full else group.first_block(position)
+        runs = (blocks, min(head, end)), (max(blocks, head, first), end)
+        return [(low, high) for low, high in runs if low < high]
+
+    def _load_group(self, group: PagedGroup, row: int, position: int, lacking: list[tuple[int, int]]) -> None:
+        state, table = self.state, self.state.tables[group.number]
+        before = int(table.blocks[row])
+        table.blocks[row] = 1 if group.is_state else position // group.slot_tokens
+        for low, high in lacking:
+            table.write(row, low, state.allocate(group, high - low))
+        if group.is_window:
+            first = group.first_block(position)
+            old, passed = int(table.first[row]), min(first, before)
+            if passed > old:
+                pages = table.pages[row, old:passed].copy()
+                table.erase(row, old, passed)
+                state.release(group, pages[pages != NULL])
+            table.first[row] = first

@@ -1,0 +1,110 @@
+"""States: the live one of each sequence, the snapshots that its steps leave, and the columns that drafts need."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvweave.cache.copies import CopyBuilder
+from kvweave.cache.sequence import Rows, Sequence
+from kvweave.cache.state import CacheState
+from kvweave.pool import NULL, PagedGroup
+from kvweave.table import Counts
+
+
+class Snapshots:
+    """The state after a wanted position is left in pages of its own: by the step that passes it, where it can
+    (`in_step`), else by a copy of the live state, between the step that ends there and the next one."""
+
+    def __init__(self, state: CacheState) -> None:
+        self.state = state
+
+    # ---- before a step
+
+    def positions(self, sequence: Sequence, start: int, end: int, on_the_way: bool) -> list[int]:
+        """Which states the step over [start, end) should leave: all that are wanted, or only that at its end."""
+        state = self.state
+        wanted = state.wanted_points(sequence, start, end)
+        after = wanted[-1] if wanted else start
+        every = -(-state.retention.decode_every // state.grid) * state.grid
+        last = end // every * every
+        if last > after and state.next_in_prompt(sequence, after) > last:
+            wanted.append(last)
+        return [p for p in wanted if p not in sequence.snapshots and (on_the_way or p == end)]
+
+    def reserve(self, sequence: Sequence, positions: list[int], in_step: bool) -> None:
+        """Pages for the states at `positions`, for which there is room."""
+        for position in positions:
+            sequence.snapshots[position] = self.state.allocate_states()
+        if in_step:
+            sequence.in_step = positions
+        elif positions:
+            sequence.copy_at = positions[-1]
+
+    def restore(self, sequence: Sequence, copies: CopyBuilder) -> None:
+        """Copy the states of the hit into the live ones, before the first step."""
+        point = sequence.restore
+        if point is not None:
+            copies.add_all(sequence.row, self.state.state_tags, point.states, self.state.live_states(sequence.row))
+            self.state.prefix.pin_states(point, -1)
+            sequence.restore = None
+
+    # ---- between steps
+
+    def copy_live(self, sequence: Sequence, copies: CopyBuilder) -> None:
+        """Copy the live state to the snapshot that waits for it: the step that ends there is the last so far."""
+        if sequence.copy_at >= 0:
+            assert sequence.copy_at == int(self.state.counters.lengths[sequence.row]), "the live state has gone on"
+            pages = sequence.snapshots[sequence.copy_at]
+            copies.add_all(sequence.row, self.state.state_tags, self.state.live_states(sequence.row), pages)
+            sequence.copy_at = -1
+
+    def drop_after(self, sequence: Sequence, length: int) -> None:
+        """Give back the snapshots of positions beyond `length`: nobody will come by there."""
+        for position in [p for p in sequence.snapshots if p > length]:
+            self.state.free_states(sequence.snapshots.pop(position))
+        sequence.in_step = [p for p in sequence.in_step if p <= length]
+        if sequence.copy_at > length:
+            sequence.copy_at = -1
+
+    # ---- drafts: column i holds the state after the i-th of the tokens that may be rejected
+
+    def choose(self, rows: Rows, rejected: Counts) -> None:
+        """Make the state after the last accepted token of each row the live one, and give the other columns back."""
+        for group in self.state.states:
+            table = self.state.tables[group.number]
+            columns = table.blocks[rows]
+            for width in np.unique(columns).tolist():
+                if width > 1:
+                    mine = columns == width
+                    self._choose_column(group, rows[mine], width, width - 1 - rejected[mine])
+        self.state.counters.drafts[rows] = 0
+
+    def _choose_column(self, group: PagedGroup, rows: Rows, width: int, chosen: Counts) -> None:
+        table = self.state.tables[group.number]
+        slots = np.broadcast_to(np.arange(width), (len(rows), width))
+        pages = table.pages[rows[:, None], slots]
+        is_live = slots == chosen[:, None]
+        kept = np.where(slots == 0, pages[is_live][:, None], np.int32(NULL)).astype(np.int32)
+        table.write_many(np.repeat(rows, width), slots.ravel(), kept.ravel())
+        table.blocks[rows] = 1
+        if group.has_pages:
+            self.state.release(group, pages[~is_live])
+
+    # ---- the end
+
+    def donate_live(self, sequence: Sequence) -> None:
+        """At its end a sequence needs its live state no more: where nothing is in flight it is a snapshot as it is."""
+        state, row = self.state, sequence.row
+        position = int(state.counters.committed[row])
+        in_flight = position != int(state.counters.lengths[row]) or state.counters.drafts[row]
+        if not state.states or in_flight or position % state.grid or position <= sequence.node.end:
+            return
+        if sequence.restore is not None or not state.tables[state.states[0].number].blocks[row]:
+            return
+        if sequence.copy_at == position:
+            state.free_states(sequence.snapshots.pop(position))
+            sequence.copy_at = -1
+        if position not in sequence.snapshots:
+            sequence.snapshots[position] = tuple(state.live_states(row))
+            for group in state.states:
+                state.tables[group.number].clear(row)

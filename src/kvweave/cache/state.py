@@ -1,0 +1,236 @@
+"""What a cache knows: its groups, tables and pools, the prefix cache, and for each row of the tables a few counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvweave.cache.sequence import Rows, Sequence
+from kvweave.cache.token_log import TokenLog
+from kvweave.plan import Plan
+from kvweave.pool import Ids, PagedGroup, PagePool
+from kvweave.pool.group import paged_groups
+from kvweave.prefix import NEVER, Event, Policy, PrefixCache, Retention
+from kvweave.table import BlockTable, Counts
+
+
+class RowCounters:
+    """One number a row, for whole batches at once.
+
+    `lengths`: tokens with pages allocated. `committed`: tokens whose KV is written and may be shared. `ready`: the length
+    up to which `extend` has nothing to do but to count. `next_stop`: the first length at which it has to do with states.
+    `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at which that is work
+    for a single sequence. `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected.
+    """
+
+    NAMES = ("lengths", "committed", "ready", "next_stop", "next_event", "next_point", "step_start", "drafts")
+
+    def __init__(self, rows: int) -> None:
+        self.lengths: Counts = np.zeros(rows, np.int64)
+        self.committed: Counts = np.zeros(rows, np.int64)
+        self.ready: Counts = np.zeros(rows, np.int64)
+        self.next_stop: Counts = np.zeros(rows, np.int64)
+        self.next_event: Counts = np.zeros(rows, np.int64)
+        self.next_point: Counts = np.zeros(rows, np.int64)
+        self.step_start: Counts = np.zeros(rows, np.int64)
+        self.drafts: Counts = np.zeros(rows, np.int64)
+
+    def add_rows(self, count: int) -> None:
+        for name in self.NAMES:
+            setattr(self, name, np.pad(getattr(self, name), (0, count)))
+
+    def copy(self, source: int, row: int) -> None:
+        for name in self.NAMES:
+            array: Counts = getattr(self, name)
+            array[row] = array[source]
+
+
+class CacheState:
+    """Shared by the parts of a cache."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rows: int,
+        max_tokens: int,
+        max_drafts: int,
+        policy: Policy,
+        retention: Retention,
+        on_event: Callable[[Event], None] | None,
+    ) -> None:
+        self.plan = plan
+        self.max_tokens = max_tokens
+        self.max_drafts = max_drafts
+        self.groups = paged_groups(plan)
+        self.rows = [group for group in self.groups if not group.is_state]
+        self.full = [group for group in self.groups if group.is_full]
+        self.windows = [group for group in self.groups if group.is_window]
+        self.states = [group for group in self.groups if group.is_state]
+        self.state_tags = [group.tag for group in self.states]
+        self.pools = [PagePool(pool, [g for g in plan.groups if g.pool == pool.name]) for pool in plan.pools]
+        by_name = {pool.name: pool for pool in self.pools}
+        self.pool_of = [by_name[group.pool] if group.has_pages else None for group in self.groups]
+        self.tables = [BlockTable(group, rows, self._width(group)) for group in self.groups]
+        self.same_block_size = list(_by_slot_tokens(self.rows).values())
+        """Groups of rows whose tables have as many blocks as one another, always."""
+        self.prefix = PrefixCache(self.groups, self.pool_of, policy, on_event)
+        self.grid = self.prefix.grid
+        self.retention = retention
+        self.spacing = retention.spacing(plan, self.grid)
+        self.counters = RowCounters(rows)
+        self.tokens = TokenLog(rows)
+        self.by_row: dict[int, Sequence] = {}
+        self.num_closed = 0
+        """Sequences closed or reordered so far; batches made before must be looked at again."""
+        self._free_rows = list(range(rows - 1, -1, -1))
+
+    def _width(self, group: PagedGroup) -> int:
+        return 1 + self.max_drafts if group.is_state else -(-self.max_tokens // group.slot_tokens)
+
+    # ---- rows
+
+    def take_row(self) -> int:
+        if not self._free_rows:
+            old = len(self.counters.lengths)
+            for table in self.tables:
+                table.add_rows(old)
+            self.counters.add_rows(old)
+            self.tokens.add_rows(old)
+            self._free_rows = list(range(2 * old - 1, old - 1, -1))
+        return self._free_rows.pop()
+
+    def free_row(self, sequence: Sequence) -> None:
+        for table in self.tables:
+            table.clear(sequence.row)
+        self.tokens.clear(sequence.row)
+        del self.by_row[sequence.row]
+        self._free_rows.append(sequence.row)
+        self.num_closed += 1
+        sequence.row = -1
+
+    def sequences(self, rows: Rows) -> list[Sequence]:
+        return [self.by_row[row] for row in rows.tolist()]
+
+    # ---- lengths at which there is more to do than to count
+
+    def set_ready_of(self, row: int) -> None:
+        """Note how far `extend` need only count: within the pages, before the next state that is wanted."""
+        ready = int(self.counters.next_stop[row]) - 1
+        for same in self.same_block_size:
+            ready = min(ready, int(self.tables[same[0].number].blocks[row]) * same[0].slot_tokens)
+        self.counters.ready[row] = ready
+
+    def set_next_stop(self, sequence: Sequence) -> None:
+        """Note the next length at which `extend` has to do with states: at once where one is to be copied or made; and
+        how far it need only count."""
+        row, stop = sequence.row, NEVER
+        if self.states:
+            length = int(self.counters.lengths[row])
+            has_live = bool(self.tables[self.states[0].number].blocks[row])
+            at_once = sequence.copy_at >= 0 or sequence.restore is not None or not has_live
+            stop = length + 1 if at_once else self.next_wanted(sequence, length)
+        self.counters.next_stop[row] = stop
+        self.set_ready_of(row)
+
+    def set_next_event(self, sequence: Sequence) -> None:
+        """Note at which committed length a point is passed, a window moves on, or others should find more."""
+        row, committed = sequence.row, int(self.counters.committed[sequence.row])
+        point = NEVER
+        if self.states:
+            point = min([point, *sequence.snapshots])
+        else:
+            if self.windows:
+                point = self.next_in_prompt(sequence, committed)
+            if sequence.pending_key is None:
+                point = min(point, sequence.node.end + self.grid)
+        point = max(point, committed + 1)
+        self.counters.next_point[row] = point
+        self.counters.next_event[row] = min(point, self.next_window_event(committed))
+
+    def next_window_event(self, committed: Any) -> Any:
+        """The committed length after `committed`, or an array of them, at which windows move on."""
+        return committed // self.grid * self.grid + self.grid if self.windows else NEVER
+
+    # ---- where resume points are wanted
+
+    def want_points(self, sequence: Sequence) -> None:
+        """Where a prompt should leave resume points: full attention alone can go on from anywhere."""
+        if not (self.windows or self.states):
+            return
+        grid, back = self.grid, sequence.drop_last_blocks * self.grid
+        start, last = sequence.num_cached, (sequence.num_prompt - 1) // grid * grid - back
+        branch = sequence.branch - back if self.retention.branches else 0
+        points = {last if self.retention.prompt_end else 0, branch}
+        sequence.points = sorted(point for point in points if start < point <= last)
+        sequence.spaced_end = last
+
+    def next_in_prompt(self, sequence: Sequence, position: int) -> int:
+        """The first wanted point of the prompt after `position`, or `NEVER`."""
+        spaced = self.spacing.after(position)
+        wanted = spaced if spaced < sequence.spaced_end else NEVER
+        for point in sequence.points:
+            if point > position:
+                return min(wanted, point)
+        return wanted
+
+    def next_wanted(self, sequence: Sequence, position: int) -> int:
+        """The first position after `position` whose state is wanted: in the prompt, then now and again."""
+        wanted = self.next_in_prompt(sequence, position)
+        if wanted < NEVER:
+            return wanted
+        every = -(-self.retention.decode_every // self.grid) * self.grid
+        return position // every * every + every
+
+    def wanted_points(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """All wanted points of the prompt in (start, end], ascending."""
+        wanted, position = [], self.next_in_prompt(sequence, start)
+        while position <= end:
+            wanted.append(position)
+            position = self.next_in_prompt(sequence, position)
+        return wanted
+
+    # ---- pages
+
+    def allocate(self, group: PagedGroup, count: int) -> Ids:
+        pool = self.pool_of[group.number]
+        return pool.allocate(group.tag, count) if pool else np.zeros(count, np.int32)
+
+    def allocate_one(self, group: PagedGroup) -> int:
+        pool = self.pool_of[group.number]
+        return pool.allocate_one(group.tag) if pool else 0
+
+    def allocate_states(self) -> tuple[int, ...]:
+        """A page of each state group."""
+        return tuple([self.allocate_one(group) for group in self.states])
+
+    def free_states(self, pages: tuple[int, ...]) -> None:
+        """A page of each state group, which nobody holds any more."""
+        for group, page in zip(self.states, pages, strict=True):
+            pool = self.pool_of[group.number]
+            if pool:
+                pool.free_one(group.tag, page)
+
+    def release(self, group: PagedGroup, pages: Ids) -> None:
+        """A table lets go of pages that it held, without NULLs; those that nobody else holds are free."""
+        pool = self.pool_of[group.number]
+        if pool and len(pages):
+            pool.free(group.tag, pool.groups[group.tag].release(pages) if group.is_window else pages)
+
+    def share(self, group: PagedGroup, pages: Ids) -> None:
+        """A table names pages of a window that others hold, without NULLs."""
+        pool = self.pool_of[group.number]
+        if pool and len(pages):
+            pool.groups[group.tag].share(pages)
+
+    def live_states(self, row: int) -> list[int]:
+        """The pages of a row's live states."""
+        return [int(self.tables[group.number].pages[row, 0]) for group in self.states]
+
+
+def _by_slot_tokens(groups: list[PagedGroup]) -> dict[int, list[PagedGroup]]:
+    same: dict[int, list[PagedGroup]] = {}
+    for group in groups:
+        same.setdefault(group.slot_tokens, []).append(group)
+    return same

@@ -1,0 +1,218 @@
+"""Steps: pages before them, counting after them. A batch of one and a batch of many take the same way.
+
+Any number of steps may lie between `extend` and `commit`: each is planned from where it starts, and what it reads or
+writes stays until it is committed. Counters move for all rows at once; rows that need more are looked at one by one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvweave.cache.allocator import Demand, PageAllocator
+from kvweave.cache.copies import CopyBuilder
+from kvweave.cache.fork import Forks
+from kvweave.cache.publish import Publisher
+from kvweave.cache.room import ManyRows, OneRow, Room
+from kvweave.cache.sequence import Rows, Sequence
+from kvweave.cache.snapshots import Snapshots
+from kvweave.cache.state import CacheState
+from kvweave.errors import NotSettled
+from kvweave.table import Counts
+
+
+class Steps:
+    def __init__(
+        self,
+        state: CacheState,
+        allocator: PageAllocator,
+        snapshots: Snapshots,
+        publisher: Publisher,
+        forks: Forks,
+    ) -> None:
+        self.state = state
+        self.allocator = allocator
+        self.snapshots = snapshots
+        self.publisher = publisher
+        self.forks = forks
+        self._has_drafts = False
+        """Whether any step so far may have left states from which drafts can be taken back."""
+
+    # ---- extend
+
+    def extend(
+        self, rows: Rows, sequences: list[Sequence], counts: Counts | int, lookahead: int, drafts: int, in_step: bool
+    ) -> CopyBuilder | None:
+        """Room for `counts` more tokens of each row, all or nothing."""
+        counters = self.state.counters
+        drafts = drafts if self.state.states else 0
+        if self._has_drafts and counters.drafts[rows].any():
+            raise NotSettled(
+                "drafts of the last step are neither accepted nor rejected: which state is live? accept first"
+            )
+        if len(sequences) == 1:
+            copies = self._extend_one(sequences[0], counts if isinstance(counts, int) else int(counts[0]), lookahead, drafts, in_step)
+        else:
+            copies = self._extend_many(rows, sequences, counts, lookahead, drafts, in_step)
+        if drafts:
+            self._has_drafts = True
+            counters.drafts[rows] = drafts
+        return copies
+
+    def _extend_one(
+        self, sequence: Sequence, count: int, lookahead: int, drafts: int, in_step: bool
+    ) -> CopyBuilder | None:
+        counters, row = self.state.counters, sequence.row
+        start = int(counters.lengths[row])
+        after, copies = start + count, None
+        if drafts or after + lookahead > int(counters.ready[row]):
+            room = OneRow(self.state, sequence, start, after, after + lookahead)
+            copies = self._make_room(room, drafts, in_step, [])
+        else:
+            counters.lengths[row] = after
+        counters.step_start[row] = start
+        return copies
+
+    def _extend_many(
+        self, rows: Rows, sequences: list[Sequence], counts: Counts | int, lookahead: int, drafts: int, in_step: bool
+    ) -> CopyBuilder | None:
+        counters = self.state.counters
+        start = counters.lengths[rows]
+        after = start + counts
+        reach = after + lookahead if lookahead else after
+        short, copies = reach > counters.ready[rows], None
+        if drafts or np.count_nonzero(short):
+            at = np.arange(len(rows)) if drafts else np.flatnonzero(short)
+            chosen = [sequences[i] for i in at.tolist()]
+            room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at])
+            copies = self._make_room(room, drafts, in_step, sequences)
+        counters.lengths[rows] = after
+        counters.step_start[rows] = start
+        return copies
+
+    def _make_room(self, room: Room, drafts: int, in_step: bool, others: list[Sequence]) -> CopyBuilder | None:
+        """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
+        stateful = room.stateful if not drafts else list(range(len(room.sequences)))
+        snapshots = [self._snapshots_of(room, i, drafts, in_step) for i in stateful]
+        admits = bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
+        demand = self._demand(room, len(room.sequences), stateful, 1 + drafts)
+        optional = sum(map(len, snapshots))
+        if not optional or self.allocator.ensure(self._plus_states(demand, optional), admits=admits) is not None:
+            snapshots = [[] for _ in stateful]
+            self._ensure(room, demand, admits, stateful, 1 + drafts, others)
+        room.append()
+        copies = CopyBuilder() if stateful else None
+        for i, positions in zip(stateful, snapshots, strict=True):
+            self._make_states(room.sequences[i], positions, 1 + drafts, in_step, copies)
+        room.set_counters()
+        for i in stateful:
+            self.state.set_next_stop(room.sequences[i])
+            self.state.set_next_event(room.sequences[i])
+        return copies
+
+    def _snapshots_of(self, room: Room, i: int, drafts: int, in_step: bool) -> list[int]:
+        """Positions of the states that a row's step should leave, drafts apart."""
+        if drafts and not in_step:
+            return []
+        return self.snapshots.positions(room.sequences[i], room.start[i], room.after[i] - drafts, in_step)
+
+    def _demand(self, room: Room, count: int, stateful: list[int], columns: int) -> Demand:
+        """Pages that the first `count` rows need."""
+        state = self.state
+        demand = [0] * len(state.groups)
+        for same, pages in zip(state.same_block_size, room.num_blocks(count), strict=True):
+            for group in same:
+                demand[group.number] = pages
+        for i in stateful:
+            if i < count:
+                for group in state.states:
+                    have = int(state.tables[group.number].blocks[room.sequences[i].row])
+                    demand[group.number] += max(0, columns - have)
+        return demand
+
+    def _plus_states(self, demand: Demand, count: int) -> Demand:
+        return [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups, strict=True)]
+
+    def _ensure(
+        self, room: Room, demand: Demand, admits: bool, stateful: list[int], columns: int, others: list[Sequence]
+    ) -> None:
+        """Make sure of the pages, or raise with everything as it was."""
+        if room.longest > self.state.max_tokens:
+            longest = np.array([room.longest])
+            never = self.allocator.never_fits(longest, longest)
+            assert never is not None
+            raise never
+        pool = self.allocator.ensure(demand, admits=admits)
+        if pool is not None:
+
+            def fits(count: int) -> bool:
+                return self.allocator.lacking(self._demand(room, count, stateful, columns), admits=admits) is None
+
+            raise self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
+
+    def _make_states(
+        self, sequence: Sequence, positions: list[int], columns: int, in_step: bool, copies: CopyBuilder | None
+    ) -> None:
+        """Live states, a column for each draft, and the snapshots of a step; what is to be copied before it."""
+        assert copies is not None
+        state, row = self.state, sequence.row
+        self.snapshots.copy_live(sequence, copies)
+        for group in state.states:
+            table = state.tables[group.number]
+            for column in range(int(table.blocks[row]), columns):
+                table.write_one(row, column, state.allocate_one(group))
+                table.blocks[row] = column + 1
+        self.snapshots.restore(sequence, copies)
+        sequence.in_step = []
+        self.snapshots.reserve(sequence, positions, in_step)
+
+    # ---- commit
+
+    def commit(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder | None:
+        """What was written up to `until` may be shared; returns the copies to be made before the next step."""
+        counters = self.state.counters
+        counters.committed[rows] = until
+        if self._has_drafts:
+            accepted = (until == counters.lengths[rows]) & (counters.drafts[rows] > 0)
+            if accepted.any():
+                self.snapshots.choose(rows[accepted], np.zeros(int(accepted.sum()), np.int64))
+        due = until >= counters.next_event[rows]
+        if not np.count_nonzero(due):
+            return None
+        if len(rows) > 1:
+            sequences = [sequences[i] for i in np.flatnonzero(due).tolist()]
+            rows, until = rows[due], until[due]
+        return self._pass_events(rows, sequences, until)
+
+    def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder:
+        """These rows have passed a point, or windows move on, or others could find more of them."""
+        state, counters, copies = self.state, self.state.counters, CopyBuilder()
+        for i in np.flatnonzero(until >= counters.next_point[rows]).tolist():
+            self._pass_point(sequences[i], copies)
+        if state.windows:
+            self.allocator.advance_windows(rows, until // state.grid * state.grid)
+        counters.next_event[rows] = np.minimum(counters.next_point[rows], state.next_window_event(until))
+        return copies
+
+    def _pass_point(self, sequence: Sequence, copies: CopyBuilder) -> None:
+        """A sequence has passed a wanted point, which others can resume at now; or has more than they can find."""
+        state, row = self.state, sequence.row
+        committed = int(state.counters.committed[row])
+        if state.states:
+            if committed == int(state.counters.lengths[row]):
+                self.snapshots.copy_live(sequence, copies)
+                state.set_next_stop(sequence)
+            self.publisher.publish(sequence)
+        elif state.windows and state.next_in_prompt(sequence, sequence.node.end) <= committed:
+            self.publisher.publish(sequence)
+        self.publisher.register(sequence)
+        state.set_next_event(sequence)
+
+    # ---- accept
+
+    def accept(self, rows: Rows, sequences: list[Sequence], lengths: Counts) -> None:
+        """The tokens from `lengths` on are rejected; their pages stay, for the next step needs them."""
+        counters = self.state.counters
+        rejected = counters.lengths[rows] - lengths
+        changed = (rejected > 0) | (counters.drafts[rows] > 0)
+        for i in np.flatnonzero(changed).tolist():
+            self.forks.cut(sequences[i], int(lengths[i]))

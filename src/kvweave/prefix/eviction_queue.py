@@ -1,0 +1,64 @@
+"""A queue of points in the order of a policy's keys, from which any point can leave at any time.
+
+Sorted buckets of at most `BUCKET` entries: an insertion or a removal is a bisection and a short move, nothing is ever
+left behind, and no call costs more than another. (A heap with entries that are void has to be cleaned up, all at once.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Any
+
+from kvweave.prefix.node import Point
+
+BUCKET = 512
+
+Entry = Any
+"""A tuple of the policy's key, the order of arrival (so that points are never compared), and the point. (Not typed as a
+tuple: compiled code would unpack and pack it again at every use.)"""
+
+
+class EvictionQueue:
+    def __init__(self) -> None:
+        self._buckets: list[list[Entry]] = []
+        self._last: list[Entry] = []
+        """The last entry of each bucket."""
+        self._arrivals = 0
+        self.size = 0
+
+    def add(self, point: Point, key: Any) -> None:
+        assert point.queue is None, "a point is in one queue at most"
+        self._arrivals += 1
+        entry: Entry = (key, self._arrivals, point)
+        point.queue, point.entry = self, entry
+        self.size += 1
+        if not self._buckets:
+            self._buckets.append([entry])
+            self._last.append(entry)
+            return
+        at = min(bisect_left(self._last, entry), len(self._last) - 1)
+        bucket = self._buckets[at]
+        insort(bucket, entry)
+        self._last[at] = bucket[-1]
+        if len(bucket) > BUCKET:
+            half = len(bucket) // 2
+            self._buckets[at : at + 1] = [bucket[:half], bucket[half:]]
+            self._last[at : at + 1] = [bucket[half - 1], bucket[-1]]
+
+    def remove(self, point: Point) -> None:
+        entry = point.entry
+        at = bisect_left(self._last, entry)
+        bucket = self._buckets[at]
+        index = bisect_left(bucket, entry)
+        assert bucket[index][2] is point, "the entry of a point is where its key says"
+        del bucket[index]
+        self.size -= 1
+        point.queue = point.entry = None
+        if bucket:
+            self._last[at] = bucket[-1]
+        else:
+            del self._buckets[at], self._last[at]
+
+    def first(self) -> Entry | None:
+        """The entry with the smallest key."""
+        return self._buckets[0][0] if self._buckets else None

@@ -1,0 +1,420 @@
+"""The prefix cache: the tree of what was computed, who uses it, and what of it is evicted first.
+
+What is kept are resume points. The pages of full groups between two points are needed by the lower one, the pages of a
+window by the points whose [tail, position) they lie in, a state by its own point. So eviction gives up points: the last
+point of a leaf with the run that leads to it (`_tips`), any other point with its states and the window pages that
+only it needs (`_inner`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvweave.pool import NULL, GroupPages, Ids, PagedGroup, PagePool
+from kvweave.prefix.events import Event
+from kvweave.prefix.eviction_queue import EvictionQueue
+from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
+from kvweave.prefix.policy import EvictionCandidate, Policy
+from kvweave.prefix.tree import Match, OnPending, Tree
+
+LONGEST_PATH = 32
+"""A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
+MOST_GROWN = 2048
+"""A running sequence's last run is lengthened in place up to so many tokens; beyond, a new one is begun."""
+NO_LIMIT = 2**62
+
+
+class PrefixCache:
+    """`num_cached[g]` counts the pages of group g in the tree; how many of them are evictable, their pool knows.
+
+    A holder (a running sequence, a pin) stands on a node: the pages of full groups from there up to the root cannot
+    be evicted. Window pages that its table names are its own as well; states are pinned until they were copied.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[PagedGroup],
+        pools: Sequence[PagePool | None],
+        policy: Policy,
+        emit: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.tree = Tree(groups, emit)
+        self.grid = self.tree.grid
+        self.policy = policy
+        self.num_cached = [0] * len(groups)
+        self.num_evicted = [0] * len(groups)
+        """Pages that became free by eviction, by group."""
+        self._clock = 0
+        self._pools = list(pools)
+        self._has_inner = bool(self.tree.windows or self.tree.states)
+        self._full = [group for group in self.tree.full if group.has_pages]
+        self._tips = EvictionQueue()
+        self._inner = EvictionQueue()
+
+    # ---- looking
+
+    def match(self, namespace: Hashable, tokens: Tokens, on_pending: OnPending) -> Match:
+        """The longest run of tokens in the tree; sequences that have more of them are published on the way."""
+        match = self.tree.match(namespace, tokens, on_pending)
+        if len(match.nodes) > LONGEST_PATH and self._join(match.nodes):
+            match = self.tree.match(namespace, tokens)
+        return match
+
+    def _join(self, nodes: list[Node]) -> bool:
+        """Join the runs of a path that neither a branch nor a holder keeps apart."""
+        runs = [[nodes[0]]]
+        for upper, node in zip(nodes, nodes[1:], strict=False):
+            apart = len(upper.children) > 1 or upper.uses or upper.pending or upper.pins != node.pins
+            if apart:
+                runs.append([node])
+            else:
+                runs[-1].append(node)
+        for run in runs:
+            if len(run) > 1:
+                self.tree.join(run)
+        return len(runs) < len(nodes)
+
+    def point_for(self, match: Match, position: int, priority: int) -> Point:
+        """The point at a position of a matched path, at the end of a node; it is used now."""
+        node = next(node for node in match.nodes if node.end >= position)
+        if node.end > position:
+            node = self.split(node, position)
+        point = node.point_at(position) or self.add_point(node, position, Kind.BRANCH, (), priority)
+        point.kind = max(point.kind, Kind.BRANCH)
+        point.hits += 1
+        point.last_used = self.tick()
+        point.priority = max(point.priority, priority)
+        node.growing_tip = False
+        if point.queue is not None:
+            self._move(point, point.queue)
+        return point
+
+    def tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    # ---- holders
+
+    def pin(self, node: Node) -> None:
+        """A holder stands on `node`."""
+        node.uses += 1
+        self._pin_path(node, None)
+
+    def move_pin(self, old: Node, new: Node) -> None:
+        """A holder of `old` stands on `new` below it."""
+        old.uses -= 1
+        new.uses += 1
+        self._pin_path(new, old)
+
+    def _pin_path(self, node: Node, above: Node | None) -> None:
+        at: Node | None = node
+        while at is not above and at is not None:
+            at.pins += 1
+            if at.pins == 1 and at.parent is not None:
+                for group in self._full:
+                    self._pages(group).count_evictable(at.pages[group.number], -1)
+                self._requeue_last(at)
+            at = at.parent
+
+    def unpin(self, node: Node) -> None:
+        """A holder of `node` is gone."""
+        node.uses -= 1
+        at: Node | None = node
+        while at is not None:
+            at.pins -= 1
+            if at.pins == 0 and at.parent is not None:
+                for group in self._full:
+                    self._pages(group).count_evictable(at.pages[group.number], 1)
+                self._requeue_last(at)
+            at = at.parent
+        self._settle(node, None)
+
+    def pin_states(self, point: Point, sign: int) -> None:
+        """Somebody must find the states of a point unharmed (1), or needs them no more (-1)."""
+        point.pins += sign
+        if point.pins == (1 if sign > 0 else 0):
+            for group, page in zip(self.tree.states, point.states, strict=True):
+                if group.has_pages:
+                    self._pages(group).count_evictable_one(page, -sign)
+        self._requeue(point)
+
+    # ---- growing
+
+    def split(self, node: Node, position: int) -> Node:
+        upper = self.tree.split(node, position)
+        self._requeue_last(upper)
+        return upper
+
+    def insert(self, parent: Node, tokens: Tokens, pages: list[Ids]) -> Node:
+        """A new run, which nobody holds yet."""
+        node = self.tree.insert(parent, tokens, pages)
+        self._count_rows(node, pages)
+        self._requeue_last(parent)
+        return node
+
+    def can_grow(self, node: Node) -> bool:
+        """Whether a run may be lengthened in place: a sequence's own end that nobody else has touched."""
+        return node.growing_tip and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN
+
+    def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
+        """Lengthen a run that its one holder stands on."""
+        self.tree.grow(node, tokens, pages)
+        self._count_rows(node, pages)
+
+    def _count_rows(self, node: Node, pages: list[Ids]) -> None:
+        """Pages that enter the tree with a run: those of full groups change their owner, windows' are held by both."""
+        for group in self._full:
+            self.num_cached[group.number] += len(pages[group.number])
+            if not node.pins:
+                self._pages(group).count_evictable(pages[group.number], 1)
+        for group in self.tree.windows:
+            self._enter_windows(group, pages[group.number][pages[group.number] != NULL])
+
+    def fill(self, node: Node, group: PagedGroup, first: int, pages: Ids) -> None:
+        """Put a window's pages into gaps of a run, from block `first` on; whose they were holds them too."""
+        self._enter_windows(group, self.tree.fill(node, group, first, pages))
+
+    def _enter_windows(self, group: PagedGroup, pages: Ids) -> None:
+        if len(pages) and group.has_pages:
+            self.num_cached[group.number] += self._pages(group).enter_cache(pages)
+
+    def add_point(self, node: Node, position: int, kind: Kind, states: StatePages, priority: int) -> Point:
+        """A resume point, whose window pages are in the tree already. Its states are the tree's from now on."""
+        point = self.tree.add_point(node, position, kind, states)
+        point.last_used, point.priority = self.tick(), priority
+        self._count_states(point, 1)
+        self._requeue(point)
+        index = len(node.points) - 2
+        if index >= 0 and node.points[-1] is point:
+            self._requeue(node.points[index])
+        return point
+
+    def _count_states(self, point: Point, sign: int) -> None:
+        if point.states:
+            for group, page in zip(self.tree.states, point.states, strict=True):
+                if group.has_pages:
+                    self.num_cached[group.number] += sign
+                    self._pages(group).count_evictable_one(page, sign)
+
+    # ---- queues
+
+    def _requeue_last(self, node: Node) -> None:
+        """A node's last point may be a leaf's now, or not any more."""
+        if node.points:
+            self._requeue(node.points[-1])
+
+    def _requeue(self, point: Point) -> None:
+        """Put a point into the queue where it belongs now."""
+        node, queue = point.node, None
+        if not point.pins:
+            if not node.children and not node.pins and node.points[-1] is point:
+                queue = self._tips
+            elif self._has_inner:
+                queue = self._inner
+        if queue is not point.queue:
+            self._move(point, queue)
+
+    def _move(self, point: Point, queue: EvictionQueue | None) -> None:
+        if point.queue is not None:
+            point.queue.remove(point)
+        if queue is not None:
+            key: Any = self.policy(EvictionCandidate(point, self.tree.groups))
+            queue.add(point, key if key == key else -np.inf)  # noqa: PLR0124 - NaN has no order
+
+    # ---- evicting
+
+    def evict(self, group: PagedGroup, count: int) -> None:
+        """Free `count` pages of a group in the policy's order, or all that can be; no more where runs can be cut."""
+        goal = self.num_evicted[group.number] + count
+        while (lacking := goal - self.num_evicted[group.number]) > 0:
+            point = self._next(only_tips=group.is_full)
+            if point is None:
+                return
+            tokens = self.grid if group.is_state else -(-lacking * group.slot_tokens // self.grid) * self.grid
+            self._evict(point, tokens)
+
+    def evict_next(self, tokens: int) -> bool:
+        """Evict the point that the policy values least, whatever its pages, and cut a run by so many tokens at least;
+        False when there is none."""
+        point = self._next(only_tips=False)
+        if point is not None:
+            self._evict(point, tokens)
+        return point is not None
+
+    def _next(self, only_tips: bool) -> Point | None:
+        tip, inner = self._tips.first(), None if only_tips else self._inner.first()
+        first = inner if tip is None or (inner is not None and inner < tip) else tip
+        point: Point | None = None if first is None else first[2]
+        return point
+
+    def _evict(self, point: Point, tokens: int) -> None:
+        """Give up a point, and of a leaf at least its last `tokens` tokens."""
+        if point.queue is self._inner:
+            self.drop_point(point)
+            return
+        node = point.node
+        limit = max(node.start, point.position - tokens)
+        parent = node.parent
+        if not self._shorten(node, self.tree.last_resumable(self._path(node), limit, node.start), point):
+            assert parent is not None, "a root has no points"
+            self._settle(parent, point)
+
+    def _path(self, node: Node) -> list[Node]:
+        """The nodes that say whether a position in `node` is resumable: windows may reach above it."""
+        return [node] if self.tree.states or not self.tree.windows else node.path()
+
+    def drop_point(self, point: Point) -> None:
+        """Give up a point that others lie behind, or that a holder stands at: its states, and what only it needs."""
+        self._forget(point)
+        self._free_windows(point)
+
+    def _free_windows(self, point: Point) -> None:
+        """Free the window pages that a point, gone from its node, needed and no other point does."""
+        for group in self.tree.windows:
+            if group.has_pages:
+                self._free_exclusive(point, group)
+                if group.head_blocks:
+                    self._free_heads(point.node, group)
+
+    def _forget(self, point: Point) -> None:
+        """Take a point out of its node and free its states."""
+        if point.queue is not None:
+            point.queue.remove(point)
+        if point.states:
+            self._count_states(point, -1)
+            for group, page in zip(self.tree.states, point.states, strict=True):
+                if group.has_pages:
+                    self._pool(group).free_one(group.tag, page)
+                    self.num_evicted[group.number] += 1
+        self.tree.remove_point(point)
+
+    def _free_exclusive(self, point: Point, group: PagedGroup) -> None:
+        """Those of one group, the head apart.
+
+        Tails never come back, so a point above needs every page from this one's tail up to itself, and the points
+        below need every page from the lowest of their tails on.
+        """
+        first, last = group.first_block(point.position), point.position // group.slot_tokens
+        node: Node | None = point.node
+        while node is not None and node.parent is not None:
+            above = below = None
+            for other in node.points:
+                if other.position < point.position:
+                    above = other
+                elif below is None:
+                    below = other
+            low = first if above is None else max(first, above.position // group.slot_tokens)
+            needed = group.first_block(below.position) if below is not None else self._needed_below(node, group)
+            self._free_window(node, group, max(low, node.start // group.slot_tokens), min(last, needed))
+            if above is not None or first >= node.start // group.slot_tokens:
+                return
+            node, last = node.parent, node.start // group.slot_tokens
+
+    def _needed_below(self, node: Node, group: PagedGroup) -> int:
+        """The first block of a window that points below a node need."""
+        first, end = NO_LIMIT, node.end // group.slot_tokens
+        stack = list(node.children.values())
+        while stack:
+            child = stack.pop()
+            if child.points:
+                first = min(first, group.first_block(child.points[0].position))
+            elif group.first_block(child.end) < end:
+                stack.extend(child.children.values())
+        return first
+
+    def _free_heads(self, node: Node, group: PagedGroup) -> None:
+        """Free the parts of a head in runs at or below which no point is left."""
+        for at in reversed(node.path()):
+            stack = [at]
+            while stack:
+                below = stack.pop()
+                if below.points:
+                    return
+                stack.extend(below.children.values())
+            self._free_window(at, group, at.start // group.slot_tokens, group.head_blocks)
+
+    def _free_window(self, node: Node, group: PagedGroup, first: int, last: int) -> None:
+        if last > first:
+            self._leave_windows(group, self.tree.drop(node, group, first, last))
+
+    def _leave_windows(self, group: PagedGroup, pages: Ids) -> None:
+        if len(pages) and group.has_pages:
+            gone, num_left = self._pages(group).leave_cache(pages)
+            self.num_cached[group.number] -= num_left
+            self._pool(group).free(group.tag, gone)
+            self.num_evicted[group.number] += len(gone)
+
+    # ---- leaves end at a point
+
+    def _settle(self, node: Node, heir: Point | None) -> None:
+        """A leaf that nobody holds ends at its last resumable position; one without any is gone, and so on upwards."""
+        while not node.pins and not node.children:
+            parent = node.parent
+            if parent is None:
+                if not node.pending and self.tree.roots.get(node.namespace) is node:
+                    self.tree.remove(node)
+                return
+            if self._shorten(node, self.tree.last_resumable(self._path(node), node.end, node.start), heir):
+                return
+            node = parent
+        self._requeue_last(node)
+
+    def _shorten(self, node: Node, end: int, heir: Point | None) -> bool:
+        """Cut a leaf to `end`, which is resumable, or take it out where that is its start; whether it is still there.
+
+        Who evicts a point passes it on as `heir`: what is left was used as recently, and is as important.
+        """
+        lowest = None
+        while node.points and node.points[-1].position > end:
+            lowest = node.points[-1]
+            heir = heir or lowest
+            self._forget(lowest)
+        if end == node.start:
+            if lowest is not None:
+                self._free_windows(lowest)  # of runs above, too
+            self._free_rows(node.pages)
+            self.tree.remove(node)
+            node.parent = None
+            return False
+        if end < node.end:
+            self._free_rows(self.tree.trim(node, end))
+        point = node.point_at(end)
+        if point is None:
+            point = self.add_point(node, end, heir.kind if heir else Kind.ANSWER, (), 0)
+            point.last_used = heir.last_used if heir else point.last_used
+        if heir is not None:
+            point.last_used = max(point.last_used, heir.last_used)
+            point.priority = max(point.priority, heir.priority)
+        self._move(point, self._tips)
+        return True
+
+    def _free_rows(self, pages: list[Ids]) -> None:
+        """Pages of a run that nobody holds leave the tree."""
+        for group in self._full:
+            gone = pages[group.number]
+            self._pages(group).count_evictable(gone, -1)
+            self.num_cached[group.number] -= len(gone)
+            self._pool(group).free(group.tag, gone)
+            self.num_evicted[group.number] += len(gone)
+        for group in self.tree.windows:
+            self._leave_windows(group, pages[group.number][pages[group.number] != NULL])
+
+    def clear(self) -> None:
+        """Forget everything; nobody may hold anything."""
+        while self.evict_next(NO_LIMIT):
+            pass
+        assert not any(self.num_cached), f"{self.num_cached} pages are left in an empty tree"
+        self.tree.clear()
+
+    # ---- small things
+
+    def _pool(self, group: PagedGroup) -> PagePool:
+        pool = self._pools[group.number]
+        assert pool is not None, f"group {group.tag} has no pages here"
+        return pool
+
+    def _pages(self, group: PagedGroup) -> GroupPages:
+        return self._pool(group).groups[group.tag]

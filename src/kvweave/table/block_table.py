@@ -1,0 +1,140 @@
+"""Block tables: per group one int32 array of pages and one of kernel blocks, a row a sequence, written in place.
+
+    row r   | NULL  NULL  p7  p3  p9  p12  NULL ... |     a window: old blocks left, first = 2, blocks = 6
+                          ^first            ^blocks
+                                 ^published: tokens before it are in the prefix tree
+
+Both arrays can be handed to a kernel as they are: NULL is page 0, which nobody owns and anybody may read. Their addresses
+stay the same while rows and tokens stay within what the cache was made for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.pool import NULL, Ids, PagedGroup
+
+Counts = NDArray[np.int64]
+
+
+class BlockTable:
+    """The table of one group. A context-parallel rank holds every cp-th block, so a slot spans all ranks' blocks.
+
+    States have a column for the live state, and one more for each draft token that may be rejected. Full groups own
+    the pages from `published` on; those before belong to the tree. Windows hold a reference to every page they name.
+    """
+
+    def __init__(self, group: PagedGroup, num_rows: int, width: int) -> None:
+        self.group = group
+        self.tag = group.tag
+        self.slot_tokens = group.slot_tokens
+        self.kernel_blocks = group.kernel_blocks
+        self.head_blocks = group.head_blocks
+        self.width = width
+        self.pages: Ids = np.zeros((num_rows, width), np.int32)
+        self.kernels: Ids = self.pages
+        if self.kernel_blocks > 1:
+            self.kernels = np.zeros((num_rows, width * self.kernel_blocks), np.int32)
+        self.first: Counts = np.full(num_rows, self.head_blocks, np.int64)
+        self.published: Counts = np.zeros(num_rows, np.int64)
+        self.blocks: Counts = np.zeros(num_rows, np.int64)
+        self._changed: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+
+    def add_rows(self, count: int) -> None:
+        """More rows than the cache was made for: addresses change."""
+        used = int(self.blocks.max())
+        self.pages = _with_rows(self.pages, count, used)
+        same = self.kernel_blocks == 1
+        self.kernels = self.pages if same else _with_rows(self.kernels, count, used * self.kernel_blocks)
+        self.first = np.pad(self.first, (0, count), constant_values=self.head_blocks)
+        self.published, self.blocks = np.pad(self.published, (0, count)), np.pad(self.blocks, (0, count))
+        self._changed = np.pad(self._changed, (0, count))
+
+    def take_changed(self) -> Counts:
+        """The rows that were written since this was last asked."""
+        rows: Counts = np.flatnonzero(self._changed)
+        self._changed[rows] = False
+        return rows
+
+    # ---- writing: both arrays, always
+
+    def write(self, row: int, start: int, pages: Ids) -> None:
+        """Pages of one row from slot `start` on."""
+        self.pages[row, start : start + len(pages)] = pages
+        self._changed[row] = True
+        if self.kernel_blocks > 1:
+            at = start * self.kernel_blocks
+            self.kernels[row, at : at + len(pages) * self.kernel_blocks] = self.kernel_ids(pages).ravel()
+
+    def write_one(self, row: int, slot: int, page: int) -> None:
+        """`write`, for a single page."""
+        self.pages[row, slot] = page
+        self._changed[row] = True
+        if self.kernel_blocks > 1:
+            at = slot * self.kernel_blocks
+            self.kernels[row, at : at + self.kernel_blocks] = np.arange(self.kernel_blocks) + page * self.kernel_blocks
+
+    def append(self, rows: Counts, counts: Counts, pages: Ids) -> None:
+        """`counts[i]` more pages at the end of `rows[i]`, out of `pages` in order."""
+        slots = self.blocks[rows]
+        self.blocks[rows] = slots + counts
+        if len(rows) == 1:
+            self.write(int(rows[0]), int(slots[0]), pages)
+            return
+        if len(pages) != len(rows) or counts.min() != 1:
+            slots = np.repeat(slots - np.cumsum(counts) + counts, counts) + np.arange(len(pages))
+            rows = np.repeat(rows, counts)
+        self.write_many(rows, slots, pages)
+
+    def write_many(self, rows: Counts, slots: Counts, pages: Ids) -> None:
+        """One page for each (row, slot)."""
+        self.pages[rows, slots] = pages
+        self._changed[rows] = True
+        if self.kernel_blocks > 1:
+            columns = slots[:, None] * self.kernel_blocks + np.arange(self.kernel_blocks)
+            self.kernels[rows[:, None], columns] = self.kernel_ids(pages)
+
+    def erase(self, row: int, start: int, end: int) -> None:
+        """NULL in the slots [start, end) of one row."""
+        if end > start:
+            self.pages[row, start:end] = NULL
+            self._changed[row] = True
+            if self.kernel_blocks > 1:
+                self.kernels[row, start * self.kernel_blocks : end * self.kernel_blocks] = NULL
+
+    def clear(self, row: int) -> None:
+        self.erase(row, 0, int(self.blocks[row]))
+        self.blocks[row] = self.published[row] = 0
+        self.first[row] = self.head_blocks
+
+    # ---- reading
+
+    def kernel_ids(self, pages: Ids) -> Ids:
+        """`[pages, kernel blocks]`; a NULL page stays NULL."""
+        ids = pages[:, None] * self.kernel_blocks + np.arange(self.kernel_blocks, dtype=np.int32)
+        return np.where(pages[:, None] == NULL, np.int32(NULL), ids)
+
+    def held(self, row: int) -> Ids:
+        """The pages that a row holds itself, without NULLs: of windows and states all it names, of full groups those
+        that are not in the tree."""
+        start = int(self.published[row]) if self.group.is_full else 0
+        pages = self.pages[row, start : int(self.blocks[row])]
+        held: Ids = pages[pages != NULL]
+        return held
+
+    def slots(self, rows: Counts, positions: Counts, cp_rank: int) -> Counts:
+        """Where tokens are written: page x block_tokens + offset for each (row, position); -1: on another rank."""
+        group = self.group
+        pages = self.pages[rows, positions // group.slot_tokens].astype(np.int64)
+        slots: Counts = pages * group.block_tokens + positions % group.block_tokens
+        if group.context_shards > 1:
+            slots[positions // group.block_tokens % group.context_shards != cp_rank] = -1
+        return slots
+
+
+def _with_rows(table: Ids, count: int, used: int) -> Ids:
+    """A table with `count` rows more and the used columns of this one; the rest is not touched."""
+    larger = np.zeros((len(table) + count, table.shape[1]), np.int32)
+    larger[: len(table), :used] = table[:, :used]
+    return larger
