@@ -182,7 +182,8 @@ def needed_pages(cache: Cache, group: PagedGroup, pins: Iterable[Any] = ()) -> s
         blocks = int(table.blocks[row])
         if group.is_state:
             nth = state.states.index(group)
-            needed |= {*table.pages[row, :blocks].tolist(), *(pages[nth] for pages in sequence.snapshots.values())}
+            in_flight = {at for at in sequence.snapshots if at > sequence.committed and at != sequence.copy_at}
+            needed |= {*table.pages[row, :blocks].tolist(), *(sequence.snapshots[at][nth] for at in in_flight)}
             if sequence.restore is not None:
                 needed.add(sequence.restore.states[nth])
             continue
@@ -263,6 +264,7 @@ def _check_group(cache: Cache, group: PagedGroup, pool: PagePool, pins: list[Any
     held: Counter[int] = Counter()
     for row, sequence in state.by_row.items():
         held.update(table.held(row).tolist())
+        held.update(page for _, run in sequence.parked.get(group.number, ()) for page in run.tolist())
         if group.is_state:
             nth = state.states.index(group)
             held.update(taken[nth] for taken in sequence.snapshots.values())
@@ -293,7 +295,9 @@ def _check_group(cache: Cache, group: PagedGroup, pool: PagePool, pins: list[Any
         unneeded = {p for n in state.prefix.tree.nodes() if not n.pins for p in node_pages(cache, n, group)}
         stand = [s.node for s in state.by_row.values()] + [pin.node for pin in pins]
         locked = {node.id for at in stand for node in at.path()}
-        assert unneeded == {p for n in state.prefix.tree.nodes() if n.id not in locked for p in node_pages(cache, n, group)}
+        assert unneeded == {
+            p for n in state.prefix.tree.nodes() if n.id not in locked for p in node_pages(cache, n, group)
+        }
     assert pages.num_evictable == len(unneeded), f"{tag}: {pages.num_evictable} evictable, {len(unneeded)} are"
     if not pages.is_whole:
         counts = Counter(page // pages.per_superpage for page in unneeded)

@@ -106,7 +106,9 @@ class Life:
     def prompt(self) -> list[int]:
         """The start of something that was there before, and a few tokens of its own."""
         old = self.rng.choice(self.texts)
-        text = old[: self.rng.randint(0, min(120, len(old)))] + [self.rng.randint(0, 2) for _ in range(self.rng.randint(1, 24))]
+        text = old[: self.rng.randint(0, min(120, len(old)))] + [
+            self.rng.randint(0, 2) for _ in range(self.rng.randint(1, 24))
+        ]
         self.texts = [*self.texts[-20:], text]
         return text
 
@@ -122,10 +124,10 @@ class Life:
         self.events.clear()
         if not back:
             assert self.replica.hit(prompt, namespace) == expected, "the replica would have hit something else"
-        sequence = self.cache.open(
-            prompt, namespace=namespace, priority=self.rng.randint(0, 2), drop_last_blocks=back
+        sequence = self.cache.open(prompt, namespace=namespace, priority=self.rng.randint(0, 2), drop_last_blocks=back)
+        assert sequence.num_cached == found == expected, (
+            f"{sequence.num_cached} cached, {found} found, {expected} there"
         )
-        assert sequence.num_cached == found == expected, f"{sequence.num_cached} cached, {found} found, {expected} there"
         self.running.append(Running(sequence, prompt))
         return None
 
@@ -234,7 +236,9 @@ class Life:
             last = one.steps[done - 1]
             if last in self.engine.queue:
                 self.engine.run(last)
-            lengths.append(last.end if not one.drafts else self.rng.randint(max(last.start + 1, one.sequence.committed), last.end))
+            lengths.append(
+                last.end if not one.drafts else self.rng.randint(max(last.start + 1, one.sequence.committed), last.end)
+            )
             one.steps = one.steps[done:]
             known = int(self.cache.state.tokens.known[one.sequence.row])
             if known < lengths[-1] and self.rng.random() < 0.9:

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
-from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NeverFits, OutOfPages, UnknownName, WrongThread
+from kvweave.errors import (
+    BadOption,
+    BadSequence,
+    BadTokens,
+    CannotTruncate,
+    NeverFits,
+    OutOfPages,
+    UnknownName,
+    WrongThread,
+)
 from kvweave.plan import Parallel
 from kvweave.pool import NULL
 from kvweave.prefix import EvictionCandidate, Retention, Span
@@ -492,7 +501,9 @@ def test_a_thread_that_adopts_a_cache_owns_it() -> None:
 
 
 def test_tables_keep_their_addresses_within_rows_and_max_tokens() -> None:
-    cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), group("state", State())), rows=4, max_tokens=120)
+    cache = Cache(
+        plan_of(group("full", Full()), group("window", Window(6)), group("state", State())), rows=4, max_tokens=120
+    )
     addresses = {tag: cache.table(tag).ctypes.data for tag in ("full", "window", "state")}
     sequences = [cache.open([i, *range(20)]) for i in range(4)]
     for sequence in sequences:

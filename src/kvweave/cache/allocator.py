@@ -61,7 +61,9 @@ class PageAllocator:
     ) -> PagePool | None:
         for pool, groups, pages in wanted:
             asked = self._with_reserve(pool, pages) if admits and self.reserve else pages
-            if not pool.is_ready(asked) and not pool.could_be_ready(asked, self._reclaimable(groups)):
+            if pool.is_ready(asked) or pool.could_be_ready(asked, {}):
+                continue
+            if not pool.could_be_ready(asked, self._reclaimable(groups)):
                 return pool
         return None
 
@@ -70,28 +72,42 @@ class PageAllocator:
         pages = int(self.reserve * pool.num_superpages * pool.groups[tag].per_superpage)
         return {**wanted, tag: wanted.get(tag, 0) + pages}
 
-    # ---- windows hold on to what the point before needs; under pressure they need not
+    # ---- sequences hold on to what points that are not in the tree yet need; under pressure they need not
 
     def _behind(self, group: PagedGroup) -> tuple[Rows, Counts, Counts]:
         """Rows of a window that hold blocks behind what their next token needs: row, first block, how many."""
         rows: Rows = np.fromiter(self.state.by_row, np.int64, len(self.state.by_row))
-        table, committed = self.state.tables[group.number], self.state.counters.committed[rows]
-        first = table.first[rows]
-        needed = np.maximum(np.asarray(group.reach.tail(committed)) // group.slot_tokens, group.head_blocks)
-        behind = np.minimum(needed, table.blocks[rows]) - first
+        first = self.state.tables[group.number].first[rows]
+        behind = self._needed(group, rows, self.state.counters.committed[rows]) - first
         moving = behind > 0
         return rows[moving], first[moving], behind[moving]
 
+    def _spare_snapshots(self) -> list[tuple[Sequence, int]]:
+        """Snapshots that no step in flight is to write: taken and not in the tree yet, or still to be copied."""
+        committed = self.state.counters.committed
+        return [
+            (sequence, position)
+            for sequence in self.state.by_row.values()
+            for position in sequence.snapshots
+            if position <= int(committed[sequence.row]) or position == sequence.copy_at
+        ]
+
     def _reclaimable(self, groups: list[PagedGroup]) -> dict[str, Ids]:
-        """Pages of windows that would be free if rows held no more than their next tokens need."""
+        """Pages that would be free if sequences held no more than their next tokens need."""
         found: dict[str, Ids] = {}
+        spare = self._spare_snapshots() if self.state.states else []
         for group in groups:
             pool = self.state.pool_of[group.number]
+            if group.is_state and spare:
+                nth = self.state.states.index(group)
+                found[group.tag] = np.array([sequence.snapshots[at][nth] for sequence, at in spare], np.int32)
             if not group.is_window or pool is None or not self.state.by_row:
                 continue
             rows, first, count = self._behind(group)
-            if len(rows):
-                pages = self.state.tables[group.number].pages[_spread(rows, first, count)]
+            parked = [pages for s in self.state.by_row.values() for _, pages in s.parked.get(group.number, ())]
+            if len(rows) or parked:
+                behind = self.state.tables[group.number].pages[_spread(rows, first, count)]
+                pages = np.concatenate([behind, *parked])
                 pages, holders = np.unique(pages, return_counts=True)
                 of_group = pool.groups[group.tag]
                 found[group.tag] = pages[holders == of_group.refs[pages] + 1 - of_group.cached[pages]]
@@ -100,13 +116,42 @@ class PageAllocator:
     def advance_windows(self, rows: Rows, ends: Counts) -> None:
         """Let windows go on to the committed lengths `ends`: what they have passed leaves the tables."""
         for group in self.state.windows:
-            table = self.state.tables[group.number]
-            first = table.first[rows]
-            needed = np.maximum(np.asarray(group.reach.tail(ends)) // group.slot_tokens, group.head_blocks)
-            passed = np.minimum(needed, table.blocks[rows]) - first
+            first = self.state.tables[group.number].first[rows]
+            passed = self._needed(group, rows, ends) - first
             moving = passed > 0
             if np.count_nonzero(moving):
                 self._pass(group, rows[moving], first[moving], passed[moving])
+
+    def _needed(self, group: PagedGroup, rows: Rows, lengths: Counts) -> Counts:
+        """The first block behind the head that each row needs to go on from its length."""
+        needed: Counts = np.asarray(group.reach.tail(lengths)) // group.slot_tokens
+        if group.head_blocks:
+            needed = np.minimum(np.maximum(needed, group.head_blocks), self.state.tables[group.number].blocks[rows])
+        return needed
+
+    def advance_windows_of(self, sequence: Sequence, end: int) -> None:
+        """The same for one sequence; pages that points which are not in the tree yet need are parked beside the table.
+
+        first                                       first_block(end)
+        |.......|############|......|###############|          #: [tail(point), point) of such points
+        """
+        row = sequence.row
+        for group in self.state.windows:
+            table, size = self.state.tables[group.number], group.slot_tokens
+            first, last = int(table.first[row]), min(group.first_block(end), int(table.blocks[row]))
+            if last <= first:
+                continue
+            pages, at, gone = table.pages[row, first:last].copy(), first, []
+            for point in self.state.passed_points(sequence, first * size, end):
+                low, high = max(group.first_block(point), at), min(point // size, last)
+                if high > low:
+                    gone.append(pages[at - first : low - first])
+                    sequence.parked.setdefault(group.number, []).append((low, pages[low - first : high - first]))
+                    at = high
+            gone.append(pages[at - first :])
+            table.first[row] = last
+            table.erase(row, first, last)
+            self.state.release(group, gone[0] if len(gone) == 1 else np.concatenate(gone))
 
     def _pass(self, group: PagedGroup, rows: Rows, first: Counts, passed: Counts) -> None:
         """Take `passed` slots of each row, from `first` on, out of a window's table."""
@@ -115,10 +160,17 @@ class PageAllocator:
         spread, slots = _spread(rows, first, passed)
         pages = table.pages[spread, slots]
         table.write_many(spread, slots, np.zeros(len(slots), np.int32))
-        self.state.release(group, pages)
+        self.state.release(group, pages, is_one_row=False)
 
     def _reclaim(self) -> None:
-        """Let every row hold no more than its next token needs."""
+        """Let every sequence hold no more than its next token needs."""
+        for sequence, position in self._spare_snapshots() if self.state.states else ():
+            self.state.free_states(sequence.snapshots.pop(position))
+            sequence.copy_at = -1 if position == sequence.copy_at else sequence.copy_at
+            sequence.answer = -1
+            self.state.set_next_event(sequence)
+        for sequence in self.state.by_row.values():
+            self.state.release_parked(sequence)
         for group in self.state.windows:
             rows, first, count = self._behind(group)
             if len(rows):
@@ -216,7 +268,7 @@ class PageAllocator:
 
 def _spread(rows: Rows, first: Counts, count: Counts) -> tuple[Rows, Counts]:
     """Each (row, slot) of the slots [first, first + count) of rows."""
-    if count.max() == 1:
+    if not len(count) or np.maximum.reduce(count) == 1:
         return rows, first
     slots = np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
     return np.repeat(rows, count), slots

@@ -224,11 +224,10 @@ class Cache:
         ids: Ids | None = None
         if tokens is not None:
             start = self._state.counters.lengths[rows]
-            each = np.full(len(rows), counts, np.int64) if isinstance(counts, int) else counts
-            ids = self._state.tokens.checked(rows, chosen, start, each, tokens)
+            ids = self._state.tokens.checked(rows, chosen, start, counts, tokens)
         copies = self._steps.extend(rows, chosen, counts, lookahead, drafts, checkpoints)
         if ids is not None:
-            self._state.tokens.tell(rows, chosen, start, each, ids)
+            self._state.tokens.tell(rows, chosen, start, counts, ids)
         return self._hand_out(copies)
 
     def commit(
@@ -241,7 +240,7 @@ class Cache:
         """
         self._check_thread()
         rows, chosen = self._rows(sequences)
-        until = self._state.counters.lengths[rows] if lengths is None else self._checked_lengths(rows, lengths)
+        until = None if lengths is None else self._checked_lengths(rows, lengths)
         if tokens is not None:
             self._tell(rows, chosen, tokens)
         return self._hand_out(self._steps.commit(rows, chosen, until))
@@ -267,8 +266,7 @@ class Cache:
         known, lengths = self._state.tokens.known[rows], self._state.counters.lengths[rows]
         if size % len(rows) or (known + size // len(rows) > lengths).any():
             raise BadTokens(f"{size} ids for {len(rows)} sequences: no token after their lengths has a place")
-        counts = np.full(len(rows), size // len(rows), np.int64)
-        self._state.tokens.tell(rows, chosen, known, counts, as_tokens(np.asarray(tokens).ravel()))
+        self._state.tokens.tell(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()))
 
     def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
         until = np.broadcast_to(np.asarray(lengths, np.int64), rows.shape)
@@ -337,7 +335,7 @@ class Cache:
         self._check_thread()
         self._rows(sequence, check_copies=False)
         state, row = self._state, sequence.row
-        if keep and not self._is_outstanding(row):
+        if keep and not self._is_outstanding(sequence.rows):
             self._snapshots.donate_live(sequence)
             self._publisher.publish(sequence)
         self._publisher.unregister(sequence)
@@ -371,7 +369,7 @@ class Cache:
     def publish(self) -> None:
         """Put everything committed into the tree now; whoever opens a prompt has what it needs published anyway."""
         self._check_thread()
-        for sequence in self._state.by_row.values():
+        for sequence in list(self._state.pending.values()):
             self._publisher.publish(sequence)
             self._state.set_next_event(sequence)
 
@@ -496,7 +494,7 @@ class Cache:
             rows, chosen = batch.rows, batch.sequences
             if not chosen:
                 raise BadSequence("no sequence is in the batch")
-        if check_copies and self._outstanding and any(self._is_outstanding(row) for row in rows.tolist()):
+        if check_copies and self._outstanding and self._is_outstanding(rows):
             raise NotSettled("the copies that the last call returned were never looked at: carry them out first")
         return rows, chosen
 
@@ -507,10 +505,10 @@ class Cache:
         self._outstanding.append(copies)
         return copies
 
-    def _is_outstanding(self, row: int) -> bool:
-        """Whether copies of a row were handed out and never taken over."""
+    def _is_outstanding(self, rows: Rows) -> bool:
+        """Whether copies of some row were handed out and never taken over."""
         self._outstanding = [copies for copies in self._outstanding if not copies.taken]
-        return any(row in copies.rows for copies in self._outstanding)
+        return any(not copies.rows.isdisjoint(rows.tolist()) for copies in self._outstanding)
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._owner:

@@ -100,6 +100,7 @@ class Loader:
         for group in state.groups:
             if group.has_pages:
                 state.release(group, state.tables[group.number].held(sequence.row))
+        state.release_parked(sequence)
         if sequence.restore is not None:
             state.prefix.pin_states(sequence.restore, -1)
             sequence.restore = None

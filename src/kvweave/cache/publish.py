@@ -7,6 +7,8 @@ pages are held by the table and by the tree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import numpy as np
 
 from kvweave.cache.sequence import Sequence
@@ -14,7 +16,8 @@ from kvweave.cache.state import CacheState
 from kvweave.pool import NULL, Ids, PagedGroup
 from kvweave.prefix import Kind, Node
 from kvweave.prefix.tree import NO_PAGES
-from kvweave.table import BlockTable
+
+Held = dict[int, Ids]
 
 
 class Publisher:
@@ -24,16 +27,18 @@ class Publisher:
     # ---- sequences that have committed more than others can find
 
     def register(self, sequence: Sequence) -> None:
-        """Others that go on from its node with its next tokens will have it published. (States need no register: a
-        sequence publishes each of its snapshots when it is committed.)"""
+        """Others that go on from its node with its next tokens will have it published."""
         state, node = self.state, sequence.node
         end = min(int(state.counters.committed[sequence.row]), sequence.num_tokens)
-        if state.states or sequence.pending_key is not None or end < node.end + state.grid:
+        if sequence.pending_key is not None or end < node.end + state.grid:
+            return
+        if state.states and not self._points(sequence, node.end, end):
             return
         sequence.pending_key = sequence.run(node.end, node.end + state.grid).tobytes()
         if node.pending is None:
             node.pending = {}
         node.pending.setdefault(sequence.pending_key, []).append(sequence)
+        state.pending[sequence.row] = sequence
 
     def unregister(self, sequence: Sequence) -> None:
         key, node = sequence.pending_key, sequence.node
@@ -45,13 +50,34 @@ class Publisher:
             if not node.pending:
                 node.pending = None
             sequence.pending_key = None
+            del self.state.pending[sequence.row]
 
     def publish_pending(self, node: Node, key: bytes) -> None:
         """Publish the sequences that stand on a node and go on with these tokens."""
         if node.pending:
+            node.growing_tip = False  # whoever walks by here must find a child, not a longer node
             for sequence in list(node.pending.get(key, ())):
                 self.publish(sequence)
                 self.state.set_next_event(sequence)
+
+    # ---- while generating
+
+    def keep_answer(self, sequence: Sequence, position: int) -> None:
+        """Of the states taken while generating only the last is kept: with the window pages that resuming there needs,
+        which the table will let go of. It enters the tree when somebody asks for it, or at the end."""
+        state = self.state
+        for old in [point for point in sequence.snapshots if point < position]:
+            state.free_states(sequence.snapshots.pop(old))
+        state.release_parked(sequence)
+        sequence.answer = position
+        for group in state.windows:
+            if group.has_pages:
+                table, end = state.tables[group.number], position // group.slot_tokens
+                first = max(group.first_block(position), int(table.first[sequence.row]))
+                pages = table.pages[sequence.row, first:end].copy()
+                if len(pages):
+                    state.share(group, pages)
+                    sequence.parked[group.number] = [(first, pages)]
 
     # ---- publish
 
@@ -65,20 +91,31 @@ class Publisher:
         if end <= start:
             return
         self.unregister(sequence)
-        old = sequence.node
-        sequence.node = self._lead_to(sequence, old, end, points)
-        if sequence.node is not old:
-            state.prefix.move_pin(old, sequence.node)
+        self._lead_to(sequence, end, points, self._held_pages(sequence))
+        state.release_parked(sequence)
         for group in state.full:
             state.tables[group.number].published[sequence.row] = end // group.slot_tokens
         self._move_tip(sequence)
-        if sequence.points and end >= sequence.points[-1]:
+        sequence.answer = -1
+        if end >= sequence.spaced_end:
             sequence.points, sequence.spaced_end = [], 0
+
+    def _held_pages(self, sequence: Sequence) -> Held:
+        """By group number: the pages of a window by block, in the table and parked beside it."""
+        held: Held = {}
+        for group in self.state.windows:
+            table = self.state.tables[group.number]
+            pages = table.pages[sequence.row, : int(table.blocks[sequence.row])].copy()
+            for first, run in sequence.parked.get(group.number, ()):
+                pages[first : first + len(run)] = run
+            held[group.number] = pages
+        return held
 
     def _points(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Positions in (start, end] that become resume points, if their window pages are there."""
         if self.state.states:
-            return sorted(point for point in sequence.snapshots if start < point <= end)
+            points = [point for point in sequence.snapshots if start < point <= end and point != sequence.copy_at]
+            return sorted(points)
         wanted = self.state.wanted_points(sequence, start, end)
         return wanted if wanted and wanted[-1] == end else [*wanted, end]
 
@@ -97,63 +134,58 @@ class Publisher:
         if tip is not None and tip.alive and tip.kind == Kind.ANSWER and not tip.hits and not tip.pins:
             self.state.prefix.drop_point(tip)
 
-    def _lead_to(self, sequence: Sequence, node: Node, end: int, points: list[int]) -> Node:
-        """Walk and build from `node` to a node that ends at `end`."""
+    def _lead_to(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
+        """Walk and build from the sequence's node to one that ends at `end`, where it stands then."""
         prefix, grid = self.state.prefix, self.state.grid
-        while node.end < end:
+        while sequence.node.end < end:
+            node = sequence.node
             rest = sequence.run(node.end, end)
             child = node.children.get(rest[:grid].tobytes())
             if child is None:
-                return self._build(sequence, node, end, points)
+                self._build(sequence, end, points, held)
+                return
             same = prefix.tree.common(child.tokens, rest)
             if same < len(child.tokens):
                 child = prefix.split(child, node.end + same)
             child.growing_tip = False
+            self._stand_on(sequence, child)
             self._merge(sequence, child)
-            node = child
-            self._leave_points(sequence, node, points)
-        return node
+            self._leave_points(sequence, points, held)
+
+    def _stand_on(self, sequence: Sequence, node: Node) -> None:
+        self.state.prefix.move_pin(sequence.node, node)
+        sequence.node = node
 
     # ---- a run that the tree has not
 
-    def _build(self, sequence: Sequence, node: Node, end: int, points: list[int]) -> Node:
-        """A new run from `node` to `end`, or more of the sequence's own last run."""
-        prefix, start = self.state.prefix, node.end
+    def _build(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
+        """A new run from the sequence's node to `end`, or more of its own last run."""
+        prefix, node, start = self.state.prefix, sequence.node, sequence.node.end
         tokens = sequence.run(start, end)
         pages: list[Ids] = [NO_PAGES] * len(self.state.groups)
         for group in self.state.full:
             table = self.state.tables[group.number].pages[sequence.row]
             pages[group.number] = table[start // group.slot_tokens : end // group.slot_tokens].copy()
-        held = [point for point in points if point > start and self._holds(sequence, point)]
+        whole = [point for point in points if point > start and self._holds(held, point)]
+        headless = [group for group in self.state.windows if not group.head_blocks]
         for group in self.state.windows:
-            pages[group.number] = self._window_run(sequence, group, start, end, held)
-        if node is sequence.node and prefix.can_grow(node):
+            pages[group.number] = _window_run(held[group.number], group, start, end, whole)
+        if prefix.can_grow(node):
             prefix.grow(node, tokens, pages)
         else:
             node = prefix.insert(node, tokens, pages)
+            self._stand_on(sequence, node)
             node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
-        self._leave_points(sequence, node, [point for point in points if point > start])
-        return node
+        filled = [p for p in whole if all(group.first_block(p) * group.slot_tokens >= start for group in headless)]
+        self._leave_points(sequence, points, held, filled if len(headless) == len(self.state.windows) else ())
 
-    def _holds(self, sequence: Sequence, point: int) -> bool:
-        """Whether a sequence has all window pages that a point needs in its own tables."""
-        return all(
-            group.first_block(point) >= int(self.state.tables[group.number].first[sequence.row])
-            for group in self.state.windows
-        )
-
-    def _window_run(self, sequence: Sequence, group: PagedGroup, start: int, end: int, points: list[int]) -> Ids:
-        """The pages of a window for a new run: those that its points need."""
-        size = group.slot_tokens
-        row, first = self.state.tables[group.number].pages[sequence.row], start // size
-        pages = np.zeros(end // size - first, np.int32)
-        for point in points:
-            low, high = max(group.first_block(point), first), point // size
-            pages[low - first : high - first] = row[low:high]
-        if points and first < group.head_blocks:
-            head = min(group.head_blocks, points[-1] // size)
-            pages[: head - first] = row[first:head]
-        return pages
+    def _holds(self, held: Held, point: int) -> bool:
+        """Whether a sequence has all window pages that a point needs itself."""
+        for group in self.state.windows:
+            needed = held[group.number][group.first_block(point) : point // group.slot_tokens]
+            if np.count_nonzero(needed) < len(needed):
+                return not group.has_pages
+        return True
 
     # ---- a run that the tree has
 
@@ -173,28 +205,31 @@ class Publisher:
             if group.has_pages:
                 self.state.release(group, gone)
 
-    def _leave_points(self, sequence: Sequence, node: Node, points: list[int]) -> None:
-        """Resume points in a run that is in the tree, wherever the window pages they need are there or ours."""
-        state = self.state
+    def _leave_points(
+        self, sequence: Sequence, points: SequenceOf[int], held: Held, filled: SequenceOf[int] = ()
+    ) -> None:
+        """Resume points in the run on which a sequence stands, wherever the window pages they need are there or ours; those of
+        `filled` are there."""
+        state, node = self.state, sequence.node
         for point in points:
             if not node.start < point <= node.end:
                 continue
             states = sequence.snapshots.pop(point, ())
-            if node.point_at(point) is None and self._fill_windows(sequence, node, point):
+            if node.point_at(point) is None and (point in filled or self._fill_windows(held, node, point)):
                 state.prefix.add_point(node, point, self._kind(sequence, point), states, sequence.priority)
             elif states:
                 state.free_states(states)
 
-    def _fill_windows(self, sequence: Sequence, node: Node, point: int) -> bool:
+    def _fill_windows(self, held: Held, node: Node, point: int) -> bool:
         """Whether the window pages of a point are all there, after ours have filled the gaps."""
         gaps: list[tuple[Node, PagedGroup, int, Ids]] = []
         for group in self.state.windows:
             if not group.has_pages:
                 continue
-            table, end = self.state.tables[group.number], point // group.slot_tokens
+            end = point // group.slot_tokens
             first = min(group.first_block(point), end)
             for low, high in ((0, min(group.head_blocks, end)), (first, end)):
-                found = _gaps(sequence, table, node, low, high)
+                found = _gaps(held[group.number], group, node, low, high)
                 if found is None:
                     return False
                 gaps += found
@@ -203,11 +238,24 @@ class Publisher:
         return True
 
 
+def _window_run(held: Ids, group: PagedGroup, start: int, end: int, points: list[int]) -> Ids:
+    """The pages of a window for a new run: those that its points need."""
+    size = group.slot_tokens
+    first = start // size
+    pages = np.zeros(end // size - first, np.int32)
+    for point in points:
+        low, high = max(group.first_block(point), first), point // size
+        pages[low - first : high - first] = held[low:high]
+    if points and first < group.head_blocks:
+        head = min(group.head_blocks, points[-1] // size)
+        pages[: head - first] = held[first:head]
+    return pages
+
+
 def _gaps(
-    sequence: Sequence, table: BlockTable, node: Node, low: int, high: int
+    held: Ids, group: PagedGroup, node: Node, low: int, high: int
 ) -> list[tuple[Node, PagedGroup, int, Ids]] | None:
-    """Our pages for the runs at or above `node` that lack some in the blocks [low, high); None where we lack them too."""
-    group = table.group
+    """Held pages for runs at or above `node` that lack some in the blocks [low, high); None where they are not held."""
     found: list[tuple[Node, PagedGroup, int, Ids]] = []
     at = node
     while high > low and at.parent is not None:
@@ -215,9 +263,9 @@ def _gaps(
         first = max(low, start)
         theirs = at.pages[group.number][first - start : max(0, high - start)]
         if np.count_nonzero(theirs) < len(theirs):
-            ours = table.pages[sequence.row, first:high]
+            ours = held[first:high]
             if not (ours[theirs == NULL] != NULL).all():
                 return None
-            found.append((at, group, first, ours.copy()))
+            found.append((at, group, first, ours))
         high, at = min(high, start), at.parent
     return found

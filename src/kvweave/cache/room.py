@@ -73,18 +73,18 @@ class ManyRows:
         self.state, self.rows, self.sequences = state, rows, sequences
         self.start, self.after = start.tolist(), after.tolist()
         self._reach = reach
-        self.longest = int(reach.max())
+        self.longest = int(np.maximum.reduce(reach))
         self.growth: list[Counts | None] = []
         for same in state.same_block_size:
             growth = -(-reach // same[0].slot_tokens) - state.tables[same[0].number].blocks[rows]
-            most, least = int(growth.max()), int(growth.min())
+            most, least = int(np.maximum.reduce(growth)), int(np.minimum.reduce(growth))
             self.growth.append(None if most <= 0 else np.maximum(growth, 0) if least < 0 else growth)
         self.stateful: list[int] = []
         if state.states:
-            self.stateful = np.flatnonzero(reach >= state.counters.next_stop[rows]).tolist()
+            self.stateful = (reach >= state.counters.next_stop[rows]).nonzero()[0].tolist()
 
     def num_blocks(self, count: int) -> list[int]:
-        return [0 if growth is None else int(growth[:count].sum()) for growth in self.growth]
+        return [0 if growth is None else int(np.add.reduce(growth[:count])) for growth in self.growth]
 
     def spans(self) -> list[tuple[int, int]]:
         committed = self.state.counters.committed[self.rows].tolist()
@@ -95,9 +95,9 @@ class ManyRows:
             if growth is None:
                 continue
             rows = self.rows
-            if not growth.all():
+            if np.count_nonzero(growth) < len(growth):
                 rows, growth = rows[growth > 0], growth[growth > 0]
-            count = int(growth.sum())
+            count = int(np.add.reduce(growth))
             for group in same:
                 self.state.tables[group.number].append(rows, growth, self.state.allocate(group, count))
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import BadSequence
+from kvweave.pool import Ids
 from kvweave.prefix import Node, Point, StatePages, Tokens
 
 Rows = NDArray[np.int64]
@@ -39,6 +40,7 @@ FIELDS = (
     "_buffer",
     "_first",
     "_num_tokens",
+    "answer",
     "branch",
     "copy_at",
     "drop_last_blocks",
@@ -49,6 +51,7 @@ FIELDS = (
     "num_cached",
     "num_prompt",
     "opened",
+    "parked",
     "pending_key",
     "points",
     "priority",
@@ -94,10 +97,15 @@ class Sequence:
         """Those of them that a step leaves itself, the last one that left any."""
         self.copy_at = -1
         """The position of the one that is to be copied from the live state, when it is there."""
+        self.answer = -1
+        """The position of the last one taken while generating, of which all is kept that resuming there needs."""
         self.restore: Point | None = None
         """The point whose states are to be copied into the live ones before the first step."""
         self.tip: Point | None = None
         """The last point it left while generating; the next one takes its place."""
+        self.parked: dict[int, list[tuple[int, Ids]]] = {}
+        """By group number: pages of a window that it has passed and that points not in the tree yet need, as runs from
+        a block on."""
         self.pending_key: bytes | None = None
         """Its key among its node's pending sequences."""
         self._first = 0

@@ -62,6 +62,9 @@ class Snapshots:
         """Give back the snapshots of positions beyond `length`: nobody will come by there."""
         for position in [p for p in sequence.snapshots if p > length]:
             self.state.free_states(sequence.snapshots.pop(position))
+        if sequence.answer > length:
+            sequence.answer = -1
+            self.state.release_parked(sequence)
         sequence.in_step = [p for p in sequence.in_step if p <= length]
         if sequence.copy_at > length:
             sequence.copy_at = -1

@@ -22,10 +22,11 @@ class RowCounters:
     `lengths`: tokens with pages allocated. `committed`: tokens whose KV is written and may be shared. `ready`: the length
     up to which `extend` has nothing to do but to count. `next_stop`: the first length at which it has to do with states.
     `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at which that is work
-    for a single sequence. `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected.
+    for a single sequence. `hold`: the first point that is not in the tree yet, for which windows keep their pages.
+    `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected.
     """
 
-    NAMES = ("lengths", "committed", "ready", "next_stop", "next_event", "next_point", "step_start", "drafts")
+    NAMES = ("lengths", "committed", "ready", "next_stop", "next_event", "next_point", "hold", "step_start", "drafts")
 
     def __init__(self, rows: int) -> None:
         self.lengths: Counts = np.zeros(rows, np.int64)
@@ -34,6 +35,7 @@ class RowCounters:
         self.next_stop: Counts = np.zeros(rows, np.int64)
         self.next_event: Counts = np.zeros(rows, np.int64)
         self.next_point: Counts = np.zeros(rows, np.int64)
+        self.hold: Counts = np.zeros(rows, np.int64)
         self.step_start: Counts = np.zeros(rows, np.int64)
         self.drafts: Counts = np.zeros(rows, np.int64)
 
@@ -82,6 +84,8 @@ class CacheState:
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(rows)
         self.by_row: dict[int, Sequence] = {}
+        self.pending: dict[int, Sequence] = {}
+        """Sequences with something committed that is not in the tree yet, by row."""
         self.num_closed = 0
         """Sequences closed or reordered so far; batches made before must be looked at again."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -135,19 +139,36 @@ class CacheState:
         self.set_ready_of(row)
 
     def set_next_event(self, sequence: Sequence) -> None:
-        """Note at which committed length a point is passed, a window moves on, or others should find more."""
-        row, committed = sequence.row, int(self.counters.committed[sequence.row])
-        point = NEVER
+        """Note at which committed length points enter the tree, a window moves on, or others should find more."""
+        row, counters = sequence.row, self.counters
+        committed = int(counters.committed[row])
+        counters.hold[row] = first = self.first_unpublished(sequence)
+        point = self.publish_at(sequence)
         if self.states:
-            point = min([point, *sequence.snapshots])
-        else:
-            if self.windows:
-                point = self.next_in_prompt(sequence, committed)
-            if sequence.pending_key is None:
-                point = min(point, sequence.node.end + self.grid)
+            point = min(point, first if sequence.pending_key is None or first > sequence.spaced_end else NEVER)
+        elif sequence.pending_key is None:
+            point = min(point, sequence.node.end + self.grid)
         point = max(point, committed + 1)
-        self.counters.next_point[row] = point
-        self.counters.next_event[row] = min(point, self.next_window_event(committed))
+        counters.next_point[row] = point
+        counters.next_event[row] = min(point, self.next_window_event(committed))
+
+    def publish_at(self, sequence: Sequence) -> int:
+        """The committed length at which a sequence publishes by itself: the last point of its prompt."""
+        if self.states and not any(point <= sequence.spaced_end for point in sequence.snapshots):
+            return NEVER
+        return sequence.spaced_end or NEVER
+
+    def first_unpublished(self, sequence: Sequence) -> int:
+        """The first wanted point that neither is in the tree nor has all it needs kept."""
+        if self.states:
+            return min([NEVER, *(point for point in sequence.snapshots if point != sequence.answer)])
+        return self.next_in_prompt(sequence, sequence.node.end) if self.windows else NEVER
+
+    def passed_points(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """Wanted points in (start, end] that neither are in the tree nor have all they need kept, ascending."""
+        if self.states:
+            return sorted(p for p in sequence.snapshots if start < p <= end and p != sequence.answer)
+        return self.wanted_points(sequence, max(start, sequence.node.end), end)
 
     def next_window_event(self, committed: Any) -> Any:
         """The committed length after `committed`, or an array of them, at which windows move on."""
@@ -212,11 +233,17 @@ class CacheState:
             if pool:
                 pool.free_one(group.tag, page)
 
-    def release(self, group: PagedGroup, pages: Ids) -> None:
-        """A table lets go of pages that it held, without NULLs; those that nobody else holds are free."""
+    def release(self, group: PagedGroup, pages: Ids, is_one_row: bool = True) -> None:
+        """Tables let go of pages that they held, without NULLs; those that nobody else holds are free."""
         pool = self.pool_of[group.number]
         if pool and len(pages):
-            pool.free(group.tag, pool.groups[group.tag].release(pages) if group.is_window else pages)
+            pool.free(group.tag, pool.groups[group.tag].release(pages, is_one_row) if group.is_window else pages)
+
+    def release_parked(self, sequence: Sequence) -> None:
+        """Points that were not published yet need pages no more."""
+        for number, runs in sequence.parked.items():
+            self.release(self.groups[number], np.concatenate([pages for _, pages in runs]))
+        sequence.parked = {}
 
     def share(self, group: PagedGroup, pages: Ids) -> None:
         """A table names pages of a window that others hold, without NULLs."""

@@ -50,7 +50,9 @@ class Steps:
                 "drafts of the last step are neither accepted nor rejected: which state is live? accept first"
             )
         if len(sequences) == 1:
-            copies = self._extend_one(sequences[0], counts if isinstance(counts, int) else int(counts[0]), lookahead, drafts, in_step)
+            copies = self._extend_one(
+                sequences[0], counts if isinstance(counts, int) else int(counts[0]), lookahead, drafts, in_step
+            )
         else:
             copies = self._extend_many(rows, sequences, counts, lookahead, drafts, in_step)
         if drafts:
@@ -81,7 +83,7 @@ class Steps:
         reach = after + lookahead if lookahead else after
         short, copies = reach > counters.ready[rows], None
         if drafts or np.count_nonzero(short):
-            at = np.arange(len(rows)) if drafts else np.flatnonzero(short)
+            at = np.arange(len(rows)) if drafts else short.nonzero()[0]
             chosen = [sequences[i] for i in at.tolist()]
             room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at])
             copies = self._make_room(room, drafts, in_step, sequences)
@@ -167,43 +169,66 @@ class Steps:
 
     # ---- commit
 
-    def commit(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder | None:
-        """What was written up to `until` may be shared; returns the copies to be made before the next step."""
+    def commit(self, rows: Rows, sequences: list[Sequence], until: Counts | None) -> CopyBuilder | None:
+        """What was written up to `until`, or all of it, may be shared; returns the copies to be made next."""
         counters = self.state.counters
-        counters.committed[rows] = until
         if self._has_drafts:
-            accepted = (until == counters.lengths[rows]) & (counters.drafts[rows] > 0)
-            if accepted.any():
-                self.snapshots.choose(rows[accepted], np.zeros(int(accepted.sum()), np.int64))
+            self._accept_committed(rows, counters.lengths[rows] if until is None else until)
+        if len(sequences) == 1:
+            row = sequences[0].row
+            end = int(counters.lengths[row]) if until is None else int(until[0])
+            counters.committed[row] = end
+            return self._pass_events_one(sequences[0], end) if end >= int(counters.next_event[row]) else None
+        until = counters.lengths[rows] if until is None else until
+        counters.committed[rows] = until
         due = until >= counters.next_event[rows]
         if not np.count_nonzero(due):
             return None
-        if len(rows) > 1:
-            sequences = [sequences[i] for i in np.flatnonzero(due).tolist()]
-            rows, until = rows[due], until[due]
-        return self._pass_events(rows, sequences, until)
+        return self._pass_events(rows[due], [sequences[i] for i in due.nonzero()[0].tolist()], until[due])
+
+    def _accept_committed(self, rows: Rows, until: Counts) -> None:
+        """Drafts that are committed to the last are accepted."""
+        counters = self.state.counters
+        accepted = (until == counters.lengths[rows]) & (counters.drafts[rows] > 0)
+        if accepted.any():
+            self.snapshots.choose(rows[accepted], np.zeros(int(accepted.sum()), np.int64))
+
+    def _pass_events_one(self, sequence: Sequence, until: int) -> CopyBuilder | None:
+        """`_pass_events` for one row, in plain numbers."""
+        state, row, copies = self.state, sequence.row, None
+        if until >= int(state.counters.next_point[row]):
+            copies = CopyBuilder()
+            self._pass_point(sequence, copies)
+        if state.windows:
+            self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
+            state.counters.next_event[row] = min(int(state.counters.next_point[row]), state.next_window_event(until))
+        return copies
 
     def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder:
         """These rows have passed a point, or windows move on, or others could find more of them."""
         state, counters, copies = self.state, self.state.counters, CopyBuilder()
-        for i in np.flatnonzero(until >= counters.next_point[rows]).tolist():
+        for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
             self._pass_point(sequences[i], copies)
         if state.windows:
+            for i in (counters.hold[rows] <= until).nonzero()[0].tolist():
+                self.allocator.advance_windows_of(sequences[i], int(until[i]) // state.grid * state.grid)
             self.allocator.advance_windows(rows, until // state.grid * state.grid)
-        counters.next_event[rows] = np.minimum(counters.next_point[rows], state.next_window_event(until))
+            counters.next_event[rows] = np.minimum(counters.next_point[rows], state.next_window_event(until))
         return copies
 
     def _pass_point(self, sequence: Sequence, copies: CopyBuilder) -> None:
-        """A sequence has passed a wanted point, which others can resume at now; or has more than they can find."""
+        """A sequence has passed points, which enter the tree; or it has more than others can find."""
         state, row = self.state, sequence.row
         committed = int(state.counters.committed[row])
-        if state.states:
-            if committed == int(state.counters.lengths[row]):
-                self.snapshots.copy_live(sequence, copies)
-                state.set_next_stop(sequence)
+        if sequence.copy_at >= 0 and sequence.copy_at == committed == int(state.counters.lengths[row]):
+            self.snapshots.copy_live(sequence, copies)
+            state.set_next_stop(sequence)
+        if committed >= state.publish_at(sequence):
             self.publisher.publish(sequence)
-        elif state.windows and state.next_in_prompt(sequence, sequence.node.end) <= committed:
-            self.publisher.publish(sequence)
+        elif state.states:
+            late = [point for point in sequence.snapshots if sequence.spaced_end < point <= committed]
+            if late and max(late) not in (sequence.answer, sequence.copy_at):
+                self.publisher.keep_answer(sequence, max(late))
         self.publisher.register(sequence)
         state.set_next_event(sequence)
 

@@ -50,51 +50,47 @@ class TokenLog:
 
     # ---- telling
 
-    def checked(self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts, tokens: object) -> Ids:
+    def checked(
+        self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, tokens: object
+    ) -> Ids:
         """The ids of the tokens [start, start + counts) of each row, one after the other, as an array.
 
         Ids that are known already must be the same ones; none before them may be unknown.
         """
-        ids = as_tokens(np.asarray(tokens).ravel())
-        if len(ids) != int(counts.sum()):
-            raise BadTokens(f"{len(ids)} tokens for {len(rows)} sequences that get {int(counts.sum())}")
+        ids = as_tokens(tokens if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else np.asarray(tokens).ravel())
+        total = counts * len(rows) if isinstance(counts, int) else int(counts.sum())
+        if len(ids) != total:
+            raise BadTokens(f"{len(ids)} tokens for {len(rows)} sequences that get {total}")
         known = self.known[rows]
-        if (known == start).all():
+        if not np.count_nonzero(known != start):
             return ids
         if (known < start).any():
             at = int(np.flatnonzero(known < start)[0])
             raise BadTokens(
                 f"the ids of tokens {known[at]} to {start[at] - 1} of a sequence were never told: tell them to commit"
             )
-        ends = np.cumsum(counts)
-        for sequence, at, end, first in zip(
-            sequences, (ends - counts).tolist(), ends.tolist(), start.tolist(), strict=True
-        ):
-            overlap = min(sequence.num_tokens - first, end - at)
-            if overlap > 0 and not np.array_equal(sequence.run(first, first + overlap), ids[at : at + overlap]):
+        for sequence, first, new in _by_sequence(sequences, start, counts, ids):
+            overlap = min(sequence.num_tokens - first, len(new))
+            if overlap > 0 and not np.array_equal(sequence.run(first, first + overlap), new[:overlap]):
                 raise BadTokens(
                     f"these are not the ids of the tokens from {first} on that the sequence was opened with"
                 )
         return ids
 
-    def tell(self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts, ids: Ids) -> None:
+    def tell(self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, ids: Ids) -> None:
         """Take over checked ids of the tokens [start, start + counts) of each row; those that are known, are."""
-        width = int(counts[0])
-        if width <= RECENT and (self.known[rows] == start).all() and (counts == width).all():
-            self._tell_alike(rows, sequences, ids.reshape(len(rows), width))
+        if isinstance(counts, int) and counts <= RECENT and not np.count_nonzero(self.known[rows] != start):
+            self._tell_alike(rows, sequences, ids.reshape(len(rows), counts))
             return
-        ends = np.cumsum(counts)
-        for sequence, at, end, first in zip(
-            sequences, (ends - counts).tolist(), ends.tolist(), start.tolist(), strict=True
-        ):
-            new = ids[at:end][max(0, sequence.num_tokens - first) :]
+        for sequence, first, given in _by_sequence(sequences, start, counts, ids):
+            new = given[max(0, sequence.num_tokens - first) :]
             sequence.add_tokens(new)
             self.known[sequence.row] += len(new)
 
     def _tell_alike(self, rows: Rows, sequences: list[Sequence], ids: Ids) -> None:
         """As many ids for each row, none of them known."""
         width, fill = ids.shape[1], self._fill[rows]
-        if int(fill.max()) + width > RECENT:
+        if int(np.maximum.reduce(fill)) + width > RECENT:
             for sequence in sequences:
                 self.flush(sequence)
             fill = self._fill[rows]
@@ -102,3 +98,12 @@ class TokenLog:
             self._recent[rows, fill + column] = ids[:, column]
         self._fill[rows] = fill + width
         self.known[rows] += width
+
+
+def _by_sequence(
+    sequences: list[Sequence], start: Counts, counts: Counts | int, ids: Ids
+) -> list[tuple[Sequence, int, Ids]]:
+    """Each sequence, where its ids start, and its ids."""
+    ends = np.cumsum(np.full(len(sequences), counts, np.int64) if isinstance(counts, int) else counts)
+    runs = np.split(ids, ends[:-1])
+    return list(zip(sequences, start.tolist(), runs, strict=True))

@@ -103,18 +103,27 @@ class GroupPages:
         self.refs[pages] += 1
         return len(pages) - int(np.count_nonzero(cached))
 
-    def release(self, pages: Ids) -> Ids:
-        """Tables let go of `pages`, the same one perhaps several times; returns those that nobody holds now."""
-        if not self.refs[pages].any():
+    def release(self, pages: Ids, is_one_row: bool) -> Ids:
+        """Tables let go of `pages`, the same one perhaps several times unless they are of one row; returns those that
+        nobody holds now."""
+        refs = self.refs[pages]
+        if not np.count_nonzero(refs):
             return pages
-        pages, counts = np.unique(pages, return_counts=True)
-        left = self.refs[pages] - counts
-        self.refs[pages] = np.maximum(left, 0)
-        alone = pages[(left >= 0) & (left + 1 == self.cached[pages])]
+        own, shared = pages[refs == 0], pages[refs > 0]
+        if is_one_row:
+            left = refs[refs > 0] - 1
+            self.refs[shared] = left
+        else:
+            np.subtract.at(self.refs, shared, 1)
+            left = self.refs[shared]
+        gone: Ids = shared[left < 0]
+        alone: Ids = shared[(left >= 0) & (left + 1 == self.cached[shared])]
+        if not is_one_row:
+            gone, alone = np.unique(gone), np.unique(alone)
+            self.refs[gone] = 0
         if len(alone):
             self.count_evictable(alone, 1)
-        gone: Ids = pages[left < 0]
-        return gone
+        return np.concatenate([own, gone]) if len(gone) else own
 
     def leave_cache(self, pages: Ids) -> tuple[Ids, int]:
         """The tree lets go of `pages`, each once; returns those that nobody holds now, and how many left it for good."""

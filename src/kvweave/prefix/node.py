@@ -126,6 +126,13 @@ class Node:
                 return point if point.position == position else None
         return None
 
+    def first_spaced(self) -> Point | None:
+        """The first of the points that nobody has asked for."""
+        for point in self.points:
+            if point.kind == Kind.SPACED:
+                return point
+        return None
+
     def add_point(self, point: Point) -> None:
         """In order of position; most come at the end."""
         at = len(self.points)

@@ -75,6 +75,8 @@ class PrefixCache:
         for run in runs:
             if len(run) > 1:
                 self.tree.join(run)
+                for point in run[-1].points:
+                    self._requeue(point)
         return len(runs) < len(nodes)
 
     def point_for(self, match: Match, position: int, priority: int) -> Point:
@@ -84,6 +86,7 @@ class PrefixCache:
             node = self.split(node, position)
         point = node.point_at(position) or self.add_point(node, position, Kind.BRANCH, (), priority)
         point.kind = max(point.kind, Kind.BRANCH)
+        self._requeue_spaced(node)
         point.hits += 1
         point.last_used = self.tick()
         point.priority = max(point.priority, priority)
@@ -146,6 +149,7 @@ class PrefixCache:
     def split(self, node: Node, position: int) -> Node:
         upper = self.tree.split(node, position)
         self._requeue_last(upper)
+        self._requeue_spaced(node)
         return upper
 
     def insert(self, parent: Node, tokens: Tokens, pages: list[Ids]) -> Node:
@@ -206,13 +210,19 @@ class PrefixCache:
         if node.points:
             self._requeue(node.points[-1])
 
+    def _requeue_spaced(self, node: Node) -> None:
+        """The spaced points of a run go together: the first one stands for all of them."""
+        first = node.first_spaced()
+        if first is not None:
+            self._requeue(first)
+
     def _requeue(self, point: Point) -> None:
         """Put a point into the queue where it belongs now."""
         node, queue = point.node, None
         if not point.pins:
             if not node.children and not node.pins and node.points[-1] is point:
                 queue = self._tips
-            elif self._has_inner:
+            elif self._has_inner and (point.kind != Kind.SPACED or node.first_spaced() is point):
                 queue = self._inner
         if queue is not point.queue:
             self._move(point, queue)
@@ -253,7 +263,10 @@ class PrefixCache:
     def _evict(self, point: Point, tokens: int) -> None:
         """Give up a point, and of a leaf at least its last `tokens` tokens."""
         if point.queue is self._inner:
-            self.drop_point(point)
+            if point.kind == Kind.SPACED:
+                self._drop_spaced(point.node)
+            else:
+                self.drop_point(point)
             return
         node = point.node
         limit = max(node.start, point.position - tokens)
@@ -265,6 +278,23 @@ class PrefixCache:
     def _path(self, node: Node) -> list[Node]:
         """The nodes that say whether a position in `node` is resumable: windows may reach above it."""
         return [node] if self.tree.states or not self.tree.windows else node.path()
+
+    def _drop_spaced(self, node: Node) -> None:
+        """Give up the points of a run that nobody has asked for, and the window pages that only they need."""
+        spaced = [point for point in node.points if point.kind == Kind.SPACED and point.queue is not self._tips]
+        for point in spaced:
+            self._forget(point)
+        for group in self.tree.windows:
+            start, pages = node.start // group.slot_tokens, node.pages[group.number]
+            if group.has_pages:
+                unneeded = np.ones(len(pages), np.bool_)
+                unneeded[: max(0, group.head_blocks - start)] = False
+                unneeded[max(0, self._needed_below(node, group) - start) :] = False
+                for point in node.points:
+                    first, last = group.first_block(point.position), point.position // group.slot_tokens
+                    unneeded[max(0, first - start) : last - start] = False
+                self._leave_windows(group, self.tree.drop(node, group, np.flatnonzero(unneeded & (pages != NULL))))
+        self._free_windows(spaced[0])  # of runs above, too
 
     def drop_point(self, point: Point) -> None:
         """Give up a point that others lie behind, or that a holder stands at: its states, and what only it needs."""
@@ -337,8 +367,10 @@ class PrefixCache:
             self._free_window(at, group, at.start // group.slot_tokens, group.head_blocks)
 
     def _free_window(self, node: Node, group: PagedGroup, first: int, last: int) -> None:
-        if last > first:
-            self._leave_windows(group, self.tree.drop(node, group, first, last))
+        start = node.start // group.slot_tokens
+        if last > max(first, start):
+            there = np.flatnonzero(node.pages[group.number][max(0, first - start) : last - start])
+            self._leave_windows(group, self.tree.drop(node, group, there + max(0, first - start)))
 
     def _leave_windows(self, group: PagedGroup, pages: Ids) -> None:
         if len(pages) and group.has_pages:

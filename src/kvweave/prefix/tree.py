@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvweave.pool import NULL, Ids, PagedGroup
 from kvweave.prefix.events import Cleared, Event, Joined, Kept, Lost, Removed, Split, Stored, Trimmed
 from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 
+Counts = NDArray[np.int64]
 NO_PAGES: Ids = np.empty(0, np.int32)
 OnPending = Callable[[Node, bytes], None]
 """Publishes the sequences that stand on a node and go on with these tokens."""
@@ -225,15 +227,15 @@ class Tree:
             for group in self.states:
                 self._emit(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
-    def drop(self, node: Node, group: PagedGroup, first: int, last: int) -> Ids:
-        """Lose the pages of a window in the blocks [first, last), counted from position 0; returns them."""
-        start = node.start // group.slot_tokens
-        pages = node.pages[group.number][max(0, first - start) : max(0, last - start)]
-        gone: Ids = pages[pages != NULL]
+    def drop(self, node: Node, group: PagedGroup, blocks: Counts) -> Ids:
+        """Lose the pages of a window in some blocks, counted from the start of a run, all of which it has; returns
+        them."""
+        gone: Ids = node.pages[group.number][blocks]
         if len(gone):
-            pages[:] = NULL
+            node.pages[group.number][blocks] = NULL
             if self._emit:
-                self._emit(Lost(node.id, group.tag, tuple(range(max(first, start), max(first, start) + len(pages)))))
+                start = node.start // group.slot_tokens
+                self._emit(Lost(node.id, group.tag, tuple((blocks + start).tolist())))
         return gone
 
     def trim(self, node: Node, end: int) -> list[Ids]:

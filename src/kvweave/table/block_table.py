@@ -82,7 +82,7 @@ class BlockTable:
         if len(rows) == 1:
             self.write(int(rows[0]), int(slots[0]), pages)
             return
-        if len(pages) != len(rows) or counts.min() != 1:
+        if len(pages) != len(rows) or np.minimum.reduce(counts) != 1:
             slots = np.repeat(slots - np.cumsum(counts) + counts, counts) + np.arange(len(pages))
             rows = np.repeat(rows, counts)
         self.write_many(rows, slots, pages)
