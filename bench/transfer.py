@@ -81,7 +81,8 @@ def case(name: str, made: Plan, arena: Arena, num_chunks: int, sets: int) -> Cas
             group = made.group(part.tag)
             count = num_chunks * (part.num_blocks if group.cache.reach.per_token else 1)
             taken = [supers[group.pool].pop() for _ in range(-(-count // group.pages_per_superpage))]
-            pages = np.concatenate([np.arange(group.pages_per_superpage) + s * group.pages_per_superpage for s in taken])
+            size = group.pages_per_superpage
+            pages = np.concatenate([np.arange(size) + s * size for s in taken])
             tables[part.tag] = rng.permutation(pages)[:count]
         copies.append(needed(layout, tables, num_chunks * CHUNK))
     chunks = [torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True) for _ in copies[0].chunks]

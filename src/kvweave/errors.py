@@ -5,7 +5,7 @@
     |   +-- UnknownName      a name (dtype, reach, key) that nobody declared; says the nearest known one
     +-- ConfigError          a config.json cannot be read, or lacks what its layers need
     +-- PlanError            memory cannot be cut as asked
-        +-- NeverFits        not even an empty pool of this size would hold it; says the smallest that would (a CacheError too)
+        +-- NeverFits        not even an empty pool of this size would hold it; says what would; a CacheError too
         +-- DraftMismatch    a draft model's caches match no group of the target
             +-- AmbiguousDraft   ... or match several
     +-- CacheError           a cache cannot do what was asked of it

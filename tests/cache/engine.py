@@ -2,8 +2,8 @@
 
 The device carries out copies and steps in the order in which they were launched, which may be long after they were
 prepared, with the tables as they were then. It writes a signature into every row it fills, and checks every row it may
-read: the signature is the hash of the namespace and of all tokens up to the row's own, so a page that belongs to another
-prompt, was never written, or was overwritten is caught the moment a sequence reads it.
+read: the signature is the hash of the namespace and of all tokens up to the row's own, so a page that belongs to
+another prompt, was never written, or was overwritten is caught the moment a sequence reads it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Step:
         self.is_void = False
         """Closed or cut meanwhile: it writes garbage where it was to write, and reads nothing."""
         state = cache.state
-        self.pages = [state.tables[g.number].pages[sequence.row, : int(state.tables[g.number].blocks[sequence.row])].copy()
-                      for g in state.groups]  # fmt: skip
+        self.pages = [table.pages[sequence.row, : int(table.blocks[sequence.row])].copy() for table in state.tables]
         self.checkpoints = list(sequence.checkpoints)
 
 

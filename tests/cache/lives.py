@@ -1,5 +1,6 @@
-"""Random lives: sequences of all kinds of plans are opened, computed in batches with steps in flight, forked, cut, pinned
-and closed under shortage, against the oracles of `engine`. One seed is one life; `scripts/lives.py` runs many."""
+"""Random lives: sequences of all kinds of plans are opened, computed in batches with steps in flight, forked, cut,
+pinned and closed under shortage, against the oracles of `engine`. One seed is one life; `scripts/lives.py` runs
+many."""
 
 from __future__ import annotations
 
@@ -87,8 +88,9 @@ class Life:
 
     def run(self, steps: int) -> None:
         kinds = {
-            self.open: 5, self.step: 12, self.commit: 8, self.accept: 2, self.fork: 2, self.reorder: 1, self.truncate: 2,
-            self.close: 3, self.load: 1, self.rematch: 1, self.pin: 1, self.unpin: 1, self.publish: 1, self.shrink: 1,
+            self.open: 5, self.step: 12, self.commit: 8, self.accept: 2, self.fork: 2, self.reorder: 1,
+            self.truncate: 2, self.close: 3, self.load: 1, self.rematch: 1, self.pin: 1, self.unpin: 1,
+            self.publish: 1, self.shrink: 1,
         }  # fmt: skip
         for _ in range(steps):
             kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
@@ -183,7 +185,8 @@ class Life:
         for one, start, n in zip(chosen, starts, counts, strict=True):
             one.tokens += [self.rng.randint(0, 2) for _ in range(start + n - len(one.tokens))]
         tells = drafts > 0 or self.rng.random() < 0.5
-        tells = tells and all(int(self.cache.state.tokens.known[one.sequence.row]) >= s for one, s in zip(chosen, starts, strict=True))  # fmt: skip
+        known = self.cache.state.tokens.known
+        tells = tells and all(known[one.sequence.row] >= s for one, s in zip(chosen, starts, strict=True))
         ids = [t for one, s, n in zip(chosen, starts, counts, strict=True) for t in one.tokens[s : s + n]]
         before, sequences = self.everything(), [one.sequence for one in chosen]
         single = len(sequences) == 1 and self.rng.random() < 0.5
@@ -242,7 +245,8 @@ class Life:
             one.steps = one.steps[done:]
             known = int(self.cache.state.tokens.known[one.sequence.row])
             if known < lengths[-1] and self.rng.random() < 0.9:
-                self.engine.carry_out(self.cache.commit(one.sequence, one.sequence.committed, tokens=one.tokens[known : lengths[-1]]))  # fmt: skip
+                ids, committed = one.tokens[known : lengths[-1]], one.sequence.committed
+                self.engine.carry_out(self.cache.commit(one.sequence, committed, tokens=ids))
         whole = all(n == one.sequence.length for n, one in zip(lengths, chosen, strict=True))
         self.engine.carry_out(self.cache.commit(Batch([one.sequence for one in chosen]), None if whole else lengths))
         for one, length in zip(chosen, lengths, strict=True):

@@ -12,11 +12,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvweave.cache.contents import CacheContents, Owner
 from kvweave.cli.report import report_html, run_svg
 from kvweave.cli.run import session
 from kvweave.cli.run.outcome import Outcomes
 from kvweave.cli.run.request import Result, RunRequest
-from kvweave.cli.run.snapshot import Owner, Snapshot
 from kvweave.cli.run.workload import Size
 from kvweave.cli.svg.draw import WIDTH
 from tests.cli.command import Kvweave
@@ -112,16 +112,16 @@ def test_bars_are_to_scale(result: Result) -> None:
 def test_the_map_shows_every_page_that_the_books_have(result: Result) -> None:
     snapshot = result.snapshot
     for group in snapshot.stats.groups:
-        mine = [page for pool in snapshot.pools for s in pool.supers if s.tag == group.tag for page in s.pages]
+        mine = [page for pool in snapshot.pools for s in pool.superpages if s.tag == group.tag for page in s.pages]
         assert sum(page in (Owner.CACHED, Owner.SHARED) for page in mine) == group.cached > 0
         assert mine.count(Owner.HELD) == group.held == 0
         assert mine.count(Owner.FREE) == group.free
     for pool, stats in zip(snapshot.pools, snapshot.stats.pools, strict=True):
-        assert len(pool.supers) == stats.supers
-        assert sum(s.tag is None for s in pool.supers) == stats.free_supers
+        assert len(pool.superpages) == stats.superpages
+        assert sum(s.tag is None for s in pool.superpages) == stats.free_superpages
     drawn = [int(path["data-pages"] or 0) for path in Page(report_html(result)).all("pages")]
     pages = sum(group.cached + group.free for group in snapshot.stats.groups)
-    assert sum(drawn) == pages + sum(pool.free_supers for pool in snapshot.stats.pools)
+    assert sum(drawn) == pages + sum(pool.free_superpages for pool in snapshot.stats.pools)
 
 
 def test_the_tree_begins_with_what_all_share(result: Result) -> None:
@@ -169,8 +169,8 @@ def test_names_are_escaped(result: Result) -> None:
 def test_hundreds_of_requests_and_of_super_pages_are_drawn_small(result: Result) -> None:
     many = Outcomes(result.outcomes.each * 50)
     pool = result.snapshot.pools[0]
-    crowd = replace(pool, supers=pool.supers * 800)
-    snapshot = Snapshot((crowd,), result.snapshot.tree, result.snapshot.stats)
+    crowd = replace(pool, superpages=pool.superpages * 800)
+    snapshot = CacheContents((crowd,), result.snapshot.tree, result.snapshot.stats)
     text = report_html(replace(result, outcomes=many, snapshot=snapshot))
     Page(text)
     assert "more are not drawn" in text
@@ -182,9 +182,9 @@ def test_a_page_held_by_a_running_sequence_is_held() -> None:
     plan = kw.plan(kw.from_config(str(Path(kw.__file__).parent / "examples" / "qwen3-next-80b.json")), "4GiB")
     core = kw.Cache(plan)
     core.extend(core.open(range(40)), 40)
-    snapshot = Snapshot.of(core)
+    snapshot = core.contents()
     held = {group.tag: group.held for group in snapshot.stats.groups}
-    seen = {tag: sum(s.count(Owner.HELD) for s in snapshot.pools[0].supers if s.tag == tag) for tag in held}
+    seen = {tag: sum(s.count(Owner.HELD) for s in snapshot.pools[0].superpages if s.tag == tag) for tag in held}
     assert seen == held
     assert held["full"] == 3
 

@@ -108,10 +108,10 @@ def crowd(core: Cache, length: int) -> None:
     for seed in range(2, 1500):
         sequence = core.open(prompt(length, seed)[0].numpy())
         while sequence.length < length:
-            core.extend(sequence, min(sequence.stop or length, length) - sequence.length)
-            core.commit(sequence)
+            list(core.extend(sequence, min(sequence.stop or length, length) - sequence.length))
+            list(core.commit(sequence))
         core.close(sequence)
-        if seed % 150 == 0 and not any(pool.free_supers for pool in core.stats().pools):
+        if seed % 150 == 0 and not any(pool.free_superpages for pool in core.stats().pools):
             return
 
 

@@ -166,9 +166,9 @@ def test_what_cannot_be_had_for_want_of_pages_is_computed(monkeypatch: pytest.Mo
     with started(model, tier) as weave:
 
         def refuse(*_: object) -> None:
-            raise OutOfPages("shared", wanted=8, available=0, evictable=0)
+            raise OutOfPages("shared", [])
 
-        monkeypatch.setattr(weave.core, "arrive", refuse)
+        monkeypatch.setattr(weave.core, "load_to", refuse)
         assert equal(weave, ids) == 0
         assert (use_of(weave).no_room, use_of(weave).failed) == (1, 0)
 
@@ -190,8 +190,8 @@ def test_what_is_there_is_not_asked_for_nor_saved_again() -> None:
 def test_points_on_the_way_through_a_prompt_are_where_a_store_can_have_them() -> None:
     for name in ("gemma3_text", "qwen3_next"):
         with started(model_of(name), DictTier()) as weave, KVWeave(model_of(name), "16MiB") as without:
-            assert weave.core.books.spacing.tokens % CHUNK == 0
-            assert without.core.books.spacing.widens == weave.core.books.spacing.widens
+            assert weave.core.spacing.tokens % CHUNK == 0
+            assert without.core.spacing.widens == weave.core.spacing.widens
 
 
 class Slow(DictTier):

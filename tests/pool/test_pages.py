@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.pool import NULL, PoolPages
-from kvweave.pool.pages import Stack
+from kvweave.pool import PagePool, PageStack
 from kvweave.spec import Full, State, Window
 from tests.cache.plans import group, plan_of
 
 
-def two_in_one() -> PoolPages:
+def two_in_one() -> PagePool:
     """A pool of 6 super-pages, each two pages of `full` or one of `state`."""
     made = plan_of(group("full", Full(), 4), group("state", State(), 32), pools="shared")
-    pool = PoolPages(made.pools[0], list(made.groups))
-    assert [g.per_super for g in pool.groups.values()] == [2, 1]
-    pool.free_supers.keep(np.arange(1, 7, dtype=np.int32))
+    pool = PagePool(made.pools[0], list(made.groups))
+    assert [g.per_superpage for g in pool.groups.values()] == [2, 1]
+    pool.free_superpages.replace(np.arange(1, 7, dtype=np.int32))
     pool.num_superpages = 6
     return pool
 
 
 @given(st.lists(st.one_of(st.lists(st.integers(0, 99), max_size=5), st.integers(0, 5)), max_size=40))
 def test_a_stack_gives_back_what_came_last_in_the_order_it_came(steps: list[list[int] | int]) -> None:
-    stack, model = Stack(200), list[int]()
+    stack, model = PageStack(200), list[int]()
     for step in steps:
         if isinstance(step, list):
             stack.push(np.array(step, np.int32))
@@ -38,7 +36,7 @@ def test_a_stack_gives_back_what_came_last_in_the_order_it_came(steps: list[list
 
 
 def test_single_pages_come_and_go_like_rows_of_them() -> None:
-    stack = Stack(4)
+    stack = PageStack(4)
     stack.push(np.array([1, 2], np.int32))
     stack.push_one(3)
     assert [stack.pop_one(), stack.pop_one(), stack.pop_one(), stack.size] == [3, 1, 2, 0]
@@ -46,31 +44,69 @@ def test_single_pages_come_and_go_like_rows_of_them() -> None:
 
 def test_a_super_page_that_is_empty_again_serves_another_group() -> None:
     pool = two_in_one()
-    assert pool.prepare({"full": 12}) == 0
-    pages = pool.take("full", 12)
+    assert pool.prepare({"full": 12})
+    pages = pool.allocate("full", 12)
     assert pool.available("state") == 0
-    assert pool.prepare({"state": 1}) == 1, "one super-page lacks"
-    pool.release("full", pages[:2], gaps=True)
+    assert not pool.is_ready({"state": 1})
+    assert not pool.prepare({"state": 1}), "one super-page lacks"
+    pool.free("full", pages[:2])
     assert pool.available("state") == 1
-    assert pool.prepare({"state": 1}) == 0
-    assert pool.take_one("state") == pages[0] // 2
-    assert (pool.num_held("full"), pool.num_held("state")) == (10, 1)
+    assert pool.prepare({"state": 1})
+    assert pool.allocate_one("state") == pages[0] // 2
+    assert (pool.num_allocated("full"), pool.num_allocated("state")) == (10, 1)
 
 
-def test_a_shared_page_is_free_when_its_last_owner_lets_go() -> None:
+def test_what_could_be_had_counts_evictable_pages_by_super_page() -> None:
     pool = two_in_one()
-    pool.prepare({"full": 3})
-    pages = pool.take("full", 3)
-    pool.share("full", pages[:1])
-    assert [pool.release("full", pages, gaps=True), pool.release("full", pages[:1], gaps=True)] == [2, 1]
+    pool.prepare({"full": 12})
+    pages = pool.allocate("full", 12)
+    full = pool.groups["full"]
+    full.count_evictable(pages[[0, 2]], 1)  # one page of each of two super-pages
+    assert pool.could_be_ready({"full": 2}, {})
+    assert not pool.could_be_ready({"state": 1}, {}), "no super-page would be empty"
+    full.count_evictable(pages[[1]], 1)
+    assert pool.could_be_ready({"state": 1}, {})
+    assert pool.could_be_ready({"state": 1, "full": 1}, {})
+    assert not pool.could_be_ready({"state": 1, "full": 2}, {})
+    assert pool.could_be_ready({"state": 1, "full": 2}, {"full": pages[[3]]}), "with a page that can be reclaimed"
 
 
-@pytest.mark.parametrize("kept", [[5, 6, 7], [NULL, NULL, 7], [5, NULL, 7], [NULL, 6, NULL], [NULL] * 3])
-def test_nulls_among_a_windows_pages_are_not_freed(kept: list[int]) -> None:
+def window_pool() -> PagePool:
     made = plan_of(group("window", Window(8)), pages=20)
-    pool = PoolPages(made.pools[0], list(made.groups))
+    pool = PagePool(made.pools[0], list(made.groups))
     pool.prepare({"window": 19})
-    pool.take("window", 19)
-    there = [page for page in kept if page != NULL]
-    assert pool.release("window", np.array(kept, np.int32), gaps=True) == len(there)
-    assert sorted(pool.free_supers.all.tolist()) == there
+    return pool
+
+
+def test_a_page_that_two_rows_release_in_one_call_loses_both_references() -> None:
+    pool = window_pool()
+    pages, window = pool.allocate("window", 3), pool.groups["window"]
+    window.share(pages[:1])
+    assert window.release(pages[[0, 1, 0]], is_one_row=False).tolist() == [pages[1], pages[0]]
+    assert not window.refs.any()
+
+
+def test_a_cached_page_is_evictable_when_no_table_names_it() -> None:
+    pool = window_pool()
+    pages, window = pool.allocate("window", 2), pool.groups["window"]
+    assert window.enter_cache(pages) == 2
+    assert window.num_evictable == 0
+    assert window.release(pages, is_one_row=True).tolist() == []
+    assert window.num_evictable == 2
+    window.share(pages[:1])
+    assert window.num_evictable == 1
+    gone, num_left = window.leave_cache(pages)
+    assert (gone.tolist(), num_left, window.num_evictable) == ([pages[1]], 2, 0)
+    assert window.release(pages[:1], is_one_row=True).tolist() == [pages[0]]
+
+
+def test_a_page_that_two_runs_of_the_tree_hold_stays_until_both_are_gone() -> None:
+    pool = window_pool()
+    pages, window = pool.allocate("window", 1), pool.groups["window"]
+    assert (window.enter_cache(pages), window.enter_cache(pages)) == (1, 0)
+    window.release(pages, is_one_row=True)
+    assert window.num_evictable == 1
+    gone, num_left = window.leave_cache(pages)
+    assert (len(gone), num_left, window.num_evictable) == (0, 0, 1)
+    gone, num_left = window.leave_cache(pages)
+    assert (len(gone), num_left, window.num_evictable) == (1, 1, 0)

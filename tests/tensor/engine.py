@@ -44,7 +44,7 @@ class Engine:
 
     def step(self, sequence: Sequence, start: int) -> None:
         """Check what the tokens [start, length) need, then write them."""
-        marks = signatures(sequence.namespace, sequence.tokens[: sequence.length])
+        marks = signatures(sequence.namespace, sequence.tokens[: sequence.length].tolist())
         for view in self.views():
             if view.group.cache.reach.per_token:
                 self.check(view, sequence, start, marks)

@@ -257,9 +257,9 @@ class PageAllocator:
             if (need := int(superpages[at])) > pool.num_superpages:
                 unit = state.plan.pool(pool.name).unit_bytes
                 return NeverFits(
-                    f"a sequence of {ends[at]} tokens, those from {starts[at]} on in one step, takes {need} super-pages of"
-                    f" pool {pool.name!r}, which has {pool.num_superpages}; take shorter steps where layers have windows,"
-                    " or plan with more memory",
+                    f"a sequence of {ends[at]} tokens, those from {starts[at]} on in one step, takes {need} super-pages"
+                    f" of pool {pool.name!r}, which has {pool.num_superpages}; take shorter steps where layers have"
+                    " windows, or plan with more memory",
                     available_bytes=pool.num_superpages * unit,
                     smallest_bytes=(need + 1) * unit,
                 )

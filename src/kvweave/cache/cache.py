@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.cache.allocator import PageAllocator
+from kvweave.cache.contents import CacheContents, contents
 from kvweave.cache.copies import NO_COPIES, Copies, CopyBuilder
 from kvweave.cache.fork import Forks
 from kvweave.cache.load import Loader
@@ -42,6 +43,7 @@ from kvweave.prefix import (
     Event,
     Policy,
     Retention,
+    Spacing,
     Span,
     Tokens,
     as_tokens,
@@ -105,6 +107,11 @@ class Cache:
     def grid(self) -> int:
         """Tokens between positions from which all groups could go on: the common multiple of their blocks."""
         return self._state.grid
+
+    @property
+    def spacing(self) -> Spacing:
+        """Where prompts leave resume points on their way."""
+        return self._state.spacing
 
     @property
     def state(self) -> CacheState:
@@ -207,9 +214,9 @@ class Cache:
         """Room for the next `n` tokens of each sequence (one number, or one each); all or nothing.
 
         `tokens` are their ids, one after the other, where they are not the prompt's; who does not know them yet tells
-        them to `commit`. `lookahead` keeps room for so many more. The last `drafts` tokens may be rejected with `accept`:
-        states then get a column each, in which the state after that token is to be left. `checkpoints` asks for pages
-        for the states that the step should leave on its way and at its end (`Sequence.checkpoints`). Any number of
+        them to `commit`. `lookahead` keeps room for so many more. The last `drafts` tokens may be rejected with
+        `accept`: states then get a column each, in which the state after that token is to be left. `checkpoints` asks
+        for pages for the states that the step should leave on its way and at its end (`Sequence.checkpoints`). Any number of
         steps may be prepared before the first is committed. Returns the copies to be made before the step.
         """
         self._check_thread()
@@ -218,8 +225,8 @@ class Cache:
         least = counts if isinstance(counts, int) else int(counts.min()) if counts.shape == rows.shape else 0
         if least < 1 or lookahead < 0 or not 0 <= drafts <= min(least, self._state.max_drafts):
             raise BadSequence(
-                f"cannot extend {len(rows)} sequences by {n} tokens (one number, or one each), with {lookahead} ahead and"
-                f" {drafts} drafts, of which there can be {self._state.max_drafts}"
+                f"cannot extend {len(rows)} sequences by {n} tokens (one number, or one each), with {lookahead} ahead"
+                f" and {drafts} drafts, of which there can be {self._state.max_drafts}"
             )
         ids: Ids | None = None
         if tokens is not None:
@@ -236,7 +243,8 @@ class Cache:
         """What was written up to `lengths` (all of it, unless said) may be shared: others find it from now on.
 
         `tokens` are the ids of the next tokens whose ids are not known yet, as many for each sequence. Drafts that are
-        committed are accepted, those beyond `lengths` are still open. Returns the copies to be made before the next step.
+        committed are accepted, those beyond `lengths` are still open. Returns the copies to be made before the next
+        step.
         """
         self._check_thread()
         rows, chosen = self._rows(sequences)
@@ -319,7 +327,8 @@ class Cache:
         return self._hand_out(copies)
 
     def truncate(self, sequence: Sequence, length: int) -> Copies:
-        """Forget the tokens from `length` on, those of the prompt too; their pages are freed. Returns copies to be made before the next step."""
+        """Forget the tokens from `length` on, those of the prompt too; their pages are freed. Returns copies to be made
+        before the next step."""
         self._check_thread()
         self._rows(sequence)
         low = max(1, sequence.node.end)
@@ -334,7 +343,7 @@ class Cache:
         freed. Opened again with its tokens, it resumes from what it left."""
         self._check_thread()
         self._rows(sequence, check_copies=False)
-        state, row = self._state, sequence.row
+        state = self._state
         if keep and not self._is_outstanding(sequence.rows):
             self._snapshots.donate_live(sequence)
             self._publisher.publish(sequence)
@@ -447,6 +456,11 @@ class Cache:
             self._infinite.hit_tokens if self._infinite else None,
             sum(state.prefix.num_evicted),
         )
+
+    def contents(self) -> CacheContents:
+        """What is where, page by page and run by run; everything committed is published first."""
+        self.publish()
+        return contents(self._state, self.stats())
 
     # ---- what sequences ask
 

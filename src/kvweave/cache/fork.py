@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.copies import CopyBuilder
 from kvweave.cache.publish import Publisher
@@ -50,15 +48,16 @@ class Forks:
 
     def _check_settled(self, sequence: Sequence) -> None:
         counters, row = self.state.counters, sequence.row
-        length, committed = int(counters.lengths[row]), int(counters.committed[row])
-        if counters.drafts[row] or committed != length:
+        length, committed, drafts = (int(c[row]) for c in (counters.lengths, counters.committed, counters.drafts))
+        if drafts or committed != length:
             raise NotSettled(
-                f"a sequence of {length} tokens with {committed} committed and {int(counters.drafts[row])} drafts cannot be"
-                " forked: accept and commit its steps first"
+                f"a sequence of {length} tokens with {committed} committed and {drafts} drafts cannot"
+                " be forked: accept and commit its steps first"
             )
         if sequence.num_tokens < committed:
             raise NotSettled(
-                f"{committed} tokens are committed, but the ids of only {sequence.num_tokens} are known: tell them to commit"
+                f"{committed} tokens are committed, but the ids of only {sequence.num_tokens} are known: tell them to"
+                " commit"
             )
 
     def _ensure(self, sequences: list[Sequence], children: dict[int, int]) -> None:
@@ -233,7 +232,7 @@ class Forks:
                 )
         elif group.is_window and group.first_block(length) < int(table.first[row]):
             raise CannotTruncate(
-                f"group {group.tag!r} needs tokens from {group.first_block(length) * group.slot_tokens} on to go on from"
-                f" {length}, but holds only those from {int(table.first[row]) * group.slot_tokens} on; open the sequence"
-                " again from its tokens"
+                f"group {group.tag!r} needs tokens from {group.first_block(length) * group.slot_tokens} on to go on"
+                f" from {length}, but holds only those from {int(table.first[row]) * group.slot_tokens} on; open the"
+                " sequence again from its tokens"
             )

@@ -1,8 +1,8 @@
 """Publishing: committed KV of a sequence enters the prefix tree, with the resume points that it leaves.
 
-Walk down from the node on which the sequence stands. Where the tree has the tokens already, our pages are duplicates: the
-tables take over the tree's. Where it has not, a new run is made of ours. Pages of full groups change their owner; window
-pages are held by the table and by the tree.
+Walk down from the node on which the sequence stands. Where the tree has the tokens already, our pages are duplicates:
+the tables take over the tree's. Where it has not, a new run is made of ours. Pages of full groups change their owner;
+window pages are held by the table and by the tree.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Publisher:
     # ---- publish
 
     def publish(self, sequence: Sequence, *, without_point: bool = False) -> None:
-        """Put what is committed into the tree, up to the last resume point; or all of it, `without_point` at its end."""
+        """Put what is committed into the tree, up to the last resume point; or all of it, `without_point` there."""
         state, start = self.state, sequence.node.end
         end = min(int(state.counters.committed[sequence.row]), sequence.num_tokens) // state.grid * state.grid
         points = self._points(sequence, start, end)
@@ -208,8 +208,8 @@ class Publisher:
     def _leave_points(
         self, sequence: Sequence, points: SequenceOf[int], held: Held, filled: SequenceOf[int] = ()
     ) -> None:
-        """Resume points in the run on which a sequence stands, wherever the window pages they need are there or ours; those of
-        `filled` are there."""
+        """Resume points in the run on which a sequence stands, wherever the window pages they need are there or ours;
+        those of `filled` are there."""
         state, node = self.state, sequence.node
         for point in points:
             if not node.start < point <= node.end:

@@ -94,12 +94,12 @@ class ManyRows:
         for same, growth in zip(self.state.same_block_size, self.growth, strict=True):
             if growth is None:
                 continue
-            rows = self.rows
+            rows, more = self.rows, growth
             if np.count_nonzero(growth) < len(growth):
-                rows, growth = rows[growth > 0], growth[growth > 0]
-            count = int(np.add.reduce(growth))
+                rows, more = rows[growth > 0], growth[growth > 0]
+            count = int(np.add.reduce(more))
             for group in same:
-                self.state.tables[group.number].append(rows, growth, self.state.allocate(group, count))
+                self.state.tables[group.number].append(rows, more, self.state.allocate(group, count))
 
     def set_counters(self) -> None:
         counters = self.state.counters

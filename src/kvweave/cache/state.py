@@ -19,11 +19,11 @@ from kvweave.table import BlockTable, Counts
 class RowCounters:
     """One number a row, for whole batches at once.
 
-    `lengths`: tokens with pages allocated. `committed`: tokens whose KV is written and may be shared. `ready`: the length
-    up to which `extend` has nothing to do but to count. `next_stop`: the first length at which it has to do with states.
-    `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at which that is work
-    for a single sequence. `hold`: the first point that is not in the tree yet, for which windows keep their pages.
-    `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected.
+    `lengths`: tokens with pages allocated. `committed`: tokens whose KV is written and may be shared. `ready`: the
+    length up to which `extend` has nothing to do but to count; `next_stop`: the first length at which it has to do
+    with states. `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at
+    which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that it
+    needs are not let go. `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected.
     """
 
     NAMES = ("lengths", "committed", "ready", "next_stop", "next_event", "next_point", "hold", "step_start", "drafts")

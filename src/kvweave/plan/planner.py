@@ -67,7 +67,9 @@ def plan(
         notes=tuple(notes),
     )
     need = _check_fits(draft, requests, context)
-    demand = {pool.name: draft.superpages_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools}
+    demand = {
+        pool.name: draft.superpages_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools
+    }
     return replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand, need)))
 
 

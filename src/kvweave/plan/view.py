@@ -31,7 +31,9 @@ class View:
 
 def role_view(group: Group, pool: Pool, layer: int, role: Role) -> View:
     lane, slot = divmod(group.layers.index(layer), group.lane_layers)
-    offset = lane * pool.num_superpages * pool.superpage_bytes + slot * group.layer_bytes + group.role_offsets[role.name]
+    offset = (
+        lane * pool.num_superpages * pool.superpage_bytes + slot * group.layer_bytes + group.role_offsets[role.name]
+    )
     blocks = pool.num_superpages * group.pages_per_superpage * group.kernel_blocks
     rows = group.num_rows(role)
 

@@ -71,7 +71,7 @@ class PagePool:
         return group.free.size + superpages * group.per_superpage
 
     def prepare(self, wanted: Wanted) -> bool:
-        """Move super-pages so that every group can allocate what it wants; False, and nothing moved, where it cannot."""
+        """Move super-pages so that every group can allocate what it wants; False, and nothing moved, if it cannot."""
         lack = -self.free_superpages.size
         for tag, count in wanted.items():
             lack += self.groups[tag].superpages_for(count)

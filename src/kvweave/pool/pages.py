@@ -126,7 +126,7 @@ class GroupPages:
         return np.concatenate([own, gone]) if len(gone) else own
 
     def leave_cache(self, pages: Ids) -> tuple[Ids, int]:
-        """The tree lets go of `pages`, each once; returns those that nobody holds now, and how many left it for good."""
+        """The tree lets go of `pages`, each once; returns those that nobody holds now, and how many left the tree."""
         cached, refs = self.cached[pages] - 1, self.refs[pages]
         self.cached[pages] = cached
         alone: Ids = pages[refs == 0]

@@ -3,8 +3,8 @@
     root --[ system prompt   .   . p]-- A --[ question 1, answer 1  p]-- B        p: a resume point
                                         \\--[ question 2  p]-- C                  .: one that nobody has asked for
 
-Per full group a node holds the page of every block of its run; per window group an array with NULL where no page is kept:
-exactly the blocks of [tail(p), p) of the points p are. The states of a point are pages of its own, one a group.
+Per full group a node holds the page of every block of its run; per window group an array with NULL where no page is
+kept: exactly the blocks of [tail(p), p) of the points p are. The states of a point are pages of its own, one a group.
 """
 
 from __future__ import annotations

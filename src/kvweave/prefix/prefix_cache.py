@@ -9,6 +9,7 @@ only it needs (`_inner`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class PrefixCache:
     def _join(self, nodes: list[Node]) -> bool:
         """Join the runs of a path that neither a branch nor a holder keeps apart."""
         runs = [[nodes[0]]]
-        for upper, node in zip(nodes, nodes[1:], strict=False):
+        for upper, node in pairwise(nodes):
             apart = len(upper.children) > 1 or upper.uses or upper.pending or upper.pins != node.pins
             if apart:
                 runs.append([node])

@@ -4,8 +4,8 @@
                           ^first            ^blocks
                                  ^published: tokens before it are in the prefix tree
 
-Both arrays can be handed to a kernel as they are: NULL is page 0, which nobody owns and anybody may read. Their addresses
-stay the same while rows and tokens stay within what the cache was made for.
+Both arrays can be handed to a kernel as they are: NULL is page 0, which nobody owns and anybody may read. Their
+addresses stay the same while rows and tokens stay within what the cache was made for.
 """
 
 from __future__ import annotations

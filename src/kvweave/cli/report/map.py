@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from kvweave.cli.run.snapshot import Owner, PoolMap, Snapshot, SuperPage
+from kvweave.cache.contents import CacheContents, Owner, PoolMap, SuperPage
 from kvweave.cli.svg.draw import (
     EMPTY,
     FAINT,
@@ -31,39 +31,41 @@ MOST_HEIGHT = 520.0
 ACROSS = WIDTH - 2 * MARGIN
 
 
-def map_drawing(snapshot: Snapshot, colours: Mapping[str, str]) -> Drawing:
+def map_drawing(snapshot: CacheContents, colours: Mapping[str, str]) -> Drawing:
     pools = [_pool(pool, colours) for pool in snapshot.pools]
     said = "dark: shared by branches of the tree; light: one branch's alone"
     return stack([heading("The pages at the end", said), _legend(snapshot, colours), *pools], 12)
 
 
-def _legend(snapshot: Snapshot, colours: Mapping[str, str]) -> Drawing:
+def _legend(snapshot: CacheContents, colours: Mapping[str, str]) -> Drawing:
     keys = []
     for pool in snapshot.pools:
-        for tag in (tag for tag in colours if any(super_page.tag == tag for super_page in pool.supers)):
-            mine = [super_page for super_page in pool.supers if super_page.tag == tag]
+        for tag in (tag for tag in colours if any(super_page.tag == tag for super_page in pool.superpages)):
+            mine = [super_page for super_page in pool.superpages if super_page.tag == tag]
             shared, alone = (sum(s.count(owner) for s in mine) for owner in (Owner.SHARED, Owner.CACHED))
             keys.append((colours[tag], f"{tag}: {count(shared, 'page')} shared"))
             keys.append((lighter(colours[tag], 0.55), f"{tag}: {count(alone, 'page')} of one branch"))
             if held := sum(s.count(Owner.HELD) for s in mine):
                 keys.append((INK, f"{tag}: {count(held, 'page')} held by requests"))
-    free = sum(super_page.tag is None for pool in snapshot.pools for super_page in pool.supers)
+    free = sum(super_page.tag is None for pool in snapshot.pools for super_page in pool.superpages)
     return legend([*keys, (EMPTY, f"free ({count(free, 'super-page')}, and pages within others)")])
 
 
 def _pool(pool: PoolMap, colours: Mapping[str, str]) -> Drawing:
-    side = _side(len(pool.supers))
+    side = _side(len(pool.superpages))
     columns = int(ACROSS // (side + GAP))
-    rows = min(-(-len(pool.supers) // columns), int(MOST_HEIGHT // (side + GAP)))
-    drawn = _shortened(pool.supers, rows * columns)
+    rows = min(-(-len(pool.superpages) // columns), int(MOST_HEIGHT // (side + GAP)))
+    drawn = _shortened(pool.superpages, rows * columns)
     free = [place for place, super_page in enumerate(drawn) if not super_page.tag]
     shapes = [_squares(free, columns, (MARGIN, 20), side + GAP, EMPTY, GAP)]
     for place, super_page in enumerate(drawn):
         row, column = divmod(place, columns)
         shapes += _super(super_page, MARGIN + column * (side + GAP), 20 + row * (side + GAP), side, colours)
-    left_out = len(pool.supers) - len(drawn)
+    left_out = len(pool.superpages) - len(drawn)
     more = f"; {left_out:,} more are not drawn, free ones first" if left_out else ""
-    title = text(MARGIN, 12, f"pool {pool.name}: {count(len(pool.supers), 'super-page')}{more}", size=12, fill=FAINT)
+    title = text(
+        MARGIN, 12, f"pool {pool.name}: {count(len(pool.superpages), 'super-page')}{more}", size=12, fill=FAINT
+    )
     return Drawing((title, *shapes), 20 + -(-len(drawn) // columns) * (side + GAP))
 
 

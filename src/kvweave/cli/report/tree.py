@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvweave.cli.run.snapshot import Branch, Snapshot
+from kvweave.cache.contents import Branch, CacheContents
 from kvweave.cli.svg.draw import FAINT, HUES, INK, MARGIN, WHITE, WIDTH, Drawing, heading, lighter, rect, stack, text
 from kvweave.cli.words import count
 
 HEIGHT, LOWEST, HIGHEST = 420.0, 3.0, 40.0
 
 
-def tree_drawing(snapshot: Snapshot) -> Drawing:
+def tree_drawing(snapshot: CacheContents) -> Drawing:
     """All resume points. Runs that many requests found are dark."""
     branches = snapshot.tree
     said = f"{count(len(branches), 'run')}, {count(sum(b.end - b.start for b in branches), 'token')} kept"

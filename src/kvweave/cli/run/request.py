@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvweave.cache.contents import CacheContents
 from kvweave.cli.request import Answer
 from kvweave.cli.run.outcome import Outcomes
-from kvweave.cli.run.snapshot import Snapshot
 from kvweave.cli.run.workload import WORKLOADS, Size
 from kvweave.errors import ConfigError, UnknownName
 
@@ -76,7 +76,7 @@ class Result:
     num_parameters: int
     answer: Answer
     outcomes: Outcomes
-    snapshot: Snapshot
+    snapshot: CacheContents
     store: Mapping[str, Any] | None = None
     """What the store was used for, by name; where there is one."""
     said: tuple[str, ...] = field(default=(), repr=False)

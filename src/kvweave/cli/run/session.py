@@ -15,7 +15,6 @@ from kvweave.cli.run.engine import Engine
 from kvweave.cli.run.model import Loaded, load
 from kvweave.cli.run.outcome import Outcomes
 from kvweave.cli.run.request import Result, RunRequest
-from kvweave.cli.run.snapshot import Snapshot
 from kvweave.cli.run.workload import WORKLOADS, Writer, play
 from kvweave.errors import ConfigError
 from kvweave.integrations.transformers import KVWeave, WeaveStats
@@ -37,7 +36,7 @@ def run(request: RunRequest, on_request: Tell, tell: Tell) -> Result:
         engine.warm_up()
         said = _generate(request, loaded, engine, on_request, tell)
         answer = Answer(weave.plan, weave.served.spec, loaded.dtype)
-        snapshot, outcomes = Snapshot.of(weave.core), Outcomes.of(engine.outcomes)
+        snapshot, outcomes = weave.core.contents(), Outcomes.of(engine.outcomes)
         store = _store(weave.stats())
     return Result(request, loaded.name, loaded.about, loaded.num_parameters, answer, outcomes, snapshot, store, said)
 

@@ -22,7 +22,7 @@ class Load:
             num_tokens //= 2
         return cls(num_tokens, plan.sequences(num_tokens))
 
-    def supers(self, group: Group) -> int:
+    def superpages(self, group: Group) -> int:
         """Super-pages that all of them hold of one group."""
         pages = group.num_blocks_held(self.num_tokens) * self.sequences
         return -(-pages // group.pages_per_superpage)

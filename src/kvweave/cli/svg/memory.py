@@ -47,7 +47,9 @@ def memory_drawing(plan: Plan, colours: Mapping[str, str], load: Load) -> Drawin
     """Bars to scale, one for each place that has a pool."""
     places = [place for place in Place if any(pool.place is place for pool in plan.pools)]
     bars = [_place(plan, place, colours, load) for place in places]
-    taken = {group.tag: load.supers(group) * plan.pool(group.pool).unit_bytes for group in plan.groups if group.layers}
+    taken = {
+        group.tag: load.superpages(group) * plan.pool(group.pool).unit_bytes for group in plan.groups if group.layers
+    }
     free = sum(pool.num_usable * pool.unit_bytes for pool in plan.pools) - sum(taken.values())
     padding = any(plan.padding_bytes(tag) for tag in taken)
     keys = [(colours[tag], f"{tag} {size_words(size)}") for tag, size in taken.items()]
@@ -86,7 +88,7 @@ def _pieces(plan: Plan, pools: list[Pool], colours: Mapping[str, str], load: Loa
         pieces.append(Piece(pool_start, pool.unit_bytes, NULL, ""))
         start = pool_start + pool.unit_bytes
         for member in members(plan, pool):
-            taken = load.supers(member) * pool.unit_bytes
+            taken = load.superpages(member) * pool.unit_bytes
             pieces.append(Piece(start, taken, colours[member.tag], member.tag))
             start += taken
         pool_start += pool.num_bytes

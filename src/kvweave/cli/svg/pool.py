@@ -92,7 +92,7 @@ def _lane(y: float, names: list[str], fills: list[str]) -> list[str]:
 
 def _fills(plan: Plan, pool: Pool, colours: Mapping[str, str], load: Load) -> list[str]:
     """A colour for each drawn cell: NULL, then groups in proportion, one or more each; the last is free, if any is."""
-    wants = {member.tag: load.supers(member) for member in members(plan, pool)}
+    wants = {member.tag: load.superpages(member) for member in members(plan, pool)}
     drawn = pool.num_superpages if pool.num_superpages <= CELLS else CELLS - 1
     is_free = pool.num_usable > sum(wants.values())
     given = _seats(wants, min(sum(wants.values()), drawn - 1 - is_free))

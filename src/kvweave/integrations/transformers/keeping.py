@@ -27,7 +27,7 @@ from kvweave.integrations.transformers.prompts import Prompt
 from kvweave.integrations.transformers.record import StoreUse
 from kvweave.integrations.transformers.stage import Stage
 from kvweave.pool import NULL, Ids
-from kvweave.prefix.retention import Spacing
+from kvweave.prefix import Spacing
 from kvweave.store import AnyStore, Namespace, Row, Schema, Source
 from kvweave.store import Prompt as Hashed
 from kvweave.store.keys import Bytes
@@ -66,7 +66,7 @@ class Keeper:
         self.stage = Stage(arena, store.schema)
         self.rows_of = Counter(row.tag for row in store.schema.rows)
         self.trailing = [row for row in _by_tag(store.schema) if row.reach.span is not None]
-        apart, widens = core.books.spacing.tokens, core.books.spacing.widens
+        apart, widens = core.spacing.tokens, core.spacing.widens
         self.spacing = Spacing(-(-apart // self.chunk) * self.chunk, widens)
         self.counts: Counter[str] = Counter()
         self.load_seconds = self.save_seconds = 0.0
@@ -99,7 +99,7 @@ class Keeper:
 
     def is_true(self, sequence: Sequence) -> bool:
         """Whether all that a sequence says it has is there."""
-        return int(self.core.books.committed[sequence.row]) == sequence.length
+        return sequence.committed == sequence.length
 
     def spaced(self, start: int, last: int) -> Iterator[int]:
         """The ends of chunks after `start` and before `last` where points are welcome."""
@@ -206,7 +206,7 @@ class Visit:
         try:
             if not keeper.is_worth(sequence, hit.position):
                 return _let_go(keeper.store, hit)
-            keeper.core.arrive(sequence, hit.position)
+            keeper.core.load_to(sequence, hit.position)
         except (OutOfPages, NeverFits):
             keeper.counts["no_room"] += 1
             return _let_go(keeper.store, hit)

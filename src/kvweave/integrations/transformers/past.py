@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from kvweave.cache import Batch, Cache, Copy, Sequence
+from kvweave.cache import Batch, Cache, Copies, Sequence
 from kvweave.errors import BadSequence, BadTokens
 from kvweave.integrations.transformers.step import Numbers, Step
 from kvweave.tensor import Arena, carry_out
@@ -73,9 +73,9 @@ class Past(TransformersCache):  # type: ignore[misc]
 
     def begin(self, tokens: torch.Tensor) -> None:
         """The model is about to compute `tokens`, `[batch, n]`; more rows than there are, are beams of each."""
+        self.settle()
         if len(tokens) != len(self.sequences):
             self.batch_repeat_interleave(len(tokens) // max(1, len(self.sequences)))
-        self.settle()
         self._extend(tokens.cpu().numpy())
         self.step = self._step(self.columns + tokens.shape[1])
         self._bind()
@@ -121,7 +121,7 @@ class Past(TransformersCache):  # type: ignore[misc]
                 self._write_back()
                 self.visit.capture_answers(due, len(self.sequences))
 
-    def _carry_out(self, copies: list[Copy]) -> None:
+    def _carry_out(self, copies: Copies) -> None:
         if copies:
             self._write_back()
             carry_out(self.arena, copies)
@@ -137,6 +137,7 @@ class Past(TransformersCache):  # type: ignore[misc]
         """Each row becomes so many: beams, or several answers."""
         if repeats < 2:
             raise BadSequence(f"{len(self.sequences)} rows cannot be {repeats} times as many")
+        self.settle()
         self._write_back()
         rows = []
         for sequence in self.sequences:
@@ -149,6 +150,7 @@ class Past(TransformersCache):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on as row `beam_idx[i]` was."""
         parents = beam_idx.tolist()
+        self.settle()
         self._write_back()
         carry_out(self.arena, self.core.reorder(self.sequences, parents))
         self._regroup(self._pads[parents])

@@ -149,7 +149,7 @@ class KVWeave:
 
     def _open(self, prompts: Prompts, namespace: Hashable, prefill_tokens: int | None = None) -> Past:
         """Open a sequence a row and compute what is missing; all or nothing."""
-        self.core.adopt()  # who generates owns the core meanwhile; the lock is ours
+        self.core.bind_thread()  # who generates owns the core meanwhile; the lock is ours
         if any(prompts.pads) and takes_no_padding(self.served):
             raise BadTokens("this model takes tokens several together, padding among them: prompts of one length only")
         sequences: list[Sequence] = []

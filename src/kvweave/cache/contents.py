@@ -1,4 +1,4 @@
-"""Who has which page, at one moment. The one place that reads the books of a core; all else draws what it found."""
+"""What a cache holds at one moment, page by page and run by run: for reports and pictures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 
-from kvweave.cache import Cache
+from kvweave.cache.state import CacheState
 from kvweave.cache.stats import Stats
-from kvweave.pool import PoolPages
+from kvweave.pool import NULL, PagedGroup, PagePool
 from kvweave.prefix import Node
 
 
@@ -40,7 +39,7 @@ class PoolMap:
     """The super-pages of a pool, in order, the NULL one apart."""
 
     name: str
-    supers: tuple[SuperPage, ...]
+    superpages: tuple[SuperPage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,75 +60,75 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class CacheContents:
     """All pools, the tree (parents before children), and the statistics of the same moment."""
 
     pools: tuple[PoolMap, ...]
     tree: tuple[Branch, ...]
     stats: Stats
 
-    @classmethod
-    def of(cls, core: Cache) -> Snapshot:
-        core.publish()
-        ends = _below(core, lambda node: int(not node.children))
-        return cls(tuple(_pool(core, pool, ends) for pool in core.books.pools), tuple(_tree(core, ends)), core.stats())
+
+def contents(state: CacheState, stats: Stats) -> CacheContents:
+    ends = _below(state, lambda node: int(not node.children))
+    pools = tuple(_pool(state, pool, ends) for pool in state.pools)
+    return CacheContents(pools, tuple(_tree(state, ends)), stats)
 
 
 # ---- the tree
 
 
-def _below(core: Cache, count: Callable[[Node], int]) -> dict[int, int]:
+def _below(state: CacheState, count: Callable[[Node], int]) -> dict[int, int]:
     """By node: the sum of a number over it and all nodes below it."""
     sums: Counter[int] = Counter()
-    for node in core.books.prefix.tree.nodes():
+    for node in state.prefix.tree.nodes():
         for above in node.path():
             sums[above.id] += count(node)
     return sums
 
 
-def _tree(core: Cache, ends: dict[int, int]) -> Iterator[Branch]:
-    tags, found = [table.tag for table in core.books.tables], _below(core, lambda node: node.hits)
-    for node in core.books.prefix.tree.nodes():
+def _tree(state: CacheState, ends: dict[int, int]) -> Iterator[Branch]:
+    found = _below(state, lambda node: sum(point.hits for point in node.points))
+    for node in state.prefix.tree.nodes():
         above = node.parent.id if node.parent is not None and node.parent.parent is not None else None
-        pages = tuple(zip(tags, node.counts, strict=True))
+        pages = tuple((group.tag, len(_pages(state, node, group))) for group in state.groups)
         yield Branch(node.id, above, node.start, node.end, found[node.id], ends[node.id], pages)
 
 
 # ---- pools
 
 
-def _pool(core: Cache, pool: PoolPages, ends: dict[int, int]) -> PoolMap:
+def _pool(state: CacheState, pool: PagePool, ends: dict[int, int]) -> PoolMap:
     found: dict[int, SuperPage] = {}
-    for tag in pool.groups:
-        for super_page in _group(core, pool, tag, ends):
-            found[super_page.number] = super_page
+    for group in state.groups:
+        if state.pool_of[group.number] is pool:
+            for superpage in _group(state, pool, group, ends):
+                found[superpage.number] = superpage
     numbers = range(1, pool.num_superpages + 1)
     return PoolMap(pool.name, tuple(found.get(number, SuperPage(number, None, ())) for number in numbers))
 
 
-def _group(core: Cache, pool: PoolPages, tag: str, ends: dict[int, int]) -> Iterator[SuperPage]:
+def _group(state: CacheState, pool: PagePool, group: PagedGroup, ends: dict[int, int]) -> Iterator[SuperPage]:
     """The super-pages of one group: those in which it has a page, in use or free."""
-    group, owners = pool.groups[tag], dict.fromkeys(_held(core, tag), Owner.HELD)
-    owners |= dict.fromkeys(group.free.all.tolist(), Owner.FREE)
-    for node in core.books.prefix.tree.nodes():
+    pages, owners = pool.groups[group.tag], dict.fromkeys(_held(state, group), Owner.HELD)
+    owners |= dict.fromkeys(pages.free.all.tolist(), Owner.FREE)
+    for node in state.prefix.tree.nodes():
         owner = Owner.SHARED if ends[node.id] > 1 else Owner.CACHED
-        owners |= dict.fromkeys(_pages(core, node, tag), owner)
-    for number in sorted({page // group.per_super for page in owners}):
-        pages = range(number * group.per_super, (number + 1) * group.per_super)
-        yield SuperPage(number, tag, tuple(owners.get(page, Owner.HELD) for page in pages))
+        owners |= dict.fromkeys(_pages(state, node, group), owner)
+    size = pages.per_superpage
+    for number in sorted({page // size for page in owners}):
+        of_number = range(number * size, (number + 1) * size)
+        yield SuperPage(number, group.tag, tuple(owners.get(page, Owner.HELD) for page in of_number))
 
 
-def _pages(core: Cache, node: Node, tag: str) -> Iterable[int]:
-    number, states = core.books.numbers[tag], core.books.states
-    if number in states:
-        return [pages[states.index(number)] for pages in node.snapshots.values()]
-    pages = node.pages[number]
-    kept: list[int] = pages[pages != 0].tolist()
+def _pages(state: CacheState, node: Node, group: PagedGroup) -> list[int]:
+    if group.is_state:
+        nth = state.states.index(group)
+        return [point.states[nth] for point in node.points if point.states]
+    kept: list[int] = node.pages[group.number][node.pages[group.number] != NULL].tolist()
     return kept
 
 
-def _held(core: Cache, tag: str) -> Iterable[int]:
-    """Pages that only running sequences have."""
-    table = core.books.tables[core.books.numbers[tag]]
-    owned = chain.from_iterable(table.owned(row).tolist() for row in core.books.by_row)
-    return [page for page in owned if page]
+def _held(state: CacheState, group: PagedGroup) -> Iterable[int]:
+    """Pages that running sequences hold."""
+    table = state.tables[group.number]
+    return [page for row in state.by_row for page in table.held(row).tolist()]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.errors import BadTokens
-from kvweave.prefix import as_tokens, keys
+from kvweave.prefix import as_tokens, prompt
 
 MOST = 2**31 - 1
 
@@ -22,8 +22,8 @@ class Special(IntEnum):
 @pytest.fixture(params=["native", "numpy"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        monkeypatch.setattr(keys, "_take", None)
-    elif vars(keys)["_take"] is None:
+        monkeypatch.setattr(prompt, "_take", None)
+    elif vars(prompt)["_take"] is None:
         pytest.skip("the C of prefix/ is not built")
 
 
