@@ -216,8 +216,8 @@ class Cache:
         `tokens` are their ids, one after the other, where they are not the prompt's; who does not know them yet tells
         them to `commit`. `lookahead` keeps room for so many more. The last `drafts` tokens may be rejected with
         `accept`: states then get a column each, in which the state after that token is to be left. `checkpoints` asks
-        for pages for the states that the step should leave on its way and at its end (`Sequence.checkpoints`). Any number of
-        steps may be prepared before the first is committed. Returns the copies to be made before the step.
+        for pages for the states that the step should leave on its way and at its end (`Sequence.checkpoints`). Any
+        number of steps may be prepared before the first is committed. Returns the copies to be made before the step.
         """
         self._check_thread()
         rows, chosen = self._rows(sequences)
