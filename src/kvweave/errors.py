@@ -13,6 +13,7 @@
         +-- BadTokens        a prompt that is no list of token ids
         +-- BadSequence      a sequence of another cache, a closed one, lengths that make no sense
         +-- CannotTruncate   what the shorter sequence would need is gone
+        +-- BadCall          a model was called in a way that pages cannot follow
         +-- WrongThread      a cache belongs to the thread that made it
     +-- TensorError          memory cannot be had, or be used as asked
         +-- OutOfMemory      the machine has not so many bytes; nothing stays allocated
@@ -116,6 +117,10 @@ class BadSequence(CacheError, ValueError):
 
 class CannotTruncate(CacheError, ValueError):
     """What the shorter sequence would need is gone: open it again from its tokens."""
+
+
+class BadCall(CacheError, ValueError):
+    """A model was called, or was changed, in a way that pages cannot follow; nothing was cached."""
 
 
 class WrongThread(CacheError, RuntimeError):

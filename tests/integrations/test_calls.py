@@ -1,0 +1,449 @@
+"""Odd ways to call: each is served as transformers would, or refused by name; nothing wrong is left in the cache."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from kvweave.errors import BadCall, BadSequence, BadTokens
+from kvweave.integrations.transformers import KVWeave
+from kvweave.integrations.transformers.record import Records
+from tests.integrations.models import difference, greedy, model_of, plain, prompt
+
+CLOSE = 2e-5
+KINDS = ("llama", "gemma3_text", "qwen3_next", "lfm2", "mamba2", "deepseek_v3")
+parametrize = pytest.mark.parametrize("name", KINDS)
+IDS = prompt(53)
+
+
+@pytest.fixture
+def weave(name: str) -> Iterator[KVWeave]:
+    with KVWeave(model_of(name), "32MiB", rows=16, max_tokens=512) as made:
+        yield made
+        assert made.core.stats().sequences == 0, "a row was left open"
+
+
+def check(weave: KVWeave, ids: torch.Tensor = IDS, **options: Any) -> None:
+    assert difference(weave.generate(ids, **greedy(**options)), plain(weave.model, ids, **options)) < CLOSE
+
+
+def check_unspoilt(weave: KVWeave, ids: torch.Tensor = IDS) -> None:
+    """What is found from now on is what a fresh computation gives: the same prompt, and ways to go on from it."""
+    longer = torch.cat([ids[:1], prompt(9, seed=8)], dim=1)
+    for each in (ids[:1], ids[:1, :-5], longer, prompt(40, seed=9)):
+        check(weave, each)
+
+
+# ---- without a cache, or with somebody else's
+
+
+@parametrize
+def test_without_a_cache_transformers_computes_and_pages_are_left_alone(name: str, weave: KVWeave) -> None:
+    check(weave)
+    theirs = weave.model.generate(IDS, **greedy(use_cache=False))
+    for options in (greedy(use_cache=False), {"generation_config": GenerationConfig(**greedy(), use_cache=False)}):
+        assert difference(weave.generate(IDS, **options), theirs) < CLOSE
+        assert weave.records[-1].aside == "use_cache=False"
+    assert weave.stats().aside == 2
+    check_unspoilt(weave)
+
+
+def test_a_cache_of_ones_own_is_used() -> None:
+    with KVWeave(model_of("llama"), "16MiB") as weave:
+        check(weave)
+        caches = [DynamicCache(config=weave.model.config) for _ in range(2)]
+        with torch.no_grad():
+            for cache in caches:
+                weave.model(IDS[:, :30], past_key_values=cache)
+        theirs = weave.model.generate(IDS, past_key_values=caches[0], **greedy())
+        assert difference(weave.generate(IDS, past_key_values=caches[1], **greedy()), theirs) == 0
+        assert weave.records[-1].aside == "past_key_values= was given"
+        assert caches[1].get_seq_length() == 55, "the cache that was given is the one that grew"
+        check_unspoilt(weave)
+
+
+@parametrize
+def test_a_past_goes_through_generate(name: str, weave: KVWeave) -> None:
+    theirs = plain(weave.model, IDS)
+    for generate in (weave.generate, weave.model.generate):
+        with weave.past(IDS) as past:
+            mask = torch.ones_like(IDS)
+            ours = generate(IDS, attention_mask=mask, **{weave.served.cache_name: past}, **greedy(use_cache=True))
+            assert difference(ours, theirs) < CLOSE
+    check_unspoilt(weave)
+
+
+def test_a_past_given_by_position() -> None:
+    model, theirs = model_of("llama"), plain(model_of("llama"), IDS)
+    with KVWeave(model, "16MiB") as weave, weave.past(IDS) as past, torch.no_grad():
+        logits = model(IDS[:, -1:], None, None, past).logits
+        assert (logits[:, -1] - theirs.logits[0]).abs().max() < CLOSE
+
+
+# ---- a past where it cannot be followed
+
+
+def inner(weave: KVWeave, past: Any) -> Any:
+    return weave.model.base_model(IDS[:, -1:], **{weave.served.cache_name: past})
+
+
+def around_the_hooks(weave: KVWeave, past: Any) -> Any:
+    return weave.model.forward(IDS[:, -1:], **{weave.served.cache_name: past})
+
+
+@parametrize
+@pytest.mark.parametrize("call", [inner, around_the_hooks])
+def test_a_past_where_the_hooks_do_not_run_is_refused(name: str, weave: KVWeave, call: Callable[..., Any]) -> None:
+    with weave.past(IDS) as past, torch.no_grad(), pytest.raises(BadCall, match="where its hooks do not run"):
+        call(weave, past)
+    check_unspoilt(weave)
+
+
+@parametrize
+def test_a_past_after_the_end_is_refused(name: str) -> None:
+    model = model_of(name)
+    weave = KVWeave(model, "16MiB")
+    past = weave.past(IDS)
+    weave.close()
+    with torch.no_grad(), pytest.raises(BadCall, match="whose KVWeave is closed"):
+        model(IDS[:, -1:], use_cache=True, **{weave.served.cache_name: past})
+    with pytest.raises(BadCall, match="this KVWeave is closed"):
+        weave.generate(IDS)
+    past.close()
+
+
+def test_a_past_that_is_closed_or_has_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    with KVWeave(model, "16MiB") as weave, torch.no_grad():
+        answer = weave.generate(IDS, **greedy())
+        with pytest.raises(BadSequence, match="this past is closed"):
+            model.generate(answer.sequences, past_key_values=answer.past_key_values, **greedy())
+        with weave.past(IDS) as past:
+            with monkeypatch.context() as patch:
+                patch.setattr(model.model.layers[-1], "forward", None)
+                with pytest.raises(TypeError):
+                    model(IDS[:, -1:], past_key_values=past)
+            with pytest.raises(BadSequence, match="a call of the model with this past has failed"):
+                model(IDS[:, -1:], past_key_values=past)
+        check_unspoilt(weave)
+
+
+@parametrize
+def test_a_past_without_a_cache_is_a_contradiction(name: str, weave: KVWeave) -> None:
+    options = {weave.served.cache_name: None, "use_cache": False}
+    with weave.past(IDS) as past, torch.no_grad(), pytest.raises(BadCall, match="with use_cache=False"):
+        weave.model(IDS[:, -1:], **{**options, weave.served.cache_name: past})
+    check_unspoilt(weave)
+
+
+def test_layers_that_were_skipped_make_no_past() -> None:
+    model = model_of("opt")
+    with KVWeave(model, "16MiB") as weave, torch.no_grad():
+        decoder = model.model.decoder
+        decoder.layerdrop = 1.0
+        model.train()
+        try:
+            with pytest.raises(BadCall, match="has skipped layers"):
+                weave.generate(IDS, **greedy())
+        finally:
+            decoder.layerdrop = 0.0
+            model.eval()
+        check_unspoilt(weave)
+
+
+# ---- gradients, inference, interruptions
+
+
+@parametrize
+def test_a_call_with_gradients_gives_the_logits_and_no_gradients(name: str, weave: KVWeave) -> None:
+    with weave.past(IDS) as past:
+        logits = weave.model(IDS[:, -1:], use_cache=True, **{weave.served.cache_name: past}).logits
+        assert not logits.requires_grad
+        assert torch.is_grad_enabled()
+    assert (logits[:, -1] - plain(weave.model, IDS).logits[0]).abs().max() < CLOSE
+    assert not any(weave.arena.pool(pool.name).requires_grad for pool in weave.plan.pools)
+    check_unspoilt(weave)
+
+
+@parametrize
+def test_pages_made_for_inference_are_used_outside_of_it(name: str) -> None:
+    with torch.inference_mode():
+        weave = KVWeave(model_of(name), "32MiB", rows=16, max_tokens=512)
+        check(weave)
+    with weave:
+        check_unspoilt(weave)
+        with torch.inference_mode():
+            check_unspoilt(weave, prompt(33, seed=4))
+
+
+def test_an_interrupted_call_leaves_nothing_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with KVWeave(model, "16MiB") as weave:
+        for length in (1, 53):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(model.model.layers[-1], "forward", interrupt)
+                weave.generate(prompt(length), **greedy())
+        assert torch.is_grad_enabled()
+        thread = Thread(target=check_unspoilt, args=(weave,))
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), "the core is still owned"
+
+
+# ---- drafts and threads
+
+
+def test_drafts_of_a_model_with_convolutions_are_left_to_transformers() -> None:
+    model = model_of("lfm2")
+    ids = prompt(12).repeat(1, 5)
+    with KVWeave(model, "16MiB") as weave:
+        for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": model_of("llama")}):
+            theirs = plain(model, ids, num_tokens=8, **options)
+            ours = weave.generate(ids, **greedy(8, **options))
+            assert torch.equal(ours.sequences, theirs.sequences)
+            assert "drafts are taken back" in weave.records[-1].aside
+        check_unspoilt(weave, ids)
+
+
+@parametrize
+def test_pasts_and_answers_in_many_threads(name: str, weave: KVWeave) -> None:
+    prompts = [torch.cat([IDS[:, :32], prompt(9 + seed, seed=seed)], dim=1) for seed in range(4)]
+    expected = [plain(weave.model, ids) for ids in prompts]
+    wrong: list[object] = []
+
+    def by_hand(number: int) -> None:
+        ids, theirs = prompts[number], expected[number]
+        with weave.past(ids) as past, torch.no_grad():
+            for i, logits in enumerate(theirs.logits):
+                token = theirs.sequences[:, ids.shape[1] - 1 + i : ids.shape[1] + i]
+                out = weave.model(token, use_cache=True, **{weave.served.cache_name: past})
+                if (out.logits[:, -1] - logits).abs().max() > CLOSE:
+                    wrong.append((number, i))
+
+    def generate(number: int) -> None:
+        if difference(weave.generate(prompts[number], **greedy()), expected[number]) > CLOSE:
+            wrong.append(number)
+
+    def guarded(work: Callable[[int], None], number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [
+        Thread(target=guarded, args=(work, n)) for _ in range(3) for n in range(4) for work in (by_hand, generate)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert wrong == []
+    check_unspoilt(weave)
+
+
+def test_a_past_waits_for_an_answer_in_another_thread() -> None:
+    model, started, go_on = model_of("llama"), Event(), Event()
+
+    def stop(*_: Any) -> None:
+        started.set()
+        assert go_on.wait(60)
+
+    with KVWeave(model, "16MiB") as weave:
+        with weave.past(IDS) as past:
+            hook = model.model.layers[0].register_forward_pre_hook(stop)
+            thread = Thread(target=weave.generate, args=(prompt(40, seed=3),), kwargs=greedy())
+            thread.start()
+            assert started.wait(60)
+            hook.remove()
+            go_on.set()
+            with torch.no_grad():
+                logits = model(IDS[:, -1:], past_key_values=past).logits
+            thread.join(60)
+        assert (logits[:, -1] - plain(model, IDS).logits[0]).abs().max() < CLOSE
+        assert weave.core.stats().sequences == 0
+
+
+# ---- what is dropped, copied, counted
+
+
+def test_a_weave_that_was_dropped_is_collected_and_leaves_no_hook() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    weave = KVWeave(model, "16MiB")
+    weave.generate(IDS, **greedy())
+    gone, memory = weakref.ref(weave), weakref.ref(weave.memory)
+    del weave
+    gc.collect()
+    assert gone() is None
+    assert memory() is None
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+
+
+def test_rows_of_a_past_that_was_dropped_are_closed() -> None:
+    with KVWeave(model_of("llama"), "16MiB") as weave:
+        past = weave.past(IDS)
+        assert weave.core.stats().sequences == 1
+        del past
+        gc.collect()
+        check(weave)
+        assert weave.core.stats().sequences == 0
+
+
+@parametrize
+def test_a_copy_of_a_model_is_a_model_without_pages(name: str, weave: KVWeave) -> None:
+    check(weave)
+    twin, file = copy.deepcopy(weave.model), io.BytesIO()
+    torch.save(weave.model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    theirs = plain(weave.model, IDS)
+    for other in (twin, loaded):
+        assert difference(plain(other, IDS), theirs) == 0
+        with KVWeave(other, "16MiB") as own:
+            check(own)
+    check_unspoilt(weave)
+
+
+def test_records_are_bounded_and_their_sums_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Records, "KEPT", 3)
+    with KVWeave(model_of("llama"), "16MiB") as weave:
+        for seed in range(5):
+            weave.generate(prompt(20, seed), **greedy())
+        assert len(weave.records) == 3
+        assert weave.records[-2:] == list(weave.records)[1:]
+        assert (weave.stats().requests, weave.stats().prompt_tokens) == (5, 100)
+
+
+# ---- what transformers takes
+
+
+@parametrize
+def test_masks_of_any_dtype(name: str, weave: KVWeave) -> None:
+    ids = torch.cat([torch.nn.functional.pad(prompt(30), (23, 0)), IDS])
+    for dtype in (torch.float32, torch.bool, torch.int32):
+        mask = (ids != 0).to(dtype)
+        theirs = plain(weave.model, ids, mask.long())
+        assert difference(weave.generate(ids, attention_mask=mask, **greedy()), theirs) < CLOSE
+    with pytest.raises(BadTokens, match="ones where there are tokens"):
+        weave.generate(ids, attention_mask=2 * mask, **greedy())
+
+
+@parametrize
+def test_positions_that_are_the_natural_ones(name: str, weave: KVWeave) -> None:
+    if not weave.served.takes_positions:
+        with pytest.raises(BadTokens, match="position_ids"):
+            weave.generate(IDS, position_ids=torch.arange(53)[None], **greedy())
+        return
+    ids = torch.cat([torch.nn.functional.pad(prompt(30), (23, 0)), IDS])
+    mask = (ids != 0).long()
+    for padding in (0, 1):
+        positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, padding)
+        ours = weave.generate(ids, attention_mask=mask, position_ids=positions, **greedy())
+        assert difference(ours, plain(weave.model, ids, mask)) < CLOSE
+    with pytest.raises(BadTokens, match="position_ids"):
+        weave.generate(ids, attention_mask=mask, position_ids=positions + 1, **greedy())
+    check_unspoilt(weave)
+
+
+@parametrize
+def test_a_generation_config_by_position_or_by_name(name: str, weave: KVWeave) -> None:
+    config, theirs = GenerationConfig(**greedy()), plain(weave.model, IDS)
+    before = config.to_dict()
+    for _ in range(2):
+        assert difference(weave.generate(IDS, config), theirs) < CLOSE
+        assert difference(weave.generate(weave.model, IDS, generation_config=config), theirs) < CLOSE
+        assert difference(weave.generate(inputs=IDS, generation_config=config), theirs) < CLOSE
+    assert config.to_dict() == before, "a config that was given stays as it was"
+    assert weave.records[-1].reused_tokens > 0
+
+
+@parametrize
+def test_implementations_of_the_cache_that_change_no_answer(name: str, weave: KVWeave) -> None:
+    theirs = plain(weave.model, IDS)
+    for which in ("dynamic", "static", "offloaded"):
+        for options in (
+            greedy(cache_implementation=which),
+            greedy(generation_config=GenerationConfig(cache_implementation=which)),
+        ):
+            assert difference(weave.generate(IDS, **options), theirs) < CLOSE
+            assert weave.records[-1].aside == ""
+    own = weave.model.generation_config
+    own.cache_implementation, own.prefill_chunk_size = "static", 7
+    try:
+        check_here = weave.generate(IDS, GenerationConfig(**greedy())), weave.generate(IDS, **greedy())
+    finally:
+        own.cache_implementation = own.prefill_chunk_size = None
+    assert max(difference(ours, theirs) for ours in check_here) < CLOSE
+    check_unspoilt(weave)
+
+
+@parametrize
+def test_padding_tokens_in_the_midst_of_a_prompt(name: str, weave: KVWeave) -> None:
+    ids = IDS.clone()
+    ids[0, 20] = ids[0, 37] = 0
+    theirs = weave.model.generate(ids, **greedy(use_cache=True))
+    assert difference(weave.generate(ids, **greedy()), theirs) < CLOSE
+    assert "in the midst of a prompt" in weave.records[-1].aside
+    for _ in range(2):
+        ours = weave.generate(ids, attention_mask=torch.ones_like(ids), **greedy())
+        assert difference(ours, plain(weave.model, ids)) < CLOSE
+    assert weave.records[-1].reused_tokens > 0
+    check_unspoilt(weave)
+
+
+def test_types_of_tokens_that_are_all_zero() -> None:
+    """GPT-2 adds something for type 0: prompts with types and prompts without share nothing."""
+    model, zeros = model_of("gpt2"), torch.zeros_like(IDS)
+    theirs = plain(model, IDS, token_type_ids=zeros)
+    with KVWeave(model, "16MiB") as weave:
+        for _ in range(2):
+            check(weave)
+            assert difference(weave.generate(IDS, token_type_ids=zeros, **greedy()), theirs) < CLOSE
+        assert weave.records[-1].reused_tokens > 0
+        with pytest.raises(BadTokens, match="token_type_ids"):
+            weave.generate(IDS, token_type_ids=zeros + 1, **greedy())
+    with KVWeave(model_of("gemma3_text"), "16MiB") as weave:
+        assert difference(weave.generate(IDS, mm_token_type_ids=zeros, **greedy()), plain(weave.model, IDS)) < CLOSE
+
+
+@parametrize
+def test_a_compiled_model_stands_for_the_one_inside(name: str) -> None:
+    model = model_of(name)
+    compiled = torch.compile(model, backend="eager")
+    with KVWeave(compiled, "16MiB") as weave:
+        assert weave.model is model
+        with weave.past(IDS) as past, torch.no_grad(), pytest.raises(BadCall, match="through compiled code"):
+            compiled(IDS[:, -1:], **{weave.served.cache_name: past})
+        check_unspoilt(weave)
+
+
+def test_a_model_that_was_compiled_in_place_generates_as_it_is_written() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    model.compile(backend="eager")
+    with KVWeave(model, "16MiB") as weave:
+        check_unspoilt(weave)
+
+
+# ---- prompts that are remembered
+
+
+@parametrize
+def test_a_prompt_that_is_remembered_is_found_by_the_first_that_begins_with_it(name: str, weave: KVWeave) -> None:
+    system = prompt(64, seed=5)
+    weave.remember(system)
+    ids = torch.cat([system, prompt(9)], dim=1)
+    check(weave, ids)
+    assert weave.records[-1].reused_tokens == 64
