@@ -343,10 +343,6 @@ def test_masks_of_any_dtype(name: str, weave: KVWeave) -> None:
 
 @parametrize
 def test_positions_that_are_the_natural_ones(name: str, weave: KVWeave) -> None:
-    if not weave.served.takes_positions:
-        with pytest.raises(BadTokens, match="position_ids"):
-            weave.generate(IDS, position_ids=torch.arange(53)[None], **greedy())
-        return
     ids = torch.cat([torch.nn.functional.pad(prompt(30), (23, 0)), IDS])
     mask = (ids != 0).long()
     for padding in (0, 1):

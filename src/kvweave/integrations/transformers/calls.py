@@ -48,7 +48,7 @@ class CallReader:
     """Reads the calls of one model."""
 
     def __init__(self, model: Any, served: Served) -> None:
-        self._model, self._served = model, served
+        self._model = model
         self._takes_no_padding = takes_no_padding(served)
         self._has_states = any(not cache.reach.per_token for _, cache in served.spec.caches())
         self._positional = [name for name in inspect.signature(type(model).generate).parameters if name != "self"]
@@ -120,7 +120,7 @@ class CallReader:
     def _checked_inputs(self, prompts: Prompts, options: dict[str, Any]) -> tuple[str, ...]:
         """The inputs that are zeros. Positions that transformers would count by itself are left to it."""
         positions = options.get("position_ids")
-        if positions is not None and self._served.takes_positions:
+        if positions is not None:
             if not _are_natural(positions, prompts):
                 raise BadTokens(
                     "generate takes no position_ids but those that transformers counts by itself (0, 1, 2, ... from the"

@@ -14,7 +14,7 @@ import torch
 
 from kvweave.errors import StoreError
 from kvweave.integrations.transformers.prompts import Prompt
-from kvweave.integrations.transformers.watch import ModelWatch, saved_tensors
+from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.spec import ModelSpec
 from kvweave.store import Namespace, model_digest
 
@@ -56,7 +56,8 @@ class Identity:
 
 def weights_digest(model: Any) -> str:
     """A hash of every parameter and buffer that is saved with a model: name, dtype, shape and bytes."""
-    tensors = sorted(saved_tensors(model), key=lambda item: item[0])
+    saved = model.state_dict(keep_vars=True).items()
+    tensors = sorted((name, tensor) for name, tensor in saved if isinstance(tensor, torch.Tensor) and tensor.numel())
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         digests = threads.map(lambda item: _digest(*item), tensors)
         return hashlib.sha256(b"".join(digests)).hexdigest()

@@ -190,8 +190,8 @@ class KVWeave:
         longest = max(len(prompt.tokens) for prompt in rows)
         rope_range = rope.range_of(longest)
         rope.restart()
-        version = self.memory.watch.look()
         visit = self._keeper.visit() if self._keeper else None
+        version = None if visit else self.memory.watch.look()
         sequences: list[Sequence] = []
         try:
             with rope.pretending(longest):
@@ -223,7 +223,7 @@ class KVWeave:
                 " make another"
             )
 
-    def _open_one(self, prompt: Prompt, version: ModelVersion) -> Sequence:
+    def _open_one(self, prompt: Prompt, version: ModelVersion | None) -> Sequence:
         """A hit is taken, unless what is left would have to be computed token by token, and is long."""
         namespace = prompt.kind, version
         sequence = self.core.open(prompt.tokens, namespace=namespace)
