@@ -443,3 +443,63 @@ def test_a_prompt_that_is_remembered_is_found_by_the_first_that_begins_with_it(n
     ids = torch.cat([system, prompt(9)], dim=1)
     check(weave, ids)
     assert weave.records[-1].reused_tokens == 64
+
+
+# ---- pasts by hand, with inputs of one's own, and copies of them
+
+
+def hidden_tokens(weave: KVWeave) -> dict[str, Any]:
+    mask = torch.ones_like(IDS)
+    mask[0, 7:30] = 0
+    return {"attention_mask": mask}
+
+
+def other_positions(weave: KVWeave) -> dict[str, Any]:
+    return {"position_ids": torch.tensor([[90]])}
+
+
+def four_axes(weave: KVWeave) -> dict[str, Any]:
+    mask = torch.zeros(1, 1, 1, 53)
+    mask[..., 3:20] = torch.finfo(torch.float32).min
+    return {"attention_mask": mask}
+
+
+@pytest.mark.parametrize("inputs", [hidden_tokens, other_positions, four_axes])
+def test_what_is_computed_with_inputs_of_ones_own_is_for_nobody_else(inputs: Callable[..., Any]) -> None:
+    """It is computed as asked, and not found by others: it depends on more than the tokens."""
+    model = model_of("llama")
+    with KVWeave(model, "16MiB", block_tokens=1) as weave, torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(IDS[:, :-1], past_key_values=cache)
+        theirs = model(IDS[:, -1:], past_key_values=cache, **inputs(weave)).logits
+        with weave.past(IDS) as past:
+            ours = model(IDS[:, -1:], past_key_values=past, **inputs(weave)).logits
+            assert (ours - theirs).abs().max() < CLOSE
+            model(prompt(1, seed=4), past_key_values=past)
+        check_unspoilt(weave, torch.cat([IDS, prompt(1, seed=4), prompt(8, seed=6)], dim=1))
+
+
+def test_natural_inputs_by_hand_are_for_everybody() -> None:
+    model = model_of("llama")
+    with KVWeave(model, "16MiB", block_tokens=1) as weave, torch.no_grad():
+        natural = {"attention_mask": torch.ones_like(IDS), "position_ids": torch.tensor([[52]])}
+        with weave.past(IDS) as past:
+            model(IDS[:, -1:], past_key_values=past, **natural)
+        check(weave, torch.cat([IDS, prompt(4, seed=6)], dim=1))
+        assert weave.records[-1].reused_tokens == 53
+
+
+@parametrize
+def test_a_copy_of_a_past_goes_its_own_way(name: str, weave: KVWeave) -> None:
+    """As transformers' documentation has it: one prefix, copied for each prompt."""
+    prompts = [torch.cat([IDS, prompt(6, seed=seed)], dim=1) for seed in (3, 4)]
+    with weave.past(IDS) as past, torch.no_grad():
+        for ids in prompts:
+            with copy.deepcopy(past) as twin:
+                options = {"attention_mask": torch.ones_like(ids), weave.served.cache_name: twin, "use_cache": True}
+                assert difference(weave.model.generate(ids, **options, **greedy()), plain(weave.model, ids)) < CLOSE
+        logits = weave.model(IDS[:, -1:], use_cache=True, **{weave.served.cache_name: past}).logits
+        assert (logits[:, -1] - plain(weave.model, IDS).logits[0]).abs().max() < CLOSE
+        with pytest.raises(BadCall, match="cannot be saved"):
+            torch.save(past, io.BytesIO())
+    check_unspoilt(weave)

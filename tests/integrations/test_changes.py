@@ -173,3 +173,35 @@ def test_looking_reads_no_weights_but_a_few() -> None:
     with torch.device("meta"):
         bare = type(model)(model.config)
     assert ModelWatch(bare).look() == ModelWatch(bare).look()
+
+
+def test_hooks_that_steer_a_layer_make_another_model() -> None:
+    with KVWeave(own_copy(), "16MiB") as weave:
+        assert [reused(weave), reused(weave)] == [0, 64]
+        steer = weave.model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: output + 0.5)
+        assert [reused(weave), reused(weave)] == [0, 64]
+        steer.remove()
+        assert reused(weave) == 64, "it is as it was"
+
+
+def test_hooks_that_steer_a_layer_are_not_shared_beyond_the_process() -> None:
+    model, tier = own_copy(), DictTier()
+    for amount in (0.5, 0.7):
+        steer = model.model.layers[0].register_forward_hook(lambda _module, _inputs, output, by=amount: output + by)
+        with started(model, tier) as weave:
+            assert reused(weave) == 0
+        steer.remove()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "lfm2", "mamba2", "deepseek_v3"])
+def test_what_was_computed_under_autocast_is_kept_apart(name: str) -> None:
+    with KVWeave(own_copy(name), "32MiB") as weave:
+        reused(weave)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            theirs = plain(weave.model, IDS)
+            for found in (0, 64):
+                ours = weave.generate(IDS, **greedy())
+                assert weave.records[-1].reused_tokens == found
+                assert torch.equal(ours.sequences, theirs.sequences)
+                assert difference(ours, theirs) < 0.05, "of the order of what bfloat16 rounds"
+        assert reused(weave) == 64

@@ -25,6 +25,9 @@ class ForwardHooks:
     A copy of them does nothing: a copy of a model, or one that was saved and loaded, is a model without pages.
     """
 
+    changes_no_answer = True
+    """Says to a `ModelWatch` that these hooks are not the user's."""
+
     def __init__(self, memory: PagedMemory | None = None, served: Served | None = None) -> None:
         self._memory = weakref.ref(memory) if memory else _nobody
         self._cache_name = served.cache_name if served else ""
@@ -58,7 +61,7 @@ class ForwardHooks:
         named["use_cache"] = True
         if past.expects_prompts and ids.shape[1] > past.columns:
             named = self._without(past.columns, ids, named)
-        past.begin(named["input_ids"], module)
+        past.begin(named, module)
         return (), named
 
     def after(self, module: Any, _args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:

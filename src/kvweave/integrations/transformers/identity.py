@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import time
+import uuid
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,9 @@ from kvweave.spec import ModelSpec
 from kvweave.store import Namespace, model_digest
 
 log = logging.getLogger(__name__)
+
+PROCESS = uuid.uuid4().hex
+"""Hooks on a model mean something in this process only: what they steered is not for others."""
 
 
 class Identity:
@@ -48,9 +52,10 @@ class Identity:
 
     def namespace(self, prompt: Prompt) -> Namespace:
         """For prompts of one user's namespace and one kind: padding that layers count, frequencies, other inputs."""
-        kind = (prompt.padding, prompt.rope_range, prompt.extras, self._version.is_training)
-        salt = b"" if kind == (0, (), (), False) else repr(kind).encode()
         version = self._version
+        hooks = (PROCESS, version.hooks) if version.hooks else ()
+        kind = (prompt.padding, prompt.rope_range, prompt.extras, version.is_training, hooks, version.autocast)
+        salt = b"" if kind == (0, (), (), False, (), "") else repr(kind).encode()
         return Namespace(self._spec, self._weights, version.config, version.adapters, text_of(prompt.name), salt)
 
 

@@ -9,6 +9,7 @@ fail      or it has not: what the step wrote is void, and the past is of no more
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from kvweave.cache import Sequence
 from kvweave.errors import BadCall, BadSequence, BadTokens
+from kvweave.integrations.transformers.inputs import are_natural
 from kvweave.integrations.transformers.memory import PagedMemory, Visit
 from kvweave.integrations.transformers.past_rows import RowsOfPast
 from kvweave.integrations.transformers.rope import Range
@@ -60,14 +62,15 @@ class Past(RowsOfPast):
 
     # ---- a step
 
-    def begin(self, tokens: torch.Tensor, module: object) -> None:
-        """`module` is about to compute `tokens`, `[batch, n]`; more rows than there are, are beams of each.
+    def begin(self, inputs: Mapping[str, Any], module: object) -> None:
+        """`module` is about to compute `input_ids`, `[batch, n]`; more rows than there are, are beams of each.
 
         The calling thread owns the core, without gradients, until `finish` or `fail`. On error nothing has begun.
         """
         if not self.is_open or self._has_failed:
             why = "a call of the model with this past has failed" if self._has_failed else "this past is closed"
             raise BadSequence(f"{why}: open another, or give generate all tokens without a past: pages find them")
+        tokens: torch.Tensor = inputs["input_ids"]
         self.memory.owner.__enter__()
         length = self.sequences[0].length
         try:
@@ -85,7 +88,7 @@ class Past(RowsOfPast):
         self.computed_by = module
         self._had_gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
-        self._see_length()
+        self._see_inputs(inputs)
 
     def _check_model(self) -> None:
         if self.made_for is not None and self.made_for != self.memory.watch.look():
@@ -94,11 +97,16 @@ class Past(RowsOfPast):
                 " and open another"
             )
 
-    def _see_length(self) -> None:
-        """From the first step on whose rotary frequencies are others than the prompt's, nothing is for others."""
-        rope = self.memory.rope
-        longest = rope.pretended or self._step.end - int(self._pads.min())
+    def _see_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """From the first step on that depends on more than its tokens, nothing is for others.
+
+        That is one whose rotary frequencies are not the prompt's, or, by hand, with a mask or positions of one's own.
+        """
+        rope, step = self.memory.rope, self._step
+        longest = rope.pretended or step.end - int(self._pads.min())
         self._is_shared &= rope.range_of(longest) == self._rope_range
+        if self.made_for is not None:
+            self._is_shared &= are_natural(inputs, self._pads, step.start, step.end)
 
     def _extend(self, tokens: Numbers) -> None:
         """Room for the tokens. Those of the prompt are known to the core, and must be these."""
@@ -219,6 +227,19 @@ class Past(RowsOfPast):
             finally:
                 while self.sequences:
                     self.core.close(self.sequences.pop())
+
+    def __deepcopy__(self, _memo: object) -> Past:
+        """A past of the same rows that goes its own way, to be closed by itself; pages are shared until they differ."""
+        if self.computed_by is not None or not self.is_open:
+            raise BadCall("a past is copied while it is open, and not while the model is called with it")
+        with self.memory.owner:
+            twin = type(self)(self.memory, self._forked(), self.columns, self.visit, rope_range=self._rope_range)
+        twin.made_for, twin.expects_prompts = self.made_for, self.expects_prompts
+        twin._has_failed, twin._uncommitted, twin._is_shared = self._has_failed, self._uncommitted, self._is_shared
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise BadCall("a past is pages of a running process and cannot be saved: its tokens can, and pages find them")
 
     def hand_over(self) -> None:
         """Leave the rows, open, to whoever has them too."""

@@ -50,19 +50,25 @@ class RowsOfPast(TransformersCache):  # type: ignore[misc]
         if repeats < 2:
             raise BadSequence(f"{len(self.sequences)} rows cannot be {repeats} times as many")
         with self.memory.owner:
-            self._write_back()
-            forked: list[list[Sequence]] = []
-            try:
-                for sequence in self.sequences:
-                    twins, copies = self.core.fork(sequence, repeats - 1)
-                    forked.append([sequence, *twins])
-                    carry_out(self.arena, copies)
-            except BaseException:
-                for twin in (twin for _, *twins in forked for twin in twins):
-                    self.core.close(twin, keep=False)
-                raise
-            self.sequences[:] = [row for twins in forked for row in twins]
+            twins = self._forked(repeats - 1)
+            rows = zip(self.sequences, *(twins[n :: repeats - 1] for n in range(repeats - 1)), strict=True)
+            self.sequences[:] = [row for same in rows for row in same]
             self._regroup(np.repeat(self._pads, repeats))
+
+    def _forked(self, count: int = 1) -> list[Sequence]:
+        """So many twins of each row, those of a row side by side; all or nothing."""
+        self._write_back()
+        twins: list[Sequence] = []
+        try:
+            for sequence in self.sequences:
+                new, copies = self.core.fork(sequence, count)
+                twins += new
+                carry_out(self.arena, copies)
+        except BaseException:
+            for twin in twins:
+                self.core.close(twin, keep=False)
+            raise
+        return twins
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on as row `beam_idx[i]` was."""

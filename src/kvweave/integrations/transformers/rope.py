@@ -9,6 +9,7 @@ what is computed for a token depends on the longest prompt beside it, and there 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,16 +49,23 @@ class LengthRope:
     def pretending(self, length: int) -> Iterator[None]:
         """Forwards within have the frequencies of a call of so many tokens.
 
-        The embedding is asked for one position more, the last one of such a call, and the answer for it is cut off.
+        The embedding is asked for one position more, the last one of such a call, and the answer for it is cut off;
+        but not for other threads, which may call the model meanwhile.
         """
+        mine = threading.get_ident()
+
+        def one_more(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _one_more(length, args, kwargs) if threading.get_ident() == mine else None
+
+        def one_less(_: Any, __: Any, output: Any) -> Any:
+            return _one_less(output) if threading.get_ident() == mine else None
+
         handles = [
             handle
             for module in self._modules
             for handle in (
-                module.register_forward_pre_hook(
-                    lambda _, args, kwargs: _one_more(length, args, kwargs), with_kwargs=True
-                ),
-                module.register_forward_hook(lambda _, __, output: _one_less(output)),
+                module.register_forward_pre_hook(one_more, with_kwargs=True),
+                module.register_forward_hook(one_less),
             )
         ]
         self.pretended = length

@@ -7,6 +7,8 @@ It is looked at once a request, so it must be cheap: no weight is read but a few
     adapters   those in use, merged or disabled, and their scales
     config     every field that says what is computed
     training   dropout is on
+    hooks      somebody's hooks on a module: they may steer what it computes
+    autocast   what torch rounds to meanwhile
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ class ModelVersion:
     adapters: str
     config: str
     is_training: bool
+    hooks: tuple[int, ...]
+    autocast: str
 
 
 class ModelWatch:
@@ -60,7 +64,8 @@ class ModelWatch:
         if seen != self._seen:
             self._seen, self._changes = seen, self._changes + 1
         training = any(module.training for module in modules)
-        return ModelVersion(self._changes, adapters(modules), config_digest(self._model.config), training)
+        config, device = config_digest(self._model.config), self._model.device.type
+        return ModelVersion(self._changes, adapters(modules), config, training, _hooks(modules), _autocast(device))
 
 
 def _modules(model: Any) -> list[Any]:
@@ -82,6 +87,18 @@ def _kept(module: Any) -> Iterator[torch.Tensor]:
     for name, tensor in module._buffers.items():
         if tensor is not None and name not in module._non_persistent_buffers_set:
             yield tensor
+
+
+def _hooks(modules: list[Any]) -> tuple[int, ...]:
+    """The numbers of hooks, of which torch gives none twice; but for our own."""
+    with_some = (each for each in modules if each._forward_hooks or each._forward_pre_hooks)
+    hooks = (hook for each in with_some for hook in (*each._forward_hooks.items(), *each._forward_pre_hooks.items()))
+    return tuple(number for number, hook in hooks if not hasattr(getattr(hook, "__self__", None), "changes_no_answer"))
+
+
+def _autocast(device: str) -> str:
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return str(torch.get_autocast_dtype(device)) if is_on else ""
 
 
 def version(tensor: torch.Tensor) -> int:

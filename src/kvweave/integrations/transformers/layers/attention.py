@@ -39,7 +39,8 @@ class Attention(CacheLayerMixin):  # type: ignore[misc]
         first = self._first(step.start)
         if first == step.start:
             return key_states, value_states
-        return self._read(first, step.end)
+        keys, values = self._read(first, step.end)
+        return keys.to(key_states.dtype), values.to(value_states.dtype)  # other than the pages' under autocast
 
     def _read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.kept, "a layer that reads another's rows keeps none"
