@@ -17,12 +17,10 @@ import torch
 
 from kvweave.errors import BadTokens
 from kvweave.integrations.transformers.build import takes_no_padding
+from kvweave.integrations.transformers.images import IMAGE_TYPES, TYPES, Images, read_images
 from kvweave.integrations.transformers.prompts import Prompts
 from kvweave.integrations.transformers.support import CACHE_NAMES, Served
 
-TYPES, IMAGE_TYPES = "token_type_ids", "mm_token_type_ids"
-"""Inputs that are zeros for text. Zeros of the first are added to what some models compute (GPT-2), so these are given
-to every forward, and such prompts are kept apart; zeros of the second say that there is no image."""
 DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 WHOLE_PROMPT = ("output_hidden_states", "output_attentions")
 OTHER_CACHES = ("quantized", "paged")
@@ -40,6 +38,7 @@ class Call:
     options: dict[str, Any]
     namespace: Hashable = ""
     extras: tuple[str, ...] = ()
+    images: Images | None = None
     prefill_tokens: int | None = None
     aside: str = ""
 
@@ -53,6 +52,7 @@ class CallReader:
         self._has_states = any(not cache.reach.per_token for _, cache in served.spec.caches())
         self._positional = [name for name in inspect.signature(type(model).generate).parameters if name != "self"]
         self._named = set(self._positional)
+        self._forward = set(inspect.signature(model.forward).parameters)
 
     def read(self, inputs: tuple[Any, ...], options: dict[str, Any], namespace: Hashable = "") -> Call:
         """Read a call; `BadTokens` where its prompts are no tokens."""
@@ -71,9 +71,14 @@ class CallReader:
             reason = f"the padding token {pad} is in the midst of a prompt, and no attention_mask was given"
             return Call(None, {"inputs": ids, **options}, aside=reason)
         prompts = self.prompts(ids, mask, pad)
-        extras = self._checked_inputs(prompts, options)
+        whole = {"inputs": ids, "attention_mask": prompts.mask, **options}
+        extras = self._take_natural(prompts, options)
+        others = self._take_inputs(options)
+        images = read_images(self._model.config, ids, prompts.mask, others) if others else None
+        if isinstance(images, str):
+            return Call(None, whole, aside=images)
         prefill = self._setting(options, "prefill_chunk_size")
-        return Call(prompts, self._for_pages(options), namespace, extras, prefill)
+        return Call(prompts, self._for_pages(options), namespace, extras, images, prefill)
 
     def prompts(self, ids: torch.Tensor, mask: torch.Tensor | None, pad: int | None = None) -> Prompts:
         """The prompts of a batch; without a mask or a padding token there is no padding."""
@@ -117,26 +122,34 @@ class CallReader:
         ends = end.tolist() if isinstance(end, torch.Tensor) else end
         return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
 
-    def _checked_inputs(self, prompts: Prompts, options: dict[str, Any]) -> tuple[str, ...]:
-        """The inputs that are zeros. Positions that transformers would count by itself are left to it."""
-        positions = options.get("position_ids")
-        if positions is not None:
-            if not _are_natural(positions, prompts):
-                raise BadTokens(
-                    "generate takes no position_ids but those that transformers counts by itself (0, 1, 2, ... from the"
-                    " first token after padding): a prefix is found by its tokens"
-                )
-            del options["position_ids"]
-        inputs = {n: v for n, v in options.items() if isinstance(v, torch.Tensor) and n not in self._named}
-        config = self._model.generation_config
-        others = [n for n, v in inputs.items() if not _are_zeros(n, v, prompts) and not hasattr(config, n)]
-        if others:
+    def _take_natural(self, prompts: Prompts, options: dict[str, Any]) -> tuple[str, ...]:
+        """Take inputs out of the options that say nothing new; returns those that are zeros and yet count.
+
+        Zeros of `token_type_ids` are added to what some models compute (GPT-2): they are given to every forward, and
+        such prompts are kept apart. Zeros of `mm_token_type_ids` say that there is no image.
+        """
+        if (positions := options.pop("position_ids", None)) is not None and not _are_natural(positions, prompts):
             raise BadTokens(
-                "generate takes input_ids, attention_mask and no other tensor: tokens are what a prefix is found by;"
-                f" got {', '.join(others)}"
+                "generate takes no position_ids but those that transformers counts by itself (0, 1, 2, ... from the"
+                " first token after padding): a prefix is found by its tokens"
             )
-        options.pop(IMAGE_TYPES, None)
-        return (TYPES,) if TYPES in inputs else ()
+        if _are_zeros(options.get(IMAGE_TYPES), prompts):
+            del options[IMAGE_TYPES]
+        return (TYPES,) if _are_zeros(options.get(TYPES), prompts) else ()
+
+    def _take_inputs(self, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Take the other inputs of the model out of the options; `BadTokens` for tensors that it has no name for."""
+        config = self._model.generation_config
+        tensors = {n: v for n, v in options.items() if isinstance(v, torch.Tensor) and n not in self._named}
+        inputs = {n: v for n, v in tensors.items() if not hasattr(config, n) and (n != TYPES or bool(v.any()))}
+        if others := [name for name in inputs if name not in self._forward]:
+            raise BadTokens(
+                "generate takes input_ids, attention_mask and what else the model has a name for: tokens are what a"
+                f" prefix is found by; got {', '.join(others)}"
+            )
+        for name in inputs:
+            del options[name]
+        return inputs
 
     def _for_pages(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options beside a past: it is the cache, and prompts are computed before transformers has them."""
@@ -170,8 +183,8 @@ def _are_natural(positions: object, prompts: Prompts) -> bool:
         return False
 
 
-def _are_zeros(name: str, value: torch.Tensor, prompts: Prompts) -> bool:
-    return name in (TYPES, IMAGE_TYPES) and value.shape == prompts.ids.shape and not bool(value.any())
+def _are_zeros(value: object, prompts: Prompts) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == prompts.ids.shape and not bool(value.any())
 
 
 def _shown(ids: object) -> str:

@@ -53,6 +53,8 @@ class Past(RowsOfPast):
         self._rope_range = rope_range
         self.first_token_at: float | None = None
         self.expects_prompts = False
+        self.positions: torch.Tensor | None = None
+        """Those of the prompts, where a model counts them in its own way."""
         self.computed_by: object = None
         """The module whose forward is running with this past."""
         self._had_gradients = False
@@ -112,7 +114,8 @@ class Past(RowsOfPast):
         """Room for the tokens. Those of the prompt are known to the core, and must be these."""
         known = min(*(s.num_tokens - s.length for s in self.sequences), tokens.shape[1])
         for sequence, row in zip(self.sequences, tokens, strict=True):
-            if known and not np.array_equal(sequence.run(sequence.length, sequence.length + known), row[:known]):
+            prompt = sequence.run(sequence.length, sequence.length + known)
+            if not np.all((prompt == row[:known]) | (prompt < 0)):  # below 0 is the name of an image
                 raise BadTokens("these are not the tokens that this past was opened for: open another one")
         if known:
             self._carry_out(self.core.extend(self._batch, known))

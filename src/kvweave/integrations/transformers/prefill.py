@@ -49,7 +49,13 @@ def prefill(
             start = sequence.length
             piece = (1 if start else last) if served.scans_afresh else most
             end = min([last, start + piece, sequence.stop or last, *(point for point in points if point > start)])
-            model(**_inputs(served, past, ids, mask, start, end), **_zeros(prompt, ids[:, start:end]))
+            beside = {name: torch.zeros_like(ids[:, start:end]) for name in prompt.extras}
+            if prompt.images and start < prompt.images.end:
+                end = max(end, prompt.images.end)
+                beside |= prompt.images.until(end)
+            if prompt.positions is not None:
+                beside["position_ids"] = prompt.positions[..., start:end]
+            model(**{**_inputs(served, past, ids, mask, start, end), **beside})
             past.settle()
             if end in points:
                 on_point()
@@ -69,7 +75,3 @@ def _inputs(served: Served, past: Past, ids: torch.Tensor, mask: torch.Tensor, s
     if served.takes_logits_to_keep:
         inputs["logits_to_keep"] = 1
     return inputs
-
-
-def _zeros(prompt: Prompt, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(ids) for name in prompt.extras}

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvweave.errors import BadTokens
+from kvweave.integrations.transformers.images import Images
 from kvweave.integrations.transformers.rope import Range
 
 Tokens = NDArray[np.int64]
@@ -28,6 +29,9 @@ class Prompt:
     name: Hashable = ""
     rope_range: Range = ()
     extras: tuple[str, ...] = ()
+    images: Images | None = field(default=None, compare=False)
+    positions: torch.Tensor | None = field(default=None, compare=False)
+    """Where a model counts them in its own way, `[..., 1, tokens]`."""
 
     @property
     def kind(self) -> Hashable:

@@ -6,7 +6,6 @@ import logging
 import time
 import weakref
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,22 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvweave.cache import Cache, Sequence
+from kvweave.cache import Cache
 from kvweave.errors import BadCall, MissingExtra
 from kvweave.integrations.transformers.build import counts_padding, make_layer
 from kvweave.integrations.transformers.calls import Call, CallReader
 from kvweave.integrations.transformers.hooks import ForwardHooks
 from kvweave.integrations.transformers.layers.own import past_class
 from kvweave.integrations.transformers.memory import PagedMemory
+from kvweave.integrations.transformers.opening import Opener
 from kvweave.integrations.transformers.ownership import CoreOwner
 from kvweave.integrations.transformers.past import Past
-from kvweave.integrations.transformers.prefill import prefill, retention
-from kvweave.integrations.transformers.prompts import Prompt, Prompts
+from kvweave.integrations.transformers.prefill import retention
+from kvweave.integrations.transformers.prompts import Prompts
 from kvweave.integrations.transformers.record import Record, Records, WeaveStats
 from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.session import Session
 from kvweave.integrations.transformers.support import Served, examine, uncompiled, wrapped
-from kvweave.integrations.transformers.watch import ModelVersion, ModelWatch
+from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.plan import Plan, plan
 from kvweave.tensor import Arena
 
@@ -89,8 +89,8 @@ class KVWeave:
             raise
         self.arena = self.memory.arena
         self._made_for = self.model.dtype, self.model.device
-        self._past_class = past_class(self.served.own_cache)
-        self._counts_padding = counts_padding(self.served)
+        of_past, counting = past_class(self.served.own_cache), counts_padding(self.served)
+        self._opener = Opener(self.model, self.served, self.memory, of_past, counting, self._keeper)
         self._own_generate = self.model.generate
         hooks = ForwardHooks(self.memory, self.served).register(models)
         self._unhook = weakref.finalize(self, _remove, hooks)
@@ -142,9 +142,13 @@ class KVWeave:
             answer = self._own_generate(**call.options)
             self.records.append(_record_aside(call, answer, start))
             return answer
+        self._check_model()
+        opening = call.prompts, call.namespace, call.prefill_tokens or self.prefill_tokens, call.extras, call.images
         with self.memory.owner, uncompiled(self.model):
-            with self._open(call.prompts, call.namespace, call.prefill_tokens, call.extras) as past:
+            with self._opener.open(*opening) as past:
                 given = {**call.options, "attention_mask": call.prompts.mask, self.served.cache_name: past}
+                if past.positions is not None:
+                    given["position_ids"] = past.positions
                 answer = self._own_generate(call.prompts.ids, **given)
             self.records.append(_record(call.prompts, past, answer, start))
         return answer
@@ -160,8 +164,9 @@ class KVWeave:
         so that its pages are free again.
         """
         prompts = self._calls.prompts(input_ids, attention_mask, self._calls.pad_token())
+        self._check_model()
         with self.memory.owner, uncompiled(self.model):
-            past = self._open(prompts, namespace)
+            past = self._opener.open(prompts, namespace, self.prefill_tokens)
         past.made_for = self.memory.watch.look()
         return past
 
@@ -177,41 +182,6 @@ class KVWeave:
         """A conversation, empty yet."""
         return Session(partial(self.generate, namespace=namespace), self.model.device)
 
-    def _open(
-        self,
-        prompts: Prompts,
-        namespace: Hashable,
-        prefill_tokens: int | None = None,
-        extras: tuple[str, ...] = (),
-    ) -> Past:
-        """Open a sequence a row and compute what is missing; all or nothing. The caller owns the core."""
-        self._check_model()
-        rows, rope = prompts.rows(namespace, self._counts_padding, extras), self.memory.rope
-        longest = max(len(prompt.tokens) for prompt in rows)
-        rope_range = rope.range_of(longest)
-        rope.restart()
-        visit = self._keeper.visit() if self._keeper else None
-        version = None if visit else self.memory.watch.look()
-        sequences: list[Sequence] = []
-        try:
-            with rope.pretending(longest):
-                for row in rows:
-                    prompt = replace(row, rope_range=rope_range)
-                    sequence, points = visit.open(prompt) if visit else (self._open_one(prompt, version), ())
-                    sequences.append(sequence)
-                    on_point = partial(visit.capture, sequence) if visit else bool
-                    own = self._past_class(self.memory, [sequence], sequence.length, rope_range=rope_range)
-                    prefill(
-                        self.model, self.served, own, prompt, prefill_tokens or self.prefill_tokens, points, on_point
-                    )
-        except BaseException:
-            for sequence in sequences:
-                self.core.close(sequence)
-            raise
-        past: Past = self._past_class(self.memory, sequences, prompts.width - 1, visit, rope_range=rope_range)
-        past.expects_prompts = True
-        return past
-
     def _check_model(self) -> None:
         if self.is_closed:
             raise BadCall("this KVWeave is closed: make another")
@@ -222,16 +192,6 @@ class KVWeave:
                 f"the model is {dtype} on {device} now; pages were made for {was} on {there}: close this KVWeave and"
                 " make another"
             )
-
-    def _open_one(self, prompt: Prompt, version: ModelVersion | None) -> Sequence:
-        """A hit is taken, unless what is left would have to be computed token by token, and is long."""
-        namespace = prompt.kind, version
-        sequence = self.core.open(prompt.tokens, namespace=namespace)
-        left = len(prompt.tokens) - sequence.num_cached
-        if self.served.scans_afresh and sequence.num_cached and left > max(64, len(prompt.tokens) // 8):
-            self.core.close(sequence, keep=False)
-            sequence = self.core.open(prompt.tokens, namespace=namespace, reuse=False)
-        return sequence
 
     # ---- the store, stats, and the end
 
