@@ -205,3 +205,23 @@ def test_what_was_computed_under_autocast_is_kept_apart(name: str) -> None:
                 assert torch.equal(ours.sequences, theirs.sequences)
                 assert difference(ours, theirs) < 0.05, "of the order of what bfloat16 rounds"
         assert reused(weave) == 64
+
+
+def test_an_adapter_for_each_row_is_left_to_peft() -> None:
+    ids = torch.cat([IDS, prompt(70, seed=1)])
+    with adapted() as model, KVWeave(model, "16MiB") as weave:
+        reused(weave)
+        options = {"adapter_names": ["one", "two"], "attention_mask": torch.ones_like(ids)}
+        theirs = model.generate(input_ids=ids, **options, **greedy())
+        assert difference(weave.generate(ids, **options, **greedy()), theirs) < CLOSE
+        assert weave.records[-1].aside == "adapter_names= was given"
+        assert reused(weave) == 64
+
+
+def test_adapters_that_come_later_are_looked_at_too() -> None:
+    peft = pytest.importorskip("peft")
+    with adapted() as model, KVWeave(model, "16MiB") as weave:
+        reused(weave)
+        model.peft_config["three"] = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        with pytest.raises(CannotServe, match="tokens of its own before each prompt"):
+            weave.generate(IDS, **greedy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,11 +83,13 @@ class Records(Sequence[Record]):
     def __init__(self) -> None:
         self._last: deque[Record] = deque(maxlen=self.KEPT)
         self._sums: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     def append(self, record: Record) -> None:
-        self._last.append(record)
         names = ("prompt_tokens", "reused_tokens", "stored_tokens", "new_tokens")
-        self._sums.update({"requests": 1, "aside": bool(record.aside), **{n: getattr(record, n) for n in names}})
+        with self._lock:
+            self._last.append(record)
+            self._sums.update({"requests": 1, "aside": bool(record.aside), **{n: getattr(record, n) for n in names}})
 
     def __len__(self) -> int:
         return len(self._last)

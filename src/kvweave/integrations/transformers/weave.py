@@ -70,7 +70,7 @@ class KVWeave:
         **cache_options: Any,
     ) -> None:
         models = wrapped(model)
-        self.model = models[-1]
+        self._outermost, self.model = models[0], models[-1]
         self.served = examine(self.model)
         self.prefill_tokens = prefill_tokens
         self.plan = make_plan(self.served, memory, block_tokens)
@@ -91,7 +91,7 @@ class KVWeave:
         self._made_for = self.model.dtype, self.model.device
         of_past, counting = past_class(self.served.own_cache), counts_padding(self.served)
         self._opener = Opener(self.model, self.served, self.memory, of_past, counting, self._keeper)
-        self._own_generate = self.model.generate
+        self._generate, self._own_generate = self._outermost.generate, self.model.generate
         hooks = ForwardHooks(self.memory, self.served).register(models)
         self._unhook = weakref.finalize(self, _remove, hooks)
         self._unhook.atexit = False
@@ -139,7 +139,7 @@ class KVWeave:
         """The answer to a call that was read."""
         start = time.perf_counter()
         if call.prompts is None:
-            answer = self._own_generate(**call.options)
+            answer = self._generate(**call.options)
             self.records.append(_record_aside(call, answer, start))
             return answer
         self._check_model()
@@ -185,6 +185,7 @@ class KVWeave:
     def _check_model(self) -> None:
         if self.is_closed:
             raise BadCall("this KVWeave is closed: make another")
+        wrapped(self._outermost)  # adapters that came since may be of a kind that pages cannot serve
         now = self.model.dtype, self.model.device
         if now != self._made_for:
             (dtype, device), (was, there) = now, self._made_for
