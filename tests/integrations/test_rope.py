@@ -150,3 +150,17 @@ def test_a_store_keeps_short_and_long_prompts_apart(name: str) -> None:
     for ids in (long, long[:, :BORDER], long):
         with started(model, tier, "16MiB") as weave:
             check(weave, ids)
+
+
+@parametrize
+def test_drafts_near_the_border_are_left_to_transformers(name: str) -> None:
+    """It computes the prompt and the drafts in one forward, with the frequencies of both together."""
+    with KVWeave(made(name), "16MiB") as weave:
+        for length in range(BORDER - 4, BORDER + 12):
+            ids = prompt(12).repeat(1, 10)[:, :length]
+            fresh(weave.model)
+            theirs = plain(weave.model, ids, num_tokens=5, prompt_lookup_num_tokens=3)
+            fresh(weave.model)
+            ours = weave.generate(ids, **greedy(5, prompt_lookup_num_tokens=3))
+            assert difference(ours, theirs) < CLOSE
+            check(weave, ids)

@@ -19,6 +19,7 @@ from kvweave.errors import BadTokens
 from kvweave.integrations.transformers.build import takes_no_padding
 from kvweave.integrations.transformers.images import IMAGE_TYPES, TYPES, Images, read_images
 from kvweave.integrations.transformers.prompts import Prompts
+from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.support import CACHE_NAMES, Served
 
 DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
@@ -46,8 +47,8 @@ class Call:
 class CallReader:
     """Reads the calls of one model."""
 
-    def __init__(self, model: Any, served: Served) -> None:
-        self._model = model
+    def __init__(self, model: Any, served: Served, rope: LengthRope) -> None:
+        self._model, self._rope = model, rope
         self._takes_no_padding = takes_no_padding(served)
         self._has_states = any(not cache.reach.per_token for _, cache in served.spec.caches())
         self._positional = [name for name in inspect.signature(type(model).generate).parameters if name != "self"]
@@ -112,8 +113,11 @@ class CallReader:
                 return f"{name}={self._setting(options, name)}"
         if (cache := self._setting(options, "cache_implementation")) in OTHER_CACHES:
             return f"cache_implementation={cache}"
-        if self._has_states and (drafts := [name for name in DRAFTS if self._setting(options, name)]):
-            return f"{drafts[0]}: drafts are taken back, and the states of this model cannot be"
+        if drafts := [name for name in DRAFTS if self._setting(options, name)]:
+            if self._has_states:
+                return f"{drafts[0]}: drafts are taken back, and the states of this model cannot be"
+            if self._rope.is_there:
+                return f"{drafts[0]}: the rotary frequencies of this model depend on how many drafts there are"
         return ""
 
     def _pad_token(self, options: dict[str, Any]) -> int | None:

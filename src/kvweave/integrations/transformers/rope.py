@@ -29,6 +29,11 @@ class LengthRope:
         self.pretended: int | None = None
         """The length that every forward is computed for now, whatever its positions are."""
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the model has such embeddings."""
+        return bool(self._rules)
+
     def range_of(self, length: int) -> Range:
         """Which frequencies a call has whose longest row is of so many tokens."""
         return tuple(

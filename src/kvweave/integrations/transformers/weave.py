@@ -74,14 +74,15 @@ class KVWeave:
         self.served = examine(self.model)
         self.prefill_tokens = prefill_tokens
         self.plan = make_plan(self.served, memory, block_tokens)
-        self._calls = CallReader(self.model, self.served)
+        rope = LengthRope(self.model)
+        self._calls = CallReader(self.model, self.served, rope)
         opened = self._open_store(store)
         try:
             unit = 1
             if opened:
                 self.plan, unit = make_plan(opened.served, memory, block_tokens), opened.store.schema.chunk_tokens
             self.core = Cache(self.plan, **{"retention": retention(self.served, unit), **cache_options})
-            self.memory = self._make_memory()
+            self.memory = self._make_memory(rope)
             self._keeper = opened.keeper(self.model, self.memory, weights, store_wait_s) if opened else None
         except BaseException:
             if opened:
@@ -97,13 +98,12 @@ class KVWeave:
         self._unhook.atexit = False
         self.records = Records()
 
-    def _make_memory(self) -> PagedMemory:
+    def _make_memory(self, rope: LengthRope) -> PagedMemory:
         name = type(self.model).__name__
         with torch.inference_mode(False):  # tensors made for inference alone could not be written outside of it
             arena = Arena(self.plan, str(self.model.device))
             layers = [make_layer(name, arena, entry) for entry in self.served.entries]
-        rope, watch = LengthRope(self.model), ModelWatch(self.model)
-        return PagedMemory(self.core, arena, layers, CoreOwner(self.core), rope, watch)
+        return PagedMemory(self.core, arena, layers, CoreOwner(self.core), rope, ModelWatch(self.model))
 
     def _open_store(self, store: str | Path | AnyStore[Any] | None) -> ModelStore | None:
         """Open the store, or say why this model has no use for one."""
