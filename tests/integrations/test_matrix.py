@@ -180,10 +180,11 @@ def check_poison(weave: KVWeave, seed: int, count: int) -> None:
         check_same(weave.generate(ids, attention_mask=torch.ones_like(ids), **options), theirs)
 
 
-def run(weave: KVWeave, name: str, poison: int) -> None:
+def run(weave: KVWeave, name: str, times: int, poison: int) -> None:
+    """What earlier ways have left is found by this one; and by itself again, if it is run twice."""
     chosen, number = WAYS[name], list(WAYS).index(name)
     theirs = outcome(weave.model.generate, chosen)
-    for _ in range(2):
+    for _ in range(times):
         ours = outcome(weave.generate, chosen)
         if isinstance(ours, Exception):
             assert chosen.refused or isinstance(theirs, Exception), repr(ours)
@@ -196,7 +197,7 @@ def run(weave: KVWeave, name: str, poison: int) -> None:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_way_to_call_is_that_of_transformers_or_refused_by_name(weave: KVWeave, name: str) -> None:
-    run(weave, name, poison=1)
+    run(weave, name, times=1, poison=1)
 
 
 @pytest.mark.slow
@@ -204,4 +205,4 @@ def test_a_way_to_call_is_that_of_transformers_or_refused_by_name(weave: KVWeave
 def test_after_each_way_ten_random_prompts_are_those_of_transformers(kind: str) -> None:
     with KVWeave(model_of(kind), "64MiB", rows=32, max_tokens=512) as weave:
         for name in WAYS:
-            run(weave, name, poison=10)
+            run(weave, name, times=2, poison=10)
