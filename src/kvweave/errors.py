@@ -15,6 +15,7 @@
         +-- BadSequence      a sequence of another cache, a closed one, lengths that make no sense
         +-- NotSettled       steps in flight, drafts or copies are outstanding; says what to do first
         +-- CannotTruncate   what the shorter sequence would need is gone
+        +-- BadCall          a model was called in a way that pages cannot follow
         +-- WrongThread      a cache belongs to the thread that made it
     +-- TensorError          memory cannot be had, or be used as asked
         +-- OutOfMemory      the machine has not so many bytes; nothing stays allocated
@@ -146,6 +147,10 @@ class NotSettled(CacheError, RuntimeError):
 
 class CannotTruncate(CacheError, ValueError):
     """What the shorter sequence would need is gone: open it again from its tokens."""
+
+
+class BadCall(CacheError, ValueError):
+    """A model was called, or was changed, in a way that pages cannot follow; nothing was cached."""
 
 
 class WrongThread(CacheError, RuntimeError):

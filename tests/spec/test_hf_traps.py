@@ -382,6 +382,14 @@ def test_modernbert_looks_half_its_local_attention_back() -> None:
     assert kept(read(modernbert), "window").reach == Window(64)
 
 
+def test_modernbert_has_keys_for_every_head_whatever_a_config_says() -> None:
+    modernbert = {**LLAMA, "model_type": "modernbert-decoder", "local_attention": 128}
+    stray = read({**modernbert, "num_key_value_heads": 2})
+    plain = read({name: value for name, value in modernbert.items() if name != "num_key_value_heads"})
+    assert shapes(stray, "window") == shapes(plain, "window")
+    assert shapes(stray, "full") == shapes(plain, "full")
+
+
 @pytest.mark.parametrize(("both_ways", "rows"), [(True, 513), (False, 1024)])
 def test_attention_both_ways_halves_the_window(both_ways: bool, rows: int) -> None:
     gemma = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 1024, "head_dim": 256}
@@ -719,6 +727,12 @@ def test_mistral_large_4_drops_rope_columns_and_shares_latents_but_not_indexers(
     spec = read({**config, "kv_source_layers": [0, 0, 2, 3]})
     assert tags(spec) == ["latent+indexer", "indexer<0", "latent+indexer", "latent.2+indexer"]
     assert (shapes(spec, "latent"), shapes(spec, "latent.2")) == ({"latent": (576,)}, {"latent": (512,)})
+
+
+def test_mistral_large_4_keeps_no_latent_where_it_shares_one_of_another_width() -> None:
+    config = {**MLA, "model_type": "mistral_large4_text", "index_head_dim": 128, "no_rope_layers": [1, 1, 1, 0]}
+    spec = read({**config, "kv_source_layers": [0, 1, 2, 2]})
+    assert tags(spec) == ["latent+indexer"] * 3 + ["indexer<2"]
 
 
 def test_deepseek_v4_compresses_by_ratio() -> None:

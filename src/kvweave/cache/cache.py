@@ -238,19 +238,27 @@ class Cache:
         return self._hand_out(copies)
 
     def commit(
-        self, sequences: Sequence | Batch | Iterable[Sequence], lengths: object = None, *, tokens: object = None
+        self,
+        sequences: Sequence | Batch | Iterable[Sequence],
+        lengths: object = None,
+        *,
+        tokens: object = None,
+        share: bool = True,
     ) -> Copies:
         """What was written up to `lengths` (all of it, unless said) may be shared: others find it from now on.
 
         `tokens` are the ids of the next tokens whose ids are not known yet, as many for each sequence. Drafts that are
-        committed are accepted, those beyond `lengths` are still open. Returns the copies to be made before the next
-        step.
+        committed are accepted, those beyond `lengths` are still open. With `share=False` what a sequence writes from
+        here on is its own and is never found by others. Returns the copies to be made before the next step.
         """
         self._check_thread()
         rows, chosen = self._rows(sequences)
         until = None if lengths is None else self._checked_lengths(rows, lengths)
         if tokens is not None:
             self._tell(rows, chosen, tokens)
+        if not share:
+            for sequence in chosen:
+                sequence.private_from = sequence.committed
         return self._hand_out(self._steps.commit(rows, chosen, until))
 
     def accept(self, sequences: Sequence | Batch | Iterable[Sequence], lengths: object) -> None:

@@ -78,7 +78,8 @@ class Forks:
             return int(table.blocks[row] > 0)
         length = int(self.state.counters.committed[row])
         if group.is_full:
-            return -(-length // group.slot_tokens) - length // self.state.grid * self.state.grid // group.slot_tokens
+            shared = max(min(length, sequence.private_from) // self.state.grid * self.state.grid, sequence.node.end)
+            return -(-length // group.slot_tokens) - shared // group.slot_tokens
         return int(length % group.slot_tokens > 0)
 
     def _child(self, sequence: Sequence, copies: CopyBuilder) -> Sequence:
@@ -88,7 +89,7 @@ class Forks:
         child.num_cached, child.num_prompt, child.branch = sequence.num_cached, sequence.num_prompt, sequence.branch
         child.points, child.spaced_end = list(sequence.points), sequence.spaced_end
         child.opened, child.drop_last_blocks = sequence.opened, sequence.drop_last_blocks
-        child.restore = sequence.restore
+        child.restore, child.private_from = sequence.restore, sequence.private_from
         state.prefix.pin(sequence.node)
         if child.restore is not None:
             state.prefix.pin_states(child.restore, 1)
@@ -202,7 +203,7 @@ class Forks:
         counters.step_start[row] = min(int(counters.step_start[row]), length)
         state.tokens.cut(sequence, max(length, sequence.num_prompt))
         self.snapshots.drop_after(sequence, length)
-        if min(int(counters.committed[row]), sequence.num_tokens) < sequence.node.end + state.grid:
+        if state.num_shareable(sequence) < sequence.node.end + state.grid:
             self.publisher.unregister(sequence)
         state.set_next_stop(sequence)
         state.set_next_event(sequence)

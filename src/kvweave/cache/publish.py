@@ -29,7 +29,7 @@ class Publisher:
     def register(self, sequence: Sequence) -> None:
         """Others that go on from its node with its next tokens will have it published."""
         state, node = self.state, sequence.node
-        end = min(int(state.counters.committed[sequence.row]), sequence.num_tokens)
+        end = state.num_shareable(sequence)
         if sequence.pending_key is not None or end < node.end + state.grid:
             return
         if state.states and not self._points(sequence, node.end, end):
@@ -84,7 +84,7 @@ class Publisher:
     def publish(self, sequence: Sequence, *, without_point: bool = False) -> None:
         """Put what is committed into the tree, up to the last resume point; or all of it, `without_point` there."""
         state, start = self.state, sequence.node.end
-        end = min(int(state.counters.committed[sequence.row]), sequence.num_tokens) // state.grid * state.grid
+        end = state.num_shareable(sequence) // state.grid * state.grid
         points = self._points(sequence, start, end)
         if state.states and not without_point:
             end = points[-1] if points else start

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvweave.errors import BadSequence
 from kvweave.pool import Ids
-from kvweave.prefix import Node, Point, StatePages, Tokens
+from kvweave.prefix import NEVER, Node, Point, StatePages, Tokens
 
 Rows = NDArray[np.int64]
 
@@ -55,6 +55,7 @@ FIELDS = (
     "pending_key",
     "points",
     "priority",
+    "private_from",
     "restore",
     "row",
     "rows",
@@ -99,6 +100,8 @@ class Sequence:
         """The position of the one that is to be copied from the live state, when it is there."""
         self.answer = -1
         """The position of the last one taken while generating, of which all is kept that resuming there needs."""
+        self.private_from = NEVER
+        """What was written from this length on is for nobody else."""
         self.restore: Point | None = None
         """The point whose states are to be copied into the live ones before the first step."""
         self.tip: Point | None = None
@@ -137,7 +140,7 @@ class Sequence:
     def committed(self) -> int:
         """Tokens whose KV is written and may be shared."""
         self.check_open()
-        return self.home.committed_of(self.row)
+        return min(self.home.committed_of(self.row), self.private_from)
 
     @property
     def stop(self) -> int | None:

@@ -212,6 +212,10 @@ class CacheState:
             position = self.next_in_prompt(sequence, position)
         return wanted
 
+    def num_shareable(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that others may find: written, not private, and their ids known."""
+        return min(int(self.counters.committed[sequence.row]), sequence.num_tokens, sequence.private_from)
+
     # ---- pages
 
     def allocate(self, group: PagedGroup, count: int) -> Ids:

@@ -87,11 +87,12 @@ class PrefixCache:
             node = self.split(node, position)
         point = node.point_at(position) or self.add_point(node, position, Kind.BRANCH, (), priority)
         point.kind = max(point.kind, Kind.BRANCH)
-        self._requeue_spaced(node)
         point.hits += 1
         point.last_used = self.tick()
         point.priority = max(point.priority, priority)
         node.growing_tip = False
+        self._requeue(point)
+        self._requeue_spaced(node)
         if point.queue is not None:
             self._move(point, point.queue)
         return point

@@ -1,83 +1,61 @@
-"""A store for a model: opened where it is, or checked if it is open, before pages are planned for it."""
+"""`attach(model)`: its own `generate`, and every pipeline over it, runs on pages; `detach(model)` is the way back."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from kvweave.cache import Cache
-from kvweave.errors import StoreError
-from kvweave.integrations.places import open_store
-from kvweave.integrations.transformers.identity import Identity
-from kvweave.integrations.transformers.keeping import Keeper
-from kvweave.integrations.transformers.support import Served
-from kvweave.plan import Plan
-from kvweave.spec import LayerCache, ModelSpec, Window
-from kvweave.store import AnyStore, Schema
-from kvweave.tensor import Arena
-
-CHUNK_TOKENS = 256
-"""What is stored at once, where blocks divide it."""
+from kvweave.errors import BadCall, BadTokens
+from kvweave.integrations.transformers.weave import KVWeave
 
 
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """An open store, whether it was opened here and so is closed here; the model, and how its pages are planned."""
+class PagedGenerate:
+    """Takes the place of `model.generate`. What pages cannot serve, transformers does, as if nobody had attached.
 
-    store: AnyStore[Any]
-    is_ours: bool
-    spec: ModelSpec
-    served: Served
-
-    def keeper(self, model: Any, core: Cache, arena: Arena, weights: str | None, wait_s: float) -> Keeper:
-        identity = Identity(model, self.spec, weights)
-        return Keeper(self.store, core, arena, identity, wait_s=wait_s, close=self.close)
-
-    def close(self) -> None:
-        if self.is_ours:
-            self.store.close()
-
-
-def attach(store: str | Path | AnyStore[Any], served: Served, plan: Plan, model: str) -> Attached:
-    """Open the store at a place for this model; or take the one that is open, if it is for this model and plan."""
-    grid = math.lcm(*(group.block_tokens for group in plan.groups))
-    is_ours = not isinstance(store, AnyStore)
-    if isinstance(store, AnyStore):
-        _check(store.schema, served.spec, grid)
-    else:
-        chunk = math.lcm(CHUNK_TOKENS, grid)
-        store = open_store(store, Schema.of(served.spec, chunk_tokens=chunk, parts=1), model=model)
-    planned = replace(served, spec=in_chunks(served.spec, store.schema.chunk_tokens))
-    return Attached(store, is_ours, served.spec, planned)
-
-
-def _check(given: Schema, spec: ModelSpec, grid: int) -> None:
-    if given.chunk_tokens % grid:
-        raise StoreError(
-            f"the store has chunks of {given.chunk_tokens} tokens, which blocks of {grid} do not divide; open it for"
-            f" chunks of {math.lcm(CHUNK_TOKENS, grid)}"
-        )
-    own = Schema.of(spec, chunk_tokens=given.chunk_tokens, parts=given.parts)
-    if own != given:
-        here, there = (", ".join(dict.fromkeys(row.tag for row in schema.rows)) for schema in (own, given))
-        raise StoreError(
-            f"the store is open for another model, or other dtypes: groups {there} there, {here} here; open it with"
-            " Schema.of(examine(model).spec), or let KVWeave open it"
-        )
-
-
-def in_chunks(spec: ModelSpec, chunk_tokens: int) -> ModelSpec:
-    """The same model, whose windows are kept so long that, from the end of a chunk, they begin with one.
-
-    A chunk is stored whole or not at all: half of one would pass for the whole, for a prompt that ends earlier.
+    In a copy of the model, or in one that was saved and loaded, it is the model's own `generate` again.
     """
 
-    def longer(cache: LayerCache) -> LayerCache:
-        if not isinstance(cache.reach, Window):
-            return cache
-        return replace(cache, reach=Window(-(-(cache.reach.tokens - 1) // chunk_tokens) * chunk_tokens + 1))
+    def __init__(self, weave: KVWeave, model: Any) -> None:
+        self.weave, self._model = weave, model
+        self.own = model.generate
 
-    layers = tuple(replace(layer, caches=tuple(map(longer, layer.caches))) for layer in spec.layers)
-    return replace(spec, layers=layers)
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        try:
+            call = None if self.weave.is_closed else self.weave.read_call(*inputs, **options)
+        except BadTokens:
+            call = None
+        if call is None:
+            options.pop("namespace", None)
+            return self.own(*inputs, **options)
+        return self.weave.answer(call)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._model, "generate")
+
+
+def attach(model: Any, memory: int | str = "2GiB", **options: Any) -> KVWeave:
+    """Let `model.generate` reuse prefixes, with what `KVWeave` takes; returns the KVWeave.
+
+    `detach(model)` is the way back. Meanwhile `model.generate` takes a `namespace=` too.
+    """
+    holder = _holder(model)
+    if "generate" in vars(holder):
+        raise BadCall(
+            f"{type(model).__name__} has a generate of its own already: detach(model), or take that off, first"
+        )
+    weave = KVWeave(model, memory, **options)
+    holder.generate = PagedGenerate(weave, holder)
+    return weave
+
+
+def detach(model: Any) -> None:
+    """Give `model.generate` back to transformers, and the memory to the machine; a model that is not attached stays."""
+    holder = _holder(model)
+    found = vars(holder).get("generate")
+    if isinstance(found, PagedGenerate):
+        del holder.generate
+        found.weave.close()
+
+
+def _holder(model: Any) -> Any:
+    """Where a model's attributes are: what `torch.compile` gave hands them to the model inside."""
+    return getattr(model, "_orig_mod", model)

@@ -10,7 +10,8 @@ from kvweave.errors import CannotServe
 from kvweave.integrations.transformers.layers.attention import Attention, Indexed
 from kvweave.integrations.transformers.layers.compressed import Compressed, Compressor
 from kvweave.integrations.transformers.layers.states import Hybrid, Linear, State
-from kvweave.integrations.transformers.past import MakeLayer, Past
+from kvweave.integrations.transformers.memory import MakeLayer
+from kvweave.integrations.transformers.past import Past
 from kvweave.integrations.transformers.rows import Rows, keys_and_values, rows_of
 from kvweave.integrations.transformers.support import Entry, Served
 from kvweave.tensor import Arena, RoleView

@@ -3,66 +3,66 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import time
-from collections.abc import Hashable, Mapping
+import uuid
+from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from kvweave.errors import StoreError
+from kvweave.integrations.transformers.prompts import Prompt
+from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.spec import ModelSpec
 from kvweave.store import Namespace, model_digest
 
 log = logging.getLogger(__name__)
 
-BESIDE_THE_POINT = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-"""Of a config: where it came from and how it was loaded. Dtypes are in the weights, and in the key of every row."""
+PROCESS = uuid.uuid4().hex
+"""Hooks on a model mean something in this process only: what they steered is not for others."""
 
 
 class Identity:
     """The architecture, the config, the weights and the adapters of a model, as they were when last looked at.
 
-    `weights` names the weights (a commit, say); without it every byte of them is hashed, once, and again whenever a
-    tensor was changed or replaced since. Where a model came from is no part of it.
+    `weights` names the weights (a commit, say); without it every byte of them is hashed, once, and again whenever the
+    watch has seen a change. A name is for the weights that it was given for: once they change, they are hashed too.
+    Where a model came from is no part of it.
     """
 
-    def __init__(self, model: Any, spec: ModelSpec, weights: str | None = None) -> None:
-        self._model, self._is_given = model, weights is not None
-        self._spec, self._weights = model_digest(spec), f"given {weights}"
-        self._seen: list[tuple[int, int]] = []
-        self.look()
+    def __init__(self, model: Any, spec: ModelSpec, watch: ModelWatch, weights: str | None = None) -> None:
+        self._model, self._spec, self._watch = model, model_digest(spec), watch
+        self._version = watch.look()
+        self._weights = self._hashed() if weights is None else f"given {weights}"
 
     def look(self) -> None:
         """See whether the model is still the one it was."""
-        self._config, self._adapter = config_digest(self._model.config), active_adapters(self._model)
-        if self._is_given:
-            return
-        seen = [(tensor.data_ptr(), _version(tensor)) for tensor in _tensors(self._model).values()]
-        if seen != self._seen:
-            start = time.perf_counter()
-            self._weights, self._seen = weights_digest(self._model), seen
-            log.info("hashed the weights in %.2f s; weights=NAME spares that", time.perf_counter() - start)
+        before, self._version = self._version, self._watch.look()
+        if before.weights != self._version.weights:
+            self._weights = self._hashed()
 
-    def namespace(self, name: Hashable, padding: int = 0) -> Namespace:
-        """For prompts of the user's namespace `name`, whose first `padding` tokens are padding that layers count."""
-        salt = padding.to_bytes(8, "little") if padding else b""
-        return Namespace(self._spec, self._weights, self._config, self._adapter, text_of(name), salt)
+    def _hashed(self) -> str:
+        start = time.perf_counter()
+        digest = weights_digest(self._model)
+        log.info("hashed the weights in %.2f s; weights=NAME spares that", time.perf_counter() - start)
+        return digest
+
+    def namespace(self, prompt: Prompt) -> Namespace:
+        """For prompts of one user's namespace and one kind: padding that layers count, frequencies, other inputs."""
+        version = self._version
+        hooks = (PROCESS, version.hooks) if version.hooks else ()
+        kind = (prompt.padding, prompt.rope_range, prompt.extras, version.is_training, hooks, version.autocast)
+        salt = b"" if kind == (0, (), (), False, (), "") else repr(kind).encode()
+        return Namespace(self._spec, self._weights, version.config, version.adapters, text_of(prompt.name), salt)
 
 
 def weights_digest(model: Any) -> str:
     """A hash of every parameter and buffer that is saved with a model: name, dtype, shape and bytes."""
-    tensors = sorted(_tensors(model).items())
+    saved = model.state_dict(keep_vars=True).items()
+    tensors = sorted((name, tensor) for name, tensor in saved if isinstance(tensor, torch.Tensor) and tensor.numel())
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         digests = threads.map(lambda item: _digest(*item), tensors)
         return hashlib.sha256(b"".join(digests)).hexdigest()
@@ -78,37 +78,6 @@ def _digest(name: str, tensor: torch.Tensor) -> bytes:
             " say what they are with weights=NAME"
         ) from error
     return running.digest()
-
-
-def _tensors(model: Any) -> dict[str, torch.Tensor]:
-    tensors = model.state_dict(keep_vars=True).items()
-    return {name: tensor for name, tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.numel()}
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Grows with every change in place; tensors made for inference alone do not count theirs."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def config_digest(config: Any) -> str:
-    facts = json.dumps(_facts(config.to_dict()), sort_keys=True, default=str)
-    return hashlib.sha256(facts.encode()).hexdigest()
-
-
-def _facts(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _facts(inner) for name, inner in value.items() if name not in BESIDE_THE_POINT}
-    return value
-
-
-def active_adapters(model: Any) -> str:
-    """Which adapters are in use, as the layers that have them say; those of PEFT do."""
-    used = {
-        (tuple(module.active_adapters), bool(getattr(module, "disable_adapters", False)))
-        for module in model.modules()
-        if isinstance(getattr(module, "active_adapters", None), list | tuple)
-    }
-    return repr(sorted(used)) if used else ""
 
 
 def text_of(name: Hashable) -> str:

@@ -78,12 +78,12 @@ class Keeper:
         return Visit(self)
 
     def namespace(self, prompt: Prompt) -> Namespace:
-        return self.identity.namespace(prompt.name, prompt.padding)
+        return self.identity.namespace(prompt)
 
     def hashed(self, sequence: Sequence) -> Hashed:
-        """The tokens that a sequence has computed, as the store sees them."""
+        """The tokens that a sequence has committed, as the store sees them."""
         assert isinstance(sequence.namespace, Namespace), "a sequence that no visit opened"
-        return self.store.prompt(sequence.tokens[: sequence.length], sequence.namespace)
+        return self.store.prompt(sequence.tokens[: sequence.committed], sequence.namespace)
 
     def pages(self, sequence: Sequence, row: Row, chunk: int) -> Ids:
         """The pages of a chunk of a sequence, in order; the live one of a state."""

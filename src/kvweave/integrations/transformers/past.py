@@ -3,40 +3,31 @@
 begin     the model is called with new tokens: the last step is committed, room is made for these
 update    each layer writes its rows and reads those it needs
 finish    the model has returned: the tokens are there, but may still be taken back (`crop`)
+fail      or it has not: what the step wrote is void, and the past is of no more use
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache as TransformersCache
 
-from kvweave.cache import Batch, Cache, Copies, Sequence
-from kvweave.errors import BadSequence, BadTokens
+from kvweave.cache import Sequence
+from kvweave.errors import BadCall, BadSequence, BadTokens
+from kvweave.integrations.transformers.inputs import are_natural
+from kvweave.integrations.transformers.memory import PagedMemory, Visit
+from kvweave.integrations.transformers.past_rows import RowsOfPast
+from kvweave.integrations.transformers.rope import Range
 from kvweave.integrations.transformers.step import Numbers, Step
-from kvweave.tensor import Arena, carry_out
-
-MakeLayer = Callable[["Past"], Any]
+from kvweave.integrations.transformers.watch import ModelVersion
 
 
-class Visit(Protocol):
-    """What a past tells of its rows: which of them have come to where they are worth a copy, and before they end."""
-
-    num_loaded: int
-    save_seconds: float
-
-    def due(self, sequences: SequenceOf[Sequence]) -> list[Sequence]: ...
-    def capture_answers(self, due: SequenceOf[Sequence], num_rows: int) -> None: ...
-    def save(self, sequences: SequenceOf[Sequence]) -> None: ...
-
-
-class Past(TransformersCache):  # type: ignore[misc]
+class Past(RowsOfPast):
     """What the rows of a batch have computed. Give it to `generate` or to the model as `past_key_values`.
 
     Rows are aligned on the right: row i has `columns - pads[i]` tokens. It is a context: at its end the rows are
@@ -47,144 +38,161 @@ class Past(TransformersCache):  # type: ignore[misc]
 
     def __init__(
         self,
-        core: Cache,
-        arena: Arena,
-        make_layers: SequenceOf[MakeLayer],
+        memory: PagedMemory,
         sequences: SequenceOf[Sequence],
         columns: int,
         visit: Visit | None = None,
+        *,
+        rope_range: Range = (),
+        made_for: ModelVersion | None = None,
     ) -> None:
-        self.core, self.arena = core, arena
-        self.sequences = list(sequences)
-        self.columns = columns
+        """`made_for` is the model that the rows were computed by, if that is to be checked at every call."""
+        super().__init__(memory, sequences, columns)
         self.visit = visit
-        self._batch = Batch(self.sequences)
-        self._pads: Numbers = np.array([columns - sequence.length for sequence in sequences], np.int64)
-        self.num_cached = sum(sequence.num_cached for sequence in sequences)
+        self.made_for = made_for
+        self._rope_range = rope_range
         self.first_token_at: float | None = None
         self.expects_prompts = False
-        self.is_computing = False
-        self._uncommitted = False
-        self.step = self._step(columns)
-        TransformersCache.__init__(self, layers=[make(self) for make in make_layers])  # also beside a model's own class
-        self._states = [layer for layer in self.layers if getattr(layer, "states", None)]
+        self.positions: torch.Tensor | None = None
+        """Those of the prompts, where a model counts them in its own way."""
+        self.computed_by: object = None
+        """The module whose forward is running with this past."""
+        self._had_gradients = False
+        self._has_failed = self._uncommitted = False
+        self._is_shared = True
+        """Whether what is computed is what any prompt with these tokens would have."""
 
     # ---- a step
 
-    def begin(self, tokens: torch.Tensor) -> None:
-        """The model is about to compute `tokens`, `[batch, n]`; more rows than there are, are beams of each."""
-        self.settle()
-        if len(tokens) != len(self.sequences):
-            self.batch_repeat_interleave(len(tokens) // max(1, len(self.sequences)))
-        self._extend(tokens.cpu().numpy())
-        self.step = self._step(self.columns + tokens.shape[1])
-        self._bind()
-        self.is_computing = True
+    def begin(self, inputs: Mapping[str, Any], module: object) -> None:
+        """`module` is about to compute `input_ids`, `[batch, n]`; more rows than there are, are beams of each.
+
+        The calling thread owns the core, without gradients, until `finish` or `fail`. On error nothing has begun.
+        """
+        if not self.is_open or self._has_failed:
+            why = "a call of the model with this past has failed" if self._has_failed else "this past is closed"
+            raise BadSequence(f"{why}: open another, or give generate all tokens without a past: pages find them")
+        tokens: torch.Tensor = inputs["input_ids"]
+        self.memory.owner.__enter__()
+        length = self.sequences[0].length
+        try:
+            self._check_model()
+            self.settle()
+            if len(tokens) != len(self.sequences):
+                self.batch_repeat_interleave(len(tokens) // max(1, len(self.sequences)))
+            self._extend(tokens.cpu().numpy())
+            self._step = self._step_to(self.columns + tokens.shape[1])
+            self._bind()
+        except BaseException:
+            self._has_failed = self.sequences[0].length != length
+            self.memory.owner.__exit__(None, None, None)
+            raise
+        self.computed_by = module
+        self._had_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        self._see_inputs(inputs)
+
+    def _check_model(self) -> None:
+        if self.made_for is not None and self.made_for != self.memory.watch.look():
+            raise BadCall(
+                "the model has changed since this past was opened (weights, adapters, config or training): close it"
+                " and open another"
+            )
+
+    def _see_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """From the first step on that depends on more than its tokens, nothing is for others.
+
+        That is one whose rotary frequencies are not the prompt's, or, by hand, with a mask or positions of one's own.
+        """
+        rope, step = self.memory.rope, self._step
+        longest = rope.pretended or step.end - int(self._pads.min())
+        self._is_shared &= rope.range_of(longest) == self._rope_range
+        if self.made_for is not None:
+            self._is_shared &= are_natural(inputs, self._pads, step.start, step.end)
 
     def _extend(self, tokens: Numbers) -> None:
         """Room for the tokens. Those of the prompt are known to the core, and must be these."""
         known = min(*(s.num_tokens - s.length for s in self.sequences), tokens.shape[1])
         for sequence, row in zip(self.sequences, tokens, strict=True):
-            if known and not np.array_equal(sequence.run(sequence.length, sequence.length + known), row[:known]):
+            prompt = sequence.run(sequence.length, sequence.length + known)
+            if not np.all((prompt == row[:known]) | (prompt < 0)):  # below 0 is the name of an image
                 raise BadTokens("these are not the tokens that this past was opened for: open another one")
         if known:
             self._carry_out(self.core.extend(self._batch, known))
         if known < tokens.shape[1]:
             self._carry_out(self.core.extend(self._batch, tokens.shape[1] - known, tokens=tokens[:, known:]))
 
-    def _step(self, end: int) -> Step:
-        return Step(self.core, self._batch.rows, self._pads, self.columns, end, self.arena.memory.device)
+    @property
+    def step(self) -> Step:
+        """The step that the model computes now."""
+        if self.computed_by is None:
+            raise BadCall(
+                "a past of kvweave was used where its hooks do not run: call the model that KVWeave was made for, as"
+                " model(...), not model.forward(...), an inner model, or one whose KVWeave is closed"
+            )
+        return self._step
+
+    def length_after(self, step: object) -> int:
+        """Columns, for a layer that has written `step` last."""
+        return self._step.end if step is self._step else self.columns
 
     def _bind(self) -> None:
         if self._states:
-            live = {group.tag: self.step.live(group.tag) for group in self.core.plan.groups if not _per_token(group)}
+            live = {group.tag: self._step.live(group.tag) for group in self.core.plan.groups if not _per_token(group)}
             fresh = np.flatnonzero(self.columns == self._pads).tolist()
             for layer in self._states:
                 layer.bind(live, fresh, self.columns > 0)
 
     def finish(self) -> None:
         """The model has computed the step."""
-        self.columns = self.step.end
-        self.is_computing = self.expects_prompts = False
+        unwritten = [number for number, layer in enumerate(self.layers) if not _has_written(layer, self._step)]
+        if unwritten:
+            self.fail()
+            raise BadCall(f"the model has skipped layers {unwritten}: a past needs the rows of every layer")
+        self.columns = self._step.end
+        self.expects_prompts = False
         self._uncommitted = True
+        self._leave()
         if self.first_token_at is None:
             if self.arena.memory.device.type == "cuda":
                 torch.cuda.synchronize()
             self.first_token_at = time.perf_counter()
 
+    def fail(self) -> None:
+        """The model has not computed the step that it began, if it began one."""
+        if self.computed_by is not None:
+            self._has_failed = True
+            self._leave()
+
+    def _leave(self) -> None:
+        self.computed_by = None
+        if self._had_gradients:
+            torch.set_grad_enabled(True)
+        self.memory.owner.__exit__(None, None, None)
+
     def settle(self) -> None:
-        """What was computed is true, and nobody takes it back: others may find it."""
+        """What was computed is true, and nobody takes it back: others may find it, if it is for others."""
         if self._uncommitted:
             self._uncommitted = False
-            self._carry_out(self.core.commit(self._batch))
-            if self.visit and (due := self.visit.due(self.sequences)):
+            self._carry_out(self.core.commit(self._batch, share=self._is_shared))
+            if self._is_shared and self.visit and (due := self.visit.due(self.sequences)):
                 self._write_back()
                 self.visit.capture_answers(due, len(self.sequences))
 
-    def _carry_out(self, copies: Copies) -> None:
-        if copies:
-            self._write_back()
-            carry_out(self.arena, copies)
+    # ---- states, which models find here
 
-    def _write_back(self) -> None:
-        for layer in self._states:
-            for state in layer.states:
-                state.write_back()
+    def get_conv_state(self, *which: Any, **named: Any) -> Any:
+        assert self.step, "there is one, or an error"
+        return super().get_conv_state(*which, **named)
 
-    # ---- rows
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes so many: beams, or several answers."""
-        if repeats < 2:
-            raise BadSequence(f"{len(self.sequences)} rows cannot be {repeats} times as many")
-        self.settle()
-        self._write_back()
-        rows = []
-        for sequence in self.sequences:
-            twins, copies = self.core.fork(sequence, repeats - 1)
-            carry_out(self.arena, copies)
-            rows += [sequence, *twins]
-        self.sequences = rows
-        self._regroup(np.repeat(self._pads, repeats))
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i goes on as row `beam_idx[i]` was."""
-        parents = beam_idx.tolist()
-        self.settle()
-        self._write_back()
-        carry_out(self.arena, self.core.reorder(self.sequences, parents))
-        self._regroup(self._pads[parents])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these rows go on."""
-        chosen = np.arange(len(self.sequences))[indices.cpu().numpy()].tolist()
-        self._write_back()
-        for number in set(range(len(self.sequences))) - set(chosen):
-            self.core.close(self.sequences[number])
-        self.sequences = [self.sequences[number] for number in chosen]
-        self._regroup(self._pads[chosen])
-
-    def _regroup(self, pads: Numbers) -> None:
-        self._batch, self._pads = Batch(self.sequences), pads
-        self.step = self._step(self.step.end)
-        for layer in self._states:
-            for state in layer.states:
-                state.let_go()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens; a negative count, as transformers has it."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes back {tokens_to_remove} tokens by a negative count only")
-        if tokens_to_remove:
-            for sequence in self.sequences:
-                carry_out(self.arena, self.core.truncate(sequence, sequence.length + tokens_to_remove))
-            self.columns += tokens_to_remove
-            self.step = self._step(self.columns)
+    def get_recurrent_state(self, *which: Any, **named: Any) -> Any:
+        assert self.step, "there is one, or an error"
+        return super().get_recurrent_state(*which, **named)
 
     # ---- answers to transformers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        if self.is_computing and hasattr(self.layers[layer_idx], "get_seq_length"):
+        if self.computed_by is not None and hasattr(self.layers[layer_idx], "get_seq_length"):
             length: int = self.layers[layer_idx].get_seq_length()
             return length
         return self.columns
@@ -211,15 +219,35 @@ class Past(TransformersCache):  # type: ignore[misc]
 
     def close(self) -> None:
         """Let go of the rows; what was computed and not taken back stays in the tree. Twice is once."""
-        if not self.is_computing:
-            self.settle()
-        self._write_back()
-        try:
-            if self.visit and not self.is_computing:
-                self.visit.save(self.sequences)
-        finally:
-            while self.sequences:
-                self.core.close(self.sequences.pop())
+        self.fail()
+        with self.memory.owner:
+            try:
+                if not self._has_failed:
+                    self.settle()
+                self._write_back()
+                if self.visit and not self._has_failed:
+                    self.visit.save(self.sequences)
+            finally:
+                while self.sequences:
+                    self.core.close(self.sequences.pop())
+
+    def __deepcopy__(self, _memo: object) -> Past:
+        """A past of the same rows that goes its own way, to be closed by itself; pages are shared until they differ."""
+        if self.computed_by is not None or not self.is_open:
+            raise BadCall("a past is copied while it is open, and not while the model is called with it")
+        with self.memory.owner:
+            twin = type(self)(self.memory, self._forked(), self.columns, self.visit, rope_range=self._rope_range)
+        twin.made_for, twin.expects_prompts = self.made_for, self.expects_prompts
+        twin._has_failed, twin._uncommitted, twin._is_shared = self._has_failed, self._uncommitted, self._is_shared
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise BadCall("a past is pages of a running process and cannot be saved: its tokens can, and pages find them")
+
+    def hand_over(self) -> None:
+        """Leave the rows, open, to whoever has them too."""
+        self.fail()
+        self.sequences.clear()
 
     def __enter__(self) -> Past:
         return self
@@ -232,3 +260,8 @@ class Past(TransformersCache):  # type: ignore[misc]
 
 def _per_token(group: Any) -> bool:
     return bool(group.cache.reach.per_token)
+
+
+def _has_written(layer: Any, step: Step) -> bool:
+    """Whether a layer that keeps keys and values has those of a step."""
+    return getattr(layer, "kept", None) is None or layer.written is step

@@ -35,7 +35,7 @@ def prefill(
     points: Sequence[int] = (),
     on_point: Callable[[], object] = bool,
 ) -> None:
-    """Compute all but the last token of a prompt, at most so many at once. `past` is that of one row.
+    """Compute all but the last token of a prompt, at most so many at once. `past` has one row, and hands it over.
 
     `on_point` is called when the row is as long as each of `points`, which are in order.
     """
@@ -44,15 +44,23 @@ def prefill(
     ids = torch.from_numpy(prompt.tokens).to(model.device)[None, :]
     mask = torch.ones_like(ids)
     mask[:, : prompt.padding] = 0
-    with torch.no_grad():
+    try:
         while sequence.length < last:
             start = sequence.length
             piece = (1 if start else last) if served.scans_afresh else most
             end = min([last, start + piece, sequence.stop or last, *(point for point in points if point > start)])
-            model(**_inputs(served, past, ids, mask, start, end))
+            beside = {name: torch.zeros_like(ids[:, start:end]) for name in prompt.extras}
+            if prompt.images and start < prompt.images.end:
+                end = max(end, prompt.images.end)
+                beside |= prompt.images.until(end)
+            if prompt.positions is not None:
+                beside["position_ids"] = prompt.positions[..., start:end]
+            model(**{**_inputs(served, past, ids, mask, start, end), **beside})
             past.settle()
             if end in points:
                 on_point()
+    finally:
+        past.hand_over()
 
 
 def _inputs(served: Served, past: Past, ids: torch.Tensor, mask: torch.Tensor, start: int, end: int) -> dict[str, Any]:

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvweave.errors import BadTokens
+from kvweave.integrations.transformers.images import Images
+from kvweave.integrations.transformers.rope import Range
 
 Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row: its tokens, of which the first `padding` are padding (0, where padding is left out), and whose it is."""
+    """One row: its tokens, of which the first `padding` are padding (0, where padding is left out), and whose it is.
+
+    `rope_range` says with which rotary frequencies it is computed, `extras` which inputs it has beside its tokens, all
+    of them zeros. Rows that differ in any of these are kept apart.
+    """
 
     tokens: Tokens
-    padding: int
-    name: Hashable
+    padding: int = 0
+    name: Hashable = ""
+    rope_range: Range = ()
+    extras: tuple[str, ...] = ()
+    images: Images | None = field(default=None, compare=False)
+    positions: torch.Tensor | None = field(default=None, compare=False)
+    """Where a model counts them in its own way, `[..., 1, tokens]`."""
 
     @property
-    def namespace(self) -> Hashable:
-        """Rows that are padded otherwise are kept apart."""
-        return self.name, self.padding
+    def kind(self) -> Hashable:
+        return self.name, self.padding, self.rope_range, self.extras
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,11 +48,14 @@ class Prompts:
 
     @classmethod
     def read(cls, ids: torch.Tensor, mask: torch.Tensor | None, pad_token: int | None) -> Prompts:
-        """Without a mask, what equals the padding token is padding: as `generate` has it."""
+        """Without a mask, what equals the padding token is padding: as `generate` has it. Masks may be of any dtype."""
         if mask is None:
-            mask = torch.ones_like(ids) if pad_token is None else ids.ne(pad_token).long()
+            mask = torch.ones_like(ids) if pad_token is None else ids.ne(pad_token)
         if mask.shape != ids.shape or not ids.numel():
             raise BadTokens(f"prompts {list(ids.shape)} and attention_mask {list(mask.shape)} are not of one shape")
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise BadTokens("an attention_mask is ones where there are tokens and zeros where there is padding")
+        mask = mask.long()
         if bool((mask[:, 1:] < mask[:, :-1]).any()) or not bool(mask[:, -1].all()):
             raise BadTokens("prompts of a batch are padded on the left: attention_mask must be zeros, then ones")
         return cls(ids, mask, tuple((ids.shape[1] - mask.sum(-1)).tolist()))
@@ -59,17 +71,15 @@ class Prompts:
     def num_tokens(self) -> int:
         return len(self) * self.width - sum(self.pads)
 
-    def rows(self, namespace: Hashable, counts_padding: bool) -> list[Prompt]:
+    @property
+    def positions(self) -> torch.Tensor:
+        """What transformers would number the tokens, `[rows, width]`; padding has 0."""
+        return (self.mask.cumsum(-1) - 1).clamp(min=0)
+
+    def rows(self, name: Hashable, counts_padding: bool, extras: tuple[str, ...] = ()) -> list[Prompt]:
         """Each row without its padding; where layers count padding, with it."""
         tokens = self.ids.cpu().numpy()
+        pairs = zip(tokens, self.pads, strict=True)
         if counts_padding:
-            return [Prompt(row, pad, namespace) for row, pad in zip(tokens, self.pads, strict=True)]
-        return [Prompt(row[pad:], 0, namespace) for row, pad in zip(tokens, self.pads, strict=True)]
-
-
-def pad_token(model: Any, options: dict[str, Any]) -> int | None:
-    """The padding token of a model's prompts; None where it ends answers too, and so cannot be told from them."""
-    config = options.get("generation_config") or model.generation_config
-    pad, end = (options.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id"))
-    ends = end if isinstance(end, list) else [end]
-    return None if pad in ends else pad
+            return [Prompt(row, pad, name, extras=extras) for row, pad in pairs]
+        return [Prompt(row[pad:], 0, name, extras=extras) for row, pad in pairs]

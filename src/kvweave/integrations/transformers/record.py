@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from kvweave.cache.stats import Stats
 
@@ -23,6 +26,8 @@ class Record:
     """Of those reused, the ones that came from the store."""
     save_seconds: float = 0.0
     """Of all, what it took to hand the store what it lacked."""
+    aside: str = ""
+    """Why pages did not serve it, and transformers' own cache did."""
 
     @property
     def computed_tokens(self) -> int:
@@ -63,19 +68,42 @@ class WeaveStats:
     reused_tokens: int
     stored_tokens: int
     new_tokens: int
+    aside: int
+    """Requests that pages did not serve: `Record.aside` says why."""
     core: Stats
     store: StoreUse | None = None
     store_declined: str = ""
 
-    @classmethod
-    def of(cls, records: Sequence[Record], core: Stats, store: StoreUse | None, declined: str) -> WeaveStats:
-        return cls(
-            len(records),
-            sum(record.prompt_tokens for record in records),
-            sum(record.reused_tokens for record in records),
-            sum(record.stored_tokens for record in records),
-            sum(record.new_tokens for record in records),
-            core,
-            store,
-            declined,
-        )
+
+class Records(Sequence[Record]):
+    """The last KEPT requests, and the sums of all."""
+
+    KEPT = 1024
+
+    def __init__(self) -> None:
+        self._last: deque[Record] = deque(maxlen=self.KEPT)
+        self._sums: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def append(self, record: Record) -> None:
+        names = ("prompt_tokens", "reused_tokens", "stored_tokens", "new_tokens")
+        with self._lock:
+            self._last.append(record)
+            self._sums.update({"requests": 1, "aside": bool(record.aside), **{n: getattr(record, n) for n in names}})
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        return list(self._last)[index] if isinstance(index, slice) else self._last[index]
+
+    def stats(self, core: Stats, store: StoreUse | None, declined: str) -> WeaveStats:
+        sums = {name: self._sums[name] for name in ("requests", "prompt_tokens", "reused_tokens", "stored_tokens")}
+        return WeaveStats(
+            **sums, new_tokens=self._sums["new_tokens"], aside=self._sums["aside"], core=core, store=store,
+            store_declined=declined,
+        )  # fmt: skip

@@ -51,6 +51,7 @@ class Rows:
     def write(self, places: Cells, rows: torch.Tensor) -> None:
         """Write `rows`, `[batch, heads, tokens, dim]`."""
         if not self.is_empty:
+            rows = rows.to(self.dtype)
             self.cells[places.pages, places.offsets] = rows.transpose(1, 2) if self.has_heads else rows
 
     def read(self, places: Cells | Blocks) -> torch.Tensor:

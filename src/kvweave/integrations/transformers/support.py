@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
@@ -52,6 +54,37 @@ class Served:
     takes_positions: bool
     takes_logits_to_keep: bool
     scans_afresh: bool
+
+
+def wrapped(model: Any) -> list[Any]:
+    """A model and those that it wraps, outermost first: a PeftModel, what `torch.compile` gave, the model itself."""
+    models = [model]
+    while True:
+        if "_orig_mod" in getattr(model, "_modules", {}):
+            model = model._orig_mod
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            check_adapters(model)
+            model = model.get_base_model()
+        else:
+            return models
+        models.append(model)
+
+
+def uncompiled(model: Any) -> AbstractContextManager[Any]:
+    """Calls within run as they are written, also where `model.compile()` was called: pages are no tensors."""
+    if model._compiled_call_impl is None:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def check_adapters(model: Any) -> None:
+    """Refuse adapters of PEFT whose effect on a token is not told by the tokens before it."""
+    for name, config in model.peft_config.items():
+        if getattr(config, "is_prompt_learning", False):
+            raise CannotServe(type(model).__name__, f"adapter {name!r} puts tokens of its own before each prompt")
+        if getattr(config, "alora_invocation_tokens", None):
+            raise CannotServe(type(model).__name__, f"adapter {name!r} (aLoRA) begins in the midst of a prompt")
 
 
 def examine(model: Any) -> Served:

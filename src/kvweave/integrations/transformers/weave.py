@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+import weakref
 from collections.abc import Hashable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,21 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvweave.cache import Cache, Sequence
-from kvweave.errors import BadTokens, MissingExtra
-from kvweave.integrations.transformers.build import counts_padding, make_layer, takes_no_padding
+from kvweave.cache import Cache
+from kvweave.errors import BadCall, MissingExtra
+from kvweave.integrations.transformers.build import counts_padding, make_layer
+from kvweave.integrations.transformers.calls import Call, CallReader
+from kvweave.integrations.transformers.hooks import ForwardHooks
 from kvweave.integrations.transformers.layers.own import past_class
-from kvweave.integrations.transformers.past import Past, Visit
-from kvweave.integrations.transformers.prefill import prefill, retention
-from kvweave.integrations.transformers.prompts import Prompt, Prompts, pad_token
-from kvweave.integrations.transformers.record import Record, WeaveStats
+from kvweave.integrations.transformers.memory import PagedMemory
+from kvweave.integrations.transformers.opening import Opener
+from kvweave.integrations.transformers.ownership import CoreOwner
+from kvweave.integrations.transformers.past import Past
+from kvweave.integrations.transformers.prefill import retention
+from kvweave.integrations.transformers.prompts import Prompts
+from kvweave.integrations.transformers.record import Record, Records, WeaveStats
+from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.session import Session
-from kvweave.integrations.transformers.support import Served, examine
+from kvweave.integrations.transformers.support import Served, examine, uncompiled, wrapped
+from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.plan import Plan, plan
 from kvweave.tensor import Arena
 
 if TYPE_CHECKING:
-    from kvweave.integrations.transformers.attach import Attached
+    from kvweave.integrations.transformers.model_store import ModelStore
     from kvweave.store import AnyStore
 
 log = logging.getLogger(__name__)
@@ -41,6 +48,9 @@ class KVWeave:
 
     `block_tokens` is how finely prefixes are found; prompts are computed `prefill_tokens` at once. What else a
     `kvweave.Cache` takes (policy, retention, rows, max_tokens) goes through. `close` gives the memory back.
+
+    The model is looked at before each request: what it computed with other weights or adapters is not reused. A
+    PeftModel, or what `torch.compile` gave, stands for the model inside.
 
     With a `store` (a directory, a URL, or one that is open: `kvweave.integrations.places`) prefixes outlive the process
     and are shared with others that have the same model; `weights` names its weights, which else are hashed. A request
@@ -59,33 +69,43 @@ class KVWeave:
         store_wait_s: float = 5.0,
         **cache_options: Any,
     ) -> None:
-        self.model = model
-        self.served = examine(model)
+        models = wrapped(model)
+        self._outermost, self.model = models[0], models[-1]
+        self.served = examine(self.model)
         self.prefill_tokens = prefill_tokens
         self.plan = make_plan(self.served, memory, block_tokens)
-        attached = self._attach(store)
+        rope = LengthRope(self.model)
+        self._calls = CallReader(self.model, self.served, rope)
+        opened = self._open_store(store)
         try:
             unit = 1
-            if attached:
-                self.plan, unit = make_plan(attached.served, memory, block_tokens), attached.store.schema.chunk_tokens
+            if opened:
+                self.plan, unit = make_plan(opened.served, memory, block_tokens), opened.store.schema.chunk_tokens
             self.core = Cache(self.plan, **{"retention": retention(self.served, unit), **cache_options})
-            self.arena = Arena(self.plan, str(model.device))
-            self._layers = [make_layer(type(model).__name__, self.arena, entry) for entry in self.served.entries]
-            self._keeper = attached.keeper(model, self.core, self.arena, weights, store_wait_s) if attached else None
+            self.memory = self._make_memory(rope)
+            self._keeper = opened.keeper(self.model, self.memory, weights, store_wait_s) if opened else None
         except BaseException:
-            if attached:
-                attached.close()
+            if opened:
+                opened.close()
             raise
-        self._past_class = past_class(self.served.own_cache)
-        self._counts_padding = counts_padding(self.served)
-        self._hooks = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
-        ]
-        self._lock = threading.RLock()
-        self.records: list[Record] = []
+        self.arena = self.memory.arena
+        self._made_for = self.model.dtype, self.model.device
+        of_past, counting = past_class(self.served.own_cache), counts_padding(self.served)
+        self._opener = Opener(self.model, self.served, self.memory, of_past, counting, self._keeper)
+        self._generate, self._own_generate = self._outermost.generate, self.model.generate
+        hooks = ForwardHooks(self.memory, self.served).register(models)
+        self._unhook = weakref.finalize(self, _remove, hooks)
+        self._unhook.atexit = False
+        self.records = Records()
 
-    def _attach(self, store: str | Path | AnyStore[Any] | None) -> Attached | None:
+    def _make_memory(self, rope: LengthRope) -> PagedMemory:
+        name = type(self.model).__name__
+        with torch.inference_mode(False):  # tensors made for inference alone could not be written outside of it
+            arena = Arena(self.plan, str(self.model.device))
+            layers = [make_layer(name, arena, entry) for entry in self.served.entries]
+        return PagedMemory(self.core, arena, layers, CoreOwner(self.core), rope, ModelWatch(self.model))
+
+    def _open_store(self, store: str | Path | AnyStore[Any] | None) -> ModelStore | None:
         """Open the store, or say why this model has no use for one."""
         self._declined = ""
         if store is None:
@@ -95,41 +115,43 @@ class KVWeave:
             self._declined = DECLINED
             return None
         try:
-            from kvweave.integrations.transformers.attach import attach  # noqa: PLC0415 - an extra
+            from kvweave.integrations.transformers.model_store import open_model_store  # noqa: PLC0415 - an extra
         except ModuleNotFoundError as error:
             raise MissingExtra("KVWeave(store=...)", "store", error.name) from error
-        return attach(store, self.served, self.plan, type(self.model).__name__)
+        return open_model_store(store, self.served, self.plan, type(self.model).__name__)
 
     # ---- generate
 
-    def generate(
-        self, *inputs: Any, attention_mask: torch.Tensor | None = None, namespace: Hashable = "", **options: Any
-    ) -> Any:
+    def generate(self, *inputs: Any, **options: Any) -> Any:
         """`model.generate`, and its answer; what an earlier prompt or answer shares with these prompts is not computed.
 
-        Takes `input_ids` (after the model, if you like) and the options of `model.generate`. `namespace` is what must
-        be equal for a prefix to be shared: an adapter, a tenant.
+        Takes `input_ids` (after the model, if you like), `attention_mask` and the options of `model.generate`.
+        `namespace` is what must be equal for a prefix to be shared: a tenant. What pages cannot serve (say
+        `use_cache=False`, or `past_key_values`) transformers computes as it is: `records[-1].aside` says why.
         """
-        ids = self._input_ids(inputs, options)
-        start = time.perf_counter()
-        with self._lock:
-            prompts = Prompts.read(ids, attention_mask, pad_token(self.model, options))
-            with self._open(prompts, namespace, options.pop("prefill_chunk_size", None)) as past:
-                given = {"use_cache": True, **options, self.served.cache_name: past}
-                answer = self.model.generate(ids, attention_mask=prompts.mask, **given)
-            self.records.append(_record(prompts, past, answer, start))
-        return answer
+        return self.answer(self.read_call(*inputs, **options))
 
-    def _input_ids(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
-        given = [item for item in inputs if item is not self.model]
-        ids = given[0] if given else options.pop("input_ids", options.pop("inputs", None))
-        others = [name for name, value in options.items() if isinstance(value, torch.Tensor)]
-        if len(given) > 1 or others or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
-            raise BadTokens(
-                "generate takes input_ids [batch, tokens], and no other tensor than attention_mask: tokens are what a"
-                f" prefix is found by; got {len(given)} inputs, {', '.join(others) or 'no other tensors'}"
-            )
-        return ids
+    def read_call(self, *inputs: Any, namespace: Hashable = "", **options: Any) -> Call:
+        """What `generate` would do; `BadTokens` where it has no answer. Computes nothing."""
+        return self._calls.read(tuple(item for item in inputs if item is not self.model), options, namespace)
+
+    def answer(self, call: Call) -> Any:
+        """The answer to a call that was read."""
+        start = time.perf_counter()
+        if call.prompts is None:
+            answer = self._generate(**call.options)
+            self.records.append(_record_aside(call, answer, start))
+            return answer
+        self._check_model()
+        opening = call.prompts, call.namespace, call.prefill_tokens or self.prefill_tokens, call.extras, call.images
+        with self.memory.owner, uncompiled(self.model):
+            with self._opener.open(*opening) as past:
+                given = {**call.options, "attention_mask": call.prompts.mask, self.served.cache_name: past}
+                if past.positions is not None:
+                    given["position_ids"] = past.positions
+                answer = self._own_generate(call.prompts.ids, **given)
+            self.records.append(_record(call.prompts, past, answer, start))
+        return answer
 
     # ---- pasts
 
@@ -141,78 +163,36 @@ class KVWeave:
         Give it to the model with the last tokens, or to `model.generate` with all of them. It is a context: close it,
         so that its pages are free again.
         """
-        return self._open(Prompts.read(input_ids, attention_mask, pad_token(self.model, {})), namespace)
+        prompts = self._calls.prompts(input_ids, attention_mask, self._calls.pad_token())
+        self._check_model()
+        with self.memory.owner, uncompiled(self.model):
+            past = self._opener.open(prompts, namespace, self.prefill_tokens)
+        past.made_for = self.memory.watch.look()
+        return past
+
+    def remember(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, namespace: Hashable = ""
+    ) -> None:
+        """Compute a prompt that others will begin with, such as a system prompt, so that the first of them finds it."""
+        one_more = input_ids[:, -1:]  # it is not computed: the last token never is
+        mask = None if attention_mask is None else torch.cat([attention_mask, attention_mask[:, -1:]], dim=1)
+        self.past(torch.cat([input_ids, one_more], dim=1), mask, namespace=namespace).close()
 
     def session(self, namespace: Hashable = "") -> Session:
         """A conversation, empty yet."""
         return Session(partial(self.generate, namespace=namespace), self.model.device)
 
-    def _open(self, prompts: Prompts, namespace: Hashable, prefill_tokens: int | None = None) -> Past:
-        """Open a sequence a row and compute what is missing; all or nothing."""
-        self.core.bind_thread()  # who generates owns the core meanwhile; the lock is ours
-        if any(prompts.pads) and takes_no_padding(self.served):
-            raise BadTokens("this model takes tokens several together, padding among them: prompts of one length only")
-        sequences: list[Sequence] = []
-        visit = self._keeper.visit() if self._keeper else None
-        most = prefill_tokens or self.prefill_tokens
-        try:
-            for prompt in prompts.rows(namespace, self._counts_padding):
-                sequence, points = visit.open(prompt) if visit else (self._open_one(prompt), ())
-                sequences.append(sequence)
-                on_point = partial(visit.capture, sequence) if visit else bool
-                prefill(self.model, self.served, self._past([sequence]), prompt, most, points, on_point)
-        except BaseException:
-            for sequence in sequences:
-                self.core.close(sequence)
-            raise
-        past = self._past(sequences, prompts.width - 1, visit)
-        past.expects_prompts = True
-        return past
-
-    def _open_one(self, prompt: Prompt) -> Sequence:
-        """A hit is taken, unless what is left would have to be computed token by token, and is long."""
-        sequence = self.core.open(prompt.tokens, namespace=prompt.namespace)
-        left = len(prompt.tokens) - sequence.num_cached
-        if self.served.scans_afresh and sequence.num_cached and left > max(64, len(prompt.tokens) // 8):
-            self.core.close(sequence, keep=False)
-            sequence = self.core.open(prompt.tokens, namespace=prompt.namespace, reuse=False)
-        return sequence
-
-    def _past(self, sequences: list[Sequence], columns: int | None = None, visit: Visit | None = None) -> Past:
-        columns = sequences[0].length if columns is None else columns
-        past: Past = self._past_class(self.core, self.arena, self._layers, sequences, columns, visit)
-        return past
-
-    # ---- around the model's forward
-
-    def _before(
-        self, _model: Any, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], Any] | None:
-        past = options.get(self.served.cache_name)
-        if not isinstance(past, Past) or past.core is not self.core:
-            return None
-        ids = args[0] if args else options.get("input_ids")
-        if ids is None:
-            raise BadTokens("a past of kvweave needs input_ids: tokens are what a prefix is found by")
-        if past.expects_prompts and ids.shape[1] > past.columns:
-            args, options = (), self._without(past.columns, ids, options)
-            ids = options["input_ids"]
-        past.begin(ids)
-        return args, options
-
-    def _without(self, length: int, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """A first call with whole prompts, as some ways to generate make it: only what comes after `length` is new."""
-        changed = {**options, "input_ids": ids[:, length:]}
-        if changed.get("position_ids") is not None:
-            changed["position_ids"] = changed["position_ids"][..., length:]
-        if self.served.cache_name != "past_key_values":
-            changed["attention_mask"] = None
-        return changed
-
-    def _after(self, _model: Any, _args: tuple[Any, ...], options: dict[str, Any], _output: Any) -> None:
-        past = options.get(self.served.cache_name)
-        if isinstance(past, Past) and past.core is self.core:
-            past.finish()
+    def _check_model(self) -> None:
+        if self.is_closed:
+            raise BadCall("this KVWeave is closed: make another")
+        wrapped(self._outermost)  # adapters that came since may be of a kind that pages cannot serve
+        now = self.model.dtype, self.model.device
+        if now != self._made_for:
+            (dtype, device), (was, there) = now, self._made_for
+            raise BadCall(
+                f"the model is {dtype} on {device} now; pages were made for {was} on {there}: close this KVWeave and"
+                " make another"
+            )
 
     # ---- the store, stats, and the end
 
@@ -224,17 +204,21 @@ class KVWeave:
     def stats(self) -> WeaveStats:
         """All requests so far, and the core's books of this moment."""
         use = self._keeper.use() if self._keeper else None
-        return WeaveStats.of(self.records, self.core.stats(), use, self._declined)
+        return self.records.stats(self.core.stats(), use, self._declined)
 
     def reset(self) -> None:
         """Forget all that is cached."""
-        self.core.reset()
+        with self.memory.owner:
+            self.core.reset()
+
+    @property
+    def is_closed(self) -> bool:
+        return bool(self.arena.is_closed)
 
     def close(self) -> None:
         """Take the hooks off the model and give the memory back; twice is once."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        if self._keeper and not self.arena.is_closed:
+        self._unhook()
+        if self._keeper and not self.is_closed:
             self._keeper.close()
         self.arena.close()
 
@@ -254,6 +238,11 @@ def make_plan(
     return plan(served.spec, memory, block_tokens=block_tokens, layout="layer_major", context=context)
 
 
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
+
+
 def _record(prompts: Prompts, past: Past, answer: Any, start: float) -> Record:
     end, sequences = time.perf_counter(), getattr(answer, "sequences", answer)
     new_tokens = (sequences.shape[1] - prompts.width) * len(sequences)
@@ -261,3 +250,10 @@ def _record(prompts: Prompts, past: Past, answer: Any, start: float) -> Record:
     stored, saving = (past.visit.num_loaded, past.visit.save_seconds) if past.visit else (0, 0.0)
     reused = past.num_cached + stored
     return Record(len(prompts), prompts.num_tokens, reused, new_tokens, first, end - start, stored, saving)
+
+
+def _record_aside(call: Call, answer: Any, start: float) -> Record:
+    ids, seconds = call.options["inputs"], time.perf_counter() - start
+    sequences = getattr(answer, "sequences", answer)
+    new_tokens = (sequences.shape[1] - ids.shape[1]) * len(sequences)
+    return Record(len(ids), ids.numel(), 0, new_tokens, seconds, seconds, aside=call.aside)

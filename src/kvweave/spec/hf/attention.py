@@ -160,8 +160,14 @@ def mllama(fields: Fields, keep: Keep, layer: int) -> Caches:
     return () if layer in fields.get("cross_attention_layers", ()) else full(fields, keep, layer)
 
 
-def modernbert_sliding(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    return rows(fields, keep, Window(fields.count("local_attention") // 2))
+def modernbert(fields: Fields, keep: Keep, _layer: int, reach: Reach | None = None) -> Caches:
+    """Every query head has keys of its own, whatever other fields a config carries."""
+    heads = fields.count("num_attention_heads")
+    return (keep.attention(heads, fields.count("hidden_size") // heads, reach=reach),)
+
+
+def modernbert_sliding(fields: Fields, keep: Keep, layer: int) -> Caches:
+    return modernbert(fields, keep, layer, Window(fields.count("local_attention") // 2))
 
 
 def gpt_neo_local(fields: Fields, keep: Keep, layer: int) -> Caches:

@@ -130,13 +130,13 @@ def _with_tags(layers: list[Caches]) -> list[Caches]:
 
 
 def _shared(fields: Fields, kinds: list[str], layers: list[Layer]) -> list[Layer]:
-    """Layers that read another's cache lose their own, of the tags they read."""
+    """Layers that read another's cache lose their own of the same roles, also where it would be of another width."""
     sources = _sources(fields, kinds)
     for index, source in sources.items():
-        reads = tuple(Read(source, cache.tag) for cache in layers[source].caches if cache.tag != "indexer")
-        tags = {read.tag for read in reads}
-        kept = tuple(cache for cache in layers[index].caches if cache.tag not in tags)
-        layers[index] = replace(layers[index], caches=kept, reads=reads)
+        read = [cache for cache in layers[source].caches if cache.tag != "indexer"]
+        roles = {role.name for cache in read for role in cache.roles}
+        kept = tuple(cache for cache in layers[index].caches if roles.isdisjoint(role.name for role in cache.roles))
+        layers[index] = replace(layers[index], caches=kept, reads=tuple(Read(source, cache.tag) for cache in read))
     return layers
 
 

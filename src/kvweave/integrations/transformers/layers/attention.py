@@ -27,18 +27,20 @@ class Attention(CacheLayerMixin):  # type: ignore[misc]
         self.sliding_window = window
         self.is_sliding = window is not None
         self.is_initialized = True
-        self._last: object = None
+        self.written: object = None
+        """The step that was written last."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.kept, "a layer that reads another's rows keeps none"
-        step = self._last = self.past.step
+        step = self.written = self.past.step
         self.kept.write(step.new(self.tag), key_states, value_states)
         first = self._first(step.start)
         if first == step.start:
             return key_states, value_states
-        return self._read(first, step.end)
+        keys, values = self._read(first, step.end)
+        return keys.to(key_states.dtype), values.to(value_states.dtype)  # other than the pages' under autocast
 
     def _read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.kept, "a layer that reads another's rows keeps none"
@@ -61,8 +63,7 @@ class Attention(CacheLayerMixin):  # type: ignore[misc]
     # ---- lengths: before this layer's update those of the past, after it with the new tokens
 
     def get_seq_length(self) -> int:
-        step = self.past.step
-        return step.end if self._last is step else self.past.columns
+        return self.past.length_after(self.written)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         first = self._first(self.past.columns)

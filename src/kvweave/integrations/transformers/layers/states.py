@@ -78,6 +78,14 @@ class Linear(LinearAttentionLayer):  # type: ignore[misc]
         for number in self.has_previous_state:
             self.has_previous_state[number] = has_past
 
+    def update_conv_state(self, *state: Any, **named: Any) -> Any:
+        assert self.past.step, "there is one, or an error"
+        return super().update_conv_state(*state, **named)
+
+    def update_recurrent_state(self, *state: Any, **named: Any) -> Any:
+        assert self.past.step, "there is one, or an error"
+        return super().update_recurrent_state(*state, **named)
+
     def _show(self, state: State) -> None:
         """Put the tensor of a state where transformers' code looks for it."""
         kind, number = PLACES[state.name]

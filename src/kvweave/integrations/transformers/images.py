@@ -1,0 +1,80 @@
+"""Images of a prompt: what the model is given for them, and what they are found by.
+
+An image is compared by its content: prompts with another one part where the first image starts. Between images a
+prompt is not cut: it is computed up to the end of the last one in one forward, as transformers does (tokens of an image
+may see one another), or found beyond that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+from kvweave.prefix import Span
+
+TYPES, IMAGE_TYPES = "token_type_ids", "mm_token_type_ids"
+"""Inputs that say which tokens stand for an image; zeros for text."""
+INPUTS = ("pixel_values", "image_grid_thw", TYPES, IMAGE_TYPES)
+MODELS = ("gemma3", "llava", "qwen3_vl")
+"""Model types whose images are kept in pages: those that tests compare with transformers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Images:
+    """The images of one prompt, under tokens from column `first` on and before `end`."""
+
+    inputs: Mapping[str, torch.Tensor] = field(repr=False)
+    first: int
+    end: int
+    digest: bytes
+
+    @property
+    def span(self) -> Span:
+        return Span(self.first, self.digest)
+
+    def until(self, end: int) -> dict[str, torch.Tensor]:
+        """What a forward over the tokens before `end` is given."""
+        return {name: each[:, :end] if name in (TYPES, IMAGE_TYPES) else each for name, each in self.inputs.items()}
+
+
+def read_images(config: Any, ids: torch.Tensor, mask: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Images | str:
+    """The images of a call; or why they are left to transformers."""
+    others = [name for name in inputs if name not in INPUTS]
+    if others or "pixel_values" not in inputs or config.model_type not in MODELS:
+        return f"{', '.join(others or inputs)}= was given"
+    if len(ids) > 1 or not bool(mask.all()):
+        return "images of several prompts at once, or beside padding"
+    (columns,) = (ids[0] == config.image_token_id).nonzero(as_tuple=True)
+    if not len(columns) or int(columns[-1]) + 1 >= ids.shape[1]:
+        return "the prompt ends with an image, or has no token for one"
+    return Images(inputs, int(columns[0]), int(columns[-1]) + 1, _digest(inputs))
+
+
+def _digest(inputs: Mapping[str, torch.Tensor]) -> bytes:
+    running = hashlib.sha256()
+    for name in ("pixel_values", "image_grid_thw"):
+        if name in inputs:
+            tensor = inputs[name].detach().cpu().contiguous()
+            running.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            running.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return running.digest()
+
+
+def own_positions(model: Any, ids: torch.Tensor, mask: torch.Tensor, images: Images | None) -> torch.Tensor | None:
+    """The positions of a model that counts them in its own way, `[..., rows, width]`; None where they are 0, 1, 2, ...
+
+    Such models remember how far the last prompt's images moved the count, and go on from it when they are given a past:
+    asking for the positions of this prompt makes them forget.
+    """
+    name = "_prepare_position_ids_for_generation"
+    own = getattr(type(model), name, None)
+    if own is None or own is getattr(GenerationMixin, name, None):
+        return None
+    inputs = {"attention_mask": mask, **(images.inputs if images else {})}
+    positions: torch.Tensor = getattr(model, name)(ids, inputs)
+    return positions

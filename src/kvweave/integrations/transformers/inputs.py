@@ -1,0 +1,37 @@
+"""Inputs of a forward beside its tokens: whether they are those that the tokens alone would have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvweave.integrations.transformers.step import Numbers
+
+NO_INPUTS = ("input_ids", "labels", "logits_to_keep", "cache_position")
+"""Tensors that a forward may be given, and that change no row of a cache."""
+
+
+def are_natural(inputs: Mapping[str, Any], pads: Numbers, start: int, end: int) -> bool:
+    """Whether a forward over columns `[start, end)` gets what `generate` would give it: then its rows are for anybody.
+
+    Row i has `pads[i]` columns of padding; its other tokens are all seen, and numbered from 0 on.
+    """
+    given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor | dict)}
+    positions, mask = given.pop("position_ids", None), given.pop("attention_mask", None)
+    if any(name not in NO_INPUTS for name in given):
+        return False
+    columns = torch.arange(end)[None, :] - torch.from_numpy(pads)[:, None]
+    return (positions is None or _equal(positions, columns[:, start:].clamp(min=0))) and (
+        mask is None or _equal(mask, columns >= 0)
+    )
+
+
+def _equal(given: Any, expected: torch.Tensor) -> bool:
+    """Whether all rows, and all axes, are as expected; what is not `[rows, columns]` is not."""
+    if not isinstance(given, torch.Tensor) or given.shape[-1] != expected.shape[-1]:
+        return False
+    if given.dim() > 1 and given.shape[-2] not in (1, len(expected)):
+        return False
+    return given.dim() < 4 and bool((given.cpu() == expected).all())

@@ -1,0 +1,82 @@
+"""A store for a model: opened where it is, or checked if it is open, before pages are planned for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvweave.errors import StoreError
+from kvweave.integrations.places import open_store
+from kvweave.integrations.transformers.identity import Identity
+from kvweave.integrations.transformers.keeping import Keeper
+from kvweave.integrations.transformers.memory import PagedMemory
+from kvweave.integrations.transformers.support import Served
+from kvweave.plan import Plan
+from kvweave.spec import LayerCache, ModelSpec, Window
+from kvweave.store import AnyStore, Schema
+
+CHUNK_TOKENS = 256
+"""What is stored at once, where blocks divide it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStore:
+    """An open store, whether it was opened here and so is closed here; the model, and how its pages are planned."""
+
+    store: AnyStore[Any]
+    is_ours: bool
+    spec: ModelSpec
+    served: Served
+
+    def keeper(self, model: Any, memory: PagedMemory, weights: str | None, wait_s: float) -> Keeper:
+        identity = Identity(model, self.spec, memory.watch, weights)
+        return Keeper(self.store, memory.core, memory.arena, identity, wait_s=wait_s, close=self.close)
+
+    def close(self) -> None:
+        if self.is_ours:
+            self.store.close()
+
+
+def open_model_store(store: str | Path | AnyStore[Any], served: Served, plan: Plan, model: str) -> ModelStore:
+    """Open the store at a place for this model; or take the one that is open, if it is for this model and plan."""
+    grid = math.lcm(*(group.block_tokens for group in plan.groups))
+    is_ours = not isinstance(store, AnyStore)
+    if isinstance(store, AnyStore):
+        _check(store.schema, served.spec, grid)
+    else:
+        chunk = math.lcm(CHUNK_TOKENS, grid)
+        store = open_store(store, Schema.of(served.spec, chunk_tokens=chunk, parts=1), model=model)
+    planned = replace(served, spec=in_chunks(served.spec, store.schema.chunk_tokens))
+    return ModelStore(store, is_ours, served.spec, planned)
+
+
+def _check(given: Schema, spec: ModelSpec, grid: int) -> None:
+    if given.chunk_tokens % grid:
+        raise StoreError(
+            f"the store has chunks of {given.chunk_tokens} tokens, which blocks of {grid} do not divide; open it for"
+            f" chunks of {math.lcm(CHUNK_TOKENS, grid)}"
+        )
+    own = Schema.of(spec, chunk_tokens=given.chunk_tokens, parts=given.parts)
+    if own != given:
+        here, there = (", ".join(dict.fromkeys(row.tag for row in schema.rows)) for schema in (own, given))
+        raise StoreError(
+            f"the store is open for another model, or other dtypes: groups {there} there, {here} here; open it with"
+            " Schema.of(examine(model).spec), or let KVWeave open it"
+        )
+
+
+def in_chunks(spec: ModelSpec, chunk_tokens: int) -> ModelSpec:
+    """The same model, whose windows are kept so long that, from the end of a chunk, they begin with one.
+
+    A chunk is stored whole or not at all: half of one would pass for the whole, for a prompt that ends earlier.
+    """
+
+    def longer(cache: LayerCache) -> LayerCache:
+        if not isinstance(cache.reach, Window):
+            return cache
+        return replace(cache, reach=Window(-(-(cache.reach.tokens - 1) // chunk_tokens) * chunk_tokens + 1))
+
+    layers = tuple(replace(layer, caches=tuple(map(longer, layer.caches))) for layer in spec.layers)
+    return replace(spec, layers=layers)

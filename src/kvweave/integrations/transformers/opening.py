@@ -1,0 +1,81 @@
+"""Opening prompts: what pages or the store have of them is found, the rest is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvweave.cache import Sequence
+from kvweave.integrations.transformers.images import Images, own_positions
+from kvweave.integrations.transformers.memory import PagedMemory
+from kvweave.integrations.transformers.past import Past
+from kvweave.integrations.transformers.prefill import prefill
+from kvweave.integrations.transformers.prompts import Prompt, Prompts
+from kvweave.integrations.transformers.support import Served
+from kvweave.integrations.transformers.watch import ModelVersion
+
+if TYPE_CHECKING:
+    from kvweave.integrations.transformers.keeping import Keeper
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opener:
+    """Opens the prompts of one model, for a thread that owns the core."""
+
+    model: Any
+    served: Served
+    memory: PagedMemory
+    past_class: Any
+    counts_padding: bool
+    keeper: Keeper | None
+
+    def open(
+        self,
+        prompts: Prompts,
+        namespace: Hashable,
+        prefill_tokens: int,
+        extras: tuple[str, ...] = (),
+        images: Images | None = None,
+    ) -> Past:
+        """Open a sequence a row and compute what is missing of all but the last token; all or nothing."""
+        positions = (
+            own_positions(self.model, prompts.ids, prompts.mask, images) if self.served.takes_positions else None
+        )
+        rows, rope = prompts.rows(namespace, self.counts_padding, extras), self.memory.rope
+        longest = max(len(prompt.tokens) for prompt in rows)
+        rope_range = rope.range_of(longest)
+        rope.restart()
+        visit = self.keeper.visit() if self.keeper and not images else None
+        version = None if visit else self.memory.watch.look()
+        sequences: list[Sequence] = []
+        try:
+            with rope.pretending(longest):
+                for number, row in enumerate(rows):
+                    own = None if positions is None else positions[..., number : number + 1, -len(row.tokens) :]
+                    prompt = replace(row, rope_range=rope_range, images=images, positions=own)
+                    sequence, points = visit.open(prompt) if visit else (self._open_one(prompt, version), ())
+                    sequences.append(sequence)
+                    on_point = partial(visit.capture, sequence) if visit else bool
+                    past = self.past_class(self.memory, [sequence], sequence.length, rope_range=rope_range)
+                    prefill(self.model, self.served, past, prompt, prefill_tokens, points, on_point)
+        except BaseException:
+            for sequence in sequences:
+                self.memory.core.close(sequence)
+            raise
+        opened: Past = self.past_class(self.memory, sequences, prompts.width - 1, visit, rope_range=rope_range)
+        opened.expects_prompts, opened.positions = True, positions
+        return opened
+
+    def _open_one(self, prompt: Prompt, version: ModelVersion | None) -> Sequence:
+        """A hit is taken, unless it ends before the last image, or what is left is long and computed token by token."""
+        core, namespace, images = self.memory.core, (prompt.kind, version), prompt.images
+        spans = (images.span,) if images else ()
+        sequence = core.open(prompt.tokens, namespace=namespace, spans=spans)
+        left = len(prompt.tokens) - sequence.num_cached
+        is_slow = self.served.scans_afresh and left > max(64, len(prompt.tokens) // 8)
+        if sequence.num_cached and (is_slow or (images and sequence.num_cached < images.end)):
+            core.close(sequence, keep=False)
+            sequence = core.open(prompt.tokens, namespace=namespace, spans=spans, reuse=False)
+        return sequence

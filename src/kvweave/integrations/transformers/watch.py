@@ -1,0 +1,143 @@
+"""Watching a model: whether it still computes what it computed when its pages were filled.
+
+It is looked at once a request, so it must be cheap: no weight is read but a few. What is seen:
+
+    weights    a tensor that was replaced (its address), changed in place (torch's version counter), or changed behind
+               torch's back (`weight.data.copy_(...)`): of up to PROBES tensors one element is compared
+    adapters   those in use, merged or disabled, and their scales
+    config     every field that says what is computed
+    training   dropout is on
+    hooks      somebody's hooks on a module: they may steer what it computes
+    autocast   what torch rounds to meanwhile
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PROBES = 64
+"""Tensors of which an element is read, evenly spread over the model."""
+
+BESIDE_THE_POINT = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""Of a config: where it came from and how it was loaded. Dtypes are in the weights, and in the key of every row."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """What a model computes: equal versions of one watch, equal answers. `weights` counts the changes seen."""
+
+    weights: int
+    adapters: str
+    config: str
+    is_training: bool
+    hooks: tuple[int, ...]
+    autocast: str
+
+
+class ModelWatch:
+    """Looks at one model, again and again."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._seen: tuple[object, ...] = ()
+        self._changes = -1
+
+    def look(self) -> ModelVersion:
+        """The version of now. Reads no weight but the probes, and changes nothing."""
+        modules = _modules(self._model)
+        tensors = [tensor for module in modules for tensor in _kept(module) if tensor.numel()]
+        seen = [(tensor.data_ptr(), version(tensor)) for tensor in tensors], _probe(tensors)
+        if seen != self._seen:
+            self._seen, self._changes = seen, self._changes + 1
+        training = any(module.training for module in modules)
+        config, device = config_digest(self._model.config), self._model.device.type
+        return ModelVersion(self._changes, adapters(modules), config, training, _hooks(modules), _autocast(device))
+
+
+def _modules(model: Any) -> list[Any]:
+    """Every module once, as `model.modules()`, in a third of the time: this is done for each request."""
+    found, waiting = {}, [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(module._modules.values())
+    return list(found.values())
+
+
+def _kept(module: Any) -> Iterator[torch.Tensor]:
+    """The parameters and buffers that are saved with a module. Others are computed: rotary frequencies, masks."""
+    for tensor in module._parameters.values():
+        if tensor is not None:
+            yield tensor
+    for name, tensor in module._buffers.items():
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            yield tensor
+
+
+def _hooks(modules: list[Any]) -> tuple[int, ...]:
+    """The numbers of hooks, of which torch gives none twice; but for our own."""
+    with_some = (each for each in modules if each._forward_hooks or each._forward_pre_hooks)
+    hooks = (hook for each in with_some for hook in (*each._forward_hooks.items(), *each._forward_pre_hooks.items()))
+    return tuple(number for number, hook in hooks if not hasattr(getattr(hook, "__self__", None), "changes_no_answer"))
+
+
+def _autocast(device: str) -> str:
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return str(torch.get_autocast_dtype(device)) if is_on else ""
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Grows with every change in place; tensors made for inference alone do not count theirs."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _probe(tensors: list[torch.Tensor]) -> list[int]:
+    """The bits of one element of each of some tensors; on a GPU they are fetched together."""
+    step = max(1, len(tensors) // PROBES)
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors[::step]:
+        if tensor.device.type != "meta":
+            with suppress(RuntimeError, NotImplementedError, TypeError):  # packed and quantized ones may not be read
+                middle = tensor.detach()[tuple(size // 2 for size in tensor.shape)]
+                found.setdefault(tensor.device, []).append(middle.reshape(()).double())
+    return [bits for same in found.values() for bits in torch.stack(same).view(torch.int64).tolist()]
+
+
+def adapters(modules: list[Any]) -> str:
+    """Which adapters are in use, and how, as the layers that have them say; those of PEFT do."""
+    layers = [each for each in modules if "active_adapters" in vars(each) or hasattr(type(each), "active_adapters")]
+    used = {_adapter(layer) for layer in layers if isinstance(layer.active_adapters, list | tuple)}
+    return repr(sorted(used)) if used else ""
+
+
+def _adapter(module: Any) -> tuple[Any, ...]:
+    scaling = getattr(module, "scaling", None)
+    scales = sorted((str(name), repr(scale)) for name, scale in scaling.items()) if isinstance(scaling, dict) else []
+    merged = tuple(getattr(module, "merged_adapters", ()))
+    return tuple(module.active_adapters), bool(getattr(module, "disable_adapters", False)), merged, tuple(scales)
+
+
+def config_digest(config: Any) -> str:
+    facts = json.dumps(_facts(config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def _facts(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _facts(inner) for name, inner in value.items() if name not in BESIDE_THE_POINT}
+    return value
