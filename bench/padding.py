@@ -72,9 +72,9 @@ GEOMETRIES: tuple[tuple[str, str, int], ...] = (
 )
 
 
-def planned(model: str, dtype: str, tp: int) -> Plan:
+def planned(model: str, dtype: str, tp: int, memory: int | str = MEMORY) -> Plan:
     config = files("kvweave") / "examples" / f"{model}.json"
-    return plan(from_config(str(config), dtype=dtype), MEMORY, pools="shared", parallel=Parallel(tp=tp))
+    return plan(from_config(str(config), dtype=dtype), memory, pools="shared", parallel=Parallel(tp=tp))
 
 
 def held_bytes(made: Plan) -> int:

@@ -34,7 +34,7 @@ class Snapshots:
     def reserve(self, sequence: Sequence, positions: list[int], in_step: bool) -> None:
         """Pages for the states at `positions`, for which there is room."""
         for position in positions:
-            sequence.snapshots[position] = self.state.allocate_states()
+            sequence.snapshots[position] = self.state.allocate_snapshot()
         if in_step:
             sequence.in_step = positions
         elif positions:

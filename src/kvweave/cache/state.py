@@ -226,9 +226,14 @@ class CacheState:
         pool = self.pool_of[group.number]
         return pool.allocate_one(group.tag) if pool else 0
 
-    def allocate_states(self) -> tuple[int, ...]:
+    def allocate_state(self, group: PagedGroup, is_needed: bool) -> int:
+        """A page for a live state, or for a snapshot."""
+        pool = self.pool_of[group.number]
+        return pool.allocate_apart(group.tag, is_needed) if pool else 0
+
+    def allocate_snapshot(self) -> tuple[int, ...]:
         """A page of each state group."""
-        return tuple([self.allocate_one(group) for group in self.states])
+        return tuple([self.allocate_state(group, is_needed=False) for group in self.states])
 
     def free_states(self, pages: tuple[int, ...]) -> None:
         """A page of each state group, which nobody holds any more."""

@@ -161,7 +161,7 @@ class Steps:
         for group in state.states:
             table = state.tables[group.number]
             for column in range(int(table.blocks[row]), columns):
-                table.write_one(row, column, state.allocate_one(group))
+                table.write_one(row, column, state.allocate_state(group, is_needed=True))
                 table.blocks[row] = column + 1
         self.snapshots.restore(sequence, copies)
         sequence.in_step = []

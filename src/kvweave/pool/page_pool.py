@@ -116,6 +116,16 @@ class PagePool:
             group.num_superpages += 1
         return free.pop_one()
 
+    def allocate_apart(self, tag: str, is_needed: bool) -> int:
+        """`allocate_one` for a page that is needed as long as its sequence runs, or one that may be evicted: such pages
+        are kept apart, so that whole super-pages can be emptied when pages are evicted."""
+        group = self.groups[tag]
+        if group.is_whole or group.free.size < 2:
+            return self.allocate_one(tag)
+        free, needed = group.free.all, group.per_superpage - group.free_in() - group.evictable_in
+        crowd = needed[free // group.per_superpage]
+        return group.free.take_out(int(crowd.argmax() if is_needed else crowd.argmin()))
+
     def free(self, tag: str, pages: Ids) -> None:
         """Pages that nobody holds any more."""
         group = self.groups[tag]

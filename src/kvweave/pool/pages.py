@@ -48,6 +48,13 @@ class PageStack:
         self.size -= 1
         return number
 
+    def take_out(self, index: int) -> int:
+        """The number at `index` of `all`; the one at the top takes its place."""
+        number, at = int(self.numbers[self.top + index]), self.top + index
+        self.numbers[at] = self.numbers[self.top]
+        self.pop_one()
+        return number
+
     def replace(self, numbers: Ids) -> None:
         """Only these, from now on."""
         self.top, self.size = len(self.numbers), 0
