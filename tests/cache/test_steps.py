@@ -1,0 +1,347 @@
+"""Steps as engines take them: in batches, several in flight, with drafts, with ids that are told later."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvweave.cache import Batch, Cache, Sequence
+from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, NotSettled, OutOfPages
+from kvweave.prefix import Retention
+from kvweave.spec import Full, State, Window
+from tests.cache.engine import Engine, check_books
+from tests.cache.plans import full_plan, group, plan_of
+
+
+def hybrid(**options: object) -> Cache:
+    return Cache(plan_of(group("full", Full()), group("window", Window(6)), group("state", State())), **options)  # type: ignore[arg-type]
+
+
+def step(cache: Cache, engine: Engine, sequence: Sequence, n: int, **options: object) -> None:
+    start = sequence.length
+    engine.carry_out(cache.extend(sequence, n, **options))  # type: ignore[arg-type]
+    engine.step(sequence, start)
+    engine.carry_out(cache.commit(sequence))
+
+
+def test_forks_of_a_window_that_decode_as_one_batch_never_write_one_page() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), pages=200))
+    engine = Engine(cache)
+    parent = cache.open(range(17))
+    step(cache, engine, parent, 17)
+    made, copies = cache.fork(parent, 3)
+    engine.carry_out(copies)
+    beams = [parent, *made]
+    for token in range(30):
+        starts = [beam.length for beam in beams]
+        engine.carry_out(cache.extend(beams, 1, tokens=[token + i for i in range(4)]))
+        for beam, start in zip(beams, starts, strict=True):
+            engine.step(beam, start)
+        engine.carry_out(cache.commit(beams))
+        check_books(cache)
+    named = cache.table("window")[[beam.row for beam in beams]]
+    assert len(np.unique(named[named > 0])) == np.count_nonzero(named), "by now they have nothing in common"
+
+
+def test_a_step_that_is_prepared_before_the_last_is_committed_plans_from_where_it_starts() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State()), pages=200), retention=Retention(every=16))
+    engine = Engine(cache)
+    sequence = cache.open(range(100))
+    tokens = list(range(100))
+    steps = []
+    for start in (0, 40):
+        engine.carry_out(cache.extend(sequence, 40, checkpoints=True))
+        assert [c.position for c in sequence.checkpoints] == [[16, 32], [48, 64, 80]][start > 0]
+        steps.append(engine.launch(sequence, start, tokens))
+    engine.run(steps[0])
+    engine.carry_out(cache.commit(sequence, 40))
+    assert cache.lookup([*range(40), 999]) == 32
+    engine.run(steps[1])
+    engine.carry_out(cache.commit(sequence))
+    sibling = cache.open([*range(64), 7, 7])
+    assert sibling.num_cached == 64
+    step(cache, engine, sibling, 2)
+    check_books(cache)
+
+
+def test_committing_the_first_of_two_steps_leaves_the_pages_of_the_second() -> None:
+    cache = hybrid()
+    engine = Engine(cache)
+    sequence, tokens = cache.open(range(60)), list(range(60))
+    steps = []
+    for _ in range(3):
+        start = sequence.length
+        engine.carry_out(cache.extend(sequence, 20))
+        steps.append(engine.launch(sequence, start, tokens))
+    for number, done in enumerate(steps):
+        engine.run(done)
+        engine.carry_out(cache.commit(sequence, 20 * (number + 1)))
+        check_books(cache)
+    engine.run()
+    engine.check_committed(sequence, tokens)
+
+
+def test_the_state_between_two_steps_is_copied_before_the_second_when_the_first_is_not_committed_yet() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8))
+    engine = Engine(cache)
+    sequence = cache.open(range(20))
+    engine.carry_out(cache.extend(sequence, 8))
+    engine.launch(sequence, 0, list(range(20)))
+    copies = cache.extend(sequence, 4)
+    assert [copy.tag for copy in copies] == ["state"], "the live state after 8 tokens, before the next step runs"
+    engine.carry_out(copies)
+    engine.launch(sequence, 8, list(range(20)))
+    engine.run()
+    engine.carry_out(cache.commit(sequence))
+    sibling = cache.open([*range(8), 5, 5, 5])
+    assert sibling.num_cached == 8
+    step(cache, engine, sibling, 3)  # checks that the state is the one after 8 tokens
+
+
+def test_a_batch_of_one_is_the_single_call() -> None:
+    plan = plan_of(group("full", Full()), group("window", Window(6)), group("state", State()), pages=40)
+    caches = [Cache(plan, retention=Retention(every=8)) for _ in range(2)]
+    sequences = [cache.open(range(30)) for cache in caches]
+    for n in (8, 9, 5, 1, 7):
+        for cache, sequence, ways in zip(caches, sequences, ([0], [1]), strict=True):
+            list(cache.extend(sequence if ways[0] else Batch([sequence]), n, checkpoints=True, lookahead=2))
+        assert [c.position for c in sequences[0].checkpoints] == [c.position for c in sequences[1].checkpoints]
+        for cache, sequence, ways in zip(caches, sequences, ([0], [1]), strict=True):
+            list(cache.commit(sequence if ways[0] else [sequence]))
+        assert caches[0].stats() == caches[1].stats()
+        for tag in ("full", "window", "state"):
+            assert caches[0].table(tag).tolist() == caches[1].table(tag).tolist()
+
+
+def test_a_warm_hit_is_refused_for_the_reserve_singly_and_in_a_batch() -> None:
+    for way in (lambda sequence: sequence, lambda sequence: [sequence]):
+        cache = Cache(full_plan(pages=11), admission_reserve=0.3)
+        first = cache.open([1] * 28)
+        cache.extend(first, 28)
+        cache.commit(first)
+        again = cache.open([1] * 28 + [2] * 8)
+        assert again.num_cached == 28
+        with pytest.raises(OutOfPages):
+            cache.extend(way(again), 8)
+        cache.extend(first, 8, tokens=[3] * 8)
+
+
+def test_a_reserve_does_not_keep_the_pool_empty() -> None:
+    cache = Cache(full_plan(pages=41), admission_reserve=0.25)
+    for i in range(20):
+        sequence = cache.open([i] * 16)
+        cache.extend(sequence, 16)
+        cache.commit(sequence)
+        cache.close(sequence)
+    assert cache.stats().group("full").free < 4, "what is evictable counts as left"
+
+
+def test_one_call_takes_chunks_of_prompts_and_generated_tokens_together() -> None:
+    cache = hybrid()
+    engine = Engine(cache)
+    old, new = cache.open(range(9)), cache.open(range(50, 80))
+    step(cache, engine, old, 9)
+    starts = [old.length, new.length]
+    engine.carry_out(cache.extend([old, new], [1, 12], tokens=[7, *range(50, 62)], checkpoints=True))
+    assert [old.length, new.length] == [10, 12]
+    slots = cache.slot_mapping([old, new])
+    assert {tag: len(array) for tag, array in slots.items()} == {"full": 13, "window": 13}
+    assert slots["full"].tolist() == [*cache.slots(old, "full", 9).tolist(), *cache.slots(new, "full", 0).tolist()]
+    for sequence, start in zip((old, new), starts, strict=True):
+        engine.step(sequence, start)
+    engine.carry_out(cache.commit([old, new]))
+    with pytest.raises(BadTokens, match="not the ids of the tokens from 12 on"):
+        cache.extend([old, new], [1, 2], tokens=[1, 99, 99])
+    for wrong in ([1], [1, 2, 3], [0, 1], 0):
+        with pytest.raises(BadSequence, match="cannot extend 2 sequences"):
+            cache.extend([old, new], wrong)
+
+
+def test_a_refusal_evicts_nothing_and_names_who_does_not_fit_and_who_could_be_preempted() -> None:
+    cache = Cache(full_plan(pages=9))
+    done = cache.open([9] * 4)
+    cache.extend(done, 4)
+    cache.commit(done)
+    cache.close(done)
+    waiting, one, two = (cache.open([i] * 30, priority=i) for i in range(3))
+    cache.extend(waiting, 8)
+    before = cache.stats()
+    with pytest.raises(OutOfPages) as refused:
+        cache.extend([one, two], [8, 24])
+    assert cache.stats() == before
+    assert refused.value.sequences == (two,), "the first would fit"
+    assert refused.value.preemptible == (waiting,)
+    assert refused.value.shortages == (("full", 8, 5, 1),)
+    cache.extend(one, 8)
+
+
+# ---- drafts
+
+
+def test_drafts_are_accepted_before_or_after_the_commit() -> None:
+    for commit_first in (False, True):
+        cache = hybrid()
+        engine = Engine(cache)
+        sequences = [cache.open([i, *range(6)]) for i in range(3)]
+        for sequence in sequences:
+            step(cache, engine, sequence, 7)
+        engine.carry_out(cache.extend(sequences, 4, tokens=np.arange(12), drafts=3))
+        for sequence in sequences:
+            engine.step(sequence, 7)
+        if commit_first:
+            engine.carry_out(cache.commit(sequences, [8, 11, 9]))
+            with pytest.raises(NotSettled, match="neither accepted nor rejected"):
+                cache.extend(sequences[0], 1)
+            with pytest.raises(NotSettled, match="cannot be forked"):
+                cache.fork(sequences[0])
+        cache.accept(sequences, [8, 11, 9])
+        engine.carry_out(cache.commit(sequences))
+        assert [sequence.length for sequence in sequences] == [8, 11, 9]
+        assert [len(sequence.tokens) for sequence in sequences] == [8, 11, 9]
+        for sequence in sequences:
+            step(cache, engine, sequence, 1, tokens=[5])  # checks rows and states
+        check_books(cache)
+
+
+def test_what_cannot_be_rejected_is_said() -> None:
+    cache = hybrid()
+    engine = Engine(cache)
+    sequence = cache.open(range(7))
+    step(cache, engine, sequence, 7)
+    cache.extend(sequence, 3, tokens=[1, 2, 3], drafts=1)
+    with pytest.raises(CannotTruncate, match="2 tokens cannot be rejected: states are there for the 1 drafts"):
+        cache.accept(sequence, 8)
+    with pytest.raises(BadSequence, match="6 tokens are not between the 7 committed and the 10"):
+        cache.accept(sequence, 6)
+    cache.accept(sequence, 9)
+    assert sequence.length == 9
+
+
+# ---- ids
+
+
+def test_ids_that_are_told_after_the_step_name_the_tokens_they_belong_to() -> None:
+    cache = Cache(full_plan())
+    sequence = cache.open(range(8))
+    cache.extend(sequence, 8)
+    cache.commit(sequence)
+    cache.extend(sequence, 1)
+    with pytest.raises(BadTokens, match="the ids of tokens 8 to 8 of a sequence were never told"):
+        cache.extend(sequence, 1, tokens=[77])
+    cache.extend(sequence, 3)
+    cache.commit(sequence, tokens=[70, 71, 72, 73])
+    assert sequence.tokens.tolist() == [*range(8), 70, 71, 72, 73]
+    assert cache.lookup([*range(8), 70, 71, 72, 73, 1]) == 12
+    assert cache.lookup([*range(8), 77, 71, 72, 73, 1]) == 8
+    with pytest.raises(BadTokens, match="no token after their lengths has a place"):
+        cache.commit(sequence, tokens=[1])
+
+
+def test_what_is_committed_privately_is_found_by_nobody_and_can_be_forked() -> None:
+    cache = hybrid()
+    engine = Engine(cache)
+    sequence = cache.open(range(8))
+    step(cache, engine, sequence, 8)
+    start = sequence.length
+    engine.carry_out(cache.extend(sequence, 9, tokens=np.arange(100, 109)))
+    engine.step(sequence, start)
+    engine.carry_out(cache.commit(sequence, share=False))
+    assert (sequence.length, sequence.committed) == (17, 8)
+    (child,), copies = cache.fork(sequence)
+    engine.carry_out(copies)
+    step(cache, engine, child, 1, tokens=[5])
+    for one in (sequence, child):
+        cache.close(one)
+    assert cache.lookup([*range(8), *range(100, 120)]) <= 8
+    check_books(cache)
+
+
+# ---- copies
+
+
+def test_copies_that_nobody_took_over_make_the_next_call_an_error() -> None:
+    cache = hybrid()
+    engine = Engine(cache)
+    first = cache.open(range(20))
+    while first.length < 20:
+        step(cache, engine, first, (first.stop or 20) - first.length)
+    again = cache.open([*range(16), 1, 2])
+    copies = cache.extend(again, 2)
+    assert len(copies) == 1
+    for call in (lambda: cache.commit(again), lambda: cache.extend(again, 1), lambda: cache.fork(again)):
+        with pytest.raises(NotSettled, match="never looked at"):
+            call()
+    list(cache.extend(first, 1, tokens=[3]))
+    assert [copy.tag for copy in copies] == ["state"]
+    list(cache.commit(again))
+
+
+# ---- waiting
+
+
+def test_a_twin_that_waits_finds_what_the_first_has_committed_meanwhile() -> None:
+    cache = hybrid()
+    engine = Engine(cache)
+    first, twin = cache.open(range(30)), cache.open(range(30))
+    assert cache.rematch(twin) == 0
+    while first.length < 30:
+        step(cache, engine, first, (first.stop or 30) - first.length)
+    assert cache.rematch(twin) == 28
+    assert cache.stats().hit_tokens == 28
+    step(cache, engine, twin, 2)
+    with pytest.raises(NotSettled, match="has begun to compute"):
+        cache.rematch(twin)
+    check_books(cache)
+
+
+def test_whether_a_prompt_can_ever_fit_is_known_before_its_first_chunk() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), pages=11))
+    cache.check_fits(40)
+    cache.check_fits(40, step_tokens=16)
+    with pytest.raises(NeverFits, match="a sequence of 41 tokens"):
+        cache.check_fits(41)
+    windows = Cache(plan_of(group("window", Window(6)), pages=6))
+    windows.check_fits(10_000, step_tokens=4)
+    with pytest.raises(NeverFits, match="in one step"):
+        windows.check_fits(10_000, step_tokens=40)
+
+
+def test_a_preempted_sequence_resumes_from_what_it_left() -> None:
+    cache = hybrid(retention=Retention(decode_every=4))
+    engine = Engine(cache)
+    sequence = cache.open(range(10))
+    while sequence.length < 10:
+        step(cache, engine, sequence, (sequence.stop or 10) - sequence.length)
+    for token in range(17):
+        step(cache, engine, sequence, 1, tokens=[token])
+    tokens = sequence.tokens
+    cache.close(sequence)
+    again = cache.open(tokens)
+    assert again.num_cached == 24, "its last state, of 27 tokens"
+    step(cache, engine, again, 3)
+
+
+def test_with_closes_sequences_and_caches() -> None:
+    cache = Cache(full_plan())
+    with cache:
+        with cache.open(range(9)) as sequence:
+            cache.extend(sequence, 9)
+            cache.commit(sequence)
+        assert not sequence.is_open
+        other = cache.open(range(9))
+        assert other.num_cached == 8
+    assert not other.is_open
+    assert cache.stats().sequences == 0
+
+
+def test_rows_that_changed_are_told_to_whoever_keeps_a_copy_of_a_table() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    one, two = cache.open(range(13)), cache.open(range(50, 63))
+    cache.extend([one, two], 13)
+    copy = cache.table("window").copy()
+    assert sorted(cache.take_changed_rows("window").tolist()) == sorted([one.row, two.row])
+    cache.commit(one)
+    changed = cache.take_changed_rows("window")
+    assert changed.tolist() == [one.row]
+    copy[changed] = cache.table("window")[changed]
+    assert (copy == cache.table("window")).all()
