@@ -22,7 +22,17 @@ from kvweave.errors import BadRequest, KVWeaveError, OverLimit, Refused, ServerE
 from kvweave.server import protocol as say
 from kvweave.server.hub import Hub
 from kvweave.server.incoming import Frames, Pace, read_hello
-from kvweave.server.protocol import ERRORS, LENGTH_BYTES, MESSAGE_BYTES, VERSION, Answer, Message, frame
+from kvweave.server.protocol import (
+    ERRORS,
+    ID_BYTES,
+    LENGTH_BYTES,
+    MESSAGE_BYTES,
+    VERSION,
+    Answer,
+    Message,
+    frame,
+    request_id,
+)
 from kvweave.server.report import ClientReport, Report
 from kvweave.server.session import Handler, Session
 
@@ -93,7 +103,7 @@ class Connection(asyncio.Protocol):
             try:
                 message = self._frames.next()
             except OverLimit as error:
-                self._fail(error, end=True)
+                self._fail(error, 0 if self._handlers else None, end=True)
                 return
             if message is None:
                 return
@@ -107,15 +117,16 @@ class Connection(asyncio.Protocol):
     def _take(self, message: bytes) -> None:
         self._requests += 1
         self._hub.counts["requests"] += 1
+        request = request_id(message) if self._handlers else None
         try:
             answer = self._answer(message)
         except Exception as error:
-            self._fail(error, end=not self._handlers)
+            self._fail(error, request, end=not self._handlers)
             return
         if isinstance(answer, Awaitable):
-            self._wait(self._later(answer))
+            self._wait(self._later(answer, request))
         elif answer is not None:
-            self._send(answer)
+            self._send(answer, request)
 
     def _answer(self, message: bytes) -> Answer | Awaitable[Answer] | None:
         if self._refusal:
@@ -124,7 +135,7 @@ class Connection(asyncio.Protocol):
             self._hello(read_hello(message))
             return None
         try:
-            question = say.read_question(message)
+            question = say.read_question(memoryview(message)[ID_BYTES:])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f"no message of ours: {error}") from None
         handler = self._handlers.get(type(question))
@@ -135,11 +146,11 @@ class Connection(asyncio.Protocol):
             raise BadRequest(f"{type(question).__name__}: {why}")
         return handler(question)
 
-    async def _later(self, answer: Awaitable[Answer]) -> None:
+    async def _later(self, answer: Awaitable[Answer], request: int | None) -> None:
         try:
-            self._send(await answer)
+            self._send(await answer, request)
         except Exception as error:
-            self._fail(error)
+            self._fail(error, request)
 
     def _wait(self, work: Awaitable[None]) -> None:
         """Read nothing more until it is done."""
@@ -183,15 +194,16 @@ class Connection(asyncio.Protocol):
             VERSION, self._hub.boot, arena.num_bytes, settings.lease_s, most, limits.sequences, limits.keys
         )
         if not with_arena or self._transport is None:
-            self._send(answer)
+            self._send(answer, None)
             return
         # the transport knows no descriptors; nothing was written to it yet, so this is the first to go
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as direct:
-            socket.send_fds(direct, [frame(answer)], [arena.fd])
+            socket.send_fds(direct, [frame(answer)], [arena.fd, self._hub.heartbeat.fd])
 
     async def _clear(self, ask: say.Clear) -> Answer:
         wait_s = max(0.0, min(ask.wait_s, 3600.0))
         cleared = say.Cleared(await self._hub.in_thread(self._hub.clear, ask.tenant, ask.model, wait_s))
+        self._hub.forget_uses(ask.tenant, ask.model)
         log.info("cleared %d entries for %s", cleared.entries, self.words)
         for name, trouble in cleared.kept_by.items():
             log.warning("not all of %s is cleared: %s", name, trouble)
@@ -203,22 +215,27 @@ class Connection(asyncio.Protocol):
 
     # ---- answers
 
-    def _send(self, answer: Message) -> None:
-        data = frame(answer)
+    def _send(self, answer: Message, request: int | None) -> None:
+        data = frame(answer, request)
         if len(data) > LENGTH_BYTES + MESSAGE_BYTES:
-            data = frame(say.Failed(OverLimit.__name__, f"an answer of {len(data)} bytes, {MESSAGE_BYTES} at most"))
+            words = f"an answer of {len(data)} bytes, {MESSAGE_BYTES} at most"
+            data = frame(say.Failed(OverLimit.__name__, words), request)
         if self._transport and not self._transport.is_closing():
             self._transport.write(data)
 
-    def _fail(self, error: Exception, *, end: bool = False) -> None:
+    def _fail(self, error: Exception, request: int | None, *, end: bool = False) -> None:
+        if isinstance(error, ConnectionError):  # it hung up before its answer
+            log.debug("%s: %s", self.words, error)
+            self.close()
+            return
         self._hub.counts["failures"] += 1
         if isinstance(error, KVWeaveError):
             name = type(error).__name__ if type(error).__name__ in ERRORS else ServerError.__name__
             log.debug("%s: %s: %s", self.words, name, error)
-            self._send(say.Failed(name, str(error)))
+            self._send(say.Failed(name, str(error)), request)
         else:
             log.error("%s: a bug of ours", self.words, exc_info=error)
-            self._send(say.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"))
+            self._send(say.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"), request)
         if end and self._transport:
             self._transport.close()
 

@@ -48,6 +48,8 @@ class Daemon:
         self._connections: set[Connection] = set()
         self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.Task[None] | None = None
+        self.is_stuck = False
+        """After the stop: some tier hung, and its threads with it."""
 
     async def __aenter__(self) -> Daemon:
         loop = asyncio.get_running_loop()
@@ -137,7 +139,9 @@ class Daemon:
             log.info("%s after %.1f s", "drained" if done else "not drained", time.monotonic() - began)
         for server in self._servers:
             server.close()
-        self.hub.close(max(1.0, self.settings.drain_s - (time.monotonic() - began)))
+        left_s = max(1.0, self.settings.drain_s - (time.monotonic() - began))
+        self.is_stuck = not await asyncio.get_running_loop().run_in_executor(None, self.hub.close, left_s)
+        self.hub.heartbeat.close()
         with suppress(FileNotFoundError):
             self.settings.socket.unlink()
         self._lock.release()

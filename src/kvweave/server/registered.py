@@ -75,6 +75,9 @@ class Registered:
         self.sizes = np.array([row.blob_bytes for row in said.rows], np.int64)
         self.ids = np.frombuffer(b"".join(row.id for row in said.rows), np.uint8).reshape(-1, ROW_BYTES)
         self.rows = [Known(row.meta, row.blob_bytes, said.chunk_tokens) for row in said.rows]
+        self.num_bytes = sum(len(row.meta) for row in said.rows)
+        self.users = 0
+        """Connections that have it registered now."""
         self.counts: Counter[str] = Counter()
         self._described = [_described(row, said.chunk_tokens) for row in said.rows]
         self._groups = list(_groups(said))
@@ -83,6 +86,10 @@ class Registered:
     @property
     def num_rows(self) -> int:
         return len(self.sizes)
+
+    @property
+    def row_ids(self) -> list[bytes]:
+        return [row.tobytes() for row in self.ids]
 
     def position(self, present: NDArray[np.bool_], limit: int) -> int:
         """The joint hit over `[rows, chunks]`."""

@@ -65,6 +65,8 @@ class Report:
     lookups: int
     tokens_asked: int
     tokens_found: int
+    unanswered: int
+    """Lookups to which some tier did not answer in time: what they did not find may be there."""
     requests: int
     failures: int
     expired: int

@@ -45,12 +45,14 @@ class Limits:
     requests_per_s: float = 20_000.0
     connections: int = 256
     sequences: int = 64
-    keys: int = 1 << 20
-    """Of all its sequences: rows x chunks."""
+    keys: int = 1 << 18
+    """Of all its sequences: rows x chunks. Each takes about 100 bytes of the daemon's memory."""
     schemas: int = 16
     leases: int = 4096
     reserve_share: float = 0.25
     """Of the arena, that one connection may have reserved, or under lease by one message, at once."""
+    lease_share: float = 0.25
+    """... and under lease by its lookups. Beyond that, and half of the arena for all, a lookup finds without a lease."""
     pin_share: float = 0.25
     """... and pinned, by all its pins together."""
 

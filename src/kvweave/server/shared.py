@@ -100,10 +100,11 @@ class SharedArena(MemoryTier):
         with self._lock:
             gone = catalog.ticks[slots] == 0
             np.subtract.at(catalog.pins, slots[~gone], 1)
+            catalog.freed()
             for slot in slots[gone].tolist():
                 start, length = int(catalog.starts[slot]), int(catalog.lengths[slot])
                 if catalog.unpin(slot):
-                    self._extents.give(start, length)
+                    self._give_extent(start, length)
 
     @property
     def is_held(self) -> bool:

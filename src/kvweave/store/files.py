@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import Busy, ReadOnly, TierError, TierFull
+from kvweave.errors import Busy, ReadOnly, TierError, TierFull, Unreadable
 from kvweave.store import sums
 from kvweave.store.keys import Bytes
 from kvweave.store.stripes import SECTOR, Stripes
@@ -19,6 +19,9 @@ from kvweave.store.tier import Blob, Watch, joined, whole
 
 SMALL_BYTES = 512 << 10
 """Up to here one trip to the disk is worth a copy."""
+
+LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ)
+"""How a disk says that it cannot read a sector, or that what it read is damaged."""
 
 
 def failure(where: str, error: OSError) -> TierError:
@@ -61,6 +64,8 @@ class File:
         try:
             payload_sum = sums.read(self._stripes, start, into, watch.head_bytes if watch else 0, self._desk)
         except OSError as error:
+            if error.errno in LOST:
+                raise Unreadable(f"{self._path}: {error.strerror}") from error
             raise failure(self._path, error) from error
         if watch and payload_sum is not None:
             watch.saw(payload_sum)

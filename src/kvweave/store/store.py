@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store.base import AnyStore, Piece, Saved, StoreStats
+from kvweave.store.base import AnyStore, Piece, Saved, StoreStats, in_thread
 from kvweave.store.batches import batches
 from kvweave.store.blob import Check, header_bytes, seal
 from kvweave.store.cascade import NOWHERE, Budget, Cascade, Want
@@ -48,9 +47,10 @@ class Store(AnyStore[Hit]):
 
     def lookup(self, prompt: Prompt, *, budget_s: float | None = None) -> Hit:
         keys = prompt.keys(self.schema.ids)
-        tiers = self.cascade.where(keys, Budget.of(budget_s)).reshape(prompt.num_chunks, len(self.schema.rows)).T
+        where = self.cascade.where(keys, Budget.of(budget_s))
+        tiers = where.tiers.reshape(prompt.num_chunks, len(self.schema.rows)).T
         position = self._position(prompt, tiers != NOWHERE, prompt.num_tokens - 1)
-        self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=position)
+        self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=position, unanswered=where.late)
         return Hit(prompt, position, tiers, keys)
 
     def _fetch(self, hit: Hit, pieces: Sequence[Piece], budget: Budget) -> Iterator[tuple[Piece, NDArray[np.uint8]]]:
@@ -66,13 +66,7 @@ class Store(AnyStore[Hit]):
 
     def prefetch(self, hit: Hit, *, rows: Sequence[int] | None = None, budget_s: float | None = None) -> Future[int]:
         """Bring what a hit needs into the tiers that take what others give, in a thread of its own."""
-        future: Future[int] = Future()
-
-        def work() -> None:
-            future.set_result(self.load(hit, _ignore, rows=rows, budget_s=budget_s))
-
-        threading.Thread(target=work, name="kvweave-prefetch", daemon=True).start()
-        return future
+        return in_thread("kvweave-prefetch", partial(self.load, hit, _ignore, rows=rows, budget_s=budget_s))
 
     # ---- writing
 
