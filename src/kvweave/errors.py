@@ -196,7 +196,7 @@ class ServerGone(ServerError):
 
 
 class ServerTimeout(ServerGone):
-    """The daemon did not answer in time: it is slow, or frozen. The connection is kept, and a late answer is dropped."""
+    """The daemon did not answer in time: it is slow, or frozen. The connection is kept; a late answer is dropped."""
 
 
 class Refused(ServerError):

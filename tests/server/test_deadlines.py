@@ -1,4 +1,4 @@
-"""Every call ends when its time is over, whatever the daemon does; one that is frozen is left alone, and taken up again."""
+"""Every call ends in time, whatever the daemon does; one that is frozen is left alone, and taken up again."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ def test_a_flush_in_another_thread_holds_up_nobody(tmp_path: Path) -> None:
         flushing = threading.Thread(target=client.flush, args=(20,))
         flushing.start()
         time.sleep(0.1)
-        assert client.lookup(prompt(0), budget_s=5).position == 1024
+        began = time.monotonic()
+        assert client.lookup(prompt(0), budget_s=10).position == 1024
+        assert time.monotonic() - began < 5
         tier.go.set()
         flushing.join()
         client.close()
@@ -185,7 +187,10 @@ def test_clients_cannot_write_to_the_heartbeat(tmp_path: Path) -> None:
 
 
 def test_a_client_without_an_arena_ends_in_time_too(tmp_path: Path) -> None:
-    with spawned(tmp_path / "kv.sock", "--memory", "4MiB") as process, Client(tmp_path / "kv.sock", arena=False) as asks:
+    with (
+        spawned(tmp_path / "kv.sock", "--memory", "4MiB") as process,
+        Client(tmp_path / "kv.sock", arena=False) as asks,
+    ):
         with stopped(process.pid), pytest.raises(ServerTimeout):
             asks.ask(say.Stats(), say.Stated, BUDGET_S)
         asks.ask(say.Stats(), say.Stated)

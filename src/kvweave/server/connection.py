@@ -11,9 +11,8 @@ import hmac
 import logging
 import os
 import socket
-import struct
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -22,6 +21,7 @@ from kvweave.errors import BadRequest, KVWeaveError, OverLimit, Refused, ServerE
 from kvweave.server import protocol as say
 from kvweave.server.hub import Hub
 from kvweave.server.incoming import Frames, Pace, read_hello
+from kvweave.server.peer import credentials
 from kvweave.server.protocol import (
     ERRORS,
     ID_BYTES,
@@ -33,11 +33,12 @@ from kvweave.server.protocol import (
     frame,
     request_id,
 )
-from kvweave.server.report import ClientReport, Report
+from kvweave.server.report import ClientReport, Report, printable
 from kvweave.server.session import Handler, Session
 
 log = logging.getLogger("kvweave.server")
-HELLO_S = 10.0
+HELLO_S, REFUSAL_S = 10.0, 1.0
+"""For its first message; for one to which the answer will be no."""
 AT_ONCE = 64
 """Questions of one connection that are answered before the others have their turn."""
 
@@ -49,7 +50,7 @@ class Owner(Protocol):
     token: str | None
 
     def joined(self, connection: Connection) -> None:
-        """Raises `Refused`."""
+        """Raises `ServerError`, which it is to be told; `ConnectionRefusedError` if not even that."""
         ...
 
     def left(self, connection: Connection) -> None: ...
@@ -58,10 +59,10 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """A client's end at the daemon. `local`: it came by the Unix socket."""
+    """A client's end at the daemon. One that came over TCP is told whom to call at its end."""
 
-    def __init__(self, owner: Owner, *, local: bool) -> None:
-        self._owner, self._hub, self._local = owner, owner.hub, local
+    def __init__(self, owner: Owner, ended: Callable[[], None] | None = None) -> None:
+        self._owner, self._hub, self._local, self._ended = owner, owner.hub, ended is None, ended
         self._session = Session(owner.hub)
         self._handlers: dict[type, Handler] = {}
         self._frames, self._pace = Frames(), Pace(owner.hub.settings.limits.requests_per_s)
@@ -78,17 +79,19 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         if self._local:
-            peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            self._pid, self._uid, _ = struct.unpack("iii", peer)
+            self._pid, self._uid = credentials(transport.get_extra_info("socket"))
         try:
             self._owner.joined(self)
         except ServerError as error:
             self._refusal = error  # said in answer to its hello
-        asyncio.get_running_loop().call_later(HELLO_S, self._check_hello)
+        except ConnectionRefusedError:
+            transport.abort()
+            return
+        asyncio.get_running_loop().call_later(REFUSAL_S if self._refusal else HELLO_S, self._check_hello)
 
     def _check_hello(self) -> None:
         if not self._handlers and self._transport:
-            self._transport.close()
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._frames.add(data)
@@ -174,7 +177,7 @@ class Connection(asyncio.Protocol):
         token = self._owner.token
         if not self._local and not (token and hmac.compare_digest(hello.token.encode(), token.encode())):
             raise Refused("wrong token; the daemon's is in its --token-file")
-        self._name = hello.name
+        self._name = printable(hello.name)
         self._handlers = {
             say.Ping: lambda _: say.Done(),
             say.Stats: lambda _: say.Stated(self._owner.report()),
@@ -259,6 +262,8 @@ class Connection(asyncio.Protocol):
             self._task.cancel()
         self._hub.counts["returned"] += self._session.give_back()
         self._owner.left(self)
+        if self._ended:
+            self._ended()
 
     def close(self) -> None:
         if self._transport:

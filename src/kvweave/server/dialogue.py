@@ -93,6 +93,10 @@ class Dialogue:
                 self._generation = 0
             raise
 
+    def forget(self) -> None:
+        """Close all sequences: what is asked next is introduced anew."""
+        self.client.exchange(lambda: self._closing(0))
+
     def _introduce(self, prompt: Prompt) -> list[say.Message]:
         first: list[say.Message] = []
         if self._generation != self.client.generation:

@@ -124,7 +124,9 @@ class Hub:
     def forget_uses(self, tenant: bytes | None, model: str | None) -> None:
         """What was cleared is not among the prefixes used most."""
         kept = {
-            key: used for key, used in self._uses.items() if tenant not in (None, key[0]) or model not in (None, used.model)
+            key: used
+            for key, used in self._uses.items()
+            if tenant not in (None, key[0]) or model not in (None, used.model)
         }
         self._uses = kept
 

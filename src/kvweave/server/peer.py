@@ -17,9 +17,7 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 def credentials(connected: socket.socket) -> tuple[int, int]:
     """Process and user of the other end, as the kernel knows them."""
-    pid, uid, _ = _CREDENTIALS.unpack(
-        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
+    pid, uid, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 

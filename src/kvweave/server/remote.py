@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 from kvweave.errors import LeaseExpired, ServerError, ServerGone, ServerTimeout
 from kvweave.server import protocol as say
 from kvweave.server.client import Client
-from kvweave.server.copying import Copier, Job, Target
+from kvweave.server.copying import Copier, Target
 from kvweave.server.description import Description
 from kvweave.server.dialogue import GRACE_S, Dialogue, allowance, key_of, patience
 from kvweave.server.hit import Pin, RemoteHit
 from kvweave.server.protocol import FAR, MOST_PIECES, NO_ROOM, numbers, packed
 from kvweave.server.report import Report
+from kvweave.server.writing import Job
 from kvweave.store import AnyStore, Prompt, Row, Saved, Schema, Sink, Source, StoreStats
 from kvweave.store.base import Piece, in_thread
 from kvweave.store.cascade import Budget
@@ -154,8 +155,8 @@ class RemoteStore(AnyStore[RemoteHit]):
     ) -> Iterator[tuple[Piece, Bytes]]:
         """What is whole. Of what is not the daemon is told, unless the place may have been somebody else's by then."""
         arena = self.client.arena  # if it is another one by now, nothing in it will pass for what is wanted
-        jobs = (self._job(arena, hit.prompt, *piece, start) for piece, start in places.items())
-        jobs = takewhile(lambda _: not budget.is_spent, jobs)
+        in_time = takewhile(lambda _: not budget.is_spent, places.items())
+        jobs = (self._job(arena, hit.prompt, *piece, start) for piece, start in in_time)
         damaged = []
         for piece, (_, payload) in zip(places, self._copier.reads(jobs, hit.target), strict=False):
             if payload is None:

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from kvweave.store import LaneStats
 
 
+def printable(text: str) -> str:
+    """A name that a client chose, without what a terminal or a log would obey."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelReport:
     """A registered model by the digest of its schema, and what was asked for it."""

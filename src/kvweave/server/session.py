@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from kvweave.errors import BadRequest, OverLimit
 from kvweave.server import protocol as say
-from kvweave.server.hub import Hub
 from kvweave.server.far import Want
+from kvweave.server.hub import Hub
 from kvweave.server.leases import Leases
 from kvweave.server.opened import STEP_KEYS, Opened, Pieces
 from kvweave.server.protocol import FAR, NO_ROOM, Answer, numbers, packed
@@ -173,9 +173,7 @@ class Session:
         starts = self._lease(opened, opened.registered.needs(position, rows), ask.lease, counted=True)
         return say.Found(position, bits, b"" if starts is None else packed(starts), late)
 
-    def _lease(
-        self, opened: Opened, pieces: Pieces, lease: int, *, counted: bool = False
-    ) -> NDArray[np.int64] | None:
+    def _lease(self, opened: Opened, pieces: Pieces, lease: int, *, counted: bool = False) -> NDArray[np.int64] | None:
         """Where pieces are, under a lease; None if leases have no room for them, which only `counted` ones need."""
         pinned = self._arena.pin(opened.keys_at(pieces))
         self._hub.counts["memory hits"] += len(pinned.slots)

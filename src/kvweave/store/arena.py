@@ -201,7 +201,7 @@ class ArenaTier:
             return [*self._catalog.slot_of]
 
     def stats(self) -> TierStats:
-        """A snapshot of numbers, each right by itself. Does not wait for the lock: whoever has it may hang in a disk."""
+        """A snapshot: does not wait for the lock, since whoever has it may hang in a disk."""
         used = self._extents.capacity - self._extents.free_bytes
         return TierStats(self.name, len(self._catalog), used, self._extents.capacity, self._evicted, self._refused)
 

@@ -92,8 +92,8 @@ class Cascade:
                 late = True
                 break
             asked = keys if len(missing) == len(keys) else [keys[i] for i in missing.tolist()]
-            future = lane.start(lane.reads, partial(lane.tier.contains, asked))
-            answer = lane.finish(lane.reads, future, budget.left_s)
+            future = lane.start(lane.lookups, partial(lane.tier.contains, asked))
+            answer = lane.finish(lane.lookups, future, budget.left_s)
             if answer is not None:
                 found[missing[answer]] = number
             late |= answer is None
@@ -152,8 +152,8 @@ class Cascade:
         lacking = np.zeros(len(keys), bool)
         for lane in self.lanes:
             if lane.policy.write != "off":
-                future = lane.start(lane.reads, partial(lane.tier.contains, keys))
-                answer = lane.finish(lane.reads, future, budget.left_s)
+                future = lane.start(lane.lookups, partial(lane.tier.contains, keys))
+                answer = lane.finish(lane.lookups, future, budget.left_s)
                 lacking |= False if answer is None else ~answer
         return lacking
 
@@ -161,7 +161,7 @@ class Cascade:
         """Let near tiers know that these were used, earlier ones as the most recent."""
         for lane in self.lanes:
             if lane.policy.inline:
-                lane.start(lane.reads, partial(lane.tier.contains, keys))
+                lane.start(lane.lookups, partial(lane.tier.contains, keys))
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob], budget: Budget) -> NDArray[np.bool_]:
         """Which are kept by at least one tier, or queued for one. Blobs must not be changed afterwards."""

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvweave.errors import Busy, ReadOnly, TierError, TierFull, Unreadable
 from kvweave.store import sums
+from kvweave.store.forking import tell_after_fork
 from kvweave.store.keys import Bytes
 from kvweave.store.stripes import SECTOR, Stripes
 from kvweave.store.tier import Blob, Watch, joined, whole
@@ -45,6 +47,10 @@ class File:
 
     def hold(self, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
         return self._stripes.hold(ends)
+
+    @property
+    def stripes(self) -> Stripes:
+        return self._stripes
 
     def write(self, start: int, blob: Blob) -> None:
         try:
@@ -110,15 +116,24 @@ class Lock:
     """A directory's owner: held while the process lives, released by the kernel when it dies."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
             raise Busy(f"{path.parent} belongs to process {owner}; let it serve both, or take another one") from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a full disk: then nobody is told whose it is
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        tell_after_fork(self)
 
     def release(self) -> None:
-        os.close(self._fd)
+        """May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def after_fork(self) -> None:
+        """In a forked child: the lock is the parent's, and must not outlive it here."""
+        self.release()

@@ -1,7 +1,7 @@
 """Jobs of a tier's threads: reads go before writes, always, and one thread does nothing but reads.
 
-A write that runs cannot be interrupted, so a thread of their own is what keeps reads from waiting behind it. A read that
-waits holds no memory, so any number may; what waits to be written holds its bytes, so there is a bound.
+A write that runs cannot be interrupted, so a thread of their own is what keeps reads from waiting behind it. A read
+that waits holds no memory, so any number may; what waits to be written holds its bytes, so there is a bound.
 """
 
 from __future__ import annotations

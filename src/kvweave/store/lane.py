@@ -1,7 +1,8 @@
 """A lane: one tier with its threads, a bounded queue, deadlines, retries and circuit breakers.
 
 Whoever asks waits for its deadline and no longer. A job that ends after it writes only into its own buffers. Reads go
-before writes, and have a breaker of their own, so that a full disk is still read.
+before writes. Lookups, reads and writes have a breaker each: a full disk is still read; and one whose index answers
+while its sectors cannot be read is left alone.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Lane:
 
     def __init__(self, tier: Tier, policy: LanePolicy) -> None:
         self.tier, self.policy = tier, policy
-        self.reads, self.writes = (Breaker(policy.failures, policy.cool_s) for _ in range(2))
+        self.lookups, self.reads, self.writes = (Breaker(policy.failures, policy.cool_s) for _ in range(3))
         self._counts: Counter[str] = Counter()
         self._last_error = ""
         self._lock, self._is_forked = threading.Lock(), False
@@ -85,7 +86,8 @@ class Lane:
 
     def start(self, breaker: Breaker, ask: Callable[[], T], wait_s: float = 0.0) -> Future[T] | None:
         """Begin; None if the tier is left alone now, or its writes fill the queue for `wait_s`."""
-        if not breaker.passes() or self._is_forked:
+        found_in_vain = breaker is self.lookups and self.reads.is_cooling
+        if found_in_vain or self._is_forked or not breaker.passes():
             self.count("skipped")
             return None
 
@@ -94,7 +96,7 @@ class Lane:
 
         if self.policy.inline:
             return run_now(job)
-        future = self._jobs.read(job) if breaker is self.reads else self._jobs.write(job, wait_s)
+        future = self._jobs.write(job, wait_s) if breaker is self.writes else self._jobs.read(job)
         if future is None:
             self.count("skipped")
         return future
@@ -168,5 +170,5 @@ class Lane:
             count = dict(self._counts)
         names = ("hits", "misses", "stored", "dropped", "damaged", "late", "failed", "skipped", "retried")
         numbers = {name: count.get(name, 0) for name in names}
-        is_open = self.reads.is_open or self.writes.is_open
+        is_open = any(breaker.is_open for breaker in (self.lookups, self.reads, self.writes))
         return LaneStats(self.tier.stats(), **numbers, open=is_open, last_error=self._last_error)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvweave.errors import NoDevice, OutOfMemory
+from kvweave.host_memory import check_memory
 from kvweave.plan import Place
 from kvweave.units import format_bytes
 
@@ -51,8 +52,11 @@ class Memory:
     def take(self, num_bytes: int, place: Place, where: str) -> Buffer:
         """A buffer of `num_bytes`, its contents undefined; `where` names it in errors."""
         given = self._given(place, where)
+        device = self.device if place is Place.DEVICE else torch.device("cpu")
+        if device.type == "cpu":
+            check_memory(where, num_bytes)
         try:
-            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.device if place is Place.DEVICE else "cpu")
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             if given is Place.PINNED:
                 _register(tensor)
         except (RuntimeError, TypeError) as error:
