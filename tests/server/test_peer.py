@@ -55,9 +55,8 @@ def theirs(folder: Path) -> Path:
 @needs_root
 def test_a_strangers_daemon_is_refused_and_is_a_miss(tmp_path: Path) -> None:
     place = theirs(tmp_path / "theirs") / "kv.sock"
-    with squatting(place):
-        with pytest.raises(Refused, match=r"run by user .*\(65534\), not by you"):
-            Client(place)
+    with squatting(place), pytest.raises(Refused, match=r"run by user .*\(65534\), not by you"):
+        Client(place)
 
 
 @needs_root
@@ -101,9 +100,7 @@ def test_a_directory_of_another_users_is_no_place_for_a_socket(tmp_path: Path) -
         Daemon(Settings(memory=4 << 20, socket=theirs(tmp_path / "theirs") / "kv.sock"))
 
 
-def test_the_default_socket_is_in_a_directory_of_the_users_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_socket_is_in_a_directory_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert default_socket() == tmp_path / "kvweave.sock"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
