@@ -45,8 +45,15 @@ def hang(daemon: Daemon) -> None:
     assert isinstance(tier, ReopeningTier)
     assert isinstance(tier._tier, DiskTier)
     lock = tier._tier._lock
-    until(lambda: not lock.acquire(blocking=False) or bool(lock.release()))
+    until(lambda: is_held(lock))
     client.close()
+
+
+def is_held(lock: threading.Condition) -> bool:
+    if lock.acquire(blocking=False):
+        lock.release()
+        return False
+    return True
 
 
 def page(daemon: Daemon, path: str) -> str:

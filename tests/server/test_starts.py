@@ -104,7 +104,7 @@ def test_an_arena_larger_than_the_memory_is_refused_with_the_numbers(tmp_path: P
 
 
 def test_serve_says_so_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from kvweave.cli import main; main()", "serve", "--socket", tmp_path / "s"]
+    command = [sys.executable, "-c", "from kvweave.cli import main; main()", "serve", "--socket", str(tmp_path / "s")]
     for memory, words in (("99TiB", "of host memory are available"), ("1000", "holds no chunk of a model")):
         done = subprocess.run([*command, "--memory", memory], capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode

@@ -15,6 +15,7 @@ from kvweave.server.writing import Job, Writing, write
 from kvweave.store import Row, Schema, Source, sums
 from kvweave.store.blob import Check
 from kvweave.store.files import aligned
+from kvweave.store.forking import tell_after_fork
 from kvweave.store.keys import Bytes
 from kvweave.store.pages import Filling
 
@@ -43,6 +44,7 @@ class Copier:
         self._largest = max(row.payload_bytes for row in schema.rows)
         self._scratch: deque[Bytes] = deque()
         self._pool = ThreadPoolExecutor(self.workers, "kvweave-copy")
+        tell_after_fork(self)
 
     def reads(self, jobs: Iterable[Job], target: Target | None) -> Iterator[tuple[Job, Bytes | None]]:
         """Payloads of those that are whole, None for the others; a few are on their way at a time.
@@ -114,6 +116,10 @@ class Copier:
 
     def _is_large(self, row: Row) -> bool:
         return row.payload_bytes >= THREADED_BYTES and self.workers > 1
+
+    def after_fork(self) -> None:
+        """In a forked child, which has none of the threads."""
+        self._pool, self._scratch = ThreadPoolExecutor(self.workers, "kvweave-copy"), deque()
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -9,14 +9,12 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +24,11 @@ from kvweave.server import protocol as say
 from kvweave.server.client import Client
 from kvweave.server.copying import Copier, Target
 from kvweave.server.description import Description
-from kvweave.server.dialogue import GRACE_S, Dialogue, allowance, key_of, patience
+from kvweave.server.dialogue import GRACE_S, Dialogue, allowance, patience
 from kvweave.server.hit import Pin, RemoteHit
-from kvweave.server.protocol import FAR, MOST_PIECES, NO_ROOM, numbers, packed
+from kvweave.server.protocol import FAR, numbers, packed
 from kvweave.server.report import Report
-from kvweave.server.writing import Job
+from kvweave.server.saving import ArenaPieces, Saving
 from kvweave.store import AnyStore, Prompt, Row, Saved, Schema, Sink, Source, StoreStats
 from kvweave.store.base import Piece, in_thread
 from kvweave.store.cascade import Budget
@@ -38,8 +36,6 @@ from kvweave.store.forking import tell_after_fork
 from kvweave.store.keys import Bytes
 
 log = logging.getLogger("kvweave.server")
-AT_ONCE_BYTES = 256 << 20
-"""What is reserved or brought by one question: so much that asking takes no time beside copying."""
 
 
 class RemoteStore(AnyStore[RemoteHit]):
@@ -50,6 +46,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         self.client = client if isinstance(client, Client) else Client(client, name=f"{model} {os.getpid()}".strip())
         self._dialogue = Dialogue(self.client, schema, model)
         self._copier = Copier(schema, workers)
+        self._arena = ArenaPieces(self._dialogue, schema)
         self._unflushed: set[bytes] = set()
         self._refusals: set[str] = set()
         tell_after_fork(self)
@@ -129,7 +126,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         far = [piece for piece in pieces if piece not in near]
         if far:
             self._release(hit, budget)  # what is copied must not take the room that the rest needs
-        for batch in self._batches(far):
+        for batch in self._arena.batches(far):
             if budget.is_spent:
                 return
             with self._or_miss():
@@ -156,7 +153,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         """What is whole. Of what is not the daemon is told, unless the place may have been somebody else's by then."""
         arena = self.client.arena  # if it is another one by now, nothing in it will pass for what is wanted
         in_time = takewhile(lambda _: not budget.is_spent, places.items())
-        jobs = (self._job(arena, hit.prompt, *piece, start) for piece, start in in_time)
+        jobs = (self._arena.job(arena, hit.prompt, *piece, start) for piece, start in in_time)
         damaged = []
         for piece, (_, payload) in zip(places, self._copier.reads(jobs, hit.target), strict=False):
             if payload is None:
@@ -167,10 +164,6 @@ class RemoteStore(AnyStore[RemoteHit]):
             with self._or_miss():
                 what = packed(damaged, "<i4")
                 self._dialogue.ask(hit.prompt, lambda sequence: say.Damaged(sequence, what), budget, generation)
-
-    def _job(self, arena: Bytes, prompt: Prompt, number: int, chunk: int, start: int) -> Job:
-        row = self.schema.rows[number]
-        return Job(arena[start : start + self._sizes[number]], row, chunk, key_of(prompt, row, chunk))
 
     def _wanted(self, hit: RemoteHit, rows: Sequence[int] | None) -> tuple[Sequence[int], NDArray[np.bool_]]:
         """The rows that matter, and what is near if nothing of them is: all of the others."""
@@ -189,7 +182,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         wanted, near = self._wanted(hit, rows)
         with self._or_miss(), self.client.again(arena=False, timeout_s=patience(budget)) as client:
             other = RemoteStore(self.schema, client, model=self._dialogue.model, workers=1)
-            for batch in self._batches([*self._needs(hit.position, wanted)]):
+            for batch in self._arena.batches([*self._needs(hit.position, wanted)]):
                 for piece in other._bring(hit.prompt, batch, 0, budget)[0]:
                     near[piece] = True
         return self._position(hit.prompt, near, hit.position)
@@ -205,7 +198,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         wanted, near = self._wanted(hit, rows)
         lease, generation, budget = self.client.number(), self.client.generation, Budget.of(budget_s)
         try:
-            for batch in self._batches([*self._needs(hit.position, wanted)]):
+            for batch in self._arena.batches([*self._needs(hit.position, wanted)]):
                 for piece in self._bring(hit.prompt, batch, lease, budget)[0]:
                     near[piece] = True
             alive = self.client.ask(say.Pin([lease]), say.Alive, patience(budget)).leases
@@ -233,67 +226,11 @@ class RemoteStore(AnyStore[RemoteHit]):
         rows: Sequence[int] | None = None,
         budget_s: float | None = None,
     ) -> Saved:
-        pieces, budget = deque(self._to_keep(prompt, points, rows)), Budget.of(budget_s)
-        saved, total = Saved(), len(pieces)
+        pieces, saving = self._to_keep(prompt, points, rows), Saving(self._arena, self._copier, source)
         with self._or_miss():
-            while pieces and not budget.is_spent:
-                batch = next(self._batches(pieces))
-                saved, left = self._save(prompt, source, batch, saved, budget)
-                for _ in batch:
-                    pieces.popleft()
-                pieces.extendleft(reversed(left))
-        return replace(saved, dropped=total - saved.stored - saved.present)
-
-    def _save(
-        self, prompt: Prompt, source: Source, batch: Sequence[Piece], saved: Saved, budget: Budget
-    ) -> tuple[Saved, list[Piece]]:
-        """Write a batch as far as there is room; what is left to be tried again, now that some of it is visible."""
-        ticket, until = self.client.number(), time.monotonic() + self.client.welcome.lease_s
-        until = until if budget.until is None else min(until, budget.until)
-
-        def question(sequence: int) -> say.Message:
-            return say.Reserve(sequence, ticket, packed(batch, "<i4"), allowance(budget))
-
-        answer, generation = self._dialogue.ask(prompt, question, budget)
-        starts: list[int] = numbers(self.client.check(answer, say.Places).starts).tolist()
-        mapped = self.client.mapped
-        if mapped.generation != generation:
-            raise ServerGone("the connection was lost, and what was reserved with it")
-        places = [(piece, at) for piece, at in zip(batch, starts, strict=True) if at >= 0]
-        granted = [self._job(mapped.arena, prompt, *piece, at) for piece, at in places]
-        left = [piece for piece, at in zip(batch, starts, strict=True) if at == NO_ROOM]
-        stored = self._write(granted, source, _Ticket(ticket, until, generation), budget) if granted else 0
-        present = len(batch) - len(granted) - len(left)
-        return Saved(saved.stored + stored, saved.present + present), left if stored else []
-
-    def _write(self, jobs: Sequence[Job], source: Source, ticket: _Ticket, budget: Budget) -> int:
-        """How many became visible: all, or none."""
-        fine = False
-        try:
-            fine = self._copier.writes(jobs, source, ticket.until)
-        finally:
-            if ticket.generation == self.client.generation and not fine:
-                with suppress(ServerError):
-                    self.client.ask(say.Commit(ticket.number, abandon=True), say.Done, patience(budget))
-        if not fine or ticket.generation != self.client.generation:
-            return 0
-        with suppress(LeaseExpired):
-            commit, boot = say.Commit(ticket.number, budget_s=allowance(budget)), self.client.welcome.boot
-            stored = self.client.ask(commit, say.Done, patience(budget)).count
-            self._unflushed.add(boot)
-            return stored
-        return 0
-
-    def _batches(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-        most, batch, size = min(AT_ONCE_BYTES, self.client.welcome.reserve_bytes), list[Piece](), 0
-        for piece in pieces:
-            if batch and (size + self._sizes[piece[0]] > most or len(batch) == MOST_PIECES):
-                yield batch
-                batch, size = [], 0
-            batch.append(piece)
-            size += self._sizes[piece[0]]
-        if batch:
-            yield batch
+            saving.save(prompt, pieces, Budget.of(budget_s))
+        self._unflushed |= saving.daemons
+        return Saved(saving.stored, saving.present, len(pieces) - saving.stored - saving.present)
 
     # ---- the rest
 
@@ -325,9 +262,8 @@ class RemoteStore(AnyStore[RemoteHit]):
         self._copier.close()
 
     def after_fork(self) -> None:
-        """In a forked child, which has none of the threads."""
+        """In a forked child: whoever held the lock is not here any more."""
         self._lock = threading.Lock()
-        self._copier = Copier(self.schema, self._copier.workers)
 
     def _or_miss(self) -> _OrMiss:
         return _OrMiss(self)
@@ -344,14 +280,6 @@ class RemoteStore(AnyStore[RemoteHit]):
         if not isinstance(error, ServerGone | LeaseExpired) and type(error).__name__ not in self._refusals:
             self._refusals.add(type(error).__name__)
             log.warning("the daemon refuses, and what was asked is a miss: %s", words)
-
-
-class _Ticket(NamedTuple):
-    """A reservation: its number, until when it holds, and over which connection."""
-
-    number: int
-    until: float
-    generation: int
 
 
 class _OrMiss:

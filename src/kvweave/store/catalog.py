@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +178,7 @@ class Catalog:
                 return slot
         return None
 
-    def _next(self, *scope: Unpack[Scope]) -> int | None:
+    def _next(self, *scope: *Scope) -> int | None:
         """In constant time but for one look at all entries for many victims, or for each time that there is none."""
         if self._none_since.get(scope) == self._changes:
             return None
@@ -200,7 +200,7 @@ class Catalog:
         fair = np.where(whose == owner, mine, theirs & above)
         return (self.ticks[slots] > 0) & (self.pins[slots] == 0) & fair
 
-    def _oldest(self, *scope: Unpack[Scope]) -> Iterable[tuple[int, int]]:
+    def _oldest(self, *scope: *Scope) -> Iterable[tuple[int, int]]:
         """The oldest that may go: one in sixteen, so that sorting is paid for by many."""
         slots = np.flatnonzero(self._may_go(np.arange(len(self._keys)), *scope))
         count = min(len(slots), max(64, len(slots) // 16))

@@ -1,7 +1,7 @@
 """What lies in a disk tier's files, found by the blobs' own headers: for when the journal is damaged.
 
-A header stands at a sector and says key, length and what the payload is; the digest of that is part of the key. Payloads
-are not read here: one that was overwritten since is found out by its checksum when it is asked for.
+A header stands at a sector and says key, length and what the payload is; the digest of that is part of the key.
+Payloads are not read here: one that was overwritten since is found out by its checksum when it is asked for.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ log = logging.getLogger("kvweave.store")
 class ReopeningTier:
     """The tier that `open_tier` opens. While that fails with `TierError`, everything that is asked of it does.
 
-    How often it is tried is a matter of the lane's breaker. Any other error, a mistake in what was configured, is raised
-    at once.
+    How often it is tried is a matter of the lane's breaker. Any other error, a mistake in what was configured, is
+    raised at once.
     """
 
     def __init__(self, name: str, kind: str, open_tier: Callable[[], Tier]) -> None:
