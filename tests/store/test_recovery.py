@@ -191,13 +191,16 @@ def test_a_forked_child_leaves_the_tiers_of_its_parent_alone(tmp_path: Path) -> 
     child = os.fork()
     if not child:
         try:
-            found = store.lookup(prompt).position  # nobody is there who could answer, so nobody is waited for
-            os._exit(found != 0)
+            position = store.lookup(prompt).position  # nobody is there who could answer, so nobody is waited for
+            store.close(1)  # which leaves the parent's files alone
+            os._exit(position != 0)
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     assert store.load(store.lookup(prompt), verify) == 1024
+    assert store.save(store.prompt(TOKENS + 1, namespace(SPEC)), payload).dropped == 0
     store.close()
+    assert found(tmp_path) == 1024
 
 
 def test_only_the_directory_of_a_file_system_without_room_is_missed(tiny: Path) -> None:  # noqa: F811

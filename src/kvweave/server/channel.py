@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import socket
 import time
 from collections.abc import Sequence
@@ -64,15 +65,15 @@ class Channel:
         return Welcomed(answer, descriptors)
 
     def check(self) -> None:
-        """Raises `ServerTimeout` if the daemon is known to be frozen, `ConnectionError` if it was, and has ended."""
+        """Raises `ServerTimeout` if the daemon is known to be frozen, `ConnectionError` if it was, and has ended.
+
+        Changes nothing, so that any thread may ask while another one waits here for an answer."""
         if not self.pulse.is_frozen:
             return
-        try:
-            self._socket.setblocking(False)
-            if not self._socket.recv(1, socket.MSG_PEEK):
-                raise ConnectionResetError("the daemon closed the connection")
-        except BlockingIOError:
-            pass
+        ended = select.poll()
+        ended.register(self._socket, select.POLLRDHUP)
+        if ended.poll(0):
+            raise ConnectionResetError("the daemon closed the connection")
         raise ServerTimeout(f"the daemon is frozen: no sign of life for {self.pulse.silent_s:.1f} s")
 
     def send(self, messages: Sequence[Message], until: float) -> list[int]:
@@ -106,15 +107,19 @@ class Channel:
             raise ServerTimeout("the daemon took no request in time") from None
 
     def _message(self, until: float) -> bytes:
-        length = int.from_bytes(self._peek(LENGTH_BYTES, until), "little")
+        """The next one. Its bytes stay in the buffer until it is there as a whole."""
+        self._fill(LENGTH_BYTES, until)
+        length = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
         if length > MESSAGE_BYTES + ID_BYTES:
             raise ServerError(f"an answer of {length} bytes: this is no daemon of ours")
-        message = bytes(self._peek(LENGTH_BYTES + length, until)[LENGTH_BYTES:])
-        del self._buffer[: LENGTH_BYTES + length]
+        end = LENGTH_BYTES + length
+        self._fill(end, until)
+        message = bytes(self._buffer[LENGTH_BYTES:end])
+        del self._buffer[:end]
         return message
 
-    def _peek(self, count: int, until: float) -> bytearray:
-        """So many bytes of what came; they stay there until a whole message is taken."""
+    def _fill(self, count: int, until: float) -> None:
+        """Wait until the buffer has so many bytes."""
         while len(self._buffer) < count:
             self._socket.settimeout(min(_left(until), BEAT_S))
             try:
@@ -126,7 +131,6 @@ class Channel:
             if not piece:
                 raise ConnectionResetError("the daemon closed the connection")
             self._buffer += piece
-        return self._buffer[:count]
 
     def close(self) -> None:
         self.is_closed = True

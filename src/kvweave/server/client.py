@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -138,8 +139,9 @@ class Client:
 
     def again(self, *, arena: bool, timeout_s: float | None = None) -> Client:
         """Another connection to the same daemon, which may take so long."""
-        if self._channel:
-            self._channel.check()
+        if channel := self._channel:
+            with suppress(ConnectionError):
+                channel.check()
         return Client(
             self._address, name=self._name, token=self._token, tls=self._tls, cool_s=self._cool_s,
             arena=arena, timeout_s=self._timeout_s if timeout_s is None else max(0.0, timeout_s),

@@ -32,6 +32,8 @@ from kvweave.store.tier import Which
 T = TypeVar("T")
 WAITERS = 16
 """Threads that wait for tiers; beyond so many at once, requests to farther tiers queue up."""
+PATIENT = 4
+"""... for as long as somebody said: flushes and clears, which must not take the others' threads."""
 PREFIXES, SHOWN = 4096, 20
 LEASED_SHARE = 0.5
 """Of the arena, that all lookups together may hold."""
@@ -48,6 +50,7 @@ class Hub:
         self.stopping = False
         self.far = Far(arena, cascade, self.notify)
         self._threads = ThreadPoolExecutor(WAITERS, "kvweave-wait")
+        self._patient = ThreadPoolExecutor(PATIENT, "kvweave-patient")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._change = asyncio.Event()
         self.models = Models()
@@ -63,6 +66,9 @@ class Hub:
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    async def in_patient_thread(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._patient, work, *args)
 
     def notify(self) -> None:
         """Something was let go. From any thread."""
@@ -179,7 +185,8 @@ class Hub:
         """Write what is left to write, and close every tier; one that hangs for so long is left as it is. Whether
         none did. Blocks: for a thread."""
         closed = self.far.close(wait_s)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._patient):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.arena.close()
         return closed
 

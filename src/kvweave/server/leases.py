@@ -76,11 +76,12 @@ class Leases:
         if counted and not self._charge(num_bytes):
             self._arena.unpin(slots)
             return False
-        before = known or Lease(slots[:0], 0.0, 0)
-        until = max(before.until, time.monotonic() + self._lease_s)
-        charged = before.counted + (num_bytes if counted else 0)
-        held = np.concatenate((before.slots, slots))
-        self._leases[number] = Lease(held, until, before.num_bytes + num_bytes, charged)
+        until, charged = time.monotonic() + self._lease_s, num_bytes if counted else 0
+        if known is None:
+            self._leases[number] = Lease(slots, until, num_bytes, charged)
+        else:
+            known.slots, known.until = np.concatenate((known.slots, slots)), max(known.until, until)
+            known.num_bytes, known.counted = known.num_bytes + num_bytes, known.counted + charged
         return True
 
     def _charge(self, num_bytes: int) -> bool:

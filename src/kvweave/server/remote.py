@@ -85,7 +85,8 @@ class RemoteStore(AnyStore[RemoteHit]):
         else:
             (answer, generation), number = self._dialogue.ask(empty.prompt, question, budget), 0
         found = self.client.check(answer, say.Found)
-        self._count(unanswered=found.late)
+        if found.late:
+            self._count(unanswered=1)
         shape, places = empty.present.shape, empty.places
         present = np.unpackbits(np.frombuffer(found.present, np.uint8), count=empty.present.size).reshape(shape)
         if found.starts:

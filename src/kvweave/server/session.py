@@ -151,17 +151,19 @@ class Session:
     def _looked(self, opened: Opened, ask: say.Lookup, near: Flags) -> Answer | Awaitable[Answer]:
         position = opened.registered.position(_matrix(near, opened), opened.limit)
         if position == opened.limit or not self._hub.far.lanes:
-            return self._found(opened, ask, near, near, late=False)
+            return self._found(opened, ask, position, near, near, late=False)
         return self._lookup_far(opened, near, ask)
 
     async def _lookup_far(self, opened: Opened, near: Flags, ask: say.Lookup) -> Answer:
         lacking, present = np.flatnonzero(~near), near.copy()
         keys = [opened.keys[i] for i in lacking.tolist()]
         present[lacking], late = await self._hub.in_thread(self._hub.far.where, keys, Budget.of(ask.budget_s))
-        return self._found(opened, ask, near, present, late=late)
-
-    def _found(self, opened: Opened, ask: say.Lookup, near: Flags, present: Flags, *, late: bool) -> Answer:
         position = opened.registered.position(_matrix(present, opened), opened.limit)
+        return self._found(opened, ask, position, near, present, late=late)
+
+    def _found(
+        self, opened: Opened, ask: say.Lookup, position: int, near: Flags, present: Flags, *, late: bool
+    ) -> Answer:
         self._hub.asked(opened, position)
         self._hub.counts["unanswered"] += late
         if position < opened.limit:

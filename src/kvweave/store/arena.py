@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvweave.errors import StoreError, TierError, Unreadable
 from kvweave.store.catalog import Catalog, Quota
 from kvweave.store.extents import Extents
+from kvweave.store.forking import tell_after_fork
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import ABSENT, ALL, UNREADABLE, Blob, TierStats, Watch, Which
 
@@ -77,6 +78,7 @@ class ArenaTier:
         """Starts of extents that could not be read: nothing is written there again by this process."""
         self._evicted = self._refused = 0
         self._closed = False
+        tell_after_fork(self)
 
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         with self._lock:
@@ -204,6 +206,10 @@ class ArenaTier:
         """A snapshot: does not wait for the lock, since whoever has it may hang in a disk."""
         used = self._extents.capacity - self._extents.free_bytes
         return TierStats(self.name, len(self._catalog), used, self._extents.capacity, self._evicted, self._refused)
+
+    def after_fork(self) -> None:
+        """In a forked child: bytes and journal are the parent's, and so is whoever held the lock. Closed, there."""
+        self._lock, self._moving, self._closed = threading.Condition(), 0, True
 
     def close(self) -> None:
         with self._lock:

@@ -108,7 +108,7 @@ class DiskTier(ArenaTier):
 
     def close(self) -> None:
         with self._lock, suppress(TierError):
-            if self.writable and self._catalog.was_asked and not self._is_gone:
+            if self.writable and not self._closed and self._catalog.was_asked and not self._is_gone:
                 self._rewrite()
         super().close()
         self._release()
