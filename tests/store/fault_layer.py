@@ -1,4 +1,4 @@
-"""A fault layer under the disk tier, as SQLite's tests have one: every n-th read, write or rename fails, or hangs a while.
+"""A fault layer under the disk tier, as SQLite has one: every n-th read, write or rename fails, or hangs a while.
 
 What it injects is counted, so that a test can say that there was something to withstand.
 """

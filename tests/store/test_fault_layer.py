@@ -1,4 +1,4 @@
-"""A random workload on a disk that fails and hangs, by turns: nothing wrong, nothing lost that was kept, all in time."""
+"""Random work on a disk that fails and hangs, by turns: nothing wrong, nothing lost that was kept, all in time."""
 
 from __future__ import annotations
 
