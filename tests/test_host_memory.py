@@ -74,3 +74,20 @@ def test_tiers_arenas_and_pools_all_ask(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         with pytest.raises(OutOfMemory, match=r"64.00 MiB of host memory"):
             make()
+
+
+def test_pools_of_one_plan_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvweave import Layer, LayerCache, ModelSpec, Role, plan
+    from kvweave.plan import Place, PoolRequest
+    from kvweave.spec import DType, Full, Window
+    from kvweave.tensor import Arena
+
+    kept = (Role("key", (1, 64), DType.BFLOAT16), Role("value", (1, 64), DType.BFLOAT16))
+    layers = (Layer((LayerCache("full", Full(), kept),)), Layer((LayerCache("window", Window(64), kept),)))
+    pools = {tag: PoolRequest(pages=5000, place=Place.HOST) for tag in ("full", "window")}
+    made = plan(ModelSpec("m", layers), "1MB", own_pools=pools)
+    sizes = [pool.num_bytes for pool in made.pools]
+    assert min(sizes) > 1 << 20
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: int(1.5 * max(sizes)))
+    with pytest.raises(OutOfMemory, match="pool 'window'"):
+        Arena(made)

@@ -17,8 +17,9 @@ from kvweave.server import protocol as say
 from kvweave.store import Cascade, DictTier, DiskTier, LanePolicy
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import ALL, Blob, Watch, Which
-from tests.server.models import POINTS, prompt, prompt_bytes, serving, settings, store, verify
+from tests.server.models import POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, store, verify
 from tests.store.models import truth
+from tests.store.test_unreadable import Sectors, place
 
 
 def disk(folder: Path) -> dict[str, Any]:
@@ -331,4 +332,24 @@ def test_as_many_blobs_as_a_tier_can_bring_together_are_asked_for_at_once(tmp_pa
         assert client.load(client.lookup(prompt()), verify) == 1024
         assert sum(tier.asked) == daemon.report().tiers[1].hits
         assert len(tier.asked) == 1
+        client.close()
+
+
+def test_one_unreadable_sector_of_the_disk_costs_its_chunk_and_is_stored_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sectors = Sectors(monkeypatch)
+    with serving(settings(tmp_path, **disk(tmp_path))) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        dropped_from_memory(daemon, client)
+        tier = daemon.hub.far.lanes[0].tier._tier  # type: ignore[attr-defined]
+        row = next(number for number, row in enumerate(SCHEMA.rows) if row.tag == "full")
+        broken = place(tier, prompt().keys(SCHEMA.ids)[2 * len(SCHEMA.rows) + row])
+        sectors.bad = lambda start, end: start <= broken < end
+        assert client.load(client.lookup(prompt()), verify) == 512
+        assert client.save(prompt(), truth, points=POINTS).stored == 1
+        dropped_from_memory(daemon, client)
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        assert daemon.report().tiers[1].damaged == 1
         client.close()

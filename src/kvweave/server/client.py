@@ -85,9 +85,9 @@ class Client:
         that turns out to have ended is made anew, once: what it held is gone, and `generation` says so.
         """
         until = time.monotonic() + (self._timeout_s if timeout_s is None else max(0.0, timeout_s))
-        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise ServerTimeout(f"{self._address}: another thread's question is still under way")
         try:
+            if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                raise ServerTimeout(f"{self._address}: another thread's question is still under way")
             fresh = self._channel is None
             channel = self._channel or self._connect(until)
             try:
@@ -99,8 +99,9 @@ class Client:
                 return self._asked(self._connect(until), questions, until)
             except ConnectionError as error:
                 self._lose(error)
-        finally:
-            self._lock.release()
+        finally:  # an interrupt may have come before anybody could note that the lock is ours
+            if self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock.release()
 
     def _asked(self, channel: Channel, questions: Questions, until: float) -> Replies:
         made: Sequence[Message] = ()
