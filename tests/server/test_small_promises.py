@@ -152,3 +152,18 @@ def test_what_the_daemon_refuses_is_in_the_log_once(tmp_path: Path, caplog: pyte
         assert len(refusals) == 1
         assert "keys" in refusals[0]
         client.close()
+
+
+def test_a_flush_that_failed_does_not_forget_what_was_saved_before(tmp_path: Path) -> None:
+    wish = settings(tmp_path, disk=Disk(tmp_path / "disk", 64 << 20))
+    with serving(wish):
+        client = store(wish.socket)
+        client.save(prompt(0), truth, points=POINTS)
+    assert not client.flush(1), "nobody is there"
+    with serving(wish):
+        until = time.monotonic() + 10
+        while client.lookup(prompt(0)).position != 1024 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not client.flush(5), "that daemon may have died with it"
+        assert client.flush(5)
+        client.close()

@@ -214,3 +214,15 @@ def test_only_the_directory_of_a_file_system_without_room_is_missed(tiny: Path) 
     put(tier, 1)
     assert got(tier, 1) == value(1)
     tier.close()
+
+
+def test_a_damaged_journal_of_an_empty_store_is_an_empty_store(tmp_path: Path) -> None:
+    DiskTier(tmp_path, ROOM).close()
+    (tmp_path / "journal").write_bytes(random.Random(5).randbytes(640))
+    tier = DiskTier(tmp_path, ROOM)
+    assert tier.stats().entries == 0
+    put(tier, 1)
+    tier.close()
+    tier = DiskTier(tmp_path, ROOM)
+    assert got(tier, 1) == value(1)
+    tier.close()

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvweave.cli.daemon import Connect, Json, Socket, TlsCa, TokenFile, connected
-from kvweave.cli.table import console, plain_table
+from kvweave.cli.table import console, plain_table, plain_text
 from kvweave.cli.words import count, size_words
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _tiers(report: Report) -> Table:
         numbers = (lane.hits, lane.misses, lane.stored, lane.dropped + tier.refused, lane.damaged, tier.evicted)
         entries = "-" if tier.entries is None else f"{tier.entries:,}"
         counted = (f"{number:,}" for number in numbers)
-        table.add_row(_plain(tier.name), entries, *sizes, *counted, _plain(_state(lane)))
+        table.add_row(plain_text(tier.name), entries, *sizes, *counted, plain_text(_state(lane)))
     return table
 
 
@@ -101,7 +101,7 @@ def _models(report: Report, description: Description) -> Table:
             name, *numbers = next(firsts, ("", "", ""))
             chunk = f"{size_words(group.chunk_bytes)} / {model.chunk_tokens}"
             parts = f"{len(group.rows)}"
-            words = (_plain(name), _plain(group.tag), _plain(group.reach))
+            words = (plain_text(name), plain_text(group.tag), plain_text(group.reach))
             table.add_row(*words, f"{len(group.layers)}", parts, chunk, *numbers)
     return table
 
@@ -109,7 +109,7 @@ def _models(report: Report, description: Description) -> Table:
 def _prefixes(report: Report) -> Table:
     table = _table("prefix", "model", "tokens", "uses", left=2)
     for prefix in report.prefixes[:10]:
-        table.add_row(prefix.digest, _plain(prefix.model or "-"), f"{prefix.tokens:,}", f"{prefix.uses:,}")
+        table.add_row(prefix.digest, plain_text(prefix.model or "-"), f"{prefix.tokens:,}", f"{prefix.uses:,}")
     return table
 
 
@@ -120,17 +120,10 @@ def _clients(report: Report) -> Table:
         numbers = (client.requests, client.sequences, client.leases)
         who = (f"{client.pid}", f"{client.uid}") if client.pid else ("-", "-")  # over TCP nobody knows
         table.add_row(
-            _plain(client.name or "-"), *who, _time(client.connected_s),
+            plain_text(client.name or "-"), *who, _time(client.connected_s),
             *(f"{number:,}" for number in numbers), *sizes,
         )  # fmt: skip
     return table
-
-
-def _plain(text: str) -> Text:
-    """What clients and servers called something: not to be obeyed by a terminal, nor read as markup."""
-    from kvweave.server.report import printable  # noqa: PLC0415 - an extra
-
-    return Text(printable(text))
 
 
 def _time(seconds: float) -> str:

@@ -97,14 +97,16 @@ class Hub:
         if position:
             self._used(opened, position)
 
-    def missed(self, opened: Opened, near: NDArray[np.bool_], present: NDArray[np.bool_]) -> None:
-        """Count what a lookup lacked, of what the longest hit would have needed, in the arena and in every tier."""
+    def missed(self, opened: Opened, near: NDArray[np.bool_], present: NDArray[np.bool_] | None) -> None:
+        """Count what a lookup lacked, of what the longest hit would have needed, in the arena and in every tier; None
+        if not all of them answered."""
         needed = opened.registered.needs(opened.limit, None)
         at = needed[:, 1] * opened.registered.num_rows + needed[:, 0]
         self.counts["memory misses"] += int(np.count_nonzero(~near[at]))
-        lacking = int(np.count_nonzero(~present[at]))
-        for lane in self.far.lanes:
-            lane.count("misses", lacking)
+        if present is not None:
+            lacking = int(np.count_nonzero(~present[at]))
+            for lane in self.far.lanes:
+                lane.count("misses", lacking)
 
     def _used(self, opened: Opened, position: int) -> None:
         prefix = opened.prefixes[position // opened.registered.chunk_tokens - 1].tobytes()

@@ -32,7 +32,13 @@ class Listener:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in dict.fromkeys(found):
-            bound = socket.create_server(address[:2], family=family, backlog=128)
+            try:
+                bound = socket.create_server(address[:2], family=family, backlog=128)
+            except OSError as error:
+                if address == found[-1][-1] and not self._sockets:
+                    raise
+                log.warning("not listening at %s: %s", address[0], error)  # a machine without IPv6, say
+                continue
             bound.setblocking(False)
             self._sockets.append(bound)
             self._keep(loop.create_task(self._accept(bound)))

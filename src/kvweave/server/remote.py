@@ -252,8 +252,9 @@ class RemoteStore(AnyStore[RemoteHit]):
         """Wait until what was saved since the last time is in the daemon's persistent tiers. False, too, if some of it
         was saved to a daemon that ended since: it may have died with it. Others may ask meanwhile."""
         with self._or_miss(), self.client.again(arena=False, timeout_s=wait_s) as client:
-            saved, self._unflushed = self._unflushed, set()
+            saved = {*self._unflushed}
             done = client.ask(say.Flush(wait_s), say.Done, wait_s + GRACE_S).count
+            self._unflushed -= saved
             return bool(done) and saved <= {client.welcome.boot}
         return False
 

@@ -167,7 +167,7 @@ class Session:
         self._hub.asked(opened, position)
         self._hub.counts["unanswered"] += late
         if position < opened.limit:
-            self._hub.missed(opened, near, present)
+            self._hub.missed(opened, near, None if late else present)
         bits = np.packbits(_matrix(present, opened)).tobytes()
         if not ask.lease or not position:
             return say.Found(position, bits, b"", late)
