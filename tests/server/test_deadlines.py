@@ -17,11 +17,12 @@ from kvweave.server import Client, RemoteStore
 from kvweave.server import protocol as say
 from kvweave.server.heartbeat import FROZEN_S
 from kvweave.store import Cascade, DictTier, LanePolicy
-from tests.server.models import POINTS, prompt, serving, settings, spawned, store, verify
+from tests.server.models import POINTS, prompt, serving, settings, store, verify
+from tests.server.test_kill import daemon_process
 from tests.store.models import truth
 
 BUDGET_S = 0.1
-LATE_S = 0.4
+LATE_S = 1.0
 """Far beyond the 50 ms that are promised, and far below what it took before: the machine may be busy."""
 
 
@@ -43,10 +44,10 @@ def stopped(pid: int) -> Iterator[None]:
 @pytest.fixture
 def frozen(tmp_path: Path) -> Iterator[tuple[RemoteStore, int]]:
     """A store with a prompt in it, and the process of its daemon."""
-    with spawned(tmp_path / "kv.sock", "--memory", "8MiB") as process:
+    with daemon_process(settings(tmp_path, 8 << 20)) as pid:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(0), truth, points=POINTS)
-        yield client, process.pid
+        yield client, pid
         client.close()
 
 
@@ -91,13 +92,11 @@ def test_a_frozen_daemon_is_left_alone_at_once_and_taken_up_again(frozen: tuple[
 
 
 def test_a_daemon_that_was_frozen_and_died_is_noticed(tmp_path: Path) -> None:
-    with spawned(tmp_path / "kv.sock", "--memory", "4MiB") as process:
+    with daemon_process(settings(tmp_path)) as pid:
         client = store(tmp_path / "kv.sock")
-        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
         client.lookup(prompt(0))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    with spawned(tmp_path / "kv.sock", "--memory", "4MiB"):
+    with daemon_process(settings(tmp_path)):  # the other one was killed
         until = time.monotonic() + 10
         while client.save(prompt(0), truth, points=POINTS).dropped:
             assert time.monotonic() < until, "the new one is not found"
@@ -187,10 +186,7 @@ def test_clients_cannot_write_to_the_heartbeat(tmp_path: Path) -> None:
 
 
 def test_a_client_without_an_arena_ends_in_time_too(tmp_path: Path) -> None:
-    with (
-        spawned(tmp_path / "kv.sock", "--memory", "4MiB") as process,
-        Client(tmp_path / "kv.sock", arena=False) as asks,
-    ):
-        with stopped(process.pid), pytest.raises(ServerTimeout):
+    with daemon_process(settings(tmp_path)) as pid, Client(tmp_path / "kv.sock", arena=False) as asks:
+        with stopped(pid), pytest.raises(ServerTimeout):
             asks.ask(say.Stats(), say.Stated, BUDGET_S)
         asks.ask(say.Stats(), say.Stated)

@@ -17,7 +17,8 @@ from kvweave.errors import ServerTimeout
 from kvweave.server import Client
 from kvweave.server import protocol as say
 from kvweave.server.protocol import packed
-from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, spawned, store, verify
+from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
+from tests.server.test_kill import daemon_process
 from tests.store.models import truth
 
 
@@ -45,7 +46,7 @@ def interrupted(after_s: float) -> Iterator[None]:
 
 def test_an_interrupt_between_question_and_answer_never_shifts_the_answers(tmp_path: Path) -> None:
     chance = random.Random(4)
-    with spawned(tmp_path / "kv.sock", "--memory", "16MiB"):
+    with daemon_process(settings(tmp_path, 16 << 20)):
         client = store(tmp_path / "kv.sock", workers=1)
         client.save(prompt(0), truth, points=POINTS)
         for number in range(150):
@@ -64,28 +65,28 @@ def test_an_interrupt_between_question_and_answer_never_shifts_the_answers(tmp_p
 
 
 def test_an_answer_that_comes_late_is_dropped(tmp_path: Path) -> None:
-    with spawned(tmp_path / "kv.sock", "--memory", "4MiB") as process, Client(tmp_path / "kv.sock") as client:
+    with daemon_process(settings(tmp_path)) as pid, Client(tmp_path / "kv.sock") as client:
         generation = client.generation
-        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
         with pytest.raises(ServerTimeout, match="in time"):
             client.ask(say.Describe(), say.Described, 0.05)
-        os.kill(process.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         assert client.ask(say.Ping(), say.Done) == say.Done()
         assert isinstance(client.ask(say.Stats(), say.Stated), say.Stated)
         assert client.generation == generation, "the connection was never in doubt"
 
 
 def test_what_a_late_question_took_is_given_back(tmp_path: Path) -> None:
-    with spawned(tmp_path / "kv.sock", "--memory", "4MiB") as process:
+    with daemon_process(settings(tmp_path)) as pid:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(0), truth, points=POINTS)
         client.lookup(prompt(0))
         everything = packed([(row, 3) for row in range(len(SCHEMA.rows))], "<i4")
-        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
         assert client.lookup(prompt(0), budget_s=0.05).position == 0
         with pytest.raises(ServerTimeout):
             client.client.exchange([say.Reserve(2, 9999, everything)], 0.05)
-        os.kill(process.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         (mine,) = client.report().clients
         assert (mine.leases, mine.leased_bytes, mine.reserved_bytes) == (0, 0, 0)
         assert client.stats().unanswered == 1
@@ -94,7 +95,7 @@ def test_what_a_late_question_took_is_given_back(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_has_a_connection_of_its_own(tmp_path: Path) -> None:
-    with spawned(tmp_path / "kv.sock", "--memory", "16MiB"):
+    with daemon_process(settings(tmp_path, 16 << 20)):
         client = store(tmp_path / "kv.sock")
         client.save(prompt(0), truth, points=POINTS)
         hit = client.lookup(prompt(0))
@@ -121,17 +122,17 @@ def asks_for_a_while(client: object) -> bool:
 
 
 def test_a_child_forked_while_another_thread_asks_can_ask(tmp_path: Path) -> None:
-    with spawned(tmp_path / "kv.sock", "--memory", "4MiB") as process:
+    with daemon_process(settings(tmp_path)) as pid:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(0), truth, points=POINTS)
-        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
         asking = threading.Thread(target=client.lookup, args=(prompt(0),), kwargs={"budget_s": 0.5})
         asking.start()
         time.sleep(0.1)
         child = os.fork()
         if not child:
             try:
-                os.kill(process.pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGCONT)
                 os._exit(client.lookup(prompt(0), budget_s=10).position != 1024)
             finally:
                 os._exit(2)
