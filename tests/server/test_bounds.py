@@ -163,16 +163,27 @@ def test_handshakes_that_never_begin_are_bounded_and_end(tmp_path: Path, monkeyp
             far.ask(say.Ping(), say.Done)
 
 
-def test_connections_that_are_refused_do_not_pile_up(tmp_path: Path) -> None:
-    def many(daemon: Daemon) -> list[socket.socket]:
-        sockets = []
-        for _ in range(200):
-            raw = stack.enter_context(socket.socket(socket.AF_UNIX))
-            raw.connect(str(daemon.settings.socket))
-            sockets.append(raw)
-        return sockets
+def raw(daemon: Daemon, number: int, stack: ExitStack) -> list[socket.socket]:
+    """Connections to the Unix socket that say nothing."""
+    sockets = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(number)]
+    for each in sockets:
+        each.connect(str(daemon.settings.socket))
+    return sockets
 
+
+def test_connections_that_are_refused_do_not_pile_up(tmp_path: Path) -> None:
     with serving(settings(tmp_path, limits=Limits(connections=2))) as daemon, ExitStack() as stack:
-        sockets = many(daemon)
+        sockets = raw(daemon, 200, stack)
         until(lambda: sum(map(is_closed, sockets)) >= 200 - 2 - 64)
         until(lambda: sum(map(is_closed, sockets)) >= 198)  # those that were to be told had their time
+
+
+def test_connections_that_are_refused_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.server.connection.REFUSAL_S", 60.0)
+    with serving(settings(tmp_path, limits=Limits(connections=2))) as daemon, ExitStack() as stack:
+        accepted = raw(daemon, 2, stack)
+        refused = raw(daemon, 100, stack)
+        until(lambda: sum(map(is_closed, refused)) == 36)
+        accepted[0].close()
+        until(lambda: len(daemon._connections) == 1)
+        Client(daemon.settings.socket).close()

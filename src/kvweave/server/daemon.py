@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvweave.errors import Busy, ConfigError, OverLimit, Refused
+from kvweave.errors import Busy, ConfigError, OverLimit, Refused, ServerError
 from kvweave.server.connection import Connection
 from kvweave.server.http import HttpPage
 from kvweave.server.hub import Hub
@@ -105,17 +105,23 @@ class Daemon:
     # ---- connections
 
     def joined(self, connection: Connection) -> None:
-        alike = [each for each in self._connections if each.local == connection.local]
-        most = self.settings.limits.connections
+        refusal = self._refusal(connection)
+        if refusal is None:
+            self._connections.add(connection)
+            return
         if len(self._refused) >= REFUSED_AT_ONCE:
             raise ConnectionRefusedError("too many that are refused wait to be told so")
         self._refused.add(connection)
+        raise refusal
+
+    def _refusal(self, connection: Connection) -> ServerError | None:
+        alike = [each for each in self._connections if each.local == connection.local]
+        most = self.settings.limits.connections
         if len(alike) >= most:
-            raise OverLimit(f"{most} connections are open already")
+            return OverLimit(f"{most} connections are open already")
         if connection.local and not self.settings.group and connection.user not in (0, os.getuid()):
-            raise Refused(f"user {connection.user} may not use the daemon of user {os.getuid()}; see --group")
-        self._refused.discard(connection)
-        self._connections.add(connection)
+            return Refused(f"user {connection.user} may not use the daemon of user {os.getuid()}; see --group")
+        return None
 
     def left(self, connection: Connection) -> None:
         self._connections.discard(connection)
