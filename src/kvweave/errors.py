@@ -50,7 +50,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
 
 
 class KVWeaveError(Exception):
@@ -178,7 +177,7 @@ class Unreadable(TierError):
 class PartlyRead(TierError):
     """Some of what a tier was asked for could not be read, and was removed; `answer` is what its reader gets."""
 
-    def __init__(self, message: str, answer: Any) -> None:
+    def __init__(self, message: str, answer: object) -> None:
         super().__init__(message)
         self.answer = answer
 

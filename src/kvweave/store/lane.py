@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 from kvweave.errors import PartlyRead, ReadOnly, TierFull
 from kvweave.store.breaker import Breaker
@@ -125,8 +125,7 @@ class Lane:
                 answer = ask()
             except PartlyRead as error:
                 self._note(breaker, error)
-                partly: T = error.answer
-                return partly
+                return cast(T, error.answer)
             except (TierFull, ReadOnly) as error:
                 self._note(breaker, error)
                 raise
