@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 import time
+from contextlib import suppress
 
 PAGE_BYTES = 4096
 BEAT_S = 0.2
@@ -29,7 +30,9 @@ class Heartbeat:
         self.fd = os.memfd_create("kvweave-heartbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, PAGE_BYTES)
         self._page = mmap.mmap(self.fd, PAGE_BYTES)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | FUTURE_WRITE)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        with suppress(OSError):  # a kernel before 5.1: then clients are trusted not to write there, either
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, FUTURE_WRITE)
         self._count = 0
         self._next: asyncio.TimerHandle | None = None
 

@@ -38,7 +38,10 @@ def check_server(connected: socket.socket, path: Path) -> None:
 
 def _only_writable_by(directory: Path, uid: int) -> bool:
     """Root and this user apart, nobody can write to it, or to what it lies in."""
-    found = [place.stat() for place in (directory, *directory.parents)]
+    try:
+        found = [place.stat() for place in (directory, *directory.parents)]
+    except OSError:  # what cannot be looked at is not trusted
+        return False
     return all(each.st_uid in (0, uid) and not each.st_mode & OTHERS for each in found)
 
 
