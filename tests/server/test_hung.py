@@ -82,3 +82,20 @@ def test_a_daemon_whose_disk_hangs_stops_in_time(tmp_path: Path, go_on: threadin
     assert time.monotonic() - began < 10, "it drains for 1 s"
     assert daemon.is_stuck
     assert not go_on.is_set()
+
+
+def test_flushes_that_wait_do_not_keep_the_daemon_from_stopping(tmp_path: Path, go_on: threading.Event) -> None:
+    with serving(wish(tmp_path)) as daemon:
+        hang(daemon)
+        patient = [store(daemon.settings.socket) for _ in range(6)]
+        flushes = [threading.Thread(target=each.flush, args=(50,)) for each in patient]
+        for flush in flushes:
+            flush.start()
+        until(lambda: len(daemon._connections) >= 12)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10, "it drains for 1 s"
+    go_on.set()
+    for flush in flushes:
+        flush.join()
+    for each in patient:
+        each.close()

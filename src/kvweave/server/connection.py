@@ -205,7 +205,7 @@ class Connection(asyncio.Protocol):
 
     async def _clear(self, ask: say.Clear) -> Answer:
         wait_s = max(0.0, min(ask.wait_s, 3600.0))
-        cleared = say.Cleared(await self._hub.in_patient_thread(self._hub.clear, ask.tenant, ask.model, wait_s))
+        cleared = say.Cleared(await self._hub.in_thread("flush", self._hub.clear, ask.tenant, ask.model, wait_s))
         self._hub.forget_uses(ask.tenant, ask.model)
         log.info("cleared %d entries for %s", cleared.entries, self.words)
         for name, trouble in cleared.kept_by.items():
@@ -213,7 +213,7 @@ class Connection(asyncio.Protocol):
         return cleared
 
     async def _flush(self, ask: say.Flush) -> Answer:
-        done = await self._hub.in_patient_thread(self._hub.far.flush, max(0.0, min(ask.wait_s, 3600.0)))
+        done = await self._hub.in_thread("flush", self._hub.far.flush, max(0.0, min(ask.wait_s, 3600.0)))
         return say.Done(int(done))
 
     # ---- answers

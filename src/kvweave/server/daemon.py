@@ -152,13 +152,16 @@ class Daemon:
         if self._sweeper:
             self._sweeper.cancel()
         began = time.monotonic()
-        done = await self.hub.in_thread(self.hub.far.drain, self.settings.drain_s)
+        loop = (
+            asyncio.get_running_loop()
+        )  # its own threads: a client's flush may keep the others for as long as it likes
+        done = await loop.run_in_executor(None, self.hub.far.drain, self.settings.drain_s)
         if self.hub.far.lanes:
             log.info("%s after %.1f s", "drained" if done else "not drained", time.monotonic() - began)
         for listener in self._listeners:
             listener.close()
         left_s = max(1.0, self.settings.drain_s - (time.monotonic() - began))
-        self.is_stuck = not await asyncio.get_running_loop().run_in_executor(None, self.hub.close, left_s)
+        self.is_stuck = not await loop.run_in_executor(None, self.hub.close, left_s)
         self.hub.heartbeat.close()
         with suppress(FileNotFoundError):
             self.settings.socket.unlink()

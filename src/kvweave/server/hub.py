@@ -30,10 +30,9 @@ from kvweave.store import Cascade, LaneStats
 from kvweave.store.tier import Which
 
 T = TypeVar("T")
-WAITERS = 16
-"""Threads that wait for tiers; beyond so many at once, requests to farther tiers queue up."""
-PATIENT = 4
-"""... for as long as somebody said: flushes and clears, which must not take the others' threads."""
+THREADS = {"read": 16, "write": 16, "flush": 4}
+"""Threads that wait for tiers, by what they do there: writers that wait for room in a queue, and flushes and clears
+that wait as long as somebody said, must not take the readers'. Beyond so many at once, requests of a kind queue up."""
 PREFIXES, SHOWN = 4096, 20
 LEASED_SHARE = 0.5
 """Of the arena, that all lookups together may hold."""
@@ -49,8 +48,7 @@ class Hub:
         self.counts: Counter[str] = Counter()
         self.stopping = False
         self.far = Far(arena, cascade, self.notify)
-        self._threads = ThreadPoolExecutor(WAITERS, "kvweave-wait")
-        self._patient = ThreadPoolExecutor(PATIENT, "kvweave-patient")
+        self._threads = {kind: ThreadPoolExecutor(number, f"kvweave-{kind}") for kind, number in THREADS.items()}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._change = asyncio.Event()
         self.models = Models()
@@ -64,11 +62,9 @@ class Hub:
         self._loop = loop
         self.heartbeat.run(loop)
 
-    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-
-    async def in_patient_thread(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._patient, work, *args)
+    async def in_thread(self, kind: str, work: Callable[..., T], *args: object) -> T:
+        """Work that waits for a tier, of a kind of `THREADS`."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads[kind], work, *args)
 
     def notify(self) -> None:
         """Something was let go. From any thread."""
@@ -187,7 +183,7 @@ class Hub:
         """Write what is left to write, and close every tier; one that hangs for so long is left as it is. Whether
         none did. Blocks: for a thread."""
         closed = self.far.close(wait_s)
-        for threads in (self._threads, self._patient):
+        for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
         self.arena.close()
         return closed

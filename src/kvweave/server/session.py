@@ -157,7 +157,7 @@ class Session:
     async def _lookup_far(self, opened: Opened, near: Flags, ask: say.Lookup) -> Answer:
         lacking, present = np.flatnonzero(~near), near.copy()
         keys = [opened.keys[i] for i in lacking.tolist()]
-        present[lacking], late = await self._hub.in_thread(self._hub.far.where, keys, Budget.of(ask.budget_s))
+        present[lacking], late = await self._hub.in_thread("read", self._hub.far.where, keys, Budget.of(ask.budget_s))
         position = opened.registered.position(_matrix(present, opened), opened.limit)
         return self._found(opened, ask, position, near, present, late=late)
 
@@ -196,7 +196,7 @@ class Session:
     async def _bring_far(self, opened: Opened, pieces: Pieces, lease: int, budget_s: float | None) -> Answer:
         near = self._arena.contains(opened.keys_at(pieces))
         wants = opened.wants_at(pieces[~near])
-        await self._hub.in_thread(self._hub.far.bring, wants, Budget.of(budget_s))
+        await self._hub.in_thread("read", self._hub.far.bring, wants, Budget.of(budget_s))
         return self._brought(opened, pieces, lease)
 
     def _brought(self, opened: Opened, pieces: Pieces, lease: int) -> Answer:
@@ -264,7 +264,7 @@ class Session:
     async def _keep(self, keys: Sequence[bytes], budget_s: float | None) -> Answer:
         """Queue for the farther tiers; a queue that is full makes its writers wait, for a while."""
         longest = max(lane.policy.deadline_s for lane in self._hub.far.lanes)
-        await self._hub.in_thread(self._hub.far.keep, keys, Budget.of(budget_s).within(longest))
+        await self._hub.in_thread("write", self._hub.far.keep, keys, Budget.of(budget_s).within(longest))
         return say.Done(len(keys))
 
     def _damaged(self, ask: say.Damaged) -> Awaitable[Answer]:
@@ -274,7 +274,7 @@ class Session:
     async def _forget_damaged(self, wants: Sequence[Want]) -> Answer:
         """A client may be wrong: it may have read a place that was somebody else's by then. Farther tiers are checked
         when they are read."""
-        damaged = await self._hub.in_thread(self._hub.far.forget_damaged, wants)
+        damaged = await self._hub.in_thread("read", self._hub.far.forget_damaged, wants)
         self._hub.counts["memory damaged"] += damaged
         return say.Done(damaged)
 
