@@ -14,7 +14,7 @@ import pytest
 import kvweave
 
 ROOT = Path(kvweave.__file__).parent
-CORE = ("errors", "units", "spec", "plan", "pool", "prefix", "table", "cache")
+CORE = ("errors", "units", "host_memory", "spec", "plan", "pool", "prefix", "table", "cache")
 EDGES = ("copying", "tensor", "transfer", "store", "server", "integrations", "sim", "cli")
 ORDER = (*CORE, *EDGES)
 DATA = {"examples"}

@@ -35,8 +35,12 @@
             +-- TierFull     its disk or server has no room, whatever its quota says
             +-- ReadOnly     it can be read, but not be written
             +-- Busy         another process owns its directory
+            +-- Unreadable   bytes that it holds cannot be read: lost, and removed
+            +-- PartlyRead   some of what it was asked for is unreadable; the rest is there
+            +-- Vanished     somebody removed its directory: it must be opened anew
         +-- ServerError      the daemon said no
-            +-- ServerGone   nobody answers at its socket, or not in time
+            +-- ServerGone   nobody answers at its socket
+                +-- ServerTimeout  it is there, but did not answer in time: slow, or frozen
             +-- Refused      it will not talk to this client: version, token, user
             +-- BadRequest   it cannot do what was asked: damaged, unknown, foreign, not on this kind of connection
             +-- OverLimit    more than one message, or one connection, may ask for
@@ -201,12 +205,32 @@ class Busy(TierError):
     """A tier's directory belongs to another process, which is running."""
 
 
+class Unreadable(TierError):
+    """Bytes that a tier holds cannot be read, and never will be."""
+
+
+class PartlyRead(TierError):
+    """Some of what a tier was asked for could not be read, and was removed; `answer` is what its reader gets."""
+
+    def __init__(self, message: str, answer: object) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+class Vanished(TierError):
+    """A tier's directory was removed, or is another one by now; it must be opened anew."""
+
+
 class ServerError(StoreError):
     """The daemon said no; nothing was changed."""
 
 
 class ServerGone(ServerError):
     """Nobody answers at the daemon's socket, or not in time."""
+
+
+class ServerTimeout(ServerGone):
+    """The daemon did not answer in time: it is slow, or frozen. The connection is kept; a late answer is dropped."""
 
 
 class Refused(ServerError):

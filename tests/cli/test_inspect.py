@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvweave.server import Client, RemoteStore
 from tests.cli.command import Kvweave
-from tests.server.models import POINTS, prompt, serving, settings, store, verify
+from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.store.models import truth
 
 
@@ -51,3 +52,16 @@ def test_nobody_there_is_one_line(kvweave: Kvweave, tmp_path: Path) -> None:
     run = kvweave("inspect", "--socket", str(tmp_path / "nobody"))
     assert (run.code, run.out, run.err.count("\n")) == (2, "", 1)
     assert "no daemon at" in run.err
+
+
+def test_names_of_clients_and_models_cannot_talk_to_a_terminal(kvweave: Kvweave, tmp_path: Path) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J[bold red]x"
+    with serving(settings(tmp_path)):
+        client = RemoteStore(SCHEMA, Client(tmp_path / "kv.sock", name=evil), model=evil)
+        client.lookup(prompt(0))
+        run = kvweave("inspect", "--socket", str(tmp_path / "kv.sock"))
+        assert run.code == 0
+        assert "\x1b" not in run.out
+        assert "\x07" not in run.out
+        assert "[bold red]x" in run.out
+        client.close()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvweave.errors import LeaseExpired
-from kvweave.server import Client, Daemon, RemoteStore
+from kvweave.server import Client, Daemon, Limits, RemoteStore
 from kvweave.server import protocol as say
 from kvweave.server.protocol import numbers, packed
 from kvweave.store import Row, Saved
@@ -141,7 +141,8 @@ def test_what_is_under_lease_is_never_evicted(tmp_path: Path) -> None:
 
 
 def test_a_read_after_the_lease_is_a_miss_and_never_wrong(tmp_path: Path) -> None:
-    with serving(settings(tmp_path, memory=2 * prompt_bytes(), lease_s=0.2)) as daemon:
+    half = Limits(lease_share=0.5)
+    with serving(settings(tmp_path, memory=2 * prompt_bytes(), lease_s=0.2, limits=half)) as daemon:
         reader, writer = store(tmp_path / "kv.sock"), store(tmp_path / "kv.sock")
         reader.save(prompt(0), truth, points=POINTS)
         hit = replace(reader.lookup(prompt(0)), until=float("inf"))  # a client that does not look at its watch
@@ -182,7 +183,7 @@ def test_many_lookups_of_a_prompt_hold_one_lease(tmp_path: Path) -> None:
 
 
 def test_a_client_that_is_stopped_past_its_lease_gives_back_what_it_held(tmp_path: Path) -> None:
-    with spawned(tmp_path / "kv.sock", "--memory", f"{2 * prompt_bytes()}", "--lease", "0.3"):
+    with spawned(tmp_path / "kv.sock", "--memory", f"{5 * prompt_bytes()}", "--lease", "0.3"):
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
@@ -197,12 +198,12 @@ def test_a_client_that_is_stopped_past_its_lease_gives_back_what_it_held(tmp_pat
         until(lambda: mine.report().expired >= 2)
         theirs = next(each for each in mine.report().clients if each.pid == child)
         assert (theirs.leases, theirs.leased_bytes, theirs.reserved_bytes) == (0, 0, 0)
-        for number in range(10, 16):  # all of the arena can be used
+        for number in range(10, 19):  # all of the arena can be used
             assert mine.save(prompt(number), truth, points=POINTS).dropped == 0
         os.kill(child, signal.SIGCONT)
         assert os.read(reading, 100) == b"(0, Saved(stored=0, present=0, dropped=16))"
         os.waitpid(child, 0)
-        for number in (14, 15):  # and what it wrote when it woke up was served to nobody
+        for number in (17, 18):  # and what it wrote when it woke up was served to nobody
             hit = mine.lookup(prompt(number))
             assert mine.load(hit, verify) <= hit.position
         mine.close()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvweave.errors import BadRequest, OverLimit, ServerGone
 from kvweave.server import Client, Daemon, Disk, Limits
 from kvweave.server import protocol as say
-from kvweave.server.protocol import DIGEST, VERSION, Failed, Message, frame, packed, read_answer
+from kvweave.server.protocol import DIGEST, ID_BYTES, VERSION, Failed, Message, frame, packed, read_answer
 from kvweave.server.registered import registration
 from kvweave.store import Quota
 from kvweave.store.blob import blob_bytes
@@ -52,10 +52,10 @@ def spoken(daemon: Daemon, *data: bytes, wait_s: float = 2.0) -> list[say.Answer
                 heard += piece
         except OSError:
             pass
-    answers = []
+    answers: list[say.Answer] = []
     while heard:
-        length = int.from_bytes(heard[:4], "little")
-        answers.append(read_answer(heard[4 : 4 + length]))
+        length, ids = int.from_bytes(heard[:4], "little"), ID_BYTES if answers else 0  # the first one has no id
+        answers.append(read_answer(heard[4 + ids : 4 + length]))
         heard = heard[4 + length :]
     return answers
 
@@ -82,7 +82,7 @@ def test_another_version_is_refused_by_name(daemon: Daemon) -> None:
 
 
 def test_a_version_with_other_fields_is_still_told_its_version(daemon: Daemon) -> None:
-    body = msgspec.msgpack.encode(["hello", 2, {"new": "shape"}])
+    body = msgspec.msgpack.encode(["hello", 1, {"old": "shape"}])
     (answer,) = spoken(daemon, struct.pack("<I", len(body)) + body)
     assert error(answer) == "Refused"
 
@@ -96,7 +96,7 @@ def test_nothing_is_answered_before_hello(daemon: Daemon) -> None:
 
 
 def test_a_second_hello_is_an_error_and_the_connection_goes_on(daemon: Daemon) -> None:
-    answers = spoken(daemon, frame(HELLO), frame(HELLO), frame(say.Ping()))
+    answers = spoken(daemon, frame(HELLO), frame(HELLO, 1), frame(say.Ping(), 2))
     assert isinstance(answers[0], say.Welcome)
     assert error(answers[1]) == "BadRequest"
     assert answers[2] == say.Done()
@@ -109,7 +109,7 @@ def test_an_oversized_message_is_answered_before_it_was_sent(daemon: Daemon) -> 
 
 
 def test_a_damaged_message_is_answered_and_the_connection_goes_on(daemon: Daemon) -> None:
-    answers = spoken(daemon, frame(HELLO), struct.pack("<I", 3) + b"\xc1\xff\x00", frame(say.Ping()))
+    answers = spoken(daemon, frame(HELLO), struct.pack("<I", 3) + b"\xc1\xff\x00", frame(say.Ping(), 1))
     assert error(answers[1]) == "BadRequest"
     assert answers[2] == say.Done()
 
@@ -227,7 +227,7 @@ def test_a_client_that_does_not_read_its_answers_holds_up_only_itself(daemon: Da
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(str(daemon.settings.socket))
         deaf.setblocking(False)
-        ping = frame(say.Stats()) * 1000
+        ping = frame(say.Stats(), 1) * 1000
         deaf.send(frame(HELLO))
         with pytest.raises(BlockingIOError):  # the daemon stops reading: as it should
             for _ in range(200):
@@ -302,7 +302,7 @@ def test_garbage_instead_of_hello_never_stops_the_daemon(daemon: Daemon, data: b
 @given(st.lists(st.binary(max_size=100), max_size=8))
 def test_garbage_in_frames_is_answered_each_time(daemon: Daemon, bodies: list[bytes]) -> None:
     frames = [struct.pack("<I", len(body)) + body for body in bodies]
-    answers = spoken(daemon, frame(HELLO), *frames, frame(say.Ping()))
+    answers = spoken(daemon, frame(HELLO), *frames, frame(say.Ping(), 1))
     assert len(answers) == len(bodies) + 2
     assert answers[-1] == say.Done()
     still_serves(daemon)
@@ -341,7 +341,7 @@ def test_any_order_of_any_messages_is_answered_one_by_one_and_leaves_nothing(
     daemon: Daemon, questions: list[Message]
 ) -> None:
     client = Client(daemon.settings.socket)
-    answers = client.exchange(questions)
+    answers = client.exchange(questions).answers
     assert len(answers) == len(questions)
     assert not any("bug" in answer.message for answer in answers if isinstance(answer, Failed))
     client.close()

@@ -17,8 +17,11 @@ from kvweave.server import protocol as say
 from kvweave.store import Cascade, DictTier, DiskTier, LanePolicy
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import ALL, Blob, Watch, Which
-from tests.server.models import POINTS, prompt, prompt_bytes, serving, settings, store, verify
+from tests.server.models import POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, store, verify
+from tests.server.test_leases import until
 from tests.store.models import truth
+from tests.store.test_jobs import SlowWrites
+from tests.store.test_unreadable import Sectors, place
 
 
 def disk(folder: Path) -> dict[str, Any]:
@@ -332,3 +335,49 @@ def test_as_many_blobs_as_a_tier_can_bring_together_are_asked_for_at_once(tmp_pa
         assert sum(tier.asked) == daemon.report().tiers[1].hits
         assert len(tier.asked) == 1
         client.close()
+
+
+def test_one_unreadable_sector_of_the_disk_costs_its_chunk_and_is_stored_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sectors = Sectors(monkeypatch)
+    with serving(settings(tmp_path, **disk(tmp_path))) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        dropped_from_memory(daemon, client)
+        tier = daemon.hub.far.lanes[0].tier._tier  # type: ignore[attr-defined]
+        row = next(number for number, row in enumerate(SCHEMA.rows) if row.tag == "full")
+        broken = place(tier, prompt().keys(SCHEMA.ids)[2 * len(SCHEMA.rows) + row])
+        sectors.bad = lambda start, end: start <= broken < end
+        assert client.load(client.lookup(prompt()), verify) == 512
+        assert client.save(prompt(), truth, points=POINTS).stored == 1
+        dropped_from_memory(daemon, client)
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        assert daemon.report().tiers[1].damaged == 1
+        client.close()
+
+
+def test_writers_that_wait_for_a_tier_take_no_readers_place(tmp_path: Path) -> None:
+    tier = SlowWrites()
+    policy = LanePolicy(write="back", queue_jobs=1, deadline_s=20)
+    with serving(settings(tmp_path, memory=64 << 20), Cascade((tier, policy))) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(0), truth, points=POINTS)
+        dropped_from_memory(daemon, client)
+        tier.go.clear()
+        writers = [store(tmp_path / "kv.sock", workers=1) for _ in range(24)]
+        saves = [
+            threading.Thread(target=writer.save, args=(prompt(1 + number), truth), kwargs={"points": [256]})
+            for number, writer in enumerate(writers)
+        ]
+        for save in saves:
+            save.start()
+        until(lambda: daemon.hub._threads["write"]._work_queue.qsize() > 0)
+        began = time.monotonic()
+        assert client.load(client.lookup(prompt(0)), verify) == 1024
+        assert time.monotonic() - began < 10
+        tier.go.set()
+        for save in saves:
+            save.join()
+        for each in (*writers, client):
+            each.close()

@@ -13,7 +13,7 @@ import pytest
 from kvweave.errors import ConfigError, TierError, TierFull
 from kvweave.store import Cascade, LanePolicy, MemoryTier, Store, Tier
 from tests.store.contract import KeepingContract, TierContract, got, key, put, value
-from tests.store.faults import SCHEMA, FaultContract, payload, saved, verify
+from tests.store.faults import SCHEMA, FaultContract, keys_of, payload, saved, verify
 from tests.store.servers import Redis, RedisCluster, wait_until
 
 pytestmark = pytest.mark.slow
@@ -274,3 +274,17 @@ def test_values_may_expire(server: Redis) -> None:
     assert tier.contains([key(1)]).all()
     time.sleep(1.2)
     assert not tier.contains([key(1)]).any()
+
+
+def test_a_key_of_another_type_costs_its_chunk_and_is_stored_anew(server: Redis) -> None:
+    store, prompt = saved(RedisTier(server.url))
+    broken = keys_of(prompt, "full", 2)[0]
+    client = redis.Redis.from_url(server.url)
+    client.delete(b"kvweave:" + broken)
+    client.lpush(b"kvweave:" + broken, b"somebody else's")
+    assert store.load(store.lookup(prompt), verify) == 512
+    assert store.stats().tiers[0].damaged == 1
+    assert store.save(prompt, payload, points=[512, 1024]).stored == 1
+    assert store.load(store.lookup(prompt), verify) == 1024
+    client.close()
+    store.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvweave.cli.daemon import Connect, Json, Socket, TlsCa, TokenFile, connected
-from kvweave.cli.table import console, plain_table
+from kvweave.cli.table import console, plain_table, plain_text
 from kvweave.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
@@ -106,5 +106,5 @@ def _print(cleared: Cleared) -> None:
     table.add_column("cleared", justify="right", no_wrap=True)
     table.add_column("state")
     for tier in cleared.tiers:
-        table.add_row(tier.name, f"{tier.entries:,}", tier.trouble or "done")
+        table.add_row(plain_text(tier.name), f"{tier.entries:,}", plain_text(tier.trouble or "done"))
     console().print(table)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvweave.cli.daemon import Connect, Json, Socket, TlsCa, TokenFile, connected
-from kvweave.cli.table import console, plain_table
+from kvweave.cli.table import console, plain_table, plain_text
 from kvweave.cli.words import count, size_words
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def _tiers(report: Report) -> Table:
         sizes = ("-" if number is None else size_words(number) for number in (tier.used_bytes, tier.capacity_bytes))
         numbers = (lane.hits, lane.misses, lane.stored, lane.dropped + tier.refused, lane.damaged, tier.evicted)
         entries = "-" if tier.entries is None else f"{tier.entries:,}"
-        table.add_row(tier.name, entries, *sizes, *(f"{number:,}" for number in numbers), _state(lane))
+        counted = (f"{number:,}" for number in numbers)
+        table.add_row(plain_text(tier.name), entries, *sizes, *counted, plain_text(_state(lane)))
     return table
 
 
@@ -100,14 +101,15 @@ def _models(report: Report, description: Description) -> Table:
             name, *numbers = next(firsts, ("", "", ""))
             chunk = f"{size_words(group.chunk_bytes)} / {model.chunk_tokens}"
             parts = f"{len(group.rows)}"
-            table.add_row(name, group.tag, group.reach, f"{len(group.layers)}", parts, chunk, *numbers)
+            words = (plain_text(name), plain_text(group.tag), plain_text(group.reach))
+            table.add_row(*words, f"{len(group.layers)}", parts, chunk, *numbers)
     return table
 
 
 def _prefixes(report: Report) -> Table:
     table = _table("prefix", "model", "tokens", "uses", left=2)
     for prefix in report.prefixes[:10]:
-        table.add_row(prefix.digest, prefix.model or "-", f"{prefix.tokens:,}", f"{prefix.uses:,}")
+        table.add_row(prefix.digest, plain_text(prefix.model or "-"), f"{prefix.tokens:,}", f"{prefix.uses:,}")
     return table
 
 
@@ -118,7 +120,7 @@ def _clients(report: Report) -> Table:
         numbers = (client.requests, client.sequences, client.leases)
         who = (f"{client.pid}", f"{client.uid}") if client.pid else ("-", "-")  # over TCP nobody knows
         table.add_row(
-            client.name or "-", *who, _time(client.connected_s),
+            plain_text(client.name or "-"), *who, _time(client.connected_s),
             *(f"{number:,}" for number in numbers), *sizes,
         )  # fmt: skip
     return table

@@ -43,6 +43,13 @@ def plain_table() -> Table:
     return Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
 
 
+def plain_text(text: str) -> Text:
+    """What clients and servers called something: not to be obeyed by a terminal, nor read as markup."""
+    from kvweave.server.report import printable  # noqa: PLC0415 - an extra
+
+    return Text(printable(text))
+
+
 def print_plan(answer: Answer, with_explain: bool = False) -> None:
     out = console()
     out.print(Text(title_words(answer), style="bold"))

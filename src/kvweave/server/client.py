@@ -1,48 +1,53 @@
-"""A client's connection: questions out, answers in, and the daemon's arena mapped. Blocking; made anew when lost."""
+"""A client of a daemon: questions out, answers in, and the daemon's arena mapped. Blocking; connected anew when lost.
+
+Whatever the daemon does, a call ends when its time is over. A daemon that is frozen is left alone at once, and taken up
+again when it shows a sign of life. A process that was forked has a connection of its own from then on.
+"""
 
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
 import msgspec
-import numpy as np
 
-from kvweave.errors import BadRequest, ServerError, ServerGone
+from kvweave.errors import ServerError, ServerGone, ServerTimeout
 from kvweave.server import protocol as say
-from kvweave.server.dma import Registration, device_in_use
-from kvweave.server.protocol import DIGEST, ERRORS, LENGTH_BYTES, MESSAGE_BYTES, VERSION, Answer, Message, frame
+from kvweave.server.channel import Channel, Welcomed
+from kvweave.server.heartbeat import Pulse
+from kvweave.server.mapping import Mapped, map_arena, nothing_mapped
+from kvweave.server.peer import check_server
+from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Answer, Message
+from kvweave.store.forking import tell_after_fork
 from kvweave.store.keys import Bytes
 
 A = TypeVar("A", bound=Message)
-POPULATE_WRITE = 23
-"""madvise: make the page tables now, not at the first touch of every page."""
-WARM_BYTES = 8 << 20
+Questions = Sequence[Message] | Callable[[], Sequence[Message]]
+HELLO_S = 2.0
+"""How long a daemon that is there takes at most to say its first word."""
 
 
-class Mapped(NamedTuple):
-    """What a connection brought: its number, what the daemon said, and its arena, perhaps registered for DMA."""
+class Replies(NamedTuple):
+    """Answers, and the number of the connection that they came over."""
 
+    answers: list[Answer]
     generation: int
-    welcome: say.Welcome
-    arena: Bytes
-    dma: Registration
 
 
 class Client:
     """A daemon at `address`: the path of its Unix socket, or `HOST:PORT` (with `token`; no arena then).
 
-    Many threads may ask; one question is under way at a time. When the daemon is gone, `ServerGone` comes at once for
-    `cool_s`, then it is tried again. What it holds is lost with the connection, and `generation` is another one.
+    Many threads may ask; one question is under way at a time, and the others' time runs while they wait. When the
+    daemon is gone, `ServerGone` comes at once for `cool_s`, then it is tried again. What it holds is lost with the
+    connection, and `generation` is another one.
     """
 
     def __init__(
@@ -59,46 +64,66 @@ class Client:
         self._address, self._name, self._token, self._tls = address, name, token, tls
         self._timeout_s, self._cool_s, self._with_arena = timeout_s, cool_s, arena
         self._lock, self._numbers = threading.RLock(), itertools.count(1)
-        self._socket: socket.socket | None = None
+        self._channel: Channel | None = None
         self._retry_at = 0.0
-        self._buffer = bytearray()
-        nothing = np.empty(0, np.uint8)
-        self._mapped = Mapped(0, say.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0), nothing, Registration(nothing))
+        self._to_undo: list[Message] = []
+        self._mapped = nothing_mapped()
+        tell_after_fork(self)
         with self._lock:
-            self._connect()
+            self._connect(time.monotonic() + timeout_s)
 
     # ---- asking
 
     def ask(self, question: Message, answer: type[A], timeout_s: float | None = None) -> A:
         """The answer; an error of the daemon's is raised here."""
-        return self.check(self.exchange([question], timeout_s)[0], answer)
+        return self.check(self.exchange([question], timeout_s).answers[0], answer)
 
-    def exchange(self, questions: Sequence[Message], timeout_s: float | None = None) -> list[Answer]:
+    def exchange(self, questions: Questions, timeout_s: float | None = None) -> Replies:
         """Several questions in one round trip. `Failed` is an answer like others.
 
-        A connection that turns out to have ended is made anew, once: what it held is gone, and `generation` says so.
+        Questions that depend on the connection are made by a function, which is called when there is one. A connection
+        that turns out to have ended is made anew, once: what it held is gone, and `generation` says so.
         """
-        with self._lock:
-            if self._socket is not None:
-                with suppress(ConnectionError):
-                    return self._exchange(questions, timeout_s)
-                self._hang_up()
-            self._connect()
+        until = time.monotonic() + (self._timeout_s if timeout_s is None else max(0.0, timeout_s))
+        try:
+            if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                raise ServerTimeout(f"{self._address}: another thread's question is still under way")
+            fresh = self._channel is None
+            channel = self._channel or self._connect(until)
             try:
-                return self._exchange(questions, timeout_s)
+                return self._asked(channel, questions, until)
+            except ConnectionError as error:
+                if fresh:
+                    self._lose(error)
+            try:
+                return self._asked(self._connect(until), questions, until)
             except ConnectionError as error:
                 self._lose(error)
+        finally:  # an interrupt may have come before anybody could note that the lock is ours
+            if self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock.release()
 
-    def _exchange(self, questions: Sequence[Message], timeout_s: float | None) -> list[Answer]:
-        assert self._socket is not None
+    def _asked(self, channel: Channel, questions: Questions, until: float) -> Replies:
+        made: Sequence[Message] = ()
         try:
-            self._socket.settimeout(self._timeout_s if timeout_s is None else timeout_s)
-            self._socket.sendall(b"".join(map(frame, questions)))
-            return [self._receive() for _ in questions]
-        except ConnectionError:
+            channel.check()
+            made = questions() if callable(questions) else questions
+            undoing, self._to_undo = self._to_undo, []
+            requests = channel.send([*undoing, *made], until)[len(undoing) :]
+            return Replies(channel.receive(requests, until), self.generation)
+        except ServerTimeout:
+            self._to_undo += [message for question in made if (message := say.undo(question))]
+            if channel.is_closed:
+                self._hang_up()
             raise
-        except (OSError, msgspec.MsgspecError, ServerError) as error:
+        except (OSError, msgspec.MsgspecError) as error:
+            self._hang_up()
+            if isinstance(error, ConnectionError):
+                raise
             self._lose(error)
+        except BaseException:  # what was sent, and what of it was answered, nobody knows
+            self._hang_up()
+            raise
 
     @staticmethod
     def check(answer: Answer, kind: type[A]) -> A:
@@ -109,80 +134,73 @@ class Client:
             raise ServerError(f"{kind.__name__} expected, the daemon answered {type(answer).__name__}")
         return answer
 
-    def _receive(self) -> Answer:
-        length = int.from_bytes(self._take(LENGTH_BYTES), "little")
-        if length > MESSAGE_BYTES:
-            raise ServerError(f"an answer of {length} bytes: this is no daemon of ours")
-        answer: Answer = say.read_answer(self._take(length))
-        return answer
-
-    def _take(self, count: int) -> bytes:
-        assert self._socket is not None
-        while len(self._buffer) < count:
-            piece = self._socket.recv(1 << 16)
-            if not piece:
-                raise ConnectionResetError("the daemon closed the connection")
-            self._buffer += piece
-        taken = bytes(self._buffer[:count])
-        del self._buffer[:count]
-        return taken
-
     def number(self) -> int:
         """One that was not used yet on any connection of this client."""
         return next(self._numbers)
 
-    def again(self) -> Client:
-        """Another connection to the same daemon."""
+    def again(self, *, arena: bool, timeout_s: float | None = None) -> Client:
+        """Another connection to the same daemon, which may take so long."""
+        if channel := self._channel:
+            with suppress(ConnectionError):
+                channel.check()
         return Client(
-            self._address, name=self._name, token=self._token, tls=self._tls, timeout_s=self._timeout_s,
-            cool_s=self._cool_s, arena=self._with_arena,
+            self._address, name=self._name, token=self._token, tls=self._tls, cool_s=self._cool_s,
+            arena=arena, timeout_s=self._timeout_s if timeout_s is None else max(0.0, timeout_s),
         )  # fmt: skip
 
     # ---- connecting
 
-    def _connect(self) -> None:
+    def _connect(self, until: float) -> Channel:
         if time.monotonic() < self._retry_at:
             raise ServerGone(f"no daemon at {self._address}, as of {self._cool_s} s ago")
+        until = min(until, time.monotonic() + HELLO_S)
         try:
-            self._socket = self._open()
-            self._socket.settimeout(self._timeout_s)
-            self._hello()
-        except (OSError, msgspec.MsgspecError) as error:
+            channel = Channel(self._open(max(0.001, until - time.monotonic())))
+        except OSError as error:
             self._lose(error)
-        except ServerError:
-            self._hang_up()
+        try:
+            self._hello(channel, until)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, OSError | msgspec.MsgspecError | ServerTimeout):
+                self._lose(error)
             raise
+        self._channel = channel
+        self._to_undo.clear()
+        return channel
 
-    def _open(self) -> socket.socket:
+    def _open(self, timeout_s: float) -> socket.socket:
         host, colon, port = str(self._address).rpartition(":")
         if isinstance(self._address, Path) or not colon or not port.isdecimal():
             here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            here.settimeout(self._timeout_s)
-            here.connect(str(self._address))
+            try:
+                here.settimeout(timeout_s)
+                here.connect(str(self._address))
+                check_server(here, Path(self._address))
+            except BaseException:
+                here.close()
+                raise
             return here
-        there = socket.create_connection((host.strip("[]"), int(port)), self._timeout_s)
+        there = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return self._tls.wrap_socket(there, server_hostname=host) if self._tls else there
 
-    def _hello(self) -> None:
-        assert self._socket is not None
-        local = self._socket.family == socket.AF_UNIX
-        hello = say.Hello(VERSION, DIGEST, self._name, self._token, self._with_arena and local)
-        self._buffer.clear()
-        self._socket.sendall(frame(hello))
-        if not hello.arena:
-            welcome = self.check(self._receive(), say.Welcome)
-            self._mapped = self._mapped._replace(generation=self.generation + 1, welcome=welcome)
-            return
-        data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
-        self._buffer += data
+    def _hello(self, channel: Channel, until: float) -> None:
+        hello = say.Hello(VERSION, DIGEST, self._name, self._token, self._with_arena and channel.is_local)
+        welcomed = channel.greet(hello, until)
+        mapped = self._mapped._replace(generation=self.generation + 1, welcome=welcomed.welcome)
+        self._mapped = self._map(channel, mapped, welcomed) if welcomed.descriptors else mapped
+
+    def _map(self, channel: Channel, mapped: Mapped, welcomed: Welcomed) -> Mapped:
+        """Map what the daemon handed over; the arena of a daemon that is still the same is mapped already."""
+        arena, heartbeat = welcomed.descriptors
         try:
-            welcome = self.check(self._receive(), say.Welcome)
-            if not descriptors:
-                raise BadRequest("the daemon sent no arena")
-            self._mapped = Mapped(self.generation + 1, welcome, *_map(descriptors[0], welcome.arena_bytes))
+            channel.pulse = Pulse(heartbeat)
+            if self.arena.nbytes and welcomed.welcome.boot == self.welcome.boot and not mapped.dma.is_closed:
+                return mapped
+            return map_arena(mapped, arena)
         finally:
-            for descriptor in descriptors:
+            for descriptor in welcomed.descriptors:
                 os.close(descriptor)
 
     @property
@@ -214,47 +232,33 @@ class Client:
 
     # ---- the end
 
-    def _lose(self, error: Exception) -> NoReturn:
+    def _lose(self, error: BaseException) -> NoReturn:
         self._hang_up()
         self._retry_at = time.monotonic() + self._cool_s
         words = "did not answer in time" if isinstance(error, TimeoutError) else str(error)
         raise ServerGone(f"no daemon at {self._address}: {words}") from error
 
     def _hang_up(self) -> None:
-        with self._lock:
-            if self._socket:
-                self._socket.close()
-                self._socket = None
+        """What was held is not any more, so whatever refers to this connection is of an earlier one from now on."""
+        if self._channel:
+            self._channel.close()
+            self._channel = None
+            self._mapped = self._mapped._replace(generation=self.generation + 1)
 
     def close(self) -> None:
         """Give back everything that is held. It may be asked again, over a new connection."""
-        self._hang_up()
+        with self._lock:
+            self._hang_up()
         self._mapped.dma.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: the connection, and what is held over it, are the parent's."""
+        self._lock, self._to_undo = threading.RLock(), []
+        self._hang_up()
+        self._mapped.dma.disown()
 
     def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _map(descriptor: int, num_bytes: int) -> tuple[Bytes, Registration]:
-    memory = mmap.mmap(descriptor, num_bytes)
-    arena = np.frombuffer(memory, np.uint8)
-    dma = Registration(arena)
-    threading.Thread(target=_warm, args=(memory, dma, device_in_use()), name="kvweave-warm", daemon=True).start()
-    return arena, dma
-
-
-def _warm(memory: mmap.mmap, dma: Registration, device: int | None) -> None:
-    _populate(memory)
-    if device is not None:
-        dma.register(device)
-
-
-def _populate(memory: mmap.mmap) -> None:
-    for start in range(0, len(memory), WARM_BYTES):
-        try:
-            memory.madvise(POPULATE_WRITE, start, min(WARM_BYTES, len(memory) - start))
-        except OSError:  # an older kernel: then pages come one by one
-            return

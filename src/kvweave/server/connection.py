@@ -11,9 +11,8 @@ import hmac
 import logging
 import os
 import socket
-import struct
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -22,12 +21,24 @@ from kvweave.errors import BadRequest, KVWeaveError, OverLimit, Refused, ServerE
 from kvweave.server import protocol as say
 from kvweave.server.hub import Hub
 from kvweave.server.incoming import Frames, Pace, read_hello
-from kvweave.server.protocol import ERRORS, LENGTH_BYTES, MESSAGE_BYTES, VERSION, Answer, Message, frame
-from kvweave.server.report import ClientReport, Report
+from kvweave.server.peer import credentials
+from kvweave.server.protocol import (
+    ERRORS,
+    ID_BYTES,
+    LENGTH_BYTES,
+    MESSAGE_BYTES,
+    VERSION,
+    Answer,
+    Message,
+    frame,
+    request_id,
+)
+from kvweave.server.report import ClientReport, Report, printable
 from kvweave.server.session import Handler, Session
 
 log = logging.getLogger("kvweave.server")
-HELLO_S = 10.0
+HELLO_S, REFUSAL_S = 10.0, 1.0
+"""For its first message; for one to which the answer will be no."""
 AT_ONCE = 64
 """Questions of one connection that are answered before the others have their turn."""
 
@@ -39,7 +50,7 @@ class Owner(Protocol):
     token: str | None
 
     def joined(self, connection: Connection) -> None:
-        """Raises `Refused`."""
+        """Raises `ServerError`, which it is to be told; `ConnectionRefusedError` if not even that."""
         ...
 
     def left(self, connection: Connection) -> None: ...
@@ -48,10 +59,10 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """A client's end at the daemon. `local`: it came by the Unix socket."""
+    """A client's end at the daemon. One that came over TCP is told whom to call at its end."""
 
-    def __init__(self, owner: Owner, *, local: bool) -> None:
-        self._owner, self._hub, self._local = owner, owner.hub, local
+    def __init__(self, owner: Owner, ended: Callable[[], None] | None = None) -> None:
+        self._owner, self._hub, self._local, self._ended = owner, owner.hub, ended is None, ended
         self._session = Session(owner.hub)
         self._handlers: dict[type, Handler] = {}
         self._frames, self._pace = Frames(), Pace(owner.hub.settings.limits.requests_per_s)
@@ -68,17 +79,19 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         if self._local:
-            peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            self._pid, self._uid, _ = struct.unpack("iii", peer)
+            self._pid, self._uid = credentials(transport.get_extra_info("socket"))
         try:
             self._owner.joined(self)
         except ServerError as error:
             self._refusal = error  # said in answer to its hello
-        asyncio.get_running_loop().call_later(HELLO_S, self._check_hello)
+        except ConnectionRefusedError:
+            transport.abort()
+            return
+        asyncio.get_running_loop().call_later(REFUSAL_S if self._refusal else HELLO_S, self._check_hello)
 
     def _check_hello(self) -> None:
         if not self._handlers and self._transport:
-            self._transport.close()
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._frames.add(data)
@@ -93,7 +106,7 @@ class Connection(asyncio.Protocol):
             try:
                 message = self._frames.next()
             except OverLimit as error:
-                self._fail(error, end=True)
+                self._fail(error, 0 if self._handlers else None, end=True)
                 return
             if message is None:
                 return
@@ -107,15 +120,16 @@ class Connection(asyncio.Protocol):
     def _take(self, message: bytes) -> None:
         self._requests += 1
         self._hub.counts["requests"] += 1
+        request = request_id(message) if self._handlers else None
         try:
             answer = self._answer(message)
         except Exception as error:
-            self._fail(error, end=not self._handlers)
+            self._fail(error, request, end=not self._handlers)
             return
         if isinstance(answer, Awaitable):
-            self._wait(self._later(answer))
+            self._wait(self._later(answer, request))
         elif answer is not None:
-            self._send(answer)
+            self._send(answer, request)
 
     def _answer(self, message: bytes) -> Answer | Awaitable[Answer] | None:
         if self._refusal:
@@ -124,7 +138,7 @@ class Connection(asyncio.Protocol):
             self._hello(read_hello(message))
             return None
         try:
-            question = say.read_question(message)
+            question = say.read_question(memoryview(message)[ID_BYTES:])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f"no message of ours: {error}") from None
         handler = self._handlers.get(type(question))
@@ -135,11 +149,11 @@ class Connection(asyncio.Protocol):
             raise BadRequest(f"{type(question).__name__}: {why}")
         return handler(question)
 
-    async def _later(self, answer: Awaitable[Answer]) -> None:
+    async def _later(self, answer: Awaitable[Answer], request: int | None) -> None:
         try:
-            self._send(await answer)
+            self._send(await answer, request)
         except Exception as error:
-            self._fail(error)
+            self._fail(error, request)
 
     def _wait(self, work: Awaitable[None]) -> None:
         """Read nothing more until it is done."""
@@ -163,7 +177,7 @@ class Connection(asyncio.Protocol):
         token = self._owner.token
         if not self._local and not (token and hmac.compare_digest(hello.token.encode(), token.encode())):
             raise Refused("wrong token; the daemon's is in its --token-file")
-        self._name = hello.name
+        self._name = printable(hello.name)
         self._handlers = {
             say.Ping: lambda _: say.Done(),
             say.Stats: lambda _: say.Stated(self._owner.report()),
@@ -183,42 +197,48 @@ class Connection(asyncio.Protocol):
             VERSION, self._hub.boot, arena.num_bytes, settings.lease_s, most, limits.sequences, limits.keys
         )
         if not with_arena or self._transport is None:
-            self._send(answer)
+            self._send(answer, None)
             return
         # the transport knows no descriptors; nothing was written to it yet, so this is the first to go
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as direct:
-            socket.send_fds(direct, [frame(answer)], [arena.fd])
+            socket.send_fds(direct, [frame(answer)], [arena.fd, self._hub.heartbeat.fd])
 
     async def _clear(self, ask: say.Clear) -> Answer:
         wait_s = max(0.0, min(ask.wait_s, 3600.0))
-        cleared = say.Cleared(await self._hub.in_thread(self._hub.clear, ask.tenant, ask.model, wait_s))
+        cleared = say.Cleared(await self._hub.in_thread("flush", self._hub.clear, ask.tenant, ask.model, wait_s))
+        self._hub.forget_uses(ask.tenant, ask.model)
         log.info("cleared %d entries for %s", cleared.entries, self.words)
         for name, trouble in cleared.kept_by.items():
             log.warning("not all of %s is cleared: %s", name, trouble)
         return cleared
 
     async def _flush(self, ask: say.Flush) -> Answer:
-        done = await self._hub.in_thread(self._hub.far.flush, max(0.0, min(ask.wait_s, 3600.0)))
+        done = await self._hub.in_thread("flush", self._hub.far.flush, max(0.0, min(ask.wait_s, 3600.0)))
         return say.Done(int(done))
 
     # ---- answers
 
-    def _send(self, answer: Message) -> None:
-        data = frame(answer)
+    def _send(self, answer: Message, request: int | None) -> None:
+        data = frame(answer, request)
         if len(data) > LENGTH_BYTES + MESSAGE_BYTES:
-            data = frame(say.Failed(OverLimit.__name__, f"an answer of {len(data)} bytes, {MESSAGE_BYTES} at most"))
+            words = f"an answer of {len(data)} bytes, {MESSAGE_BYTES} at most"
+            data = frame(say.Failed(OverLimit.__name__, words), request)
         if self._transport and not self._transport.is_closing():
             self._transport.write(data)
 
-    def _fail(self, error: Exception, *, end: bool = False) -> None:
+    def _fail(self, error: Exception, request: int | None, *, end: bool = False) -> None:
+        if isinstance(error, ConnectionError):  # it hung up before its answer
+            log.debug("%s: %s", self.words, error)
+            self.close()
+            return
         self._hub.counts["failures"] += 1
         if isinstance(error, KVWeaveError):
             name = type(error).__name__ if type(error).__name__ in ERRORS else ServerError.__name__
             log.debug("%s: %s: %s", self.words, name, error)
-            self._send(say.Failed(name, str(error)))
+            self._send(say.Failed(name, str(error)), request)
         else:
             log.error("%s: a bug of ours", self.words, exc_info=error)
-            self._send(say.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"))
+            self._send(say.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"), request)
         if end and self._transport:
             self._transport.close()
 
@@ -242,6 +262,8 @@ class Connection(asyncio.Protocol):
             self._task.cancel()
         self._hub.counts["returned"] += self._session.give_back()
         self._owner.left(self)
+        if self._ended:
+            self._ended()
 
     def close(self) -> None:
         if self._transport:

@@ -10,13 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
 
-import numpy as np
-
+from kvweave.server.writing import Job, Writing, write
 from kvweave.store import Row, Schema, Source, sums
-from kvweave.store.blob import Check, header_bytes, sealed
+from kvweave.store.blob import Check
 from kvweave.store.files import aligned
+from kvweave.store.forking import tell_after_fork
 from kvweave.store.keys import Bytes
 from kvweave.store.pages import Filling
 
@@ -25,25 +24,6 @@ Target = Callable[[Row, int], Bytes]
 Finish = Callable[[], bool]
 THREADED_BYTES = 1 << 20
 """Smaller blobs are not worth a thread's turn."""
-
-
-class Job(NamedTuple):
-    """A blob of the arena: where it lies, and what it must be."""
-
-    place: Bytes
-    row: Row
-    chunk: int
-    key: bytes
-
-
-def write(place: Bytes, row: Row, chunk: int, key: bytes, payload: Bytes, until: float) -> bool:
-    """Seal a payload where it shall lie; False if that took so long that the place may be somebody else's by now."""
-    head = header_bytes(row)
-    payload_sum = sums.copy(place[head:], payload.reshape(-1).view(np.uint8), until)
-    if payload_sum is None:  # what the arena holds there by now may be somebody else's doing
-        return False
-    place[:head] = np.frombuffer(sealed(row, chunk, key, payload_sum), np.uint8)
-    return True
 
 
 def read(place: Bytes, row: Row, chunk: int, key: bytes, payload: Bytes) -> bool:
@@ -64,6 +44,7 @@ class Copier:
         self._largest = max(row.payload_bytes for row in schema.rows)
         self._scratch: deque[Bytes] = deque()
         self._pool = ThreadPoolExecutor(self.workers, "kvweave-copy")
+        tell_after_fork(self)
 
     def reads(self, jobs: Iterable[Job], target: Target | None) -> Iterator[tuple[Job, Bytes | None]]:
         """Payloads of those that are whole, None for the others; a few are on their way at a time.
@@ -92,17 +73,24 @@ class Copier:
 
     def writes(self, jobs: Iterable[Job], source: Source, until: float) -> bool:
         """Whether all were written in time. When `source` raises, nothing is being written any more."""
+        if not isinstance(source, Filling):
+            return self._write_given(jobs, source, until)
         flying: list[Finish] = []
         try:
             for job in jobs:
-                if isinstance(source, Filling):
-                    work = partial(self._write_filled, job, source, until)
-                else:
-                    work = partial(write, *job, _checked(job.row, source(job.row, job.chunk)), until)
-                flying.append(self._run(job.row, work))
+                flying.append(self._run(job.row, partial(self._write_filled, job, source, until)))
         finally:
             fine = [finish() for finish in flying]
         return all(fine)
+
+    def _write_given(self, jobs: Iterable[Job], source: Source, until: float) -> bool:
+        writing = Writing(source, until, 2 * self.workers)
+        try:
+            for job in jobs:
+                writing.add(job, self._pool if self._is_large(job.row) else None)
+        finally:
+            writing.finish()
+        return writing.fine
 
     def _write_filled(self, job: Job, source: Filling, until: float) -> bool:
         memory = self._memory()
@@ -121,16 +109,17 @@ class Copier:
 
     def _run(self, row: Row, work: Finish) -> Finish:
         """Start; what is returned waits for the end of it."""
-        if row.payload_bytes >= THREADED_BYTES and self.workers > 1:
+        if self._is_large(row):
             return self._pool.submit(work).result
         done = work()
         return lambda: done
 
+    def _is_large(self, row: Row) -> bool:
+        return row.payload_bytes >= THREADED_BYTES and self.workers > 1
+
+    def after_fork(self) -> None:
+        """In a forked child, which has none of the threads."""
+        self._pool, self._scratch = ThreadPoolExecutor(self.workers, "kvweave-copy"), deque()
+
     def close(self) -> None:
         self._pool.shutdown()
-
-
-def _checked(row: Row, payload: Bytes) -> Bytes:
-    if payload.nbytes != row.payload_bytes:
-        raise ValueError(f"row {row.tag!r}: payload has {payload.nbytes} bytes, {row.payload_bytes} expected")
-    return payload

@@ -8,25 +8,30 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from kvweave.errors import Busy, ConfigError, OverLimit, Refused
+from kvweave.errors import Busy, ConfigError, OverLimit, Refused, ServerError
 from kvweave.server.connection import Connection
 from kvweave.server.http import HttpPage
 from kvweave.server.hub import Hub
+from kvweave.server.listener import Listener
 from kvweave.server.metrics import metrics
 from kvweave.server.report import Report
-from kvweave.server.settings import Settings, address
+from kvweave.server.settings import Disk, Settings, address
 from kvweave.server.shared import SharedArena
 from kvweave.store import Cascade, DiskTier, LanePolicy, Tier
 from kvweave.store.batches import BATCH_BYTES
 from kvweave.store.files import Lock
+from kvweave.store.reopening import ReopeningTier
 from kvweave.units import format_bytes
 
 log = logging.getLogger("kvweave.server")
+HTTP_AT_ONCE = 32
+REFUSED_AT_ONCE = 64
 EXTRAS = "pip install 'kvweave[redis]', 'kvweave[object]' or 'kvweave[mooncake]'"
 
 
@@ -46,8 +51,12 @@ class Daemon:
             self._lock.release()
             raise
         self._connections: set[Connection] = set()
-        self._servers: list[asyncio.Server] = []
+        self._unix: asyncio.Server | None = None
+        self._listeners: list[Listener] = []
+        self._refused: set[Connection] = set()
         self._sweeper: asyncio.Task[None] | None = None
+        self.is_stuck = False
+        """After the stop: some tier hung, and its threads with it."""
 
     async def __aenter__(self) -> Daemon:
         loop = asyncio.get_running_loop()
@@ -68,26 +77,24 @@ class Daemon:
         settings = self.settings
         settings.socket.unlink(missing_ok=True)  # the lock is ours, so whoever bound it is dead
         with _umask(0o177):
-            here = await loop.create_unix_server(self._connection(local=True), str(settings.socket))
-        self._servers.append(here)
+            self._unix = await loop.create_unix_server(lambda: Connection(self), str(settings.socket))
         if settings.group:
             os.chown(settings.socket, -1, _group(settings.group))
             settings.socket.chmod(0o660)
         if settings.listen:
-            host, port = address(settings.listen)
-            there = await loop.create_server(self._connection(local=False), host, port, ssl=_tls(settings))
-            self._servers.append(there)
+            there = Listener(lambda ended: Connection(self, ended), settings.limits.connections, _tls(settings))
+            await self._listen_at(settings.listen, there)
         if settings.http:
-            host, port = address(settings.http)
-            self._servers.append(await loop.create_server(lambda: HttpPage(self._page), host, port))
+            await self._listen_at(settings.http, Listener(lambda ended: HttpPage(self._page, ended), HTTP_AT_ONCE))
 
-    def _connection(self, *, local: bool) -> Callable[[], Connection]:
-        return lambda: Connection(self, local=local)
+    async def _listen_at(self, place: str, listener: Listener) -> None:
+        self._listeners.append(listener)
+        await listener.start(*address(place))
 
     @property
     def ports(self) -> list[int]:
         """Of the TCP sockets, in the order of settings: `listen`, `http`."""
-        return [server.sockets[0].getsockname()[1] for server in self._servers[1:]]
+        return [listener.port for listener in self._listeners]
 
     async def _sweep(self) -> None:
         while True:
@@ -98,15 +105,27 @@ class Daemon:
     # ---- connections
 
     def joined(self, connection: Connection) -> None:
+        refusal = self._refusal(connection)
+        if refusal is None:
+            self._connections.add(connection)
+            return
+        if len(self._refused) >= REFUSED_AT_ONCE:
+            raise ConnectionRefusedError("too many that are refused wait to be told so")
+        self._refused.add(connection)
+        raise refusal
+
+    def _refusal(self, connection: Connection) -> ServerError | None:
         alike = [each for each in self._connections if each.local == connection.local]
-        if len(alike) >= self.settings.limits.connections:
-            raise OverLimit(f"{self.settings.limits.connections} connections are open already")
+        most = self.settings.limits.connections
+        if len(alike) >= most:
+            return OverLimit(f"{most} connections are open already")
         if connection.local and not self.settings.group and connection.user not in (0, os.getuid()):
-            raise Refused(f"user {connection.user} may not use the daemon of user {os.getuid()}; see --group")
-        self._connections.add(connection)
+            return Refused(f"user {connection.user} may not use the daemon of user {os.getuid()}; see --group")
+        return None
 
     def left(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._refused.discard(connection)
 
     # ---- telling
 
@@ -125,19 +144,25 @@ class Daemon:
     async def __aexit__(self, *_: object) -> None:
         """Nobody new, then write what a restart shall find, then close."""
         self.hub.stopping = True
-        for server in self._servers[:1] if self.settings.http else self._servers:
-            server.close()
+        for server in (self._unix, *(self._listeners[:-1] if self.settings.http else self._listeners)):
+            if server:
+                server.close()
         for connection in [*self._connections]:
             connection.close()
         if self._sweeper:
             self._sweeper.cancel()
         began = time.monotonic()
-        done = await self.hub.in_thread(self.hub.far.drain, self.settings.drain_s)
+        loop = (
+            asyncio.get_running_loop()
+        )  # its own threads: a client's flush may keep the others for as long as it likes
+        done = await loop.run_in_executor(None, self.hub.far.drain, self.settings.drain_s)
         if self.hub.far.lanes:
             log.info("%s after %.1f s", "drained" if done else "not drained", time.monotonic() - began)
-        for server in self._servers:
-            server.close()
-        self.hub.close(max(1.0, self.settings.drain_s - (time.monotonic() - began)))
+        for listener in self._listeners:
+            listener.close()
+        left_s = max(1.0, self.settings.drain_s - (time.monotonic() - began))
+        self.is_stuck = not await loop.run_in_executor(None, self.hub.close, left_s)
+        self.hub.heartbeat.close()
         with suppress(FileNotFoundError):
             self.settings.socket.unlink()
         self._lock.release()
@@ -146,11 +171,16 @@ class Daemon:
 def _own(path: Path) -> Lock:
     """One daemon a socket: the lock goes with the process, however it ends."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if path.parent.stat().st_uid not in (0, os.getuid()):
+            raise ConfigError(f"{path.parent} belongs to another user, who could take the socket's place")
         return Lock(path.with_name(path.name + ".lock"))
     except Busy as error:
         owner = str(error).partition("process ")[2].partition(";")[0]
         raise Busy(f"{path} is served by process {owner} already; stop it, or take another --socket") from None
+    except OSError as error:
+        why = f"{error.strerror} ({error.filename})"
+        raise ConfigError(f"cannot serve at {path}: {why}; take another --socket") from error
 
 
 def _far(settings: Settings) -> Cascade | None:
@@ -172,7 +202,9 @@ def _far(settings: Settings) -> Cascade | None:
 def _tiers(settings: Settings) -> Iterator[tuple[Tier, float]]:
     """Each with the time that one answer of it may take."""
     if settings.disk:
-        yield DiskTier(settings.disk.directory, settings.disk.capacity, quotas=settings.quotas), 2.0
+        _check_size(settings.disk)
+        disk = partial(DiskTier, settings.disk.directory, settings.disk.capacity, quotas=settings.quotas)
+        yield ReopeningTier("disk", "disk", disk), 2.0
     if settings.redis:
         from kvweave.store.redis import RedisTier  # noqa: PLC0415 - an extra
 
@@ -185,6 +217,24 @@ def _tiers(settings: Settings) -> Iterator[tuple[Tier, float]]:
         from kvweave.store.objects import ObjectTier  # noqa: PLC0415 - an extra
 
         yield ObjectTier(settings.object), 10.0
+
+
+def _check_size(disk: Disk) -> None:
+    """Raises `ConfigError` for more than the file system has, full or not; a warning for more than it has now."""
+    place = next(each for each in (disk.directory.absolute(), *disk.directory.absolute().parents) if each.exists())
+    found = os.statvfs(place)
+    total, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
+    if total and disk.capacity > total:
+        raise ConfigError(
+            f"{format_bytes(disk.capacity)} of {disk.directory}: its file system has {format_bytes(total)} in all, and"
+            f" {format_bytes(free)} free; take less"
+        )
+    stored = sum(path.stat().st_blocks * 512 for path in disk.directory.glob("blobs-*"))
+    if disk.capacity > free + stored:
+        log.warning(
+            "%s of %s: %s are free beside what is stored there; it is full before its size is reached",
+            format_bytes(disk.capacity), disk.directory, format_bytes(free),
+        )  # fmt: skip
 
 
 def _group(name: str) -> int:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import accumulate, islice
 
+from kvweave.errors import ServerError, ServerGone
 from kvweave.server import protocol as say
 from kvweave.server.client import Client
 from kvweave.server.registered import registration
 from kvweave.store import Prompt, Row, Schema
+from kvweave.store.cascade import UNLIMITED, Budget
 
-SLACK_S = 0.25
-"""What a daemon may take beyond the budget of a question until it counts as gone."""
+ANSWER_S = 0.02
+"""How much earlier than its client a daemon gives up, so that what it knows by then still comes in time."""
+GRACE_S = 0.02
+"""What an answer may take beyond the budget of its question."""
 
 
 class Dialogue:
-    """Questions about prompts. A connection that was lost is made anew, and everything is said again."""
+    """Questions about prompts. A connection that was lost is made anew, and everything is said again.
+
+    What was said is written down only by functions that the client calls while it holds the connection, so that it is
+    always what this connection was told.
+    """
 
     def __init__(self, client: Client, schema: Schema, model: str) -> None:
         self.client, self.model = client, model
@@ -27,16 +34,22 @@ class Dialogue:
         self._sequences: OrderedDict[bytes, int] = OrderedDict()
         self._leases: dict[int, int] = {}
         self._keys: dict[int, int] = {}
-        self._lock = threading.RLock()
 
     def ask(
-        self, prompt: Prompt, make: Callable[[int], say.Message], budget_s: float | None = None
+        self,
+        prompt: Prompt,
+        make: Callable[[int], say.Message],
+        budget: Budget = UNLIMITED,
+        generation: int | None = None,
     ) -> tuple[say.Answer, int]:
-        """The answer to what `make` makes for the prompt's number, and the generation of the connection it is of."""
-        return self._ask(prompt, lambda sequence: [make(sequence)], budget_s)
+        """The answer to what `make` makes for the prompt's number, and the generation of the connection it is of.
+
+        A question about what a certain connection holds names its `generation`: over another one it is not asked.
+        """
+        return self._ask(prompt, lambda sequence: [make(sequence)], budget, generation)
 
     def lease(
-        self, prompt: Prompt, make: Callable[[int, int], say.Message], budget_s: float | None
+        self, prompt: Prompt, make: Callable[[int, int], say.Message], budget: Budget
     ) -> tuple[say.Answer, int, int]:
         """As `ask`, for a question that takes a lease, the prompt's only one: the last one it had is given back."""
         lease = self.client.number()
@@ -46,26 +59,43 @@ class Dialogue:
             self._leases[sequence] = lease
             return [make(sequence, lease), *([say.Release([before])] if before else [])]
 
-        return *self._ask(prompt, questions, budget_s), lease
+        return *self._ask(prompt, questions, budget), lease
 
     def _ask(
-        self, prompt: Prompt, make: Callable[[int], list[say.Message]], budget_s: float | None
+        self,
+        prompt: Prompt,
+        make: Callable[[int], list[say.Message]],
+        budget: Budget,
+        generation: int | None = None,
     ) -> tuple[say.Answer, int]:
-        wait_s = None if budget_s is None else max(0.0, budget_s) + SLACK_S
-        with self._lock:
-            before = self._introduce(prompt)
-            questions = make(self._sequences[_name(prompt)])
-            answers = self.client.exchange([*before, *questions], wait_s)
-            if self.client.generation != self._generation:  # it was lost, and made anew on the way
-                return self._ask(prompt, make, budget_s)
-            for answer in answers[: len(before)]:
-                self.client.check(answer, say.Done)
-            return answers[len(before)], self._generation
+        before: list[say.Message] = []
+
+        def questions() -> list[say.Message]:
+            if generation not in (None, self.client.generation):
+                return []
+            before[:] = self._introduce(prompt)
+            return [*before, *make(self._sequences[_name(prompt)])]
+
+        answers, asked = self.client.exchange(questions, patience(budget))
+        if not answers:
+            raise ServerGone("the connection was lost, and what was held with it")
+        for question, answer in zip(before, answers, strict=False):
+            self._check_said(prompt, question, answer)
+        return answers[len(before)], asked
+
+    def _check_said(self, prompt: Prompt, question: say.Message, answer: say.Answer) -> None:
+        """What the daemon did not take is said again by the next question."""
+        try:
+            self.client.check(answer, say.Done)
+        except ServerError:
+            self._keys.pop(self._sequences.pop(_name(prompt), 0), None)
+            if question is self._register:
+                self._generation = 0
+            raise
 
     def forget(self) -> None:
         """Close all sequences: what is asked next is introduced anew."""
-        with self._lock:
-            self.client.exchange(self._closing(0))
+        self.client.exchange(lambda: self._closing(0))
 
     def _introduce(self, prompt: Prompt) -> list[say.Message]:
         first: list[say.Message] = []
@@ -100,6 +130,16 @@ class Dialogue:
         for number in closed:
             del self._keys[number]
         return [say.Close(closed), say.Release(leases)] if closed else []
+
+
+def patience(budget: Budget) -> float | None:
+    """How long to wait for an answer; None: as long as the client does."""
+    return None if budget.left_s is None else max(0.0, budget.left_s) + GRACE_S
+
+
+def allowance(budget: Budget) -> float | None:
+    """What the daemon is told that it may take."""
+    return None if budget.left_s is None else max(0.0, budget.left_s - ANSWER_S)
 
 
 def _name(prompt: Prompt) -> bytes:

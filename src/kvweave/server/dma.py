@@ -48,6 +48,17 @@ class Registration:
     def is_registered(self) -> bool:
         return self._undo is not None and self._undo.alive
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def disown(self) -> None:
+        """In a forked child, which has no CUDA: what is registered is the parent's."""
+        self._lock = threading.Lock()
+        if self._undo is not None:
+            self._undo.detach()
+            self._undo = None
+
     def close(self) -> None:
         """Undo it; nothing is registered afterwards."""
         with self._lock:

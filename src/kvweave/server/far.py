@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.errors import PartlyRead
 from kvweave.server.description import TierDescription
 from kvweave.server.report import TierCleared
 from kvweave.server.shared import Places, SharedArena
@@ -50,12 +51,12 @@ class Far:
         self._coming: dict[bytes, Future[None]] = {}
         self._lock = threading.Lock()
 
-    def where(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_]:
-        """Which keys some tier has; one that does not answer in time has none."""
+    def where(self, keys: Sequence[bytes], budget: Budget) -> tuple[NDArray[np.bool_], bool]:
+        """Which keys some tier has, and whether some tier did not answer in time."""
         if self._cascade is None:
-            return np.zeros(len(keys), bool)
-        found: NDArray[np.bool_] = self._cascade.where(keys, budget) != NOWHERE
-        return found
+            return np.zeros(len(keys), bool), False
+        where = self._cascade.where(keys, budget)
+        return where.tiers != NOWHERE, where.late
 
     # ---- into the arena
 
@@ -65,7 +66,7 @@ class Far:
             return
         mine, others = self._claim(wants)
         try:
-            tiers = self._cascade.where([want.key for want in mine], budget)
+            tiers = self._cascade.where([want.key for want in mine], budget).tiers
             for number, lane in enumerate(self.lanes):
                 self._bring(lane, [mine[i] for i in np.flatnonzero(tiers == number).tolist()], budget)
         finally:
@@ -95,13 +96,15 @@ class Far:
 
     def _read(self, lane: Lane, wants: Sequence[Want]) -> None:
         """In the lane's thread."""
+        trouble = ""
         starts = self._arena.reserve([want.key for want in wants], [want.num_bytes for want in wants]).tolist()
         left = [(want, start) for want, start in zip(wants, starts, strict=True) if start >= 0]
         try:
             while left:
                 some = left[-AT_ONCE:]
                 places = [self._arena.view(start, want.num_bytes) for want, start in some]
-                fine = read(lane, [want.key for want, _ in some], places, [want.check() for want, _ in some])
+                fine, unread = read(lane, [want.key for want, _ in some], places, [want.check() for want, _ in some])
+                trouble = unread or trouble
                 del left[-AT_ONCE:]
                 for (want, start), is_fine in zip(some, fine, strict=True):
                     (self._arena.commit if is_fine else self._arena.abandon)(want.key, start, want.num_bytes)
@@ -111,6 +114,8 @@ class Far:
             for want, start in left:
                 self._arena.abandon(want.key, start, want.num_bytes)
             self._changed()
+        if trouble:
+            raise PartlyRead(trouble, None)
 
     # ---- out of the arena
 
@@ -153,9 +158,20 @@ class Far:
 
     # ---- the rest
 
-    def forget(self, keys: Sequence[bytes]) -> None:
-        if self._cascade:
-            self._cascade.delete(keys)
+    def forget_damaged(self, wants: Sequence[Want]) -> int:
+        """Remove from the arena those that are not what they should be; how many."""
+        return sum(self._forget_damaged(want) for want in wants)
+
+    def _forget_damaged(self, want: Want) -> int:
+        pinned = self._arena.pin([want.key])
+        try:
+            if not len(pinned.slots):
+                return 0
+            if want.check().passes(self._arena.view(int(pinned.starts[0]), int(pinned.lengths[0]))):
+                return 0
+        finally:
+            self._arena.unpin(pinned.slots)
+        return self._arena.delete([want.key])
 
     def clear(self, which: Which, wait_s: float) -> list[TierCleared]:
         """Empty every tier of these, after what is queued for it was written."""
@@ -204,6 +220,6 @@ class Far:
     def stats(self) -> tuple[LaneStats, ...]:
         return self._cascade.stats() if self._cascade else ()
 
-    def close(self, wait_s: float) -> None:
-        if self._cascade:
-            self._cascade.close(wait_s)
+    def close(self, wait_s: float) -> bool:
+        """Whether no tier hung."""
+        return self._cascade.close(wait_s) if self._cascade else True

@@ -14,15 +14,18 @@ PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 class HttpPage(asyncio.Protocol):
     """Answers a path with a status and a text."""
 
-    def __init__(self, page: Callable[[str], tuple[int, str]]) -> None:
-        self._page = page
+    def __init__(self, page: Callable[[str], tuple[int, str]], ended: Callable[[], None]) -> None:
+        self._page, self._ended = page, ended
         self._head = b""
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        asyncio.get_running_loop().call_later(WAIT_S, transport.close)
+        asyncio.get_running_loop().call_later(WAIT_S, transport.abort)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._ended()
 
     def data_received(self, data: bytes) -> None:
         self._head += data

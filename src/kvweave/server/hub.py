@@ -7,18 +7,22 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvweave import __version__
-from kvweave.errors import OverLimit
 from kvweave.server.description import Description, TierDescription
 from kvweave.server.far import Far
+from kvweave.server.heartbeat import Heartbeat
+from kvweave.server.leases import Share
+from kvweave.server.models import Models
 from kvweave.server.opened import Opened
-from kvweave.server.protocol import VERSION, Register
-from kvweave.server.registered import Registered, digest
+from kvweave.server.protocol import VERSION
 from kvweave.server.report import ClientReport, PrefixReport, Report, TierCleared
 from kvweave.server.settings import Settings
 from kvweave.server.shared import SharedArena
@@ -26,9 +30,12 @@ from kvweave.store import Cascade, LaneStats
 from kvweave.store.tier import Which
 
 T = TypeVar("T")
-WAITERS = 16
-"""Threads that wait for tiers; beyond so many at once, requests to farther tiers queue up."""
-PREFIXES, SHOWN, MODELS = 4096, 20, 1024
+THREADS = {"read": 16, "write": 16, "flush": 4}
+"""Threads that wait for tiers, by what they do there: writers that wait for room in a queue, and flushes and clears
+that wait as long as somebody said, must not take the readers'. Beyond so many at once, requests of a kind queue up."""
+PREFIXES, SHOWN = 4096, 20
+LEASED_SHARE = 0.5
+"""Of the arena, that all lookups together may hold."""
 
 
 class Hub:
@@ -37,23 +44,27 @@ class Hub:
     def __init__(self, settings: Settings, arena: SharedArena, cascade: Cascade | None = None) -> None:
         self.settings, self.arena = settings, arena
         self.boot = secrets.token_bytes(8)
+        self.heartbeat = Heartbeat()
         self.counts: Counter[str] = Counter()
         self.stopping = False
         self.far = Far(arena, cascade, self.notify)
-        self._threads = ThreadPoolExecutor(WAITERS, "kvweave-wait")
+        self._threads = {kind: ThreadPoolExecutor(number, f"kvweave-{kind}") for kind, number in THREADS.items()}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._change = asyncio.Event()
-        self._models: dict[bytes, Registered] = {}
-        self._uses: dict[bytes, PrefixReport] = {}
+        self.models = Models()
+        self.leased = Share(int(arena.num_bytes * LEASED_SHARE))
+        self._uses: dict[tuple[bytes, bytes], PrefixReport] = {}
         self._began = time.monotonic()
 
     # ---- waiting
 
     def run(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self.heartbeat.run(loop)
 
-    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+    async def in_thread(self, kind: str, work: Callable[..., T], *args: object) -> T:
+        """Work that waits for a tier, of a kind of `THREADS`."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads[kind], work, *args)
 
     def notify(self) -> None:
         """Something was let go. From any thread."""
@@ -74,15 +85,6 @@ class Hub:
 
     # ---- models and prefixes
 
-    def register(self, said: Register) -> Registered:
-        """The same for everybody who says the same."""
-        found = self._models.get(key := digest(said))
-        if found is None:
-            if len(self._models) >= MODELS:
-                raise OverLimit(f"{MODELS} schemas are registered already; restart the daemon to forget them")
-            found = self._models[key] = Registered(said)
-        return found
-
     def asked(self, opened: Opened, position: int) -> None:
         """Count a lookup and what it found."""
         numbers = {"lookups": 1, "tokens_asked": opened.num_tokens, "tokens_found": position}
@@ -91,11 +93,22 @@ class Hub:
         if position:
             self._used(opened, position)
 
+    def missed(self, opened: Opened, near: NDArray[np.bool_], present: NDArray[np.bool_] | None) -> None:
+        """Count what a lookup lacked, of what the longest hit would have needed, in the arena and in every tier; None
+        if not all of them answered."""
+        needed = opened.registered.needs(opened.limit, None)
+        at = needed[:, 1] * opened.registered.num_rows + needed[:, 0]
+        self.counts["memory misses"] += int(np.count_nonzero(~near[at]))
+        if present is not None:
+            lacking = int(np.count_nonzero(~present[at]))
+            for lane in self.far.lanes:
+                lane.count("misses", lacking)
+
     def _used(self, opened: Opened, position: int) -> None:
         prefix = opened.prefixes[position // opened.registered.chunk_tokens - 1].tobytes()
-        known = self._uses.get(prefix)
+        known = self._uses.get(key := (opened.tenant, prefix))
         model = opened.registered.model
-        self._uses[prefix] = replace(known, uses=known.uses + 1) if known else _used_once(prefix, model, position)
+        self._uses[key] = replace(known, uses=known.uses + 1) if known else _used_once(prefix, model, position)
         if len(self._uses) > PREFIXES:
             kept = sorted(self._uses.items(), key=lambda item: -item[1].uses)[: PREFIXES // 2]
             self._uses = dict(kept)
@@ -105,21 +118,29 @@ class Hub:
     def clear(self, tenant: bytes | None, model: str | None, wait_s: float) -> list[TierCleared]:
         """Forget entries. Memory is the last, so that nothing is written to a tier that was cleared. Blocks: for a
         thread."""
-        rows = None if model is None else frozenset(row.tobytes() for each in self._named(model) for row in each.ids)
+        rows = None if model is None else frozenset(row for each in self.models.named(model) for row in each.row_ids)
         which = Which(tenant or b"", rows)
         behind = self.far.clear(which, wait_s)
         near = TierCleared(self.arena.name, self.arena.clear(which))
         self.notify()
         return [near, *behind]
 
-    def _named(self, model: str | None) -> Iterable[Registered]:
-        return [registered for registered in [*self._models.values()] if model in (None, registered.model)]
+    def forget_uses(self, tenant: bytes | None, model: str | None) -> None:
+        """What was cleared is not among the prefixes used most."""
+        kept = {
+            key: used
+            for key, used in self._uses.items()
+            if tenant not in (None, key[0]) or model not in (None, used.model)
+        }
+        self._uses = kept
 
     # ---- telling
 
     def report(self, clients: Sequence[ClientReport]) -> Report:
         prefixes = sorted(self._uses.values(), key=lambda each: (-each.uses, -each.tokens))[:SHOWN]
-        numbers = ("lookups", "tokens_asked", "tokens_found", "requests", "failures", "expired", "returned")
+        numbers = (
+            "lookups", "tokens_asked", "tokens_found", "unanswered", "requests", "failures", "expired", "returned",
+        )  # fmt: skip
         return Report(
             version=__version__,
             pid=os.getpid(),
@@ -127,7 +148,7 @@ class Hub:
             uptime_s=time.monotonic() - self._began,
             stopping=self.stopping,
             tiers=self.tiers(),
-            models=tuple(registered.report() for registered in self._models.values()),
+            models=tuple(registered.report() for registered in self.models.named(None)),
             prefixes=tuple(prefixes),
             clients=tuple(clients),
             **{name: self.counts[name] for name in numbers},
@@ -147,7 +168,7 @@ class Hub:
             limits=settings.limits,
             tiers=(near, *self.far.describe()),
             quotas=settings.quotas,
-            models=tuple(registered.describe() for registered in self._named(model)),
+            models=tuple(registered.describe() for registered in self.models.named(model)),
         )
 
     def tiers(self) -> tuple[LaneStats, ...]:
@@ -158,11 +179,14 @@ class Hub:
         )
         return (near, *self.far.stats())
 
-    def close(self, wait_s: float) -> None:
-        """Write what is left to write, and close every tier; one that hangs for so long is left as it is."""
-        self.far.close(wait_s)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def close(self, wait_s: float) -> bool:
+        """Write what is left to write, and close every tier; one that hangs for so long is left as it is. Whether
+        none did. Blocks: for a thread."""
+        closed = self.far.close(wait_s)
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
         self.arena.close()
+        return closed
 
 
 def _used_once(prefix: bytes, model: str, position: int) -> PrefixReport:

@@ -18,10 +18,19 @@ Extent = tuple[bytes, int, int]
 
 @dataclass(slots=True)
 class Lease:
-    """Slots that are pinned until a time."""
+    """Slots that are pinned until a time; `counted` of their bytes are of the lookups' share."""
 
     slots: Places
     until: float
+    num_bytes: int
+    counted: int = 0
+
+
+class Share:
+    """What all connections together hold by lookups: at most so many bytes, so that others find room to write."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.held_bytes = most_bytes, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +44,9 @@ class Ticket:
 class Leases:
     """The leases and tickets of a connection, under numbers that it chose."""
 
-    def __init__(self, arena: SharedArena, lease_s: float, most: int) -> None:
+    def __init__(self, arena: SharedArena, lease_s: float, most: int, share: Share, most_bytes: int) -> None:
         self._arena, self._lease_s, self._most = arena, lease_s, most
+        self._share, self._most_bytes, self._counted = share, most_bytes, 0
         self._leases: dict[int, Lease] = {}
         self._tickets: dict[int, Ticket] = {}
 
@@ -45,7 +55,7 @@ class Leases:
 
     @property
     def leased_bytes(self) -> int:
-        return sum(self._arena.pinned_bytes(lease.slots) for lease in self._leases.values())
+        return sum(lease.num_bytes for lease in self._leases.values())
 
     @property
     def reserved_bytes(self) -> int:
@@ -53,15 +63,34 @@ class Leases:
 
     # ---- reading
 
-    def lease(self, number: int, slots: Places) -> None:
-        """Hold pinned slots under a number, beside what it holds already. Over the limit they are let go."""
-        known = self._leases.get(number)
+    def lease(self, number: int, slots: Places, *, counted: bool = False) -> bool:
+        """Hold pinned slots under a number, beside what it holds already. Over the number of leases they are let go.
+
+        `counted`: as long as this connection's and everybody's share of the arena are not used up; False if they are,
+        and the slots are let go, too.
+        """
+        known, num_bytes = self._leases.get(number), self._arena.pinned_bytes(slots)
         if known is None and len(self) >= self._most:
             self._arena.unpin(slots)
             raise OverLimit(f"{self._most} leases are held already; release some")
-        held = slots if known is None else np.concatenate((known.slots, slots))
-        until = time.monotonic() + self._lease_s
-        self._leases[number] = Lease(held, until if known is None else max(known.until, until))
+        if counted and not self._charge(num_bytes):
+            self._arena.unpin(slots)
+            return False
+        until, charged = time.monotonic() + self._lease_s, num_bytes if counted else 0
+        if known is None:
+            self._leases[number] = Lease(slots, until, num_bytes, charged)
+        else:
+            known.slots, known.until = np.concatenate((known.slots, slots)), max(known.until, until)
+            known.num_bytes, known.counted = known.num_bytes + num_bytes, known.counted + charged
+        return True
+
+    def _charge(self, num_bytes: int) -> bool:
+        share = self._share
+        if self._counted + num_bytes > self._most_bytes or share.held_bytes + num_bytes > share.most_bytes:
+            return False
+        self._counted += num_bytes
+        share.held_bytes += num_bytes
+        return True
 
     def renew(self, numbers: Sequence[int]) -> list[int]:
         """Those that hold, for their time again."""
@@ -75,7 +104,7 @@ class Leases:
         """Those that hold, without an end; all of them, or `OverLimit` if that would be more than so many bytes."""
         alive = [number for number in numbers if number in self._leases]
         pinned = [lease for number, lease in self._leases.items() if number in alive or lease.until == FOREVER]
-        num_bytes = sum(self._arena.pinned_bytes(lease.slots) for lease in pinned)
+        num_bytes = sum(lease.num_bytes for lease in pinned)
         if num_bytes > most_bytes:
             raise OverLimit(f"{num_bytes} bytes would be pinned, {most_bytes} at most; unpin something")
         for number in alive:
@@ -86,6 +115,8 @@ class Leases:
         leases = [lease for number in numbers if (lease := self._leases.pop(number, None))]
         for lease in leases:
             self._arena.unpin(lease.slots)
+            self._counted -= lease.counted
+            self._share.held_bytes -= lease.counted
         return len(leases)
 
     # ---- writing

@@ -28,6 +28,12 @@ def _families(report: Report) -> Iterator[tuple[str, str, str, list[Sample]]]:
     yield "stopping", "gauge", "1 while the daemon drains.", [({}, report.stopping)]
     yield "requests_total", "counter", "Messages that were answered.", [({}, report.requests)]
     yield "failures_total", "counter", "... with an error.", [({}, report.failures)]
+    yield (
+        "lookups_unanswered_total",
+        "counter",
+        "Lookups to which some tier did not answer in time.",
+        [({}, report.unanswered)],
+    )
     yield "leases_expired_total", "counter", "Leases taken back because their time was over.", [({}, report.expired)]
     yield "leases_returned_total", "counter", "Leases taken back from connections that ended.", [({}, report.returned)]
     yield "connections", "gauge", "Open connections.", [({}, len(report.clients))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -9,13 +10,13 @@ from numpy.typing import NDArray
 
 from kvweave.errors import BadRequest, OverLimit
 from kvweave.server.far import Want
-from kvweave.server.protocol import Open, numbers
+from kvweave.server.protocol import MOST_PIECES, Open, numbers
 from kvweave.server.registered import Registered
 from kvweave.store.blob import Check
 from kvweave.store.keys import PREFIX_BYTES, keys_of
 
-PIECES = 1 << 16
-"""What one message may ask for: so many are answered in a moment."""
+STEP_KEYS = 1 << 14
+"""What is done with a sequence's keys before others have their turn: some milliseconds."""
 Pieces = NDArray[np.int64]
 """`[n, 2]`: rows and chunks."""
 
@@ -30,7 +31,18 @@ class Opened:
         self.prefixes = np.frombuffer(said.prefixes, np.uint8).reshape(-1, PREFIX_BYTES)
         if self.num_chunks * registered.chunk_tokens > self.num_tokens:
             raise BadRequest(f"{self.num_chunks} chunks of {registered.chunk_tokens} tokens, but {self.num_tokens}")
-        self.keys = keys_of(said.tenant, self.prefixes, registered.ids)
+        self.keys: list[bytes] = []
+
+    def steps(self) -> Iterator[None]:
+        """Make the keys, some at a time: whoever has others to serve does so in between."""
+        chunks = max(1, STEP_KEYS // self.registered.num_rows)
+        for first in range(0, self.num_chunks, chunks):
+            self.keys += keys_of(self.tenant, self.prefixes[first : first + chunks], self.registered.ids)
+            yield
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_chunks * self.registered.num_rows
 
     @property
     def num_chunks(self) -> int:
@@ -48,8 +60,8 @@ class Opened:
         if len(flat) % 2:
             raise BadRequest("a piece is a row and a chunk")
         pieces = flat.reshape(-1, 2)
-        if len(pieces) > PIECES:
-            raise OverLimit(f"{len(pieces)} pieces in one message, {PIECES} at most")
+        if len(pieces) > MOST_PIECES:
+            raise OverLimit(f"{len(pieces)} pieces in one message, {MOST_PIECES} at most")
         most = (self.registered.num_rows, self.num_chunks)
         if ((pieces < 0) | (pieces >= most)).any():
             raise BadRequest(f"a piece beyond {most[0]} rows and {most[1]} chunks")

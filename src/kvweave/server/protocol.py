@@ -1,14 +1,18 @@
 """What client and daemon say to one another: small typed messages, msgpack, a length before each.
 
-    length (4, little-endian)   message: an array, its name first
+    length (4, little-endian)   request id (4)   message: an array, its name first
 
-Every request gets exactly one answer, in order; `Failed` is one. Positions in the arena travel as arrays of bytes.
-The first request is `Hello`; its version is its first field, and stays there in every version.
+Every request gets exactly one answer, in order; `Failed` is one. The answer carries the request's id, so that an answer
+which comes too late is never taken for another one's. Positions in the arena travel as arrays of bytes.
+
+The first request is `Hello`. It and its answer have no id, and its version is its first field: both stay so in every
+version, so that builds of different versions can tell one another.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from typing import Annotated
 
 import msgspec
@@ -20,11 +24,13 @@ from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerE
 from kvweave.server.description import Description
 from kvweave.server.report import Report, TierCleared
 
-VERSION = 1
-LENGTH_BYTES = 4
+VERSION = 2
+LENGTH_BYTES = ID_BYTES = 4
 MESSAGE_BYTES = 4 << 20
 """The longest message: the digests of 32 million tokens in chunks of 256."""
 
+MOST_PIECES = 1 << 13
+"""What one message may ask for: so many are answered in some milliseconds."""
 FAR = -1
 """A place that is no place: not in the arena; for a reservation, nothing to do, since it is there already."""
 PRESENT, WRITING, NO_ROOM = -1, -2, -3
@@ -147,6 +153,7 @@ class Reserve(Message, frozen=True):
     sequence: Number
     ticket: Number
     pieces: bytes
+    budget_s: float | None = None
 
 
 class Commit(Message, frozen=True):
@@ -154,10 +161,11 @@ class Commit(Message, frozen=True):
 
     ticket: Number
     abandon: bool = False
+    budget_s: float | None = None
 
 
 class Damaged(Message, frozen=True):
-    """These pieces are not what they should be: forget them in every tier."""
+    """These pieces are not what they should be. The daemon checks them, and forgets those that are damaged."""
 
     sequence: Number
     pieces: bytes
@@ -210,11 +218,15 @@ class Done(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """The hit; which pieces there are (bits, `[rows, chunks]`); and places, row by row, of what the hit needs."""
+    """The hit; which pieces there are (bits, `[rows, chunks]`); and places, row by row, of what the hit needs.
+
+    No places: nothing is under lease, since none was asked for or the leases' share of the arena is used up. `late`:
+    some tier did not answer in time, so that there may be more."""
 
     position: int
     present: bytes
     starts: bytes
+    late: bool = False
 
 
 class Places(Message, frozen=True):
@@ -279,15 +291,30 @@ def _digest() -> bytes:
 
 
 DIGEST = _digest()
+_HEAD = struct.Struct("<II")
 _encoder = msgspec.msgpack.Encoder()
 read_question = msgspec.msgpack.Decoder(Question).decode
 read_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
-def frame(message: Message) -> bytes:
-    """A message with its length before it."""
+def frame(message: Message, request: int | None = None) -> bytes:
+    """A message with its length, and its request's id, before it. Only `Hello` and its answer have no id."""
     body = _encoder.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+    if request is None:
+        return len(body).to_bytes(LENGTH_BYTES, "little") + body
+    return _HEAD.pack(ID_BYTES + len(body), request) + body
+
+
+def request_id(body: bytes) -> int:
+    """The id before a message; 0, which no request has, if there is none."""
+    return int.from_bytes(body[:ID_BYTES], "little") if len(body) >= ID_BYTES else 0
+
+
+def undo(question: Message) -> Message | None:
+    """What gives back whatever a question may have taken whose answer nobody waited for."""
+    if isinstance(question, Lookup | Bring) and question.lease:
+        return Release([question.lease])
+    return Commit(question.ticket, abandon=True) if isinstance(question, Reserve) else None
 
 
 def numbers(data: bytes, kind: str = "<i8") -> NDArray[np.int64]:

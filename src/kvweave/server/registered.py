@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from kvweave.errors import BadRequest, KVWeaveError
 from kvweave.prefix import Present, joint_hit
 from kvweave.server.description import GroupDescription, ModelDescription, RowDescription
 from kvweave.server.protocol import GroupInfo, Register, RowInfo
-from kvweave.server.report import ModelReport
-from kvweave.spec import Reach, codec
+from kvweave.server.report import ModelReport, printable
+from kvweave.spec import DType, Reach, codec
 from kvweave.spec.reach import reach_class
 from kvweave.store import Row, Schema
 from kvweave.store.blob import blob_bytes, header_bytes
@@ -70,11 +71,14 @@ class Registered:
     """A registered schema, shared by all connections that registered the same."""
 
     def __init__(self, said: Register) -> None:
-        self.model, self.chunk_tokens = said.model, said.chunk_tokens
+        self.model, self.chunk_tokens = printable(said.model), said.chunk_tokens
         self.digest = digest(said)
         self.sizes = np.array([row.blob_bytes for row in said.rows], np.int64)
         self.ids = np.frombuffer(b"".join(row.id for row in said.rows), np.uint8).reshape(-1, ROW_BYTES)
         self.rows = [Known(row.meta, row.blob_bytes, said.chunk_tokens) for row in said.rows]
+        self.num_bytes = sum(len(row.meta) for row in said.rows)
+        self.users = 0
+        """Connections that have it registered now."""
         self.counts: Counter[str] = Counter()
         self._described = [_described(row, said.chunk_tokens) for row in said.rows]
         self._groups = list(_groups(said))
@@ -83,6 +87,10 @@ class Registered:
     @property
     def num_rows(self) -> int:
         return len(self.sizes)
+
+    @property
+    def row_ids(self) -> list[bytes]:
+        return [row.tobytes() for row in self.ids]
 
     def position(self, present: NDArray[np.bool_], limit: int) -> int:
         """The joint hit over `[rows, chunks]`."""
@@ -133,8 +141,19 @@ def _described(row: RowInfo, chunk_tokens: int) -> tuple[tuple[int, ...], RowDes
         raise BadRequest(f"row {row.id.hex()} does not say what it is: {error}") from None
     if meta.chunk_tokens != chunk_tokens:
         raise BadRequest(f"row {row.id.hex()} is of chunks of {meta.chunk_tokens} tokens, not {chunk_tokens}")
+    if row.blob_bytes != (size := _blob_bytes(row, meta)):
+        raise BadRequest(f"row {row.id.hex()} describes blobs of {size} bytes, but says {row.blob_bytes}")
     roles = tuple(f"{role.name} {[role.rows, *role.shape]} {role.dtype}" for role in meta.roles)
     return tuple(meta.layers), RowDescription(row.id.hex(), meta.part, meta.parts, row.blob_bytes, roles)
+
+
+def _blob_bytes(row: RowInfo, meta: _Meta) -> int:
+    """Header and payload, as everybody who knows the row reckons them."""
+    try:
+        bits = sum(role.rows * math.prod(role.shape) * DType(role.dtype).bits for role in meta.roles)
+    except ValueError as error:
+        raise BadRequest(f"row {row.id.hex()} does not say what it is: {error}") from None
+    return header_bytes(Known(row.meta, 0, meta.chunk_tokens)) + len(meta.layers) * bits // 8
 
 
 def _groups(said: Register) -> list[tuple[str, Reach, slice]]:

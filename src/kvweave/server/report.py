@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from kvweave.store import LaneStats
 
 
+def printable(text: str) -> str:
+    """A name that a client chose, without what a terminal or a log would obey."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelReport:
     """A registered model by the digest of its schema, and what was asked for it."""
@@ -65,6 +70,8 @@ class Report:
     lookups: int
     tokens_asked: int
     tokens_found: int
+    unanswered: int
+    """Lookups to which some tier did not answer in time: what they did not find may be there."""
     requests: int
     failures: int
     expired: int

@@ -16,19 +16,23 @@ log = logging.getLogger("kvweave.server")
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; then drain, and return."""
-    asyncio.run(_run(settings))
+    if asyncio.run(_run(settings)):  # a thread that hangs in a tier would keep the process alive
+        logging.shutdown()
+        os._exit(0)
 
 
-async def _run(settings: Settings) -> None:
+async def _run(settings: Settings) -> bool:
+    """Whether some tier hung at the end."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, stop, signal.Signals(number).name)
-    async with Daemon(settings):
+    async with Daemon(settings) as daemon:
         notify("READY=1")
         await stop.wait()
         notify("STOPPING=1")
     log.info("stopped")
+    return daemon.is_stuck
 
 
 def _stop(event: asyncio.Event, name: str) -> None:

@@ -3,6 +3,7 @@ answered on the spot."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -12,10 +13,11 @@ from numpy.typing import NDArray
 
 from kvweave.errors import BadRequest, OverLimit
 from kvweave.server import protocol as say
+from kvweave.server.far import Want
 from kvweave.server.hub import Hub
 from kvweave.server.leases import Leases
-from kvweave.server.opened import Opened, Pieces
-from kvweave.server.protocol import NO_ROOM, Answer, numbers, packed
+from kvweave.server.opened import STEP_KEYS, Opened, Pieces
+from kvweave.server.protocol import FAR, NO_ROOM, Answer, numbers, packed
 from kvweave.server.registered import Registered
 from kvweave.store.cascade import Budget
 from kvweave.store.keys import PREFIX_BYTES
@@ -23,6 +25,10 @@ from kvweave.store.stripes import SECTOR
 
 ROOM_S = 2.0
 """How long a reservation waits for room that somebody else holds."""
+SCHEMA_BYTES = 8 << 20
+"""What one connection's registrations may take."""
+Flags = NDArray[np.bool_]
+"""One for each key of a sequence, chunk by chunk."""
 Handler = Callable[[Any], Answer | Awaitable[Answer]]
 
 
@@ -34,10 +40,10 @@ class Session:
         self._hub, self._arena, self._limits = hub, hub.arena, limits
         self._schemas: dict[int, Registered] = {}
         self._sequences: dict[int, Opened] = {}
-        self.leases = Leases(hub.arena, hub.settings.lease_s, limits.leases)
-        self._most_bytes, self._most_pinned = (
-            int(hub.arena.num_bytes * share) for share in (limits.reserve_share, limits.pin_share)
+        self._most_bytes, self._most_pinned, most_leased = (
+            int(hub.arena.num_bytes * share) for share in (limits.reserve_share, limits.pin_share, limits.lease_share)
         )
+        self.leases = Leases(hub.arena, hub.settings.lease_s, limits.leases, hub.leased, most_leased)
 
     @property
     def num_sequences(self) -> int:
@@ -63,6 +69,9 @@ class Session:
     def give_back(self) -> int:
         held = self.leases.give_back()
         self._sequences.clear()
+        for schema in self._schemas.values():
+            self._hub.models.release(schema)
+        self._schemas.clear()
         if held:
             self._hub.changed()
         return held
@@ -78,10 +87,16 @@ class Session:
     def _register(self, ask: say.Register) -> Answer:
         if ask.schema not in self._schemas and len(self._schemas) >= self._limits.schemas:
             raise OverLimit(f"{self._limits.schemas} schemas are registered already by this connection")
-        self._schemas[ask.schema] = self._hub.register(ask)
+        others = [each.num_bytes for number, each in self._schemas.items() if number != ask.schema]
+        if sum(others) + sum(len(row.meta) for row in ask.rows) > SCHEMA_BYTES:
+            raise OverLimit(f"more than {SCHEMA_BYTES} bytes of schemas by one connection")
+        taken, before = self._hub.models.take(ask), self._schemas.get(ask.schema)
+        self._schemas[ask.schema] = taken
+        if before is not None:
+            self._hub.models.release(before)
         return say.Done(len(ask.rows))
 
-    def _open(self, ask: say.Open) -> Answer:
+    def _open(self, ask: say.Open) -> Answer | Awaitable[Answer]:
         schema = self._schemas.get(ask.schema)
         if schema is None:
             raise BadRequest(f"schema {ask.schema} is not registered by this connection")
@@ -89,9 +104,22 @@ class Session:
         if len(others) >= self._limits.sequences:
             raise OverLimit(f"{self._limits.sequences} sequences are open already; close some")
         wanted = len(ask.prefixes) // PREFIX_BYTES * schema.num_rows
-        if sum(len(each.keys) for each in others) + wanted > self._limits.keys:
+        if sum(each.num_keys for each in others) + wanted > self._limits.keys:
             raise OverLimit(f"more than {self._limits.keys} keys in open sequences; close some")
-        opened = self._sequences[ask.sequence] = Opened(schema, ask)
+        opened = Opened(schema, ask)
+        if wanted > STEP_KEYS:
+            return self._open_in_steps(ask.sequence, opened)
+        for _ in opened.steps():
+            pass
+        return self._is_open(ask.sequence, opened)
+
+    async def _open_in_steps(self, number: int, opened: Opened) -> Answer:
+        for _ in opened.steps():
+            await asyncio.sleep(0)
+        return self._is_open(number, opened)
+
+    def _is_open(self, number: int, opened: Opened) -> Answer:
+        self._sequences[number] = opened
         return say.Done(opened.num_chunks)
 
     def _opened(self, number: int) -> Opened:
@@ -107,40 +135,54 @@ class Session:
 
     def _lookup(self, ask: say.Lookup) -> Answer | Awaitable[Answer]:
         opened = self._opened(ask.sequence)
-        rows = None if ask.rows is None else numbers(ask.rows, "<i4")
-        near = self._arena.contains(opened.keys)
+        if opened.num_keys > STEP_KEYS:
+            return self._lookup_in_steps(opened, ask)
+        return self._looked(opened, ask, self._arena.contains(opened.keys))
+
+    async def _lookup_in_steps(self, opened: Opened, ask: say.Lookup) -> Answer:
+        """From the end, since what is asked for last counts as the most recent, and beginnings are worth most."""
+        near = np.zeros(opened.num_keys, bool)
+        for first in reversed(range(0, opened.num_keys, STEP_KEYS)):
+            near[first : first + STEP_KEYS] = self._arena.contains(opened.keys[first : first + STEP_KEYS])
+            await asyncio.sleep(0)
+        answer = self._looked(opened, ask, near)
+        return await answer if isinstance(answer, Awaitable) else answer
+
+    def _looked(self, opened: Opened, ask: say.Lookup, near: Flags) -> Answer | Awaitable[Answer]:
         position = opened.registered.position(_matrix(near, opened), opened.limit)
         if position == opened.limit or not self._hub.far.lanes:
-            return self._found(opened, near, position, ask.lease, rows)
-        return self._lookup_far(opened, near, ask, rows)
+            return self._found(opened, ask, position, near, near, late=False)
+        return self._lookup_far(opened, near, ask)
 
-    async def _lookup_far(
-        self, opened: Opened, near: NDArray[np.bool_], ask: say.Lookup, rows: NDArray[np.int64] | None
-    ) -> Answer:
-        lacking = np.flatnonzero(~near)
+    async def _lookup_far(self, opened: Opened, near: Flags, ask: say.Lookup) -> Answer:
+        lacking, present = np.flatnonzero(~near), near.copy()
         keys = [opened.keys[i] for i in lacking.tolist()]
-        near[lacking] = await self._hub.in_thread(self._hub.far.where, keys, Budget.of(ask.budget_s))
-        position = opened.registered.position(_matrix(near, opened), opened.limit)
-        return self._found(opened, near, position, ask.lease, rows)
+        present[lacking], late = await self._hub.in_thread("read", self._hub.far.where, keys, Budget.of(ask.budget_s))
+        position = opened.registered.position(_matrix(present, opened), opened.limit)
+        return self._found(opened, ask, position, near, present, late=late)
 
     def _found(
-        self, opened: Opened, present: NDArray[np.bool_], position: int, lease: int, rows: NDArray[np.int64] | None
+        self, opened: Opened, ask: say.Lookup, position: int, near: Flags, present: Flags, *, late: bool
     ) -> Answer:
         self._hub.asked(opened, position)
+        self._hub.counts["unanswered"] += late
+        if position < opened.limit:
+            self._hub.missed(opened, near, None if late else present)
         bits = np.packbits(_matrix(present, opened)).tobytes()
-        if not lease or not position:
-            return say.Found(position, bits, b"")
-        pieces = opened.registered.needs(position, rows)
-        return say.Found(position, bits, packed(self._lease(opened, pieces, lease)))
+        if not ask.lease or not position:
+            return say.Found(position, bits, b"", late)
+        rows = None if ask.rows is None else numbers(ask.rows, "<i4")
+        starts = self._lease(opened, opened.registered.needs(position, rows), ask.lease, counted=True)
+        return say.Found(position, bits, b"" if starts is None else packed(starts), late)
 
-    def _lease(self, opened: Opened, pieces: Pieces, lease: int) -> NDArray[np.int64]:
+    def _lease(self, opened: Opened, pieces: Pieces, lease: int, *, counted: bool = False) -> NDArray[np.int64] | None:
+        """Where pieces are, under a lease; None if leases have no room for them, which only `counted` ones need."""
         pinned = self._arena.pin(opened.keys_at(pieces))
-        found, asked = len(pinned.slots), len(pinned.starts)
-        self._hub.counts.update({"memory hits": found, "memory misses": asked - found})
-        if lease:
-            self.leases.lease(lease, pinned.slots)
-        else:
+        self._hub.counts["memory hits"] += len(pinned.slots)
+        if not lease:
             self._arena.unpin(pinned.slots)
+        elif not self.leases.lease(lease, pinned.slots, counted=counted):
+            return None
         return pinned.starts
 
     def _bring(self, ask: say.Bring) -> Answer | Awaitable[Answer]:
@@ -154,11 +196,14 @@ class Session:
     async def _bring_far(self, opened: Opened, pieces: Pieces, lease: int, budget_s: float | None) -> Answer:
         near = self._arena.contains(opened.keys_at(pieces))
         wants = opened.wants_at(pieces[~near])
-        await self._hub.in_thread(self._hub.far.bring, wants, Budget.of(budget_s))
+        await self._hub.in_thread("read", self._hub.far.bring, wants, Budget.of(budget_s))
         return self._brought(opened, pieces, lease)
 
     def _brought(self, opened: Opened, pieces: Pieces, lease: int) -> Answer:
-        return say.Places(packed(self._lease(opened, pieces, lease)))
+        starts = self._lease(opened, pieces, lease)
+        assert starts is not None, "a lease that is not counted was refused"
+        self._hub.counts["memory misses"] += int((starts == FAR).sum())
+        return say.Places(packed(starts))
 
     def _prefetch(self, ask: say.Prefetch) -> Answer | Awaitable[Answer]:
         return self._bring(say.Bring(ask.sequence, 0, ask.pieces, ask.budget_s))
@@ -180,17 +225,17 @@ class Session:
             raise OverLimit(f"ticket {ask.ticket} is held already, or too many are; commit first")
         starts = self._arena.reserve(keys, lengths)
         if (starts == NO_ROOM).any() and (starts < 0).all() and self._arena.is_held:
-            return self._reserve_later(ask.ticket, keys, lengths)
+            return self._reserve_later(ask, keys, lengths)
         return self._reserved(ask.ticket, keys, starts, lengths)
 
-    async def _reserve_later(self, ticket: int, keys: Sequence[bytes], lengths: Sequence[int]) -> Answer:
+    async def _reserve_later(self, ask: say.Reserve, keys: Sequence[bytes], lengths: Sequence[int]) -> Answer:
         """Not even one had room. Whoever waits here holds nothing that another could be waiting for."""
-        until = time.monotonic() + ROOM_S
+        until = time.monotonic() + Budget.of(ask.budget_s).within(ROOM_S)
         while True:
             await self._hub.change(until - time.monotonic())
             starts = self._arena.reserve(keys, lengths)
             if (starts != NO_ROOM).any() or time.monotonic() >= until:
-                return self._reserved(ticket, keys, starts, lengths)
+                return self._reserved(ask.ticket, keys, starts, lengths)
 
     def _reserved(
         self, ticket: int, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: Sequence[int]
@@ -214,23 +259,24 @@ class Session:
         keys = self.leases.commit(ask.ticket)
         self._hub.counts["memory stored"] += len(keys)
         self._hub.changed()
-        return self._keep(keys) if self._hub.far.lanes else say.Done(len(keys))
+        return self._keep(keys, ask.budget_s) if self._hub.far.lanes else say.Done(len(keys))
 
-    async def _keep(self, keys: Sequence[bytes]) -> Answer:
+    async def _keep(self, keys: Sequence[bytes], budget_s: float | None) -> Answer:
         """Queue for the farther tiers; a queue that is full makes its writers wait, for a while."""
-        wait_s = max(lane.policy.deadline_s for lane in self._hub.far.lanes)
-        await self._hub.in_thread(self._hub.far.keep, keys, wait_s)
+        longest = max(lane.policy.deadline_s for lane in self._hub.far.lanes)
+        await self._hub.in_thread("write", self._hub.far.keep, keys, Budget.of(budget_s).within(longest))
         return say.Done(len(keys))
 
     def _damaged(self, ask: say.Damaged) -> Awaitable[Answer]:
         opened = self._opened(ask.sequence)
-        keys = opened.keys_at(opened.pieces(ask.pieces))
-        self._hub.counts["memory damaged"] += self._arena.delete(keys)
-        return self._forget(keys)
+        return self._forget_damaged(opened.wants_at(opened.pieces(ask.pieces)))
 
-    async def _forget(self, keys: Sequence[bytes]) -> Answer:
-        await self._hub.in_thread(self._hub.far.forget, keys)
-        return say.Done(len(keys))
+    async def _forget_damaged(self, wants: Sequence[Want]) -> Answer:
+        """A client may be wrong: it may have read a place that was somebody else's by then. Farther tiers are checked
+        when they are read."""
+        damaged = await self._hub.in_thread("read", self._hub.far.forget_damaged, wants)
+        self._hub.counts["memory damaged"] += damaged
+        return say.Done(damaged)
 
 
 def _matrix(flags: NDArray[np.bool_], opened: Opened) -> NDArray[np.bool_]:

@@ -44,21 +44,27 @@ class Limits:
 
     requests_per_s: float = 20_000.0
     connections: int = 256
+    """Of all processes together; as many again over TCP."""
     sequences: int = 64
-    keys: int = 1 << 20
-    """Of all its sequences: rows x chunks."""
+    keys: int = 1 << 18
+    """Of all its sequences: rows x chunks. Each takes about 100 bytes of the daemon's memory."""
     schemas: int = 16
     leases: int = 4096
     reserve_share: float = 0.25
     """Of the arena, that one connection may have reserved, or under lease by one message, at once."""
+    lease_share: float = 0.25
+    """... and under lease by its lookups. Beyond that, and beyond half of the arena for all, they take no lease."""
     pin_share: float = 0.25
     """... and pinned, by all its pins together."""
 
 
+SMALLEST_BYTES = 1 << 20
+
+
 def default_socket() -> Path:
-    """In the user's runtime folder, else in /tmp under the user's number."""
-    folder = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(folder) / "kvweave.sock" if folder else Path(f"/tmp/kvweave-{os.getuid()}.sock")
+    """In the user's runtime directory; where there is none, in a directory of the user's own in /tmp."""
+    folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    return (Path(folder) if Path(folder).is_dir() else Path(f"/tmp/kvweave-{os.getuid()}")) / "kvweave.sock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,13 @@ class Settings:
         return replace(self, **{name: _READ[name](value) for name, value in given.items()})
 
 
+def _memory(value: Any) -> int:
+    size = parse_bytes(value)
+    if size < SMALLEST_BYTES:
+        raise ConfigError(f"an arena of {size} bytes holds no chunk of a model; {SMALLEST_BYTES} bytes at least")
+    return size
+
+
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"expected a number, got {value!r}")
@@ -156,7 +169,7 @@ def _table(name: str, data: Any) -> Mapping[str, Any]:
 
 
 _READ: dict[str, Any] = {
-    "memory": parse_bytes,
+    "memory": _memory,
     "disk": lambda value: Disk.parse(_text(value)),
     "redis": _text,
     "object": _text,

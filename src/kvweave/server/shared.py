@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import OutOfMemory
+from kvweave.host_memory import check_memory
 from kvweave.server.protocol import FAR, NO_ROOM, PRESENT, WRITING
 from kvweave.store import MemoryTier, Quota
 from kvweave.store.keys import Bytes
@@ -39,6 +40,7 @@ class SharedArena(MemoryTier):
 
     def __init__(self, capacity: int, *, quotas: Mapping[str, Quota] | None = None) -> None:
         self.num_bytes = -(-capacity // SECTOR) * SECTOR
+        check_memory("arena", self.num_bytes)
         self.fd = _memory_file(self.num_bytes)
         memory = np.frombuffer(mmap.mmap(self.fd, self.num_bytes), np.uint8)
         super().__init__(buffer=memory, quotas=quotas, align=SECTOR)
@@ -100,10 +102,11 @@ class SharedArena(MemoryTier):
         with self._lock:
             gone = catalog.ticks[slots] == 0
             np.subtract.at(catalog.pins, slots[~gone], 1)
+            catalog.freed()
             for slot in slots[gone].tolist():
                 start, length = int(catalog.starts[slot]), int(catalog.lengths[slot])
                 if catalog.unpin(slot):
-                    self._extents.give(start, length)
+                    self._give_extent(start, length)
 
     @property
     def is_held(self) -> bool:

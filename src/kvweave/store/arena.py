@@ -17,15 +17,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import StoreError, TierError
+from kvweave.errors import StoreError, TierError, Unreadable
 from kvweave.store.catalog import Catalog, Quota
 from kvweave.store.extents import Extents
+from kvweave.store.forking import tell_after_fork
 from kvweave.store.keys import Bytes
-from kvweave.store.tier import ABSENT, ALL, Blob, TierStats, Watch, Which
+from kvweave.store.tier import ABSENT, ALL, UNREADABLE, Blob, TierStats, Watch, Which
 
 
 class Medium(Protocol):
-    """Bytes that can be written and read at an offset, by many threads at once. Raises `TierError`."""
+    """Bytes that can be written and read at an offset, by many threads at once. Raises `TierError`; `Unreadable` for
+    bytes that are lost."""
 
     def write(self, start: int, blob: Blob) -> None: ...
 
@@ -72,8 +74,11 @@ class ArenaTier:
         self._lock = threading.Condition()
         self._moving = 0
         self._writing: set[bytes] = set()
+        self._bad: set[int] = set()
+        """Starts of extents that could not be read: nothing is written there again by this process."""
         self._evicted = self._refused = 0
         self._closed = False
+        tell_after_fork(self)
 
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         with self._lock:
@@ -99,11 +104,14 @@ class ArenaTier:
             self._moving += 1
         try:
             return length if self._medium.read(start, target, watch) else 0
+        except Unreadable:
+            self._bad.add(start)
+            return UNREADABLE
         finally:
             with self._lock:
                 self._moved()
                 if catalog.unpin(slot):
-                    self._extents.give(start, length)
+                    self._give_extent(start, length)
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
         return [self._put(key, blob, blob.num_bytes) for key, blob in zip(keys, blobs, strict=True)]
@@ -158,12 +166,16 @@ class ArenaTier:
                 return None
             self._forget([victim])
             self._evicted += 1
-        catalog.used[owner] += size
+        catalog.charge(owner, size)
         return start
 
     def _give(self, key: bytes, start: int, length: int) -> None:
         self._catalog.used[self._catalog.owner(key)] -= self._extents.rounded(length)
-        self._extents.give(start, length)
+        self._give_extent(start, length)
+
+    def _give_extent(self, start: int, length: int) -> None:
+        if start not in self._bad:
+            self._extents.give(start, length)
 
     def _forget(self, slots: Sequence[int]) -> None:
         catalog = self._catalog
@@ -173,7 +185,7 @@ class ArenaTier:
                 self._journal.removed(keys)
         for slot in slots:
             if not catalog.pins[slot]:
-                self._extents.give(int(catalog.starts[slot]), int(catalog.lengths[slot]))
+                self._give_extent(int(catalog.starts[slot]), int(catalog.lengths[slot]))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         with self._lock:
@@ -191,9 +203,13 @@ class ArenaTier:
             return [*self._catalog.slot_of]
 
     def stats(self) -> TierStats:
-        with self._lock:
-            used = self._extents.capacity - self._extents.free_bytes
-            return TierStats(self.name, len(self._catalog), used, self._extents.capacity, self._evicted, self._refused)
+        """A snapshot: does not wait for the lock, since whoever has it may hang in a disk."""
+        used = self._extents.capacity - self._extents.free_bytes
+        return TierStats(self.name, len(self._catalog), used, self._extents.capacity, self._evicted, self._refused)
+
+    def after_fork(self) -> None:
+        """In a forked child: bytes and journal are the parent's, and so is whoever held the lock. Closed, there."""
+        self._lock, self._moving, self._closed = threading.Condition(), 0, True
 
     def close(self) -> None:
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -62,7 +62,27 @@ class StoreStats:
     loads: int
     shortened: int
     """Loads that ended before their hit: something was lost, damaged or late in between."""
+    unanswered: int
+    """Questions that were not answered in time, in whole or by some tier: what they did not find may be there."""
     tiers: tuple[LaneStats, ...]
+
+
+T = TypeVar("T")
+
+
+def in_thread(name: str, work: Callable[..., T], *args: object) -> Future[T]:
+    """Run in a thread of its own. It has begun, so that `cancel()` is False, and means it."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:  # it belongs to whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class AnyStore(ABC, Generic[Found]):
@@ -161,7 +181,7 @@ class AnyStore(ABC, Generic[Found]):
             self._counts.update(numbers)
 
     def _stats(self, tiers: tuple[LaneStats, ...]) -> StoreStats:
-        names = ("lookups", "tokens_asked", "tokens_found", "loads", "shortened")
+        names = ("lookups", "tokens_asked", "tokens_found", "loads", "shortened", "unanswered")
         with self._lock:
             numbers = {name: self._counts[name] for name in names}
         return StoreStats(**numbers, tiers=tiers)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from kvweave.store import sums
@@ -46,6 +48,22 @@ def header(row: Described, chunk: int, key: bytes, checksum: int = 0) -> bytes:
     stop = start + row.chunk_tokens
     fixed = HEADER.pack(MAGIC, VERSION, 0, len(meta), 0, row.payload_bytes, checksum, key, start, stop)
     return fixed + meta
+
+
+def taken(payload: Bytes) -> Bytes:
+    """What a source gave, as bytes that nobody else can change: itself if nobody else has it, else a copy.
+
+    A source may hand out memory that it uses again, read-only or not; what is queued to be written must not be that.
+    """
+    base = payload.base
+    if isinstance(base, bytes):
+        return payload
+    alone = sys.getrefcount(payload) <= 2  # this function's, and that of the question itself
+    if alone and base is not None:
+        alone = isinstance(base, np.ndarray) and base.base is None and sys.getrefcount(base) <= 3  # ... the view's, too
+    mine = payload if alone else payload.copy()
+    mine.flags.writeable = False
+    return mine
 
 
 def seal(row: Row, chunk: int, key: bytes, payload: Bytes) -> Blob:

@@ -20,6 +20,11 @@ class Breaker:
     def is_open(self) -> bool:
         return self._failures >= self._threshold
 
+    @property
+    def is_cooling(self) -> bool:
+        """Open, and not to be tried yet."""
+        return self.is_open and self._clock() < self._retry_at
+
     def passes(self) -> bool:
         """Whether to ask now; when open, True once every `cool_s`."""
         with self._lock:

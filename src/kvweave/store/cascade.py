@@ -14,15 +14,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import StoreError, TierError
+from kvweave.errors import PartlyRead, StoreError, TierError
 from kvweave.store.batches import batches
 from kvweave.store.blob import Check
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 from kvweave.store.lane import Lane, LanePolicy, LaneStats
-from kvweave.store.tier import ABSENT, Blob, Tier, whole
+from kvweave.store.tier import ABSENT, UNREADABLE, Blob, Tier, whole
 
 NOWHERE = -1
+
+
+class Where(NamedTuple):
+    """The nearest tier of each key, `NOWHERE` for none; and whether some tier that was asked did not say."""
+
+    tiers: NDArray[np.int8]
+    late: bool
 
 
 class Want(NamedTuple):
@@ -60,6 +67,9 @@ class Budget:
         return self.until is not None and time.monotonic() >= self.until
 
 
+UNLIMITED = Budget(None)
+
+
 class Cascade:
     """Tiers and how each is used, near ones first. Never raises in the serving path: trouble is a miss, and counted."""
 
@@ -71,19 +81,23 @@ class Cascade:
 
     # ---- reading
 
-    def where(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.int8]:
-        """The nearest tier of each key, `NOWHERE` for none: one question a tier, about what the nearer ones lack."""
-        found = np.full(len(keys), NOWHERE, np.int8)
+    def where(self, keys: Sequence[bytes], budget: Budget) -> Where:
+        """One question a tier, about what the nearer ones lack."""
+        found, late = np.full(len(keys), NOWHERE, np.int8), False
         for number, lane in enumerate(self.lanes):
             missing = np.flatnonzero(found == NOWHERE)
-            if not len(missing) or budget.is_spent:
+            if not len(missing):
+                break
+            if budget.is_spent:
+                late = True
                 break
             asked = keys if len(missing) == len(keys) else [keys[i] for i in missing.tolist()]
-            future = lane.start(lane.reads, partial(lane.tier.contains, asked))
-            answer = lane.finish(lane.reads, future, budget.left_s)
+            future = lane.start(lane.lookups, partial(lane.tier.contains, asked))
+            answer = lane.finish(lane.lookups, future, budget.left_s)
             if answer is not None:
                 found[missing[answer]] = number
-        return found
+            late |= answer is None
+        return Where(found, late)
 
     def fetch(self, wants: Sequence[Want], budget: Budget) -> Iterator[tuple[int, Bytes]]:
         """Numbers and blobs of what could be had, in any order. What one tier cannot give the next are asked for."""
@@ -138,8 +152,8 @@ class Cascade:
         lacking = np.zeros(len(keys), bool)
         for lane in self.lanes:
             if lane.policy.write != "off":
-                future = lane.start(lane.reads, partial(lane.tier.contains, keys))
-                answer = lane.finish(lane.reads, future, budget.left_s)
+                future = lane.start(lane.lookups, partial(lane.tier.contains, keys))
+                answer = lane.finish(lane.lookups, future, budget.left_s)
                 lacking |= False if answer is None else ~answer
         return lacking
 
@@ -147,7 +161,7 @@ class Cascade:
         """Let near tiers know that these were used, earlier ones as the most recent."""
         for lane in self.lanes:
             if lane.policy.inline:
-                lane.start(lane.reads, partial(lane.tier.contains, keys))
+                lane.start(lane.lookups, partial(lane.tier.contains, keys))
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob], budget: Budget) -> NDArray[np.bool_]:
         """Which are kept by at least one tier, or queued for one. Blobs must not be changed afterwards."""
@@ -188,28 +202,39 @@ class Cascade:
 
     def flush(self, wait_s: float = 60.0) -> bool:
         """Wait for what was queued; whether all of it was tried in time."""
-        drained = [lane.drain(wait_s) for lane in self.lanes]
+        budget = Budget.of(wait_s)
+        drained = [lane.drain(budget.within(wait_s)) for lane in self.lanes]
         return all(drained)
 
     def stats(self) -> tuple[LaneStats, ...]:
         return tuple(lane.stats() for lane in self.lanes)
 
-    def close(self, wait_s: float = 60.0) -> None:
-        """Do what is queued, and close every tier."""
-        until = time.monotonic() + wait_s
-        for lane in self.lanes:
-            lane.close(max(0.0, until - time.monotonic()))
+    def close(self, wait_s: float = 60.0) -> bool:
+        """Do what is queued, and close every tier; whether none of them hung."""
+        budget = Budget.of(wait_s)
+        closed = [lane.close(budget.within(wait_s)) for lane in self.lanes]
+        return all(closed)
 
 
 def _read(lane: Lane, wants: Sequence[Want]) -> Fetched:
     """Blobs that are whole."""
     buffers = [aligned(want.num_bytes) for want in wants]
-    fine = read(lane, [want.key for want in wants], buffers, [want.check() for want in wants])
-    return [buffer if is_fine else None for buffer, is_fine in zip(buffers, fine, strict=True)]
+    result = read(lane, [want.key for want in wants], buffers, [want.check() for want in wants])
+    fetched = [buffer if is_fine else None for buffer, is_fine in zip(buffers, result.fine, strict=True)]
+    if result.trouble:
+        raise PartlyRead(result.trouble, fetched)
+    return fetched
 
 
-def read(lane: Lane, keys: Sequence[bytes], into: Sequence[Bytes], checks: Sequence[Check]) -> list[bool]:
-    """Ask a tier for blobs, all at once; which came whole. Damaged ones are removed, so that they are stored anew."""
+class Read(NamedTuple):
+    """Which blobs came whole, and what the tier's trouble is, if it could not read all that it has."""
+
+    fine: list[bool]
+    trouble: str = ""
+
+
+def read(lane: Lane, keys: Sequence[bytes], into: Sequence[Bytes], checks: Sequence[Check]) -> Read:
+    """Ask a tier for blobs, all at once. Damaged and unreadable ones are removed, so that they are stored anew."""
     lengths = lane.tier.get(keys, into, checks)
     found = zip(lengths, into, checks, strict=True)
     fine = [length == buffer.nbytes and check.passes(buffer) for length, buffer, check in found]
@@ -219,4 +244,5 @@ def read(lane: Lane, keys: Sequence[bytes], into: Sequence[Bytes], checks: Seque
         lane.count("damaged", len(damaged))
         with suppress(TierError):  # no reason to lose what came with them
             lane.tier.delete(damaged)
-    return fine
+    unreadable = lengths.count(UNREADABLE)
+    return Read(fine, f"tier {lane.tier.name!r}: {unreadable} of {len(keys)} cannot be read" if unreadable else "")

@@ -7,7 +7,7 @@ found by one partition of the whole. Tenants have floors: what lies below a tena
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -19,6 +19,8 @@ from kvweave.errors import StoreError
 from kvweave.store.keys import TENANT_BYTES, tenant_id
 
 Slots = NDArray[np.int64]
+Scope = tuple[int, bool, bool]
+"""An owner, and whether its entries, and those of others, may go for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,11 @@ class Catalog:
         self._tick = 1
         self.was_asked = False
         """Whether entries were found, so that their order is no longer that in which they came."""
-        self._victims: deque[tuple[int, int]] = deque()
+        self._victims: dict[Scope, deque[tuple[int, int]]] = {}
+        """The next to go, by whose entries may: slots, and the tick at which they were chosen."""
+        self._none_since: dict[Scope, int] = {}
+        """Scopes in which nothing could go, and the number of the last change by which something could have come."""
+        self._changes = 0
         self._number_of: dict[bytes, int] = {}
         self.used, self.floors, self.limits = np.zeros((3, 8), np.int64)
         for name, quota in (quotas or {}).items():
@@ -85,25 +91,40 @@ class Catalog:
         self.starts[slot], self.lengths[slot], self.sizes[slot] = start, length, size
         self.ticks[slot], self.owners[slot], self.pins[slot] = self._tick, self.owner(key), 0
         self.slot_of[key] = slot
+        self.freed()
         return slot
 
     def remove(self, slot: int) -> bytes:
-        """Forget an entry; its bytes are no longer its owner's, its slot is free when nobody has it pinned."""
+        """Forget an entry; its slot is free, and its bytes are its owner's no more, when nobody has it pinned."""
         key = self._keys[slot]
         del self.slot_of[key]
-        self.used[self.owners[slot]] -= self.sizes[slot]
         self.ticks[slot] = 0
         if not self.pins[slot]:
-            self._free.append(slot)
+            self._let_go(slot)
         return key
+
+    def _let_go(self, slot: int) -> None:
+        self.used[self.owners[slot]] -= self.sizes[slot]
+        self._free.append(slot)
 
     def unpin(self, slot: int) -> bool:
         """Whether the entry was forgotten meanwhile, and this was its last reader."""
         self.pins[slot] -= 1
+        self.freed()
         if self.pins[slot] or self.ticks[slot]:
             return False
-        self._free.append(slot)
+        self._let_go(slot)
         return True
+
+    def charge(self, owner: int, size: int) -> None:
+        """Count bytes as an owner's, before there is an entry for them."""
+        self.used[owner] += size
+        if self.floors[owner]:  # more of its entries are above its floor now
+            self.freed()
+
+    def freed(self) -> None:
+        """Something may go now that could not before: an entry came, or was unpinned, or rose above a floor."""
+        self._changes += 1
 
     def fill(
         self, number_of: dict[bytes, int], tenants: NDArray[np.uint64], starts: Slots, lengths: Slots, sizes: Slots
@@ -150,20 +171,26 @@ class Catalog:
         """
         wanted = self.used[owner] + size
         own, others = wanted > self.limits[owner], wanted > self.floors[owner]
-        for scope in ((True, False),) if own else ((others, True), (True, True)):
-            slot = self._next(owner, *scope)
+        for mine, theirs in ((True, False),) if own else ((others, True), (True, True)):
+            alike = mine and theirs and not self.floors[owner]  # then it is the same for every such owner
+            slot = self._next(-1 if alike else owner, mine, theirs)
             if slot is not None:
                 return slot
         return None
 
-    def _next(self, owner: int, mine: bool, theirs: bool) -> int | None:
+    def _next(self, *scope: *Scope) -> int | None:
+        """In constant time but for one look at all entries for many victims, or for each time that there is none."""
+        if self._none_since.get(scope) == self._changes:
+            return None
+        victims = self._victims.setdefault(scope, deque())
         for refill in (False, True):
             if refill:
-                self._refill(owner, mine, theirs)
-            while self._victims:
-                slot, tick = self._victims.popleft()
-                if self.ticks[slot] == tick and self._may_go(slot, owner, mine, theirs):
+                victims.extend(self._oldest(*scope))
+            while victims:
+                slot, tick = victims.popleft()
+                if self.ticks[slot] == tick and self._may_go(slot, *scope):
                     return slot
+        self._none_since[scope] = self._changes
         return None
 
     def _may_go(self, slots: Any, owner: int, mine: bool, theirs: bool) -> Any:
@@ -173,11 +200,11 @@ class Catalog:
         fair = np.where(whose == owner, mine, theirs & above)
         return (self.ticks[slots] > 0) & (self.pins[slots] == 0) & fair
 
-    def _refill(self, owner: int, mine: bool, theirs: bool) -> None:
-        """Queue the oldest that may go: one in sixteen, so that sorting is paid for by many."""
-        slots = np.flatnonzero(self._may_go(np.arange(len(self._keys)), owner, mine, theirs))
+    def _oldest(self, *scope: *Scope) -> Iterable[tuple[int, int]]:
+        """The oldest that may go: one in sixteen, so that sorting is paid for by many."""
+        slots = np.flatnonzero(self._may_go(np.arange(len(self._keys)), *scope))
         count = min(len(slots), max(64, len(slots) // 16))
         if count < len(slots):
             slots = slots[np.argpartition(self.ticks[slots], count)[:count]]
         slots = slots[np.argsort(self.ticks[slots])]
-        self._victims.extend(zip(slots.tolist(), self.ticks[slots].tolist(), strict=True))
+        return zip(slots.tolist(), self.ticks[slots].tolist(), strict=True)

@@ -13,16 +13,18 @@ import errno
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import ReadOnly, TierError
+from kvweave.errors import ReadOnly, TierError, Vanished
 from kvweave.store.arena import ArenaTier
 from kvweave.store.catalog import Quota
 from kvweave.store.files import DirectFile, File, Lock, failure
 from kvweave.store.journal import Entries, FileJournal
+from kvweave.store.recovery import recovered
 from kvweave.store.stripes import SECTOR
 from kvweave.store.tier import Blob
 from kvweave.units import parse_bytes
@@ -53,11 +55,12 @@ class DiskTier(ArenaTier):
         except OSError as error:
             self._release()
             raise failure(str(self.directory), error) from error
+        self._files = file.stripes
         self._file_journal = FileJournal(self.directory / "journal", writable=self.writable)
         journal = self._file_journal if self.writable else None
         try:
             super().__init__(name, file, parse_bytes(capacity), align=SECTOR, quotas=quotas, journal=journal)
-            self._fill(self._file_journal.open(), file)
+            self._fill(self._file_journal.open(partial(recovered, files=file.stripes)), file)
         except BaseException:
             file.close()
             self._release()
@@ -66,6 +69,10 @@ class DiskTier(ArenaTier):
     @property
     def writable(self) -> bool:
         return self._owned is not None
+
+    @property
+    def _is_gone(self) -> bool:
+        return self._files.is_gone or self._file_journal.is_gone
 
     def _fill(self, entries: Entries, file: File) -> None:
         """Take over what the journal says, as far as it can be so."""
@@ -85,6 +92,8 @@ class DiskTier(ArenaTier):
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
         if not self.writable:
             raise ReadOnly(f"{self.directory}: cannot be written; what is stored is still served")
+        if self._is_gone:
+            raise Vanished(f"{self.directory}: somebody removed the files of the store")
         return super().put(keys, blobs)
 
     def _forget(self, slots: Sequence[int]) -> None:
@@ -99,7 +108,7 @@ class DiskTier(ArenaTier):
 
     def close(self) -> None:
         with self._lock, suppress(TierError):
-            if self.writable and self._catalog.was_asked:
+            if self.writable and not self._closed and self._catalog.was_asked and not self._is_gone:
                 self._rewrite()
         super().close()
         self._release()

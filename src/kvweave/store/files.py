@@ -6,19 +6,24 @@ import errno
 import fcntl
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import Busy, ReadOnly, TierError, TierFull
+from kvweave.errors import Busy, ReadOnly, TierError, TierFull, Unreadable
 from kvweave.store import sums
+from kvweave.store.forking import tell_after_fork
 from kvweave.store.keys import Bytes
 from kvweave.store.stripes import SECTOR, Stripes
 from kvweave.store.tier import Blob, Watch, joined, whole
 
 SMALL_BYTES = 512 << 10
 """Up to here one trip to the disk is worth a copy."""
+
+LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ)
+"""How a disk says that it cannot read a sector, or that what it read is damaged."""
 
 
 def failure(where: str, error: OSError) -> TierError:
@@ -43,6 +48,10 @@ class File:
     def hold(self, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
         return self._stripes.hold(ends)
 
+    @property
+    def stripes(self) -> Stripes:
+        return self._stripes
+
     def write(self, start: int, blob: Blob) -> None:
         try:
             (self._write_sealed if blob.head_bytes else self._write_whole)(start, blob)
@@ -61,6 +70,8 @@ class File:
         try:
             payload_sum = sums.read(self._stripes, start, into, watch.head_bytes if watch else 0, self._desk)
         except OSError as error:
+            if error.errno in LOST:
+                raise Unreadable(f"{self._path}: {error.strerror}") from error
             raise failure(self._path, error) from error
         if watch and payload_sum is not None:
             watch.saw(payload_sum)
@@ -105,15 +116,24 @@ class Lock:
     """A directory's owner: held while the process lives, released by the kernel when it dies."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
             raise Busy(f"{path.parent} belongs to process {owner}; let it serve both, or take another one") from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a full disk: then nobody is told whose it is
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        tell_after_fork(self)
 
     def release(self) -> None:
-        os.close(self._fd)
+        """May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def after_fork(self) -> None:
+        """In a forked child: the lock is the parent's, and must not outlive it here."""
+        self.release()

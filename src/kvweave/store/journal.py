@@ -9,19 +9,22 @@ before they may be written again, so whatever the moment at which the process di
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import StoreError, TierError
+from kvweave.errors import TierError
 from kvweave.store.files import failure
 from kvweave.store.keys import KEY_BYTES
 
 RECORD = np.dtype([("key", f"V{KEY_BYTES}"), ("start", "<u8"), ("length", "<u4"), ("check", "<u4")])
 MAGIC = b"kvweave journal 2\n".ljust(RECORD.itemsize, b"\0")
+OTHER_VERSION = re.compile(rb"kvweave journal \d+\n\0*")
 MOST_BYTES = 2**32 - 1
 SLACK = 65_536
 """Records of removed entries that are borne beside as many live ones before the file is written anew."""
@@ -44,27 +47,38 @@ class FileJournal:
         self._fd = -1
         self._records = self._live = 0
 
-    def open(self) -> Entries:
-        """Read what is there, drop what is torn, and go on behind it."""
+    def open(self, recover: Callable[[Entries], Entries]) -> Entries:
+        """Read what is there, drop what is torn, and go on behind it. Where the head of the file is damaged, `recover`
+        says what else there is. A disk without room for a shorter journal goes on with the longer one."""
         try:
             data = self._path.read_bytes() if self._path.exists() else b""
             entries = self._parse(data)
+            damaged = len(data) >= len(MAGIC) and data[: len(MAGIC)] != MAGIC
+            if damaged:
+                entries = recover(entries)
             if self._writable:
-                torn = not data or len(data) % RECORD.itemsize
-                if torn or self._records > 2 * self._live + SLACK:
+                if damaged or len(data) < len(MAGIC):
                     self._rewrite([*entries.number_of], entries.starts, entries.lengths)
                 else:
-                    self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+                    self._go_on(len(data) - len(data) % RECORD.itemsize, entries)
         except OSError as error:
             raise failure(str(self._path), error) from error
         return entries
 
+    def _go_on(self, num_bytes: int, entries: Entries) -> None:
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        os.ftruncate(self._fd, num_bytes)
+        if self.wants_rewriting:
+            with suppress(OSError):
+                self._rewrite([*entries.number_of], entries.starts, entries.lengths)
+
     def _parse(self, data: bytes) -> Entries:
-        if data and data[: len(MAGIC)] != MAGIC and len(data) >= len(MAGIC):
-            raise StoreError(f"{self._path} is no journal of this version of kvweave; move it away, or clear the store")
         body = memoryview(data)[len(MAGIC) :]
         found = np.frombuffer(body, RECORD, len(body) // RECORD.itemsize)
         live = found[checks(found) == found["check"]]
+        head = data[: len(MAGIC)]
+        if len(head) == len(MAGIC) and head != MAGIC and OTHER_VERSION.fullmatch(head) and not len(live):
+            raise TierError(f"{self._path} is no journal of this version of kvweave; move it away, or clear the store")
         number_of = _numbered(live)
         if len(number_of) < len(live) or not live["length"].all():
             live = live[np.sort(np.fromiter(number_of.values(), np.int64, len(number_of)))]
@@ -78,11 +92,16 @@ class FileJournal:
         """All live entries in a new file, which takes the old one's place in one step."""
         records = packed(keys, starts, lengths)
         beside = self._path.with_suffix(".new")
-        with open(beside, "wb") as file:
-            file.write(MAGIC)
-            file.write(records.tobytes())
-        descriptor = os.open(beside, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        os.replace(beside, self._path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(beside, flags, 0o600)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(MAGIC)
+                file.write(records.tobytes())
+            os.replace(beside, self._path)
+        except BaseException:
+            os.close(descriptor)
+            raise
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._records, self._live = descriptor, len(records), len(records)
@@ -98,6 +117,11 @@ class FileJournal:
             nothing = np.zeros(len(keys), np.int64)
             self._append(packed(keys, nothing, nothing))
             self._live -= len(keys)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody removed the file."""
+        return self._fd >= 0 and not os.fstat(self._fd).st_nlink
 
     @property
     def wants_rewriting(self) -> bool:

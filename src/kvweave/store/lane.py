@@ -1,12 +1,12 @@
 """A lane: one tier with its threads, a bounded queue, deadlines, retries and circuit breakers.
 
-Whoever asks waits for its deadline and no longer. A job that comes late finds nobody: it works on buffers of its own.
-Reads and writes have a breaker each, so that a full disk is still read.
+Whoever asks waits for its deadline and no longer. A job that ends after it writes only into its own buffers. Reads go
+before writes. Lookups, reads and writes have a breaker each: a full disk is still read; and one whose index answers
+while its sectors cannot be read is left alone.
 """
 
 from __future__ import annotations
 
-import queue
 import random
 import threading
 import time
@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
-from kvweave.errors import ReadOnly, TierFull
+from kvweave.errors import PartlyRead, ReadOnly, TierFull
 from kvweave.store.breaker import Breaker
+from kvweave.store.forking import tell_after_fork
+from kvweave.store.jobs import Jobs, run_now
 from kvweave.store.tier import Tier, TierStats
 
 T = TypeVar("T")
@@ -31,7 +32,8 @@ class LanePolicy:
 
     `write`: "through" (a save waits for it), "back" (a save queues it), "off". `promote`: what lower tiers give is put
     here too. `inline`: asked in the caller's thread, for tiers that cannot hang. `deadline_s` is for one answer, a
-    lookup or a batch of blobs; later it is a miss. A write that finds the queue full for so long is dropped.
+    lookup or a batch of blobs; later it is a miss. `queue_jobs` writes wait at most; one that finds the queue full for
+    so long is dropped. Reads have `workers` and a thread of their own.
     """
 
     write: Literal["through", "back", "off"] = "through"
@@ -69,15 +71,12 @@ class Lane:
 
     def __init__(self, tier: Tier, policy: LanePolicy) -> None:
         self.tier, self.policy = tier, policy
-        self.reads, self.writes = (Breaker(policy.failures, policy.cool_s) for _ in range(2))
+        self.lookups, self.reads, self.writes = (Breaker(policy.failures, policy.cool_s) for _ in range(3))
         self._counts: Counter[str] = Counter()
         self._last_error = ""
-        self._lock = threading.Lock()
-        self._jobs: queue.Queue[tuple[Future[Any], Callable[[], Any]] | None] = queue.Queue(policy.queue_jobs)
-        names = [f"kvweave-{tier.name}-{number}" for number in range(0 if policy.inline else policy.workers)]
-        self._workers = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
-        for worker in self._workers:
-            worker.start()
+        self._lock, self._is_forked = threading.Lock(), False
+        self._jobs = Jobs(tier.name, 0 if policy.inline else policy.workers, policy.queue_jobs)
+        tell_after_fork(self)
 
     def count(self, what: str, number: int = 1) -> None:
         with self._lock:
@@ -86,23 +85,20 @@ class Lane:
     # ---- asking
 
     def start(self, breaker: Breaker, ask: Callable[[], T], wait_s: float = 0.0) -> Future[T] | None:
-        """Begin; None if the tier is left alone now, or its queue stays full for `wait_s`."""
-        if not breaker.passes():
+        """Begin; None if the tier is left alone now, or its writes fill the queue for `wait_s`."""
+        found_in_vain = breaker is self.lookups and self.reads.is_cooling
+        if found_in_vain or self._is_forked or not breaker.passes():
             self.count("skipped")
             return None
-        future: Future[T] = Future()
 
         def job() -> T:
             return self._tried(breaker, ask, time.monotonic() + self.policy.deadline_s)
 
         if self.policy.inline:
-            _settle(future, job)
-            return future
-        try:
-            self._jobs.put((future, job), timeout=wait_s) if wait_s else self._jobs.put_nowait((future, job))
-        except queue.Full:
+            return run_now(job)
+        future = self._jobs.write(job, wait_s) if breaker is self.writes else self._jobs.read(job)
+        if future is None:
             self.count("skipped")
-            return None
         return future
 
     def finish(self, breaker: Breaker, future: Future[T] | None, wait_s: float | None = None) -> T | None:
@@ -127,6 +123,9 @@ class Lane:
         for attempt in range(self.policy.retries + 1):
             try:
                 answer = ask()
+            except PartlyRead as error:
+                self._note(breaker, error)
+                return cast(T, error.answer)
             except (TierFull, ReadOnly) as error:
                 self._note(breaker, error)
                 raise
@@ -147,43 +146,28 @@ class Lane:
         self._last_error = str(error) or type(error).__name__
         self.count("failed")
 
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            future, job = item
-            if future.set_running_or_notify_cancel():
-                _settle(future, job)
-            del item, future, job  # blobs must not stay alive while the thread waits
-            self._jobs.task_done()
-
     # ---- end
 
     def drain(self, wait_s: float) -> bool:
-        """Wait until everything queued so far was tried; whether it was."""
-        with self._jobs.all_tasks_done:
-            return self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, wait_s)
+        """Wait until every write queued so far was tried; whether it was."""
+        return self._jobs.drain(wait_s)
 
-    def close(self, wait_s: float) -> None:
-        """Do what is queued, then close the tier; one that hangs for so long is left behind as it is."""
-        until = time.monotonic() + wait_s
-        with suppress(queue.Full):
-            for _ in self._workers:
-                self._jobs.put(None, timeout=max(0.001, until - time.monotonic()))
-        for worker in self._workers:
-            worker.join(max(0.0, until - time.monotonic()))
-        if not any(worker.is_alive() for worker in self._workers):
+    def close(self, wait_s: float) -> bool:
+        """Do what is queued, then close the tier; one that hangs for so long is left behind as it is. Whether it
+        was closed."""
+        ended = self._is_forked or self._jobs.close(wait_s)
+        if ended:
             self.tier.close()
+        return ended
+
+    def after_fork(self) -> None:
+        """In a forked child, which has none of the threads: the tier is left alone there."""
+        self._lock, self._is_forked = threading.Lock(), True
 
     def stats(self) -> LaneStats:
         with self._lock:
             count = dict(self._counts)
         names = ("hits", "misses", "stored", "dropped", "damaged", "late", "failed", "skipped", "retried")
         numbers = {name: count.get(name, 0) for name in names}
-        is_open = self.reads.is_open or self.writes.is_open
+        is_open = any(breaker.is_open for breaker in (self.lookups, self.reads, self.writes))
         return LaneStats(self.tier.stats(), **numbers, open=is_open, last_error=self._last_error)
-
-
-def _settle(future: Future[T], job: Callable[[], T]) -> None:
-    try:
-        future.set_result(job())
-    except Exception as error:  # it belongs to whoever waits
-        future.set_exception(error)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvweave.host_memory import check_memory
 from kvweave.store import sums
 from kvweave.store.arena import ArenaTier
 from kvweave.store.catalog import Quota
@@ -30,8 +31,13 @@ class MemoryTier(ArenaTier):
         name: str = "memory",
         align: int = ALIGN,
     ) -> None:
-        memory = np.empty(parse_bytes(capacity), np.uint8) if buffer is None else buffer
+        memory = _allocated(name, parse_bytes(capacity)) if buffer is None else buffer
         super().__init__(name, _Memory(memory), memory.nbytes, align=align, quotas=quotas)
+
+
+def _allocated(name: str, num_bytes: int) -> Bytes:
+    check_memory(f"tier {name!r}", num_bytes)
+    return np.empty(num_bytes, np.uint8)
 
 
 class _Memory:

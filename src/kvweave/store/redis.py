@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvweave.errors import ConfigError, TierError, TierFull
 from kvweave.store.batches import batches
 from kvweave.store.keys import KEY_BYTES, Bytes
-from kvweave.store.tier import ALL, Blob, TierStats, Watch, Which, fill, joined
+from kvweave.store.tier import ALL, UNREADABLE, Blob, TierStats, Watch, Which, fill, joined
 
 BATCH_KEYS = 4096
 TRIP_BYTES = 4 << 20
@@ -70,8 +70,8 @@ class RedisTier:
         lengths: list[int] = []
         with _errors(self.name):
             for batch in batches(zip(keys, into, strict=True), lambda pair: pair[1].nbytes, TRIP_BYTES):
-                values = self._at_once("get", [(key,) for key, _ in batch])
-                lengths += [fill(target, value) for (_, target), value in zip(batch, values, strict=True)]
+                values = self._at_once("get", [(key,) for key, _ in batch], errors_are_answers=True)
+                lengths += [_filled(target, value) for (_, target), value in zip(batch, values, strict=True)]
         return lengths
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
@@ -102,12 +102,14 @@ class RedisTier:
                 answers += self._at_once(command, [(key,) for key in batch])
         return answers
 
-    def _at_once(self, command: str, calls: Iterable[tuple[bytes, ...]], **options: Any) -> list[Any]:
+    def _at_once(
+        self, command: str, calls: Iterable[tuple[bytes, ...]], *, errors_are_answers: bool = False, **options: Any
+    ) -> list[Any]:
         """A command for each key, and what goes with it, in one round trip (in a cluster: one to each node)."""
         pipe = self._server.pipeline(transaction=False)
         for key, *values in calls:
             getattr(pipe, command)(self._prefix + key, *values, **options)
-        answers: list[Any] = pipe.execute()
+        answers: list[Any] = pipe.execute(raise_on_error=not errors_are_answers)
         return answers
 
     def stats(self) -> TierStats:
@@ -117,6 +119,15 @@ class RedisTier:
         for server in (self._node, self._client):
             if server is not None:
                 server.close()
+
+
+def _filled(target: Bytes, value: Any) -> int:
+    """As `fill`. A value of another type than ours is there and cannot be read; any other error is the server's."""
+    if isinstance(value, redis.ResponseError) and "WRONGTYPE" in str(value):
+        return UNREADABLE
+    if isinstance(value, Exception):
+        raise value
+    return fill(target, value)
 
 
 def _batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:

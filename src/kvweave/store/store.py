@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store.base import AnyStore, Piece, Saved, StoreStats
+from kvweave.store.base import AnyStore, Piece, Saved, StoreStats, in_thread
 from kvweave.store.batches import batches
-from kvweave.store.blob import Check, header_bytes, seal
-from kvweave.store.cascade import NOWHERE, Budget, Cascade, Want
+from kvweave.store.blob import Check, header_bytes, seal, taken
+from kvweave.store.cascade import NOWHERE, Budget, Cascade, Want, Where
 from kvweave.store.keys import Prompt
 from kvweave.store.pages import Source
 from kvweave.store.rows import Row, Schema
@@ -48,10 +47,23 @@ class Store(AnyStore[Hit]):
 
     def lookup(self, prompt: Prompt, *, budget_s: float | None = None) -> Hit:
         keys = prompt.keys(self.schema.ids)
-        tiers = self.cascade.where(keys, Budget.of(budget_s)).reshape(prompt.num_chunks, len(self.schema.rows)).T
+        where = self.cascade.where(keys, Budget.of(budget_s))
+        tiers = where.tiers.reshape(prompt.num_chunks, len(self.schema.rows)).T
         position = self._position(prompt, tiers != NOWHERE, prompt.num_tokens - 1)
-        self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=position)
+        self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=position, unanswered=where.late)
+        self._count_misses(prompt, position, where)
         return Hit(prompt, position, tiers, keys)
+
+    def _count_misses(self, prompt: Prompt, position: int, where: Where) -> None:
+        """What the longest hit would have needed, and no tier has, was a miss in every tier that answered."""
+        longest = (prompt.num_tokens - 1) // self.schema.chunk_tokens * self.schema.chunk_tokens
+        if position >= longest or where.late:
+            return
+        rows = len(self.schema.rows)
+        needed = [chunk * rows + row for row, chunk in self._needs(longest, range(rows))]
+        misses = int(np.count_nonzero(where.tiers[needed] == NOWHERE))
+        for lane in self.cascade.lanes:
+            lane.count("misses", misses)
 
     def _fetch(self, hit: Hit, pieces: Sequence[Piece], budget: Budget) -> Iterator[tuple[Piece, NDArray[np.uint8]]]:
         wants = [self._want(hit, *piece) for piece in pieces]
@@ -66,13 +78,7 @@ class Store(AnyStore[Hit]):
 
     def prefetch(self, hit: Hit, *, rows: Sequence[int] | None = None, budget_s: float | None = None) -> Future[int]:
         """Bring what a hit needs into the tiers that take what others give, in a thread of its own."""
-        future: Future[int] = Future()
-
-        def work() -> None:
-            future.set_result(self.load(hit, _ignore, rows=rows, budget_s=budget_s))
-
-        threading.Thread(target=work, name="kvweave-prefetch", daemon=True).start()
-        return future
+        return in_thread("kvweave-prefetch", partial(self.load, hit, _ignore, rows=rows, budget_s=budget_s))
 
     # ---- writing
 
@@ -97,7 +103,7 @@ class Store(AnyStore[Hit]):
 
     def _put(self, batch: Sequence[tuple[int, int, bytes]], source: Source, budget: Budget) -> int:
         rows = self.schema.rows
-        blobs = [seal(rows[row], chunk, key, source(rows[row], chunk)) for row, chunk, key in batch]
+        blobs = [seal(rows[row], chunk, key, taken(source(rows[row], chunk))) for row, chunk, key in batch]
         return int(self.cascade.put([key for _, _, key in batch], blobs, budget).sum())
 
     # ---- the rest

@@ -51,6 +51,20 @@ class Stripes:
         there: NDArray[np.bool_] = turns * self.stripe_bytes + within < sizes[numbers]
         return there
 
+    def end(self) -> int:
+        """Behind the last byte of any of the files."""
+        ends = [0]
+        for number, fd in enumerate(self.fds):
+            if size := os.fstat(fd).st_size:
+                turn, within = divmod(size - 1, self.stripe_bytes)
+                ends.append((turn * len(self.fds) + number) * self.stripe_bytes + within + 1)
+        return max(ends)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody removed the files, or one of them, from their directory."""
+        return any(not os.fstat(fd).st_nlink for fd in self.fds)
+
     def write(self, start: int, pieces: Sequence[bytes | memoryview]) -> None:
         left = [memoryview(piece) for piece in pieces]
         while left:

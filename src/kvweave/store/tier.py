@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvweave.store import sums
 from kvweave.store.keys import ROW_BYTES, Bytes
 
-ABSENT = -1
+ABSENT, UNREADABLE = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class Tier(Protocol):
         ...
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:
-        """Fill `into[i]` with the blob of `keys[i]` if it is exactly as long; returns lengths, `ABSENT` for none.
+        """Fill `into[i]` with the blob of `keys[i]` if it is exactly as long; returns lengths, `ABSENT` for none,
+        `UNREADABLE` for one that is there and cannot be read. That is no reason to fail at the others.
 
         A tier that has the bytes in the processor's cache tells `watch[i]` their sum: of exactly what it wrote.
         """

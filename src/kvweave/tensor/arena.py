@@ -50,9 +50,13 @@ class Arena:
         self._layers: dict[tuple[int, str | None], LayerView] = {}
         self._closed = False
         try:
+            untouched = 0  # what was promised to host pools, and counts as available until it is written
             for pool in plan.pools:
-                self._buffers[pool.name] = self.memory.take(pool.num_bytes, pool.place, f"pool {pool.name!r}")
+                where = f"pool {pool.name!r}"
+                self.memory.check(untouched + pool.num_bytes, pool.place, where)
+                self._buffers[pool.name] = self.memory.take(pool.num_bytes, pool.place, where)
                 _wipe(self._buffers[pool.name].tensor, pool)
+                untouched += 0 if pool.place is Place.DEVICE else pool.num_bytes
         except BaseException:
             self.close()
             raise

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvweave.errors import NoDevice, OutOfMemory
+from kvweave.host_memory import check_memory
 from kvweave.plan import Place
 from kvweave.units import format_bytes
 
@@ -51,8 +52,10 @@ class Memory:
     def take(self, num_bytes: int, place: Place, where: str) -> Buffer:
         """A buffer of `num_bytes`, its contents undefined; `where` names it in errors."""
         given = self._given(place, where)
+        self.check(num_bytes, place, where)
+        device = self.device if place is Place.DEVICE else torch.device("cpu")
         try:
-            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.device if place is Place.DEVICE else "cpu")
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             if given is Place.PINNED:
                 _register(tensor)
         except (RuntimeError, TypeError) as error:
@@ -63,6 +66,11 @@ class Memory:
         buffer = Buffer(tensor, place, given)
         self._live.add(buffer)
         return buffer
+
+    def check(self, num_bytes: int, place: Place, where: str) -> None:
+        """Raises `OutOfMemory` for more than the host has available, before the kernel finds out."""
+        if place is not Place.DEVICE or self.device.type == "cpu":
+            check_memory(where, num_bytes)
 
     def release(self, buffer: Buffer) -> None:
         """Let go of a buffer; twice is once. Tensors still looking at it keep its bytes until they are gone."""

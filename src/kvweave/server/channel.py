@@ -1,0 +1,142 @@
+"""One connection to a daemon: requests out, answers in, each with the id of its request. Every wait has an end.
+
+An answer that comes after nobody waited for it any more is dropped by its id. Bytes of half a message, in either
+direction, leave a connection in doubt: whoever finds an exception other than `ServerTimeout` here closes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvweave.errors import BadRequest, ServerError, ServerTimeout
+from kvweave.server import protocol as say
+from kvweave.server.heartbeat import BEAT_S, Pulse
+from kvweave.server.protocol import ERRORS, ID_BYTES, LENGTH_BYTES, MESSAGE_BYTES, Answer, Message, frame, request_id
+
+DESCRIPTORS = 2
+"""What comes with `Welcome`: the arena, and the heartbeat."""
+
+
+class Welcomed(NamedTuple):
+    """What a daemon said first, and the files it handed over, which are the caller's."""
+
+    welcome: say.Welcome
+    descriptors: list[int]
+
+
+class Channel:
+    """A connected socket. Belongs to one thread at a time; `until` is of `time.monotonic`."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._buffer = bytearray()
+        self._ids = itertools.count(1)
+        self.pulse = Pulse()
+        self.is_closed = False
+
+    @property
+    def is_local(self) -> bool:
+        return self._socket.family == socket.AF_UNIX
+
+    def greet(self, hello: say.Hello, until: float) -> Welcomed:
+        """The first exchange, which has no id."""
+        descriptors: list[int] = []
+        try:
+            self._send(frame(hello), until)
+            if hello.arena:
+                self._socket.settimeout(_left(until))
+                data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, DESCRIPTORS)
+                self._buffer += data
+            answer: Answer = say.read_answer(self._message(until))
+            if isinstance(answer, say.Failed):
+                raise ERRORS.get(answer.error, ServerError)(answer.message)
+            if not isinstance(answer, say.Welcome) or len(descriptors) != (DESCRIPTORS if hello.arena else 0):
+                raise BadRequest("the daemon sent no welcome, or no arena: this is no daemon of ours")
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return Welcomed(answer, descriptors)
+
+    def check(self) -> None:
+        """Raises `ServerTimeout` if the daemon is known to be frozen, `ConnectionError` if it was, and has ended.
+
+        Changes nothing, so that any thread may ask while another one waits here for an answer."""
+        if not self.pulse.is_frozen:
+            return
+        ended = select.poll()
+        ended.register(self._socket, select.POLLRDHUP)
+        if ended.poll(0):
+            raise ConnectionResetError("the daemon closed the connection")
+        raise ServerTimeout(f"the daemon is frozen: no sign of life for {self.pulse.silent_s:.1f} s")
+
+    def send(self, messages: Sequence[Message], until: float) -> list[int]:
+        """The ids that these requests got."""
+        requests = [next(self._ids) & 0xFFFFFFFF or next(self._ids) & 0xFFFFFFFF for _ in messages]
+        self._send(b"".join(map(frame, messages, requests)), until)
+        return requests
+
+    def receive(self, requests: Sequence[int], until: float) -> list[Answer]:
+        """The answers to these requests, the last that were sent. What comes for earlier ones is dropped."""
+        answers: list[Answer] = []
+        while len(answers) < len(requests):
+            body = self._message(until)
+            request = request_id(body)
+            if request not in (requests[len(answers)], 0):
+                continue
+            answer: Answer = say.read_answer(memoryview(body)[ID_BYTES:])
+            if not request:  # a message so long that the daemon did not read whose it was
+                raise ServerError(answer.message if isinstance(answer, say.Failed) else "an answer without a request")
+            answers.append(answer)
+        return answers
+
+    # ---- bytes
+
+    def _send(self, data: bytes, until: float) -> None:
+        try:
+            self._socket.settimeout(_left(until))
+            self._socket.sendall(data)
+        except TimeoutError:
+            self.close()  # how much of it went out nobody knows
+            raise ServerTimeout("the daemon took no request in time") from None
+
+    def _message(self, until: float) -> bytes:
+        """The next one. Its bytes stay in the buffer until it is there as a whole."""
+        self._fill(LENGTH_BYTES, until)
+        length = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
+        if length > MESSAGE_BYTES + ID_BYTES:
+            raise ServerError(f"an answer of {length} bytes: this is no daemon of ours")
+        end = LENGTH_BYTES + length
+        self._fill(end, until)
+        message = bytes(self._buffer[LENGTH_BYTES:end])
+        del self._buffer[:end]
+        return message
+
+    def _fill(self, count: int, until: float) -> None:
+        """Wait until the buffer has so many bytes."""
+        while len(self._buffer) < count:
+            self._socket.settimeout(min(_left(until), BEAT_S))
+            try:
+                piece = self._socket.recv(1 << 16)
+            except TimeoutError:
+                if self.pulse.is_frozen or time.monotonic() >= until:
+                    raise ServerTimeout("the daemon did not answer in time") from None
+                continue
+            if not piece:
+                raise ConnectionResetError("the daemon closed the connection")
+            self._buffer += piece
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._socket.close()
+
+
+def _left(until: float) -> float:
+    """Seconds for a socket's timeout; 0 would mean not to wait at all, which reads as another error."""
+    return max(0.0005, until - time.monotonic())

@@ -1,0 +1,72 @@
+"""A sign of life in shared memory: the daemon's loop counts, clients look. It costs no message.
+
+A daemon that is slow goes on counting; one that is stopped, or whose loop hangs, does not. Clients compare the count
+with what they saw before and use their own clocks, so that it does not matter whether both see the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+import struct
+import time
+from contextlib import suppress
+
+PAGE_BYTES = 4096
+BEAT_S = 0.2
+FROZEN_S = 1.0
+"""A daemon that has not counted for so long is frozen: five beats, so that a busy machine does not pass for one."""
+FUTURE_WRITE = 0x0010
+"""F_SEAL_FUTURE_WRITE: whoever is handed the file can only read it."""
+_COUNT = struct.Struct("<Q")
+
+
+class Heartbeat:
+    """The daemon's side: counts in a file of no name, from within the loop."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("kvweave-heartbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, PAGE_BYTES)
+        self._page = mmap.mmap(self.fd, PAGE_BYTES)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        with suppress(OSError):  # a kernel before 5.1: then clients are trusted not to write there, either
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, FUTURE_WRITE)
+        self._count = 0
+        self._next: asyncio.TimerHandle | None = None
+
+    def run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count now, and again every `BEAT_S`, until closed."""
+        self._count += 1
+        _COUNT.pack_into(self._page, 0, self._count)
+        self._next = loop.call_later(BEAT_S, self.run, loop)
+
+    def close(self) -> None:
+        if self._next:
+            self._next.cancel()
+        self._page.close()
+        os.close(self.fd)
+
+
+class Pulse:
+    """A client's side: how long the daemon has been silent, as far as this client has looked."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._page = None if descriptor is None else mmap.mmap(descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
+        self._count, self._at = -1, time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """0 for a daemon that is not seen by way of shared memory."""
+        if self._page is None:
+            return 0.0
+        (count,) = _COUNT.unpack_from(self._page)
+        if count != self._count:
+            self._count, self._at = count, time.monotonic()
+            return 0.0
+        return time.monotonic() - self._at
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.silent_s > FROZEN_S

@@ -1,0 +1,56 @@
+"""A daemon's arena in a client's address space: mapped once for each daemon, whatever connections come and go."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from kvweave.server import protocol as say
+from kvweave.server.dma import Registration, device_in_use
+from kvweave.server.protocol import VERSION
+from kvweave.store.keys import Bytes
+
+POPULATE_WRITE = 23
+"""madvise: make the page tables now, not at the first touch of every page."""
+WARM_BYTES = 8 << 20
+
+
+class Mapped(NamedTuple):
+    """What a connection brought: its number, what the daemon said, and its arena, perhaps registered for DMA."""
+
+    generation: int
+    welcome: say.Welcome
+    arena: Bytes
+    dma: Registration
+
+
+def nothing_mapped() -> Mapped:
+    """What there is before the first connection."""
+    nothing = np.empty(0, np.uint8)
+    return Mapped(0, say.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0), nothing, Registration(nothing))
+
+
+def map_arena(mapped: Mapped, descriptor: int) -> Mapped:
+    """With the arena that the daemon handed over; page tables are made, and CUDA is told, in the background."""
+    memory = mmap.mmap(descriptor, mapped.welcome.arena_bytes)
+    arena = np.frombuffer(memory, np.uint8)
+    dma = Registration(arena)
+    threading.Thread(target=_warm, args=(memory, dma, device_in_use()), name="kvweave-warm", daemon=True).start()
+    return mapped._replace(arena=arena, dma=dma)
+
+
+def _warm(memory: mmap.mmap, dma: Registration, device: int | None) -> None:
+    _populate(memory)
+    if device is not None:
+        dma.register(device)
+
+
+def _populate(memory: mmap.mmap) -> None:
+    for start in range(0, len(memory), WARM_BYTES):
+        try:
+            memory.madvise(POPULATE_WRITE, start, min(WARM_BYTES, len(memory) - start))
+        except OSError:  # an older kernel: then pages come one by one
+            return

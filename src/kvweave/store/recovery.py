@@ -1,0 +1,83 @@
+"""What lies in a disk tier's files, found by the blobs' own headers: for when the journal is damaged.
+
+A header stands at a sector and says key, length and what the payload is; the digest of that is part of the key.
+Payloads are not read here: one that was overwritten since is found out by its checksum when it is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.store.blob import HEADER, MAGIC, VERSION
+from kvweave.store.files import aligned
+from kvweave.store.journal import Entries
+from kvweave.store.keys import KEY_BYTES, ROW_BYTES, TENANT_BYTES
+from kvweave.store.stripes import SECTOR, Stripes
+
+WINDOW_BYTES = 64 << 10
+META_BYTES = 1 << 20
+
+
+def recovered(known: Entries, files: Stripes) -> Entries:
+    """The entries that are known, and those found in between; found ones count as the older."""
+    found = {key: place for key, *place in _scan(files, known) if key not in known.number_of}
+    keys = [*found, *known.number_of]
+    starts, lengths = np.array([*found.values()], np.int64).reshape(-1, 2).T
+    return Entries(
+        dict(zip(keys, range(len(keys)), strict=True)),
+        np.frombuffer(b"".join(key[:TENANT_BYTES] for key in keys), "<u8"),
+        np.concatenate((starts, known.starts)),
+        np.concatenate((lengths, known.lengths)),
+    )
+
+
+def _scan(files: Stripes, known: Entries) -> Iterator[tuple[bytes, int, int]]:
+    end = files.end()
+    order = np.argsort(known.starts)
+    starts = [*known.starts[order].tolist(), end]
+    ends = [0, *(known.starts + known.lengths)[order].tolist()]
+    for first, last in zip(ends, starts, strict=True):
+        yield from _scan_gap(files, -(-first // SECTOR) * SECTOR, min(last, end))
+
+
+def _scan_gap(files: Stripes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    window = aligned(WINDOW_BYTES)
+    while at < end:
+        window[:] = 0
+        files.read(at, window[: files.in_sectors(min(WINDOW_BYTES, end - at))])
+        found = _first(files, at, window)
+        if found is None:
+            at += WINDOW_BYTES
+        else:
+            yield found
+            at = -(-(found[1] + found[2]) // SECTOR) * SECTOR
+
+
+def _first(files: Stripes, at: int, window: NDArray[np.uint8]) -> tuple[bytes, int, int] | None:
+    """Key, start and length of the first blob that begins in a window."""
+    heads = window.reshape(-1, SECTOR)[:, : len(MAGIC)]
+    for number in np.flatnonzero((heads == np.frombuffer(MAGIC, np.uint8)).all(axis=1)).tolist():
+        start = at + number * SECTOR
+        found = _header(files, start, window[number * SECTOR :])
+        if found:
+            return found[0], start, found[1]
+    return None
+
+
+def _header(files: Stripes, start: int, begin: NDArray[np.uint8]) -> tuple[bytes, int] | None:
+    """Key and length, if this is the header of a blob whose key fits what it says of itself."""
+    _, version, _, meta_bytes, _, payload_bytes, _, key, _, _ = HEADER.unpack_from(begin.data)
+    head_bytes = HEADER.size + meta_bytes
+    if version != VERSION or meta_bytes > META_BYTES or head_bytes % SECTOR or start + head_bytes > files.end():
+        return None
+    head = aligned(head_bytes)
+    if files.read(start, head) < head_bytes:
+        return None
+    meta = head[HEADER.size :].tobytes().rstrip(b" ")
+    if hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:ROW_BYTES] != key[KEY_BYTES - ROW_BYTES :]:
+        return None
+    return key, head_bytes + payload_bytes

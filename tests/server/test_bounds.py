@@ -1,0 +1,189 @@
+"""No client takes what all need: schemas, memory, file descriptors, the loop's time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import ssl
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvweave.errors import BadRequest, OverLimit
+from kvweave.server import Client, Daemon, Limits
+from kvweave.server import protocol as say
+from kvweave.server.models import MOST, MOST_BYTES
+from kvweave.server.opened import STEP_KEYS, Opened
+from kvweave.server.registered import Registered, registration
+from kvweave.store.blob import header_bytes
+from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
+from tests.server.test_leases import until
+from tests.store.models import truth
+
+
+def schema(number: int, padding: int = 0) -> say.Register:
+    """One of many, as large as wanted."""
+    facts: dict[str, Any] = {"chunk_tokens": 256, "layers": [number], "part": 0, "parts": 1, "pad": " " * padding}
+    role = {"name": "key", "rows": 256, "shape": [4], "dtype": "bfloat16"}
+    meta = json.dumps(facts | {"roles": [role]}).encode()
+    size = header_bytes(Row(meta)) + 2048
+    row = say.RowInfo(hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:8], size, meta)
+    return say.Register(1, f"model {number}", 256, [row], [say.GroupInfo("full", 1, {"kind": "full"})])
+
+
+class Row:
+    payload_bytes = chunk_tokens = 0
+
+    def __init__(self, meta: bytes) -> None:
+        self.meta = meta
+
+
+def test_no_number_of_schemas_locks_out_a_new_engine(tmp_path: Path) -> None:
+    wish = settings(tmp_path, limits=Limits(requests_per_s=1e6))
+    with serving(wish) as daemon, Client(wish.socket) as greedy:
+        for first in range(0, MOST + 100, 100):
+            answers = greedy.exchange([schema(number) for number in range(first, first + 100)]).answers
+            assert all(isinstance(answer, say.Done) for answer in answers)
+        assert len(daemon.hub.models.named(None)) <= MOST
+        engine = store(wish.socket)
+        engine.save(prompt(), truth, points=POINTS)
+        assert engine.load(engine.lookup(prompt()), verify) == 1024
+        engine.close()
+
+
+def test_schemas_take_so_much_memory_and_no_more(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon, Client(tmp_path / "kv.sock") as greedy:
+        for number in range(100):
+            greedy.ask(schema(number, 1_000_000), say.Done)
+        kept = daemon.hub.models.named(None)
+        assert sum(each.num_bytes for each in kept) <= MOST_BYTES
+        held = [msgspec.structs.replace(schema(number, 1_000_000), schema=number) for number in range(15)]
+        answers = [greedy.exchange([each]).answers[0] for each in held]
+        assert isinstance(answers[-1], say.Failed)
+        assert "bytes of schemas" in answers[-1].message
+
+
+def test_a_schema_in_use_is_never_forgotten(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, limits=Limits(requests_per_s=1e6))) as daemon:
+        engine = store(tmp_path / "kv.sock")
+        engine.save(prompt(), truth, points=POINTS)
+        with Client(tmp_path / "kv.sock") as greedy:
+            for first in range(0, MOST + 100, 100):
+                greedy.exchange([schema(number) for number in range(first, first + 100)])
+        assert "hybrid" in {each.model for each in daemon.hub.models.named(None)}
+        assert engine.load(engine.lookup(prompt()), verify) == 1024
+        engine.close()
+        until(lambda: all(each.users == 0 for each in daemon.hub.models.named(None)))
+
+
+def test_a_row_that_says_another_size_than_it_has_is_refused(tmp_path: Path) -> None:
+    right = registration(1, "m", SCHEMA)
+    with serving(settings(tmp_path)), Client(tmp_path / "kv.sock") as client:
+        for wrong in (right.rows[0].blob_bytes - 1, right.rows[0].blob_bytes + 4096, 1):
+            row = say.RowInfo(right.rows[0].id, wrong, right.rows[0].meta)
+            with pytest.raises(BadRequest, match=f"describes blobs of {right.rows[0].blob_bytes} bytes"):
+                client.ask(say.Register(1, "m", right.chunk_tokens, [row, *right.rows[1:]], right.groups), say.Done)
+        client.ask(right, say.Done)
+
+
+def test_keys_of_a_long_sequence_are_made_and_found_in_steps(tmp_path: Path) -> None:
+    said = registration(1, "m", SCHEMA)
+    chunks = 20_000
+    ask = say.Open(1, 1, b"tenant00", 256 * chunks, b"".join(number.to_bytes(32, "big") for number in range(chunks)))
+    opened = Opened(Registered(said), ask)
+    sizes = [0]
+    for _ in opened.steps():
+        sizes.append(len(opened.keys))
+    assert len(opened.keys) == opened.num_keys == 12 * chunks
+    assert max(after - before for before, after in pairwise(sizes)) <= STEP_KEYS
+    with serving(settings(tmp_path)), Client(tmp_path / "kv.sock") as client:
+        client.exchange([said, ask])
+        assert client.ask(say.Lookup(1, 0), say.Found).position == 0
+        with pytest.raises(OverLimit, match="keys in open sequences"):
+            client.ask(say.Open(2, 1, b"tenant00", 256 * chunks, ask.prefixes), say.Done)
+
+
+@contextmanager
+def silent(port: int, number: int) -> Iterator[list[socket.socket]]:
+    """Connections that never say anything."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection(("127.0.0.1", port), 5)) for _ in range(number)]
+
+
+def is_closed(there: socket.socket) -> bool:
+    there.setblocking(False)
+    try:
+        return not there.recv(1)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_silent_connections_to_the_metrics_are_bounded_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.server.http.WAIT_S", 1.0)
+    with serving(settings(tmp_path, http="127.0.0.1:0")) as daemon, silent(daemon.ports[0], 100) as sockets:
+        until(lambda: sum(map(is_closed, sockets)) >= 68)
+        assert daemon._listeners[0].num_open <= 32
+        until(lambda: daemon._listeners[0].num_open == 0)
+        page = urllib.request.urlopen(f"http://127.0.0.1:{daemon.ports[0]}/health", timeout=5)
+        assert page.read() == b"ok\n"
+        page.close()
+        until(lambda: daemon._listeners[0].num_open == 0)
+
+
+def test_handshakes_that_never_begin_are_bounded_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.server.listener.HANDSHAKE_S", 1.0)
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext"
+    made = [*command.split(), "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]
+    if subprocess.run(made, capture_output=True, check=False).returncode:
+        pytest.skip("no openssl to make a certificate with")
+    (tmp_path / "token").write_text("sesame")
+    wish = settings(
+        tmp_path, listen="127.0.0.1:0", token_file=tmp_path / "token", tls_cert=cert, tls_key=key,
+        limits=Limits(connections=8),
+    )  # fmt: skip
+    with serving(wish) as daemon, silent(daemon.ports[0], 60) as sockets:
+        until(lambda: sum(map(is_closed, sockets)) >= 52)
+        assert daemon._listeners[0].num_open <= 8
+        with Client(wish.socket) as near:
+            near.ask(say.Ping(), say.Done)
+        until(lambda: daemon._listeners[0].num_open == 0)
+        trusting = ssl.create_default_context(cafile=str(cert))
+        with Client(f"localhost:{daemon.ports[0]}", token="sesame", tls=trusting) as far:
+            far.ask(say.Ping(), say.Done)
+
+
+def raw(daemon: Daemon, number: int, stack: ExitStack) -> list[socket.socket]:
+    """Connections to the Unix socket that say nothing."""
+    sockets = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(number)]
+    for each in sockets:
+        each.connect(str(daemon.settings.socket))
+    return sockets
+
+
+def test_connections_that_are_refused_do_not_pile_up(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, limits=Limits(connections=2))) as daemon, ExitStack() as stack:
+        sockets = raw(daemon, 200, stack)
+        until(lambda: sum(map(is_closed, sockets)) >= 200 - 2 - 64)
+        until(lambda: sum(map(is_closed, sockets)) >= 198)  # those that were to be told had their time
+
+
+def test_connections_that_are_refused_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.server.connection.REFUSAL_S", 60.0)
+    with serving(settings(tmp_path, limits=Limits(connections=2))) as daemon, ExitStack() as stack:
+        accepted = raw(daemon, 2, stack)
+        refused = raw(daemon, 100, stack)
+        until(lambda: sum(map(is_closed, refused)) == 36)
+        accepted[0].close()
+        until(lambda: len(daemon._connections) == 1)
+        Client(daemon.settings.socket).close()

@@ -1,0 +1,101 @@
+"""A disk that hangs holds up nobody who does not need it: memory hits, metrics, new connections, the stop."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvweave.server import Daemon, Disk, Settings
+from kvweave.store import DiskTier
+from kvweave.store.journal import FileJournal
+from kvweave.store.reopening import ReopeningTier
+from tests.server.models import POINTS, prompt, serving, settings, store, verify
+from tests.server.test_leases import until
+from tests.store.models import truth
+
+
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until this is set, disks hang in the middle of a journal write, with their tier's lock held."""
+    event, real = threading.Event(), FileJournal.added
+
+    def added(self: FileJournal, key: bytes, start: int, length: int) -> None:
+        assert event.wait(60)
+        real(self, key, start, length)
+
+    monkeypatch.setattr(FileJournal, "added", added)
+    yield event
+    event.set()
+
+
+def wish(folder: Path) -> Settings:
+    return settings(folder, disk=Disk(folder / "disk", 64 << 20), http="127.0.0.1:0", drain_s=1.0)
+
+
+def hang(daemon: Daemon) -> None:
+    """Save something, and wait until the disk hangs in it."""
+    client = store(daemon.settings.socket)
+    client.save(prompt(0), truth, points=POINTS)
+    tier = daemon.hub.far.lanes[0].tier
+    assert isinstance(tier, ReopeningTier)
+    assert isinstance(tier._tier, DiskTier)
+    lock = tier._tier._lock
+    until(lambda: is_held(lock))
+    client.close()
+
+
+def is_held(lock: threading.Condition) -> bool:
+    if lock.acquire(blocking=False):
+        lock.release()
+        return False
+    return True
+
+
+def page(daemon: Daemon, path: str) -> str:
+    answer: bytes = urllib.request.urlopen(f"http://127.0.0.1:{daemon.ports[0]}{path}", timeout=5).read()
+    return answer.decode()
+
+
+def test_metrics_health_and_memory_hits_go_on_while_a_disk_hangs(tmp_path: Path, go_on: threading.Event) -> None:
+    with serving(wish(tmp_path)) as daemon:
+        hang(daemon)
+        for _ in range(3):
+            assert 'kvweave_tier_entries{tier="disk"}' in page(daemon, "/metrics")
+        assert page(daemon, "/health") == "ok\n"
+        other = store(daemon.settings.socket)  # a new connection
+        assert other.load(other.lookup(prompt(0), budget_s=5), verify, budget_s=5) == 1024
+        assert other.describe(budget_s=5).tiers[1].name == "disk"
+        assert other.stats(budget_s=5).tiers[1].tier.capacity_bytes == 64 << 20
+        other.close()
+        assert not go_on.is_set()
+
+
+def test_a_daemon_whose_disk_hangs_stops_in_time(tmp_path: Path, go_on: threading.Event) -> None:
+    with serving(wish(tmp_path)) as daemon:
+        hang(daemon)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10, "it drains for 1 s"
+    assert daemon.is_stuck
+    assert not go_on.is_set()
+
+
+def test_flushes_that_wait_do_not_keep_the_daemon_from_stopping(tmp_path: Path, go_on: threading.Event) -> None:
+    with serving(wish(tmp_path)) as daemon:
+        hang(daemon)
+        patient = [store(daemon.settings.socket) for _ in range(6)]
+        flushes = [threading.Thread(target=each.flush, args=(50,)) for each in patient]
+        for flush in flushes:
+            flush.start()
+        until(lambda: len(daemon._connections) >= 12)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10, "it drains for 1 s"
+    go_on.set()
+    for flush in flushes:
+        flush.join()
+    for each in patient:
+        each.close()

@@ -1,0 +1,156 @@
+"""Requests and answers belong together: whatever happens between the two, an answer is never taken for another's."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import ServerTimeout
+from kvweave.server import Client
+from kvweave.server import protocol as say
+from kvweave.server.protocol import packed
+from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
+from tests.server.test_kill import daemon_process
+from tests.store.models import truth
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises: between any two instructions."""
+
+
+@contextmanager
+def interrupted(after_s: float) -> Iterator[None]:
+    """Raises `Interrupt` in this thread after a while, if it is not over by then."""
+
+    def strike(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    except Interrupt:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_between_question_and_answer_never_shifts_the_answers(tmp_path: Path) -> None:
+    chance = random.Random(4)
+    with daemon_process(settings(tmp_path, 16 << 20)):
+        client = store(tmp_path / "kv.sock", workers=1)
+        client.save(prompt(0), truth, points=POINTS)
+        for number in range(150):
+            with interrupted(chance.uniform(0.0001, 0.002)):
+                while True:
+                    client.load(client.lookup(prompt(0)), verify)
+                    client.save(prompt(1), truth, points=POINTS, budget_s=5)
+            assert client.lookup(prompt(1000 + number)).position == 0, "a prompt that nobody saved was found"
+            time.sleep(0)
+        for number in range(3):
+            assert client.save(prompt(number), truth, points=POINTS).dropped == 0
+            hit = client.lookup(prompt(number))
+            assert client.load(hit, verify) == hit.position == 1024
+        assert client.report().tiers[0].damaged == 0
+        client.close()
+
+
+def test_an_answer_that_comes_late_is_dropped(tmp_path: Path) -> None:
+    with daemon_process(settings(tmp_path)) as pid, Client(tmp_path / "kv.sock") as client:
+        generation = client.generation
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ServerTimeout, match="in time"):
+            client.ask(say.Describe(), say.Described, 0.05)
+        os.kill(pid, signal.SIGCONT)
+        assert client.ask(say.Ping(), say.Done) == say.Done()
+        assert isinstance(client.ask(say.Stats(), say.Stated), say.Stated)
+        assert client.generation == generation, "the connection was never in doubt"
+
+
+def test_what_a_late_question_took_is_given_back(tmp_path: Path) -> None:
+    with daemon_process(settings(tmp_path)) as pid:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(0), truth, points=POINTS)
+        client.lookup(prompt(0))
+        everything = packed([(row, 3) for row in range(len(SCHEMA.rows))], "<i4")
+        os.kill(pid, signal.SIGSTOP)
+        assert client.lookup(prompt(0), budget_s=0.05).position == 0
+        with pytest.raises(ServerTimeout):
+            client.client.exchange([say.Reserve(2, 9999, everything)], 0.05)
+        os.kill(pid, signal.SIGCONT)
+        (mine,) = client.report().clients
+        assert (mine.leases, mine.leased_bytes, mine.reserved_bytes) == (0, 0, 0)
+        assert client.stats().unanswered == 1
+        assert client.load(client.lookup(prompt(0)), verify) == 1024
+        client.close()
+
+
+def test_a_forked_child_has_a_connection_of_its_own(tmp_path: Path) -> None:
+    with daemon_process(settings(tmp_path, 16 << 20)):
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(0), truth, points=POINTS)
+        hit = client.lookup(prompt(0))
+        child = os.fork()
+        if not child:
+            try:
+                os._exit(not asks_for_a_while(client))
+            finally:
+                os._exit(2)
+        assert asks_for_a_while(client)
+        assert os.waitpid(child, 0)[1] == 0
+        assert client.load(hit, verify) == 1024  # the child gave back nothing of ours
+        assert client.report().tiers[0].damaged == 0
+        client.close()
+
+
+def asks_for_a_while(client: object) -> bool:
+    for number in range(200):
+        if client.lookup(prompt(0)).position != 1024 or client.lookup(prompt(1000 + number)).position:  # type: ignore[attr-defined]
+            return False
+    mine = os.getpid() % 1000
+    saved = client.save(prompt(10 + mine), truth, points=POINTS)  # type: ignore[attr-defined]
+    return bool(saved.dropped == 0 and client.load(client.lookup(prompt(10 + mine)), verify) == 1024)  # type: ignore[attr-defined]
+
+
+def test_a_child_forked_while_another_thread_asks_can_ask(tmp_path: Path) -> None:
+    with daemon_process(settings(tmp_path)) as pid:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(0), truth, points=POINTS)
+        os.kill(pid, signal.SIGSTOP)
+        asking = threading.Thread(target=client.lookup, args=(prompt(0),), kwargs={"budget_s": 0.5})
+        asking.start()
+        time.sleep(0.1)
+        child = os.fork()
+        if not child:
+            try:
+                os.kill(pid, signal.SIGCONT)
+                os._exit(client.lookup(prompt(0), budget_s=10).position != 1024)
+            finally:
+                os._exit(2)
+        asking.join()
+        assert os.waitpid(child, 0)[1] == 0
+        client.close()
+
+
+def test_a_claim_of_damage_is_checked_before_anything_is_forgotten(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(0), truth, points=POINTS)
+        hit = client.lookup(prompt(0))
+        everything = packed([(row, 3) for row in range(len(SCHEMA.rows))], "<i4")
+        wrong = client._dialogue.ask(prompt(0), lambda sequence: say.Damaged(sequence, everything))[0]
+        assert wrong == say.Done(0)
+        client.client.arena[hit.places[0, 3] + 5000] ^= 1
+        right = client._dialogue.ask(prompt(0), lambda sequence: say.Damaged(sequence, everything))[0]
+        assert right == say.Done(1)
+        assert daemon.report().tiers[0].damaged == 1
+        client.close()

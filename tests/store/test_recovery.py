@@ -1,0 +1,228 @@
+"""A damaged journal is rebuilt; a full, removed or unwritable directory is no reason to end."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import Busy, StoreError, TierError, TierFull, Vanished
+from kvweave.store import Cascade, DiskTier, LanePolicy, Store
+from kvweave.store.reopening import ReopeningTier
+from tests.store.contract import got, key, put, value
+from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
+from tests.store.models import namespace
+from tests.store.test_faults import tiny  # noqa: F401 - a fixture
+
+ROOM = "16MiB"
+
+
+def opened(directory: Path, **more: bool) -> tuple[Store, DiskTier]:
+    tier = DiskTier(directory, ROOM, **more)  # type: ignore[arg-type]
+    return Store(SCHEMA, Cascade((tier, LanePolicy(inline=True)))), tier
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Path:
+    """A directory with a prompt in it."""
+    store, _ = opened(tmp_path / "store")
+    store.save(store.prompt(TOKENS, namespace(SPEC)), payload, points=[512, 1024])
+    store.close()
+    return tmp_path / "store"
+
+
+def found(directory: Path) -> int:
+    """What is loaded of it, all of which is right."""
+    store, _ = opened(directory)
+    position = store.load(store.lookup(store.prompt(TOKENS, namespace(SPEC))), verify)
+    store.close()
+    return position
+
+
+@pytest.mark.parametrize("at", range(0, 64, 3))
+def test_a_flipped_bit_in_the_head_of_the_journal_costs_nothing(closed: Path, at: int) -> None:
+    journal = bytearray((closed / "journal").read_bytes())
+    journal[at] ^= 1 << at % 8
+    (closed / "journal").write_bytes(journal)
+    assert found(closed) == 1024
+    assert found(closed) == 1024, "and it was mended"
+
+
+def test_a_journal_full_of_garbage_is_rebuilt_from_the_headers_of_the_files(closed: Path) -> None:
+    size = (closed / "journal").stat().st_size
+    (closed / "journal").write_bytes(random.Random(3).randbytes(size))
+    assert found(closed) == 1024
+    assert found(closed) == 1024
+
+
+def test_records_that_are_left_and_headers_are_taken_together(closed: Path) -> None:
+    journal = bytearray((closed / "journal").read_bytes())
+    journal[0] ^= 255
+    for record in range(1, len(journal) // 64, 2):
+        journal[64 * record + 5] ^= 16
+    (closed / "journal").write_bytes(journal)
+    assert found(closed) == 1024
+
+
+def test_what_was_overwritten_since_is_a_miss_and_never_wrong(tmp_path: Path) -> None:
+    store, tier = opened(tmp_path)
+    for number in range(60):  # several times what there is room for
+        store.save(store.prompt(TOKENS + number, namespace(SPEC)), payload, points=[512, 1024])
+    assert tier.stats().evicted > 0
+    entries = tier.stats().entries or 0
+    store.close()
+    (tmp_path / "journal").write_bytes(bytes(640))
+    store, tier = opened(tmp_path)
+    assert (tier.stats().entries or 0) > entries // 2
+    positions = [store.prompt(TOKENS + number, namespace(SPEC)) for number in range(60)]
+    assert sum(store.load(store.lookup(prompt), verify) for prompt in positions) > 0
+    store.close()
+
+
+def test_headers_past_the_page_cache_are_found_too(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path, direct=True)
+    store.save(store.prompt(TOKENS, namespace(SPEC)), payload)
+    store.close()
+    (tmp_path / "journal").write_bytes(bytes(640))
+    store, _ = opened(tmp_path, direct=True)
+    assert store.load(store.lookup(store.prompt(TOKENS, namespace(SPEC))), verify) == 1024
+    store.close()
+
+
+def test_the_journal_and_the_files_are_the_users_alone(closed: Path) -> None:
+    assert {stat.S_IMODE(path.stat().st_mode) for path in closed.iterdir()} == {0o600}
+
+
+def test_a_full_disk_is_opened_and_served(tiny: Path) -> None:  # noqa: F811
+    tier = DiskTier(tiny, "64MiB")
+    put(tier, 1, 2)
+    with pytest.raises(TierFull):
+        put(tier, *range(10, 200), length=50_000)
+    tier.close()
+    (tiny / "fill").write_bytes(b"")
+    with pytest.raises(OSError, match="No space"), (tiny / "fill").open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    with (tiny / "journal").open("r+b") as file:  # torn, so that it must be mended on a disk without room
+        file.truncate((tiny / "journal").stat().st_size - 7)
+    tier = DiskTier(tiny, "64MiB")
+    assert got(tier, 1) == value(1)
+    tier.close()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("do not touch")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "lock").symlink_to(precious)
+    with pytest.raises(TierError, match="symbolic links"):
+        DiskTier(tmp_path / "store", ROOM)
+    assert precious.read_text() == "do not touch"
+
+
+def test_a_directory_that_was_removed_is_noticed(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "store", ROOM)
+    put(tier, 1)
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(Vanished, match="removed"):
+        put(tier, 2)
+    tier.close()
+
+
+def test_a_tier_whose_directory_was_removed_is_opened_anew(tmp_path: Path) -> None:
+    tier = ReopeningTier("disk", "disk", lambda: DiskTier(tmp_path / "store", ROOM))
+    put(tier, 1)
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(Vanished):
+        put(tier, 2)
+    put(tier, 2)
+    assert got(tier, 2) == value(2)
+    assert not tier.contains([key(1)])[0]
+    assert (tmp_path / "store" / "journal").exists()
+    tier.close()
+
+
+def test_a_tier_that_cannot_be_opened_is_tried_again_when_it_is_used(tmp_path: Path) -> None:
+    owner = DiskTier(tmp_path, ROOM)
+    put(owner, 1)
+    tier = ReopeningTier("disk", "disk", lambda: DiskTier(tmp_path, ROOM))
+    assert tier.stats().entries is None
+    with pytest.raises(Busy, match=f"process {os.getpid()}"):
+        tier.contains([key(1)])
+    owner.close()
+    assert got(tier, 1) == value(1)
+    assert tier.stats().entries == 1
+    tier.close()
+    with pytest.raises(TierError, match="closed"):
+        tier.contains([key(1)])
+
+
+def test_a_mistake_in_what_was_configured_is_raised_at_once(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="too few"):
+        ReopeningTier("disk", "disk", lambda: DiskTier(tmp_path, 17))
+
+
+def test_a_forked_child_does_not_keep_the_directory_busy(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, ROOM)
+    ready, end = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(ready[1], b"!")
+        os.read(end[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    tier.close()
+    DiskTier(tmp_path, ROOM).close()  # though the child still lives
+    os.write(end[1], b"!")
+    os.waitpid(child, 0)
+    for number in (*ready, *end):
+        os.close(number)
+
+
+def test_a_forked_child_leaves_the_tiers_of_its_parent_alone(tmp_path: Path) -> None:
+    store = Store(SCHEMA, Cascade((DiskTier(tmp_path, ROOM), LanePolicy(write="back"))))
+    prompt = store.prompt(TOKENS, namespace(SPEC))
+    store.save(prompt, payload)
+    assert store.flush()
+    child = os.fork()
+    if not child:
+        try:
+            position = store.lookup(prompt).position  # nobody is there who could answer, so nobody is waited for
+            store.close(1)  # which leaves the parent's files alone
+            os._exit(position != 0)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.load(store.lookup(prompt), verify) == 1024
+    assert store.save(store.prompt(TOKENS + 1, namespace(SPEC)), payload).dropped == 0
+    store.close()
+    assert found(tmp_path) == 1024
+
+
+def test_only_the_directory_of_a_file_system_without_room_is_missed(tiny: Path) -> None:  # noqa: F811
+    with pytest.raises(OSError, match="No space"), (tiny / "fill").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    tier = ReopeningTier("disk", "disk", lambda: DiskTier(tiny / "store", ROOM))
+    with pytest.raises(TierError):
+        put(tier, 1)
+    (tiny / "fill").unlink()
+    put(tier, 1)
+    assert got(tier, 1) == value(1)
+    tier.close()
+
+
+def test_a_damaged_journal_of_an_empty_store_is_an_empty_store(tmp_path: Path) -> None:
+    DiskTier(tmp_path, ROOM).close()
+    (tmp_path / "journal").write_bytes(random.Random(5).randbytes(640))
+    tier = DiskTier(tmp_path, ROOM)
+    assert tier.stats().entries == 0
+    put(tier, 1)
+    tier.close()
+    tier = DiskTier(tmp_path, ROOM)
+    assert got(tier, 1) == value(1)
+    tier.close()
