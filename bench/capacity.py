@@ -1,7 +1,7 @@
 """As many sequences run at once as the plan promises: 20 real hybrids, 5,121 tokens each, default retention.
 
-Ours: a cache over the plan, prompts of random tokens that share nothing, computed 64 tokens a step (16 where 64 do not fit)
-until one is refused; those that reached their last token count, and the books are checked. The peer is the arithmetic of
+Ours: a cache over the plan, prompts of random tokens that share nothing, computed 64 tokens a step (16 where 64 do not
+fit) until one is refused; those that reached their last token count. The peer is the arithmetic of
 the scheme most engines use (kvweave.plan.one_page_size) on the same bytes; what the plan promises is beside them.
 
 Run: make bench NAME=capacity

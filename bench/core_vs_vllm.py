@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from kvweave.cache import Batch, Cache
 from kvweave.cache import Sequence as Running
-from kvweave.plan import Plan, plan
+from kvweave.plan import Plan, make_plan
 from kvweave.prefix import Present, joint_hit
 from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Reach, Role, State, Window
 
@@ -127,7 +127,7 @@ def one_pool(kinds: Kinds, pages: int) -> Plan:
     roles = [Role("kv", (row,), DType("bfloat16")) for row in rows]
     caches = [LayerCache(f"g{i}", kind, (role,)) for i, (kind, role) in enumerate(zip(kinds, roles, strict=True))]
     spec = ModelSpec("bench", tuple(Layer((cache,)) for cache in caches))
-    return plan(spec, pages * PAGE_BYTES, block_tokens=BLOCK)
+    return make_plan(spec, pages * PAGE_BYTES, block_tokens=BLOCK)
 
 
 class Ours:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from importlib.resources import files
 
-from kvweave import Parallel, from_config, plan
+from kvweave import Parallel, from_config, make_plan
 from kvweave.plan import Plan, one_page_size
 
 MOST = 0.05
@@ -74,7 +74,7 @@ GEOMETRIES: tuple[tuple[str, str, int], ...] = (
 
 def planned(model: str, dtype: str, tp: int, memory: int | str = MEMORY) -> Plan:
     config = files("kvweave") / "examples" / f"{model}.json"
-    return plan(from_config(str(config), dtype=dtype), memory, pools="shared", parallel=Parallel(tp=tp))
+    return make_plan(from_config(str(config), dtype=dtype), memory, pools="shared", parallel=Parallel(tp=tp))
 
 
 def held_bytes(made: Plan) -> int:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvweave import from_config, plan
+from kvweave import from_config, make_plan
 
 MOST_MS = 50.0
 LAYERS = 100
@@ -83,8 +83,8 @@ def main() -> int:
         for dtype in ("bf16", "fp8"):
             spec = from_config(config, dtype=dtype)
             assert len(spec.layers) == LAYERS
-            both = median_ms(lambda c=config, d=dtype: plan(from_config(c, dtype=d), "80GiB"), count)  # type: ignore[misc]
-            alone = median_ms(lambda s=spec: plan(s, "80GiB"), count)  # type: ignore[misc]
+            both = median_ms(lambda c=config, d=dtype: make_plan(from_config(c, dtype=d), "80GiB"), count)  # type: ignore[misc]
+            alone = median_ms(lambda s=spec: make_plan(s, "80GiB"), count)  # type: ignore[misc]
             slowest = max(slowest, both)
             line = {"claim": f"planning {LAYERS} layers, {name}, {dtype}", "ours": round(both, 2), "peer": None}
             print(json.dumps({**line, "unit": "ms", "ratio": None, "plan_alone_ms": round(alone, 2)}), flush=True)

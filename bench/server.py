@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from kvweave import Layer, LayerCache, ModelSpec, Role, plan
+from kvweave import Layer, LayerCache, ModelSpec, Role, make_plan
 from kvweave.errors import ServerError
 from kvweave.server import Client, RemoteStore
 from kvweave.server import protocol as say
@@ -140,7 +140,7 @@ def loaded(store: RemoteStore, prompt: Prompt, target: Callable[[Row, int], Byte
 
 def paged(store: RemoteStore, rounds: int) -> tuple[float, float]:
     """GB/s out of pools and back into them."""
-    made = plan(gqa(), "768MiB", block_tokens=16, layout="layer_major")
+    made = make_plan(gqa(), "768MiB", block_tokens=16, layout="layer_major")
     pools = {pool.name: np.ones(pool.num_bytes, np.uint8) for pool in made.pools}
     pages = Pages(store.schema, made, pools)
     table = {"full": np.random.default_rng(0).permutation(np.arange(1, 1 + TOKENS // 16)).astype(np.int32)}

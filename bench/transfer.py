@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvweave import from_config, plan
+from kvweave import from_config, make_plan
 from kvweave.plan import Layout, Plan
 from kvweave.spec import ModelSpec
 from kvweave.tensor import GQA, MLA, Arena, LayerRequest, Opaque, assemble
@@ -274,7 +274,7 @@ def main() -> None:
         if chosen and name != chosen:
             continue
         for layout in Layout:
-            made = plan(spec, "24GiB", layout=layout, block_tokens=BLOCK)
+            made = make_plan(spec, "24GiB", layout=layout, block_tokens=BLOCK)
             with Arena(made, "cuda") as arena:
                 for pool in made.pools:
                     arena.pool(pool.name).view(torch.int64).random_()

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvweave import plan
+from kvweave import make_plan
 from kvweave.plan import Layout, Plan
 from kvweave.spec import ModelSpec
 from kvweave.tensor import GQA, MLA, Arena, LayerRequest, Opaque, assemble
@@ -75,7 +75,7 @@ def shared(pool: ThreadPoolExecutor, threads: int, to: np.ndarray, source: np.nd
 
 
 def measure(name: str, layout: Layout, spec: ModelSpec, turns: int) -> None:
-    made, copier = plan(spec, "1GiB", layout=layout, block_tokens=BLOCK), CPUCopier()
+    made, copier = make_plan(spec, "1GiB", layout=layout, block_tokens=BLOCK), CPUCopier()
     with Arena(made) as arena, ThreadPoolExecutor(copier.threads) as pool:
         for one in made.pools:
             arena.pool(one.name).view(torch.int64).random_()

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvweave.errors import NeverFits
-from kvweave.plan import Layout, Parallel, Place, Plan, PoolRequest, plan
+from kvweave.plan import Layout, Parallel, Place, Plan, PoolRequest, make_plan
 from kvweave.spec import (
     Chunk,
     DType,
@@ -180,7 +180,7 @@ def wishes(draw: st.DrawFn, spec: ModelSpec, own_pools: bool = True) -> dict[str
 
 def smallest_memory(spec: ModelSpec, **how: Any) -> int:
     try:
-        plan(spec, 1, **how)
+        make_plan(spec, 1, **how)
     except NeverFits as error:
         return error.smallest_bytes
     return 1
@@ -191,4 +191,4 @@ def plans(draw: st.DrawFn, /, most_bytes: int = 3_000_000, **limits: Any) -> Pla
     """A random model in little more memory than it needs."""
     spec = draw(models(**limits))
     how = draw(wishes(spec))
-    return plan(spec, smallest_memory(spec, **how) + draw(st.integers(0, most_bytes)), **how)
+    return make_plan(spec, smallest_memory(spec, **how) + draw(st.integers(0, most_bytes)), **how)

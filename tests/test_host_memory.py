@@ -77,7 +77,7 @@ def test_tiers_arenas_and_pools_all_ask(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_pools_of_one_plan_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvweave import Layer, LayerCache, ModelSpec, Role, plan
+    from kvweave import Layer, LayerCache, ModelSpec, Role, make_plan
     from kvweave.plan import Place, PoolRequest
     from kvweave.spec import DType, Full, Window
     from kvweave.tensor import Arena
@@ -85,7 +85,7 @@ def test_pools_of_one_plan_are_counted_together(monkeypatch: pytest.MonkeyPatch)
     kept = (Role("key", (1, 64), DType.BFLOAT16), Role("value", (1, 64), DType.BFLOAT16))
     layers = (Layer((LayerCache("full", Full(), kept),)), Layer((LayerCache("window", Window(64), kept),)))
     pools = {tag: PoolRequest(pages=5000, place=Place.HOST) for tag in ("full", "window")}
-    made = plan(ModelSpec("m", layers), "1MB", own_pools=pools)
+    made = make_plan(ModelSpec("m", layers), "1MB", own_pools=pools)
     sizes = [pool.num_bytes for pool in made.pools]
     assert min(sizes) > 1 << 20
     monkeypatch.setattr(host_memory, "available_bytes", lambda: int(1.5 * max(sizes)))

@@ -80,7 +80,7 @@ from . import role
 from .. import errors
 from ..spec.model import ModelSpec
 def late():
-    from ..plan.planner import plan
+    from ..plan.planner import make_plan
 """
     seen = [name for name, _ in imports("kvweave.spec.codec", source)]
     assert seen[:3] == ["kvweave.plan.view", "kvweave.plan.pool", "kvweave.plan"]
@@ -120,7 +120,7 @@ for name in {core!r}:
 import kvweave
 from importlib.resources import files
 spec = kvweave.from_config(str(files("kvweave") / "examples" / "qwen3-next-80b.json"))
-plan = kvweave.plan(spec, "8GiB")
+plan = kvweave.make_plan(spec, "8GiB")
 assert kvweave.explain(plan) and plan.sequences(32768) > 0
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """

@@ -1,9 +1,10 @@
 """kvweave: a KV-cache engine for LLMs whose layers differ."""
 
-from kvweave.cache import Batch, Cache, Copy, Sequence
-from kvweave.errors import KVWeaveError
-from kvweave.plan import Parallel, Plan, PoolRequest, explain, merge_draft, plan
-from kvweave.spec import Layer, LayerCache, ModelSpec, Role
+from kvweave.cache import Batch, Cache, Copies, Copy, Sequence
+from kvweave.errors import CacheError, KVWeaveError, NeverFits, OutOfPages
+from kvweave.plan import Parallel, Plan, PoolRequest, explain, make_plan, merge_draft
+from kvweave.prefix import EvictionCandidate, Retention, Span
+from kvweave.spec import Chunk, Full, Layer, LayerCache, ModelSpec, Role, SinkWindow, State, Window
 from kvweave.spec.hf import from_config
 
 __version__ = "0.1.0.dev0"
@@ -11,18 +12,30 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Batch",
     "Cache",
+    "CacheError",
+    "Chunk",
+    "Copies",
     "Copy",
+    "EvictionCandidate",
+    "Full",
     "KVWeaveError",
     "Layer",
     "LayerCache",
     "ModelSpec",
+    "NeverFits",
+    "OutOfPages",
     "Parallel",
     "Plan",
     "PoolRequest",
+    "Retention",
     "Role",
     "Sequence",
+    "SinkWindow",
+    "Span",
+    "State",
+    "Window",
     "explain",
     "from_config",
+    "make_plan",
     "merge_draft",
-    "plan",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvweave.cache import Batch, Cache, Pin, Sequence
 from kvweave.errors import CacheError, CannotTruncate, NeverFits, NotSettled, OutOfPages, PlanError
-from kvweave.plan import Plan, plan
+from kvweave.plan import Plan, make_plan
 from kvweave.prefix import POLICIES, Event, Replica, Retention
 from kvweave.spec import Chunk, DType, Full, Layer, LayerCache, ModelSpec, Reach, Role, SinkWindow, State, Window
 from tests.cache.engine import Engine, Step, check_books, could_have, longest_hit
@@ -46,7 +46,7 @@ def random_plan(rng: random.Random) -> Plan:
     memory = rng.choice((4_000, 8_000, 20_000))
     while True:
         try:
-            made = plan(spec, memory, block_tokens=blocks, kernel_tokens=kernels, pools=pools)
+            made = make_plan(spec, memory, block_tokens=blocks, kernel_tokens=kernels, pools=pools)
             if all(pool.num_superpages > 3 for pool in made.pools):
                 return made
         except PlanError:

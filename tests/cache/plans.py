@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvweave.plan import Plan, PoolRequest, plan
+from kvweave.plan import Plan, PoolRequest, make_plan
 from kvweave.spec import Full, Layer, LayerCache, ModelSpec, Reach, Role
 
 
@@ -23,7 +23,7 @@ def plan_of(
     """A plan for one layer a cache, with `pages` pages (NULL included) a group when pools are independent."""
     spec = ModelSpec("test", tuple(Layer((cache,)) for cache in caches))
     requests = {cache.tag: PoolRequest(pages=pages - 1) for cache in caches} if pools == "independent" else {}
-    return plan(spec, 10**9, block_tokens=blocks, pools=pools, own_pools={**requests, **(own_pools or {})}, **more)  # type: ignore[arg-type]
+    return make_plan(spec, 10**9, block_tokens=blocks, pools=pools, own_pools={**requests, **(own_pools or {})}, **more)  # type: ignore[arg-type]
 
 
 def full_plan(pages: int = 64, blocks: int = 4) -> Plan:

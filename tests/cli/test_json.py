@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvweave import Plan, from_config, plan
+from kvweave import Plan, from_config, make_plan
 from kvweave.cli.source import example_names, read_config
 from tests.cli.command import Kvweave
 
@@ -52,7 +52,7 @@ def test_pages_and_padding_fill_the_pool(kvweave: Kvweave, name: str) -> None:
 
 def test_the_plan_in_it_reads_back_as_the_plan_that_was_made(kvweave: Kvweave) -> None:
     report = kvweave("plan", "qwen3-next-80b", "--json", "--memory", "12GiB").json()
-    made = plan(from_config(read_config("qwen3-next-80b")), "12GiB")
+    made = make_plan(from_config(read_config("qwen3-next-80b")), "12GiB")
     assert Plan.from_dict(report["plan"]) == made
     assert report["sequences"] == {str(n): made.sequences(n) for n in (4096, 32768, 131072)}
     assert report["sequences"]["4096"] > report["sequences"]["32768"] > report["sequences"]["131072"] > 0

@@ -179,7 +179,7 @@ def test_hundreds_of_requests_and_of_super_pages_are_drawn_small(result: Result)
 def test_a_page_held_by_a_running_sequence_is_held() -> None:
     import kvweave as kw
 
-    plan = kw.plan(kw.from_config(str(Path(kw.__file__).parent / "examples" / "qwen3-next-80b.json")), "4GiB")
+    plan = kw.make_plan(kw.from_config(str(Path(kw.__file__).parent / "examples" / "qwen3-next-80b.json")), "4GiB")
     core = kw.Cache(plan)
     core.extend(core.open(range(40)), 40)
     snapshot = core.contents()

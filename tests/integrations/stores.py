@@ -11,7 +11,7 @@ import torch
 
 from kvweave.integrations.transformers import KVWeave, StoreUse
 from kvweave.integrations.transformers.support import examine
-from kvweave.integrations.transformers.weave import make_plan
+from kvweave.integrations.transformers.weave import plan_for
 from kvweave.store import Cascade, DictTier, LanePolicy, Schema, Store, Tier
 from tests.integrations.models import prompt
 
@@ -21,7 +21,7 @@ NEAR = LanePolicy(inline=True)
 
 
 def chunk_of(model: Any) -> int:
-    groups = make_plan(examine(model), "1GiB", CHUNK).groups
+    groups = plan_for(examine(model), "1GiB", CHUNK).groups
     return math.lcm(CHUNK, *(group.block_tokens for group in groups))
 
 

@@ -10,7 +10,7 @@ import torch
 from kvweave.errors import BadTokens, CannotServe, CannotTruncate, KVWeaveError, NeverFits, OutOfPages
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.support import examine
-from kvweave.integrations.transformers.weave import make_plan
+from kvweave.integrations.transformers.weave import plan_for
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
 
 
@@ -26,7 +26,7 @@ def weave() -> Iterator[KVWeave]:
 def test_a_batch_too_large_for_the_memory_is_an_error_and_the_next_one_works(name: str) -> None:
     model = model_of(name)
     with pytest.raises(NeverFits) as told:
-        make_plan(examine(model), 1, 16, context=48)
+        plan_for(examine(model), 1, 16, context=48)
     with KVWeave(model, 2 * told.value.smallest_bytes, rows=32, max_tokens=512) as weave:
         with pytest.raises((OutOfPages, NeverFits)):
             weave.generate(torch.cat([prompt(200, seed) for seed in range(30)]), **greedy())
@@ -39,7 +39,7 @@ def test_a_batch_too_large_for_the_memory_is_an_error_and_the_next_one_works(nam
 def test_memory_that_ends_while_generating_is_an_error_and_what_was_computed_is_found() -> None:
     model = model_of("llama")
     with pytest.raises(NeverFits) as told:
-        make_plan(examine(model), 1, 16, context=48)
+        plan_for(examine(model), 1, 16, context=48)
     with KVWeave(model, told.value.smallest_bytes, rows=8, max_tokens=512) as weave:
         with pytest.raises((OutOfPages, NeverFits)):
             weave.generate(prompt(30), **greedy(40))

@@ -17,7 +17,7 @@ from kvweave import Cache
 from kvweave.errors import CannotServe, NeverFits
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.support import examine
-from kvweave.integrations.transformers.weave import make_plan
+from kvweave.integrations.transformers.weave import plan_for
 from kvweave.prefix import Retention
 from tests.integrations.models import NEW_TOKENS, difference, greedy, model_of, plain, prompt
 from tests.oracle import tiny
@@ -66,9 +66,9 @@ def shared(name: str, length: int) -> tuple[Any, torch.Tensor, torch.Tensor, Any
 def memory(model: Any, block_tokens: int, context: int) -> tuple[int, int]:
     """The smallest memory for a prompt, and the tokens between positions from which all groups can go on."""
     with pytest.raises(NeverFits) as told:
-        make_plan(examine(model), 1, block_tokens, context)
+        plan_for(examine(model), 1, block_tokens, context)
     smallest = told.value.smallest_bytes
-    groups = make_plan(examine(model), smallest, block_tokens).groups
+    groups = plan_for(examine(model), smallest, block_tokens).groups
     return smallest, math.lcm(*(group.block_tokens for group in groups))
 
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 import pytest
 from hypothesis import given
 
-from kvweave import from_config, merge_draft, plan
+from kvweave import from_config, make_plan, merge_draft
 from kvweave.errors import AmbiguousDraft, DraftMismatch, PlanError
 from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Read, Role, State, Window
 from tests import strategies
@@ -72,7 +72,7 @@ def test_a_draft_sees_its_layers_in_the_targets_groups_and_empty_ones_beside() -
     """So that the numbers of groups, and the block tables, are valid for both."""
     merged = merge_draft(TARGET, draft(FULL))
     mine = merged.restrict({4})
-    made = plan(mine, "1MB")
+    made = make_plan(mine, "1MB")
     assert {group.tag: group.layers for group in made.groups} == {"full": (4,), "state": (), "window": (), "other": ()}
     assert made.draft_layers == (4,)
 
@@ -89,7 +89,7 @@ def test_groups_of_its_own_are_for_a_draft_that_differs() -> None:
     merged = merge_draft(TARGET, draft(replace(FULL, reach=Window(9))), own_groups=True)
     assert merged.groups()["draft.full"][1] == (4,)
     assert merged.groups()["full"][1] == (1,)
-    assert plan(merged, "1MB").group("draft.full").layers == (4,)
+    assert make_plan(merged, "1MB").group("draft.full").layers == (4,)
 
 
 def test_the_eagle_head_of_llama_joins_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvweave import from_config, plan
+from kvweave import from_config, make_plan
 from kvweave.errors import PlanError, UnknownName
 from kvweave.plan import Group, Plan
 from kvweave.spec import Chunk, DType, Full, Layer, LayerCache, ModelSpec, Part, Reach, Role, SinkWindow, State, Window
@@ -141,7 +141,7 @@ SPEC = ModelSpec("all", (Layer(tuple(CACHES.values())),))
 
 
 def sizes(**how: Any) -> dict[str, tuple[int, int]]:
-    return {held.tag: (held.block_tokens, held.kernel_tokens) for held in plan(SPEC, "10MB", **how).groups}
+    return {held.tag: (held.block_tokens, held.kernel_tokens) for held in make_plan(SPEC, "10MB", **how).groups}
 
 
 def test_a_group_gets_what_is_asked_for_or_the_least_that_it_can_do_with() -> None:
@@ -152,7 +152,7 @@ def test_a_group_gets_what_is_asked_for_or_the_least_that_it_can_do_with() -> No
 
 
 def test_a_block_that_grew_is_noted() -> None:
-    notes = plan(SPEC, "10MB").notes
+    notes = make_plan(SPEC, "10MB").notes
     assert notes == ("group 'indexer' has blocks of 64 tokens, not 16: its rows and kernel need 64",)
 
 
@@ -236,7 +236,7 @@ def test_attention_blocks_stay_small_beside_states_of_megabytes() -> None:
             "dtype": "bfloat16",
         }
     )
-    made = plan(spec, "1GiB")
+    made = make_plan(spec, "1GiB")
     assert made.group("full").block_tokens == 16
     assert made.group("state").page_bytes > 100 * made.group("full").page_bytes
     assert made.padding_share() <= 0.05

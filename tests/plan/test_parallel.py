@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave import Parallel, from_config, plan
+from kvweave import Parallel, from_config, make_plan
 from kvweave.errors import PlanError
 from kvweave.plan.parallel import shard
 from kvweave.spec import (
@@ -82,20 +82,20 @@ def test_the_shards_of_a_model_add_up_to_the_whole(spec: ModelSpec, ranks: int) 
 
 @pytest.mark.parametrize(("tp", "bytes_per_token"), [(1, 40960), (2, 20480), (8, 5120), (16, 5120), (3, 40960)])
 def test_a_rank_keeps_its_heads(tp: int, bytes_per_token: int) -> None:
-    made = plan(LLAMA, "1GiB", parallel=Parallel(tp=tp, tp_rank=tp - 1))
+    made = make_plan(LLAMA, "1GiB", parallel=Parallel(tp=tp, tp_rank=tp - 1))
     assert made.bytes_per_token() == bytes_per_token
     assert made.parallel == Parallel(tp=tp, tp_rank=tp - 1)
 
 
 def test_latents_are_on_every_rank() -> None:
     latent = from_config({**CONFIG, "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64})
-    assert plan(latent, "1GiB", parallel=Parallel(tp=8)).bytes_per_token() == latent.bytes_per_token()
+    assert make_plan(latent, "1GiB", parallel=Parallel(tp=8)).bytes_per_token() == latent.bytes_per_token()
 
 
 def test_convolutions_replicate_the_groups_that_do_not_divide() -> None:
     bamba = {**CONFIG, "model_type": "bamba", "attn_layer_indices": [9], "mamba_n_heads": 128, "mamba_d_head": 64}
     spec = from_config({**bamba, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4})
-    made = plan(spec, "1GiB", parallel=Parallel(tp=8))
+    made = make_plan(spec, "1GiB", parallel=Parallel(tp=8))
     assert made.state_bytes() == 9 * (3 * (8192 // 8 + 2 * 128) * 2 + 16 * 64 * 128 * 4)
 
 
@@ -104,22 +104,22 @@ def test_convolutions_replicate_the_groups_that_do_not_divide() -> None:
 
 @pytest.mark.parametrize("cp", [1, 2, 4, 8])
 def test_blocks_that_ranks_divide_take_a_share_of_each_rank(cp: int) -> None:
-    made = plan(LLAMA, "1GiB", parallel=Parallel(cp=cp))
+    made = make_plan(LLAMA, "1GiB", parallel=Parallel(cp=cp))
     assert made.bytes_per_token() == Fraction(40960, cp)
     assert made.group("full").num_blocks_held(16 * 100) == -(-100 // cp)
 
 
 def test_latents_are_divided_and_index_keys_replicated() -> None:
     config = {**CONFIG, "model_type": "deepseek_v32", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    made = plan(from_config({**config, "index_head_dim": 128}), "1GiB", parallel=Parallel(cp=4))
+    made = make_plan(from_config({**config, "index_head_dim": 128}), "1GiB", parallel=Parallel(cp=4))
     assert {group.tag: group.context_shards for group in made.groups} == {"latent": 4, "indexer": 1}
     assert made.bytes_per_token() == 10 * (Fraction(576 * 2, 4) + 128 * 2)
 
 
 @given(strategies.models(reads=False), st.sampled_from((2, 3, 4)), st.integers(1, 300))
 def test_the_fullest_rank_holds_at_least_its_share(spec: ModelSpec, cp: int, length: int) -> None:
-    one = plan(spec, "64MiB", pools="independent")
-    many = plan(spec, "64MiB", pools="independent", parallel=Parallel(cp=cp))
+    one = make_plan(spec, "64MiB", pools="independent")
+    many = make_plan(spec, "64MiB", pools="independent", parallel=Parallel(cp=cp))
     for whole, part in zip(one.groups, many.groups, strict=True):
         alone, share = whole.num_blocks_held(length), part.num_blocks_held(length)
         assert part.context_shards == (cp if whole.cache.context_split else 1)
@@ -132,7 +132,7 @@ def test_the_fullest_rank_holds_at_least_its_share(spec: ModelSpec, cp: int, len
 def test_windows_that_are_divided_keep_a_share_of_their_fixed_bytes(reach: Any) -> None:
     cache = LayerCache("window", reach, (Role("key", (64,), DType.BFLOAT16),), context_split=True)
     spec = ModelSpec("mine", (Layer((cache,)),))
-    made = plan(spec, "1MB", parallel=Parallel(cp=4))
+    made = make_plan(spec, "1MB", parallel=Parallel(cp=4))
     assert made.window_bytes() == spec.window_bytes() / 4
 
 
@@ -161,7 +161,7 @@ def test_stages_cut_the_layers_evenly_and_leave_none_out(num_layers: int, pp: in
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 8])
 def test_the_stages_of_a_model_add_up_to_the_whole(pp: int) -> None:
-    stages = [plan(HYBRID, "1MB", parallel=Parallel(pp=pp, pp_rank=rank)) for rank in range(pp)]
+    stages = [make_plan(HYBRID, "1MB", parallel=Parallel(pp=pp, pp_rank=rank)) for rank in range(pp)]
     assert sum(stage.bytes_per_token() for stage in stages) == HYBRID.bytes_per_token()
     assert sum(stage.state_bytes() for stage in stages) == HYBRID.state_bytes()
     for tag, (_, layers) in HYBRID.groups().items():
@@ -170,7 +170,7 @@ def test_the_stages_of_a_model_add_up_to_the_whole(pp: int) -> None:
 
 
 def test_a_group_of_another_stage_is_an_empty_placeholder() -> None:
-    made = plan(HYBRID, "1MB", parallel=Parallel(pp=2, pp_rank=0))
+    made = make_plan(HYBRID, "1MB", parallel=Parallel(pp=2, pp_rank=0))
     assert made.group("full").layers == ()
     assert (made.num_pages("full"), made.stride_bytes("full"), made.padding_bytes("full")) == (0, 0, 0)
     assert [pool.tags for pool in made.pools] == [("state",)]
@@ -179,13 +179,13 @@ def test_a_group_of_another_stage_is_an_empty_placeholder() -> None:
 
 
 def test_layers_keep_their_numbers_in_a_stage() -> None:
-    made = plan(HYBRID, "1MB", parallel=Parallel(pp=2, pp_rank=1))
+    made = make_plan(HYBRID, "1MB", parallel=Parallel(pp=2, pp_rank=1))
     assert sorted({view.layer for view in made.views()}) == [4, 5, 6, 7]
 
 
 def test_a_stage_that_keeps_nothing_has_an_empty_plan() -> None:
     spec = ModelSpec("mlp", (Layer(), *HYBRID.layers[5:]))
-    made = plan(spec, "1MB", parallel=Parallel(pp=4, pp_rank=0))
+    made = make_plan(spec, "1MB", parallel=Parallel(pp=4, pp_rank=0))
     assert made.pools == ()
     assert made.num_bytes == 0
     assert made.views() == ()
@@ -197,8 +197,8 @@ def test_a_reader_and_what_it_reads_must_share_a_stage() -> None:
     full = HYBRID.layers[5]
     spec = ModelSpec("reads", (full, full, full, Layer(reads=(Read(1, "full"),))))
     with pytest.raises(PlanError, match=r"stage 1 of 2 holds layers 2 to 3, but layer 3 reads .* layer 1.*choose pp"):
-        plan(spec, "1MB", parallel=Parallel(pp=2, pp_rank=1))
-    assert plan(spec, "1MB", parallel=Parallel(pp=1)).reads == ((3, Read(1, "full")),)
+        make_plan(spec, "1MB", parallel=Parallel(pp=2, pp_rank=1))
+    assert make_plan(spec, "1MB", parallel=Parallel(pp=1)).reads == ((3, Read(1, "full")),)
 
 
 # ---- ranks

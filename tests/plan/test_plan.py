@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave import explain, from_config, plan
+from kvweave import explain, from_config, make_plan
 from kvweave.errors import KVWeaveError, PlanError, UnknownName
 from kvweave.plan import Layout, Plan, PoolRequest, one_page_size
 from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Role, State, Window
@@ -41,7 +41,7 @@ def test_a_plan_goes_to_json_and_back(made: Plan) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "gemma-3n-e4b", "qwen3-next-80b", "llama-3.1-8b"])
 def test_the_plan_of_a_real_model_goes_to_json_and_back(name: str) -> None:
-    made = plan(example(name, dtype="fp8"), "80GiB")
+    made = make_plan(example(name, dtype="fp8"), "80GiB")
     assert Plan.from_dict(json.loads(json.dumps(made.to_dict()))) == made
 
 
@@ -59,43 +59,43 @@ def test_the_plan_of_a_real_model_goes_to_json_and_back(name: str) -> None:
 )
 def test_what_is_wrong_in_a_plan_is_named_with_its_place(change: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(KVWeaveError) as error:
-        Plan.from_dict({**plan(HYBRID, "10MB").to_dict(), **change})
+        Plan.from_dict({**make_plan(HYBRID, "10MB").to_dict(), **change})
     for word in words:
         assert word in str(error.value)
 
 
 def test_a_plan_carries_the_digest_of_the_whole_model() -> None:
-    assert plan(HYBRID, "10MB").digest == plan(HYBRID, "20MB").digest == HYBRID.digest()
+    assert make_plan(HYBRID, "10MB").digest == make_plan(HYBRID, "20MB").digest == HYBRID.digest()
 
 
 # ---- kinds of pools and layouts
 
 
 def test_one_group_is_uniform_and_layer_major_and_a_hybrid_shares_page_by_page() -> None:
-    alone = plan(ModelSpec("one", (Layer((FULL,)),) * 3), "10MB")
+    alone = make_plan(ModelSpec("one", (Layer((FULL,)),) * 3), "10MB")
     assert [(pool.name, pool.lanes) for pool in alone.pools] == [("full", 3)]
     assert alone.layout is Layout.LAYER_MAJOR
-    hybrid = plan(HYBRID, "10MB")
+    hybrid = make_plan(HYBRID, "10MB")
     assert [(pool.name, pool.tags, pool.lanes) for pool in hybrid.pools] == [("shared", ("state", "full", "window"), 1)]
     assert hybrid.layout is Layout.PAGE_MAJOR
 
 
 def test_independent_pools_are_one_a_group() -> None:
-    made = plan(HYBRID, "10MB", pools="independent")
+    made = make_plan(HYBRID, "10MB", pools="independent")
     assert [pool.tags for pool in made.pools] == [("state",), ("full",), ("window",)]
 
 
 def test_a_group_with_its_own_pool_leaves_the_others_together() -> None:
-    made = plan(HYBRID, "10MB", own_pools={"state": PoolRequest(pages=4)})
+    made = make_plan(HYBRID, "10MB", own_pools={"state": PoolRequest(pages=4)})
     assert [pool.tags for pool in made.pools] == [("full", "window"), ("state",)]
-    made = plan(HYBRID, "10MB", own_pools={"state": PoolRequest(pages=4), "full": PoolRequest()})
+    made = make_plan(HYBRID, "10MB", own_pools={"state": PoolRequest(pages=4), "full": PoolRequest()})
     assert sorted(pool.tags for pool in made.pools) == [("full",), ("state",), ("window",)]
 
 
 def test_a_uniform_pool_of_several_groups_is_an_error_that_names_them() -> None:
     with pytest.raises(PlanError, match=r"one group, this model has 3 \(state, full, window\)"):
-        plan(HYBRID, "10MB", pools="uniform")
-    plan(ModelSpec("one", (Layer((FULL,)),)), "10MB", pools="uniform")
+        make_plan(HYBRID, "10MB", pools="uniform")
+    make_plan(ModelSpec("one", (Layer((FULL,)),)), "10MB", pools="uniform")
 
 
 @pytest.mark.parametrize(
@@ -107,16 +107,16 @@ def test_a_uniform_pool_of_several_groups_is_an_error_that_names_them() -> None:
 )
 def test_an_unknown_option_suggests_the_nearest(how: dict[str, Any], message: str) -> None:
     with pytest.raises(UnknownName, match=message):
-        plan(HYBRID, "10MB", **how)
+        make_plan(HYBRID, "10MB", **how)
 
 
 def test_a_model_that_keeps_nothing_is_an_error() -> None:
     with pytest.raises(PlanError, match="'mlp' keeps no cache in any layer"):
-        plan(ModelSpec("mlp", (Layer(),)), "10MB")
+        make_plan(ModelSpec("mlp", (Layer(),)), "10MB")
 
 
 def test_looking_up_what_is_not_there_suggests_the_nearest() -> None:
-    made = plan(HYBRID, "10MB")
+    made = make_plan(HYBRID, "10MB")
     with pytest.raises(UnknownName, match=r"tag 'windw'; did you mean 'window'\?"):
         made.group("windw")
     with pytest.raises(UnknownName, match=r"pool 'shard'; did you mean 'shared'\?"):
@@ -145,7 +145,7 @@ def test_sequences_are_as_many_as_fit_and_one_more_does_not(made: Plan, length: 
 
 
 def test_capacity_is_two_numbers() -> None:
-    made = plan(HYBRID, "100MB")
+    made = make_plan(HYBRID, "100MB")
     assert made.bytes_per_token() == 256
     assert made.window_bytes() == 100 * 256
     assert made.state_bytes() == 2 * 64 * 100 * 4
@@ -155,20 +155,20 @@ def test_capacity_is_two_numbers() -> None:
 def test_the_sequences_that_fit_are_near_what_the_two_numbers_say(length: int) -> None:
     """Qwen3-Next on 80 GiB: block rounding and padding cost little."""
     spec = example("qwen3-next-80b")
-    made = plan(spec, "80GiB")
+    made = make_plan(spec, "80GiB")
     ideal = 80 * 2**30 / (spec.state_bytes() + length * spec.bytes_per_token())
     assert 0.93 * ideal - 2 < made.sequences(length) <= ideal
 
 
 def test_bytes_of_pages_a_sequence_holds_are_within_a_block_of_its_rows() -> None:
-    made = plan(HYBRID, "100MB")
+    made = make_plan(HYBRID, "100MB")
     held = sum(made.group(tag).num_blocks_held(1000) * made.group(tag).payload_bytes for tag in HYBRID.groups())
     rows = made.state_bytes() + made.window_bytes() + 1000 * made.bytes_per_token()
     assert rows <= held <= rows + 3 * 16 * 256
 
 
 def test_compressed_rows_cost_a_fraction_a_token() -> None:
-    made = plan(example("deepseek-v4-flash", dtype="fp8"), "80GiB")
+    made = make_plan(example("deepseek-v4-flash", dtype="fp8"), "80GiB")
     assert made.bytes_per_token() == Fraction(385025, 100)
 
 
@@ -176,7 +176,7 @@ def test_compressed_rows_cost_a_fraction_a_token() -> None:
 
 
 def test_a_plan_explains_its_groups_its_padding_and_the_usual_scheme() -> None:
-    made = plan(example("qwen3-next-80b"), "80GiB")
+    made = make_plan(example("qwen3-next-80b"), "80GiB")
     text = explain(made)
     for group in made.groups:
         assert f"group {group.tag}" in text
@@ -187,9 +187,9 @@ def test_a_plan_explains_its_groups_its_padding_and_the_usual_scheme() -> None:
 
 def test_notes_of_the_reader_and_of_the_planner_are_told() -> None:
     spec = from_config({"model_type": "llama9", "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64})
-    text = explain(plan(spec, "10MB"))
+    text = explain(make_plan(spec, "10MB"))
     assert "model_type 'llama9' is not known here" in text
-    assert "has blocks of 64 tokens, not 16" in explain(plan(example("deepseek-v3.2", dtype="fp8"), "10GiB"))
+    assert "has blocks of 64 tokens, not 16" in explain(make_plan(example("deepseek-v3.2", dtype="fp8"), "10GiB"))
 
 
 @given(strategies.plans())
@@ -200,7 +200,7 @@ def test_any_plan_can_explain_itself(made: Plan) -> None:
 
 def test_a_placeholder_is_called_one() -> None:
     spec = ModelSpec("mine", (Layer((FULL,)),), placeholders=(STATE,))
-    made = plan(spec, "1MB")
+    made = make_plan(spec, "1MB")
     assert "group state: a placeholder" in explain(made)
     assert made.num_pages("state") == 0
 
@@ -210,7 +210,7 @@ def test_a_placeholder_is_called_one() -> None:
 
 def test_one_page_size_makes_blocks_of_hundreds_of_tokens_beside_a_state() -> None:
     """Qwen3-Next: a state of 2,146,304 B a layer, 2,048 B a token: no block below 1,048 tokens is as large."""
-    made = plan(example("qwen3-next-80b"), "80GiB")
+    made = make_plan(example("qwen3-next-80b"), "80GiB")
     usual = one_page_size(made)
     state = (3 * (2 * 16 * 128 + 32 * 128) * 2) + 32 * 128 * 128 * 4
     assert usual.block_tokens["full"] == -(-state // (16 * 2048)) * 16 == 1056
@@ -222,7 +222,7 @@ def test_one_page_size_makes_blocks_of_hundreds_of_tokens_beside_a_state() -> No
 
 def test_one_page_size_pads_little_where_kinds_have_equal_rows_and_counts() -> None:
     """gpt-oss: 18 windows and 18 full layers with equal rows: one page fits both."""
-    made = plan(example("gpt-oss-120b"), "80GiB")
+    made = make_plan(example("gpt-oss-120b"), "80GiB")
     usual = one_page_size(made)
     assert usual.padding_share == 0
     assert usual.page_bytes == 16 * 2 * 8 * 64 * 2
@@ -230,7 +230,7 @@ def test_one_page_size_pads_little_where_kinds_have_equal_rows_and_counts() -> N
 
 def test_one_page_size_fills_up_groups_with_layers_that_hold_nothing() -> None:
     """Gemma 3 27B: 52 windows and 10 full layers in groups of 10: two slots of the sixth group are empty."""
-    made = plan(example("gemma-3-27b"), "80GiB")
+    made = make_plan(example("gemma-3-27b"), "80GiB")
     usual = one_page_size(made)
     assert usual.layers_per_group == 10
     held = usual.bytes_per_sequence / usual.page_bytes / 10

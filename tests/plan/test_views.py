@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvweave import from_config, plan
+from kvweave import from_config, make_plan
 from kvweave.errors import PlanError, UnknownName
 from kvweave.plan import Group, Layout, Plan, Pool, PoolRequest, View
 from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Part, Read, Role, State, Window
@@ -166,7 +166,7 @@ def test_views_come_by_layer_then_by_group_and_role(made: Plan) -> None:
 
 def one_layer(cache: LayerCache, pages: int = 3, **how: Any) -> Plan:
     """A pool of so many pages, of which page 0 is the NULL page."""
-    made = plan(
+    made = make_plan(
         ModelSpec("one", (Layer((cache,)),)), 1 << 20, own_pools={cache.tag: PoolRequest(pages=pages - 1)}, **how
     )
     assert made.num_pages(cache.tag) == pages - 1
@@ -221,7 +221,7 @@ def test_bytes_written_through_parts_are_read_where_the_docstring_draws_them() -
 
 def test_keys_and_values_are_heads_by_tokens_by_width_and_lie_side_by_side() -> None:
     config = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 32}
-    made = plan(from_config({**config, "dtype": "bfloat16"}), "1MB", block_tokens=32, kernel_tokens=16)
+    made = make_plan(from_config({**config, "dtype": "bfloat16"}), "1MB", block_tokens=32, kernel_tokens=16)
     blocks, role_bytes = (made.num_pages("full") + 1) * 2, 4 * 16 * 32 * 2
     key, value = made.view(1, "key"), made.view(1, "value")
     assert key.shape == (blocks, 4, 16, 32)
@@ -256,7 +256,7 @@ HYBRID = ModelSpec(
 
 
 def test_a_page_major_page_is_one_run_of_bytes() -> None:
-    made = plan(HYBRID, "4MB", layout="page_major")
+    made = make_plan(HYBRID, "4MB", layout="page_major")
     for group, pool in present(made):
         assert pool.lanes == 1
         index = np.concatenate([bytes_of(view, pool.num_bytes)[0].ravel() for view in own_views(made, group)])
@@ -264,14 +264,14 @@ def test_a_page_major_page_is_one_run_of_bytes() -> None:
 
 
 def test_layer_major_lanes_divide_the_layers_of_every_group() -> None:
-    made = plan(HYBRID, "4MB", layout=Layout.LAYER_MAJOR)
+    made = make_plan(HYBRID, "4MB", layout=Layout.LAYER_MAJOR)
     (pool,) = made.pools
     assert pool.lanes == 2
     assert {group.tag: group.lane_layers for group, _ in present(made)} == {"state": 3, "full": 2}
 
 
 def test_a_layer_alone_in_its_lane_is_contiguous_memory() -> None:
-    made = plan(HYBRID, "4MB", pools="independent", layout="layer_major")
+    made = make_plan(HYBRID, "4MB", pools="independent", layout="layer_major")
     for group, pool in present(made):
         assert pool.lanes == len(group.layers)
         index = bytes_of(made.view(group.layers[1], group.cache.roles[0].name), pool.num_bytes)
@@ -295,7 +295,7 @@ def test_real_models_in_real_memory(layout: Layout) -> None:
     }
     spec = from_config(config, dtype="fp8")
     how: dict[str, Any] = {"layout": layout, "block_tokens": 256, "pools": "independent"}
-    made = plan(spec, strategies.smallest_memory(spec, **how), **how)
+    made = make_plan(spec, strategies.smallest_memory(spec, **how), **how)
     for group, pool in present(made):
         count = touches(own_views(made, group), pool.num_bytes)
         assert count.max() == 1
@@ -314,20 +314,20 @@ NEAR = LayerCache("near", Window(4), (KEY, VALUE))
 
 
 def test_a_layer_that_reads_another_sees_its_memory() -> None:
-    made = plan(ModelSpec("reads", (Layer((ROWS,)), Layer((ROWS,)), Layer(reads=(Read(1, "full"),)))), "1MB")
+    made = make_plan(ModelSpec("reads", (Layer((ROWS,)), Layer((ROWS,)), Layer(reads=(Read(1, "full"),)))), "1MB")
     assert made.view(2, "key") == made.view(1, "key") != made.view(0, "key")
     assert [view.layer for view in made.views()] == [0, 0, 1, 1]
 
 
 def test_a_layer_may_read_one_role_here_and_another_there() -> None:
     reads = (Read(0, "full", ("key",)), Read(1, "full", ("value",)))
-    made = plan(ModelSpec("reads", (Layer((ROWS,)), Layer((ROWS,)), Layer(reads=reads))), "1MB")
+    made = make_plan(ModelSpec("reads", (Layer((ROWS,)), Layer((ROWS,)), Layer(reads=reads))), "1MB")
     assert made.view(2, "key") == made.view(0, "key")
     assert made.view(2, "value") == made.view(1, "value")
 
 
 def test_a_layer_with_several_caches_needs_a_tag() -> None:
-    made = plan(ModelSpec("two", (Layer((ROWS, NEAR)), Layer())), "1MB")
+    made = make_plan(ModelSpec("two", (Layer((ROWS, NEAR)), Layer())), "1MB")
     assert made.view(0, "key", "near").tag == "near"
     with pytest.raises(PlanError, match="layer 0 has the caches full, near: say which tag"):
         made.view(0, "key")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvweave import from_config, plan
+from kvweave import from_config, make_plan
 from kvweave.spec import ModelSpec
 
 CONFIGS = {
@@ -71,7 +71,7 @@ def test_an_example_is_what_was_worked_out_by_hand(name: str, figure: str) -> No
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_plan_says_the_same_as_the_spec(name: str) -> None:
     read = spec(name)
-    made = plan(read, "640GiB")
+    made = make_plan(read, "640GiB")
     assert made.bytes_per_token() == read.bytes_per_token()
     assert made.window_bytes() == read.window_bytes()
     assert made.state_bytes() == read.state_bytes()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave import plan
+from kvweave import make_plan
 from kvweave.errors import SpecError, UnknownName
 from kvweave.spec import (
     Chunk,
@@ -143,7 +143,7 @@ def test_a_users_own_reach_goes_to_json_and_back_and_is_planned(halving: type[Ha
     data = spec.to_dict()
     assert data["caches"][0]["reach"] == {"kind": "halving", "sinks": 8}
     assert ModelSpec.from_dict(data) == spec
-    made = plan(spec, 10**6)
+    made = make_plan(spec, 10**6)
     # at position 99 of blocks of 16: block 0 for the sinks, blocks 3 to 6 for [49, 100)
     assert made.group("odd").num_blocks_held(100) == 1 + 4
     assert type(made).from_dict(made.to_dict()) == made

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvweave import Layer, LayerCache, ModelSpec, Parallel, Plan, Role, plan
+from kvweave import Layer, LayerCache, ModelSpec, Parallel, Plan, Role, make_plan
 from kvweave.plan import Layout
 from kvweave.spec import DType, Full, Part, Reach, Segment, SinkWindow, State, Window
 from kvweave.store import Namespace, Pages, Row, Schema, model_digest
@@ -70,7 +70,7 @@ class Rank:
 
 
 def rank(schema: Schema, spec: ModelSpec, tokens: int, *, tp: int = 1, at: int = 0, **wishes: object) -> Rank:
-    made = plan(spec, "2MiB", parallel=Parallel(tp=tp, tp_rank=at), **wishes)  # type: ignore[arg-type]
+    made = make_plan(spec, "2MiB", parallel=Parallel(tp=tp, tp_rank=at), **wishes)  # type: ignore[arg-type]
     chance = np.random.default_rng([tp, at])
     pools = {pool.name: np.full(pool.num_bytes, 0xAA, np.uint8) for pool in made.pools}
     table, used = {}, 1  # the first super-page is nobody's, and each group takes its own

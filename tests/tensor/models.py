@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvweave import from_config, plan
+from kvweave import from_config, make_plan
 from kvweave.plan import Plan, PoolRequest
 from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Read, Role, State, Window
 
@@ -73,4 +73,4 @@ def lives() -> dict[str, Plan]:
         ),
         "v4": (V4, 100_000_000, {"block_tokens": 256, "own_pools": pages(V4, 12)}),
     }
-    return {name: plan(spec, memory, **wishes) for name, (spec, memory, wishes) in how.items()}
+    return {name: make_plan(spec, memory, **wishes) for name, (spec, memory, wishes) in how.items()}

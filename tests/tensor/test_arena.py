@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave import plan
+from kvweave import make_plan
 from kvweave.errors import ArenaClosed, KVWeaveError, NoDevice, OutOfMemory, PlanError, UnknownName
 from kvweave.plan import Layout, Parallel, Place, Plan, PoolRequest
 from kvweave.spec import Layer, LayerCache, ModelSpec, Read, Role
@@ -57,7 +57,7 @@ def test_closing_twice_is_closing_once_and_nothing_stays() -> None:
 
 def test_running_out_of_memory_leaves_nothing_allocated() -> None:
     absurd = {"full": PoolRequest(pages=2), "window": PoolRequest(pages=1 << 50, place=Place.HOST)}
-    made = plan(HYBRID, "1MB", own_pools=absurd)
+    made = make_plan(HYBRID, "1MB", own_pools=absurd)
     memory = Memory()
     with pytest.raises(
         OutOfMemory, match=r"pool 'window': cannot have \d+ bytes .*host memory.*plan with less"
@@ -88,7 +88,7 @@ def test_a_failure_that_is_no_shortage_is_not_called_one(monkeypatch: pytest.Mon
 def test_without_cuda_pinned_memory_is_ordinary_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     pools = {tag: PoolRequest(pages=3, place=Place.PINNED) for tag in ("full", "window")}
     pools["state"] = PoolRequest(pages=3, place=Place.HOST)
-    made = plan(HYBRID, "1MB", own_pools=pools)
+    made = make_plan(HYBRID, "1MB", own_pools=pools)
     with caplog.at_level(logging.WARNING), Arena(made) as arena:
         assert {(p.name, p.asked, p.given) for p in arena.stats().pools} == {
             ("full", Place.PINNED, Place.HOST),
@@ -122,7 +122,7 @@ def test_the_null_page_of_every_group_is_zeros(name: str) -> None:
 def test_host_pools_have_a_null_page_of_zeros_too(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(255))
-    made = plan(HYBRID, "1MB", own_pools={"full": PoolRequest(pages=3, place=Place.HOST)}, layout="layer_major")
+    made = make_plan(HYBRID, "1MB", own_pools={"full": PoolRequest(pages=3, place=Place.HOST)}, layout="layer_major")
     with Arena(made) as arena:
         assert not arena.pages("full")[0].any()
         assert arena.pages("full")[1].all(), "only the NULL page is wiped on the host"
@@ -183,7 +183,7 @@ def test_addresses_stay(name: str) -> None:
 
 @pytest.mark.parametrize("layout", Layout)
 def test_a_page_is_all_bytes_of_its_layers_and_no_others(layout: Layout) -> None:
-    made = plan(HYBRID, "2MB", layout=layout, block_tokens=8, kernel_tokens=4)
+    made = make_plan(HYBRID, "2MB", layout=layout, block_tokens=8, kernel_tokens=4)
     with Arena(made) as arena:
         for group in made.groups:
             arena.pool(group.pool).zero_()
@@ -210,7 +210,9 @@ def test_a_layer_that_reads_another_gets_its_view() -> None:
 
 def test_a_layer_may_read_roles_here_and_there() -> None:
     reads = (Read(0, "full", ("key",)), Read(1, "full", ("value",)))
-    made = plan(ModelSpec("reads", (Layer((FULL,)), Layer((FULL,)), Layer(reads=reads), Layer(reads=reads[:1]))), "1MB")
+    made = make_plan(
+        ModelSpec("reads", (Layer((FULL,)), Layer((FULL,)), Layer(reads=reads), Layer(reads=reads[:1]))), "1MB"
+    )
     with Arena(made) as arena:
         assert arena.layer(2)["key"].data_ptr() == arena.layer(0)["key"].data_ptr()
         assert arena.layer(2)["value"].data_ptr() == arena.layer(1)["value"].data_ptr()
@@ -235,7 +237,7 @@ def test_a_layer_with_several_caches_is_asked_by_tag() -> None:
 def test_names_say_layer_group_role_rank_and_place() -> None:
     spec = ModelSpec("named", (Layer((FULL,)), Layer((STATE,)), Layer((FULL,), draft=True)))
     rank = Parallel(tp=2, tp_rank=1, cp=3, cp_rank=2)
-    made = plan(spec, "1MB", parallel=rank, own_pools={"state": PoolRequest(pages=2, place=Place.PINNED)})
+    made = make_plan(spec, "1MB", parallel=rank, own_pools={"state": PoolRequest(pages=2, place=Place.PINNED)})
     with Arena(made) as arena:
         assert list(arena.tensors()) == [
             "layer.0/full/key@pp0.tp1.cp2:cpu",
@@ -264,7 +266,7 @@ def test_names_are_unique_over_ranks() -> None:
     ]
     names: list[str] = []
     for rank in ranks:
-        with Arena(plan(DSA, "8MB", parallel=rank, block_tokens=64)) as arena:
+        with Arena(make_plan(DSA, "8MB", parallel=rank, block_tokens=64)) as arena:
             names += arena.tensors()
     assert len(set(names)) == len(names) == 8 * 2, "2 layers x 2 roles x 4 ranks of each stage"
 
@@ -276,7 +278,7 @@ def test_order_is_by_layer_then_role_whatever_the_order_of_declaration(chance: o
     chance.shuffle(roles)  # type: ignore[attr-defined]
     caches = [LayerCache("full", FULL.reach, tuple(roles)), NEAR, STATE]
     chance.shuffle(caches)  # type: ignore[attr-defined]
-    with Arena(plan(ModelSpec("shuffled", (Layer(tuple(caches)), Layer(tuple(caches[:1])))), "4MB")) as arena:
+    with Arena(make_plan(ModelSpec("shuffled", (Layer(tuple(caches)), Layer(tuple(caches[:1])))), "4MB")) as arena:
         order = [name.partition("@")[0] for name in arena.tensors() if name.startswith("layer.0")]
     assert order == [
         "layer.0/full/key",

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave import plan
+from kvweave import make_plan
 from kvweave.errors import ConfigError, SpecError, UnknownName
 from kvweave.plan import PoolRequest
 from kvweave.spec import DType, Layer, LayerCache, ModelSpec, Read, Role, Segment, State, Window
@@ -39,7 +39,7 @@ def arena_of(backend: AttentionBackend, request: LayerRequest, blocks: int, laye
     requests = [LayerRequest(**{**fields(request), "layer": number}) for number in range(layers)]
     spec = assemble("one", [(backend, each) for each in requests])
     pools = {tag: PoolRequest(pages=blocks - 1) for tag in spec.groups()}
-    return Arena(plan(spec, "64MB", own_pools=pools, **how))
+    return Arena(make_plan(spec, "64MB", own_pools=pools, **how))
 
 
 def fields(request: LayerRequest) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_keys_and_values_of_different_width_have_no_common_view() -> None:
 def test_kv_is_heads_by_tokens_also_where_rows_are_stored_token_by_token() -> None:
     roles = tuple(Role(name, (3, 4), DType.FLOAT32) for name in ("key", "value"))
     spec = ModelSpec("nhd", (Layer((LayerCache("full", UNUSED.reach, roles),)),))
-    with Arena(plan(spec, "1MB", own_pools={"full": PoolRequest(pages=4)}, block_tokens=8)) as arena:
+    with Arena(make_plan(spec, "1MB", own_pools={"full": PoolRequest(pages=4)}, block_tokens=8)) as arena:
         layer = arena.layer(0)
         assert layer.kv is not None
         assert (list(layer["value"].shape), list(layer.kv.shape)) == ([5, 8, 3, 4], [5, 2, 3, 8, 4])
@@ -165,7 +165,7 @@ def test_opaque_bytes_are_a_tokens_or_a_states() -> None:
 
 def test_a_window_is_a_fact_of_the_layer_not_of_the_backend() -> None:
     spec = assemble("w", [(GQA(), LayerRequest(0)), (GQA(), LayerRequest(1, reach=Window(64)))])
-    with Arena(plan(spec, "4MB")) as arena:
+    with Arena(make_plan(spec, "4MB")) as arena:
         assert [arena.layer(i).reach.span for i in (0, 1)] == [None, 64]
 
 
@@ -193,14 +193,14 @@ def test_a_layer_that_reads_another_keeps_nothing_of_its_own() -> None:
         (Nothing(), LayerRequest(2, reads=(Read(1, "latent"),))),
     ]
     spec = assemble("reads", pairs)
-    with Arena(plan(spec, "1MB")) as arena:
+    with Arena(make_plan(spec, "1MB")) as arena:
         assert arena.layer(1, "indexer")["indexer"].data_ptr() == arena.layer(0, "indexer")["indexer"].data_ptr()
         assert arena.layer(2)["latent"].data_ptr() == arena.layer(1, "latent")["latent"].data_ptr()
 
 
 def test_draft_layers_take_the_same_path() -> None:
     spec = assemble("d", [(MLA(), LayerRequest(0)), (MLA(), LayerRequest(1, draft=True))])
-    with Arena(plan(spec, "1MB")) as arena:
+    with Arena(make_plan(spec, "1MB")) as arena:
         assert [name.partition("@")[0] for name in arena.tensors()] == [
             "layer.0/latent/latent",
             "draft.1/latent/latent",

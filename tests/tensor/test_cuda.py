@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kvweave import plan
+from kvweave import make_plan
 from kvweave.errors import OutOfMemory
 from kvweave.plan import Place, PoolRequest
 from kvweave.tensor import Arena, HostMirror, Memory, gather_tokens, write_tokens
@@ -45,7 +45,7 @@ def test_pages_go_to_pinned_memory_and_come_back(name: str) -> None:
 
 
 def test_pinned_pools_have_exactly_their_bytes_and_are_unpinned_when_given_back() -> None:
-    made = plan(HYBRID, "1MB", own_pools={"full": PoolRequest(pages=5, place=Place.PINNED)})
+    made = make_plan(HYBRID, "1MB", own_pools={"full": PoolRequest(pages=5, place=Place.PINNED)})
     memory = Memory("cuda")
     arena = Arena(made, memory)
     pool = arena.pool("full")
@@ -59,7 +59,7 @@ def test_pinned_pools_have_exactly_their_bytes_and_are_unpinned_when_given_back(
 
 def test_a_gpu_that_is_too_small_leaves_nothing_allocated() -> None:
     before = torch.cuda.memory_allocated()
-    made = plan(HYBRID, 1 << 45, own_pools={"full": PoolRequest(pages=5)})
+    made = make_plan(HYBRID, 1 << 45, own_pools={"full": PoolRequest(pages=5)})
     memory = Memory("cuda")
     with pytest.raises(OutOfMemory, match="of cuda:0 memory"):
         Arena(made, memory)
@@ -67,7 +67,7 @@ def test_a_gpu_that_is_too_small_leaves_nothing_allocated() -> None:
 
 
 def test_packed_rows_are_quantised_on_the_gpu() -> None:
-    with Arena(plan(DSA, "8MB", block_tokens=64), "cuda") as arena:
+    with Arena(make_plan(DSA, "8MB", block_tokens=64), "cuda") as arena:
         rows = torch.randn(6, 576, device="cuda")
         slots = torch.arange(6, device="cuda") + 64 * arena.plan.group("latent").pages_per_superpage
         write_tokens(arena.layer(1, "latent"), slots, {"latent": rows})

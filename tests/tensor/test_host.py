@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvweave import plan
+from kvweave import make_plan
 from kvweave.errors import ArenaClosed, BadRows, OutOfMemory, PlanError, UnknownName
 from kvweave.plan import Layout, Parallel, Place, PoolRequest
 from kvweave.tensor import DSA, GQA, Arena, HostMirror, LayerRequest, Memory, Opaque, assemble, not_hosted
@@ -24,7 +24,7 @@ SCALED: list[tuple[AttentionBackend, LayerRequest]] = [
 
 @pytest.mark.parametrize("layout", Layout)
 def test_a_page_goes_and_comes_back_with_every_role_scale_and_draft_layer(layout: Layout) -> None:
-    made = plan(assemble("scaled", SCALED), "20MB", layout=layout, block_tokens=128, kernel_tokens={"full": 32})
+    made = make_plan(assemble("scaled", SCALED), "20MB", layout=layout, block_tokens=128, kernel_tokens={"full": 32})
     tags = [group.tag for group in made.groups]
     with Arena(made) as arena, HostMirror(arena, dict.fromkeys(tags, 3)) as mirror:
         assert mirror.is_whole
@@ -66,7 +66,7 @@ def test_what_cannot_be_mirrored_is_skipped_with_the_reason() -> None:
         *SCALED,
         (Opaque(64, not_hosted="its pages hold pointers"), LayerRequest(3)),
     ]
-    made = plan(
+    made = make_plan(
         assemble("x", pairs), "8MB", block_tokens=64, own_pools={"indexer": PoolRequest(pages=3, place=Place.HOST)}
     )
     asked = {"full": 3, "opaque": 3, "indexer": 3}
@@ -87,7 +87,7 @@ def test_what_cannot_be_mirrored_is_skipped_with_the_reason() -> None:
 
 
 def test_groups_of_other_stages_are_skipped() -> None:
-    made = plan(HYBRID, "1MB", parallel=Parallel(pp=3, pp_rank=1))
+    made = make_plan(HYBRID, "1MB", parallel=Parallel(pp=3, pp_rank=1))
     with Arena(made) as arena, HostMirror(arena, {"state": 2, "full": 2}) as mirror:
         assert mirror.stats().skipped["full"] == "none of its layers is on this rank"
         assert mirror.is_whole

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvweave import Cache, plan
+from kvweave import Cache, make_plan
 from kvweave.errors import BadRows
 from kvweave.plan import PoolRequest
 from kvweave.spec import DType, Part, Role
@@ -22,7 +22,7 @@ from tests.tensor.models import lives
 
 def arena_of(backend: AttentionBackend, request: LayerRequest, **how: Any) -> Arena:
     spec = assemble("one", [(backend, request)])
-    return Arena(plan(spec, "4MB", own_pools={tag: PoolRequest(pages=5) for tag in spec.groups()}, **how))
+    return Arena(make_plan(spec, "4MB", own_pools={tag: PoolRequest(pages=5) for tag in spec.groups()}, **how))
 
 
 def fp8_error(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

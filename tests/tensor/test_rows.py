@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave import Cache, plan
+from kvweave import Cache, make_plan
 from kvweave.cache import Copy
 from kvweave.errors import BadRows, UnknownName
 from kvweave.plan import Parallel, Plan
@@ -108,7 +108,7 @@ def test_compressed_rows_are_written_where_they_end() -> None:
 
 def test_a_gather_of_compressed_rows_takes_whole_rows_only() -> None:
     cache = LayerCache("csa", Full(), (Role("compressed", (4,), "float32", tokens_per_row=4),))  # type: ignore[arg-type]
-    with Arena(plan(ModelSpec("csa", (Layer((cache,)),)), "1MB", block_tokens=8)) as arena:
+    with Arena(make_plan(ModelSpec("csa", (Layer((cache,)),)), "1MB", block_tokens=8)) as arena:
         view = arena.layer(0).role("compressed")
         table = np.array([3, 9, 2])
         rows = torch.arange(5.0)[:, None].expand(5, 4)
@@ -122,7 +122,7 @@ def test_a_gather_of_compressed_rows_takes_whole_rows_only() -> None:
 def test_a_context_parallel_rank_writes_and_gathers_its_own_blocks(rank: int) -> None:
     cache = LayerCache("full", Full(), (Role("key", (2,), "float32"),), context_split=True)  # type: ignore[arg-type]
     spec = ModelSpec("cp", (Layer((cache,)),))
-    made = plan(spec, "64kB", block_tokens=4, parallel=Parallel(cp=2, cp_rank=rank))
+    made = make_plan(spec, "64kB", block_tokens=4, parallel=Parallel(cp=2, cp_rank=rank))
     books = Cache(made)
     with Arena(made) as arena:
         sequence = books.open(range(27))
@@ -221,7 +221,7 @@ def test_a_copy_that_makes_no_sense_is_found_before_any_is_made() -> None:
 
 
 def test_copies_for_groups_of_other_stages_are_nothing_to_do() -> None:
-    made = plan(HYBRID, "1MB", parallel=Parallel(pp=3, pp_rank=1))
+    made = make_plan(HYBRID, "1MB", parallel=Parallel(pp=3, pp_rank=1))
     assert [group.tag for group in made.groups if group.layers] == ["state"]
     with Arena(made) as arena:
         carry_out(arena, [Copy("full", np.zeros(1, np.int32), np.zeros(1, np.int32))])

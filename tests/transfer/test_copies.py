@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave import plan
+from kvweave import make_plan
 from kvweave.errors import BadCopy
 from kvweave.plan import Layout, Plan
 from kvweave.pool import NULL
@@ -18,7 +18,7 @@ from kvweave.transfer.pieces import cut, cut_layers, num_layers, part_bytes
 from tests import strategies
 from tests.tensor.models import HYBRID, KEY, VALUE
 
-MADE = plan(HYBRID, "2MB", block_tokens=8, layout=Layout.LAYER_MAJOR)
+MADE = make_plan(HYBRID, "2MB", block_tokens=8, layout=Layout.LAYER_MAJOR)
 LAYOUT = ChunkLayout.of(MADE, 16)
 
 
@@ -64,7 +64,7 @@ def test_what_is_needed_is_the_tail_of_every_group() -> None:
     block=st.sampled_from((4, 8, 16)),
 )
 def test_needed_is_the_formula_token_by_token(reach: Reach, position: int, skip: int, block: int) -> None:
-    made = plan(ModelSpec("x", (Layer((LayerCache("x", reach, (KEY, VALUE)),)),)), "2MB", block_tokens=block)
+    made = make_plan(ModelSpec("x", (Layer((LayerCache("x", reach, (KEY, VALUE)),)),)), "2MB", block_tokens=block)
     layout = ChunkLayout.of(made, 32)
     width = 160 // block if reach.per_token else 5
     copies = needed(layout, {"x": np.arange(1, width + 1)}, position, skip=skip * block)
@@ -108,7 +108,7 @@ def test_what_the_tables_do_not_have_is_named() -> None:
 
 def test_ends_only_chunks_cannot_be_entered_in_the_middle() -> None:
     near = LayerCache("near", HYBRID.layers[1].caches[0].reach, (KEY, VALUE))
-    made = plan(ModelSpec("x", (Layer((near,)),)), "2MB", block_tokens=8)
+    made = make_plan(ModelSpec("x", (Layer((near,)),)), "2MB", block_tokens=8)
     layout = ChunkLayout.of(made, 64, ends_only=True)
     assert len(needed(layout, {"near": np.arange(1, 9)}, 64).moves[0]) == 3
     with pytest.raises(BadCopy, match="block 2 of 'near', needed at 40, .* go on from a multiple of 64"):

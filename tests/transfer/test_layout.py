@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from kvweave import plan
+from kvweave import make_plan
 from kvweave.errors import BadCopy, SpecError, UnknownName
 from kvweave.plan import Layout, Parallel, Plan
 from kvweave.spec import Full, Layer, LayerCache, ModelSpec, Role, SinkWindow, Window
@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {"memory": "2MB", "block_tokens": 8}
 
 
 def test_a_layout_goes_through_json_and_keeps_its_digest() -> None:
-    layout = ChunkLayout.of(plan(HYBRID, **SMALL), 16)
+    layout = ChunkLayout.of(make_plan(HYBRID, **SMALL), 16)
     again = ChunkLayout.from_dict(json.loads(json.dumps(layout.to_dict())))
     assert again == layout
     assert again.digest == layout.digest
@@ -34,14 +34,14 @@ def test_a_layout_goes_through_json_and_keeps_its_digest() -> None:
 
 
 def test_an_unknown_key_is_an_error_with_its_place() -> None:
-    data = ChunkLayout.of(plan(HYBRID, **SMALL), 16).to_dict()
+    data = ChunkLayout.of(make_plan(HYBRID, **SMALL), 16).to_dict()
     data["groups"][0]["ofset"] = 3
     with pytest.raises(SpecError, match=r"chunk layout.groups\[0\].*did you mean 'offset'"):
         ChunkLayout.from_dict(data)
 
 
 def test_a_layout_that_contradicts_itself_is_refused() -> None:
-    data = ChunkLayout.of(plan(HYBRID, **SMALL), 16).to_dict()
+    data = ChunkLayout.of(make_plan(HYBRID, **SMALL), 16).to_dict()
     data["groups"][0]["block_bytes"] += 16
     with pytest.raises(SpecError, match=r"'full' takes 512 bytes a layer and 1024 a block, not 512 and 1040"):
         ChunkLayout.from_dict(data)
@@ -49,23 +49,23 @@ def test_a_layout_that_contradicts_itself_is_refused() -> None:
 
 def test_pools_do_not_show_in_the_digest_but_blocks_and_dtypes_do() -> None:
     same = [
-        plan(HYBRID, "2MB", block_tokens=8, layout=layout, pools=pools)
+        make_plan(HYBRID, "2MB", block_tokens=8, layout=layout, pools=pools)
         for layout in Layout
         for pools in ("shared", "independent")
     ]
     assert len({ChunkLayout.of(made, 16).digest for made in same}) == 1
-    other = ChunkLayout.of(plan(HYBRID, "2MB", block_tokens=16), 16)
+    other = ChunkLayout.of(make_plan(HYBRID, "2MB", block_tokens=16), 16)
     assert other.digest != ChunkLayout.of(same[0], 16).digest
     with pytest.raises(BadCopy, match="keep 'full' as .*block_tokens=16.* the plan as .*block_tokens=8"):
         check_layout(other, same[0])
 
 
 def test_groups_come_by_first_layer_at_aligned_offsets() -> None:
-    layout = ChunkLayout.of(plan(HYBRID, **SMALL), 16)
+    layout = ChunkLayout.of(make_plan(HYBRID, **SMALL), 16)
     assert [part.tag for part in layout.groups] == ["full", "window", "state"]
     assert all(part.offset % ALIGN == 0 for part in layout.groups)
     assert layout.num_bytes % ALIGN == 0
-    assert [part.tag for part in ChunkLayout.of(plan(HYBRID, **SMALL), 16, ["state", "full"]).groups] == [
+    assert [part.tag for part in ChunkLayout.of(make_plan(HYBRID, **SMALL), 16, ["state", "full"]).groups] == [
         "full",
         "state",
     ]
@@ -80,7 +80,7 @@ def test_no_two_rows_share_a_byte_and_all_are_inside(made: Plan) -> None:
 
 
 def test_a_role_of_a_layer_can_be_taken_out_of_a_chunk() -> None:
-    layout = ChunkLayout.of(plan(DSA, "8MB", block_tokens=64), 128)
+    layout = ChunkLayout.of(make_plan(DSA, "8MB", block_tokens=64), 128)
     chunk = torch.arange(layout.num_bytes, dtype=torch.int64).to(torch.uint8)
     indexer = layout.view(1, "indexer", "indexer")
     assert strided(chunk, indexer).shape == (2, 64 * 132)
@@ -94,7 +94,7 @@ def test_a_role_of_a_layer_can_be_taken_out_of_a_chunk() -> None:
 
 
 def test_layer_groups_say_all_that_a_reader_must_know() -> None:
-    layout = ChunkLayout.of(plan(HYBRID, **SMALL, kernel_tokens=4), 16)
+    layout = ChunkLayout.of(make_plan(HYBRID, **SMALL, kernel_tokens=4), 16)
     chunk = np.arange(layout.num_bytes, dtype=np.int64).astype(np.uint8)
     groups = layout.layer_groups()
     assert [(g.tag, g.role) for g in groups] == [
@@ -115,9 +115,9 @@ def test_layer_groups_say_all_that_a_reader_must_know() -> None:
 
 def test_chunks_of_broken_blocks_are_refused_with_the_cure() -> None:
     with pytest.raises(BadCopy, match="a chunk of 20 tokens is no whole number of the blocks of 'full'.* take 24"):
-        ChunkLayout.of(plan(HYBRID, **SMALL), 20)
+        ChunkLayout.of(make_plan(HYBRID, **SMALL), 20)
     with pytest.raises(UnknownName, match="did you mean 'window'"):
-        ChunkLayout.of(plan(HYBRID, **SMALL), 16, ["windows"])
+        ChunkLayout.of(make_plan(HYBRID, **SMALL), 16, ["windows"])
 
 
 def test_ends_only_keeps_what_the_end_of_a_chunk_needs() -> None:
@@ -125,7 +125,7 @@ def test_ends_only_keeps_what_the_end_of_a_chunk_needs() -> None:
         LayerCache(tag, reach, (KEY, VALUE))
         for tag, reach in (("full", Full()), ("near", Window(9)), ("far", Window(500)), ("sinks", SinkWindow(4, 8)))
     ]
-    made = plan(ModelSpec("x", (Layer(tuple(caches)),)), "4MB", block_tokens=8)
+    made = make_plan(ModelSpec("x", (Layer(tuple(caches)),)), "4MB", block_tokens=8)
     parts = ChunkLayout.of(made, 64, ends_only=True).groups
     assert {part.tag: (part.first_block, part.num_blocks) for part in parts} == {
         "full": (0, 8),
@@ -136,13 +136,13 @@ def test_ends_only_keeps_what_the_end_of_a_chunk_needs() -> None:
 
 
 def test_groups_without_layers_on_this_rank_are_not_in_its_chunks() -> None:
-    made = plan(HYBRID, "1MB", block_tokens=8, parallel=Parallel(pp=3, pp_rank=1))
+    made = make_plan(HYBRID, "1MB", block_tokens=8, parallel=Parallel(pp=3, pp_rank=1))
     assert [part.tag for part in ChunkLayout.of(made, 16).groups] == ["state"]
 
 
 def test_ranks_of_context_parallelism_hold_their_share_of_a_chunk() -> None:
     split = LayerCache("full", Full(), (Role("key", (2, 8), KEY.dtype),), context_split=True)
-    made = plan(ModelSpec("x", (Layer((split,)),)), "1MB", block_tokens=8, parallel=Parallel(cp=2))
+    made = make_plan(ModelSpec("x", (Layer((split,)),)), "1MB", block_tokens=8, parallel=Parallel(cp=2))
     assert ChunkLayout.of(made, 64).groups[0].num_blocks == 4
     with pytest.raises(BadCopy, match="span 16 tokens; take 32"):
         ChunkLayout.of(made, 24)

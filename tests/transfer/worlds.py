@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvweave import from_config, plan
+from kvweave import from_config, make_plan
 from kvweave.plan import Group, Plan
 from kvweave.pool import NULL
 from kvweave.spec import Layer, LayerCache, ModelSpec, Role
@@ -50,7 +50,7 @@ def _slim_role(role: Role) -> Role:
 
 def planned(spec: ModelSpec, sequences: int, num_chunks: int = 1, **wishes: Any) -> Plan:
     """A plan with the pages of so many chunks for so many sequences, whoever shares a pool."""
-    made = plan(spec, smallest_memory(spec, **wishes), **wishes)
+    made = make_plan(spec, smallest_memory(spec, **wishes), **wishes)
     layout = ChunkLayout.of(made, chunk_tokens(made), ends_only=True)
     pools = []
     for pool in made.pools:

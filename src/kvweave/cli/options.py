@@ -9,7 +9,7 @@ import typer
 
 from kvweave.plan.planner import POOLS
 from kvweave.plan.pool import Layout
-from kvweave.spec.hf.keep import FLOATS, QUANTS
+from kvweave.spec.layer_caches import FLOATS, QUANTS
 
 MODEL, MEMORY, PARALLEL, DRAFTS, OUTPUT = "Model", "Memory", "Parallel", "Draft models", "Output"
 

@@ -8,7 +8,7 @@ from functools import partial
 from kvweave.cli.source import model_dtype, read_config
 from kvweave.cli.wishes import PerTag, PoolWish
 from kvweave.errors import PlanError
-from kvweave.plan import Parallel, Plan, PoolRequest, merge_draft, plan
+from kvweave.plan import Parallel, Plan, PoolRequest, make_plan, merge_draft
 from kvweave.spec import ModelSpec
 from kvweave.spec.hf import from_config
 from kvweave.units import format_bytes
@@ -70,7 +70,7 @@ def answer(request: PlanRequest) -> Answer:
 
 def _plan(request: PlanRequest, spec: ModelSpec) -> Plan:
     make = partial(
-        plan,
+        make_plan,
         spec,
         request.memory,
         block_tokens=request.block_tokens.blocks(spec),

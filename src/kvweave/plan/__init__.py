@@ -6,7 +6,7 @@ from kvweave.plan.group import Group
 from kvweave.plan.one_page_size import OnePageSize, one_page_size
 from kvweave.plan.parallel import Parallel
 from kvweave.plan.plan import Plan
-from kvweave.plan.planner import plan
+from kvweave.plan.planner import make_plan
 from kvweave.plan.pool import Layout, Place, Pool, PoolRequest
 from kvweave.plan.view import View
 
@@ -21,7 +21,7 @@ __all__ = [
     "PoolRequest",
     "View",
     "explain",
+    "make_plan",
     "merge_draft",
     "one_page_size",
-    "plan",
 ]

@@ -19,7 +19,7 @@ PerGroup = int | Mapping[str, int]
 """One number for all groups, or numbers by tag."""
 
 
-def plan(
+def make_plan(
     spec: ModelSpec,
     memory: int | str,
     *,

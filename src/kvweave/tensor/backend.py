@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Reach, Read
-from kvweave.spec.hf.keep import Keep
+from kvweave.spec.layer_caches import Keep
 from kvweave.spec.role import role_order
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from kvweave.spec import Role
-from kvweave.spec.hf.keep import SCALE_BLOCK
+from kvweave.spec.layer_caches import SCALE_BLOCK
 from kvweave.tensor.dtypes import torch_dtype
 from kvweave.tensor.layer import LayerView
 from kvweave.tensor.quant import LARGEST, Quantiser, pack, unpack

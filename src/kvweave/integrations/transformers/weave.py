@@ -30,7 +30,7 @@ from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.session import Session
 from kvweave.integrations.transformers.support import Served, examine, uncompiled, wrapped
 from kvweave.integrations.transformers.watch import ModelWatch
-from kvweave.plan import Plan, plan
+from kvweave.plan import Plan, make_plan
 from kvweave.tensor import Arena
 
 if TYPE_CHECKING:
@@ -73,14 +73,14 @@ class KVWeave:
         self._outermost, self.model = models[0], models[-1]
         self.served = examine(self.model)
         self.prefill_tokens = prefill_tokens
-        self.plan = make_plan(self.served, memory, block_tokens)
+        self.plan = plan_for(self.served, memory, block_tokens)
         rope = LengthRope(self.model)
         self._calls = CallReader(self.model, self.served, rope)
         opened = self._open_store(store)
         try:
             unit = 1
             if opened:
-                self.plan, unit = make_plan(opened.served, memory, block_tokens), opened.store.schema.chunk_tokens
+                self.plan, unit = plan_for(opened.served, memory, block_tokens), opened.store.schema.chunk_tokens
             self.core = Cache(self.plan, **{"retention": retention(self.served, unit), **cache_options})
             self.memory = self._make_memory(rope)
             self._keeper = opened.keeper(self.model, self.memory, weights, store_wait_s) if opened else None
@@ -231,11 +231,11 @@ class KVWeave:
         self.close()
 
 
-def make_plan(
+def plan_for(
     served: Served, memory: int | str, block_tokens: int | Mapping[str, int], context: int | None = None
 ) -> Plan:
     """Layer-major, for a layer's pages are gathered by themselves; `context` is a length that must fit."""
-    return plan(served.spec, memory, block_tokens=block_tokens, layout="layer_major", context=context)
+    return make_plan(served.spec, memory, block_tokens=block_tokens, layout="layer_major", context=context)
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from kvweave.spec.dtypes import DType
 from kvweave.spec.hf.fields import Fields
-from kvweave.spec.hf.keep import Caches, Keep
 from kvweave.spec.hf.patterns import rope_layers
+from kvweave.spec.layer_caches import Caches, Keep
 from kvweave.spec.model import LayerCache
 from kvweave.spec.reach import Chunk, Full, Reach, Window
 from kvweave.spec.role import Role

@@ -9,8 +9,8 @@ from kvweave.errors import ConfigError
 from kvweave.spec.dtypes import DType
 from kvweave.spec.hf.attention import head_dim
 from kvweave.spec.hf.fields import Fields
-from kvweave.spec.hf.keep import Caches, Keep
 from kvweave.spec.hf.patterns import CSA, HCA
+from kvweave.spec.layer_caches import Caches, Keep
 from kvweave.spec.model import LayerCache
 from kvweave.spec.reach import Chunk, Full, Reach, State, Window
 from kvweave.spec.role import Part, Role

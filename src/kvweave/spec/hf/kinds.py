@@ -32,7 +32,6 @@ from kvweave.spec.hf.attention import (
 )
 from kvweave.spec.hf.deepseek_v4 import v4_csa, v4_hca, v4_sliding
 from kvweave.spec.hf.fields import Fields
-from kvweave.spec.hf.keep import Caches, Keep
 from kvweave.spec.hf.patterns import (
     CHUNKED,
     CONV,
@@ -64,6 +63,7 @@ from kvweave.spec.hf.recurrent import (
     zamba_mamba,
     zaya,
 )
+from kvweave.spec.layer_caches import Caches, Keep
 from kvweave.spec.reach import Full
 
 Build = Callable[[Fields, Keep, int], Caches]

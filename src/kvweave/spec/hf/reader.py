@@ -7,9 +7,9 @@ from dataclasses import replace
 from kvweave.errors import ConfigError, KVWeaveError
 from kvweave.spec.dtypes import DType
 from kvweave.spec.hf.fields import Fields, class_defaults, language_model, load
-from kvweave.spec.hf.keep import Caches, Keep, Store
 from kvweave.spec.hf.kinds import FAMILIES, build_layer
 from kvweave.spec.hf.patterns import CONV, FULL, LEGACY, LINEAR, NOTHING, PATTERNS, SLIDING, layer_kinds
+from kvweave.spec.layer_caches import Caches, Keep, Store
 from kvweave.spec.model import Layer, LayerCache, ModelSpec, Read
 
 

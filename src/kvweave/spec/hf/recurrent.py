@@ -8,8 +8,8 @@ from kvweave.errors import ConfigError
 from kvweave.spec.dtypes import DType
 from kvweave.spec.hf.attention import full, head_dim, indexed, kv_heads, window
 from kvweave.spec.hf.fields import Fields
-from kvweave.spec.hf.keep import Caches, Keep
 from kvweave.spec.hf.patterns import FULL, INDEXED, layer_kinds
+from kvweave.spec.layer_caches import Caches, Keep
 from kvweave.spec.model import LayerCache
 from kvweave.spec.reach import Full, Reach
 from kvweave.spec.role import Role, Segment
