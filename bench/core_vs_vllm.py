@@ -14,7 +14,7 @@ equal pages for all groups, nothing reported or logged. A figure is the best of 
               there is a figure with publish() in every step too
     churn     a full pool under eviction: 200 prefixes of 2,048 tokens (Zipf) and 512 to 3,583 tokens of its own a
               request, 64 running; the best of eight turns, 250 each. Hit rates are shares of the tokens of all of them
-    sibling   what the second of two prompts that share 2,048 tokens finds of them
+    sibling   what the second of two prompts that share 256 to 8,191 tokens, any number of them, finds of them
     crafted   a lookup in which the boundaries of a window and a state never meet
     metadata  tracemalloc's bytes of a cache filled with closed prompts of 8,192 tokens, a cached page, tables of one
               sequence included (vLLM's tables are lists of its requests, which are gone)
@@ -512,10 +512,15 @@ def churns(name: str, kinds: Kinds, warm_up: int, count: int) -> Iterator[Figure
 
 def sibling(name: str, kinds: Kinds) -> Figure:
     def share(side: Side) -> float:
-        shared = random_tokens(SHARED, seed=0)
-        first, second = (np.concatenate([shared, random_tokens(512, seed)]) for seed in (1, 2))
-        side.close(run_prompt(side, first))
-        return side.hit(side.open(side.prepare(second))) / SHARED
+        found = common = 0
+        for seed, length in enumerate(np.random.default_rng(0).integers(256, 8192, 40).tolist()):
+            shared = random_tokens(length, seed)
+            first, second = (np.concatenate([shared, random_tokens(512, 1000 + 2 * seed + i)]) for i in range(2))
+            side.close(run_prompt(side, first))
+            request = side.open(side.prepare(second))
+            found, common = found + side.hit(request), common + length
+            side.close(request)
+        return found / common
 
     return Figure(f"first sibling, share of what is common, {name}", share(Ours(kinds)), share(VLLM(kinds)), "share")
 

@@ -36,6 +36,17 @@ def test_a_batch_too_large_for_the_memory_is_an_error_and_the_next_one_works(nam
         assert difference(ours, plain(model, prompt(30))) < 2e-5
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_prompt_that_the_plan_promised_is_computed_in_pieces_as_long_as_pages_allow(name: str) -> None:
+    model, length = model_of(name), 200
+    with pytest.raises(NeverFits) as told:
+        plan_for(examine(model), 1, 16, context=length + 16)
+    with KVWeave(model, told.value.smallest_bytes, rows=4, max_tokens=512) as weave:
+        for seed in range(3):
+            ours = weave.generate(prompt(length, seed), **greedy(8))
+            assert difference(ours, plain(model, prompt(length, seed), **greedy(8))) < 2e-5
+
+
 def test_memory_that_ends_while_generating_is_an_error_and_what_was_computed_is_found() -> None:
     model = model_of("llama")
     with pytest.raises(NeverFits) as told:

@@ -91,6 +91,14 @@ class Steps:
         counters.step_start[rows] = start
         return copies
 
+    def can_extend(self, sequence: Sequence, count: int) -> bool:
+        """Whether there would be room for `count` more tokens of a sequence; changes nothing."""
+        start = int(self.state.counters.lengths[sequence.row])
+        room = OneRow(self.state, sequence, start, start + count, start + count)
+        admits = bool(self.allocator.reserve) and start == sequence.num_cached
+        fits = room.longest <= self.state.max_tokens
+        return fits and self.allocator.lacking(self._demand(room, 1, room.stateful, 1), admits=admits) is None
+
     def _make_room(self, room: Room, drafts: int, in_step: bool, others: list[Sequence]) -> CopyBuilder | None:
         """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
         stateful = room.stateful if not drafts else list(range(len(room.sequences)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import torch
 
+from kvweave.cache import Sequence
 from kvweave.integrations.transformers.past import Past
 from kvweave.integrations.transformers.prompts import Prompt
 from kvweave.integrations.transformers.support import Served
@@ -32,7 +34,7 @@ def prefill(
     past: Past,
     prompt: Prompt,
     most: int,
-    points: Sequence[int] = (),
+    points: SequenceOf[int] = (),
     on_point: Callable[[], object] = bool,
 ) -> None:
     """Compute all but the last token of a prompt, at most so many at once. `past` has one row, and hands it over.
@@ -47,7 +49,7 @@ def prefill(
     try:
         while sequence.length < last:
             start = sequence.length
-            piece = (1 if start else last) if served.scans_afresh else most
+            piece = (1 if start else last) if served.scans_afresh else _fitting(past, sequence, min(most, last - start))
             end = min([last, start + piece, sequence.stop or last, *(point for point in points if point > start)])
             beside = {name: torch.zeros_like(ids[:, start:end]) for name in prompt.extras}
             if prompt.images and start < prompt.images.end:
@@ -61,6 +63,13 @@ def prefill(
                 on_point()
     finally:
         past.hand_over()
+
+
+def _fitting(past: Past, sequence: Sequence, most: int) -> int:
+    """At most so many tokens at once: fewer, where pages are short and windows would need many for a long piece."""
+    while most > 1 and not past.core.can_extend(sequence, most):
+        most = -(-most // 2)
+    return most
 
 
 def _inputs(served: Served, past: Past, ids: torch.Tensor, mask: torch.Tensor, start: int, end: int) -> dict[str, Any]:
