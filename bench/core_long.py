@@ -14,17 +14,15 @@ LONG = 131_072
 def chat(kinds: Kinds, turns: int, times: CallTimes, *, branches: bool) -> None:
     """A chat of many turns, each a hit on the one before; then others come until nothing is left of it.
 
-    With `branches` each answer is given twice, so that no two turns can become one run.
+    With `branches` the last block of each turn is written anew in the next, so that no two turns become one run.
     """
     life = Life(times, Cache(plan_of(kinds, turns * num_pages(kinds, 2, 2)), rows=8, max_tokens=64 * turns))
     shape = "which part at every turn" if branches else "in a row"
     times.enter(f"{turns} turns {shape}")
     tokens = life.tokens(2 * BLOCK)
     for _ in range(turns):
-        if branches:
-            life.serve(np.concatenate([tokens, life.tokens(BLOCK)]))
         tokens = np.concatenate([tokens, life.tokens(BLOCK)])
-        life.serve(tokens)
+        life.serve(np.concatenate([tokens, life.tokens(BLOCK)]) if branches else tokens)
     times("open warm", life.cache.open, tokens).close()
     times.enter(f"evicting {turns} turns {shape}")
     for _ in range(2 * turns):

@@ -36,7 +36,8 @@ from functools import partial
 from typing import NamedTuple
 
 from bench import core_vs_vllm
-from bench.core_calls import CONFIGS, CallTimes, Kinds, rows_in_step, twins, with_nodes, with_sequences
+from bench.core_batches import rows_in_step, twins, with_sequences
+from bench.core_calls import CONFIGS, CallTimes, Kinds, with_nodes
 from bench.core_long import (
     LONG,
     chat,
@@ -97,14 +98,14 @@ def lives(kinds: Kinds, quick: bool) -> Iterator[Run]:
         yield partial(with_nodes, kinds, nodes)
     for count in (256, 1000) if quick else (256, 1000, 10_000):
         yield from (partial(life, kinds, count) for life in (with_sequences, rows_in_step, twins))
-    for turns in (1000,) if quick else (1000, 4000):
-        yield partial(chat, kinds, turns, branches=False)
-        yield partial(chat, kinds, turns, branches=True)
     yield partial(one_token_blocks, kinds, 1500)
     yield partial(split_everywhere, kinds, LONG)
     yield partial(parted_everywhere, kinds, LONG // 8)
     yield partial(dense_points, kinds, LONG // 2)
     yield partial(long_prompt, kinds, LONG)
+    for turns in (1000,) if quick else (1000, 4000):
+        yield partial(chat, kinds, turns, branches=False)
+        yield partial(chat, kinds, turns, branches=True)
 
 
 # ---- a warm hit, in pools of all sizes
