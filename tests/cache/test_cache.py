@@ -14,6 +14,7 @@ from kvweave.errors import (
     BadTokens,
     CannotTruncate,
     NeverFits,
+    NotSettled,
     OutOfPages,
     UnknownName,
     WrongThread,
@@ -586,3 +587,263 @@ def test_an_arrival_beyond_a_hit_leaves_the_hits_window_behind_and_keeps_the_sta
     assert not cache.extend(sequence, 12), "the snapshot of the hit would overwrite the state"
     engine_of(cache).step(sequence, 48)
     check_books(cache)
+
+
+# ---- steps
+
+
+def test_a_batch_with_one_row_of_undecided_drafts_is_not_extended() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    one, two = (run(cache, [i] * 5, close=False) for i in range(2))
+    list(cache.extend(one, 3, tokens=[1, 2, 3], drafts=2))
+    with pytest.raises(NotSettled, match="neither accepted nor rejected"):
+        cache.extend([one, two], 1)
+    assert (one.length, two.length) == (8, 5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_drafts_get_state_columns_where_pages_suffice_too(rows: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State()), blocks=64))
+    sequences = [run(cache, [i] * 5, close=False) for i in range(rows)]
+    list(cache.extend(sequences, 3, tokens=[1, 2, 3] * rows, drafts=2))
+    for sequence in sequences:
+        assert np.count_nonzero(cache.table("state")[sequence.row]) == 3
+
+
+def test_a_draft_that_may_be_rejected_is_no_checkpoint() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(decode_every=4))
+    sequence = run(cache, range(5), close=False)
+    list(cache.extend(sequence, 4, tokens=[5, 6, 7, 8], drafts=3, checkpoints=True))
+    assert sequence.checkpoints == [], "the state after 8 tokens is a column of its own"
+    cache.accept(sequence, 9)
+    cache.commit(sequence)
+    list(cache.extend(sequence, 4, tokens=[9, 10, 11, 12], checkpoints=True))
+    assert [checkpoint.position for checkpoint in sequence.checkpoints] == [12]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_slot_mapping_is_where_the_last_step_writes(rows: int) -> None:
+    cache = Cache(full_plan())
+    sequences = [cache.open([i] * 20) for i in range(rows)]
+    cache.extend(sequences, 5)
+    cache.extend(sequences, list(range(3, 3 + rows)))
+    expected = np.concatenate([cache.slots(sequence, "full", 5) for sequence in sequences])
+    assert cache.slot_mapping(sequences)["full"].tolist() == expected.tolist()
+    cache.accept(sequences, 2)
+    assert cache.slot_mapping(sequences)["full"].tolist() == [], "the first step is cut too"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_lookahead_keeps_pages_for_tokens_after_the_step(rows: int) -> None:
+    cache = Cache(full_plan())
+    sequences = [cache.open([i] * 20) for i in range(rows)]
+    cache.extend(sequences, 3, lookahead=9)
+    for sequence in sequences:
+        assert (sequence.length, np.count_nonzero(cache.table("full")[sequence.row])) == (3, 3)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_end_of_a_sequence_is_resumed_at_the_last_position_of_the_grid(rows: int) -> None:
+    cache = Cache(
+        plan_of(group("full", Full()), group("window", Window(2)), blocks={"full": 8, "window": 1}),
+        retention=Retention(False, False, 0),
+    )
+    sequences = [cache.open([i] * 22) for i in range(rows)]
+    for count in (7, 7, 8):
+        cache.extend(sequences, count)
+        cache.commit(sequences)
+    for sequence in sequences:
+        cache.close(sequence)
+    assert [cache.lookup([i] * 22) for i in range(rows)] == [16] * rows
+    check_books(cache)
+
+
+# ---- what is private
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_what_is_private_is_found_by_nobody_not_from_a_fork_either(forked: bool) -> None:
+    cache = Cache(full_plan())
+    sequence = run(cache, range(8), close=False)
+    cache.extend(sequence, 8, tokens=range(8, 16))
+    cache.commit(sequence, share=False)
+    assert sequence.committed == 8
+    if forked:
+        (child,), copies = cache.fork(sequence)
+        list(copies)
+        cache.close(child)
+    cache.close(sequence)
+    assert cache.lookup(range(17)) == 8
+    check_books(cache)
+
+
+# ---- reorder and truncate
+
+
+def test_beams_that_only_change_places_need_no_pages() -> None:
+    cache = Cache(full_plan(pages=5))
+    beams = [run(cache, [i] * 6, close=False) for i in range(2)]
+    assert not cache.reorder(beams, [1, 0])
+    assert [beam.tokens.tolist() for beam in beams] == [[1] * 6, [0] * 6]
+
+
+def test_a_batch_made_before_a_reorder_is_refused() -> None:
+    cache = Cache(full_plan())
+    beams = [run(cache, [i] * 6, close=False) for i in range(2)]
+    batch = Batch(beams)
+    cache.extend(batch, 1)
+    cache.reorder(beams, [1, 0])
+    with pytest.raises(BadSequence, match="reordered since"):
+        cache.extend(batch, 1)
+
+
+def test_what_was_committed_before_a_reorder_is_still_found() -> None:
+    cache = Cache(full_plan())
+    beams = [run(cache, [i] * 6, close=False) for i in range(2)]
+    cache.reorder(beams, [1, 0])
+    assert [cache.lookup([i] * 6) for i in range(2)] == [4, 4]
+
+
+def test_a_truncation_inside_the_window_is_possible() -> None:
+    cache = Cache(plan_of(group("window", Window(8))))
+    sequence = run(cache, range(30), close=False)
+    cache.truncate(sequence, 29)
+    assert (sequence.length, sequence.num_prompt) == (29, 29)
+
+
+# ---- refusals
+
+
+def test_a_refusal_names_the_sequences_that_do_not_fit_and_whom_to_preempt() -> None:
+    cache = Cache(full_plan(pages=13))
+    important, old, young = (cache.open([i, 1], priority=priority) for i, priority in enumerate((1, 0, 0)))
+    cache.extend([important, old, young], 2)
+    asking = [cache.open([10 + i] * 40) for i in range(4)]
+    cache.extend(asking, 4)
+    with pytest.raises(OutOfPages) as error:
+        cache.extend(asking, 8)
+    assert error.value.sequences == tuple(asking[2:]), "five pages are free: two of four fit"
+    assert error.value.preemptible == (young, old, important)
+
+
+def test_a_sequence_that_takes_every_page_fits() -> None:
+    cache = Cache(full_plan(pages=9))
+    cache.check_fits(32)
+    with pytest.raises(NeverFits):
+        cache.check_fits(33)
+
+
+def test_a_load_leaves_the_admission_reserve_to_those_that_run() -> None:
+    for trailing in ((), (group("state", State()),)):
+        cache = Cache(plan_of(group("full", Full()), *trailing, pages=11), admission_reserve=0.3)
+        running = cache.open([1] * 20)
+        list(cache.extend(running, 20))
+        sequence = cache.open([2] * 20)
+        with pytest.raises(OutOfPages):
+            cache.load_to(sequence, 12)
+        cache.load_to(sequence, 8)
+
+
+# ---- token ids
+
+
+def test_ids_told_one_by_one_are_kept_however_many_and_whoever_else_is_in_the_batch() -> None:
+    cache = Cache(full_plan(pages=400), rows=1)
+    one = run(cache, [1] * 3, close=False)
+    for token in range(100):
+        cache.extend(one, 1, tokens=[token])
+    two = run(cache, [2] * 3, close=False)
+    for token in range(200):
+        cache.extend([one, two], 2, tokens=[token, 7, token, 8])
+    assert one.tokens.tolist() == [1] * 3 + list(range(100)) + [x for t in range(200) for x in (t, 7)]
+    assert two.tokens.tolist() == [2] * 3 + [x for t in range(200) for x in (t, 8)]
+
+
+def test_ids_that_contradict_the_prompt_or_leave_a_gap_are_refused() -> None:
+    cache = Cache(full_plan())
+    sequence = cache.open(range(8))
+    with pytest.raises(BadTokens, match="not the ids of the tokens from 0 on"):
+        cache.extend(sequence, 2, tokens=[0, 7])
+    one, two = (run(cache, [i] * 5, close=False) for i in range(2))
+    cache.extend(one, 1)
+    with pytest.raises(BadTokens, match="tokens 5 to 5 of a sequence were never told"):
+        cache.extend([one, two], 1, tokens=[1, 1])
+    cache.extend(sequence, 7, tokens=range(7))
+    cache.extend(sequence, 3, tokens=[7, 8, 9])
+    assert sequence.tokens.tolist() == list(range(10))
+
+
+# ---- what is evicted first
+
+
+def test_what_is_left_of_an_evicted_run_is_as_old_as_the_run() -> None:
+    cache = Cache(full_plan(pages=9))
+    run(cache, [1] * 16)
+    run(cache, [2] * 16)
+    sequence = cache.open([3] * 8)
+    for _ in range(2):
+        cache.extend(sequence, 4)
+    assert [cache.lookup([i] * 17) for i in (1, 2)] == [8, 16]
+
+
+def test_what_is_left_of_an_evicted_run_is_as_young_as_the_run() -> None:
+    def longest_first(candidate: EvictionCandidate) -> object:
+        return (candidate.position <= 8, candidate.last_used)
+
+    cache = Cache(full_plan(pages=7), policy=longest_first)
+    run(cache, [1] * 8)
+    longer = cache.open([1] * 16)
+    run(cache, [2] * 8)
+    engine_of(cache).carry_out(cache.extend(longer, 8))
+    cache.commit(longer)
+    cache.close(longer)
+    sequence = cache.open([3] * 16)
+    for _ in range(3):
+        cache.extend(sequence, 4)
+    assert [cache.lookup([i] * 17) for i in (1, 2)] == [8, 4], "the end of the long run, then the older prompt"
+
+
+def test_what_is_left_of_an_evicted_run_is_as_important() -> None:
+    cache = Cache(full_plan(pages=9), policy="priority")
+    run(cache, [1] * 16, priority=5)
+    run(cache, [2] * 20, priority=3)
+    run(cache, [3] * 8)
+    assert [cache.lookup([i] * 21) for i in (1, 2)] == [12, 12]
+
+
+def test_a_hit_of_a_higher_priority_makes_a_prefix_more_important() -> None:
+    cache = Cache(full_plan(pages=9), policy="priority")
+    run(cache, [1] * 16)
+    run(cache, [2] * 16, priority=1)
+    cache.close(cache.open([1] * 17, priority=2))
+    run(cache, [3] * 16)
+    assert [cache.lookup([i] * 17) for i in (1, 2)] == [16, 0]
+
+
+def test_a_policy_may_answer_nan() -> None:
+    cache = Cache(full_plan(pages=20), policy=lambda c: float("nan") if c.position % 8 else c.last_used)
+    for i in range(40):
+        run(cache, [i] * (4 + i % 5 * 4))
+        check_books(cache)
+    cache.reset()
+
+
+# ---- long paths
+
+
+def test_a_long_path_is_joined_but_for_branches_and_holders() -> None:
+    for more in ((), (group("window", Window(6)),), (group("state", State()),)):
+        cache = Cache(plan_of(group("full", Full()), *more, pages=400))
+        prompt = list(range(137))
+        for end in range(5, 137, 4):
+            run(cache, prompt[:end])
+        run(cache, [*prompt[:60], 7, 7, 7, 7, 7])
+        standing = cache.open(prompt[:101])
+        assert standing.num_cached == 100
+        assert cache.lookup(prompt) == 132
+        assert cache.stats().nodes == 4, "to the branch, the branch, to the holder, the rest"
+        check_books(cache)
+        assert [cache.lookup([*prompt[:60], 7, 7, 7, 7, 7]), standing.node.end] == [64, 100]
+        cache.close(standing)
+        check_books(cache)
+        cache.reset()

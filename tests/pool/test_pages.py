@@ -110,3 +110,60 @@ def test_a_page_that_two_runs_of_the_tree_hold_stays_until_both_are_gone() -> No
     assert (len(gone), num_left, window.num_evictable) == (0, 0, 1)
     gone, num_left = window.leave_cache(pages)
     assert (len(gone), num_left, window.num_evictable) == (1, 1, 0)
+
+
+def test_free_pages_of_a_group_are_available_to_it_once() -> None:
+    pool = two_in_one()
+    pool.prepare({"full": 4})
+    assert pool.available("full") == 12
+    assert pool.available("state") == 6
+
+
+def test_pages_that_a_group_wants_itself_are_not_given_to_another() -> None:
+    pool = two_in_one()
+    pool.prepare({"full": 12})
+    assert not pool.is_ready({"full": 12, "state": 1})
+    assert not pool.could_be_ready({"full": 12, "state": 1}, {})
+    assert not pool.prepare({"full": 12, "state": 1})
+    assert pool.prepare({"full": 10, "state": 1})
+    assert len(pool.allocate("full", 10)) == 10
+
+
+def test_live_states_and_snapshots_are_in_super_pages_apart() -> None:
+    made = plan_of(group("full", Full(), 32), group("state", State(), 4), pools="shared")
+    pool = PagePool(made.pools[0], list(made.groups))
+    state = pool.groups["state"]
+    assert state.per_superpage > 1
+    pool.prepare({"state": 2 * state.per_superpage})
+    live = [pool.allocate_apart("state", is_needed=True)]
+    snapshot = pool.allocate_apart("state", is_needed=False)
+    state.count_evictable_one(snapshot, 1)
+    live.append(pool.allocate_apart("state", is_needed=True))
+    of = state.per_superpage
+    assert live[0] // of == live[1] // of != snapshot // of
+
+
+def test_a_page_that_several_rows_release_at_once_becomes_evictable_once() -> None:
+    pool = window_pool()
+    pages, window = pool.allocate("window", 1), pool.groups["window"]
+    window.share(pages)
+    window.enter_cache(pages)
+    assert window.release(pages[[0, 0]], is_one_row=False).tolist() == []
+    assert window.num_evictable == 1
+
+
+def test_a_page_in_two_runs_of_the_tree_is_not_evictable_while_a_table_names_it() -> None:
+    pool = window_pool()
+    pages, window = pool.allocate("window", 1), pool.groups["window"]
+    window.enter_cache(pages)
+    window.enter_cache(pages)
+    window.release(pages, is_one_row=True)
+    window.share(pages)
+    assert window.num_evictable == 0
+
+
+def test_a_number_taken_out_of_a_stack_is_gone_and_the_others_stay() -> None:
+    stack = PageStack(4)
+    stack.push(np.array([1, 2, 3, 4], np.int32))
+    assert stack.take_out(2) == 3
+    assert sorted(stack.all.tolist()) == [1, 2, 4]
