@@ -19,9 +19,9 @@ from kvweave.errors import (
     UnknownName,
     WrongThread,
 )
-from kvweave.plan import Parallel
+from kvweave.plan import Parallel, PoolRequest
 from kvweave.pool import NULL
-from kvweave.prefix import EvictionCandidate, Retention, Span
+from kvweave.prefix import EvictionCandidate, Kind, Retention, Span
 from kvweave.spec import Chunk, Full, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books
 from tests.cache.plans import full_plan, group, plan_of
@@ -648,14 +648,187 @@ def test_the_end_of_a_sequence_is_resumed_at_the_last_position_of_the_grid(rows:
         plan_of(group("full", Full()), group("window", Window(2)), blocks={"full": 8, "window": 1}),
         retention=Retention(False, False, 0),
     )
-    sequences = [cache.open([i] * 22) for i in range(rows)]
+    sequences = [cache.open([i] * 3) for i in range(rows)]
     for count in (7, 7, 8):
-        cache.extend(sequences, count)
+        cache.extend(sequences, count, tokens=np.repeat(range(rows), count))
         cache.commit(sequences)
     for sequence in sequences:
         cache.close(sequence)
     assert [cache.lookup([i] * 22) for i in range(rows)] == [16] * rows
     check_books(cache)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_commit_at_the_stops_of_a_batch_asks_for_all_their_snapshots(rows: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequences = [cache.open([i] * 16) for i in range(rows)]
+    for count in (2, 7, 3):
+        assert not cache.extend(sequences, count)
+    (copy,) = cache.commit(sequences)
+    assert copy.src.tolist() == [cache.table("state")[sequence.row, 0] for sequence in sequences]
+
+
+def test_a_commit_that_leaves_drafts_out_leaves_them_open() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(7), close=False)
+    engine = engine_of(cache)
+    engine.carry_out(cache.extend(sequence, 4, tokens=[7, 8, 9, 10], drafts=3))
+    engine.step(sequence, 7)
+    engine.carry_out(cache.commit(sequence, 9))
+    assert np.count_nonzero(cache.table("state")[sequence.row]) == 4
+    cache.accept(sequence, 9)
+    engine.carry_out(cache.extend(sequence, 1, tokens=[5]))
+    engine.step(sequence, 9)  # checks that the live state is the one after 9 tokens
+
+
+def test_drafts_that_are_all_accepted_are_settled() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(7), close=False)
+    list(cache.extend(sequence, 4, tokens=[7, 8, 9, 10], drafts=3))
+    cache.accept(sequence, 11)
+    assert np.count_nonzero(cache.table("state")[sequence.row]) == 1
+    list(cache.extend(sequence, 1, tokens=[5]))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_within_the_pages_of_an_earlier_lookahead_takes_none(rows: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequences = [cache.open([i] * 6) for i in range(rows)]
+    list(cache.extend(sequences, 3, lookahead=9))
+    list(cache.extend(sequences, 1))
+    for sequence in sequences:
+        assert np.count_nonzero(cache.table("full")[sequence.row]) == 3
+    check_books(cache)
+
+
+def test_the_live_state_at_the_end_of_a_sequence_is_a_resume_point() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(5), close=False)
+    list(cache.extend(sequence, 7, tokens=range(5, 12)))
+    cache.commit(sequence)
+    cache.close(sequence)
+    assert cache.lookup(range(13)) == 12
+    check_books(cache)
+
+
+# ---- what others find of a running sequence
+
+
+def generate(cache: Cache, sequence: Sequence, tokens: range) -> None:
+    """One token a step."""
+    engine = engine_of(cache)
+    for token in tokens:
+        engine.carry_out(cache.extend(sequence, 1, tokens=[token]))
+        engine.step(sequence, sequence.length - 1)
+        engine.carry_out(cache.commit(sequence))
+        check_books(cache)
+
+
+def test_while_generating_the_last_state_is_kept_with_the_window_that_it_needs() -> None:
+    caches = group("full", Full()), group("window", Window(6)), group("state", State())
+    cache = Cache(plan_of(*caches), retention=Retention(every=0, decode_every=8))
+    sequence = run(cache, range(5), close=False)
+    generate(cache, sequence, range(5, 31))
+    assert sequence.parked, "the window has passed what the state after 24 tokens needs"
+    assert cache.stats().group("state").cached == 1, "that of the prompt"
+    assert cache.lookup(range(31)) == 24
+    assert not sequence.parked
+    assert cache.stats().group("state").cached == 2
+    run(cache, [*range(31), 99])
+    generate(cache, sequence, range(31, 50))
+    cache.close(sequence)
+    check_books(cache)
+    run(cache, range(60))
+    assert cache.lookup([*range(48), 99]) == 48
+
+
+def test_a_snapshot_that_is_not_copied_yet_is_found_by_nobody() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8))
+    sequence, engine = cache.open(range(40)), engine_of(cache)
+    for start in (0, 8):
+        engine.carry_out(cache.extend(sequence, 8))
+        engine.step(sequence, start)
+        engine.carry_out(cache.commit(sequence))
+    assert cache.lookup(range(40)) == 8
+    engine.carry_out(cache.extend(sequence, 8))
+    engine.step(sequence, 16)
+    engine.carry_out(cache.commit(sequence))
+    assert cache.lookup(range(40)) == 24
+    run(cache, [*range(20), 99])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_window_keeps_what_points_on_the_way_need_however_short_the_steps(rows: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))), retention=Retention(every=8))
+    sequences = [cache.open([i] * 40) for i in range(rows)]
+    for _ in range(10):
+        cache.extend(sequences, 4)
+        cache.commit(sequences)
+        check_books(cache)
+    assert [cache.lookup([*[i] * 18, 99]) for i in range(rows)] == [16] * rows
+    check_books(cache)
+
+
+def test_a_window_keeps_no_more_than_points_on_the_way_need() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))), retention=Retention(every=16))
+    sequence = cache.open(range(60))
+    for count in (12, 20):
+        cache.extend(sequence, count)
+        cache.commit(sequence)
+    assert cache.stats().group("window").held == 4, "two blocks before 16, two before 32"
+
+
+def test_who_walks_by_finds_more_of_a_run_that_was_growing() -> None:
+    cache = Cache(full_plan())
+    sequence = run(cache, range(4), close=False)
+    for start in (4, 12, 20):
+        cache.extend(sequence, 8, tokens=range(start, start + 8))
+        cache.commit(sequence)
+        if start < 20:
+            cache.publish()
+    assert cache.lookup(range(40)) == 28
+    check_books(cache)
+
+
+def test_what_is_generated_enters_the_tree_only_when_somebody_asks() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    sequence = run(cache, range(9), close=False)
+    generate(cache, sequence, range(9, 20))
+    full = cache.stats().group("full")
+    assert (full.cached, full.held) == (2, 3)
+
+
+def test_of_the_points_left_while_generating_only_the_last_is_kept() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    sequence = run(cache, range(9), close=False)
+    for start, end in ((9, 12), (12, 20)):
+        generate(cache, sequence, range(start, end))
+        cache.publish()
+    check_books(cache)
+    assert cache.lookup([*range(12), 99]) == 8
+    assert cache.lookup([*range(20), 99]) == 20
+
+
+def test_a_policy_is_told_why_a_point_is_there() -> None:
+    kinds: list[Kind] = []
+
+    def noting(candidate: EvictionCandidate) -> object:
+        kinds.append(candidate.kind)
+        return candidate.last_used
+
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=16), policy=noting)
+    for tokens, expected in (
+        (range(9), {Kind.PROMPT}),
+        ([*range(100, 140), 1], {Kind.SPACED, Kind.PROMPT}),
+        ([*range(100, 124), 7, 7, 7, 7, 7], {Kind.BRANCH, Kind.PROMPT}),
+    ):
+        sequence = run(cache, tokens, close=False)
+        assert set(kinds) >= expected
+        assert Kind.ANSWER not in kinds
+        kinds.clear()
+    generate(cache, sequence, range(50, 53))
+    cache.close(sequence)
+    assert Kind.ANSWER in kinds
 
 
 # ---- what is private
@@ -704,6 +877,66 @@ def test_what_was_committed_before_a_reorder_is_still_found() -> None:
     assert [cache.lookup([i] * 6) for i in range(2)] == [4, 4]
 
 
+def test_a_fork_at_the_end_of_a_window_block_needs_no_page() -> None:
+    cache = Cache(plan_of(group("window", Window(8)), pages=3))
+    sequence = run(cache, range(8), close=False)
+    (child,), copies = cache.fork(sequence)
+    assert not copies
+    assert cache.table("window")[child.row, :2].tolist() == cache.table("window")[sequence.row, :2].tolist()
+
+
+def forked_in_half_a_grid(window_pages: int) -> tuple[Cache, Sequence]:
+    """A fork of 12 tokens that shares all three blocks of its window, the last one beyond the tree."""
+    caches = group("full", Full()), group("window", Window(8))
+    own = {"window": PoolRequest(pages=window_pages)}
+    cache = Cache(plan_of(*caches, blocks={"full": 8, "window": 4}, own_pools=own))
+    sequence = run(cache, range(12), close=False)
+    (child,), copies = cache.fork(sequence)
+    assert [copy.tag for copy in copies] == ["full"]
+    return cache, child
+
+
+def test_a_truncation_into_a_window_block_that_others_hold_copies_it() -> None:
+    cache, child = forked_in_half_a_grid(window_pages=4)
+    shared = int(cache.table("window")[child.row, 2])
+    (copy,) = cache.truncate(child, 10)
+    assert (copy.tag, copy.src.tolist(), copy.dst.tolist()) == (
+        "window",
+        [shared],
+        [cache.table("window")[child.row, 2]],
+    )
+    assert copy.dst.tolist() != [shared]
+    check_books(cache)
+
+
+def test_a_truncation_for_whose_copy_there_is_no_page_changes_nothing() -> None:
+    cache, child = forked_in_half_a_grid(window_pages=3)
+    before = cache.table("window").copy()
+    with pytest.raises(OutOfPages):
+        cache.truncate(child, 10)
+    assert (child.length, child.committed) == (12, 12)
+    assert (cache.table("window") == before).all(), "from 10 on the first block is needed"
+    check_books(cache)
+
+
+def test_tokens_of_a_prompt_that_are_rejected_are_still_known() -> None:
+    cache = Cache(full_plan())
+    sequence = cache.open(range(20))
+    cache.extend(sequence, 8)
+    cache.accept(sequence, 3)
+    assert (sequence.length, sequence.tokens.tolist()) == (3, list(range(20)))
+
+
+def test_after_a_truncation_others_find_what_was_written_then() -> None:
+    cache = Cache(full_plan())
+    sequence = run(cache, range(8), close=False)
+    cache.truncate(sequence, 3)
+    cache.extend(sequence, 5, tokens=[9] * 5)
+    cache.commit(sequence)
+    assert cache.lookup([0, 1, 2, 9, 9]) == 4
+    assert cache.lookup(range(8)) == 0
+
+
 def test_a_truncation_inside_the_window_is_possible() -> None:
     cache = Cache(plan_of(group("window", Window(8))))
     sequence = run(cache, range(30), close=False)
@@ -742,6 +975,79 @@ def test_a_load_leaves_the_admission_reserve_to_those_that_run() -> None:
         with pytest.raises(OutOfPages):
             cache.load_to(sequence, 12)
         cache.load_to(sequence, 8)
+
+
+# ---- what is reclaimed
+
+
+def test_no_point_is_left_where_a_part_of_its_window_was_reclaimed() -> None:
+    caches = group("full", Full()), group("window", Window(6))
+    own = {"window": PoolRequest(pages=20)}
+    cache = Cache(
+        plan_of(*caches, blocks={"full": 8, "window": 1}, own_pools=own), retention=Retention(False, False, 0)
+    )
+    sequence = run(cache, range(3), close=False)
+    generate(cache, sequence, range(3, 18))
+    assert cache.stats().group("window").held == 7, "from 11 on, for a point at 16"
+    other = cache.open([50] * 15)
+    cache.extend(other, 15)
+    assert cache.stats().group("window").held == 20, "from 13 on"
+    cache.close(sequence)
+    assert cache.lookup(range(18)) == 0
+    check_books(cache)
+
+
+def test_a_point_fills_the_gaps_of_the_runs_above_it() -> None:
+    own = {"window": PoolRequest(pages=5)}
+    cache = Cache(
+        plan_of(group("full", Full()), group("window", Window(6)), own_pools=own), retention=Retention(every=0)
+    )
+    first = cache.open(range(17))
+    for count in (8, 8, 1):
+        cache.extend(first, count)
+        cache.commit(first)
+    cache.close(first)
+    second = cache.open([*range(16), 50, 51, 52, 53, 54])
+    assert second.num_cached == 16
+    run(cache, [7] * 9)
+    third = cache.open([8] * 9)
+    cache.extend(third, 9)  # evicts the point that the second stands on, whose window pages are the second's, and [7]
+    cache.close(third, keep=False)
+    cache.extend(second, 5)
+    cache.commit(second)
+    cache.publish()
+    check_books(cache)
+    assert cache.lookup([*range(16), 50, 51, 52, 53, 9]) == 20
+
+
+def test_what_is_parked_is_reclaimed_for_others() -> None:
+    caches = group("full", Full()), group("window", Window(6)), group("state", State())
+    own = {"window": PoolRequest(pages=7)}
+    cache = Cache(plan_of(*caches, own_pools=own), retention=Retention(every=0, decode_every=8))
+    sequence = run(cache, range(5), close=False)
+    generate(cache, sequence, range(5, 31))
+    assert sequence.parked
+    other = cache.open([50] * 20)
+    list(cache.extend(other, 20))
+    assert not sequence.parked
+    check_books(cache)
+    generate(cache, sequence, range(31, 32))
+
+
+def test_a_snapshot_that_is_to_be_copied_is_given_up_for_others_but_not_one_that_a_step_writes() -> None:
+    caches = group("full", Full()), group("state", State())
+    for checkpoints in (False, True):
+        cache = Cache(plan_of(*caches, own_pools={"state": PoolRequest(pages=3)}))
+        first, second, third = (cache.open([i] * 16) for i in range(3))
+        assert not cache.extend(first, 12, checkpoints=checkpoints)
+        assert not cache.extend(second, 2)
+        if checkpoints:
+            with pytest.raises(OutOfPages):
+                cache.extend(third, 2)
+        else:
+            assert not cache.extend(third, 2)
+        assert not cache.commit(first)
+        check_books(cache)
 
 
 # ---- token ids

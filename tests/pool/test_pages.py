@@ -167,3 +167,19 @@ def test_a_number_taken_out_of_a_stack_is_gone_and_the_others_stay() -> None:
     stack.push(np.array([1, 2, 3, 4], np.int32))
     assert stack.take_out(2) == 3
     assert sorted(stack.all.tolist()) == [1, 2, 4]
+
+
+def test_a_super_page_that_eviction_and_reclaiming_would_empty_together_could_be_had() -> None:
+    pool = two_in_one()
+    pool.prepare({"full": 12})
+    pages = pool.allocate("full", 12)
+    pool.groups["full"].count_evictable(pages[[0]], 1)
+    assert not pool.could_be_ready({"state": 1}, {"full": pages[[2]]})
+    assert pool.could_be_ready({"state": 1}, {"full": pages[[1]]})
+
+
+def test_of_super_pages_that_could_be_empty_a_group_keeps_those_it_wants() -> None:
+    pool = two_in_one()
+    pool.prepare({"full": 12})
+    assert not pool.could_be_ready({"full": 10, "state": 2}, {})
+    assert pool.could_be_ready({"full": 8, "state": 2}, {})
