@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 
 import numpy as np
@@ -22,8 +24,8 @@ from kvweave.errors import (
 from kvweave.plan import Parallel, PoolRequest
 from kvweave.pool import NULL
 from kvweave.prefix import EvictionCandidate, Kind, Retention, Span
-from kvweave.spec import Chunk, Full, SinkWindow, State, Window
-from tests.cache.engine import Engine, check_books
+from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
+from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
 
 ENGINES: list[tuple[Cache, Engine]] = []
@@ -346,6 +348,16 @@ def test_context_parallel_ranks_hold_every_other_block_in_equal_tables() -> None
     ranks[0].commit(sequences[0])
     ranks[0].close(sequences[0])
     assert ranks[0].open(range(20)).num_cached == 16, "the reuse unit is a block of every rank"
+
+
+def test_the_slots_of_a_context_parallel_rank_are_inside_its_pages() -> None:
+    cache = Cache(plan_of(group("full", Full(), context_split=True), parallel=Parallel(cp=2, cp_rank=1)))
+    sequence = cache.open(range(16))
+    cache.extend(sequence, 16)
+    first, second = cache.table("full")[sequence.row, :2].tolist()
+    others = [-1] * 4
+    expected = [*others, *range(first * 4, first * 4 + 4), *others, *range(second * 4, second * 4 + 4)]
+    assert cache.slots(sequence, "full", 0).tolist() == expected
 
 
 def test_kernel_blocks_stay_in_step_with_pages() -> None:
@@ -691,10 +703,11 @@ def test_drafts_that_are_all_accepted_are_settled() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_step_within_the_pages_of_an_earlier_lookahead_takes_none(rows: int) -> None:
+def test_a_step_within_the_pages_of_an_earlier_lookahead_takes_and_gives_none(rows: int) -> None:
     cache = Cache(plan_of(group("full", Full()), group("state", State())))
     sequences = [cache.open([i] * 6) for i in range(rows)]
     list(cache.extend(sequences, 3, lookahead=9))
+    list(cache.extend(cache.open([9] * 8), 8))
     list(cache.extend(sequences, 1))
     for sequence in sequences:
         assert np.count_nonzero(cache.table("full")[sequence.row]) == 3
@@ -1132,6 +1145,93 @@ def test_a_policy_may_answer_nan() -> None:
         run(cache, [i] * (4 + i % 5 * 4))
         check_books(cache)
     cache.reset()
+
+
+def test_a_prefix_on_which_somebody_stands_is_kept_though_it_was_used_least_recently() -> None:
+    cache = Cache(full_plan(pages=9))
+    run(cache, [1] * 8)
+    standing = cache.open([1] * 9)
+    run(cache, [2] * 16)
+    run(cache, [3] * 16)
+    assert standing.num_cached == cache.lookup([1] * 9) == 8
+    check_books(cache)
+
+
+def test_a_hit_makes_a_point_inside_a_run_younger() -> None:
+    def first_blocks_first(candidate: EvictionCandidate) -> object:
+        return (candidate.position != 8, candidate.last_used)
+
+    own = {"window": PoolRequest(pages=12)}
+    plan = plan_of(group("full", Full()), group("window", Window(6)), own_pools=own)
+    cache = Cache(plan, policy=first_blocks_first, retention=Retention(every=0))
+    for prefix in (1, 2):
+        for suffix in (5, 6, 7):
+            run(cache, [prefix] * 8 + [suffix] * 5)
+    assert [cache.lookup([prefix] * 8 + [9]) for prefix in (1, 2)] == [8, 8]
+    cache.close(cache.open([1] * 8 + [9]))
+    free = 12 - cache.stats().group("window").cached
+    sequence = cache.open([3] * 60)
+    cache.extend(sequence, free * 4 + 4)
+    assert [cache.lookup([prefix] * 8 + [9]) for prefix in (1, 2)] == [8, 0]
+    check_books(cache)
+
+
+def test_a_point_on_the_way_that_was_hit_counts_as_asked_for() -> None:
+    kinds: dict[int, Kind] = {}
+
+    def noting(candidate: EvictionCandidate) -> object:
+        kinds[candidate.position] = candidate.kind
+        return candidate.last_used
+
+    plan = plan_of(group("full", Full()), group("state", State()))
+    cache = Cache(plan, retention=Retention(every=16), policy=noting)
+    run(cache, range(60))
+    assert kinds[16] == Kind.SPACED
+    cache.close(cache.open([*range(20), 99]))
+    assert kinds[16] == Kind.BRANCH
+
+
+@pytest.mark.parametrize("policy", ["lru", "cost"])
+@pytest.mark.parametrize(
+    "trailing",
+    [(), (Window(6),), (SinkWindow(9, 5),), (State(),), (Window(9), State()), (SinkWindow(5, 3), Window(14))],
+    ids=lambda reaches: "+".join(type(reach).__name__ for reach in reaches) or "full",
+)
+def test_whatever_is_evicted_under_shortage_books_balance_and_hits_are_right(
+    trailing: tuple[Reach, ...], policy: str
+) -> None:
+    caches = [group(f"trailing{i}", reach) for i, reach in enumerate(trailing)]
+    own = {cache.tag: PoolRequest(pages=22 if cache.reach.per_token else 9) for cache in caches}
+    plan = plan_of(group("full", Full()), *caches, pages=40, own_pools=own)
+    cache, rng = Cache(plan, policy=policy, retention=Retention(every=8)), random.Random(len(trailing))
+    texts: list[list[int]] = [[]]
+    standing: list[Sequence] = []
+    for _ in range(120):
+        old = rng.choice(texts[-8:])
+        text = old[: rng.randint(0, len(old))] + [rng.randint(0, 1) for _ in range(rng.randint(1, 24))]
+        texts.append(text[:60])
+        assert cache.lookup(text[:60]) == longest_hit(cache, "", text[:60])
+        standing.append(cache.open(text[:60]))
+        if len(standing) > 2:
+            compute(cache, standing.pop(rng.randrange(3)), rng.randint(3, 20))
+        check_books(cache)
+    assert cache.stats().evicted_pages > 100
+    for sequence in standing:
+        cache.close(sequence)
+    cache.reset()
+
+
+def compute(cache: Cache, sequence: Sequence, step: int) -> None:
+    """Compute a prompt so many tokens a step at most, or as far as there are pages, and close it."""
+    engine = engine_of(cache)
+    with contextlib.suppress(OutOfPages):
+        while sequence.length < sequence.num_prompt:
+            start = sequence.length
+            end = min(sequence.stop or sequence.num_prompt, start + step)
+            engine.carry_out(cache.extend(sequence, end - start))
+            engine.step(sequence, start)
+            engine.carry_out(cache.commit(sequence))
+    cache.close(sequence)
 
 
 # ---- long paths

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.pool import PagePool, PageStack
+from kvweave.pool import NULL, PagePool, PageStack
 from kvweave.spec import Full, State, Window
 from tests.cache.plans import group, plan_of
 
@@ -183,3 +183,14 @@ def test_of_super_pages_that_could_be_empty_a_group_keeps_those_it_wants() -> No
     pool.prepare({"full": 12})
     assert not pool.could_be_ready({"full": 10, "state": 2}, {})
     assert pool.could_be_ready({"full": 8, "state": 2}, {})
+
+
+def test_super_pages_are_taken_from_the_group_that_does_not_want_them() -> None:
+    made = plan_of(group("a", Full(), 4), group("b", Full(), 4), group("state", State(), 32), pools="shared")
+    pool = PagePool(made.pools[0], list(made.groups))
+    assert [g.per_superpage for g in pool.groups.values()] == [2, 2, 1]
+    pool.free_superpages.replace(np.arange(1, 7, dtype=np.int32))
+    assert pool.prepare({"a": 8, "b": 4})
+    assert pool.prepare({"a": 8, "state": 1})
+    assert len(pool.allocate("a", 8)) == 8
+    assert pool.allocate_one("state") > NULL

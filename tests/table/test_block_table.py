@@ -66,7 +66,7 @@ def test_a_table_with_more_rows_keeps_what_it_holds() -> None:
 def test_a_cleared_row_is_as_new() -> None:
     table = table_of(kernel_tokens=2)
     append(table, 1, 5, 6)
-    table.published[1] = 1
+    table.published[1] = table.first[1] = 1
     table.clear(1)
     assert not table.pages.any()
     assert not table.kernels.any()
