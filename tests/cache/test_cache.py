@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 
 import numpy as np
@@ -14,15 +16,16 @@ from kvweave.errors import (
     BadTokens,
     CannotTruncate,
     NeverFits,
+    NotSettled,
     OutOfPages,
     UnknownName,
     WrongThread,
 )
-from kvweave.plan import Parallel
+from kvweave.plan import Parallel, PoolRequest
 from kvweave.pool import NULL
-from kvweave.prefix import EvictionCandidate, Retention, Span
-from kvweave.spec import Chunk, Full, SinkWindow, State, Window
-from tests.cache.engine import Engine, check_books
+from kvweave.prefix import EvictionCandidate, Kind, Retention, Span
+from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
+from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
 
 ENGINES: list[tuple[Cache, Engine]] = []
@@ -347,6 +350,16 @@ def test_context_parallel_ranks_hold_every_other_block_in_equal_tables() -> None
     assert ranks[0].open(range(20)).num_cached == 16, "the reuse unit is a block of every rank"
 
 
+def test_the_slots_of_a_context_parallel_rank_are_inside_its_pages() -> None:
+    cache = Cache(plan_of(group("full", Full(), context_split=True), parallel=Parallel(cp=2, cp_rank=1)))
+    sequence = cache.open(range(16))
+    cache.extend(sequence, 16)
+    first, second = cache.table("full")[sequence.row, :2].tolist()
+    others = [-1] * 4
+    expected = [*others, *range(first * 4, first * 4 + 4), *others, *range(second * 4, second * 4 + 4)]
+    assert cache.slots(sequence, "full", 0).tolist() == expected
+
+
 def test_kernel_blocks_stay_in_step_with_pages() -> None:
     cache = Cache(plan_of(group("full", Full()), blocks=8, kernel_tokens=2))
     sequence = cache.open(range(20))
@@ -586,3 +599,657 @@ def test_an_arrival_beyond_a_hit_leaves_the_hits_window_behind_and_keeps_the_sta
     assert not cache.extend(sequence, 12), "the snapshot of the hit would overwrite the state"
     engine_of(cache).step(sequence, 48)
     check_books(cache)
+
+
+# ---- steps
+
+
+def test_a_batch_with_one_row_of_undecided_drafts_is_not_extended() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    one, two = (run(cache, [i] * 5, close=False) for i in range(2))
+    list(cache.extend(one, 3, tokens=[1, 2, 3], drafts=2))
+    with pytest.raises(NotSettled, match="neither accepted nor rejected"):
+        cache.extend([one, two], 1)
+    assert (one.length, two.length) == (8, 5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_drafts_get_state_columns_where_pages_suffice_too(rows: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State()), blocks=64))
+    sequences = [run(cache, [i] * 5, close=False) for i in range(rows)]
+    list(cache.extend(sequences, 3, tokens=[1, 2, 3] * rows, drafts=2))
+    for sequence in sequences:
+        assert np.count_nonzero(cache.table("state")[sequence.row]) == 3
+
+
+def test_a_draft_that_may_be_rejected_is_no_checkpoint() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(decode_every=4))
+    sequence = run(cache, range(5), close=False)
+    list(cache.extend(sequence, 4, tokens=[5, 6, 7, 8], drafts=3, checkpoints=True))
+    assert sequence.checkpoints == [], "the state after 8 tokens is a column of its own"
+    cache.accept(sequence, 9)
+    cache.commit(sequence)
+    list(cache.extend(sequence, 4, tokens=[9, 10, 11, 12], checkpoints=True))
+    assert [checkpoint.position for checkpoint in sequence.checkpoints] == [12]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_slot_mapping_is_where_the_last_step_writes(rows: int) -> None:
+    cache = Cache(full_plan())
+    sequences = [cache.open([i] * 20) for i in range(rows)]
+    cache.extend(sequences, 5)
+    cache.extend(sequences, list(range(3, 3 + rows)))
+    expected = np.concatenate([cache.slots(sequence, "full", 5) for sequence in sequences])
+    assert cache.slot_mapping(sequences)["full"].tolist() == expected.tolist()
+    cache.accept(sequences, 2)
+    assert cache.slot_mapping(sequences)["full"].tolist() == [], "the first step is cut too"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_lookahead_keeps_pages_for_tokens_after_the_step(rows: int) -> None:
+    cache = Cache(full_plan())
+    sequences = [cache.open([i] * 20) for i in range(rows)]
+    cache.extend(sequences, 3, lookahead=9)
+    for sequence in sequences:
+        assert (sequence.length, np.count_nonzero(cache.table("full")[sequence.row])) == (3, 3)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_end_of_a_sequence_is_resumed_at_the_last_position_of_the_grid(rows: int) -> None:
+    cache = Cache(
+        plan_of(group("full", Full()), group("window", Window(2)), blocks={"full": 8, "window": 1}),
+        retention=Retention(False, False, 0),
+    )
+    sequences = [cache.open([i] * 3) for i in range(rows)]
+    for count in (7, 7, 8):
+        cache.extend(sequences, count, tokens=np.repeat(range(rows), count))
+        cache.commit(sequences)
+    for sequence in sequences:
+        cache.close(sequence)
+    assert [cache.lookup([i] * 22) for i in range(rows)] == [16] * rows
+    check_books(cache)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_commit_at_the_stops_of_a_batch_asks_for_all_their_snapshots(rows: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequences = [cache.open([i] * 16) for i in range(rows)]
+    for count in (2, 7, 3):
+        assert not cache.extend(sequences, count)
+    (copy,) = cache.commit(sequences)
+    assert copy.src.tolist() == [cache.table("state")[sequence.row, 0] for sequence in sequences]
+
+
+def test_a_commit_that_leaves_drafts_out_leaves_them_open() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(7), close=False)
+    engine = engine_of(cache)
+    engine.carry_out(cache.extend(sequence, 4, tokens=[7, 8, 9, 10], drafts=3))
+    engine.step(sequence, 7)
+    engine.carry_out(cache.commit(sequence, 9))
+    assert np.count_nonzero(cache.table("state")[sequence.row]) == 4
+    cache.accept(sequence, 9)
+    engine.carry_out(cache.extend(sequence, 1, tokens=[5]))
+    engine.step(sequence, 9)  # checks that the live state is the one after 9 tokens
+
+
+def test_drafts_that_are_all_accepted_are_settled() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(7), close=False)
+    list(cache.extend(sequence, 4, tokens=[7, 8, 9, 10], drafts=3))
+    cache.accept(sequence, 11)
+    assert np.count_nonzero(cache.table("state")[sequence.row]) == 1
+    list(cache.extend(sequence, 1, tokens=[5]))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_within_the_pages_of_an_earlier_lookahead_takes_and_gives_none(rows: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequences = [cache.open([i] * 6) for i in range(rows)]
+    list(cache.extend(sequences, 3, lookahead=9))
+    list(cache.extend(cache.open([9] * 8), 8))
+    list(cache.extend(sequences, 1))
+    for sequence in sequences:
+        assert np.count_nonzero(cache.table("full")[sequence.row]) == 3
+    check_books(cache)
+
+
+def test_the_live_state_at_the_end_of_a_sequence_is_a_resume_point() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(5), close=False)
+    list(cache.extend(sequence, 7, tokens=range(5, 12)))
+    cache.commit(sequence)
+    cache.close(sequence)
+    assert cache.lookup(range(13)) == 12
+    check_books(cache)
+
+
+# ---- what others find of a running sequence
+
+
+def generate(cache: Cache, sequence: Sequence, tokens: range) -> None:
+    """One token a step."""
+    engine = engine_of(cache)
+    for token in tokens:
+        engine.carry_out(cache.extend(sequence, 1, tokens=[token]))
+        engine.step(sequence, sequence.length - 1)
+        engine.carry_out(cache.commit(sequence))
+        check_books(cache)
+
+
+def test_while_generating_the_last_state_is_kept_with_the_window_that_it_needs() -> None:
+    caches = group("full", Full()), group("window", Window(6)), group("state", State())
+    cache = Cache(plan_of(*caches), retention=Retention(every=0, decode_every=8))
+    sequence = run(cache, range(5), close=False)
+    generate(cache, sequence, range(5, 31))
+    assert sequence.parked, "the window has passed what the state after 24 tokens needs"
+    assert cache.stats().group("state").cached == 1, "that of the prompt"
+    assert cache.lookup(range(31)) == 24
+    assert not sequence.parked
+    assert cache.stats().group("state").cached == 2
+    run(cache, [*range(31), 99])
+    generate(cache, sequence, range(31, 50))
+    cache.close(sequence)
+    check_books(cache)
+    run(cache, range(60))
+    assert cache.lookup([*range(48), 99]) == 48
+
+
+def test_a_snapshot_that_is_not_copied_yet_is_found_by_nobody() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8))
+    sequence, engine = cache.open(range(40)), engine_of(cache)
+    for start in (0, 8):
+        engine.carry_out(cache.extend(sequence, 8))
+        engine.step(sequence, start)
+        engine.carry_out(cache.commit(sequence))
+    assert cache.lookup(range(40)) == 8
+    engine.carry_out(cache.extend(sequence, 8))
+    engine.step(sequence, 16)
+    engine.carry_out(cache.commit(sequence))
+    assert cache.lookup(range(40)) == 24
+    run(cache, [*range(20), 99])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_window_keeps_what_points_on_the_way_need_however_short_the_steps(rows: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))), retention=Retention(every=8))
+    sequences = [cache.open([i] * 40) for i in range(rows)]
+    for _ in range(10):
+        cache.extend(sequences, 4)
+        cache.commit(sequences)
+        check_books(cache)
+    assert [cache.lookup([*[i] * 18, 99]) for i in range(rows)] == [16] * rows
+    check_books(cache)
+
+
+def test_a_window_keeps_no_more_than_points_on_the_way_need() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))), retention=Retention(every=16))
+    sequence = cache.open(range(60))
+    for count in (12, 20):
+        cache.extend(sequence, count)
+        cache.commit(sequence)
+    assert cache.stats().group("window").held == 4, "two blocks before 16, two before 32"
+
+
+def test_who_walks_by_finds_more_of_a_run_that_was_growing() -> None:
+    cache = Cache(full_plan())
+    sequence = run(cache, range(4), close=False)
+    for start in (4, 12, 20):
+        cache.extend(sequence, 8, tokens=range(start, start + 8))
+        cache.commit(sequence)
+        if start < 20:
+            cache.publish()
+    assert cache.lookup(range(40)) == 28
+    check_books(cache)
+
+
+def test_what_is_generated_enters_the_tree_only_when_somebody_asks() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    sequence = run(cache, range(9), close=False)
+    generate(cache, sequence, range(9, 20))
+    full = cache.stats().group("full")
+    assert (full.cached, full.held) == (2, 3)
+
+
+def test_of_the_points_left_while_generating_only_the_last_is_kept() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    sequence = run(cache, range(9), close=False)
+    for start, end in ((9, 12), (12, 20)):
+        generate(cache, sequence, range(start, end))
+        cache.publish()
+    check_books(cache)
+    assert cache.lookup([*range(12), 99]) == 8
+    assert cache.lookup([*range(20), 99]) == 20
+
+
+def test_a_policy_is_told_why_a_point_is_there() -> None:
+    kinds: list[Kind] = []
+
+    def noting(candidate: EvictionCandidate) -> object:
+        kinds.append(candidate.kind)
+        return candidate.last_used
+
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=16), policy=noting)
+    for tokens, expected in (
+        (range(9), {Kind.PROMPT}),
+        ([*range(100, 140), 1], {Kind.SPACED, Kind.PROMPT}),
+        ([*range(100, 124), 7, 7, 7, 7, 7], {Kind.BRANCH, Kind.PROMPT}),
+    ):
+        sequence = run(cache, tokens, close=False)
+        assert set(kinds) >= expected
+        assert Kind.ANSWER not in kinds
+        kinds.clear()
+    generate(cache, sequence, range(50, 53))
+    cache.close(sequence)
+    assert Kind.ANSWER in kinds
+
+
+# ---- what is private
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_what_is_private_is_found_by_nobody_not_from_a_fork_either(forked: bool) -> None:
+    cache = Cache(full_plan())
+    sequence = run(cache, range(8), close=False)
+    cache.extend(sequence, 8, tokens=range(8, 16))
+    cache.commit(sequence, share=False)
+    assert sequence.committed == 8
+    if forked:
+        (child,), copies = cache.fork(sequence)
+        list(copies)
+        cache.close(child)
+    cache.close(sequence)
+    assert cache.lookup(range(17)) == 8
+    check_books(cache)
+
+
+# ---- reorder and truncate
+
+
+def test_beams_that_only_change_places_need_no_pages() -> None:
+    cache = Cache(full_plan(pages=5))
+    beams = [run(cache, [i] * 6, close=False) for i in range(2)]
+    assert not cache.reorder(beams, [1, 0])
+    assert [beam.tokens.tolist() for beam in beams] == [[1] * 6, [0] * 6]
+
+
+def test_a_batch_made_before_a_reorder_is_refused() -> None:
+    cache = Cache(full_plan())
+    beams = [run(cache, [i] * 6, close=False) for i in range(2)]
+    batch = Batch(beams)
+    cache.extend(batch, 1)
+    cache.reorder(beams, [1, 0])
+    with pytest.raises(BadSequence, match="reordered since"):
+        cache.extend(batch, 1)
+
+
+def test_what_was_committed_before_a_reorder_is_still_found() -> None:
+    cache = Cache(full_plan())
+    beams = [run(cache, [i] * 6, close=False) for i in range(2)]
+    cache.reorder(beams, [1, 0])
+    assert [cache.lookup([i] * 6) for i in range(2)] == [4, 4]
+
+
+def test_a_fork_at_the_end_of_a_window_block_needs_no_page() -> None:
+    cache = Cache(plan_of(group("window", Window(8)), pages=3))
+    sequence = run(cache, range(8), close=False)
+    (child,), copies = cache.fork(sequence)
+    assert not copies
+    assert cache.table("window")[child.row, :2].tolist() == cache.table("window")[sequence.row, :2].tolist()
+
+
+def forked_in_half_a_grid(window_pages: int) -> tuple[Cache, Sequence]:
+    """A fork of 12 tokens that shares all three blocks of its window, the last one beyond the tree."""
+    caches = group("full", Full()), group("window", Window(8))
+    own = {"window": PoolRequest(pages=window_pages)}
+    cache = Cache(plan_of(*caches, blocks={"full": 8, "window": 4}, own_pools=own))
+    sequence = run(cache, range(12), close=False)
+    (child,), copies = cache.fork(sequence)
+    assert [copy.tag for copy in copies] == ["full"]
+    return cache, child
+
+
+def test_a_truncation_into_a_window_block_that_others_hold_copies_it() -> None:
+    cache, child = forked_in_half_a_grid(window_pages=4)
+    shared = int(cache.table("window")[child.row, 2])
+    (copy,) = cache.truncate(child, 10)
+    assert (copy.tag, copy.src.tolist(), copy.dst.tolist()) == (
+        "window",
+        [shared],
+        [cache.table("window")[child.row, 2]],
+    )
+    assert copy.dst.tolist() != [shared]
+    check_books(cache)
+
+
+def test_a_truncation_for_whose_copy_there_is_no_page_changes_nothing() -> None:
+    cache, child = forked_in_half_a_grid(window_pages=3)
+    before = cache.table("window").copy()
+    with pytest.raises(OutOfPages):
+        cache.truncate(child, 10)
+    assert (child.length, child.committed) == (12, 12)
+    assert (cache.table("window") == before).all(), "from 10 on the first block is needed"
+    check_books(cache)
+
+
+def test_tokens_of_a_prompt_that_are_rejected_are_still_known() -> None:
+    cache = Cache(full_plan())
+    sequence = cache.open(range(20))
+    cache.extend(sequence, 8)
+    cache.accept(sequence, 3)
+    assert (sequence.length, sequence.tokens.tolist()) == (3, list(range(20)))
+
+
+def test_after_a_truncation_others_find_what_was_written_then() -> None:
+    cache = Cache(full_plan())
+    sequence = run(cache, range(8), close=False)
+    cache.truncate(sequence, 3)
+    cache.extend(sequence, 5, tokens=[9] * 5)
+    cache.commit(sequence)
+    assert cache.lookup([0, 1, 2, 9, 9]) == 4
+    assert cache.lookup(range(8)) == 0
+
+
+def test_a_truncation_inside_the_window_is_possible() -> None:
+    cache = Cache(plan_of(group("window", Window(8))))
+    sequence = run(cache, range(30), close=False)
+    cache.truncate(sequence, 29)
+    assert (sequence.length, sequence.num_prompt) == (29, 29)
+
+
+# ---- refusals
+
+
+def test_a_refusal_names_the_sequences_that_do_not_fit_and_whom_to_preempt() -> None:
+    cache = Cache(full_plan(pages=13))
+    important, old, young = (cache.open([i, 1], priority=priority) for i, priority in enumerate((1, 0, 0)))
+    cache.extend([important, old, young], 2)
+    asking = [cache.open([10 + i] * 40) for i in range(4)]
+    cache.extend(asking, 4)
+    with pytest.raises(OutOfPages) as error:
+        cache.extend(asking, 8)
+    assert error.value.sequences == tuple(asking[2:]), "five pages are free: two of four fit"
+    assert error.value.preemptible == (young, old, important)
+
+
+def test_a_sequence_that_takes_every_page_fits() -> None:
+    cache = Cache(full_plan(pages=9))
+    cache.check_fits(32)
+    with pytest.raises(NeverFits):
+        cache.check_fits(33)
+
+
+def test_a_load_leaves_the_admission_reserve_to_those_that_run() -> None:
+    for trailing in ((), (group("state", State()),)):
+        cache = Cache(plan_of(group("full", Full()), *trailing, pages=11), admission_reserve=0.3)
+        running = cache.open([1] * 20)
+        list(cache.extend(running, 20))
+        sequence = cache.open([2] * 20)
+        with pytest.raises(OutOfPages):
+            cache.load_to(sequence, 12)
+        cache.load_to(sequence, 8)
+
+
+# ---- what is reclaimed
+
+
+def test_no_point_is_left_where_a_part_of_its_window_was_reclaimed() -> None:
+    caches = group("full", Full()), group("window", Window(6))
+    own = {"window": PoolRequest(pages=20)}
+    cache = Cache(
+        plan_of(*caches, blocks={"full": 8, "window": 1}, own_pools=own), retention=Retention(False, False, 0)
+    )
+    sequence = run(cache, range(3), close=False)
+    generate(cache, sequence, range(3, 18))
+    assert cache.stats().group("window").held == 7, "from 11 on, for a point at 16"
+    other = cache.open([50] * 15)
+    cache.extend(other, 15)
+    assert cache.stats().group("window").held == 20, "from 13 on"
+    cache.close(sequence)
+    assert cache.lookup(range(18)) == 0
+    check_books(cache)
+
+
+def test_a_point_fills_the_gaps_of_the_runs_above_it() -> None:
+    own = {"window": PoolRequest(pages=5)}
+    cache = Cache(
+        plan_of(group("full", Full()), group("window", Window(6)), own_pools=own), retention=Retention(every=0)
+    )
+    first = cache.open(range(17))
+    for count in (8, 8, 1):
+        cache.extend(first, count)
+        cache.commit(first)
+    cache.close(first)
+    second = cache.open([*range(16), 50, 51, 52, 53, 54])
+    assert second.num_cached == 16
+    run(cache, [7] * 9)
+    third = cache.open([8] * 9)
+    cache.extend(third, 9)  # evicts the point that the second stands on, whose window pages are the second's, and [7]
+    cache.close(third, keep=False)
+    cache.extend(second, 5)
+    cache.commit(second)
+    cache.publish()
+    check_books(cache)
+    assert cache.lookup([*range(16), 50, 51, 52, 53, 9]) == 20
+
+
+def test_what_is_parked_is_reclaimed_for_others() -> None:
+    caches = group("full", Full()), group("window", Window(6)), group("state", State())
+    own = {"window": PoolRequest(pages=7)}
+    cache = Cache(plan_of(*caches, own_pools=own), retention=Retention(every=0, decode_every=8))
+    sequence = run(cache, range(5), close=False)
+    generate(cache, sequence, range(5, 31))
+    assert sequence.parked
+    other = cache.open([50] * 20)
+    list(cache.extend(other, 20))
+    assert not sequence.parked
+    check_books(cache)
+    generate(cache, sequence, range(31, 32))
+
+
+def test_a_snapshot_that_is_to_be_copied_is_given_up_for_others_but_not_one_that_a_step_writes() -> None:
+    caches = group("full", Full()), group("state", State())
+    for checkpoints in (False, True):
+        cache = Cache(plan_of(*caches, own_pools={"state": PoolRequest(pages=3)}))
+        first, second, third = (cache.open([i] * 16) for i in range(3))
+        assert not cache.extend(first, 12, checkpoints=checkpoints)
+        assert not cache.extend(second, 2)
+        if checkpoints:
+            with pytest.raises(OutOfPages):
+                cache.extend(third, 2)
+        else:
+            assert not cache.extend(third, 2)
+        assert not cache.commit(first)
+        check_books(cache)
+
+
+# ---- token ids
+
+
+def test_ids_told_one_by_one_are_kept_however_many_and_whoever_else_is_in_the_batch() -> None:
+    cache = Cache(full_plan(pages=400), rows=1)
+    one = run(cache, [1] * 3, close=False)
+    for token in range(100):
+        cache.extend(one, 1, tokens=[token])
+    two = run(cache, [2] * 3, close=False)
+    for token in range(200):
+        cache.extend([one, two], 2, tokens=[token, 7, token, 8])
+    assert one.tokens.tolist() == [1] * 3 + list(range(100)) + [x for t in range(200) for x in (t, 7)]
+    assert two.tokens.tolist() == [2] * 3 + [x for t in range(200) for x in (t, 8)]
+
+
+def test_ids_that_contradict_the_prompt_or_leave_a_gap_are_refused() -> None:
+    cache = Cache(full_plan())
+    sequence = cache.open(range(8))
+    with pytest.raises(BadTokens, match="not the ids of the tokens from 0 on"):
+        cache.extend(sequence, 2, tokens=[0, 7])
+    one, two = (run(cache, [i] * 5, close=False) for i in range(2))
+    cache.extend(one, 1)
+    with pytest.raises(BadTokens, match="tokens 5 to 5 of a sequence were never told"):
+        cache.extend([one, two], 1, tokens=[1, 1])
+    cache.extend(sequence, 7, tokens=range(7))
+    cache.extend(sequence, 3, tokens=[7, 8, 9])
+    assert sequence.tokens.tolist() == list(range(10))
+
+
+# ---- what is evicted first
+
+
+def test_what_is_left_of_an_evicted_run_is_as_old_as_the_run() -> None:
+    cache = Cache(full_plan(pages=9))
+    run(cache, [1] * 16)
+    run(cache, [2] * 16)
+    sequence = cache.open([3] * 8)
+    for _ in range(2):
+        cache.extend(sequence, 4)
+    assert [cache.lookup([i] * 17) for i in (1, 2)] == [8, 16]
+
+
+def test_what_is_left_of_an_evicted_run_is_as_young_as_the_run() -> None:
+    def longest_first(candidate: EvictionCandidate) -> object:
+        return (candidate.position <= 8, candidate.last_used)
+
+    cache = Cache(full_plan(pages=7), policy=longest_first)
+    run(cache, [1] * 8)
+    longer = cache.open([1] * 16)
+    run(cache, [2] * 8)
+    engine_of(cache).carry_out(cache.extend(longer, 8))
+    cache.commit(longer)
+    cache.close(longer)
+    sequence = cache.open([3] * 16)
+    for _ in range(3):
+        cache.extend(sequence, 4)
+    assert [cache.lookup([i] * 17) for i in (1, 2)] == [8, 4], "the end of the long run, then the older prompt"
+
+
+def test_what_is_left_of_an_evicted_run_is_as_important() -> None:
+    cache = Cache(full_plan(pages=9), policy="priority")
+    run(cache, [1] * 16, priority=5)
+    run(cache, [2] * 20, priority=3)
+    run(cache, [3] * 8)
+    assert [cache.lookup([i] * 21) for i in (1, 2)] == [12, 12]
+
+
+def test_a_hit_of_a_higher_priority_makes_a_prefix_more_important() -> None:
+    cache = Cache(full_plan(pages=9), policy="priority")
+    run(cache, [1] * 16)
+    run(cache, [2] * 16, priority=1)
+    cache.close(cache.open([1] * 17, priority=2))
+    run(cache, [3] * 16)
+    assert [cache.lookup([i] * 17) for i in (1, 2)] == [16, 0]
+
+
+def test_a_policy_may_answer_nan() -> None:
+    cache = Cache(full_plan(pages=20), policy=lambda c: float("nan") if c.position % 8 else c.last_used)
+    for i in range(40):
+        run(cache, [i] * (4 + i % 5 * 4))
+        check_books(cache)
+    cache.reset()
+
+
+def test_a_prefix_on_which_somebody_stands_is_kept_though_it_was_used_least_recently() -> None:
+    cache = Cache(full_plan(pages=9))
+    run(cache, [1] * 8)
+    standing = cache.open([1] * 9)
+    run(cache, [2] * 16)
+    run(cache, [3] * 16)
+    assert standing.num_cached == cache.lookup([1] * 9) == 8
+    check_books(cache)
+
+
+def test_a_hit_makes_a_point_inside_a_run_younger() -> None:
+    def first_blocks_first(candidate: EvictionCandidate) -> object:
+        return (candidate.position != 8, candidate.last_used)
+
+    own = {"window": PoolRequest(pages=12)}
+    plan = plan_of(group("full", Full()), group("window", Window(6)), own_pools=own)
+    cache = Cache(plan, policy=first_blocks_first, retention=Retention(every=0))
+    for prefix in (1, 2):
+        for suffix in (5, 6, 7):
+            run(cache, [prefix] * 8 + [suffix] * 5)
+    assert [cache.lookup([prefix] * 8 + [9]) for prefix in (1, 2)] == [8, 8]
+    cache.close(cache.open([1] * 8 + [9]))
+    free = 12 - cache.stats().group("window").cached
+    sequence = cache.open([3] * 60)
+    cache.extend(sequence, free * 4 + 4)
+    assert [cache.lookup([prefix] * 8 + [9]) for prefix in (1, 2)] == [8, 0]
+    check_books(cache)
+
+
+def test_a_point_on_the_way_that_was_hit_counts_as_asked_for() -> None:
+    kinds: dict[int, Kind] = {}
+
+    def noting(candidate: EvictionCandidate) -> object:
+        kinds[candidate.position] = candidate.kind
+        return candidate.last_used
+
+    plan = plan_of(group("full", Full()), group("state", State()))
+    cache = Cache(plan, retention=Retention(every=16), policy=noting)
+    run(cache, range(60))
+    assert kinds[16] == Kind.SPACED
+    cache.close(cache.open([*range(20), 99]))
+    assert kinds[16] == Kind.BRANCH
+
+
+@pytest.mark.parametrize("policy", ["lru", "cost"])
+@pytest.mark.parametrize(
+    "trailing",
+    [(), (Window(6),), (SinkWindow(9, 5),), (State(),), (Window(9), State()), (SinkWindow(5, 3), Window(14))],
+    ids=lambda reaches: "+".join(type(reach).__name__ for reach in reaches) or "full",
+)
+def test_whatever_is_evicted_under_shortage_books_balance_and_hits_are_right(
+    trailing: tuple[Reach, ...], policy: str
+) -> None:
+    caches = [group(f"trailing{i}", reach) for i, reach in enumerate(trailing)]
+    own = {cache.tag: PoolRequest(pages=22 if cache.reach.per_token else 9) for cache in caches}
+    plan = plan_of(group("full", Full()), *caches, pages=40, own_pools=own)
+    cache, rng = Cache(plan, policy=policy, retention=Retention(every=8)), random.Random(len(trailing))
+    texts: list[list[int]] = [[]]
+    standing: list[Sequence] = []
+    for _ in range(120):
+        old = rng.choice(texts[-8:])
+        text = old[: rng.randint(0, len(old))] + [rng.randint(0, 1) for _ in range(rng.randint(1, 24))]
+        texts.append(text[:60])
+        assert cache.lookup(text[:60]) == longest_hit(cache, "", text[:60])
+        standing.append(cache.open(text[:60]))
+        if len(standing) > 2:
+            compute(cache, standing.pop(rng.randrange(3)), rng.randint(3, 20))
+        check_books(cache)
+    assert cache.stats().evicted_pages > 100
+    for sequence in standing:
+        cache.close(sequence)
+    cache.reset()
+
+
+def compute(cache: Cache, sequence: Sequence, step: int) -> None:
+    """Compute a prompt so many tokens a step at most, or as far as there are pages, and close it."""
+    engine = engine_of(cache)
+    with contextlib.suppress(OutOfPages):
+        while sequence.length < sequence.num_prompt:
+            start = sequence.length
+            end = min(sequence.stop or sequence.num_prompt, start + step)
+            engine.carry_out(cache.extend(sequence, end - start))
+            engine.step(sequence, start)
+            engine.carry_out(cache.commit(sequence))
+    cache.close(sequence)
+
+
+# ---- long paths
+
+
+def test_a_long_path_is_joined_but_for_branches_and_holders() -> None:
+    for more in ((), (group("window", Window(6)),), (group("state", State()),)):
+        cache = Cache(plan_of(group("full", Full()), *more, pages=400))
+        prompt = list(range(137))
+        for end in range(5, 137, 4):
+            run(cache, prompt[:end])
+        run(cache, [*prompt[:60], 7, 7, 7, 7, 7])
+        standing = cache.open(prompt[:101])
+        assert standing.num_cached == 100
+        assert cache.lookup(prompt) == 132
+        assert cache.stats().nodes == 4, "to the branch, the branch, to the holder, the rest"
+        check_books(cache)
+        assert [cache.lookup([*prompt[:60], 7, 7, 7, 7, 7]), standing.node.end] == [64, 100]
+        cache.close(standing)
+        check_books(cache)
+        cache.reset()

@@ -66,8 +66,23 @@ def test_a_table_with_more_rows_keeps_what_it_holds() -> None:
 def test_a_cleared_row_is_as_new() -> None:
     table = table_of(kernel_tokens=2)
     append(table, 1, 5, 6)
-    table.published[1] = 1
+    table.published[1] = table.first[1] = 1
     table.clear(1)
     assert not table.pages.any()
     assert not table.kernels.any()
     assert (int(table.blocks[1]), int(table.published[1]), int(table.first[1])) == (0, 0, 0)
+
+
+def test_as_many_pages_as_rows_need_not_be_one_each() -> None:
+    table = table_of(kernel_tokens=8)
+    table.append(np.array([0, 1]), np.array([0, 2]), np.array([5, 6], np.int32))
+    assert table.pages[:, :2].tolist() == [[NULL, NULL], [5, 6]]
+
+
+def test_every_way_of_writing_tells_the_row_also_after_rows_were_added() -> None:
+    table = table_of(kernel_tokens=8)
+    table.write_one(1, 0, 7)
+    table.add_rows(2)
+    assert table.take_changed().tolist() == [1]
+    table.write(3, 0, np.array([5], np.int32))
+    assert table.take_changed().tolist() == [3]

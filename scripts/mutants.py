@@ -1,0 +1,147 @@
+"""Mutation testing of the core, run by hand: `python scripts/mutants.py [--only SUBSTRING] [--list]`.
+
+Each mutant of `mutants.toml` is one small change of src/kvweave/{cache,prefix,pool,table}, made in a copy of the tree.
+Random lives run against it first, then the core's tests; it is killed when anything fails or does not end in time.
+Exits with 1 if a mutant survives that is not marked as equivalent, or if the core fails as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TABLE = Path(__file__).with_suffix(".toml")
+LIVES = """
+import sys
+import kvweave
+from tests.cache.lives import Life
+assert kvweave.__file__.startswith(sys.argv[1]), f"{kvweave.__file__} is not the copy in {sys.argv[1]}"
+for seed in range(60):
+    Life(seed).run(60)
+"""
+TESTS = ("tests/cache/test_cache.py", "tests/pool", "tests/table", "tests/prefix")
+LEFT_OUT = "two_hundred_thousand_presence_patterns"
+"""It takes longer than all others, and is about prefix/joint.py alone, of which there are no mutants."""
+LIVES_SECONDS, TESTS_SECONDS = 60, 240
+"""Many times what the unmutated core takes: beyond, a mutant hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change of a file: `old`, which occurs once in it, becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+    breaks: str
+    equivalent: str = ""
+    """Why no test can notice it, where none can."""
+
+    def applied(self, source: str) -> str:
+        if source.count(self.old) != 1:
+            raise SystemExit(f"{self.file}: {source.count(self.old)} times, not once: {self.old!r}")
+        return source.replace(self.old, self.new)
+
+
+def load(only: str) -> list[Mutant]:
+    """The mutants of the table in which `only` occurs; all of the table must fit the core as it is."""
+    mutants = [Mutant(**entry) for entry in tomllib.loads(TABLE.read_text())["mutant"]]
+    for mutant in mutants:
+        mutated = mutant.applied((ROOT / "src" / "kvweave" / mutant.file).read_text())
+        compile(mutated, mutant.file, "exec")
+    return [mutant for mutant in mutants if any(only in text for text in (mutant.file, mutant.old, mutant.breaks))]
+
+
+class Copy:
+    """A copy of the sources and tests, in which one mutant at a time is tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("src", "tests"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy2(ROOT / "pyproject.toml", folder)
+
+    def killer(self, mutant: Mutant) -> str:
+        """What noticed a mutant; empty where nothing did."""
+        path = self.folder / "src" / "kvweave" / mutant.file
+        source = path.read_text()
+        path.write_text(mutant.applied(source))
+        try:
+            return self.failure(PYTHONDONTWRITEBYTECODE="1")  # compiled files stay those of the unmutated core
+        finally:
+            path.write_text(source)
+
+    def failure(self, **environment: str) -> str:
+        """The first thing that fails, in one line; empty where nothing does."""
+        lives = self._run("lives", LIVES_SECONDS, environment, "-c", LIVES, str(self.folder))
+        tests = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"not {LEFT_OUT}", *TESTS)
+        return lives or self._run("pytest", TESTS_SECONDS, environment, *tests)
+
+    def _run(self, name: str, seconds: int, environment: dict[str, str], *arguments: str) -> str:
+        paths = os.pathsep.join((str(self.folder / "src"), str(self.folder)))
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": paths}
+        command = [sys.executable, *arguments]
+        try:
+            done = subprocess.run(
+                command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"{name}: does not end in {seconds} s"
+        if done.returncode == 0:
+            return ""
+        lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        return f"{name}: {(failed or lines[-1:])[0][:160]}"
+
+
+def survivors(copy: Copy, mutants: list[Mutant]) -> list[Mutant]:
+    """Try the mutants one by one, and say what became of each."""
+    alive = []
+    for number, mutant in enumerate(mutants, 1):
+        start = time.perf_counter()
+        killer = copy.killer(mutant)
+        verdict = f"killed by {killer}" if killer else "equivalent" if mutant.equivalent else "SURVIVES"
+        seconds = time.perf_counter() - start
+        print(f"{number:3}/{len(mutants)} {seconds:5.1f} s  {mutant.file}: {mutant.breaks}: {verdict}", flush=True)
+        if not killer:
+            alive.append(mutant)
+        elif mutant.equivalent:
+            print("     it is marked as equivalent, and is not", flush=True)
+    return alive
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="mutants whose file, text or sentence contains this")
+    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    options = parser.parse_args()
+    mutants = load(options.only)
+    if options.list:
+        for mutant in mutants:
+            print(f"{mutant.file}: {mutant.breaks}{' (equivalent)' if mutant.equivalent else ''}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Copy(Path(folder).resolve())
+        failure = copy.failure()
+        if failure:
+            print(f"the core as it is fails: {failure}")
+            return 1
+        alive = survivors(copy, mutants)
+    unmarked = [mutant for mutant in alive if not mutant.equivalent]
+    print(f"{len(mutants)} mutants, {len(mutants) - len(alive)} killed, {len(alive) - len(unmarked)} equivalent")
+    for mutant in unmarked:
+        print(f"survives: {mutant.file}: {mutant.breaks}\n    {mutant.old}\n    -> {mutant.new}")
+    return 1 if unmarked else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
