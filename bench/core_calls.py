@@ -16,7 +16,7 @@ from bench.core_vs_vllm import PAGE_BYTES, VOCABULARY, Tokens
 from kvweave.cache import Batch, Cache
 from kvweave.cache import Sequence as Running
 from kvweave.errors import CacheError
-from kvweave.plan import Plan, plan
+from kvweave.plan import Plan, make_plan
 from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Reach, Role, State, Window
 
 BLOCK = 16
@@ -60,7 +60,7 @@ def plan_of(kinds: Kinds, pages: int, block: int = BLOCK) -> Plan:
         LayerCache(f"g{i}", kind, (role,)) for i, (kind, role) in enumerate(zip(kinds.reaches, roles, strict=True))
     ]
     spec = ModelSpec("bench", tuple(Layer((cache,)) for cache in caches))
-    return plan(spec, (pages + kinds.state_pages) * PAGE_BYTES * block // BLOCK, block_tokens=block)
+    return make_plan(spec, (pages + kinds.state_pages) * PAGE_BYTES * block // BLOCK, block_tokens=block)
 
 
 class CallTimes:

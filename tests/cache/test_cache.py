@@ -651,7 +651,7 @@ def test_lookahead_keeps_pages_for_tokens_after_the_step(rows: int) -> None:
     sequences = [cache.open([i] * 20) for i in range(rows)]
     cache.extend(sequences, 3, lookahead=9)
     for sequence in sequences:
-        assert (sequence.length, np.count_nonzero(cache.table("full")[sequence.row])) == (3, 3)
+        assert (sequence.length, int(np.count_nonzero(cache.table("full")[sequence.row]))) == (3, 3)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -1186,9 +1186,9 @@ def test_a_point_on_the_way_that_was_hit_counts_as_asked_for() -> None:
     plan = plan_of(group("full", Full()), group("state", State()))
     cache = Cache(plan, retention=Retention(every=16), policy=noting)
     run(cache, range(60))
-    assert kinds[16] == Kind.SPACED
+    seen = [kinds[16]]
     cache.close(cache.open([*range(20), 99]))
-    assert kinds[16] == Kind.BRANCH
+    assert [*seen, kinds[16]] == [Kind.SPACED, Kind.BRANCH]
 
 
 @pytest.mark.parametrize("policy", ["lru", "cost"])
