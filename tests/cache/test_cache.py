@@ -651,7 +651,7 @@ def test_lookahead_keeps_pages_for_tokens_after_the_step(rows: int) -> None:
     sequences = [cache.open([i] * 20) for i in range(rows)]
     cache.extend(sequences, 3, lookahead=9)
     for sequence in sequences:
-        assert (sequence.length, np.count_nonzero(cache.table("full")[sequence.row])) == (3, 3)
+        assert sequence.length == np.count_nonzero(cache.table("full")[sequence.row]) == 3
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -1060,7 +1060,24 @@ def test_a_snapshot_that_is_to_be_copied_is_given_up_for_others_but_not_one_that
         else:
             assert not cache.extend(third, 2)
         assert not cache.commit(first)
+        assert not cache.extend(first, 1), "no copy waits any more"
         check_books(cache)
+
+
+def test_what_would_free_no_page_is_not_evicted() -> None:
+    cache = Cache(
+        plan_of(group("full", Full()), group("window", Window(6)), pools="shared"), retention=Retention(every=0)
+    )
+    (pool,) = cache.state.pools
+    assert all(pages.is_whole for pages in pool.groups.values())
+    pool.free_superpages.replace(np.arange(1, 13, dtype=np.int32))
+    pool.num_superpages = 12
+    for tokens in ([7] * 9, range(17)):
+        compute(cache, cache.open(tokens), 4)
+    standing = cache.open(range(17))
+    assert (standing.num_cached, cache.lookup([7] * 9)) == (16, 8)
+    cache.extend(cache.open([8] * 12), 12)
+    assert (cache.lookup(range(17)), cache.lookup([7] * 9)) == (16, 0), "its window pages are those of a table"
 
 
 # ---- token ids
@@ -1186,9 +1203,9 @@ def test_a_point_on_the_way_that_was_hit_counts_as_asked_for() -> None:
     plan = plan_of(group("full", Full()), group("state", State()))
     cache = Cache(plan, retention=Retention(every=16), policy=noting)
     run(cache, range(60))
-    assert kinds[16] == Kind.SPACED
+    assert kinds.pop(16) == Kind.SPACED
     cache.close(cache.open([*range(20), 99]))
-    assert kinds[16] == Kind.BRANCH
+    assert kinds.pop(16) == Kind.BRANCH
 
 
 @pytest.mark.parametrize("policy", ["lru", "cost"])
@@ -1232,6 +1249,44 @@ def compute(cache: Cache, sequence: Sequence, step: int) -> None:
             engine.step(sequence, start)
             engine.carry_out(cache.commit(sequence))
     cache.close(sequence)
+
+
+def test_a_state_that_was_restored_can_be_evicted_while_its_sequence_runs() -> None:
+    own = {"state": PoolRequest(pages=2)}
+    cache = Cache(plan_of(group("full", Full()), group("state", State()), own_pools=own))
+    run(cache, range(9))
+    sequence = cache.open(range(9))
+    with pytest.raises(OutOfPages):
+        cache.extend([cache.open([50 + i]) for i in range(2)], 1)
+    list(cache.extend(sequence, 1))
+    assert not cache.extend(cache.open([60]), 1)
+    assert cache.stats().group("state").cached == 0
+    check_books(cache)
+
+
+def test_points_on_the_way_are_evicted_before_others_on_both_sides_of_a_hit() -> None:
+    own = {"state": PoolRequest(pages=10)}
+    plan = plan_of(group("full", Full()), group("state", State()), own_pools=own)
+    cache = Cache(plan, retention=Retention(every=4))
+    run(cache, range(39))
+    assert cache.stats().group("state").cached == 9
+    standing = cache.open([*range(8), 99])
+    assert standing.num_cached == 8
+    for i, cached in enumerate((9, 8, 2)):
+        assert not cache.extend(cache.open([50 + i]), 1)
+        assert cache.stats().group("state").cached == cached, "one was free, 4 goes, then 12 to 32 go"
+    assert cache.lookup(range(39)) == 36
+
+
+def test_points_on_the_way_stay_where_only_pages_of_full_attention_lack() -> None:
+    own = {"full": PoolRequest(pages=12)}
+    plan = plan_of(group("full", Full()), group("state", State()), own_pools=own)
+    cache = Cache(plan, retention=Retention(every=8))
+    run(cache, [2] * 17)
+    run(cache, range(25))
+    list(cache.extend(cache.open([3] * 12), 12))
+    assert cache.lookup([2] * 17) == 8, "its end was evicted"
+    assert cache.lookup([*range(10), 99]) == 8
 
 
 # ---- long paths
