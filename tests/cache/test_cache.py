@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
+from kvweave.cache.stats import InfiniteCache
 from kvweave.errors import (
     BadOption,
     BadSequence,
@@ -1287,6 +1289,65 @@ def test_points_on_the_way_stay_where_only_pages_of_full_attention_lack() -> Non
     list(cache.extend(cache.open([3] * 12), 12))
     assert cache.lookup([2] * 17) == 8, "its end was evicted"
     assert cache.lookup([*range(10), 99]) == 8
+
+
+def test_a_pin_keeps_a_prefix_to_its_last_block() -> None:
+    cache = Cache(full_plan())
+    run(cache, range(12))
+    pinned = cache.pin(range(8))
+    assert pinned is not None
+    assert pinned.length == 8
+
+
+# ---- loads, rematches, statistics
+
+
+def test_where_a_load_ends_is_a_resume_point_of_windows_too() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))), retention=Retention(every=0))
+    sequence = cache.open(range(60))
+    cache.load_to(sequence, 32)
+    cache.commit(sequence)
+    cache.extend(sequence, 28)
+    cache.commit(sequence)
+    cache.close(sequence)
+    assert [cache.lookup([*range(end), 99]) for end in (32, 56)] == [32, 56]
+    check_books(cache)
+
+
+def test_points_of_a_prompt_whose_hits_stop_earlier_are_where_it_is_hit() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=0))
+    assert cache.open(range(20), drop_last_blocks=1).stop == 12
+    assert cache.open(range(20)).stop == 16
+
+
+def test_tokens_that_a_rematch_finds_count_as_hit() -> None:
+    cache = Cache(full_plan())
+    waiting = cache.open(range(16))
+    run(cache, range(16))
+    assert (cache.rematch(waiting), cache.stats().hit_tokens) == (12, 12)
+    cache.close(waiting)
+    check_books(cache)
+
+
+def test_a_sequence_whose_copies_were_never_made_leaves_nothing() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8))
+    sequence = cache.open(range(40))
+    assert not cache.extend(sequence, 8)
+    assert len(cache.commit(sequence)) == 1
+    cache.close(sequence)
+    assert cache.lookup(range(40)) == 0
+    check_books(cache)
+
+
+def test_an_infinite_cache_keeps_few_arrays() -> None:
+    infinite = InfiniteCache(grid=4)
+    for i in range(100):
+        infinite.see(np.array([i], np.uint64), 4)
+        lengths = [len(array) for array in infinite._sorted]
+        assert all(upper >= 2 * lower for upper, lower in itertools.pairwise(lengths))
+    infinite.see(np.array([7, 200], np.uint64), 7)
+    infinite.see(np.array([8], np.uint64), 3)
+    assert infinite.hit_tokens == 4
 
 
 # ---- long paths
