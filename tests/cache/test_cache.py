@@ -1320,13 +1320,25 @@ def test_points_of_a_prompt_whose_hits_stop_earlier_are_where_it_is_hit() -> Non
     assert cache.open(range(20)).stop == 16
 
 
-def test_tokens_that_a_rematch_finds_count_as_hit() -> None:
-    cache = Cache(full_plan())
+def test_a_rematch_lets_go_of_the_old_hit_and_counts_as_hit_what_it_finds() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    run(cache, range(5))
     waiting = cache.open(range(16))
+    assert waiting.num_cached == 4
     run(cache, range(16))
-    assert (cache.rematch(waiting), cache.stats().hit_tokens) == (12, 12)
+    assert (cache.rematch(waiting), cache.stats().hit_tokens) == (12, 4 + 4 + 8)
+    check_books(cache)
     cache.close(waiting)
     check_books(cache)
+
+
+def test_after_a_truncation_new_ids_are_told_to_commit() -> None:
+    cache = Cache(full_plan())
+    sequence = run(cache, range(8), close=False)
+    cache.truncate(sequence, 5)
+    cache.extend(sequence, 1)
+    cache.commit(sequence, tokens=[9])
+    assert sequence.tokens.tolist() == [0, 1, 2, 3, 4, 9]
 
 
 def test_a_sequence_whose_copies_were_never_made_leaves_nothing() -> None:
