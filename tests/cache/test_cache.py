@@ -1381,3 +1381,9 @@ def test_a_long_path_is_joined_but_for_branches_and_holders() -> None:
         cache.close(standing)
         check_books(cache)
         cache.reset()
+
+
+def test_a_namespace_of_which_nothing_is_left_is_gone() -> None:
+    cache = Cache(full_plan())
+    run(cache, [1, 2], namespace="x")
+    assert not cache.state.prefix.tree.roots
