@@ -1294,6 +1294,7 @@ def test_points_on_the_way_stay_where_only_pages_of_full_attention_lack() -> Non
 def test_a_pin_keeps_a_prefix_to_its_last_block() -> None:
     cache = Cache(full_plan())
     run(cache, range(12))
+    run(cache, [*range(4), 99])  # the run is split there
     pinned = cache.pin(range(8))
     assert pinned is not None
     assert pinned.length == 8
