@@ -30,3 +30,13 @@ def test_points_leave_in_any_order_and_the_smallest_key_is_always_first() -> Non
         first = queue.first()
         assert (None if first is None else first[2]) is (waiting[min(waiting)] if waiting else None)
         assert queue.size == len(waiting)
+
+
+def test_points_on_both_sides_of_where_a_bucket_was_split_are_found() -> None:
+    queue, node = EvictionQueue(), Node(0, None, 0, np.empty(0, np.int32), [])
+    points = [Point(node, 0, Kind.PROMPT, ()) for _ in range(BUCKET + 1)]
+    for key, point in enumerate(points):
+        queue.add(point, key)
+    for point in reversed(points):
+        queue.remove(point)
+    assert queue.first() is None

@@ -181,13 +181,14 @@ class PageAllocator:
     def _free_up(self, pool: PagePool, wanted: Mapping[str, int], groups: list[PagedGroup]) -> None:
         """Evict until the pages can be allocated: of each group its own first, then whatever the policy says."""
         prefix = self.state.prefix
-        superpages = pool.free_superpages.size
+        promised = 0  # super-pages for groups before
         for group in groups:
             pages, count = pool.groups[group.tag], wanted.get(group.tag, 0)
+            superpages = max(0, pool.free_superpages.size - promised)
             short = count - pages.free.size - superpages * pages.per_superpage
             if short > 0:
                 prefix.evict(group, min(short, pages.num_evictable))
-            superpages = max(0, superpages - pages.superpages_for(count))
+            promised += pages.superpages_for(count)
         tokens = min((g.slot_tokens * pool.groups[g.tag].per_superpage for g in groups if not g.is_state), default=1)
         while not pool.is_ready(wanted):
             if not prefix.evict_next(tokens):

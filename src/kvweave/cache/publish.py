@@ -8,6 +8,7 @@ window pages are held by the table and by the tree.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
@@ -176,8 +177,8 @@ class Publisher:
             node = prefix.insert(node, tokens, pages)
             self._stand_on(sequence, node)
             node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
-        filled = [p for p in whole if all(group.first_block(p) * group.slot_tokens >= start for group in headless)]
-        self._leave_points(sequence, points, held, filled if len(headless) == len(self.state.windows) else ())
+        filled = {p for p in whole if all(group.first_block(p) * group.slot_tokens >= start for group in headless)}
+        self._leave_points(sequence, points, held, filled if len(headless) == len(self.state.windows) else frozenset())
 
     def _holds(self, held: Held, point: int) -> bool:
         """Whether a sequence has all window pages that a point needs itself."""
@@ -206,7 +207,7 @@ class Publisher:
                 self.state.release(group, gone)
 
     def _leave_points(
-        self, sequence: Sequence, points: SequenceOf[int], held: Held, filled: SequenceOf[int] = ()
+        self, sequence: Sequence, points: SequenceOf[int], held: Held, filled: AbstractSet[int] = frozenset()
     ) -> None:
         """Resume points in the run on which a sequence stands, wherever the window pages they need are there or ours;
         those of `filled` are there."""
