@@ -196,7 +196,7 @@ class Forks:
         prompt."""
         state, row = self.state, sequence.row
         counters = state.counters
-        if state.states:
+        if counters.drafts[row]:
             self.snapshots.choose(sequence.rows, counters.lengths[sequence.rows] - length)
         counters.lengths[row] = length
         counters.committed[row] = min(int(counters.committed[row]), length)

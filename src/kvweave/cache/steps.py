@@ -246,6 +246,9 @@ class Steps:
         """The tokens from `lengths` on are rejected; their pages stay, for the next step needs them."""
         counters = self.state.counters
         rejected = counters.lengths[rows] - lengths
-        changed = (rejected > 0) | (counters.drafts[rows] > 0)
+        drafted = counters.drafts[rows] > 0
+        changed = (rejected > 0) | drafted
+        if np.count_nonzero(drafted):
+            self.snapshots.choose(rows[drafted], rejected[drafted])
         for i in np.flatnonzero(changed).tolist():
             self.forks.cut(sequences[i], int(lengths[i]))

@@ -38,6 +38,9 @@ class PagedGroup:
         self.has_pages = bool(group.layers)
         """False on a rank without such layers: its table is all NULL, and it takes no memory."""
         self.page_bytes = stride_bytes
+        ends = self.slot_tokens * np.arange(1, 1025)
+        self.needs_last_block = not self.is_state and bool((np.asarray(self.reach.tail(ends)) < ends).all())
+        """Whether going on from the end of a block always needs that block. (A chunk needs nothing where it ends.)"""
         self._first_blocks: dict[int, int] = {}
 
     def first_block(self, position: int) -> int:

@@ -391,10 +391,20 @@ class PrefixCache:
                 if not node.pending and self.tree.roots.get(node.namespace) is node:
                     self.tree.remove(node)
                 return
-            if self._shorten(node, self.tree.last_resumable(self._path(node), node.end, node.start), heir):
+            bare = self._is_bare(node)
+            end = node.start if bare else self.tree.last_resumable(self._path(node), node.end, node.start)
+            if self._shorten(node, end, heir):
                 return
             node = parent
         self._requeue_last(node)
+
+    def _is_bare(self, node: Node) -> bool:
+        """Whether nothing in a run is resumable, since a window has no page there: chains of such runs go quickly."""
+        return not node.points and any(
+            group.needs_last_block and not np.count_nonzero(node.pages[group.number])
+            for group in self.tree.windows
+            if group.has_pages
+        )
 
     def _shorten(self, node: Node, end: int, heir: Point | None) -> bool:
         """Cut a leaf to `end`, which is resumable, or take it out where that is its start; whether it is still there.
