@@ -225,7 +225,7 @@ WRONG = {
     "not enough memory": ((*GEMMA[:-4], "--memory", "1KiB"), "would"),
     "no room for one prompt": (
         (*GEMMA[:-4], "--memory", "700KiB", "--prompt", "x" * 3000),
-        "a sequence of 2999 tokens, those from 0 on in one step, takes",
+        "a sequence of 3000 tokens, those from 2999 on in one step, takes",
     ),
     "two things at once": ((*GEMMA, "--chat", "--prompt", "x"), "--prompt and --chat are given"),
     "unknown workload": ((*GEMMA, "--workload", "agent"), "did you mean 'agents'?"),

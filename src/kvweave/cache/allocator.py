@@ -254,8 +254,10 @@ class PageAllocator:
             superpages = np.zeros(len(starts), np.int64)
             for group in groups:
                 superpages += -(-group.blocks_for(starts, ends) // pool.groups[group.tag].per_superpage)
-            at = int(superpages.argmax())
-            if (need := int(superpages[at])) > pool.num_superpages:
+            too_many = np.flatnonzero(superpages > pool.num_superpages)
+            if len(too_many):
+                at = int(too_many[-1])
+                need = int(superpages[at])
                 unit = state.plan.pool(pool.name).unit_bytes
                 return NeverFits(
                     f"a sequence of {ends[at]} tokens, those from {starts[at]} on in one step, takes {need} super-pages"

@@ -47,6 +47,7 @@ def prefill(
     mask = torch.ones_like(ids)
     mask[:, : prompt.padding] = 0
     try:
+        past.core.check_fits(last + 1)  # what can never fit is refused before any of it is computed
         while sequence.length < last:
             start = sequence.length
             piece = (1 if start else last) if served.scans_afresh else _fitting(past, sequence, min(most, last - start))
