@@ -7,6 +7,7 @@ import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
 from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, NotSettled, OutOfPages
+from kvweave.plan import PoolRequest
 from kvweave.prefix import Retention
 from kvweave.spec import Full, State, Window
 from tests.cache.engine import Engine, check_books
@@ -319,6 +320,30 @@ def test_a_preempted_sequence_resumes_from_what_it_left() -> None:
     again = cache.open(tokens)
     assert again.num_cached == 24, "its last state, of 27 tokens"
     step(cache, engine, again, 3)
+
+
+def test_replays_whose_hits_stop_blocks_earlier_find_the_point_that_was_left_for_them() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State()), pages=200))
+    engine, hits = Engine(cache), []
+    for _ in range(3):
+        sequence = cache.open(range(50), drop_last_blocks=1)
+        hits.append(sequence.num_cached)
+        while sequence.length < 50:
+            step(cache, engine, sequence, (sequence.stop or 50) - sequence.length)
+        cache.close(sequence)
+    assert hits == [0, 44, 44]
+
+
+def test_small_blocks_beside_a_large_grid_hold_no_more_than_the_plan_counts() -> None:
+    small = PoolRequest(pages=3)
+    caches = group("full", Full()), group("small", Window(4))
+    made = plan_of(*caches, blocks={"full": 64, "small": 2}, own_pools={"small": small})
+    assert made.group("small").num_blocks_held(300) == 3
+    cache = Cache(made)
+    engine, sequence = Engine(cache), cache.open(range(300))
+    while sequence.length < 300:
+        step(cache, engine, sequence, 1)
+    assert sequence.length == 300
 
 
 def test_with_closes_sequences_and_caches() -> None:

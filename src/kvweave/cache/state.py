@@ -181,9 +181,11 @@ class CacheState:
         if not (self.windows or self.states):
             return
         grid, back = self.grid, sequence.drop_last_blocks * self.grid
-        start, last = sequence.num_cached, (sequence.num_prompt - 1) // grid * grid - back
+        start, last = sequence.num_cached, (sequence.num_prompt - 1) // grid * grid
         branch = sequence.branch - back if self.retention.branches else 0
-        points = {last if self.retention.prompt_end else 0, branch}
+        # a hit stops `back` tokens before what matches, so what matches must go on behind the point
+        ends = {last, last - back} if self.retention.prompt_end else set()
+        points = {*ends, branch}
         sequence.points = sorted(point for point in points if start < point <= last)
         sequence.spaced_end = last
 
