@@ -111,7 +111,7 @@ def test_the_blocker_blocks(name: str) -> None:
     assert f"{name} is blocked" in result.stderr
 
 
-def test_the_core_imports_and_plans_with_numpy_alone() -> None:
+def test_the_core_imports_plans_and_caches_with_numpy_alone() -> None:
     core = [name for name in MODULES if folder(name) in ("", *CORE)]
     result = run(
         f"""
@@ -122,7 +122,24 @@ from importlib.resources import files
 spec = kvweave.from_config(str(files("kvweave") / "examples" / "qwen3-next-80b.json"))
 plan = kvweave.make_plan(spec, "8GiB")
 assert kvweave.explain(plan) and plan.sequences(32768) > 0
+with kvweave.Cache(plan) as cache:
+    for found in (0, 96):
+        sequence = cache.open(range(100))
+        assert sequence.num_cached == found
+        for length in (96, 100)[found > 0:]:
+            list(cache.extend(sequence, length - sequence.length)), list(cache.commit(sequence))
+        cache.close(sequence)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["--version"], 0), (["plan", "qwen3-next-80b"], 2), ([], 2)])
+def test_the_command_says_what_to_install(argv: list[str], code: int) -> None:
+    result = run(f"import kvweave.cli\nkvweave.cli.main({argv!r})")
+    assert result.returncode == code, result.stderr
+    if code:
+        assert result.stderr == "kvweave: error: the kvweave command needs typer: pip install 'kvweave[cli]'\n"
+    else:
+        assert result.stdout.startswith(f"kvweave {kvweave.__version__} (")

@@ -73,7 +73,7 @@ class Cache:
         retention: Retention | None = None,
         admission_reserve: float = 0.0,
         rows: int = 256,
-        max_tokens: int = 1 << 20,
+        max_tokens: int = 1_048_576,
         max_drafts: int = 15,
         on_event: Callable[[Event], None] | None = None,
         track_infinite: bool = False,
