@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import kvweave as kw
+from kvweave.spec import DType
 from kvweave.store import Cascade, MemoryTier, Namespace, Schema, Store, TierStats, model_digest
 from kvweave.store.tier import fill, joined
 
@@ -65,7 +66,7 @@ class SqliteTier:
 
 
 def main(path: str) -> None:
-    rows = (kw.Role("key", (4, 16), "bfloat16"), kw.Role("value", (4, 16), "bfloat16"))
+    rows = (kw.Role("key", (4, 16), DType.BFLOAT16), kw.Role("value", (4, 16), DType.BFLOAT16))
     spec = kw.ModelSpec("example", (kw.Layer((kw.LayerCache("full", kw.Full(), rows),)),))
     schema, here = Schema.of(spec, parts=1), Namespace(model_digest(spec), weights="main@3f2a")
     tokens = list(range(2000))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import kvweave as kw
-from kvweave.spec import register_reach
+from kvweave.spec import DType, register_reach
 
 
 @register_reach
@@ -37,7 +37,7 @@ class TwoChunks:
 
 def model(chunk: int) -> kw.ModelSpec:
     """Three layers of the new kind to one that sees everything."""
-    rows = (kw.Role("key", (4, 64), "bfloat16"), kw.Role("value", (4, 64), "bfloat16"))
+    rows = (kw.Role("key", (4, 64), DType.BFLOAT16), kw.Role("value", (4, 64), DType.BFLOAT16))
     local = kw.Layer((kw.LayerCache("two_chunks", TwoChunks(chunk), rows),))
     whole = kw.Layer((kw.LayerCache("full", kw.Full(), rows),))
     return kw.ModelSpec("mine", (local, local, local, whole))

@@ -9,27 +9,33 @@ Run: python examples/tiny_scheduler.py
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 import kvweave as kw
+from kvweave.spec import DType
 
 WINDOW, VOCABULARY, CHUNK = 32, 997, 64
 
 
 def layer(tag: str, reach: kw.Full | kw.Window) -> kw.Layer:
-    return kw.Layer((kw.LayerCache(tag, reach, (kw.Role("kv", (1,), "int32"),)),))
+    return kw.Layer((kw.LayerCache(tag, reach, (kw.Role("kv", (1,), DType.INT32),)),))
 
 
 @dataclass
 class Request:
-    """A prompt and what was generated; `sequence` while it runs."""
+    """A prompt, and what was generated after it."""
 
     tokens: list[int]
     new_tokens: int
-    sequence: kw.Sequence | None = None
-    reused: int = 0
     answer: list[int] = field(default_factory=list)
+    reused: int = 0
+
+
+class Running(NamedTuple):
+    request: Request
+    sequence: kw.Sequence
 
 
 class Engine:
@@ -46,56 +52,55 @@ class Engine:
 
     def run(self, requests: list[Request]) -> None:
         """All requests to their end, first come first served."""
-        waiting, running = list(requests), []
+        for request in requests:  # what could not even run alone is refused here, by name
+            self.cache.check_fits(len(request.tokens) + request.new_tokens, CHUNK)
+        waiting, running = list(requests), list[Running]()
         while waiting or running:
-            while waiting and self.prefill(waiting[0], alone=not running):
-                running.append(waiting.pop(0))
+            while waiting and (sequence := self.prefill(waiting[0])):
+                running.append(Running(waiting.pop(0), sequence))
             self.most_together = max(self.most_together, len(running))
             waiting[:0] = self.decode(running)
-            for request in [r for r in running if r.sequence and len(r.answer) == r.new_tokens]:
-                self.cache.close(request.sequence)
-                request.sequence = None
-            running = [request for request in running if request.sequence]
+            for done in [each for each in running if len(each.request.answer) == each.request.new_tokens]:
+                self.cache.close(done.sequence)
+                running.remove(done)
 
-    def prefill(self, request: Request, alone: bool) -> bool:
-        """The whole prompt, a chunk a step, from the longest prefix that is cached; False if it must wait."""
-        sequence = self.cache.open(request.tokens + request.answer)
-        request.reused = request.reused if request.answer else sequence.num_cached
+    def prefill(self, request: Request) -> kw.Sequence | None:
+        """The whole prompt, a chunk a step, from the longest prefix that is cached; None if it must wait."""
+        tokens = request.tokens + request.answer
+        sequence = self.cache.open(tokens)
         try:
-            while sequence.length < sequence.num_prompt:
-                start = sequence.length
-                self.cache.extend(sequence, min(CHUNK, sequence.num_prompt - start))
-                self.write([sequence], np.array((request.tokens + request.answer)[start : sequence.length]))
+            for start in range(sequence.length, len(tokens), CHUNK):
+                self.cache.extend(sequence, min(CHUNK, len(tokens) - start))
+                self.write([sequence], tokens[start : sequence.length])
                 self.cache.commit(sequence)
         except kw.OutOfPages:
             self.cache.close(sequence)
-            if alone:
-                raise
-            return False
-        request.sequence = sequence
-        return True
+            return None
+        request.reused = request.reused if request.answer else sequence.num_cached
+        return sequence
 
-    def decode(self, running: list[Request]) -> list[Request]:
-        """One token more of each; those that do not fit are preempted, keep what they computed, and wait again."""
-        preempted = []
-        while batch := kw.Batch(request.sequence for request in running if request.sequence):
+    def decode(self, running: list[Running]) -> list[Request]:
+        """One token more of each; the youngest are preempted if there is no room, and keep what they computed."""
+        preempted: list[Request] = []
+        while running:
+            batch = kw.Batch(each.sequence for each in running)
             tokens = [self.next_token(sequence) for sequence in batch.sequences]
             try:
                 self.cache.extend(batch, 1, tokens=tokens)
             except kw.OutOfPages:
-                youngest = next(request for request in reversed(running) if request.sequence)
+                youngest = running.pop()
                 self.cache.close(youngest.sequence)
-                youngest.sequence, self.preemptions = None, self.preemptions + 1
-                preempted.insert(0, youngest)
+                self.preemptions += 1
+                preempted.insert(0, youngest.request)
                 continue
-            self.write(batch.sequences, np.array(tokens))
+            self.write(batch.sequences, tokens)
             self.cache.commit(batch)
-            for request, token in zip((r for r in running if r.sequence), tokens, strict=True):
-                request.answer.append(token)
+            for each, token in zip(running, tokens, strict=True):
+                each.request.answer.append(token)
             break
         return preempted
 
-    def write(self, sequences: list[kw.Sequence], ids: np.ndarray) -> None:
+    def write(self, sequences: list[kw.Sequence], ids: list[int]) -> None:
         """What a kernel does: the rows of the step's tokens go where the slot mapping says."""
         for tag, slots in self.cache.slot_mapping(sequences).items():
             self.pages[tag][slots] = ids

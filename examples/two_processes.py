@@ -21,13 +21,14 @@ import numpy as np
 
 import kvweave as kw
 from kvweave.server import RemoteStore
+from kvweave.spec import DType
 from kvweave.store import Namespace, Schema, model_digest
 
 TOKENS = list(range(4000))
 
 
 def model() -> kw.ModelSpec:
-    rows = tuple(kw.Role(name, (4, 16), "bfloat16") for name in ("key", "value"))
+    rows = tuple(kw.Role(name, (4, 16), DType.BFLOAT16) for name in ("key", "value"))
     full, window = kw.LayerCache("full", kw.Full(), rows), kw.LayerCache("window", kw.Window(512), rows)
     return kw.ModelSpec("example", (kw.Layer((full,)), kw.Layer((window,))))
 

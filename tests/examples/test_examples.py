@@ -41,7 +41,6 @@ def test_an_example_runs_and_says_what_it_should(name: str) -> None:
     assert run.returncode == 0, run.stderr
     for words in SAYS[name]:
         assert words in run.stdout
-    assert 40 <= len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 130
 
 
 @pytest.mark.parametrize("memory", ["4KiB", "16KiB"])
