@@ -1,7 +1,7 @@
 """Where reuse does not pay: the first token of short prompts that share all but 16 tokens, against transformers alone.
 
 CPU time of one thread, so that other processes do not count; the two models of transformers_cpu, float32. The peer is
-`model.generate` with its own DynamicCache. Below the length where the ratio passes 1, a request costs more than it saves.
+`model.generate` with its own DynamicCache. Where the ratio is below 1, a request costs more than it saves.
 
 Run: OMP_NUM_THREADS=1 make bench NAME=short_prompts
 """
