@@ -60,7 +60,8 @@ class Quantiser:
         dim = rows.shape[-1]
         block = self.block or dim
         padded = torch.nn.functional.pad(rows, (0, -dim % block))
-        return padded.unflatten(-1, (-1, block))
+        blocks: torch.Tensor = padded.unflatten(-1, (-1, block))
+        return blocks
 
     def _narrow(self, scaled: torch.Tensor) -> torch.Tensor:
         if self.dtype not in (DType.INT8, DType.INT4):
@@ -150,7 +151,8 @@ class _MXFP4Row:
     def unpack(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         nibbles = torch.stack((parts["values"] & 0xF, parts["values"] >> 4), dim=-1).flatten(-2).long()
         numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=nibbles.device)[nibbles]
-        return (numbers.unflatten(-1, (-1, MX_BLOCK)) * _scales(parts["scale"]).unsqueeze(-1)).flatten(-2)
+        blocks: torch.Tensor = numbers.unflatten(-1, (-1, MX_BLOCK))
+        return (blocks * _scales(parts["scale"]).unsqueeze(-1)).flatten(-2)
 
 
 def _bytewise(role: Role) -> _V4Row | _MXFP4Row | None:
