@@ -49,21 +49,29 @@ def compiler_error() -> str:
 
 
 def core() -> list[Extension]:
-    """The core as extensions. -O1: it runs as fast as with -O3 (its time goes to calls into Python and numpy), and
-    compiles in half the time."""
+    """The core as extensions; none, and a line that says why, if mypyc does not take it.
+
+    -O1: it runs as fast as with -O3 (its time goes to calls into Python and numpy), and compiles in half the time.
+    """
     paths = [path for folder in COMPILED for path in sorted(Path("src/kvweave", folder).glob("[!_]*.py"))]
     os.environ.setdefault("MYPYPATH", "src")
-    from mypyc.build import mypycify  # noqa: PLC0415
+    try:
+        from mypyc.build import mypycify  # noqa: PLC0415
 
-    extensions: list[Extension] = mypycify(["--strict", *map(str, paths)], opt_level="1", debug_level="0")
+        extensions: list[Extension] = mypycify(["--strict", *map(str, paths)], opt_level="1", debug_level="0")
+    except (Exception, SystemExit) as error:
+        say(f"mypyc failed ({error}): the core is interpreted, more slowly")
+        return []
     for source in {Path(source) for extension in extensions for source in extension.sources}:
         source.write_text(with_docstrings(source.read_text(), paths))
     return extensions
 
 
 def native(folder: str) -> Extension:
+    """Optional: where it does not compile, Python stands in, or `NotBuilt` says what is missing."""
     flags = ["-O3", "-Wall", "-Wextra"]
-    return Extension(f"kvweave.{folder}._native", [f"src/kvweave/{folder}/native.c"], extra_compile_args=flags)
+    source = f"src/kvweave/{folder}/native.c"
+    return Extension(f"kvweave.{folder}._native", [source], extra_compile_args=flags, optional=True)
 
 
 # ---- docstrings: mypyc leaves them out, so they are written into the C that it made
