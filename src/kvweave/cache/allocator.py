@@ -110,7 +110,7 @@ class PageAllocator:
                 pages = np.concatenate([behind, *parked])
                 pages, holders = np.unique(pages, return_counts=True)
                 of_group = pool.groups[group.tag]
-                found[group.tag] = pages[holders == of_group.refs[pages] + 1 - of_group.cached[pages]]
+                found[group.tag] = pages[holders == of_group.refs[pages]]
         return found
 
     def advance_windows(self, rows: Rows, ends: Counts) -> None:
@@ -160,7 +160,7 @@ class PageAllocator:
         spread, slots = _spread(rows, first, passed)
         pages = table.pages[spread, slots]
         table.write_many(spread, slots, np.zeros(len(slots), np.int32))
-        self.state.release(group, pages, is_one_row=False)
+        self.state.release(group, pages)
 
     def _reclaim(self) -> None:
         """Let every sequence hold no more than its next token needs."""

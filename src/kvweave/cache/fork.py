@@ -87,7 +87,8 @@ class Forks:
         child = Sequence(sequence.home, row, sequence.tokens, sequence.namespace, sequence.priority, sequence.node)
         child.start_at(sequence.node.end, sequence.tokens)
         child.num_cached, child.num_prompt, child.branch = sequence.num_cached, sequence.num_prompt, sequence.branch
-        child.points, child.spaced_end = list(sequence.points), sequence.spaced_end
+        child.asked_points, child.prompt_points = sequence.asked_points, sequence.prompt_points
+        child.last_point = sequence.last_point
         child.opened, child.drop_last_blocks = sequence.opened, sequence.drop_last_blocks
         child.restore, child.private_from = sequence.restore, sequence.private_from
         state.prefix.pin(sequence.node)
@@ -213,7 +214,8 @@ class Forks:
         table, pool = self.state.tables[group.number], self.state.pool_of[group.number]
         if not length % group.slot_tokens or pool is None:
             return False
-        return bool(pool.groups[group.tag].refs[table.pages[row, length // group.slot_tokens]] > 0)
+        pages, page = pool.groups[group.tag], table.pages[row, length // group.slot_tokens]
+        return bool(pages.refs[page] > 1 or pages.cached[page])
 
     def _copy_half(self, group: PagedGroup, row: int, length: int, copies: CopyBuilder) -> None:
         table, slot = self.state.tables[group.number], length // group.slot_tokens

@@ -153,7 +153,8 @@ class Loader:
         if keeps:
             self.snapshots.reserve(sequence, [position], in_step=False)
         if state.windows or state.states:
-            sequence.points = [position, *(point for point in sequence.points if point > position)]
+            sequence.asked_points = [position, *(point for point in sequence.asked_points if point > position)]
+            sequence.prompt_points = [position, *(point for point in sequence.prompt_points if point > position)]
         state.set_next_stop(sequence)
         state.set_next_event(sequence)
 

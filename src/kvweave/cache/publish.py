@@ -98,8 +98,8 @@ class Publisher:
             state.tables[group.number].published[sequence.row] = end // group.slot_tokens
         self._move_tip(sequence)
         sequence.answer = -1
-        if end >= sequence.spaced_end:
-            sequence.points, sequence.spaced_end = [], 0
+        if end >= sequence.last_point:
+            sequence.asked_points, sequence.prompt_points, sequence.last_point = [], [], 0
 
     def _held_pages(self, sequence: Sequence) -> Held:
         """By group number: the pages of a window by block, in the table and parked beside it."""
@@ -121,9 +121,9 @@ class Publisher:
         return wanted if wanted and wanted[-1] == end else [*wanted, end]
 
     def _kind(self, sequence: Sequence, position: int) -> Kind:
-        if position in sequence.points:
+        if position in sequence.asked_points:
             return Kind.BRANCH if position == sequence.branch else Kind.PROMPT
-        return Kind.SPACED if position < sequence.spaced_end else Kind.ANSWER
+        return Kind.SPACED if position < sequence.last_point else Kind.ANSWER
 
     def _move_tip(self, sequence: Sequence) -> None:
         """Of the points left while generating only the last is kept, unless somebody asked for another."""

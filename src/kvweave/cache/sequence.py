@@ -41,11 +41,13 @@ FIELDS = (
     "_first",
     "_num_tokens",
     "answer",
+    "asked_points",
     "branch",
     "copy_at",
     "drop_last_blocks",
     "home",
     "in_step",
+    "last_point",
     "namespace",
     "node",
     "num_cached",
@@ -53,14 +55,13 @@ FIELDS = (
     "opened",
     "parked",
     "pending_key",
-    "points",
     "priority",
     "private_from",
+    "prompt_points",
     "restore",
     "row",
     "rows",
     "snapshots",
-    "spaced_end",
     "tip",
 )
 """What makes up a sequence."""
@@ -88,10 +89,12 @@ class Sequence:
         self.node = node
         self.branch = 0
         self.drop_last_blocks = 0
-        self.points: list[int] = []
-        """Positions of its prompt at which a resume point is wanted, ascending."""
-        self.spaced_end = 0
-        """Before this position, points are welcome where the retention spaces them."""
+        self.prompt_points: list[int] = []
+        """Positions of its prompt at which a resume point is wanted, ascending; lists that are replaced, not changed."""
+        self.asked_points: list[int] = []
+        """Those of them that are not there by the retention's spacing alone."""
+        self.last_point = 0
+        """The last position at which the prompt could leave a point; 0 where its points are in the tree."""
         self.snapshots: dict[int, StatePages] = {}
         """State pages by position, not in the tree yet: states that steps leave, true once they are committed."""
         self.in_step: list[int] = []

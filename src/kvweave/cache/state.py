@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -145,7 +146,7 @@ class CacheState:
         counters.hold[row] = first = self.first_unpublished(sequence)
         point = self.publish_at(sequence)
         if self.states:
-            point = min(point, first if sequence.pending_key is None or first > sequence.spaced_end else NEVER)
+            point = min(point, first if sequence.pending_key is None or first > sequence.last_point else NEVER)
         elif sequence.pending_key is None:
             point = min(point, sequence.node.end + self.grid)
         point = max(point, committed + 1)
@@ -154,9 +155,9 @@ class CacheState:
 
     def publish_at(self, sequence: Sequence) -> int:
         """The committed length at which a sequence publishes by itself: the last point of its prompt."""
-        if self.states and not any(point <= sequence.spaced_end for point in sequence.snapshots):
+        if self.states and not any(point <= sequence.last_point for point in sequence.snapshots):
             return NEVER
-        return sequence.spaced_end or NEVER
+        return sequence.last_point or NEVER
 
     def first_unpublished(self, sequence: Sequence) -> int:
         """The first wanted point that neither is in the tree nor has all it needs kept."""
@@ -185,18 +186,15 @@ class CacheState:
         branch = sequence.branch - back if self.retention.branches else 0
         # a hit stops `back` tokens before what matches, so what matches must go on behind the point
         ends = {last, last - back} if self.retention.prompt_end else set()
-        points = {*ends, branch}
-        sequence.points = sorted(point for point in points if start < point <= last)
-        sequence.spaced_end = last
+        sequence.asked_points = sorted(point for point in {*ends, branch} if start < point <= last)
+        sequence.prompt_points = sorted({*self.spacing.between(start, last), *sequence.asked_points})
+        sequence.last_point = last
 
     def next_in_prompt(self, sequence: Sequence, position: int) -> int:
         """The first wanted point of the prompt after `position`, or `NEVER`."""
-        spaced = self.spacing.after(position)
-        wanted = spaced if spaced < sequence.spaced_end else NEVER
-        for point in sequence.points:
-            if point > position:
-                return min(wanted, point)
-        return wanted
+        points = sequence.prompt_points
+        at = bisect_right(points, position)
+        return points[at] if at < len(points) else NEVER
 
     def next_wanted(self, sequence: Sequence, position: int) -> int:
         """The first position after `position` whose state is wanted: in the prompt, then now and again."""
@@ -208,11 +206,8 @@ class CacheState:
 
     def wanted_points(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """All wanted points of the prompt in (start, end], ascending."""
-        wanted, position = [], self.next_in_prompt(sequence, start)
-        while position <= end:
-            wanted.append(position)
-            position = self.next_in_prompt(sequence, position)
-        return wanted
+        points = sequence.prompt_points
+        return points[bisect_right(points, start) : bisect_right(points, end)]
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Tokens of a sequence that others may find: written, not private, and their ids known."""
@@ -244,11 +239,11 @@ class CacheState:
             if pool:
                 pool.free_one(group.tag, page)
 
-    def release(self, group: PagedGroup, pages: Ids, is_one_row: bool = True) -> None:
+    def release(self, group: PagedGroup, pages: Ids) -> None:
         """Tables let go of pages that they held, without NULLs; those that nobody else holds are free."""
         pool = self.pool_of[group.number]
         if pool and len(pages):
-            pool.free(group.tag, pool.groups[group.tag].release(pages, is_one_row) if group.is_window else pages)
+            pool.free(group.tag, pool.groups[group.tag].release(pages) if group.is_window else pages)
 
     def release_parked(self, sequence: Sequence) -> None:
         """Points that were not published yet need pages no more."""

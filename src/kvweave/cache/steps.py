@@ -234,7 +234,7 @@ class Steps:
         if committed >= state.publish_at(sequence):
             self.publisher.publish(sequence)
         elif state.states:
-            late = [point for point in sequence.snapshots if sequence.spaced_end < point <= committed]
+            late = [point for point in sequence.snapshots if sequence.last_point < point <= committed]
             if late and max(late) not in (sequence.answer, sequence.copy_at):
                 self.publisher.keep_answer(sequence, max(late))
         self.publisher.register(sequence)

@@ -91,10 +91,8 @@ class PrefixCache:
         point.last_used = self.tick()
         point.priority = max(point.priority, priority)
         node.growing_tip = False
-        self._requeue(point)
+        self._move(point, self._queue_of(point))
         self._requeue_spaced(node)
-        if point.queue is not None:
-            self._move(point, point.queue)
         return point
 
     def tick(self) -> int:
@@ -193,9 +191,8 @@ class PrefixCache:
         point.last_used, point.priority = self.tick(), priority
         self._count_states(point, 1)
         self._requeue(point)
-        index = len(node.points) - 2
-        if index >= 0 and node.points[-1] is point:
-            self._requeue(node.points[index])
+        if not node.pins and len(node.points) > 1:
+            self._requeue(node.points[-2])
         return point
 
     def _count_states(self, point: Point, sign: int) -> None:
@@ -220,14 +217,18 @@ class PrefixCache:
 
     def _requeue(self, point: Point) -> None:
         """Put a point into the queue where it belongs now."""
-        node, queue = point.node, None
-        if not point.pins:
-            if not node.children and not node.pins and node.points[-1] is point:
-                queue = self._tips
-            elif self._has_inner and (point.kind != Kind.SPACED or node.first_spaced() is point):
-                queue = self._inner
+        queue = self._queue_of(point)
         if queue is not point.queue:
             self._move(point, queue)
+
+    def _queue_of(self, point: Point) -> EvictionQueue | None:
+        node = point.node
+        if point.pins:
+            return None
+        if not node.children and not node.pins and node.points[-1] is point:
+            return self._tips
+        is_inner = self._has_inner and (point.kind != Kind.SPACED or node.first_spaced() is point)
+        return self._inner if is_inner else None
 
     def _move(self, point: Point, queue: EvictionQueue | None) -> None:
         if point.queue is not None:
@@ -273,13 +274,9 @@ class PrefixCache:
         node = point.node
         limit = max(node.start, point.position - tokens)
         parent = node.parent
-        if not self._shorten(node, self.tree.last_resumable(self._path(node), limit, node.start), point):
+        if not self._shorten(node, self.tree.last_resumable(self.tree.path_of(node), limit, node.start), point):
             assert parent is not None, "a root has no points"
             self._settle(parent, point)
-
-    def _path(self, node: Node) -> list[Node]:
-        """The nodes that say whether a position in `node` is resumable: windows may reach above it."""
-        return [node] if self.tree.states or not self.tree.windows else node.path()
 
     def _drop_spaced(self, node: Node) -> None:
         """Give up the points of a run that nobody has asked for, and the window pages that only they need."""
@@ -296,7 +293,8 @@ class PrefixCache:
                     first, last = group.first_block(point.position), point.position // group.slot_tokens
                     unneeded[max(0, first - start) : last - start] = False
                 self._leave_windows(group, self.tree.drop(node, group, np.flatnonzero(unneeded & (pages != NULL))))
-        self._free_windows(spaced[0])  # of runs above, too
+        if any(g.head_blocks or g.first_block(spaced[0].position) * g.slot_tokens < node.start for g in self.tree.windows):
+            self._free_windows(spaced[0])  # of runs above, too
 
     def drop_point(self, point: Point) -> None:
         """Give up a point that others lie behind, or that a holder stands at: its states, and what only it needs."""
@@ -391,8 +389,10 @@ class PrefixCache:
                 if not node.pending and self.tree.roots.get(node.namespace) is node:
                     self.tree.remove(node)
                 return
+            if heir is None and node.points and node.points[-1].position == node.end:
+                break
             bare = self._is_bare(node)
-            end = node.start if bare else self.tree.last_resumable(self._path(node), node.end, node.start)
+            end = node.start if bare else self.tree.last_resumable(self.tree.path_of(node), node.end, node.start)
             if self._shorten(node, end, heir):
                 return
             node = parent

@@ -88,7 +88,8 @@ class Tree:
         return self.last_resumable(match.nodes, min(match.length, limit) // self.grid * self.grid, 0)
 
     def last_resumable(self, nodes: list[Node], limit: int, low: int) -> int:
-        """The last position in (low, limit], on a path of nodes, from which every group can go on; `low` if none.
+        """The last position in (low, limit], on a path of nodes, from which every group can go on; `low` if none. The
+        path begins at the root, or above all that going on from such a position needs.
 
         Full attention can go on from anywhere, states only from points. Windows can from points, and from wherever
         the pages kept for neighbouring points happen to suffice.
@@ -111,7 +112,21 @@ class Tree:
     def _present(self, group: PagedGroup, nodes: list[Node]) -> Present:
         arrays = [node.pages[group.number] for node in nodes]
         pages = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        return Present(group.reach, group.slot_tokens, pages != NULL)
+        return Present(group.reach, group.slot_tokens, pages != NULL, nodes[0].start // group.slot_tokens)
+
+    def path_of(self, node: Node) -> list[Node]:
+        """The nodes that say whether a position in `node` is resumable: windows may reach above it."""
+        if self.states or not self.windows:
+            return [node]
+        first, at = node.start + self.grid, node
+        if any(group.head_blocks for group in self.windows):
+            return node.path()
+        low = min(group.first_block(first) * group.slot_tokens for group in self.windows)
+        nodes = [node]
+        while at.start > low and at.parent is not None:
+            at = at.parent
+            nodes.append(at)
+        return nodes[::-1]
 
     def path_pages(self, group: PagedGroup, node: Node, position: int) -> Ids:
         """The pages of a window, head included, that going on from a position in `node` needs."""
