@@ -757,18 +757,15 @@ def test_while_generating_the_last_state_is_kept_with_the_window_that_it_needs()
     assert cache.lookup([*range(48), 99]) == 48
 
 
-def test_a_snapshot_that_is_not_copied_yet_is_found_by_nobody() -> None:
+def test_a_state_is_found_as_soon_as_the_step_that_ends_there_is_committed() -> None:
     cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8))
     sequence, engine = cache.open(range(40)), engine_of(cache)
-    for start in (0, 8):
+    for start in (0, 8, 16):
         engine.carry_out(cache.extend(sequence, 8))
         engine.step(sequence, start)
+        assert cache.lookup(range(40)) == start
         engine.carry_out(cache.commit(sequence))
-    assert cache.lookup(range(40)) == 8
-    engine.carry_out(cache.extend(sequence, 8))
-    engine.step(sequence, 16)
-    engine.carry_out(cache.commit(sequence))
-    assert cache.lookup(range(40)) == 24
+        assert cache.lookup(range(40)) == start + 8
     run(cache, [*range(20), 99])
 
 

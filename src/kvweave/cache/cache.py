@@ -145,6 +145,7 @@ class Cache:
         sequence.drop_last_blocks = drop_last_blocks
         sequence.opened = state.prefix.tick()
         self._loader.open(sequence, prompt, self._match(namespace, prompt) if reuse else None)
+        self._publisher.stand(sequence)
         self._requests += 1
         self._prompt_tokens += len(prompt)
         self._hit_tokens += sequence.num_cached
@@ -159,7 +160,7 @@ class Cache:
         return prompt
 
     def _match(self, namespace: Hashable, prompt: Tokens) -> Match:
-        return self._state.prefix.match(namespace, prompt, self._publisher.publish_pending)
+        return self._state.prefix.match(namespace, prompt, self._publisher.publish_standing)
 
     def lookup(
         self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = (), drop_last_blocks: int = 0
@@ -185,7 +186,9 @@ class Cache:
         match = self._match(sequence.namespace, prompt)
         if self._loader.hit(match, len(prompt), sequence.drop_last_blocks) > sequence.num_cached:
             before = sequence.num_cached
+            self._publisher.leave(sequence)
             self._loader.reopen(sequence, prompt, match)
+            self._publisher.stand(sequence)
             self._hit_tokens += sequence.num_cached - before
         return sequence.num_cached
 
@@ -362,7 +365,7 @@ class Cache:
         if keep and not self._is_outstanding(sequence.rows):
             self._snapshots.donate_live(sequence)
             self._publisher.publish(sequence)
-        self._publisher.unregister(sequence)
+        self._publisher.leave(sequence)
         self._loader.leave_row(sequence)
         self._snapshots.drop_after(sequence, -1)
         sequence.node.growing_tip = False
@@ -393,7 +396,7 @@ class Cache:
     def publish(self) -> None:
         """Put everything committed into the tree now; whoever opens a prompt has what it needs published anyway."""
         self._check_thread()
-        for sequence in list(self._state.pending.values()):
+        for sequence in list(self._state.by_row.values()):
             self._publisher.publish(sequence)
             self._state.set_next_event(sequence)
 

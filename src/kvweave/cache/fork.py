@@ -99,6 +99,7 @@ class Forks:
         state.tokens.enter(child, sequence.num_tokens)
         for group in state.groups:
             self._share(group, sequence.row, row, copies)
+        self.publisher.stand(child)
         state.set_next_stop(child)
         state.set_next_event(child)
         return child
@@ -151,7 +152,7 @@ class Forks:
             if id(sequence) not in kept:
                 self._drop(sequence)
         for sequence in places.values():
-            self.publisher.unregister(sequence)
+            self.publisher.leave(sequence)
         lives = {i: {name: getattr(s, name) for name in FIELDS} for i, s in places.items()}
         for sequence in places.values():
             sequence.row = -1
@@ -159,7 +160,7 @@ class Forks:
             for name, value in lives[i].items():
                 setattr(sequence, name, value)
             self.state.by_row[sequence.row] = sequence
-            self.publisher.register(sequence)
+            self.publisher.stand(sequence)
             self.state.set_next_event(sequence)
         self.state.num_closed += 1  # batches made before mean other rows now
 
@@ -189,7 +190,7 @@ class Forks:
             table.erase(row, keep, blocks)
             table.blocks[row] = min(keep, blocks)
             state.release(group, pages[pages != NULL])
-        sequence.num_prompt = min(sequence.num_prompt, length)
+        sequence.num_prompt = state.counters.prompts[row] = min(sequence.num_prompt, length)
         self.cut(sequence, length)
 
     def cut(self, sequence: Sequence, length: int) -> None:
@@ -204,8 +205,8 @@ class Forks:
         counters.step_start[row] = min(int(counters.step_start[row]), length)
         state.tokens.cut(sequence, max(length, sequence.num_prompt))
         self.snapshots.drop_after(sequence, length)
-        if state.num_shareable(sequence) < sequence.node.end + state.grid:
-            self.publisher.unregister(sequence)
+        self.publisher.leave(sequence)
+        self.publisher.stand(sequence)
         state.set_next_stop(sequence)
         state.set_next_event(sequence)
 

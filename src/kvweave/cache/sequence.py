@@ -54,7 +54,6 @@ FIELDS = (
     "num_prompt",
     "opened",
     "parked",
-    "pending_key",
     "priority",
     "private_from",
     "prompt_points",
@@ -62,6 +61,7 @@ FIELDS = (
     "row",
     "rows",
     "snapshots",
+    "standing_key",
     "tip",
 )
 """What makes up a sequence."""
@@ -112,8 +112,8 @@ class Sequence:
         self.parked: dict[int, list[tuple[int, Ids]]] = {}
         """By group number: pages of a window that it has passed and that points not in the tree yet need, as runs from
         a block on."""
-        self.pending_key: bytes | None = None
-        """Its key among its node's pending sequences."""
+        self.standing_key = b""
+        """Its key among the sequences that stand on its node."""
         self._first = 0
         self._buffer = tokens
         self._num_tokens = len(tokens)

@@ -25,9 +25,21 @@ class RowCounters:
     with states. `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at
     which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that it
     needs are not let go. `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected.
+    `prompts`: lengths of the prompts.
     """
 
-    NAMES = ("lengths", "committed", "ready", "next_stop", "next_event", "next_point", "hold", "step_start", "drafts")
+    NAMES = (
+        "lengths",
+        "committed",
+        "ready",
+        "next_stop",
+        "next_event",
+        "next_point",
+        "hold",
+        "step_start",
+        "drafts",
+        "prompts",
+    )
 
     def __init__(self, rows: int) -> None:
         self.lengths: Counts = np.zeros(rows, np.int64)
@@ -39,6 +51,7 @@ class RowCounters:
         self.hold: Counts = np.zeros(rows, np.int64)
         self.step_start: Counts = np.zeros(rows, np.int64)
         self.drafts: Counts = np.zeros(rows, np.int64)
+        self.prompts: Counts = np.zeros(rows, np.int64)
 
     def add_rows(self, count: int) -> None:
         for name in self.NAMES:
@@ -82,11 +95,10 @@ class CacheState:
         self.grid = self.prefix.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
+        self.decode_every = -(-retention.decode_every // self.grid) * self.grid
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(rows)
         self.by_row: dict[int, Sequence] = {}
-        self.pending: dict[int, Sequence] = {}
-        """Sequences with something committed that is not in the tree yet, by row."""
         self.num_closed = 0
         """Sequences closed or reordered so far; batches made before must be looked at again."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -140,15 +152,14 @@ class CacheState:
         self.set_ready_of(row)
 
     def set_next_event(self, sequence: Sequence) -> None:
-        """Note at which committed length points enter the tree, a window moves on, or others should find more."""
+        """Note at which committed length points enter the tree, a state is copied, or a window moves on."""
         row, counters = sequence.row, self.counters
         committed = int(counters.committed[row])
         counters.hold[row] = first = self.first_unpublished(sequence)
         point = self.publish_at(sequence)
         if self.states:
-            point = min(point, first if sequence.pending_key is None or first > sequence.last_point else NEVER)
-        elif sequence.pending_key is None:
-            point = min(point, sequence.node.end + self.grid)
+            point = min(point, first if first > sequence.last_point else NEVER)
+            point = sequence.copy_at if 0 <= sequence.copy_at < point else point
         point = max(point, committed + 1)
         counters.next_point[row] = point
         counters.next_event[row] = min(point, self.next_window_event(committed))
@@ -201,8 +212,7 @@ class CacheState:
         wanted = self.next_in_prompt(sequence, position)
         if wanted < NEVER:
             return wanted
-        every = -(-self.retention.decode_every // self.grid) * self.grid
-        return position // every * every + every
+        return position // self.decode_every * self.decode_every + self.decode_every
 
     def wanted_points(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """All wanted points of the prompt in (start, end], ascending."""

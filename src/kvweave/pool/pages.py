@@ -114,7 +114,7 @@ class GroupPages:
         refs = self.refs[pages]
         if np.count_nonzero(refs > 1):
             np.subtract.at(self.refs, pages, 1)
-            unnamed = np.unique(pages[self.refs[pages] == 0])
+            unnamed: Ids = np.unique(pages[self.refs[pages] == 0])
         else:
             self.refs[pages] = 0
             unnamed = pages
@@ -122,7 +122,8 @@ class GroupPages:
         if not np.count_nonzero(cached):
             return unnamed
         self.count_evictable(unnamed[cached > 0], 1)
-        return unnamed[cached == 0]
+        gone: Ids = unnamed[cached == 0]
+        return gone
 
     def leave_cache(self, pages: Ids) -> tuple[Ids, int]:
         """The tree lets go of `pages`, each once; returns those that nobody holds now, and how many left the tree."""

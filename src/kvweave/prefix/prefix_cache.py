@@ -19,7 +19,7 @@ from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.policy import EvictionCandidate, Policy
-from kvweave.prefix.tree import Match, OnPending, Tree
+from kvweave.prefix.tree import Match, PublishStanding, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
@@ -57,9 +57,9 @@ class PrefixCache:
 
     # ---- looking
 
-    def match(self, namespace: Hashable, tokens: Tokens, on_pending: OnPending) -> Match:
+    def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding) -> Match:
         """The longest run of tokens in the tree; sequences that have more of them are published on the way."""
-        match = self.tree.match(namespace, tokens, on_pending)
+        match = self.tree.match(namespace, tokens, publish)
         if len(match.nodes) > LONGEST_PATH and self._join(match.nodes):
             match = self.tree.match(namespace, tokens)
         return match
@@ -68,7 +68,7 @@ class PrefixCache:
         """Join the runs of a path that neither a branch nor a holder keeps apart."""
         runs = [[nodes[0]]]
         for upper, node in pairwise(nodes):
-            apart = len(upper.children) > 1 or upper.uses or upper.pending or upper.pins != node.pins
+            apart = len(upper.children) > 1 or upper.uses or upper.pins != node.pins
             if apart:
                 runs.append([node])
             else:
@@ -114,26 +114,35 @@ class PrefixCache:
 
     def _pin_path(self, node: Node, above: Node | None) -> None:
         at: Node | None = node
+        newly = []
         while at is not above and at is not None:
             at.pins += 1
             if at.pins == 1 and at.parent is not None:
-                for group in self._full:
-                    self._pages(group).count_evictable(at.pages[group.number], -1)
-                self._requeue_last(at)
+                newly.append(at)
             at = at.parent
+        self._count_path(newly, -1)
+        self._requeue_last(node)
 
     def unpin(self, node: Node) -> None:
         """A holder of `node` is gone."""
         node.uses -= 1
         at: Node | None = node
+        free = []
         while at is not None:
             at.pins -= 1
             if at.pins == 0 and at.parent is not None:
-                for group in self._full:
-                    self._pages(group).count_evictable(at.pages[group.number], 1)
-                self._requeue_last(at)
+                free.append(at)
             at = at.parent
+        self._count_path(free, 1)
+        self._requeue_last(node)
         self._settle(node, None)
+
+    def _count_path(self, nodes: list[Node], sign: int) -> None:
+        """The rows of some runs become evictable (1), or are needed (-1)."""
+        if nodes:
+            for group in self._full:
+                pages = [node.pages[group.number] for node in nodes]
+                self._pages(group).count_evictable(pages[0] if len(pages) == 1 else np.concatenate(pages), sign)
 
     def pin_states(self, point: Point, sign: int) -> None:
         """Somebody must find the states of a point unharmed (1), or needs them no more (-1)."""
@@ -386,7 +395,7 @@ class PrefixCache:
         while not node.pins and not node.children:
             parent = node.parent
             if parent is None:
-                if not node.pending and self.tree.roots.get(node.namespace) is node:
+                if self.tree.roots.get(node.namespace) is node:
                     self.tree.remove(node)
                 return
             if heir is None and node.points and node.points[-1].position == node.end:

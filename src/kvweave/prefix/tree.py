@@ -20,7 +20,7 @@ from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 
 Counts = NDArray[np.int64]
 NO_PAGES: Ids = np.empty(0, np.int32)
-OnPending = Callable[[Node, bytes], None]
+PublishStanding = Callable[[Node, bytes], None]
 """Publishes the sequences that stand on a node and go on with these tokens."""
 
 
@@ -58,17 +58,19 @@ class Tree:
                 self._emit(Stored(node.id, None, namespace, 0, ()))
         return node
 
-    def match(self, namespace: Hashable, tokens: Tokens, on_pending: OnPending | None = None) -> Match:
+    def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding | None = None) -> Match:
         """The longest run of tokens in the tree, on the grid."""
         node, nodes, length, grid = self.roots.get(namespace), [], 0, self.grid
         while node is not None and len(tokens) - length >= grid:
             key = tokens[length : length + grid].tobytes()
-            if on_pending is not None and node.pending and key in node.pending:
-                on_pending(node, key)
+            if publish is not None and node.standing:
+                publish(node, key)
             child = node.children.get(key)
             if child is None:
                 break
-            same = self.common(child.tokens, tokens[length : length + len(child.tokens)])
+            same = grid  # by the key
+            if len(child.tokens) > grid:
+                same = self.common(child.tokens, tokens[length : length + len(child.tokens)])
             nodes.append(child)
             length += same
             node = child if same == len(child.tokens) else None
