@@ -249,11 +249,11 @@ class CacheState:
             if pool:
                 pool.free_one(group.tag, page)
 
-    def release(self, group: PagedGroup, pages: Ids) -> None:
+    def release(self, group: PagedGroup, pages: Ids, may_repeat: bool = False) -> None:
         """Tables let go of pages that they held, without NULLs; those that nobody else holds are free."""
         pool = self.pool_of[group.number]
         if pool and len(pages):
-            pool.free(group.tag, pool.groups[group.tag].release(pages) if group.is_window else pages)
+            pool.free(group.tag, pool.groups[group.tag].release(pages, may_repeat) if group.is_window else pages)
 
     def release_parked(self, sequence: Sequence) -> None:
         """Points that were not published yet need pages no more."""

@@ -109,15 +109,17 @@ class GroupPages:
         self.cached[pages] = cached + 1
         return len(pages) - int(np.count_nonzero(cached))
 
-    def release(self, pages: Ids) -> Ids:
-        """Tables let go of `pages`, each named as often as it is let go of; returns those that nobody holds now."""
-        refs = self.refs[pages]
-        if np.count_nonzero(refs > 1):
+    def release(self, pages: Ids, may_repeat: bool = False) -> Ids:
+        """Tables let go of `pages`, each once, or as often as it is in there; returns those that nobody holds now."""
+        refs = self.refs[pages] - 1
+        unnamed = pages
+        if may_repeat and np.count_nonzero(refs):
             np.subtract.at(self.refs, pages, 1)
-            unnamed: Ids = np.unique(pages[self.refs[pages] == 0])
+            unnamed = np.unique(pages[self.refs[pages] == 0])
         else:
-            self.refs[pages] = 0
-            unnamed = pages
+            self.refs[pages] = refs
+            if np.count_nonzero(refs):
+                unnamed = pages[refs == 0]
         cached = self.cached[unnamed]
         if not np.count_nonzero(cached):
             return unnamed

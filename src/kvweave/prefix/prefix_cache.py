@@ -281,11 +281,26 @@ class PrefixCache:
                 self.drop_point(point)
             return
         node = point.node
-        limit = max(node.start, point.position - tokens)
         parent = node.parent
-        if not self._shorten(node, self.tree.last_resumable(self.tree.path_of(node), limit, node.start), point):
+        if not self._shorten(node, self._last_before(point, max(node.start, point.position - tokens)), point):
             assert parent is not None, "a root has no points"
             self._settle(parent, point)
+
+    def _last_before(self, point: Point, limit: int) -> int:
+        """The last position up to `limit` in the run of its last point from which every group could go on; its start if
+        there is none.
+
+        A window has the pages of [tail(point), point) of its points, no others. So there is none between the last two
+        points, unless these ranges meet, or the tail does not move.
+        """
+        node = point.node
+        above = node.points[-2].position if len(node.points) > 1 else node.start
+        for group in self.tree.windows:
+            first = group.first_block(point.position)
+            if group.needs_last_block and group.has_pages and group.first_block(limit) < first:
+                if above <= limit and above // group.slot_tokens < first:
+                    return above
+        return self.tree.last_resumable(self.tree.path_of(node), limit, node.start)
 
     def _drop_spaced(self, node: Node) -> None:
         """Give up the points of a run that nobody has asked for, and the window pages that only they need."""
@@ -293,15 +308,12 @@ class PrefixCache:
         for point in spaced:
             self._forget(point)
         for group in self.tree.windows:
-            start, pages = node.start // group.slot_tokens, node.pages[group.number]
             if group.has_pages:
-                unneeded = np.ones(len(pages), np.bool_)
-                unneeded[: max(0, group.head_blocks - start)] = False
-                unneeded[max(0, self._needed_below(node, group) - start) :] = False
+                at = group.head_blocks
                 for point in node.points:
-                    first, last = group.first_block(point.position), point.position // group.slot_tokens
-                    unneeded[max(0, first - start) : last - start] = False
-                self._leave_windows(group, self.tree.drop(node, group, np.flatnonzero(unneeded & (pages != NULL))))
+                    self._free_window(node, group, at, group.first_block(point.position))
+                    at = max(at, point.position // group.slot_tokens)
+                self._free_window(node, group, at, min(self._needed_below(node, group), node.end // group.slot_tokens))
         if any(g.head_blocks or g.first_block(spaced[0].position) * g.slot_tokens < node.start for g in self.tree.windows):
             self._free_windows(spaced[0])  # of runs above, too
 
