@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvweave.errors import BadRequest, OverLimit, ServerGone
 from kvweave.server import Client, Daemon, Disk, Limits, protocol
-from kvweave.server.protocol import DIGEST, ID_BYTES, VERSION, Failed, Message, frame, packed, read_answer
+from kvweave.server.protocol import DIGEST, ID_BYTES, LENGTH_BYTES, VERSION, Failed, Message, frame, packed, read_answer
 from kvweave.server.registered_model import registration
 from kvweave.store import Quota
 from kvweave.store.blob import blob_bytes
@@ -156,7 +156,8 @@ def test_what_was_never_opened_or_registered_is_an_error(daemon: Daemon) -> None
     piece = packed([(0, 0)], "<i4")
     with Client(daemon.settings.socket) as client:
         for question in (
-            protocol.Lookup(5, 1), protocol.Fetch(5, 1, piece), protocol.Reserve(5, 1, piece), protocol.Damaged(5, piece),
+            protocol.Lookup(5, 1), protocol.Fetch(5, 1, piece), protocol.Reserve(5, 1, piece),
+            protocol.Damaged(5, piece),
             protocol.Open(5, 9, b"tenant00", 10, b""),
         ):  # fmt: skip
             with pytest.raises(BadRequest, match="not (open|registered)"):
@@ -328,7 +329,8 @@ def messages() -> st.SearchStrategy[Message]:
         st.builds(protocol.Lookup, number, number, st.one_of(st.none(), data), seconds),
         st.builds(protocol.Fetch, number, number, data, seconds), st.builds(protocol.Prefetch, number, data, seconds),
         st.builds(protocol.Reserve, number, number, data), st.builds(protocol.Commit, number, st.booleans()),
-        st.builds(protocol.Damaged, number, data), st.builds(protocol.Flush, st.floats(-1, 0.01)), st.just(protocol.StatsRequest()),
+        st.builds(protocol.Damaged, number, data), st.builds(protocol.Flush, st.floats(-1, 0.01)),
+        st.just(protocol.StatsRequest()),
         st.builds(protocol.Clear, st.one_of(st.none(), st.binary(min_size=8, max_size=8)), st.sampled_from(["m", "x"]),
             st.floats(-1, 0.05)),
     )  # fmt: skip
@@ -355,11 +357,24 @@ def test_any_order_of_any_messages_is_answered_one_by_one_and_leaves_nothing(
 
 def test_the_fuzz_knows_every_question() -> None:
     assert {kind.__name__ for kind in get_args(protocol.Question)} == {
-        "Hello", "Ping", "Register", "Open", "Close", "Lookup", "Bring", "Prefetch", "Renew", "Pin", "Release",
-        "Reserve", "Commit", "Damaged", "Flush", "Stats", "Describe", "Clear",
+        "Hello", "Ping", "Register", "Open", "Close", "Lookup", "Fetch", "Prefetch", "Renew", "PinLeases",
+        "Release", "Reserve", "Commit", "Damaged", "Flush", "StatsRequest", "Describe", "Clear",
     }  # fmt: skip
 
 
 def test_an_unreachable_daemon_is_a_named_error(tmp_path: Path) -> None:
     with pytest.raises(ServerGone, match="no daemon at"):
         Client(tmp_path / "nobody.sock")
+
+
+def test_neither_names_nor_docstrings_of_messages_change_what_is_said() -> None:
+    """The digest of the build before the classes were renamed: its clients are still served."""
+    assert DIGEST.hex() == "b7b2d55543cfb6d0", "messages changed: raise VERSION, or undo it"
+    assert frames([protocol.Fetch(1, 2, b""), protocol.PinLeases([3]), protocol.StatsRequest()]) == [
+        ["bring", 1, 2, b"", None], ["pin", [3]], ["stats"],
+    ]  # fmt: skip
+    assert frames([protocol.ClearReply([]), protocol.Alive([])]) == [["cleared", []], ["alive", []]]
+
+
+def frames(messages: list[Message]) -> list[object]:
+    return [msgspec.msgpack.decode(frame(message)[LENGTH_BYTES:]) for message in messages]

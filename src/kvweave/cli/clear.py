@@ -49,7 +49,7 @@ def clear_command(
     """
     with connected("clear", socket, connect, token_file, tls_ca) as client:
         _check_model(client, model)
-        if not (yes or _agreed(client, _words(tenant, model))):
+        if not (yes or _agreed(client, _scope(tenant, model))):
             typer.echo("nothing was cleared", err=True)
             raise typer.Exit(1)
         cleared = _clear(client, tenant, model, wait)
@@ -90,7 +90,7 @@ def _agreed(client: Client, what: str) -> bool:
         return False
 
 
-def _words(tenant: str | None, model: str | None) -> str:
+def _scope(tenant: str | None, model: str | None) -> str:
     named = {"tenant": tenant, "model": model}
     return " ".join(["everything", *(f"of {what} {name!r}" for what, name in named.items() if name is not None)])
 

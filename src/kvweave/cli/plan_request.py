@@ -97,6 +97,7 @@ def _share(pool_option: PoolOption, trial: Plan) -> PoolRequest:
     page_bytes = trial.pool(pool_option.tag).unit_bytes
     if share < 2 * page_bytes:
         raise PlanError(
-            f"--pool: {pool_option.percent:g}% is {format_bytes(share)}, less than a page of {pool_option.tag!r} and the NULL page"
+            f"--pool: {pool_option.percent:g}% is {format_bytes(share)}, less than a page of {pool_option.tag!r}"
+            " and the NULL page"
         )
     return PoolRequest(share // page_bytes - 1, place=pool_option.place)

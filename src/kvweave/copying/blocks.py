@@ -73,25 +73,24 @@ def copy_blocks(to: StridedBlocks, source: StridedBlocks, shape: Shape, *, threa
         _native(here, to.strides, there, source.strides, shape, num_bytes >= STREAMED_BYTES, threads)
 
 
-def _addresses(side: StridedBlocks, shape: Shape) -> Numbers:
+def _addresses(blocks: StridedBlocks, shape: Shape) -> Numbers:
     """Where the blocks start, checked to lie within their memories."""
-    for memory in side.memories:
+    for memory in blocks.memories:
         if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
             raise BadCopy(f"memory must be one run of bytes, not {memory.dtype} with strides {memory.strides}")
-    memory_index = np.zeros(len(side.starts), np.int64) if side.memory_index is None else side.memory_index
-    starts = np.ascontiguousarray(side.starts, np.int64)
-    if len(memory_index) != len(starts) or memory_index.min() < 0 or memory_index.max() >= len(side.memories):
-        raise BadCopy(f"{len(starts)} blocks name memories other than the {len(side.memories)} given")
-    reach = [stride * (count - 1) for stride, count in zip(side.strides, shape, strict=False)]
+    memory_index = np.zeros(len(blocks.starts), np.int64) if blocks.memory_index is None else blocks.memory_index
+    starts = np.ascontiguousarray(blocks.starts, np.int64)
+    if len(memory_index) != len(starts) or memory_index.min() < 0 or memory_index.max() >= len(blocks.memories):
+        raise BadCopy(f"{len(starts)} blocks name memories other than the {len(blocks.memories)} given")
+    reach = [stride * (count - 1) for stride, count in zip(blocks.strides, shape, strict=False)]
     first = starts + sum(step for step in reach if step < 0)
     last = starts + sum(step for step in reach if step > 0) + shape[2]
-    wrong = (first < 0) | (last > np.array([memory.nbytes for memory in side.memories])[memory_index])
+    wrong = (first < 0) | (last > np.array([memory.nbytes for memory in blocks.memories])[memory_index])
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        raise BadCopy(
-            f"block {at} spans bytes {first[at]} to {last[at]} of a memory of {side.memories[memory_index[at]].nbytes} bytes"
-        )
-    addresses: Numbers = starts + np.array([memory.ctypes.data for memory in side.memories])[memory_index]
+        size = blocks.memories[memory_index[at]].nbytes
+        raise BadCopy(f"block {at} spans bytes {first[at]} to {last[at]} of a memory of {size} bytes")
+    addresses: Numbers = starts + np.array([memory.ctypes.data for memory in blocks.memories])[memory_index]
     return addresses
 
 
@@ -104,6 +103,6 @@ def _copy_by_numpy(to: StridedBlocks, source: StridedBlocks, shape: Shape, threa
         list(pool.map(carry_out, range(threads)))
 
 
-def _window(side: StridedBlocks, number: int, shape: Shape) -> Bytes:
-    memory = side.memories[0 if side.memory_index is None else int(side.memory_index[number])]
-    return np.ndarray(shape, np.uint8, memory, int(side.starts[number]), (*side.strides, 1))
+def _window(blocks: StridedBlocks, number: int, shape: Shape) -> Bytes:
+    memory = blocks.memories[0 if blocks.memory_index is None else int(blocks.memory_index[number])]
+    return np.ndarray(shape, np.uint8, memory, int(blocks.starts[number]), (*blocks.strides, 1))

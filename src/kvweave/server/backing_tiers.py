@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,19 +23,9 @@ from kvweave.server.report import TierCleared
 from kvweave.server.shared_arena import Places, SharedArena
 from kvweave.store import TierExecutorStats, TierStack
 from kvweave.store.batches import batches
-from kvweave.store.blob import BlobCheck
 from kvweave.store.tier import KeyFilter, whole
 from kvweave.store.tier_executor import TierExecutor
-from kvweave.store.tier_stack import NOWHERE, Budget, read
-
-
-class BlobRequest(NamedTuple):
-    """A blob to bring: its key and length, and how to check its bytes."""
-
-    key: bytes
-    num_bytes: int
-    check: Callable[[], BlobCheck]
-
+from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, read
 
 AT_ONCE = 64
 """Blobs that a tier is asked for at a time: one that is far away brings them together, and some are shown early."""

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from kvweave.errors import BadRequest, OverLimit
 from kvweave.server import protocol
-from kvweave.server.backing_tiers import BlobRequest
 from kvweave.server.leases import Leases
 from kvweave.server.open_sequence import STEP_KEYS, OpenSequence, Pieces
 from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, Answer, numbers, packed
@@ -21,7 +20,7 @@ from kvweave.server.registered_model import RegisteredModel
 from kvweave.server.server_state import ServerState
 from kvweave.store.keys import PREFIX_BYTES
 from kvweave.store.striped_file import SECTOR
-from kvweave.store.tier_stack import Budget
+from kvweave.store.tier_stack import BlobRequest, Budget
 
 ROOM_S = 2.0
 """How long a reservation waits for room that somebody else holds."""

@@ -36,7 +36,7 @@ EXTRAS = "pip install 'kvweave[redis]', 'kvweave[object]' or 'kvweave[mooncake]'
 
 
 class Daemon:
-    """An arena, tiers and sockets. `async with` starts and stops it; `backing` replaces the tiers that settings name."""
+    """An arena, tiers and sockets. `async with` starts and stops it; `backing` replaces the tiers of `settings`."""
 
     def __init__(self, settings: Settings, backing: TierStack | None = None) -> None:
         self.settings = settings

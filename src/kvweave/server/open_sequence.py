@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import BadRequest, OverLimit
-from kvweave.server.backing_tiers import BlobRequest
 from kvweave.server.protocol import MOST_PIECES, Open, numbers
 from kvweave.server.registered_model import RegisteredModel
 from kvweave.store.blob import BlobCheck
 from kvweave.store.keys import PREFIX_BYTES, keys_of
+from kvweave.store.tier_stack import BlobRequest
 
 STEP_KEYS = 1 << 14
 """What is done with a sequence's keys before others have their turn: some milliseconds."""

@@ -28,7 +28,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Pinned(NamedTuple):
-    """Slots of the catalog that are held; where every key asked for lies (`NOT_IN_ARENA`: it is not here), and its length."""
+    """The catalog slots that are held; the start of each key (`NOT_IN_ARENA` where it is absent) and its length."""
 
     slots: Places
     starts: Places

@@ -148,7 +148,8 @@ class AnyStore(ABC, Generic[Found]):
     ) -> Saved:
         """Keep what the groups need to go on from `points` (positions on the grid; default: the last chunk's end).
 
-        Only what is not there yet is asked of `source`. `shards` are those that this rank writes (`PagePayloads.writes`).
+        `source` is asked only for payloads that the store lacks. `shards` are the numbers of those that this rank
+        writes (`PagePayloads.writes`).
         """
 
     @abstractmethod

@@ -38,10 +38,10 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What must be equal for KV to be shared. Dtypes and shapes are not here: every row's key carries its own.
+    """What must be equal for KV to be shared. Dtypes and shapes are not part of it: the key of every shard has them.
 
-    `model` says the architecture (`shards.model_digest`), `weights` its revision, `rotary` the settings of positions that
-    change keys (scaling, base), `adapter` a LoRA. `salt` keeps tenants apart even where they share all of that.
+    `model` says the architecture (`shards.model_digest`), `weights` its revision, `rotary` the position settings that
+    change keys (scaling, base), `adapter` a LoRA. `salt` separates tenants that have all of these in common.
     """
 
     model: str

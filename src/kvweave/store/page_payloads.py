@@ -71,9 +71,10 @@ class PagePayloads:
     def _check_whole(self, shard: Shard, chunk: int, table: Table) -> None:
         pages = _pages(shard, self._plan.group(shard.tag), chunk, table[shard.tag])
         if np.count_nonzero(pages) < len(pages):
+            missing = len(pages) - np.count_nonzero(pages)
             raise StoreError(
-                f"group {shard.tag!r}: {len(pages) - np.count_nonzero(pages)} of the {len(pages)} pages of chunk {chunk}"
-                " are not there (NULL); keep windows in whole chunks, and states at their ends, or do not store it"
+                f"group {shard.tag!r}: {missing} of the {len(pages)} pages of chunk {chunk} are not there (NULL);"
+                " keep windows in whole chunks, and states at their ends, or do not store it"
             )
 
     def _runs(self, shard: Shard, num_blocks: int) -> list[_Runs]:

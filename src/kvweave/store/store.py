@@ -76,7 +76,7 @@ class Store(AnyStore[Hit]):
     def _want(self, hit: Hit, number: int, chunk: int) -> BlobRequest:
         shard, key = self.schema.shards[number], hit.keys[chunk * len(self.schema.shards) + number]
         tier = max(0, int(hit.tiers[number, chunk]))
-        return BlobRequest(key, self._sizes[number], tier, partial(BlobCheck, shard, chunk, key))
+        return BlobRequest(key, self._sizes[number], partial(BlobCheck, shard, chunk, key), tier)
 
     def prefetch(self, hit: Hit, *, shards: Sequence[int] | None = None, budget_s: float | None = None) -> Future[int]:
         """Bring what a hit needs into the tiers that take what others give, in a thread of its own."""

@@ -33,12 +33,12 @@ class TierLookup(NamedTuple):
 
 
 class BlobRequest(NamedTuple):
-    """A blob to fetch: its key and length, the nearest tier that said it has it, and how to check its bytes."""
+    """A blob to fetch: its key and length, how to check its bytes, and the nearest tier that reported it."""
 
     key: bytes
     num_bytes: int
-    tier: int
     check: Callable[[], BlobCheck]
+    tier: int = 0
 
 
 Fetched = list[Bytes | None]

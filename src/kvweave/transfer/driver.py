@@ -60,7 +60,7 @@ def is_idle(context: int, stream: int) -> bool:
 
 
 class Event:
-    """A point on a stream, once it was recorded; over when that has come there, and before it is recorded. A `Completion`.
+    """A CUDA event, used as a `Completion`: done when the stream has reached it, and before it was recorded.
 
     Handles are kept for the next event: to make one takes longer than to record it.
     """

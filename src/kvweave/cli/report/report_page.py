@@ -34,7 +34,8 @@ def _head(result: RunResult) -> str:
     plan = result.answer.plan
     facts = (
         f"{result.num_parameters / 1e6:,.1f}M parameters, {count(plan.num_layers, 'layer')}, {result.answer.dtype} on"
-        f" {result.request.device}; {format_size(plan.num_bytes)} of pages, {result.request.block_tokens} tokens a block"
+        f" {result.request.device}; {format_size(plan.num_bytes)} of pages,"
+        f" {result.request.block_tokens} tokens a block"
     )
     about = "".join(f"<p>{escape(line)}</p>" for line in result.about)
     return f"<h1>{escape(result.title)}</h1>\n<p>{escape(facts)}</p>\n{about}"

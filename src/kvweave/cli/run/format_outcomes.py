@@ -76,7 +76,8 @@ def format_total(outcomes: RunOutcomes) -> list[str]:
         return [*lines, f"The first token came after {mean} on average."]
     plain = format_seconds(outcomes.plain_first_token_seconds / count)
     lines.append(
-        f"The first token came after {mean} on average, {plain} without reuse: {format_speedup(outcomes.faster)} as fast."
+        f"The first token came after {mean} on average, {plain} without reuse:"
+        f" {format_speedup(outcomes.faster)} as fast."
         f" {format_seconds(outcomes.saved_seconds)} saved in all."
     )
     if not outcomes.unequal:

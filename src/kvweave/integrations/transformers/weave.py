@@ -52,9 +52,9 @@ class KVWeave:
     The model is looked at before each request: what it computed with other weights or adapters is not reused. A
     PeftModel, or what `torch.compile` gave, stands for the model inside.
 
-    With a `store` (a directory, a URL, or one that is open: `kvweave.integrations.open_store`) prefixes outlive the process
-    and are shared with others that have the same model; `weights` names its weights, which else are hashed. A request
-    waits `store_wait_s` for the store at most, and as long again at its end.
+    With a `store` (a directory, a URL, or an open store: `kvweave.integrations.open_store`) prefixes outlive the
+    process and are shared with processes that run the same model; `weights` names its weights, which otherwise are
+    hashed. A request waits at most `store_wait_s` for the store before it computes, and as long again at its end.
     """
 
     def __init__(
