@@ -47,11 +47,9 @@ class PageAllocator:
                     self._free_up(pool, pages, groups)
         return lacking
 
-    def lacking(
-        self, demand: Demand, *, admits: bool = False, known: Reclaimable | None = None
-    ) -> PagePool | None:
-        """The pool that could not give these pages, not even by eviction; changes nothing. Who asks several times at one
-        moment passes on what is `known`."""
+    def lacking(self, demand: Demand, *, admits: bool = False, known: Reclaimable | None = None) -> PagePool | None:
+        """The pool that could not give these pages, not even by eviction; changes nothing. Who asks several times
+        at one moment passes on what is `known`."""
         return self._lacking(self._by_pool(demand), admits, {} if known is None else known)
 
     def _by_pool(self, demand: Demand) -> list[tuple[PagePool, list[PagedGroup], dict[str, int]]]:

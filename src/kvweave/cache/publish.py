@@ -21,7 +21,7 @@ from kvweave.prefix.tree import NO_PAGES
 Held = dict[int, Ids]
 UNKNOWN = b""
 MOST_PUBLISHED = 32
-"""So many twins, sequences that computed the same tokens at the same time, are published by one prompt that meets them."""
+"""So many twins, sequences that computed the same tokens at the same time, are published when a prompt meets them."""
 
 
 class Publisher:

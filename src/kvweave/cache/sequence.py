@@ -90,7 +90,7 @@ class Sequence:
         self.branch = 0
         self.drop_last_blocks = 0
         self.prompt_points: list[int] = []
-        """Positions of its prompt at which a resume point is wanted, ascending; lists that are replaced, not changed."""
+        """Positions of its prompt at which a resume point is wanted, ascending. Forks share the list: replace it."""
         self.asked_points: list[int] = []
         """Those of them that are not there by the retention's spacing alone."""
         self.last_point = 0

@@ -166,9 +166,7 @@ class Steps:
 
             raise self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
 
-    def _make_states(
-        self, sequence: Sequence, positions: list[int], in_step: bool, copies: CopyBuilder | None
-    ) -> None:
+    def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: CopyBuilder | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""
         assert copies is not None
         state, row = self.state, sequence.row

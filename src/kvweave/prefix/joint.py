@@ -18,8 +18,8 @@ from kvweave.spec import Reach
 
 
 class Present(NamedTuple):
-    """Which blocks of `block_tokens` tokens a group has, from `first` on, before which nobody looks; for states, whether
-    there is a snapshot at the block's end."""
+    """Which blocks of `block_tokens` tokens a group has, from block `first` on, before which nobody looks; for states,
+    whether there is a snapshot at the block's end."""
 
     reach: Reach
     block_tokens: int

@@ -297,9 +297,9 @@ class PrefixCache:
         above = node.points[-2].position if len(node.points) > 1 else node.start
         for group in self.tree.windows:
             first = group.first_block(point.position)
-            if group.needs_last_block and group.has_pages and group.first_block(limit) < first:
-                if above <= limit and above // group.slot_tokens < first:
-                    return above
+            moves = group.needs_last_block and group.has_pages and group.first_block(limit) < first
+            if moves and above <= limit and above // group.slot_tokens < first:
+                return above
         return self.tree.last_resumable(self.tree.path_of(node), limit, node.start)
 
     def _drop_spaced(self, node: Node) -> None:
@@ -314,7 +314,9 @@ class PrefixCache:
                     self._free_window(node, group, at, group.first_block(point.position))
                     at = max(at, point.position // group.slot_tokens)
                 self._free_window(node, group, at, min(self._needed_below(node, group), node.end // group.slot_tokens))
-        if any(g.head_blocks or g.first_block(spaced[0].position) * g.slot_tokens < node.start for g in self.tree.windows):
+        if any(
+            g.head_blocks or g.first_block(spaced[0].position) * g.slot_tokens < node.start for g in self.tree.windows
+        ):
             self._free_windows(spaced[0])  # of runs above, too
 
     def drop_point(self, point: Point) -> None:
