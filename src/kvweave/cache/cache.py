@@ -129,12 +129,14 @@ class Cache:
         priority: int = 0,
         drop_last_blocks: int = 0,
         reuse: bool = True,
+        points: Iterable[int] | None = None,
     ) -> Sequence:
         """A sequence that starts with `tokens`; the longest joint hit is matched and pinned in one step.
 
         At least one token stays to be computed. `namespace` is what must be equal for KV to be shared (model, adapter,
         tenant). `drop_last_blocks` lets the hit, and the points that the prompt leaves, stop so many blocks of the grid
-        earlier, as drafts that need hidden states ask.
+        earlier, as drafts that need hidden states ask. `points` are the positions at which the prompt leaves resume
+        points, rounded down to the grid, instead of where the retention wants them.
         """
         self._check_thread()
         prompt = self._prompt(tokens, spans)
@@ -143,6 +145,7 @@ class Cache:
         state = self._state
         sequence = Sequence(self, -1, prompt, namespace, priority, state.prefix.tree.root(namespace))
         sequence.drop_last_blocks = drop_last_blocks
+        sequence.given_points = None if points is None else list(points)
         sequence.opened = state.prefix.tick()
         self._loader.open(sequence, prompt, self._match(namespace, prompt) if reuse else None)
         self._publisher.stand(sequence)

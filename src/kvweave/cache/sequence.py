@@ -45,6 +45,7 @@ FIELDS = (
     "branch",
     "copy_at",
     "drop_last_blocks",
+    "given_points",
     "home",
     "in_step",
     "last_point",
@@ -89,6 +90,8 @@ class Sequence:
         self.node = node
         self.branch = 0
         self.drop_last_blocks = 0
+        self.given_points: list[int] | None = None
+        """Where whoever opened it wants resume points, if not where the retention does."""
         self.prompt_points: list[int] = []
         """Positions of its prompt at which a resume point is wanted, ascending. Forks share the list: replace it."""
         self.asked_points: list[int] = []

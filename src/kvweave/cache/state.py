@@ -197,8 +197,11 @@ class CacheState:
         branch = sequence.branch - back if self.retention.branches else 0
         # a hit stops `back` tokens before what matches, so what matches must go on behind the point
         ends = {last, last - back} if self.retention.prompt_end else set()
-        sequence.asked_points = sorted(point for point in {*ends, branch} if start < point <= last)
-        sequence.prompt_points = sorted({*self.spacing.between(start, last), *sequence.asked_points})
+        asked, spaced = {*ends, branch}, self.spacing.between(start, last)
+        if sequence.given_points is not None:
+            asked, spaced = {point // grid * grid for point in sequence.given_points}, []
+        sequence.asked_points = sorted(point for point in asked if start < point <= last)
+        sequence.prompt_points = sorted({*spaced, *sequence.asked_points})
         sequence.last_point = last
 
     def next_in_prompt(self, sequence: Sequence, position: int) -> int:
