@@ -115,8 +115,7 @@ class PageAllocator:
                 behind = self.state.tables[group.number].pages[_spread(rows, first, count)]
                 pages = np.concatenate([behind, *parked])
                 pages, holders = np.unique(pages, return_counts=True)
-                of_group = pool.groups[group.tag]
-                found[group.tag] = pages[holders == of_group.refs[pages]]
+                found[group.tag] = pages[holders == pool.groups[group.tag].num_names(pages)]
         return found
 
     def advance_windows(self, rows: Rows, ends: Counts) -> None:

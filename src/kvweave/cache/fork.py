@@ -215,8 +215,7 @@ class Forks:
         table, pool = self.state.tables[group.number], self.state.pool_of[group.number]
         if not length % group.slot_tokens or pool is None:
             return False
-        pages, page = pool.groups[group.tag], table.pages[row, length // group.slot_tokens]
-        return bool(pages.refs[page] > 1 or pages.cached[page])
+        return pool.groups[group.tag].is_shared(int(table.pages[row, length // group.slot_tokens]))
 
     def _copy_half(self, group: PagedGroup, row: int, length: int, copies: CopyBuilder) -> None:
         table, slot = self.state.tables[group.number], length // group.slot_tokens

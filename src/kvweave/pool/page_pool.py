@@ -106,8 +106,8 @@ class PagePool:
         if group.is_whole:
             group.num_superpages += count
         pages = free.pop(count)
-        if group.counts_refs:
-            group.refs[pages] = 1
+        if group.counts_holders:
+            group.holders[pages] = 1
         return pages
 
     def allocate_one(self, tag: str) -> int:
@@ -118,8 +118,8 @@ class PagePool:
         if group.is_whole:
             group.num_superpages += 1
         page = free.pop_one()
-        if group.counts_refs:
-            group.refs[page] = 1
+        if group.counts_holders:
+            group.holders[page] = 1
         return page
 
     def allocate_apart(self, tag: str, is_needed: bool) -> int:

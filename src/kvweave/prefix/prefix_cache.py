@@ -392,8 +392,7 @@ class PrefixCache:
     def _free_window(self, node: Node, group: PagedGroup, first: int, last: int) -> None:
         start = node.start // group.slot_tokens
         if last > max(first, start):
-            there = np.flatnonzero(node.pages[group.number][max(0, first - start) : last - start])
-            self._leave_windows(group, self.tree.drop(node, group, there + max(0, first - start)))
+            self._leave_windows(group, self.tree.drop(node, group, max(0, first - start), last - start))
 
     def _leave_windows(self, group: PagedGroup, pages: Ids) -> None:
         if len(pages) and group.has_pages:

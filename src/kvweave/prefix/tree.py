@@ -244,15 +244,15 @@ class Tree:
             for group in self.states:
                 self._emit(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
-    def drop(self, node: Node, group: PagedGroup, blocks: Counts) -> Ids:
-        """Lose the pages of a window in some blocks, counted from the start of a run, all of which it has; returns
-        them."""
-        gone: Ids = node.pages[group.number][blocks]
+    def drop(self, node: Node, group: PagedGroup, first: int, last: int) -> Ids:
+        """Lose the pages of a window in the blocks [first, last), counted from the start of a run; returns them."""
+        run = node.pages[group.number][first:last]
+        gone: Ids = run[run != NULL]
         if len(gone):
-            node.pages[group.number][blocks] = NULL
             if self._emit:
-                start = node.start // group.slot_tokens
-                self._emit(Lost(node.id, group.tag, tuple((blocks + start).tolist())))
+                blocks = np.flatnonzero(run) + first + node.start // group.slot_tokens
+                self._emit(Lost(node.id, group.tag, tuple(blocks.tolist())))
+            run[:] = NULL
         return gone
 
     def trim(self, node: Node, end: int) -> list[Ids]:
