@@ -47,7 +47,18 @@ from bench.core_long import (
     parted_everywhere,
     split_everywhere,
 )
-from bench.core_vs_vllm import BLOCK, CHUNK, HAS_VLLM, VLLM, Ours, Side, Timer, filled, random_tokens, run_prompt
+from bench.core_vs_vllm import (
+    BLOCK,
+    CHUNK,
+    HAS_VLLM,
+    VLLM,
+    Ours,
+    StridedBlocks,
+    Timer,
+    filled,
+    random_tokens,
+    run_prompt,
+)
 
 GOAL_US, FREE_TOKENS = 1000.0, 100_000
 POOLS = {"10k": 10_000, "100k": 100_000, "1M": 1_000_000}
@@ -111,7 +122,7 @@ def lives(kinds: Kinds, quick: bool) -> Iterator[Run]:
 # ---- a warm hit, in pools of all sizes
 
 
-def warm_us(side: Side, rounds: int) -> list[float]:
+def warm_us(side: StridedBlocks, rounds: int) -> list[float]:
     """The times of a hit on a prompt that was served before."""
     tokens = random_tokens(CHUNK, seed=1_000_000)
     side.close(run_prompt(side, tokens))

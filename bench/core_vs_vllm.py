@@ -82,7 +82,7 @@ CONFIGS: dict[str, Kinds] = {
 }
 
 
-class Side(Protocol):
+class StridedBlocks(Protocol):
     """One of the two caches, as far as the workloads can tell. Requests are whatever it likes."""
 
     def prepare(self, tokens: Tokens) -> Any:
@@ -361,7 +361,7 @@ def random_tokens(count: int, seed: int) -> Tokens:
     return np.random.default_rng(seed).integers(0, VOCABULARY, count).astype(np.int32)
 
 
-def run_prompt(side: Side, tokens: Tokens) -> Any:
+def run_prompt(side: StridedBlocks, tokens: Tokens) -> Any:
     """A prompt from open to its last token; the request stays open."""
     request = side.open(side.prepare(tokens))
     side.prefill(request)
@@ -374,7 +374,7 @@ def run_prompt(side: Side, tokens: Tokens) -> Any:
 Times = dict[str, float]
 
 
-def one_prompt(side: Side, tokens: Tokens) -> Times:
+def one_prompt(side: StridedBlocks, tokens: Tokens) -> Times:
     given, again = side.prepare(tokens), side.prepare(tokens)
     with Timer() as cold:
         request = side.open(given)
@@ -398,7 +398,7 @@ def best(rounds: list[Times]) -> Times:
 
 
 def prompts(name: str, kinds: Kinds, rounds: int) -> Iterator[Figure]:
-    sides: list[Side] = [Ours(kinds), Ours(kinds, lists=True), VLLM(kinds)]
+    sides: list[StridedBlocks] = [Ours(kinds), Ours(kinds, lists=True), VLLM(kinds)]
     for size, length in SIZES.items():
         tokens = random_tokens(length, seed=length)
         turns = [[best([one_prompt(side, tokens) for _ in range(3)]) for side in sides] for _ in range(rounds)]
@@ -420,7 +420,7 @@ def decode(name: str, kinds: Kinds, rounds: int) -> Iterator[Figure]:
         yield Figure(f"decode step of 256{what}, {name}", us, taken[3], "us")
 
 
-def decode_steps(side: Side, rounds: int, publish: bool) -> float:
+def decode_steps(side: StridedBlocks, rounds: int, publish: bool) -> float:
     """The best mean of 64 steps: four blocks of each sequence, whose boundaries are spread over the steps."""
     step = side.steps([run_prompt(side, random_tokens(300 + i, seed=i)) for i in range(256)])
     means = []
@@ -458,7 +458,7 @@ class Churned(NamedTuple):
 class Churn:
     """Requests to one side, one after the other, 64 running."""
 
-    def __init__(self, side: Side, requests: list[Tokens], warm_up: int) -> None:
+    def __init__(self, side: StridedBlocks, requests: list[Tokens], warm_up: int) -> None:
         self.side = side
         self.given = [side.prepare(tokens) for tokens in requests]
         self.running: list[Any] = []
@@ -483,7 +483,7 @@ class Churn:
         return self.side.hit(request)
 
 
-def churn(sides: list[Side], requests: list[Tokens], warm_up: int) -> list[Churned]:
+def churn(sides: list[StridedBlocks], requests: list[Tokens], warm_up: int) -> list[Churned]:
     """Those after `warm_up`, when the pool is full, are measured, the sides taking turns."""
     churns, turn = [Churn(side, requests, warm_up) for side in sides], (len(requests) - warm_up) // 8
     for start in range(warm_up, len(requests), turn):
@@ -495,7 +495,7 @@ def churn(sides: list[Side], requests: list[Tokens], warm_up: int) -> list[Churn
 
 def churns(name: str, kinds: Kinds, warm_up: int, count: int) -> Iterator[Figure]:
     requests = zipf_requests(warm_up + count)
-    sides: list[Side] = [Ours(kinds), Ours(kinds, lists=True), VLLM(kinds)]
+    sides: list[StridedBlocks] = [Ours(kinds), Ours(kinds, lists=True), VLLM(kinds)]
     if len(kinds) > 1:
         sides.append(VLLM(kinds, dense=True))
     arrays, lists, peer, *others = churn(sides, requests, warm_up)
@@ -511,7 +511,7 @@ def churns(name: str, kinds: Kinds, warm_up: int, count: int) -> Iterator[Figure
 
 
 def sibling(name: str, kinds: Kinds) -> Figure:
-    def share(side: Side) -> float:
+    def share(side: StridedBlocks) -> float:
         found = common = 0
         for seed, length in enumerate(np.random.default_rng(0).integers(256, 8192, 40).tolist()):
             shared = random_tokens(length, seed)
@@ -551,7 +551,7 @@ def crafted(rounds: int, size: str = "128k") -> Figure:
     return Figure(f"crafted lookup {size}, full + window + state", min(ours_us), min(peer_us), "us")
 
 
-def filled(make: Callable[[], Side], pages: int) -> tuple[Side, float]:
+def filled(make: Callable[[], StridedBlocks], pages: int) -> tuple[StridedBlocks, float]:
     """A cache full of closed prompts, and what it takes of Python's and numpy's memory, in bytes a cached page."""
     run_prompt(make(), random_tokens(CHUNK, seed=0))  # what is made once a process is not counted
     gc.collect()

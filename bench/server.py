@@ -30,10 +30,9 @@ import numpy as np
 
 from kvweave import Layer, LayerCache, ModelSpec, Role, make_plan
 from kvweave.errors import ServerError
-from kvweave.server import Client, RemoteStore
-from kvweave.server import protocol as say
+from kvweave.server import Client, RemoteStore, protocol
 from kvweave.spec import DType, Full, Segment, State, Window
-from kvweave.store import Namespace, Pages, Prompt, Row, Schema, Sink
+from kvweave.store import HashedPrompt, Namespace, PagePayloads, Schema, Shard, Sink
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 
@@ -85,7 +84,7 @@ def round_trip(client: Client) -> float:
     times = []
     for _ in range(5000):
         began = time.perf_counter()
-        client.ask(say.Ping(), say.Done)
+        client.ask(protocol.Ping(), protocol.Done)
         times.append(time.perf_counter() - began)
     return 1e6 * sorted(times)[len(times) // 2]
 
@@ -105,18 +104,20 @@ class Flat:
     def __init__(self, schema: Schema) -> None:
         chance = np.random.default_rng(1)
         self.kept = {
-            (row.part, chunk): aligned(row.payload_bytes) for row in schema.rows for chunk in range(TOKENS // CHUNK)
+            (shard.part, chunk): aligned(shard.payload_bytes)
+            for shard in schema.shards
+            for chunk in range(TOKENS // CHUNK)
         }
         self.got = {at: aligned(payload.nbytes) for at, payload in self.kept.items()}
         for at, payload in self.kept.items():
             payload[:] = chance.integers(0, 256, payload.nbytes, np.uint8)
             self.got[at][:] = 0
 
-    def source(self, row: Row, chunk: int) -> Bytes:
-        return self.kept[row.part, chunk]
+    def source(self, shard: Shard, chunk: int) -> Bytes:
+        return self.kept[shard.part, chunk]
 
-    def target(self, row: Row, chunk: int) -> Bytes:
-        return self.got[row.part, chunk]
+    def target(self, shard: Shard, chunk: int) -> Bytes:
+        return self.got[shard.part, chunk]
 
 
 def flat(store: RemoteStore, memory: Flat, rounds: int, workers: int) -> dict[str, float]:
@@ -130,11 +131,11 @@ def flat(store: RemoteStore, memory: Flat, rounds: int, workers: int) -> dict[st
         times["store"].append(best(partial(store.save, prompt, memory.source), 1))
         times["load"].append(best(partial(loaded, store, prompt, memory.target), 2))
         assert all((mine == theirs).all() for mine, theirs in zip(kept, got, strict=True))
-        store.client.ask(say.Clear(), say.Cleared)
+        store.client.ask(protocol.Clear(), protocol.ClearReply)
     return {what: sum(map(len, kept)) / min(seconds) / 1e9 for what, seconds in times.items()}
 
 
-def loaded(store: RemoteStore, prompt: Prompt, target: Callable[[Row, int], Bytes]) -> None:
+def loaded(store: RemoteStore, prompt: HashedPrompt, target: Callable[[Shard, int], Bytes]) -> None:
     assert store.load_into(store.lookup(prompt), target) == TOKENS
 
 
@@ -142,7 +143,7 @@ def paged(store: RemoteStore, rounds: int) -> tuple[float, float]:
     """GB/s out of pools and back into them."""
     made = make_plan(gqa(), "768MiB", block_tokens=16, layout="layer_major")
     pools = {pool.name: np.ones(pool.num_bytes, np.uint8) for pool in made.pools}
-    pages = Pages(store.schema, made, pools)
+    pages = PagePayloads(store.schema, made, pools)
     table = {"full": np.random.default_rng(0).permutation(np.arange(1, 1 + TOKENS // 16)).astype(np.int32)}
     size = TOKENS * 32 * 2 * 8 * 128 * 2 / 1e9
 
@@ -151,11 +152,11 @@ def paged(store: RemoteStore, rounds: int) -> tuple[float, float]:
         prompt = store.prompt([number, *range(TOKENS)], HERE)
         saves.append(best(partial(store.save, prompt, pages.source(table)), 1))
         loads.append(best(partial(scattered, store, prompt, pages.sink(table)), 2))
-        store.client.ask(say.Clear(), say.Cleared)
+        store.client.ask(protocol.Clear(), protocol.ClearReply)
     return size / min(saves), size / min(loads)
 
 
-def scattered(store: RemoteStore, prompt: Prompt, sink: Sink) -> None:
+def scattered(store: RemoteStore, prompt: HashedPrompt, sink: Sink) -> None:
     assert store.load(store.lookup(prompt), sink) == TOKENS
 
 
@@ -165,12 +166,12 @@ def lookups(client: Client, parts: int, rounds: int, *, anew: bool) -> float:
     store = RemoteStore(schema, client)
     tokens = np.arange(LONG + 1, dtype=np.int32)
     prompt = store.prompt(tokens, HERE)
-    saved = store.save(prompt, lambda row, _: np.zeros(row.payload_bytes, np.uint8))
+    saved = store.save(prompt, lambda shard, _: np.zeros(shard.payload_bytes, np.uint8))
     assert not saved.dropped
 
     def ask() -> None:
         if anew:
-            store._dialogue.forget()
+            store._prompt_session.forget()
         assert store.lookup(store.prompt(tokens, HERE) if anew else prompt).position == LONG
 
     return 1e3 * best(ask, 10 * rounds)
@@ -213,7 +214,7 @@ def ours(client: Client, theirs: dict[str, float], where: str, rounds: int) -> I
     whole = Schema.of(gqa(), chunk_tokens=CHUNK, parts=1)
     for what, speed in zip(("store", "load"), paged(RemoteStore(whole, client), rounds), strict=True):
         yield line(f"daemon {what}, paged, 2 threads; {where}", speed, theirs[what], "GB/s", lower=False)
-    client.ask(say.Clear(), say.Cleared)
+    client.ask(protocol.Clear(), protocol.ClearReply)
     for parts in (1, 8):
         for anew, words in ((True, "hashed and sent"), (False, "by its number")):
             claim = f"lookup of 128k tokens, {3 * parts} presence rows, all found, {words}; {where} (1 row, none found)"

@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 
 from kvweave import Layer, LayerCache, ModelSpec, Role
 from kvweave.spec import DType, Full, Segment, State, Window
-from kvweave.store import Cascade, DiskTier, LanePolicy, MemoryTier, Namespace, Row, Schema, Store
-from kvweave.store.blob import Check, blob_bytes, seal
+from kvweave.store import DiskTier, MemoryTier, Namespace, Schema, Shard, Store, TierPolicy, TierStack
+from kvweave.store.blob import BlobCheck, blob_bytes, seal
 from kvweave.store.files import aligned
 from kvweave.store.journal import MAGIC, packed
 from kvweave.store.keys import KEY_BYTES, tenant_id
-from kvweave.store.stripes import FILES
+from kvweave.store.striped_file import FILES
 from kvweave.store.tier import whole
 
 PEER = Path(os.environ.get("LMCACHE_PYTHON", "/work/venv-lmcache/bin/python"))
@@ -72,15 +72,15 @@ def lookups(rounds: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {"array": {}, "list": {}}
     tokens = np.arange(NUM_TOKENS + 1, dtype=np.int32)
     listed = tokens.tolist()
-    for rows, (names, parts) in {
+    for shards, (names, parts) in {
         1: (("full",), 1),
         3: (("full", "window", "state"), 1),
         24: (("full", "window", "state"), 8),
     }.items():
         schema = Schema.of(model(*names), chunk_tokens=CHUNK, parts=parts)
-        assert len(schema.rows) == rows
+        assert len(schema.shards) == shards
         tier = MemoryTier("64MiB")
-        store = Store(schema, Cascade((tier, LanePolicy(inline=True))))
+        store = Store(schema, TierStack((tier, TierPolicy(inline=True))))
         keys = store.prompt(tokens, HERE).keys(schema.ids)
         assert all(tier.put(keys, [whole(b"x")] * len(keys)))
         for kind, prompt in (("array", tokens), ("list", listed)):
@@ -88,25 +88,25 @@ def lookups(rounds: int) -> dict[str, dict[str, float]]:
             def ask(store: Store = store, prompt: object = prompt) -> None:
                 assert store.lookup(store.prompt(prompt, HERE)).position == NUM_TOKENS
 
-            found[kind][str(rows)] = 1e3 * best(ask, 10 * rounds)
+            found[kind][str(shards)] = 1e3 * best(ask, 10 * rounds)
     return found
 
 
 def disk(path: Path, direct: bool) -> Iterator[dict[str, float]]:
     """Round by round, seconds of sealed puts and verified gets."""
-    row = Row("bench", Full(), (0,), (Role("latent", (SIZE // CHUNK,), DType.UINT8),), 0, 1, CHUNK)
+    shard = Shard("bench", Full(), (0,), (Role("latent", (SIZE // CHUNK,), DType.UINT8),), 0, 1, CHUNK)
     tier = DiskTier(path, 2 * COUNT * SIZE, direct=direct)
     payloads = [aligned(SIZE) for _ in range(COUNT)]
     for number, payload in enumerate(payloads):
         payload[:] = np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
         payload.flags.writeable = False
-    buffers = [aligned(blob_bytes(row)) for _ in range(COUNT)]
+    buffers = [aligned(blob_bytes(shard)) for _ in range(COUNT)]
 
     def put(pair: tuple[bytes, NDArray[np.uint8]]) -> bool:
-        return tier.put([pair[0]], [seal(row, 0, *pair)])[0]
+        return tier.put([pair[0]], [seal(shard, 0, *pair)])[0]
 
     def get(pair: tuple[bytes, NDArray[np.uint8]]) -> bool:
-        check = Check(row, 0, pair[0])
+        check = BlobCheck(shard, 0, pair[0])
         return tier.get([pair[0]], [pair[1]], [check])[0] == pair[1].nbytes and check.passes(pair[1])
 
     def everywhere(work: Callable[[tuple[bytes, NDArray[np.uint8]]], bool], arrays: list[NDArray[np.uint8]]) -> None:
@@ -179,9 +179,9 @@ def lines(path: Path, rounds: int, wanted: set[str]) -> Iterator[dict[str, objec
 
 def lookup_lines(theirs: dict[str, float], ours: dict[str, dict[str, float]]) -> Iterator[dict[str, object]]:
     for kind, by_rows in ours.items():
-        for rows, milliseconds in by_rows.items():
-            claim = f"lookup of 128k tokens ({kind}), {rows} presence rows, hashing and keys included"
-            yield line(claim, milliseconds, theirs.get(rows), "ms", lower=True)
+        for shards, milliseconds in by_rows.items():
+            claim = f"lookup of 128k tokens ({kind}), {shards} presence rows, hashing and keys included"
+            yield line(claim, milliseconds, theirs.get(shards), "ms", lower=True)
 
 
 def disk_lines(name: str, peer: Peer, ours: Iterator[dict[str, float]], rounds: int) -> Iterator[dict[str, object]]:

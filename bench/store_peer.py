@@ -33,8 +33,8 @@ def lookups(rounds: int) -> dict[str, float]:
     hasher, tokens = TokenHasher(CHUNK), list(range(NUM_TOKENS))
     layout = api.MemoryLayoutDesc([torch.Size([64])], [torch.uint8])
     found = {}
-    for rows, (windows, ranks) in {1: ([-1], 1), 3: ([-1, 16, 1], 1), 24: ([-1, 16, 1], 8)}.items():
-        key = IPCCacheServerKey(f"m{rows}", ranks, None, tuple(tokens), 0, NUM_TOKENS, "r", num_kv_readers=1)
+    for shards, (windows, ranks) in {1: ([-1], 1), 3: ([-1, 16, 1], 1), 24: ([-1, 16, 1], 8)}.items():
+        key = IPCCacheServerKey(f"m{shards}", ranks, None, tuple(tokens), 0, NUM_TOKENS, "r", num_kv_readers=1)
         layouts = dict.fromkeys(range(len(windows)), layout)
         window = api.AttnWindowDesc(windows, world_size=ranks)
 
@@ -61,7 +61,7 @@ def lookups(rounds: int) -> dict[str, float]:
             ]  # fmt: skip
             assert len(locked) >= NUM_TOKENS // CHUNK * ranks
             manager.finish_read_prefetched(locked)
-        found[str(rows)] = 1e3 * min(times)
+        found[str(shards)] = 1e3 * min(times)
     manager.close()
     return found
 

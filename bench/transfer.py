@@ -28,8 +28,8 @@ from kvweave import from_config, make_plan
 from kvweave.plan import Layout, Plan
 from kvweave.spec import ModelSpec
 from kvweave.tensor import GQA, MLA, Arena, LayerRequest, Opaque, assemble
-from kvweave.transfer import ChunkLayout, CopyPlan, Job, Mover, Transfer, Way, needed
-from kvweave.transfer.copier import Buffer
+from kvweave.transfer import ChunkLayout, CopyJob, CopyPlan, Direction, Mover, Transfer, needed
+from kvweave.transfer.copier import ChunkBuffer
 
 CHUNK = 256
 BLOCK = 16
@@ -141,24 +141,26 @@ def tell(claim: str, ours: float, ceiling: float, goal: float, peer: float | Non
 
 def launches(one: Case, *, gather: bool) -> list[Callable[[], None]]:
     """Launches of the kernel alone, each for pages of its own, the tables on the device already."""
+    from kvweave.transfer.command_buffer import CommandBuffer  # noqa: PLC0415
+    from kvweave.transfer.copy_templates import CopyTuning  # noqa: PLC0415
     from kvweave.transfer.cuda import CUDACopier  # noqa: PLC0415  (Triton is there with CUDA only)
-    from kvweave.transfer.drafts import Tuning  # noqa: PLC0415
-    from kvweave.transfer.driver import context_of, play  # noqa: PLC0415
+    from kvweave.transfer.driver import context_of, submit  # noqa: PLC0415
     from kvweave.transfer.kernel import launch  # noqa: PLC0415
-    from kvweave.transfer.tape import Tape  # noqa: PLC0415
 
     made: list[Callable[[], None]] = []
-    copier = CUDACopier(tuning=Tuning(packed_bytes=1 << 40, tape_bytes=0))
+    copier = CUDACopier(tuning=CopyTuning(packed_bytes=1 << 40, recorded_bytes=0))
     for copies in one.copies:
         chunks = [torch.empty(one.layout.num_bytes, dtype=torch.uint8, device="cuda") for _ in copies.chunks]
-        job = Job(one.arena, copies, tuple(map(Buffer.of, chunks)), Way.STORE if gather else Way.LOAD)
-        program = copier.prepare(job).program
-        (call,) = program.calls
-        stream, tape = torch.cuda.current_stream(), Tape()
+        job = CopyJob(
+            one.arena, copies, tuple(map(ChunkBuffer.of, chunks)), Direction.STORE if gather else Direction.LOAD
+        )
+        prepared = copier.prepare(job).prepared
+        (bound,) = prepared.bound_copies
+        stream, commands = torch.cuda.current_stream(), CommandBuffer()
         where = stream.cuda_stream, stream.device_index
-        launch(tape, call.table_at, call.draft.num_tiles, call.vector_bytes, 0, *where, gather=gather)
-        tape.keep((program, chunks))
-        made.append(partial(play, tape, context_of(stream.device_index)))
+        launch(commands, bound.table_at, bound.template.num_tiles, bound.vector_bytes, 0, *where, gather=gather)
+        commands.keep((prepared, chunks))
+        made.append(partial(submit, commands, context_of(stream.device_index)))
     return made
 
 
@@ -170,10 +172,10 @@ def kernels(one: Case) -> None:
     pairs = [(flat[i * size : (i + 1) * size], source[(7 - i) * size : (8 - i) * size]) for i in range(8)]
     ceiling = size / back_to_back([partial(to.copy_, at) for to, at in pairs]) / 1e9
     del source, flat
-    for way in ("gather", "scatter"):
-        speed = size / back_to_back(launches(one, gather=way == "gather")) / 1e9
-        claim = f"{way}, {one.name}, {one.num_chunks} chunks of {CHUNK} ({size / 1e6:.0f} MB)"
-        tell(claim, speed, ceiling, 0.9, PEERS.get((one.name, one.num_chunks), {}).get(way))
+    for direction in ("gather", "scatter"):
+        speed = size / back_to_back(launches(one, gather=direction == "gather")) / 1e9
+        claim = f"{direction}, {one.name}, {one.num_chunks} chunks of {CHUNK} ({size / 1e6:.0f} MB)"
+        tell(claim, speed, ceiling, 0.9, PEERS.get((one.name, one.num_chunks), {}).get(direction))
 
 
 def moves(one: Case, label: str) -> None:
@@ -181,16 +183,19 @@ def moves(one: Case, label: str) -> None:
     size, goal = one.num_bytes, 0.98 if one.num_chunks > 1 else 0.95
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
-    buffers = [Buffer.of(chunk) for chunk in one.chunks]
+    buffers = [ChunkBuffer.of(chunk) for chunk in one.chunks]
     with Mover(one.arena, background=False) as mover:
         check(one, mover)
-        for way, flat in ((Way.STORE, partial(_copy, host, device)), (Way.LOAD, partial(_copy, device, host))):
-            job = mover.prepare(one.copies[0], buffers, way)
-            ready, whole = partial(mover.start, job), partial(getattr(mover, way), one.copies[0], buffers)
+        for direction, flat in (
+            (Direction.STORE, partial(_copy, host, device)),
+            (Direction.LOAD, partial(_copy, device, host)),
+        ):
+            job = mover.prepare(one.copies[0], buffers, direction)
+            ready, whole = partial(mover.start, job), partial(getattr(mover, direction), one.copies[0], buffers)
             took = walls([flat, partial(_see_through, ready), partial(_see_through, whole)])
             ceiling, prepared, unprepared = (size / seconds / 1e9 for seconds in took)
-            claim = f"{way}, {label}, {one.num_chunks} chunks of {CHUNK} ({size / 1e6:.0f} MB)"
-            tell(claim, prepared, ceiling, goal, PEERS.get((one.name, one.num_chunks), {}).get(way))
+            claim = f"{direction}, {label}, {one.num_chunks} chunks of {CHUNK} ({size / 1e6:.0f} MB)"
+            tell(claim, prepared, ceiling, goal, PEERS.get((one.name, one.num_chunks), {}).get(direction))
             tell(f"{claim}, checks and tables included", unprepared, ceiling, goal, None)
 
 
@@ -219,8 +224,8 @@ def both_ways(one: Case) -> None:
 
     others = [torch.empty_like(chunk).pin_memory() for chunk in one.chunks]
     with Mover(one.arena) as mover:
-        store = mover.prepare(one.copies[0], one.chunks, Way.STORE)
-        load = mover.prepare(one.copies[1], others, Way.LOAD)
+        store = mover.prepare(one.copies[0], one.chunks, Direction.STORE)
+        load = mover.prepare(one.copies[1], others, Direction.LOAD)
 
         def alone() -> None:
             mover.start(store).wait()

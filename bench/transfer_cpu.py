@@ -25,7 +25,7 @@ from kvweave import make_plan
 from kvweave.plan import Layout, Plan
 from kvweave.spec import ModelSpec
 from kvweave.tensor import GQA, MLA, Arena, LayerRequest, Opaque, assemble
-from kvweave.transfer import Buffer, ChunkLayout, CopyPlan, CPUCopier, Mover, Transfer, Way, whole_chunks
+from kvweave.transfer import ChunkBuffer, ChunkLayout, CopyPlan, CPUCopier, Direction, Mover, Transfer, whole_chunks
 
 CHUNK, BLOCK, CHUNKS = 256, 16, 6
 GOAL = 0.8
@@ -82,20 +82,20 @@ def measure(name: str, layout: Layout, spec: ModelSpec, turns: int) -> None:
         chunk = ChunkLayout.of(made, CHUNK)
         copies = random_chunks(made, chunk)
         memory = torch.zeros(CHUNKS * chunk.num_bytes, dtype=torch.uint8)
-        buffers = [Buffer.of(piece) for piece in memory.view(CHUNKS, -1)]
+        buffers = [ChunkBuffer.of(piece) for piece in memory.view(CHUNKS, -1)]
         flat, pages = (m.numpy()[: copies.num_bytes] for m in (memory, arena.pool(made.pools[0].name)))
         acts: dict[str, Callable[[], object]] = {}
         with Mover(arena, copier, background=False) as mover:
-            for way, to, source in ((Way.STORE, flat, pages), (Way.LOAD, pages, flat)):
-                acts[way] = partial(see_through, partial(getattr(mover, way), copies, buffers))
-                acts[f"{way} by one"] = partial(np.copyto, to, source)
-                acts[f"{way} by all"] = shared(pool, copier.threads, to, source)
+            for direction, to, source in ((Direction.STORE, flat, pages), (Direction.LOAD, pages, flat)):
+                acts[direction] = partial(see_through, partial(getattr(mover, direction), copies, buffers))
+                acts[f"{direction} by one"] = partial(np.copyto, to, source)
+                acts[f"{direction} by all"] = shared(pool, copier.threads, to, source)
             took = best(acts, turns)
     speeds = {key: copies.num_bytes / seconds / 1e9 for key, seconds in took.items()}
-    for way in Way:
+    for direction in Direction:
         for peer, threads in (("one", 1), ("all", copier.threads)):
-            claim = f"{way}, {name}, {layout}, {CHUNKS} chunks, against memcpy by {peer}"
-            tell(claim, speeds[way], speeds[f"{way} by {peer}"], copier.threads, threads)
+            claim = f"{direction}, {name}, {layout}, {CHUNKS} chunks, against memcpy by {peer}"
+            tell(claim, speeds[direction], speeds[f"{direction} by {peer}"], copier.threads, threads)
 
 
 def tell(claim: str, ours: float, peer: float, threads: int, peer_threads: int) -> None:

@@ -61,7 +61,7 @@ def test_more_than_there_is_less_a_margin_is_refused_with_the_numbers(monkeypatc
 
 def test_tiers_arenas_and_pools_all_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvweave.plan import Place
-    from kvweave.server.shared import SharedArena
+    from kvweave.server.shared_arena import SharedArena
     from kvweave.store import MemoryTier
     from kvweave.tensor.memory import Memory
 

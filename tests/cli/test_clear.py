@@ -10,8 +10,8 @@ import pytest
 
 from kvweave.errors import TierError
 from kvweave.server import Disk, RemoteStore
-from kvweave.store import Cascade, DictTier, LanePolicy
-from kvweave.store.tier import ALL, Which
+from kvweave.store import DictTier, TierPolicy, TierStack
+from kvweave.store.tier import ALL, KeyFilter
 from tests.cli.command import Kvweave
 from tests.server.models import POINTS, prompt, serving, settings, store
 from tests.store.models import truth
@@ -98,12 +98,12 @@ def test_where_nobody_can_be_asked_nothing_goes_without_yes(
 class Stuck(DictTier):
     """A tier that cannot forget."""
 
-    def clear(self, which: Which = ALL) -> int:
+    def clear(self, which: KeyFilter = ALL) -> int:
         raise TierError("it is mounted read-only")
 
 
 def test_a_tier_that_could_not_is_named_and_the_exit_code_says_so(kvweave: Kvweave, tmp_path: Path) -> None:
-    far = Cascade((Stuck("stuck"), LanePolicy(write="back", retries=0)))
+    far = TierStack((Stuck("stuck"), TierPolicy(write="back", retries=0)))
     with serving(settings(tmp_path), far):
         run = kvweave("clear", "--yes", "--socket", str(tmp_path / "kv.sock"))
     assert run.code == 1

@@ -9,11 +9,14 @@ import pytest
 
 from kvweave.cli import demo
 from kvweave.cli.demo_plan import MODELS
-from kvweave.cli.run.workload import Size
+from kvweave.cli.run.workload import WorkloadSize
 from tests.cli.command import Kvweave
 from tests.cli.threads import one_thread  # noqa: F401
 
-SMALL = (demo.Model("gemma-3-27b", "4M", "32MiB", "windows"), demo.Model("qwen3-next-80b", "4M", "64MiB", "states"))
+SMALL = (
+    demo.DemoModel("gemma-3-27b", "4M", "32MiB", "windows"),
+    demo.DemoModel("qwen3-next-80b", "4M", "64MiB", "states"),
+)
 
 
 def test_the_demo_ends_with_a_line_a_model_and_its_reports(
@@ -21,7 +24,7 @@ def test_the_demo_ends_with_a_line_a_model_and_its_reports(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "MODELS", SMALL)
-    monkeypatch.setattr(demo, "WORKLOAD", Size(parties=2, turns=2, shared_tokens=256, turn_tokens=32))
+    monkeypatch.setattr(demo, "WORKLOAD", WorkloadSize(parties=2, turns=2, shared_tokens=256, turn_tokens=32))
     run = kvweave("demo")
     assert run.code == 0, run.err
     rows = [line.split() for line in run.out.splitlines() if " scaled to " in line and line.endswith("yes")]

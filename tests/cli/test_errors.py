@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import kvweave.cli.plan
+import kvweave.cli.plan_command
 from kvweave.cli import main
 from tests.cli.command import Kvweave
 
@@ -88,7 +88,7 @@ def test_a_bug_of_ours_is_not_dressed_up_as_a_mistake(monkeypatch: pytest.Monkey
     def broken(_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(kvweave.cli.plan, "answer", broken)
+    monkeypatch.setattr(kvweave.cli.plan_command, "answer", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(LLAMA)
 

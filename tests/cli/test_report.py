@@ -14,23 +14,23 @@ import pytest
 
 from kvweave.cache.contents import CacheContents, Owner
 from kvweave.cli.report import report_html, run_svg
-from kvweave.cli.run import session
-from kvweave.cli.run.outcome import Outcomes
-from kvweave.cli.run.request import Result, RunRequest
-from kvweave.cli.run.workload import Size
+from kvweave.cli.run import runner
+from kvweave.cli.run.outcome import RunOutcomes
+from kvweave.cli.run.run_request import RunRequest, RunResult
+from kvweave.cli.run.workload import WorkloadSize
 from kvweave.cli.svg.draw import WIDTH
 from tests.cli.command import Kvweave
 from tests.cli.threads import one_thread  # noqa: F401
 
 VOID = {"meta", "br", "hr", "img"}
 SVG = "{http://www.w3.org/2000/svg}"
-SIZE = Size(parties=3, turns=2, shared_tokens=64, turn_tokens=48)
+SIZE = WorkloadSize(parties=3, turns=2, shared_tokens=64, turn_tokens=48)
 
 
 @pytest.fixture(scope="module", params=["gemma-3-27b", "qwen3-next-80b"])
-def result(request: pytest.FixtureRequest) -> Result:
+def result(request: pytest.FixtureRequest) -> RunResult:
     asked = RunRequest(request.param, size=SIZE, memory="32MiB", compare=True, max_new_tokens=4, parameters="4M")
-    return session.run(asked, lambda _: None, print)
+    return runner.run(asked, lambda _: None, print)
 
 
 class Page(HTMLParser):
@@ -69,7 +69,7 @@ def numbers(page: str) -> dict[str, Any]:
     return data
 
 
-def test_the_page_is_well_formed_and_needs_nothing_else(result: Result) -> None:
+def test_the_page_is_well_formed_and_needs_nothing_else(result: RunResult) -> None:
     text = report_html(result)
     page = Page(text)
     assert "http" not in text
@@ -82,7 +82,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(result: Result) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
-def test_its_numbers_are_the_records(result: Result) -> None:
+def test_its_numbers_are_the_records(result: RunResult) -> None:
     text = report_html(result)
     assert numbers(text) == json.loads(json.dumps(result.to_dict()))
     cells = [row.split("</td><td>") for row in re.findall(r"<tr><td>(.*?)</td></tr>", text)]
@@ -97,7 +97,7 @@ def test_its_numbers_are_the_records(result: Result) -> None:
     assert "all equal" in text
 
 
-def test_bars_are_to_scale(result: Result) -> None:
+def test_bars_are_to_scale(result: RunResult) -> None:
     page = Page(report_html(result))
     reused, computed = ([float(bar["width"] or 0) for bar in page.all(kind)] for kind in ("reused", "computed"))
     whole = [one + other for one, other in zip(reused, computed, strict=True)]
@@ -109,7 +109,7 @@ def test_bars_are_to_scale(result: Result) -> None:
             assert other / one == pytest.approx(outcome.faster, rel=1e-2)
 
 
-def test_the_map_shows_every_page_that_the_books_have(result: Result) -> None:
+def test_the_map_shows_every_page_that_the_books_have(result: RunResult) -> None:
     snapshot = result.snapshot
     for group in snapshot.stats.groups:
         mine = [page for pool in snapshot.pools for s in pool.superpages if s.tag == group.tag for page in s.pages]
@@ -124,7 +124,7 @@ def test_the_map_shows_every_page_that_the_books_have(result: Result) -> None:
     assert sum(drawn) == pages + sum(pool.free_superpages for pool in snapshot.stats.pools)
 
 
-def test_the_tree_begins_with_what_all_share(result: Result) -> None:
+def test_the_tree_begins_with_what_all_share(result: RunResult) -> None:
     tree = result.snapshot.tree
     (first, *_) = [branch for branch in tree if branch.parent is None]
     assert first.start == 0
@@ -135,39 +135,39 @@ def test_the_tree_begins_with_what_all_share(result: Result) -> None:
     assert len(runs) == len(tree)
 
 
-def test_the_picture_is_an_svg_within_its_frame(result: Result) -> None:
+def test_the_picture_is_an_svg_within_its_frame(result: RunResult) -> None:
     root = ElementTree.fromstring(run_svg(result))
     assert root.tag == f"{SVG}svg"
     for rect in root.iter(f"{SVG}rect"):
         assert 0 <= float(rect.attrib["x"]) <= float(rect.attrib["x"]) + float(rect.attrib["width"]) <= WIDTH + 0.01
 
 
-def test_a_run_without_comparison_has_no_other_times(result: Result) -> None:
+def test_a_run_without_comparison_has_no_other_times(result: RunResult) -> None:
     alone = tuple(replace(outcome, plain=None) for outcome in result.outcomes.each)
-    text = report_html(replace(result, outcomes=Outcomes(alone)))
+    text = report_html(replace(result, outcomes=RunOutcomes(alone)))
     page = Page(text)
     assert not page.all("plain")
     assert "without reuse" not in text
     assert numbers(text)["all_tokens_equal"] is None
 
 
-def test_a_difference_is_shown_first(result: Result) -> None:
+def test_a_difference_is_shown_first(result: RunResult) -> None:
     first, *others = result.outcomes.each
     assert first.plain is not None
     wrong = replace(first, plain=replace(first.plain, differs_at=2))
-    text = report_html(replace(result, outcomes=Outcomes((wrong, *others))))
+    text = report_html(replace(result, outcomes=RunOutcomes((wrong, *others))))
     assert '<div class="tile bad"><b>1 differ</b>' in text
 
 
-def test_names_are_escaped(result: Result) -> None:
+def test_names_are_escaped(result: RunResult) -> None:
     text = report_html(replace(result, name="<script>alert(1)</script>", about=("</script><b>",)))
     Page(text)
     assert "<script>alert" not in text
     assert "</script><b>" not in text
 
 
-def test_hundreds_of_requests_and_of_super_pages_are_drawn_small(result: Result) -> None:
-    many = Outcomes(result.outcomes.each * 50)
+def test_hundreds_of_requests_and_of_super_pages_are_drawn_small(result: RunResult) -> None:
+    many = RunOutcomes(result.outcomes.each * 50)
     pool = result.snapshot.pools[0]
     crowd = replace(pool, superpages=pool.superpages * 800)
     snapshot = CacheContents((crowd,), result.snapshot.tree, result.snapshot.stats)

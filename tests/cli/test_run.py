@@ -16,9 +16,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvweave.cli.run import session
-from kvweave.cli.run.text import Bytes
-from kvweave.cli.run.workload import Size, Writer, agents, play
+from kvweave.cli.run import runner
+from kvweave.cli.run.text import ByteTokenizer
+from kvweave.cli.run.workload import PromptWriter, WorkloadSize, agents, play
 from kvweave.integrations.transformers import KVWeave
 from tests.cli.command import Kvweave
 from tests.cli.threads import one_thread  # noqa: F401
@@ -79,7 +79,10 @@ def test_a_workload_reuses_and_every_token_is_equal(kvweave: Kvweave, argv: tupl
 
 def test_a_workload_is_the_same_each_time_and_another_with_another_seed() -> None:
     def prompts(seed: int) -> list[list[int]]:
-        asks = agents(Writer(Bytes(), Random(seed)), Size(parties=2, turns=2, shared_tokens=64, turn_tokens=40))
+        asks = agents(
+            PromptWriter(ByteTokenizer(), Random(seed)),
+            WorkloadSize(parties=2, turns=2, shared_tokens=64, turn_tokens=40),
+        )
         return [ask.prompt for ask in play(asks, lambda _: [1, 2, 3])]
 
     assert prompts(0) == prompts(0)
@@ -205,7 +208,7 @@ class Forgetful(KVWeave):
 def test_a_token_that_differs_is_exit_code_1_and_one_line(
     kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(session, "KVWeave", Forgetful)
+    monkeypatch.setattr(runner, "KVWeave", Forgetful)
     run = kvweave(*argv, *SMALL, "--compare")
     assert run.code == 1
     assert run.err.startswith("kvweave: ")

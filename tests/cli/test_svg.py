@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvweave.cli.request import Answer, PlanRequest, answer
+from kvweave.cli.option_syntax import PerTag, PoolOption
+from kvweave.cli.plan_request import PlanRequest, PlanResult, answer
 from kvweave.cli.source import example_names
 from kvweave.cli.svg import plan_svg
 from kvweave.cli.svg.draw import NULL, hues
-from kvweave.cli.svg.load import Load
-from kvweave.cli.wishes import PerTag, PoolWish
+from kvweave.cli.svg.sample_load import SampleLoad
 from kvweave.plan import Parallel
 from tests.cli.command import Kvweave
 
@@ -25,7 +25,7 @@ ODD = {
         "gemma-3-27b", layout="layer_major", block_tokens=PerTag(64, {}), kernel_tokens=PerTag(16, {})
     ),
     "pools of their own": PlanRequest(
-        "gemma-3-27b", own_pools=(PoolWish.parse("window=20%"), PoolWish.parse("full=9000@host")), reserve="1GiB"
+        "gemma-3-27b", own_pools=(PoolOption.parse("window=20%"), PoolOption.parse("full=9000@host")), reserve="1GiB"
     ),
     "hardly any memory": PlanRequest("inkling", memory="1.5GiB"),
     "one stage of many": PlanRequest("qwen3-next-80b", parallel=Parallel(pp=48, pp_rank=3)),
@@ -34,7 +34,7 @@ ODD = {
 CASES = [(name, PlanRequest(name)) for name in example_names()] + list(ODD.items())
 
 
-def drawn(request: PlanRequest) -> tuple[Answer, ElementTree.Element]:
+def drawn(request: PlanRequest) -> tuple[PlanResult, ElementTree.Element]:
     found = answer(request)
     return found, ElementTree.fromstring(plan_svg(found))
 
@@ -107,9 +107,9 @@ def test_every_group_that_holds_anything_has_a_super_page_in_the_strip() -> None
 
 def test_a_load_is_of_shorter_sequences_where_long_ones_do_not_fit() -> None:
     plan = answer(ODD["hardly any memory"]).plan
-    load = Load.of(plan, 32_768)
+    load = SampleLoad.of(plan, 32_768)
     assert (load.sequences, plan.sequences(2 * load.num_tokens)) == (1, 0)
-    assert Load.of(plan, load.num_tokens) == load
+    assert SampleLoad.of(plan, load.num_tokens) == load
 
 
 def test_the_memory_bar_shows_what_the_load_takes() -> None:

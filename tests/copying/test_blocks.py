@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.copying import IS_NATIVE, Bytes, Side, blocks, copy, copy_blocks
+from kvweave.copying import IS_NATIVE, Bytes, StridedBlocks, blocks, copy, copy_blocks
 from kvweave.errors import BadCopy
 
 
@@ -35,7 +35,7 @@ def numbers(*some: int) -> np.ndarray:
     return np.array(some, np.int64)
 
 
-def run_by_run(to: Side, source: Side, shape: tuple[int, int, int]) -> None:
+def run_by_run(to: StridedBlocks, source: StridedBlocks, shape: tuple[int, int, int]) -> None:
     """What `copy_blocks` promises, said in the plainest way."""
     for number in range(len(to.starts)):
         for plane in range(shape[0]):
@@ -43,7 +43,7 @@ def run_by_run(to: Side, source: Side, shape: tuple[int, int, int]) -> None:
                 ends = []
                 for side in (to, source):
                     at = int(side.starts[number]) + plane * side.strides[0] + row * side.strides[1]
-                    memory = side.memories[0 if side.which is None else int(side.which[number])]
+                    memory = side.memories[0 if side.memory_index is None else int(side.memory_index[number])]
                     ends.append(memory[at : at + shape[2]])
                 ends[0][:] = ends[1]
 
@@ -68,13 +68,13 @@ def test_rows_of_132_bytes_are_packed_and_unpacked(threads: int) -> None:
     page, lane, layers = 16 * 132, 40 * 16 * 132, 3
     pool, ids = noise(layers * lane), np.random.default_rng(1).permutation(40)[:20]
     chunks = [np.zeros(10 * layers * page, np.uint8) for _ in range(2)]
-    places, which = np.arange(20) % 10 * layers * page, np.arange(20) // 10
-    packed = Side(chunks, places, (0, page), which)
-    copy_blocks(packed, Side([pool], ids * page, (0, lane)), (1, layers, page), threads=threads)
+    places, memory_index = np.arange(20) % 10 * layers * page, np.arange(20) // 10
+    packed = StridedBlocks(chunks, places, (0, page), memory_index)
+    copy_blocks(packed, StridedBlocks([pool], ids * page, (0, lane)), (1, layers, page), threads=threads)
     expected = pool.reshape(layers, 40, page)[:, ids].transpose(1, 0, 2)
     assert np.array_equal(np.concatenate(chunks), expected.ravel())
     back = np.full_like(pool, 7)
-    copy_blocks(Side([back], ids * page, (0, lane)), packed, (1, layers, page), threads=threads)
+    copy_blocks(StridedBlocks([back], ids * page, (0, lane)), packed, (1, layers, page), threads=threads)
     assert np.array_equal(back.reshape(layers, 40, page)[:, ids], pool.reshape(layers, 40, page)[:, ids])
     others = np.setdiff1d(np.arange(40), ids)
     assert (back.reshape(layers, 40, page)[:, others] == 7).all()
@@ -92,12 +92,12 @@ def test_all_means_do_what_copying_run_by_run_does(data: st.DataObject) -> None:
         order = np.array(data.draw(st.permutations(range(count))), np.int64)
         sides.append((lead + order * planes * plane, (plane, row), lead + count * planes * plane))
     (to_starts, to_strides, to_bytes), (starts, strides, num_bytes) = sides
-    source, found = Side([noise(num_bytes)], starts, strides), []
+    source, found = StridedBlocks([noise(num_bytes)], starts, strides), []
     shape, threads = (planes, rows, size), data.draw(st.integers(1, 5))
 
     def filled(by: object) -> None:
         memory = np.full(to_bytes, 0xEE, np.uint8)
-        by(Side([memory], to_starts, to_strides))  # type: ignore[operator]
+        by(StridedBlocks([memory], to_starts, to_strides))  # type: ignore[operator]
         found.append(memory)
 
     filled(lambda to: run_by_run(to, source, shape))
@@ -118,17 +118,32 @@ def test_what_does_not_fit_is_refused_and_nothing_moves() -> None:
     read_only = noise(100)
     read_only.flags.writeable = False
     for target, origin, shape, why in (
-        (Side([to], numbers(0, 50)), Side([source], numbers(0, 51)), (1, 1, 50), "block 1 spans bytes 51 to 101"),
-        (Side([to], numbers(-1)), Side([source], at), (1, 1, 50), "block 0 spans bytes -1 to 49"),
-        (Side([to], at, (0, 30)), Side([source], at), (1, 4, 20), "spans bytes 0 to 110"),
-        (Side([to], at, (-1, 0)), Side([source], at), (2, 1, 20), "spans bytes -1 to 20"),
-        (Side([to], at), Side([source], numbers(0, 1)), (1, 1, 1), "2 blocks of"),
-        (Side([to], at), Side([source], at), (1, 1, -1), "1 blocks of"),
-        (Side([to], at, which=numbers(1)), Side([source], at), (1, 1, 1), "other than the 1 given"),
-        (Side([to], at, which=numbers(0, 0)), Side([source], at), (1, 1, 1), "other than the 1 given"),
-        (Side([read_only], at), Side([source], at), (1, 1, 1), "read-only"),
-        (Side([to[::2]], at), Side([source], at), (1, 1, 1), "one run of bytes"),
-        (Side([to.view(np.int32)], at), Side([source], at), (1, 1, 1), "one run of bytes, not int32"),
+        (
+            StridedBlocks([to], numbers(0, 50)),
+            StridedBlocks([source], numbers(0, 51)),
+            (1, 1, 50),
+            "block 1 spans bytes 51 to 101",
+        ),
+        (StridedBlocks([to], numbers(-1)), StridedBlocks([source], at), (1, 1, 50), "block 0 spans bytes -1 to 49"),
+        (StridedBlocks([to], at, (0, 30)), StridedBlocks([source], at), (1, 4, 20), "spans bytes 0 to 110"),
+        (StridedBlocks([to], at, (-1, 0)), StridedBlocks([source], at), (2, 1, 20), "spans bytes -1 to 20"),
+        (StridedBlocks([to], at), StridedBlocks([source], numbers(0, 1)), (1, 1, 1), "2 blocks of"),
+        (StridedBlocks([to], at), StridedBlocks([source], at), (1, 1, -1), "1 blocks of"),
+        (
+            StridedBlocks([to], at, memory_index=numbers(1)),
+            StridedBlocks([source], at),
+            (1, 1, 1),
+            "other than the 1 given",
+        ),
+        (
+            StridedBlocks([to], at, memory_index=numbers(0, 0)),
+            StridedBlocks([source], at),
+            (1, 1, 1),
+            "other than the 1 given",
+        ),
+        (StridedBlocks([read_only], at), StridedBlocks([source], at), (1, 1, 1), "read-only"),
+        (StridedBlocks([to[::2]], at), StridedBlocks([source], at), (1, 1, 1), "one run of bytes"),
+        (StridedBlocks([to.view(np.int32)], at), StridedBlocks([source], at), (1, 1, 1), "one run of bytes, not int32"),
     ):
         with pytest.raises(BadCopy, match=why):
             copy_blocks(target, origin, shape)
@@ -141,8 +156,8 @@ def test_what_does_not_fit_is_refused_and_nothing_moves() -> None:
 def test_a_copy_of_nothing_is_no_error() -> None:
     nothing, some = np.empty(0, np.uint8), noise(10)
     copy(nothing, nothing)
-    copy_blocks(Side([some], numbers()), Side([some], numbers()), (1, 1, 5))
-    copy_blocks(Side([nothing], numbers(0)), Side([some], numbers(3)), (2, 0, 5))
+    copy_blocks(StridedBlocks([some], numbers()), StridedBlocks([some], numbers()), (1, 1, 5))
+    copy_blocks(StridedBlocks([nothing], numbers(0)), StridedBlocks([some], numbers(3)), (2, 0, 5))
     assert (some == noise(10)).all(), "nothing was to be written"
 
 

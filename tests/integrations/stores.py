@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from kvweave.integrations.transformers import KVWeave, StoreUse
+from kvweave.integrations.transformers import KVWeave, StoreUsage
 from kvweave.integrations.transformers.support import examine
 from kvweave.integrations.transformers.weave import plan_for
-from kvweave.store import Cascade, DictTier, LanePolicy, Schema, Store, Tier
+from kvweave.store import DictTier, Schema, Store, Tier, TierPolicy, TierStack
 from tests.integrations.models import prompt
 
 CHUNK = 64
 CLOSE = 2e-5
-NEAR = LanePolicy(inline=True)
+NEAR = TierPolicy(inline=True)
 
 
 def chunk_of(model: Any) -> int:
@@ -25,8 +25,8 @@ def chunk_of(model: Any) -> int:
     return math.lcm(CHUNK, *(group.block_tokens for group in groups))
 
 
-def store_of(model: Any, tier: Tier, policy: LanePolicy = NEAR) -> Store:
-    return Store(Schema.of(examine(model).spec, chunk_tokens=chunk_of(model)), Cascade((tier, policy)))
+def store_of(model: Any, tier: Tier, policy: TierPolicy = NEAR) -> Store:
+    return Store(Schema.of(examine(model).spec, chunk_tokens=chunk_of(model)), TierStack((tier, policy)))
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def started(model: Any, tier: Tier, memory: int | str = "64MiB", **options: Any)
         assert all(group.held == 0 for group in weave.core.stats().groups)
 
 
-def use_of(weave: KVWeave) -> StoreUse:
+def use_of(weave: KVWeave) -> StoreUsage:
     use = weave.stats().store
     assert use is not None
     return use

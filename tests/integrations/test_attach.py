@@ -69,7 +69,7 @@ def test_a_pipeline_runs_on_pages(name: str, model: Any) -> None:
     paged = pipeline("text-generation", model=model, tokenizer=tokenizer())
     assert ([paged(text, **options) for text in asked], paged(asked, batch_size=4, **options)) == theirs
     assert weave.stats().requests == 5
-    assert weave.stats().aside == 0
+    assert weave.stats().fallback == 0
     assert weave.records[-1].reused_tokens >= 3 * 32
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from kvweave.errors import BadCall, BadTokens
 from kvweave.integrations.transformers import KVWeave
-from kvweave.integrations.transformers.record import Records
+from kvweave.integrations.transformers.request_record import RequestRecords
 from tests.integrations.checks import CLOSE, IDS, SIX, check, check_unspoilt
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
 
@@ -35,8 +35,8 @@ def test_without_a_cache_transformers_computes_and_pages_are_left_alone(name: st
     theirs = weave.model.generate(IDS, **greedy(use_cache=False))
     for options in (greedy(use_cache=False), {"generation_config": GenerationConfig(**greedy(), use_cache=False)}):
         assert difference(weave.generate(IDS, **options), theirs) < CLOSE
-        assert weave.records[-1].aside == "use_cache=False"
-    assert weave.stats().aside == 2
+        assert weave.records[-1].fallback == "use_cache=False"
+    assert weave.stats().fallback == 2
     check_unspoilt(weave)
 
 
@@ -49,7 +49,7 @@ def test_a_cache_of_ones_own_is_used() -> None:
                 weave.model(IDS[:, :30], past_key_values=cache)
         theirs = weave.model.generate(IDS, past_key_values=caches[0], **greedy())
         assert difference(weave.generate(IDS, past_key_values=caches[1], **greedy()), theirs) == 0
-        assert weave.records[-1].aside == "past_key_values= was given"
+        assert weave.records[-1].fallback == "past_key_values= was given"
         assert caches[1].get_seq_length() == 55, "the cache that was given is the one that grew"
         check_unspoilt(weave)
 
@@ -65,12 +65,12 @@ def test_drafts_of_a_model_with_convolutions_are_left_to_transformers() -> None:
             theirs = plain(model, ids, num_tokens=8, **options)
             ours = weave.generate(ids, **greedy(8, **options))
             assert torch.equal(ours.sequences, theirs.sequences)
-            assert "drafts are taken back" in weave.records[-1].aside
+            assert "drafts are taken back" in weave.records[-1].fallback
         check_unspoilt(weave, ids)
 
 
 def test_records_are_bounded_and_their_sums_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Records, "KEPT", 3)
+    monkeypatch.setattr(RequestRecords, "KEPT", 3)
     with KVWeave(model_of("llama"), "16MiB") as weave:
         for seed in range(5):
             weave.generate(prompt(20, seed), **greedy())
@@ -127,7 +127,7 @@ def test_implementations_of_the_cache_that_change_no_answer(name: str, weave: KV
             greedy(generation_config=GenerationConfig(cache_implementation=which)),
         ):
             assert difference(weave.generate(IDS, **options), theirs) < CLOSE
-            assert weave.records[-1].aside == ""
+            assert weave.records[-1].fallback == ""
     own = weave.model.generation_config
     own.cache_implementation, own.prefill_chunk_size = "static", 7
     try:
@@ -144,7 +144,7 @@ def test_padding_tokens_in_the_midst_of_a_prompt(name: str, weave: KVWeave) -> N
     ids[0, 20] = ids[0, 37] = 0
     theirs = weave.model.generate(ids, **greedy(use_cache=True))
     assert difference(weave.generate(ids, **greedy()), theirs) < CLOSE
-    assert "in the midst of a prompt" in weave.records[-1].aside
+    assert "in the midst of a prompt" in weave.records[-1].fallback
     for _ in range(2):
         ours = weave.generate(ids, attention_mask=torch.ones_like(ids), **greedy())
         assert difference(ours, plain(weave.model, ids)) < CLOSE
@@ -163,7 +163,7 @@ def test_types_of_tokens_that_are_all_zero() -> None:
         assert weave.records[-1].reused_tokens > 0
         theirs = plain(model, IDS, token_type_ids=zeros + 1)
         assert difference(weave.generate(IDS, token_type_ids=zeros + 1, **greedy()), theirs) < CLOSE
-        assert weave.records[-1].aside == "token_type_ids= was given"
+        assert weave.records[-1].fallback == "token_type_ids= was given"
     with KVWeave(model_of("gemma3_text"), "16MiB") as weave:
         assert difference(weave.generate(IDS, mm_token_type_ids=zeros, **greedy()), plain(weave.model, IDS)) < CLOSE
 

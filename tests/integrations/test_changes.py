@@ -214,7 +214,7 @@ def test_an_adapter_for_each_row_is_left_to_peft() -> None:
         options = {"adapter_names": ["one", "two"], "attention_mask": torch.ones_like(ids)}
         theirs = model.generate(input_ids=ids, **options, **greedy())
         assert difference(weave.generate(ids, **options, **greedy()), theirs) < CLOSE
-        assert weave.records[-1].aside == "adapter_names= was given"
+        assert weave.records[-1].fallback == "adapter_names= was given"
         assert reused(weave) == 64
 
 

@@ -184,13 +184,13 @@ def test_batches_and_strange_places_are_left_to_transformers(kind: str, weave: K
     one = asked(kind, 0)
     batch = {name: torch.cat([value, value]) for name, value in one.items()}
     reused(weave, batch)
-    assert "images of several prompts" in weave.records[-1].aside
+    assert "images of several prompts" in weave.records[-1].fallback
     last = {
         **one,
         **{name: value[:, :25] for name, value in one.items() if value.shape[-1] == 41 and name != "pixel_values"},
     }
     reused(weave, last)
-    assert "ends with an image" in weave.records[-1].aside
+    assert "ends with an image" in weave.records[-1].fallback
     assert reused(weave, one) == 0
 
 

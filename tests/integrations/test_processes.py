@@ -27,7 +27,7 @@ for name in ("gemma3_text", "qwen3_next"):
 """
 
 
-def opened(name: str, store: object) -> KVWeave:
+def sequence(name: str, store: object) -> KVWeave:
     return KVWeave(model_of(name), "64MiB", store=str(store), rows=8, max_tokens=1024)
 
 
@@ -36,7 +36,7 @@ def test_another_process_finds_what_this_one_left_in_a_directory_and_in_a_daemon
     with spawned(socket, "--memory", "64MiB"):
         for name in ("gemma3_text", "qwen3_next"):
             for store in (folder, f"unix://{socket}"):
-                with opened(name, store) as weave:
+                with sequence(name, store) as weave:
                     weave.generate(prompt(530), **greedy())
         command = [sys.executable, "-c", PROGRAM, str(folder), str(socket)]
         run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
@@ -49,7 +49,7 @@ def test_another_process_finds_what_this_one_left_in_a_directory_and_in_a_daemon
 
 def test_a_daemon_that_is_killed_in_the_midst_of_an_answer_costs_no_token(tmp_path: Path) -> None:
     socket, name, other = tmp_path / "kv.sock", "gemma3_text", prompt(530, seed=9)
-    with spawned(socket, "--memory", "64MiB") as daemon, opened(name, socket) as weave:
+    with spawned(socket, "--memory", "64MiB") as daemon, sequence(name, socket) as weave:
         answer = weave.generate(prompt(530), streamer=_Killing(daemon), **greedy(12))
         assert difference(answer, plain(weave.model, prompt(530), num_tokens=12)) < CLOSE
         assert difference(weave.generate(other, **greedy()), plain(weave.model, other)) < CLOSE

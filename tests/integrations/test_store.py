@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from kvweave.errors import Busy, StoreError, TierError, UnknownName
-from kvweave.integrations.places import open_store
+from kvweave.integrations.open_store import open_store
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.identity import Identity
 from kvweave.integrations.transformers.prompts import Prompt
 from kvweave.integrations.transformers.support import SCANS_AFRESH, examine
 from kvweave.integrations.transformers.watch import ModelWatch
-from kvweave.store import Cascade, DictTier, LanePolicy, Schema, Store
-from kvweave.store.redis import RedisTier
+from kvweave.store import DictTier, Schema, Store, TierPolicy, TierStack
+from kvweave.store.redis_tier import RedisTier
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
 from tests.integrations.stores import CHUNK, CLOSE, Damaged, chunk_of, leaving, open_store_of, started, store_of, use_of
 from tests.integrations.test_families import SERVED, crowd, memory
@@ -123,8 +123,8 @@ def test_a_past_by_hand_is_found_and_kept_too(kind: str) -> None:
             logits = model(ids[:, -1:], past_key_values=past).logits
             assert (logits[:, -1] - expected).abs().max() < CLOSE
         assert weave.stats().stored_tokens == 0, "a past by hand is no record"
-    assert past.visit is not None
-    assert past.visit.num_loaded == 2 * CHUNK
+    assert past.store_batch is not None
+    assert past.store_batch.num_loaded == 2 * CHUNK
 
 
 @pytest.mark.parametrize("window", [5, 24, 63, 64, 65, 100])
@@ -219,11 +219,11 @@ def test_a_store_that_hangs_costs_its_deadline_and_no_token() -> None:
     model, tier, ids = model_of("qwen3_next"), Slow(), prompt(2 * CHUNK + 9)
     expected = plain(model, ids)
     tier.asleep = True
-    with started(model, tier, store=store_of(model, tier, LanePolicy(deadline_s=30)), store_wait_s=0.2) as weave:
+    with started(model, tier, store=store_of(model, tier, TierPolicy(deadline_s=30)), store_wait_s=0.2) as weave:
         start = time.perf_counter()
         assert equal(weave, ids, expected) == 0
         assert time.perf_counter() - start < 3
-        assert sum(lane.late for lane in open_store_of(weave).stats().tiers) == 2
+        assert sum(executor.late for executor in open_store_of(weave).stats().tiers) == 2
         tier.asleep = False
 
 
@@ -268,7 +268,7 @@ def test_damaged_blobs_are_misses_and_replaced(kind: str, every: int) -> None:
     with started(model, damaged) as weave:
         equal(weave, ids, expected)
         assert use_of(weave).shortened > 0
-        assert sum(lane.damaged for lane in open_store_of(weave).stats().tiers) > 0
+        assert sum(executor.damaged for executor in open_store_of(weave).stats().tiers) > 0
     with started(model, damaged) as weave:
         assert equal(weave, ids, expected) == 3 * chunk
 
@@ -383,7 +383,7 @@ def test_a_store_that_is_open_must_be_for_this_model_and_stays_open() -> None:
     tier = DictTier()
     with pytest.raises(StoreError, match="open for another model"):
         KVWeave(other, "16MiB", store=store_of(llama, tier))
-    uneven = Store(Schema.of(examine(llama).spec, chunk_tokens=40), Cascade(tier))
+    uneven = Store(Schema.of(examine(llama).spec, chunk_tokens=40), TierStack(tier))
     with pytest.raises(StoreError, match="chunks of 40 tokens, which blocks of 16 do not divide"):
         KVWeave(llama, "16MiB", store=uneven)
     store = store_of(llama, tier)
@@ -397,7 +397,7 @@ def test_a_store_that_is_open_must_be_for_this_model_and_stays_open() -> None:
 def test_a_directory_is_closed_with_what_opened_it_and_belongs_to_one_at_a_time(tmp_path: Path) -> None:
     model = model_of("llama")
     with KVWeave(model, "16MiB", store=f"{tmp_path / 'kv'}:1MiB") as weave:
-        tier = open_store_of(weave).cascade.lanes[0].tier
+        tier = open_store_of(weave).tier_stack.executors[0].tier
         assert tier.stats().capacity_bytes == 1 << 20
         with pytest.raises(Busy):
             KVWeave(model, "16MiB", store=tmp_path / "kv")
@@ -420,7 +420,7 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownName, match="did you mean 's3'"):
         open_store("s33://bucket", schema)
     store = open_store("redis://nobody.invalid:1", schema)
-    assert isinstance(store.cascade.lanes[1].tier, RedisTier)  # type: ignore[attr-defined]
+    assert isinstance(store.tier_stack.executors[1].tier, RedisTier)  # type: ignore[attr-defined]
     store.close()
 
 

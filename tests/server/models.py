@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvweave.server import Daemon, RemoteStore, Settings
-from kvweave.store import Cascade, Prompt, Row, Schema
+from kvweave.store import HashedPrompt, Schema, Shard, TierStack
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes
 from tests.store.models import hybrid, namespace, truth
@@ -26,7 +26,7 @@ SPEC = hybrid()
 SCHEMA = Schema.of(SPEC, parts=4)
 TOKENS = np.arange(1025, dtype=np.int32)
 POINTS = [512, 1024]
-LARGEST = max(blob_bytes(row) for row in SCHEMA.rows)
+LARGEST = max(blob_bytes(shard) for shard in SCHEMA.shards)
 
 
 def settings(folder: Path, memory: int = 4 << 20, **more: object) -> Settings:
@@ -34,12 +34,12 @@ def settings(folder: Path, memory: int = 4 << 20, **more: object) -> Settings:
 
 
 @contextmanager
-def serving(wish: Settings, far: Cascade | None = None) -> Iterator[Daemon]:
+def serving(wish: Settings, backing: TierStack | None = None) -> Iterator[Daemon]:
     """A daemon in a thread of this process."""
     ready: Future[tuple[Daemon, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
-        async with Daemon(wish, far) as daemon:
+        async with Daemon(wish, backing) as daemon:
             stop = asyncio.Event()
             ready.set_result((daemon, asyncio.get_running_loop(), stop))
             await stop.wait()
@@ -103,27 +103,27 @@ def store(socket: Path, **more: object) -> RemoteStore:
     return RemoteStore(SCHEMA, socket, model="hybrid", **more)  # type: ignore[arg-type]
 
 
-def prompt(first: int = 0, tenant: str = "") -> Prompt:
+def prompt(first: int = 0, tenant: str = "") -> HashedPrompt:
     """A prompt of its own for every number."""
     tokens = TOKENS.copy()
     tokens[0] = 5000 + first
     return store_prompt(tokens, tenant)
 
 
-def store_prompt(tokens: object, tenant: str = "") -> Prompt:
+def store_prompt(tokens: object, tenant: str = "") -> HashedPrompt:
     from kvweave.store.keys import prompt as make
 
     return make(tokens, namespace(SPEC, tenant=tenant), SCHEMA.chunk_tokens)
 
 
-def verify(row: Row, chunk: int, found: Bytes) -> None:
-    assert (found == truth(row, chunk)).all(), (row.tag, chunk)
+def verify(shard: Shard, chunk: int, found: Bytes) -> None:
+    assert (found == truth(shard, chunk)).all(), (shard.tag, chunk)
 
 
 def prompt_bytes() -> int:
     """What one prompt with its points takes in the arena."""
-    from kvweave.store import DictTier, LanePolicy, Store
+    from kvweave.store import DictTier, Store, TierPolicy
 
-    twin = Store(SCHEMA, Cascade((DictTier(), LanePolicy(inline=True))))
+    twin = Store(SCHEMA, TierStack((DictTier(), TierPolicy(inline=True))))
     twin.save(prompt(), truth, points=POINTS)
     return int(twin.stats().tiers[0].tier.used_bytes or 0)

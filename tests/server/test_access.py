@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import BadRequest, Busy, ConfigError, Refused, ServerGone
-from kvweave.server import Client, Daemon
-from kvweave.server import protocol as say
+from kvweave.server import Client, Daemon, protocol
 from tests.server.models import POINTS, prompt, serving, settings, store
 from tests.store.models import truth
 
@@ -73,8 +72,8 @@ def test_tcp_needs_the_token(remote: Daemon) -> None:
         with pytest.raises(Refused, match="wrong token"):
             Client(address, token=wrong)
     with Client(address, token="open sesame") as client:
-        assert client.ask(say.Stats(), say.Stated).report.clients[0].name == ""
-        assert client.ask(say.Ping(), say.Done) == say.Done()
+        assert client.ask(protocol.StatsRequest(), protocol.StatsReply).report.clients[0].name == ""
+        assert client.ask(protocol.Ping(), protocol.Done) == protocol.Done()
 
 
 def test_the_arena_is_not_for_tcp(remote: Daemon) -> None:
@@ -84,7 +83,7 @@ def test_the_arena_is_not_for_tcp(remote: Daemon) -> None:
     with Client(f"127.0.0.1:{remote.ports[0]}", token="open sesame") as client:
         assert client.arena.nbytes == 0
         with pytest.raises(BadRequest, match="only over the Unix socket"):
-            client.ask(say.Lookup(1, 1), say.Found)
+            client.ask(protocol.Lookup(1, 1), protocol.Found)
 
 
 def test_tcp_without_a_token_is_not_opened(tmp_path: Path) -> None:
@@ -107,7 +106,7 @@ def test_tls_if_there_is_a_certificate(tmp_path: Path, token: Path) -> None:
         address = f"localhost:{daemon.ports[0]}"
         trusting = ssl.create_default_context(cafile=str(cert))
         with Client(address, token="open sesame", tls=trusting) as client:
-            client.ask(say.Ping(), say.Done)
+            client.ask(protocol.Ping(), protocol.Done)
         with pytest.raises(ServerGone):
             Client(address, token="open sesame", tls=ssl.create_default_context())
         with pytest.raises(ServerGone):
@@ -119,16 +118,16 @@ def test_one_daemon_a_socket_and_a_dead_one_is_in_nobodys_way(tmp_path: Path) ->
         with pytest.raises(Busy, match=f"served by process {os.getpid()} already"):
             Daemon(settings(tmp_path))
         with Client(tmp_path / "kv.sock") as client:
-            client.ask(say.Ping(), say.Done)
+            client.ask(protocol.Ping(), protocol.Done)
     assert not (tmp_path / "kv.sock").exists()
     (tmp_path / "kv.sock").touch()  # as a killed one leaves it
     with serving(settings(tmp_path)), Client(tmp_path / "kv.sock") as client:
-        client.ask(say.Ping(), say.Done)
+        client.ask(protocol.Ping(), protocol.Done)
 
 
 def test_a_client_cannot_shorten_the_arena_under_the_others(tmp_path: Path) -> None:
     with serving(settings(tmp_path)) as daemon:
-        copy = os.dup(daemon.hub.arena.fd)
+        copy = os.dup(daemon.state.arena.fd)
         with pytest.raises(PermissionError):
             os.ftruncate(copy, 0)
         os.close(copy)

@@ -18,28 +18,27 @@ import msgspec
 import pytest
 
 from kvweave.errors import BadRequest, OverLimit
-from kvweave.server import Client, Daemon, Limits
-from kvweave.server import protocol as say
-from kvweave.server.models import MOST, MOST_BYTES
-from kvweave.server.opened import STEP_KEYS, Opened
-from kvweave.server.registered import Registered, registration
+from kvweave.server import Client, Daemon, Limits, protocol
+from kvweave.server.model_registry import MOST, MOST_BYTES
+from kvweave.server.open_sequence import STEP_KEYS, OpenSequence
+from kvweave.server.registered_model import RegisteredModel, registration
 from kvweave.store.blob import header_bytes
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.server.test_leases import until
 from tests.store.models import truth
 
 
-def schema(number: int, padding: int = 0) -> say.Register:
+def schema(number: int, padding: int = 0) -> protocol.Register:
     """One of many, as large as wanted."""
     facts: dict[str, Any] = {"chunk_tokens": 256, "layers": [number], "part": 0, "parts": 1, "pad": " " * padding}
     role = {"name": "key", "rows": 256, "shape": [4], "dtype": "bfloat16"}
     meta = json.dumps(facts | {"roles": [role]}).encode()
-    size = header_bytes(Row(meta)) + 2048
-    row = say.RowInfo(hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:8], size, meta)
-    return say.Register(1, f"model {number}", 256, [row], [say.GroupInfo("full", 1, {"kind": "full"})])
+    size = header_bytes(Shard(meta)) + 2048
+    shard = protocol.ShardInfo(hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:8], size, meta)
+    return protocol.Register(1, f"model {number}", 256, [shard], [protocol.GroupInfo("full", 1, {"kind": "full"})])
 
 
-class Row:
+class Shard:
     payload_bytes = chunk_tokens = 0
 
     def __init__(self, meta: bytes) -> None:
@@ -51,8 +50,8 @@ def test_no_number_of_schemas_locks_out_a_new_engine(tmp_path: Path) -> None:
     with serving(wish) as daemon, Client(wish.socket) as greedy:
         for first in range(0, MOST + 100, 100):
             answers = greedy.exchange([schema(number) for number in range(first, first + 100)]).answers
-            assert all(isinstance(answer, say.Done) for answer in answers)
-        assert len(daemon.hub.models.named(None)) <= MOST
+            assert all(isinstance(answer, protocol.Done) for answer in answers)
+        assert len(daemon.state.models.named(None)) <= MOST
         engine = store(wish.socket)
         engine.save(prompt(), truth, points=POINTS)
         assert engine.load(engine.lookup(prompt()), verify) == 1024
@@ -62,12 +61,12 @@ def test_no_number_of_schemas_locks_out_a_new_engine(tmp_path: Path) -> None:
 def test_schemas_take_so_much_memory_and_no_more(tmp_path: Path) -> None:
     with serving(settings(tmp_path)) as daemon, Client(tmp_path / "kv.sock") as greedy:
         for number in range(100):
-            greedy.ask(schema(number, 1_000_000), say.Done)
-        kept = daemon.hub.models.named(None)
+            greedy.ask(schema(number, 1_000_000), protocol.Done)
+        kept = daemon.state.models.named(None)
         assert sum(each.num_bytes for each in kept) <= MOST_BYTES
         held = [msgspec.structs.replace(schema(number, 1_000_000), schema=number) for number in range(15)]
         answers = [greedy.exchange([each]).answers[0] for each in held]
-        assert isinstance(answers[-1], say.Failed)
+        assert isinstance(answers[-1], protocol.Failed)
         assert "bytes of schemas" in answers[-1].message
 
 
@@ -78,37 +77,42 @@ def test_a_schema_in_use_is_never_forgotten(tmp_path: Path) -> None:
         with Client(tmp_path / "kv.sock") as greedy:
             for first in range(0, MOST + 100, 100):
                 greedy.exchange([schema(number) for number in range(first, first + 100)])
-        assert "hybrid" in {each.model for each in daemon.hub.models.named(None)}
+        assert "hybrid" in {each.model for each in daemon.state.models.named(None)}
         assert engine.load(engine.lookup(prompt()), verify) == 1024
         engine.close()
-        until(lambda: all(each.users == 0 for each in daemon.hub.models.named(None)))
+        until(lambda: all(each.users == 0 for each in daemon.state.models.named(None)))
 
 
 def test_a_row_that_says_another_size_than_it_has_is_refused(tmp_path: Path) -> None:
     right = registration(1, "m", SCHEMA)
     with serving(settings(tmp_path)), Client(tmp_path / "kv.sock") as client:
-        for wrong in (right.rows[0].blob_bytes - 1, right.rows[0].blob_bytes + 4096, 1):
-            row = say.RowInfo(right.rows[0].id, wrong, right.rows[0].meta)
-            with pytest.raises(BadRequest, match=f"describes blobs of {right.rows[0].blob_bytes} bytes"):
-                client.ask(say.Register(1, "m", right.chunk_tokens, [row, *right.rows[1:]], right.groups), say.Done)
-        client.ask(right, say.Done)
+        for wrong in (right.shards[0].blob_bytes - 1, right.shards[0].blob_bytes + 4096, 1):
+            shard = protocol.ShardInfo(right.shards[0].id, wrong, right.shards[0].meta)
+            with pytest.raises(BadRequest, match=f"describes blobs of {right.shards[0].blob_bytes} bytes"):
+                client.ask(
+                    protocol.Register(1, "m", right.chunk_tokens, [shard, *right.shards[1:]], right.groups),
+                    protocol.Done,
+                )
+        client.ask(right, protocol.Done)
 
 
 def test_keys_of_a_long_sequence_are_made_and_found_in_steps(tmp_path: Path) -> None:
     said = registration(1, "m", SCHEMA)
     chunks = 20_000
-    ask = say.Open(1, 1, b"tenant00", 256 * chunks, b"".join(number.to_bytes(32, "big") for number in range(chunks)))
-    opened = Opened(Registered(said), ask)
+    ask = protocol.Open(
+        1, 1, b"tenant00", 256 * chunks, b"".join(number.to_bytes(32, "big") for number in range(chunks))
+    )
+    sequence = OpenSequence(RegisteredModel(said), ask)
     sizes = [0]
-    for _ in opened.steps():
-        sizes.append(len(opened.keys))
-    assert len(opened.keys) == opened.num_keys == 12 * chunks
+    for _ in sequence.steps():
+        sizes.append(len(sequence.keys))
+    assert len(sequence.keys) == sequence.num_keys == 12 * chunks
     assert max(after - before for before, after in pairwise(sizes)) <= STEP_KEYS
     with serving(settings(tmp_path)), Client(tmp_path / "kv.sock") as client:
         client.exchange([said, ask])
-        assert client.ask(say.Lookup(1, 0), say.Found).position == 0
+        assert client.ask(protocol.Lookup(1, 0), protocol.Found).position == 0
         with pytest.raises(OverLimit, match="keys in open sequences"):
-            client.ask(say.Open(2, 1, b"tenant00", 256 * chunks, ask.prefixes), say.Done)
+            client.ask(protocol.Open(2, 1, b"tenant00", 256 * chunks, ask.prefixes), protocol.Done)
 
 
 @contextmanager
@@ -156,11 +160,11 @@ def test_handshakes_that_never_begin_are_bounded_and_end(tmp_path: Path, monkeyp
         until(lambda: sum(map(is_closed, sockets)) >= 52)
         assert daemon._listeners[0].num_open <= 8
         with Client(wish.socket) as near:
-            near.ask(say.Ping(), say.Done)
+            near.ask(protocol.Ping(), protocol.Done)
         until(lambda: daemon._listeners[0].num_open == 0)
         trusting = ssl.create_default_context(cafile=str(cert))
-        with Client(f"localhost:{daemon.ports[0]}", token="sesame", tls=trusting) as far:
-            far.ask(say.Ping(), say.Done)
+        with Client(f"localhost:{daemon.ports[0]}", token="sesame", tls=trusting) as backing:
+            backing.ask(protocol.Ping(), protocol.Done)
 
 
 def raw(daemon: Daemon, number: int, stack: ExitStack) -> list[socket.socket]:

@@ -35,7 +35,7 @@ def test_four_times_the_arena_offered_at_once_drops_nothing(tmp_path: Path) -> N
         tier = daemon.report().tiers[0].tier
         assert tier.evicted > 0
         assert (tier.used_bytes or 0) > 0.9 * room
-        assert not daemon.hub.arena.is_held
+        assert not daemon.state.arena.is_held
 
 
 def test_a_writer_waits_for_room_that_others_only_hold_for_a_moment(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_the_arena_is_pinned_while_its_client_is_open(tmp_path: Path) -> None:
         arena = torch.from_numpy(client.arena)
         assert arena.is_pinned()
         truth = np.random.default_rng(1).integers(0, 256, len(client.arena), np.uint8)
-        daemon.hub.arena.view(0, len(truth))[:] = truth
+        daemon.state.arena.view(0, len(truth))[:] = truth
         there = torch.empty_like(arena, device="cuda")
         there.copy_(arena, non_blocking=True)
         torch.cuda.synchronize()

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ServerTimeout
-from kvweave.server import Client, RemoteStore
-from kvweave.server import protocol as say
+from kvweave.server import Client, RemoteStore, protocol
 from kvweave.server.heartbeat import FROZEN_S
-from kvweave.store import Cascade, DictTier, LanePolicy
+from kvweave.store import DictTier, TierPolicy, TierStack
 from tests.server.models import POINTS, prompt, serving, settings, store, verify
 from tests.server.test_kill import daemon_process
 from tests.store.models import truth
@@ -106,7 +105,7 @@ def test_a_daemon_that_was_frozen_and_died_is_noticed(tmp_path: Path) -> None:
 
 def test_a_slow_daemon_is_not_taken_for_a_frozen_one(tmp_path: Path) -> None:
     tier = Slow()
-    with serving(settings(tmp_path), Cascade((tier, LanePolicy(deadline_s=30)))):
+    with serving(settings(tmp_path), TierStack((tier, TierPolicy(deadline_s=30)))):
         client = store(tmp_path / "kv.sock")
         client.save(prompt(0), truth, points=POINTS)
         tier.go.clear()
@@ -135,7 +134,7 @@ class Slow(DictTier):
 
 def test_a_flush_in_another_thread_holds_up_nobody(tmp_path: Path) -> None:
     tier = Slow()
-    with serving(settings(tmp_path), Cascade((tier, LanePolicy(write="back", deadline_s=30)))):
+    with serving(settings(tmp_path), TierStack((tier, TierPolicy(write="back", deadline_s=30)))):
         client = store(tmp_path / "kv.sock")
         tier.go.clear()
         client.save(prompt(0), truth, points=POINTS)
@@ -152,7 +151,7 @@ def test_a_flush_in_another_thread_holds_up_nobody(tmp_path: Path) -> None:
 
 def test_a_question_waits_for_another_threads_no_longer_than_its_time(tmp_path: Path) -> None:
     tier = Slow()
-    with serving(settings(tmp_path), Cascade((tier, LanePolicy(deadline_s=30)))):
+    with serving(settings(tmp_path), TierStack((tier, TierPolicy(deadline_s=30)))):
         client = store(tmp_path / "kv.sock")
         tier.go.clear()
         asking = threading.Thread(target=client.lookup, args=(prompt(0),))
@@ -166,7 +165,7 @@ def test_a_question_waits_for_another_threads_no_longer_than_its_time(tmp_path: 
 
 def test_a_lookup_that_a_tier_did_not_answer_is_counted_apart_from_a_miss(tmp_path: Path) -> None:
     tier = Slow()
-    with serving(settings(tmp_path), Cascade((tier, LanePolicy(deadline_s=30)))) as daemon:
+    with serving(settings(tmp_path), TierStack((tier, TierPolicy(deadline_s=30)))) as daemon:
         client = store(tmp_path / "kv.sock")
         tier.go.clear()
         assert client.lookup(prompt(0), budget_s=0.2).position == 0
@@ -182,11 +181,11 @@ def test_clients_cannot_write_to_the_heartbeat(tmp_path: Path) -> None:
         import mmap
 
         with pytest.raises(PermissionError):
-            mmap.mmap(daemon.hub.heartbeat.fd, 4096)
+            mmap.mmap(daemon.state.heartbeat.fd, 4096)
 
 
 def test_a_client_without_an_arena_ends_in_time_too(tmp_path: Path) -> None:
     with daemon_process(settings(tmp_path)) as pid, Client(tmp_path / "kv.sock", arena=False) as asks:
         with stopped(pid), pytest.raises(ServerTimeout):
-            asks.ask(say.Stats(), say.Stated, BUDGET_S)
-        asks.ask(say.Stats(), say.Stated)
+            asks.ask(protocol.StatsRequest(), protocol.StatsReply, BUDGET_S)
+        asks.ask(protocol.StatsRequest(), protocol.StatsReply)

@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvweave.server import Client
-from kvweave.server import protocol as say
-from kvweave.server.dma import Registration
+from kvweave.server import Client, protocol
+from kvweave.server.dma import DMARegistration
 from tests.server.models import serving, settings
 
 
@@ -72,7 +71,7 @@ def test_a_connection_registers_the_whole_arena_and_its_end_undoes_it(tmp_path: 
         client.close()
         assert not cuda.registered
         assert not client.is_registered
-        client.ask(say.Ping(), say.Done)  # connects anew
+        client.ask(protocol.Ping(), protocol.Done)  # connects anew
         until(lambda: client.is_registered)
     assert not cuda.registered
 
@@ -83,7 +82,7 @@ def test_an_arena_that_is_lost_stays_registered_while_somebody_may_copy_from_it(
         until(lambda: client.is_registered)
         held = client.arena[:100]
     with serving(settings(tmp_path)):
-        client.ask(say.Ping(), say.Done)
+        client.ask(protocol.Ping(), protocol.Done)
         until(lambda: client.is_registered)
         assert len(cuda.registered) == 2
         assert held.ctypes.data in cuda.registered
@@ -104,7 +103,7 @@ def test_memory_that_cuda_refuses_is_ordinary_memory_and_a_line_in_the_log(
     cuda: Cuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda.code, memory = 2, np.zeros(1 << 16, np.uint8)
-    registration = Registration(memory)
+    registration = DMARegistration(memory)
     with caplog.at_level(logging.WARNING):
         assert not registration.register(0)
     assert "cannot register the arena (code 2)" in caplog.text
@@ -113,7 +112,7 @@ def test_memory_that_cuda_refuses_is_ordinary_memory_and_a_line_in_the_log(
 
 def test_nothing_is_registered_after_the_end(cuda: Cuda) -> None:
     memory = np.zeros(1 << 16, np.uint8)
-    registration = Registration(memory)
+    registration = DMARegistration(memory)
     registration.close()
     assert not registration.register(0)
     assert not cuda.registered
@@ -121,7 +120,7 @@ def test_nothing_is_registered_after_the_end(cuda: Cuda) -> None:
 
 def test_memory_that_is_gone_is_registered_no_more(cuda: Cuda) -> None:
     memory = np.zeros(1 << 16, np.uint8)
-    registration = Registration(memory)
+    registration = DMARegistration(memory)
     assert registration.register(0)
     part = memory[100:200]
     del memory

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.server import Disk, RemoteStore
-from kvweave.store import Prompt
+from kvweave.store import HashedPrompt
 from tests.server.models import POINTS, prompt, serving, settings, store, verify
 from tests.store.fault_layer import HANG_S, FaultLayer
 from tests.store.models import truth
@@ -38,7 +38,7 @@ class Engine(threading.Thread):
         except BaseException as error:
             self.error.append(error)
 
-    def _step(self, mine: Prompt) -> None:
+    def _step(self, mine: HashedPrompt) -> None:
         if self._chance.random() < 0.4:
             self._client.save(mine, truth, points=POINTS, budget_s=BUDGET_S)
         else:

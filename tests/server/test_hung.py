@@ -13,7 +13,7 @@ import pytest
 from kvweave.server import Daemon, Disk, Settings
 from kvweave.store import DiskTier
 from kvweave.store.journal import FileJournal
-from kvweave.store.reopening import ReopeningTier
+from kvweave.store.reopening_tier import ReopeningTier
 from tests.server.models import POINTS, prompt, serving, settings, store, verify
 from tests.server.test_leases import until
 from tests.store.models import truth
@@ -41,7 +41,7 @@ def hang(daemon: Daemon) -> None:
     """Save something, and wait until the disk hangs in it."""
     client = store(daemon.settings.socket)
     client.save(prompt(0), truth, points=POINTS)
-    tier = daemon.hub.far.lanes[0].tier
+    tier = daemon.state.backing.executors[0].tier
     assert isinstance(tier, ReopeningTier)
     assert isinstance(tier._tier, DiskTier)
     lock = tier._tier._lock

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ServerError
-from kvweave.server import Client, Disk, RemoteStore, Settings
-from kvweave.server import protocol as say
+from kvweave.server import Client, Disk, RemoteStore, Settings, protocol
 from kvweave.server.run import run
 from tests.server.models import SCHEMA, prompt, prompt_bytes, settings, store, verify
 from tests.store.models import truth
@@ -99,7 +98,7 @@ def check_writers(folder: Path, times: int) -> None:
             half = mine.lookup(prompt(max(done) + 1))  # it was in the middle of this one
             assert mine.load(half, verify) == half.position
             first = max(done) + 2
-        mine.client.ask(say.Clear(), say.Cleared)
+        mine.client.ask(protocol.Clear(), protocol.ClearReply)
         mine.flush()
         assert [tier.tier.used_bytes for tier in mine.report().tiers] == [0, 0]
         mine.close()
@@ -138,7 +137,7 @@ def check_daemons(folder: Path, times: int) -> None:
     with daemon_process(wish):
         for earlier in kept[-RECENT:]:
             assert client.load(client.lookup(prompt(earlier)), verify) == 512
-        client.client.ask(say.Clear(), say.Cleared)
+        client.client.ask(protocol.Clear(), protocol.ClearReply)
         assert [tier.tier.used_bytes for tier in client.report().tiers] == [0, 0]
         client.close()
 

@@ -14,17 +14,16 @@ import numpy as np
 import pytest
 
 from kvweave.errors import LeaseExpired
-from kvweave.server import Client, Daemon, Limits, RemoteStore
-from kvweave.server import protocol as say
+from kvweave.server import Client, Daemon, Limits, RemoteStore, protocol
 from kvweave.server.protocol import numbers, packed
-from kvweave.store import Row, Saved
+from kvweave.store import Saved, Shard
 from kvweave.store.blob import blob_bytes, seal
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import joined
 from tests.server.models import LARGEST, POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, spawned, store, verify
 from tests.store.models import truth
 
-ALL = packed([(row, 3) for row in range(len(SCHEMA.rows))], "<i4")
+ALL = packed([(shard, 3) for shard in range(len(SCHEMA.shards))], "<i4")
 
 
 def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -42,8 +41,8 @@ def reserved(socket: Path, number: int = 0) -> tuple[Client, list[int]]:
     """A client that holds places for the last chunk of a prompt, and has written nothing."""
     client = Client(socket)
     mine = RemoteStore(SCHEMA, client)
-    answer, _ = mine._dialogue.ask(prompt(number), lambda sequence: say.Reserve(sequence, 7777, ALL))
-    return client, numbers(client.check(answer, say.Places).starts).tolist()
+    answer, _ = mine._prompt_session.ask(prompt(number), lambda sequence: protocol.Reserve(sequence, 7777, ALL))
+    return client, numbers(client.check(answer, protocol.Places).starts).tolist()
 
 
 def test_places_are_given_back_when_their_client_goes(tmp_path: Path) -> None:
@@ -59,9 +58,9 @@ def test_places_are_given_back_when_their_client_goes(tmp_path: Path) -> None:
 def test_what_was_written_but_not_committed_is_never_seen(tmp_path: Path) -> None:
     with serving(settings(tmp_path)) as daemon:
         client, starts = reserved(tmp_path / "kv.sock")
-        keys = prompt().keys(SCHEMA.ids)[-len(SCHEMA.rows) :]
-        for row, key, start in zip(SCHEMA.rows, keys, starts, strict=True):  # whole and sealed, but nobody said so
-            blob = joined(seal(row, 3, key, truth(row, 3)))
+        keys = prompt().keys(SCHEMA.ids)[-len(SCHEMA.shards) :]
+        for shard, key, start in zip(SCHEMA.shards, keys, starts, strict=True):  # whole and sealed, but nobody said so
+            blob = joined(seal(shard, 3, key, truth(shard, 3)))
             client.arena[start : start + len(blob)] = np.frombuffer(blob, np.uint8)
         other = store(tmp_path / "kv.sock")
         assert not other.lookup(prompt()).present.any()
@@ -76,10 +75,10 @@ def test_a_place_that_is_being_written_is_not_given_to_a_second_writer(tmp_path:
         client, _ = reserved(tmp_path / "kv.sock")
         other = store(tmp_path / "kv.sock")
         saved = other.save(prompt(), truth)
-        assert saved.present == len(SCHEMA.rows)  # those of the last chunk are somebody's
+        assert saved.present == len(SCHEMA.shards)  # those of the last chunk are somebody's
         assert other.lookup(prompt()).position == 0
         client.close()
-        until(lambda: other.save(prompt(), truth).stored == len(SCHEMA.rows))
+        until(lambda: other.save(prompt(), truth).stored == len(SCHEMA.shards))
         assert other.load(other.lookup(prompt()), verify) == 1024
         other.close()
 
@@ -89,15 +88,15 @@ def test_a_commit_after_the_lease_is_told_so_and_shows_nothing(tmp_path: Path) -
         client, _ = reserved(tmp_path / "kv.sock")
         until(lambda: used(daemon) == 0)
         with pytest.raises(LeaseExpired, match="nothing became visible"):
-            client.ask(say.Commit(7777), say.Done)
+            client.ask(protocol.Commit(7777), protocol.Done)
         assert daemon.report().expired == 1
         client.close()
 
 
 def test_a_slow_source_costs_its_own_save_only(tmp_path: Path) -> None:
-    def slow(row: Row, chunk: int) -> Bytes:
+    def slow(shard: Shard, chunk: int) -> Bytes:
         time.sleep(0.02)
-        return truth(row, chunk)
+        return truth(shard, chunk)
 
     with serving(settings(tmp_path, lease_s=0.2)) as daemon:
         client = store(tmp_path / "kv.sock")
@@ -109,7 +108,7 @@ def test_a_slow_source_costs_its_own_save_only(tmp_path: Path) -> None:
 
 
 def test_a_source_that_raises_gives_its_places_back(tmp_path: Path) -> None:
-    def broken(row: Row, chunk: int) -> Bytes:
+    def broken(shard: Shard, chunk: int) -> Bytes:
         raise RuntimeError("no such page")
 
     with serving(settings(tmp_path)) as daemon:
@@ -163,9 +162,9 @@ def test_a_lease_can_be_renewed_and_one_that_is_over_cannot(tmp_path: Path) -> N
         lease = client.lookup(prompt()).lease
         for _ in range(8):
             time.sleep(0.1)
-            assert client.client.ask(say.Renew([lease, 424242]), say.Alive).leases == [lease]
+            assert client.client.ask(protocol.Renew([lease, 424242]), protocol.Alive).leases == [lease]
         until(lambda: daemon.report().expired == 1)
-        assert client.client.ask(say.Renew([lease]), say.Alive).leases == []
+        assert client.client.ask(protocol.Renew([lease]), protocol.Alive).leases == []
         client.close()
 
 
@@ -216,20 +215,20 @@ def stopped_in_the_middle(socket: Path) -> tuple[int, Saved]:
     hit = client.lookup(prompt(0))
     stopped = threading.Event()
 
-    def source(row: Row, chunk: int) -> Bytes:
+    def source(shard: Shard, chunk: int) -> Bytes:
         if not stopped.is_set():
             stopped.set()
             os.kill(os.getpid(), signal.SIGSTOP)
-        return truth(row, chunk)
+        return truth(shard, chunk)
 
-    saved = client.save(prompt(1), source, points=[1024], rows=range(4))
+    saved = client.save(prompt(1), source, points=[1024], shards=range(4))
     return client.load(hit, verify), saved
 
 
 def test_a_blob_larger_than_the_arena_is_dropped_with_a_word(tmp_path: Path) -> None:
     with serving(settings(tmp_path, memory=LARGEST - 4096)) as daemon:
         client = store(tmp_path / "kv.sock")
-        largest = [number for number, row in enumerate(SCHEMA.rows) if blob_bytes(row) == LARGEST]
-        assert client.save(prompt(), truth, rows=largest[:1], points=[256]) == Saved(dropped=1)
+        largest = [number for number, shard in enumerate(SCHEMA.shards) if blob_bytes(shard) == LARGEST]
+        assert client.save(prompt(), truth, shards=largest[:1], points=[256]) == Saved(dropped=1)
         assert used(daemon) == 0
         client.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvweave.server import Limits
-from kvweave.store import Row, Saved
+from kvweave.store import Saved, Shard
 from kvweave.store.keys import Bytes
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, store_prompt, verify
 from tests.store.models import truth
@@ -26,12 +26,12 @@ def test_what_one_client_saves_another_loads_bit_for_bit(tmp_path: Path) -> None
         assert daemon.report().clients[0].leases + daemon.report().clients[1].leases == 1
         given: list[tuple[str, int, int]] = []
 
-        def sink(row: Row, chunk: int, found: Bytes) -> None:
-            verify(row, chunk, found)
-            given.append((row.tag, row.part, chunk))
+        def sink(shard: Shard, chunk: int, found: Bytes) -> None:
+            verify(shard, chunk, found)
+            given.append((shard.tag, shard.part, chunk))
 
         assert reader.load(hit, sink) == 1024
-        assert len(given) == len({*given}) == sum(len([*row.needs(1024)]) for row in SCHEMA.rows)
+        assert len(given) == len({*given}) == sum(len([*shard.needs(1024)]) for shard in SCHEMA.shards)
         assert all(client.leases == 0 for client in daemon.report().clients)
         writer.close()
         reader.close()
@@ -41,11 +41,13 @@ def test_payloads_can_be_loaded_straight_into_memory_of_the_callers(tmp_path: Pa
     with serving(settings(tmp_path)):
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
-        memory = {(row, chunk): np.zeros(row.payload_bytes, np.uint8) for row in SCHEMA.rows for chunk in range(4)}
-        assert client.load_into(client.lookup(prompt()), lambda row, chunk: memory[row, chunk]) == 1024
-        for row in SCHEMA.rows:
-            for chunk in row.needs(1024):
-                verify(row, chunk, memory[row, chunk])
+        memory = {
+            (shard, chunk): np.zeros(shard.payload_bytes, np.uint8) for shard in SCHEMA.shards for chunk in range(4)
+        }
+        assert client.load_into(client.lookup(prompt()), lambda shard, chunk: memory[shard, chunk]) == 1024
+        for shard in SCHEMA.shards:
+            for chunk in shard.needs(1024):
+                verify(shard, chunk, memory[shard, chunk])
         client.close()
 
 
@@ -78,6 +80,6 @@ def test_a_payload_of_another_size_is_an_error_and_leaves_nothing(tmp_path: Path
     with serving(settings(tmp_path)) as daemon:
         client = store(tmp_path / "kv.sock")
         with pytest.raises(ValueError, match="expected"):
-            client.save(prompt(), lambda row, chunk: np.zeros(3, np.uint8))
+            client.save(prompt(), lambda shard, chunk: np.zeros(3, np.uint8))
         assert daemon.report().tiers[0].tier.used_bytes == 0
         client.close()

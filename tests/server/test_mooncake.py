@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.server import protocol as say
+from kvweave.server import protocol
 from tests.server.models import POINTS, prompt, serving, settings, store, verify
 from tests.store.models import truth
 from tests.store.servers import NO_MOONCAKE, MooncakeMaster
@@ -21,11 +21,11 @@ def test_what_left_memory_is_brought_back_from_the_cluster_and_can_be_cleared(tm
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         assert client.flush()
-        daemon.hub.arena.clear()
+        daemon.state.arena.clear()
         assert client.load(client.lookup(prompt()), verify) == 1024
         assert daemon.report().tiers[1].hits > 0
         assert client.describe().tiers[1].kind == "mooncake"
-        cleared = client.client.ask(say.Clear(), say.Cleared)
+        cleared = client.client.ask(protocol.Clear(), protocol.ClearReply)
         assert min(tier.entries for tier in cleared.tiers) > 0
         assert client.lookup(prompt()).position == 0
         client.close()

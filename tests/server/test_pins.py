@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import OverLimit, ServerGone
-from kvweave.server import Client, Daemon, Disk, Limits
-from kvweave.server import protocol as say
+from kvweave.server import Client, Daemon, Disk, Limits, protocol
 from tests.server.models import POINTS, prompt, prompt_bytes, serving, settings, store, verify
 from tests.store.models import truth
 
@@ -82,9 +81,9 @@ def test_a_pin_brings_what_is_far(tmp_path: Path) -> None:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         client.flush()
-        daemon.hub.arena.clear()
+        daemon.state.arena.clear()
         assert client.pin(client.lookup(prompt())).position == 1024
-        assert daemon.hub.arena.keys()
+        assert daemon.state.arena.keys()
         client.close()
 
 
@@ -92,8 +91,8 @@ def test_renewing_does_not_put_an_end_to_a_pin_and_unknown_leases_are_not_pinned
     client = store(daemon.settings.socket)
     client.save(prompt(), truth, points=POINTS)
     pin = client.pin(client.lookup(prompt()))
-    assert client.client.ask(say.Renew([pin.lease, 999]), say.Alive).leases == [pin.lease]
-    assert client.client.ask(say.Pin([pin.lease, 999]), say.Alive).leases == [pin.lease]
+    assert client.client.ask(protocol.Renew([pin.lease, 999]), protocol.Alive).leases == [pin.lease]
+    assert client.client.ask(protocol.PinLeases([pin.lease, 999]), protocol.Alive).leases == [pin.lease]
     flood(daemon)
     assert client.lookup(prompt()).position == 1024
     client.close()

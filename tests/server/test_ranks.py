@@ -38,7 +38,9 @@ def engine_that_writes(socket: Path, degree: int) -> None:
     for member in ranks(degree, 16, "layer_major"):
         fill(SCHEMA, member, CHUNKS)
         store = RemoteStore(SCHEMA, socket, model="hybrid")
-        saved = store.save(store_prompt(range(LENGTH + 1)), member.pages.source(member.table), rows=member.pages.writes)
+        saved = store.save(
+            store_prompt(range(LENGTH + 1)), member.pages.source(member.table), shards=member.pages.writes
+        )
         assert saved.stored > 0
         assert saved.dropped == 0
         store.close()
@@ -48,15 +50,15 @@ def engine_that_reads(socket: Path, degree: int) -> None:
     for member, right in zip(ranks(degree, 64, "page_major"), ranks(degree, 64, "page_major"), strict=True):
         fill(SCHEMA, right, CHUNKS)
         store = RemoteStore(SCHEMA, socket, model="hybrid")
-        hit = store.lookup(store_prompt([*range(LENGTH), 7, 8, 9]), rows=member.pages.reads)
+        hit = store.lookup(store_prompt([*range(LENGTH), 7, 8, 9]), shards=member.pages.reads)
         assert hit.position == LENGTH
-        assert store.load(hit, member.pages.sink(member.table), rows=member.pages.reads) == LENGTH
+        assert store.load(hit, member.pages.sink(member.table), shards=member.pages.reads) == LENGTH
         mine, theirs = share(member), share(right)
-        for place, rows in mine.items():
+        for place, shards in mine.items():
             reach = SPEC.groups()[place[1]][0].reach
             first = LENGTH - 1 if not reach.per_token else int(reach.tail(LENGTH))
-            per_row = LENGTH // len(rows)
-            assert rows[first // per_row :] == theirs[place][first // per_row :], place
+            per_row = LENGTH // len(shards)
+            assert shards[first // per_row :] == theirs[place][first // per_row :], place
         store.close()
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ServerTimeout
-from kvweave.server import Client
-from kvweave.server import protocol as say
+from kvweave.server import Client, protocol
 from kvweave.server.protocol import packed
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.server.test_kill import daemon_process
@@ -69,10 +68,10 @@ def test_an_answer_that_comes_late_is_dropped(tmp_path: Path) -> None:
         generation = client.generation
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(ServerTimeout, match="in time"):
-            client.ask(say.Describe(), say.Described, 0.05)
+            client.ask(protocol.Describe(), protocol.DescribeReply, 0.05)
         os.kill(pid, signal.SIGCONT)
-        assert client.ask(say.Ping(), say.Done) == say.Done()
-        assert isinstance(client.ask(say.Stats(), say.Stated), say.Stated)
+        assert client.ask(protocol.Ping(), protocol.Done) == protocol.Done()
+        assert isinstance(client.ask(protocol.StatsRequest(), protocol.StatsReply), protocol.StatsReply)
         assert client.generation == generation, "the connection was never in doubt"
 
 
@@ -81,11 +80,11 @@ def test_what_a_late_question_took_is_given_back(tmp_path: Path) -> None:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(0), truth, points=POINTS)
         client.lookup(prompt(0))
-        everything = packed([(row, 3) for row in range(len(SCHEMA.rows))], "<i4")
+        everything = packed([(shard, 3) for shard in range(len(SCHEMA.shards))], "<i4")
         os.kill(pid, signal.SIGSTOP)
         assert client.lookup(prompt(0), budget_s=0.05).position == 0
         with pytest.raises(ServerTimeout):
-            client.client.exchange([say.Reserve(2, 9999, everything)], 0.05)
+            client.client.exchange([protocol.Reserve(2, 9999, everything)], 0.05)
         os.kill(pid, signal.SIGCONT)
         (mine,) = client.report().clients
         assert (mine.leases, mine.leased_bytes, mine.reserved_bytes) == (0, 0, 0)
@@ -146,11 +145,11 @@ def test_a_claim_of_damage_is_checked_before_anything_is_forgotten(tmp_path: Pat
         client = store(tmp_path / "kv.sock")
         client.save(prompt(0), truth, points=POINTS)
         hit = client.lookup(prompt(0))
-        everything = packed([(row, 3) for row in range(len(SCHEMA.rows))], "<i4")
-        wrong = client._dialogue.ask(prompt(0), lambda sequence: say.Damaged(sequence, everything))[0]
-        assert wrong == say.Done(0)
+        everything = packed([(shard, 3) for shard in range(len(SCHEMA.shards))], "<i4")
+        wrong = client._prompt_session.ask(prompt(0), lambda sequence: protocol.Damaged(sequence, everything))[0]
+        assert wrong == protocol.Done(0)
         client.client.arena[hit.places[0, 3] + 5000] ^= 1
-        right = client._dialogue.ask(prompt(0), lambda sequence: say.Damaged(sequence, everything))[0]
-        assert right == say.Done(1)
+        right = client._prompt_session.ask(prompt(0), lambda sequence: protocol.Damaged(sequence, everything))[0]
+        assert right == protocol.Done(1)
         assert daemon.report().tiers[0].damaged == 1
         client.close()

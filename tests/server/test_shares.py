@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvweave.server import Limits
-from kvweave.server import protocol as say
+from kvweave.server import Limits, protocol
 from kvweave.server.protocol import packed
-from kvweave.server.shared import SharedArena
+from kvweave.server.shared_arena import SharedArena
 from kvweave.store import Quota
 from kvweave.store.catalog import Catalog
 from tests.server.models import POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, store, verify
@@ -35,7 +34,7 @@ def test_honest_lookups_never_hold_the_whole_arena(tmp_path: Path) -> None:
             readers[0].save(prompt(number), truth, points=POINTS)
         hits = [(reader, reader.lookup(prompt(number))) for reader in readers for number in range(10)]
         assert all(hit.position == 1024 for _, hit in hits), "found, with a lease or without"
-        arena = daemon.hub.arena.num_bytes
+        arena = daemon.state.arena.num_bytes
         held = [client.leased_bytes for client in daemon.report().clients]
         assert 0 < max(held) <= arena // 4
         assert sum(held) <= arena // 2
@@ -59,7 +58,7 @@ def test_what_is_given_back_can_be_leased_again(tmp_path: Path) -> None:
             assert [bool(hit.lease) for hit in hits] == [True, False, False, False]
             for hit in hits:
                 client.release(hit)
-        assert daemon.hub.leased.held_bytes == 0
+        assert daemon.state.leased.held_bytes == 0
         client.close()
 
 
@@ -67,15 +66,15 @@ def test_a_tenant_cannot_beat_its_limit_by_leases_and_claims_of_damage(tmp_path:
     quotas = {"greedy": Quota(limit_bytes=2 * prompt_bytes())}
     with serving(settings(tmp_path, memory=16 * prompt_bytes(), quotas=quotas)) as daemon:
         client = store(tmp_path / "kv.sock")
-        arena = daemon.hub.arena
+        arena = daemon.state.arena
         for number in range(6):
             mine = prompt(number, "greedy")
             client.save(mine, truth, points=POINTS)
             hit = client.lookup(mine)
             for at in hit.places[hit.places >= 0].tolist():
                 client.client.arena[at + 100] ^= 1
-            everything = packed([(row, chunk) for row in range(len(SCHEMA.rows)) for chunk in range(4)], "<i4")
-            client._dialogue.ask(mine, lambda sequence, what=everything: say.Damaged(sequence, what))  # type: ignore[misc]
+            everything = packed([(shard, chunk) for shard in range(len(SCHEMA.shards)) for chunk in range(4)], "<i4")
+            client._prompt_session.ask(mine, lambda sequence, what=everything: protocol.Damaged(sequence, what))  # type: ignore[misc]
             assert (arena.stats().used_bytes or 0) <= quotas["greedy"].limit_bytes  # type: ignore[operator]
         client.close()
 
@@ -96,7 +95,7 @@ def test_a_reservation_looks_at_all_entries_once_not_once_for_each_piece(monkeyp
 
     monkeypatch.setattr(Catalog, "_oldest", counted)  # type: ignore[attr-defined]
     wanted = [number.to_bytes(48, "big") for number in range(10_000, 12_000)]
-    assert (arena.reserve(wanted, [4096] * len(wanted)) == say.NO_ROOM).all()
+    assert (arena.reserve(wanted, [4096] * len(wanted)) == protocol.NO_ROOM).all()
     assert len(looks) <= 2
     one = arena.pin(keys[:1])
     arena.unpin(one.slots)

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from kvweave.errors import LeaseExpired
-from kvweave.server import Client, Disk, Limits
-from kvweave.server import protocol as say
+from kvweave.server import Client, Disk, Limits, protocol
 from kvweave.server.protocol import DIGEST, VERSION, frame
-from kvweave.store import Row
+from kvweave.store import Shard
 from kvweave.store.keys import Bytes
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.store.models import truth
@@ -24,11 +23,11 @@ class Reusing:
     """A source that hands out one buffer again and again, read-only or not, and is slow to fill it."""
 
     def __init__(self, *, writable: bool) -> None:
-        self._memory = np.empty(max(row.payload_bytes for row in SCHEMA.rows), np.uint8)
+        self._memory = np.empty(max(shard.payload_bytes for shard in SCHEMA.shards), np.uint8)
         self._writable = writable
 
-    def __call__(self, row: Row, chunk: int) -> Bytes:
-        payload = truth(row, chunk)
+    def __call__(self, shard: Shard, chunk: int) -> Bytes:
+        payload = truth(shard, chunk)
         self._memory[: len(payload)] = payload
         view = self._memory[: len(payload)]
         view.flags.writeable = self._writable
@@ -37,8 +36,8 @@ class Reusing:
 
 @pytest.mark.parametrize("writable", [True, False], ids=["writable", "read-only"])
 def test_a_source_may_use_its_memory_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool) -> None:
-    monkeypatch.setattr("kvweave.server.copying.THREADED_BYTES", 1)
-    import kvweave.server.writing as writing
+    monkeypatch.setattr("kvweave.server.arena_copier.THREADED_BYTES", 1)
+    import kvweave.server.arena_writer as writing
 
     real = writing.write
 
@@ -60,8 +59,8 @@ def test_a_pin_whose_lease_is_over_is_an_error_and_not_a_pin(tmp_path: Path, mon
         client.save(prompt(0), truth, points=POINTS)
         hit, real = client.lookup(prompt(0)), client.client.ask
 
-        def late(question: say.Message, *more: object) -> object:
-            if isinstance(question, say.Pin):
+        def late(question: protocol.Message, *more: object) -> object:
+            if isinstance(question, protocol.PinLeases):
                 time.sleep(0.5)
             return real(question, *more)  # type: ignore[arg-type]
 
@@ -90,12 +89,12 @@ def test_a_connection_made_anew_keeps_the_mapped_arena(tmp_path: Path) -> None:
         client = Client(tmp_path / "kv.sock")
         arena = client.arena
         for connection in [*daemon._connections]:
-            daemon.hub._loop.call_soon_threadsafe(connection.close)  # type: ignore[union-attr]
+            daemon.state._loop.call_soon_threadsafe(connection.close)  # type: ignore[union-attr]
         generation = client.generation
-        client.ask(say.Ping(), say.Done)
+        client.ask(protocol.Ping(), protocol.Done)
         until = time.monotonic() + 5
         while client.generation == generation and time.monotonic() < until:
-            client.ask(say.Ping(), say.Done)
+            client.ask(protocol.Ping(), protocol.Done)
         assert client.generation > generation
         assert client.arena is arena
         client.close()
@@ -107,7 +106,10 @@ def test_a_client_that_hangs_up_is_no_bug_of_ours(tmp_path: Path, caplog: pytest
             for _ in range(50):
                 with socket.socket(socket.AF_UNIX) as raw:
                     raw.connect(str(daemon.settings.socket))
-                    raw.sendall(frame(say.Hello(VERSION, DIGEST, "", "", with_arena)) + frame(say.Stats(), 1) * 5)
+                    raw.sendall(
+                        frame(protocol.Hello(VERSION, DIGEST, "", "", with_arena))
+                        + frame(protocol.StatsRequest(), 1) * 5
+                    )
         client = store(tmp_path / "kv.sock")
         client.lookup(prompt(0))
         client.close()
@@ -117,7 +119,7 @@ def test_a_client_that_hangs_up_is_no_bug_of_ours(tmp_path: Path, caplog: pytest
 def test_a_lookup_that_finds_nothing_is_a_miss_in_every_tier(tmp_path: Path) -> None:
     with serving(settings(tmp_path, disk=Disk(tmp_path / "disk", 64 << 20))) as daemon:
         client = store(tmp_path / "kv.sock")
-        needed = sum(len([*row.needs(1024)]) for row in SCHEMA.rows)
+        needed = sum(len([*shard.needs(1024)]) for shard in SCHEMA.shards)
         client.lookup(prompt(0))
         assert [tier.misses for tier in daemon.report().tiers] == [needed, needed]
         client.save(prompt(0), truth, points=POINTS)
@@ -135,9 +137,9 @@ def test_what_was_cleared_is_not_among_the_prefixes_used_most(tmp_path: Path) ->
         assert len(daemon.report().prefixes) == 2
         from kvweave.store.keys import tenant_id
 
-        client.client.ask(say.Clear(tenant_id("a")), say.Cleared)
+        client.client.ask(protocol.Clear(tenant_id("a")), protocol.ClearReply)
         assert len(daemon.report().prefixes) == 1
-        client.client.ask(say.Clear(None, "hybrid"), say.Cleared)
+        client.client.ask(protocol.Clear(None, "hybrid"), protocol.ClearReply)
         assert daemon.report().prefixes == ()
         client.close()
 

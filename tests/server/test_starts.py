@@ -41,10 +41,10 @@ def test_a_daemon_starts_on_a_full_disk_and_uses_it_when_there_is_room(tiny: Pat
         client = store(tmp_path / "kv.sock")
         serves(client)
         (tiny / "fill").unlink()
-        lane = daemon.hub.far.lanes[0]
-        until(lambda: not lane.writes.is_cooling, 20)
+        executor = daemon.state.backing.executors[0]
+        until(lambda: not executor.writes.is_cooling, 20)
         until(lambda: client.save(prompt(1), truth, points=[256]).dropped == 0 and client.flush())
-        until(lambda: (lane.tier.stats().entries or 0) > 0, 20)
+        until(lambda: (executor.tier.stats().entries or 0) > 0, 20)
         client.close()
 
 
@@ -76,13 +76,13 @@ def test_a_daemon_starts_beside_another_that_owns_the_directory_and_takes_it_ove
     with serving(settings(tmp_path, disk=Disk(tmp_path / "disk", SIZE))) as daemon:
         client = store(tmp_path / "kv.sock")
         serves(client)
-        lane = daemon.hub.far.lanes[0]
-        until(lambda: "belongs to process" in lane.stats().last_error)
+        executor = daemon.state.backing.executors[0]
+        until(lambda: "belongs to process" in executor.stats().last_error)
         owner.close()
-        until(lambda: not lane.writes.is_cooling and not lane.lookups.is_cooling, 20)
+        until(lambda: not executor.writes.is_cooling and not executor.lookups.is_cooling, 20)
         serves(client, 1)
         assert client.flush()
-        until(lambda: (lane.tier.stats().entries or 0) > 0)
+        until(lambda: (executor.tier.stats().entries or 0) > 0)
         client.close()
 
 

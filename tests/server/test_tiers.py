@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from kvweave.errors import TierError
-from kvweave.server import Daemon, Disk, RemoteStore
-from kvweave.server import protocol as say
-from kvweave.store import Cascade, DictTier, DiskTier, LanePolicy
+from kvweave.server import Daemon, Disk, RemoteStore, protocol
+from kvweave.store import DictTier, DiskTier, TierPolicy, TierStack
 from kvweave.store.keys import Bytes
-from kvweave.store.tier import ALL, Blob, Watch, Which
+from kvweave.store.tier import ALL, Blob, ChecksumObserver, KeyFilter
 from tests.server.models import POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, store, verify
 from tests.server.test_leases import until
 from tests.store.models import truth
@@ -30,7 +29,7 @@ def disk(folder: Path) -> dict[str, Any]:
 
 def dropped_from_memory(daemon: Daemon, client: RemoteStore) -> None:
     assert client.flush()
-    arena = daemon.hub.arena
+    arena = daemon.state.arena
     arena.delete(arena.keys())
 
 
@@ -53,8 +52,8 @@ def test_a_stop_writes_what_only_memory_holds(tmp_path: Path) -> None:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         assert client.flush()
-        tier = daemon.hub.far.lanes[0].tier
-        assert tier.delete(daemon.hub.arena.keys()) > 0  # as if its queue had been full
+        tier = daemon.state.backing.executors[0].tier
+        assert tier.delete(daemon.state.arena.keys()) > 0  # as if its queue had been full
         client.close()
     with serving(settings(tmp_path, **disk(tmp_path))):
         client = store(tmp_path / "kv.sock")
@@ -69,7 +68,7 @@ def test_what_left_memory_is_brought_back_from_disk(tmp_path: Path) -> None:
         dropped_from_memory(daemon, client)
         hit = client.lookup(prompt())
         assert hit.position == 1024
-        assert (hit.places == say.FAR).all()
+        assert (hit.places == protocol.NOT_IN_ARENA).all()
         assert client.load(hit, verify) == 1024
         assert (client.lookup(prompt()).places >= 0).any()  # and it is near now
         client.close()
@@ -118,16 +117,16 @@ def test_damage_on_disk_is_a_miss_that_never_comes_into_memory(tmp_path: Path) -
 
 
 def test_damage_in_one_tier_leaves_the_copies_of_the_others(tmp_path: Path) -> None:
-    near, far = DiskTier(tmp_path / "disk", 64 << 20), DictTier()
-    policy = LanePolicy(write="back")
-    with serving(settings(tmp_path), Cascade((near, policy), (far, policy))) as daemon:
+    near, backing = DiskTier(tmp_path / "disk", 64 << 20), DictTier()
+    policy = TierPolicy(write="back")
+    with serving(settings(tmp_path), TierStack((near, policy), (backing, policy))) as daemon:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         dropped_from_memory(daemon, client)
         damage(tmp_path / "disk")
-        kept = len(far.blobs)
+        kept = len(backing.blobs)
         assert client.load(client.lookup(prompt()), verify) == 0  # only now it is known
-        assert len(far.blobs) == kept
+        assert len(backing.blobs) == kept
         assert client.load(client.lookup(prompt()), verify) == 1024
         client.close()
 
@@ -142,7 +141,7 @@ def test_what_the_disk_tier_sums_on_the_way_is_not_summed_again(
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         dropped_from_memory(daemon, client)
-        monkeypatch.setattr("kvweave.store.sums.checksum", again)
+        monkeypatch.setattr("kvweave.store.checksums.checksum", again)
         assert client.load(client.lookup(prompt()), verify) == 1024
         client.close()
 
@@ -161,10 +160,10 @@ class Hanging(DictTier):
         self.going.wait()
         return super().contains(keys)
 
-    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:
+    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
         self.going.wait()
         self.giving.wait()
-        return super().get(keys, into, watch)
+        return super().get(keys, into, observer)
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
         self.going.wait()
@@ -173,8 +172,8 @@ class Hanging(DictTier):
 
 def test_a_tier_that_hangs_stalls_nobody_else(tmp_path: Path) -> None:
     tier = Hanging()
-    far = Cascade((tier, LanePolicy(write="back", deadline_s=0.3, queue_jobs=2, cool_s=0.2)))
-    with serving(settings(tmp_path, drain_s=2.0), far) as daemon:
+    backing = TierStack((tier, TierPolicy(write="back", deadline_s=0.3, queue_jobs=2, cool_s=0.2)))
+    with serving(settings(tmp_path, drain_s=2.0), backing) as daemon:
         client, other = store(tmp_path / "kv.sock"), store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         client.flush()
@@ -185,7 +184,7 @@ def test_a_tier_that_hangs_stalls_nobody_else(tmp_path: Path) -> None:
         while asking.is_alive():
             began = time.monotonic()
             assert other.load(other.lookup(prompt()), verify) == 1024  # memory answers
-            other.client.ask(say.Ping(), say.Done)
+            other.client.ask(protocol.Ping(), protocol.Done)
             waits.append(time.monotonic() - began)
         assert max(waits) < 0.25, "the loop waited for the tier"
         for number in range(5, 12):  # and saves go on, without it
@@ -199,8 +198,8 @@ def test_a_tier_that_hangs_stalls_nobody_else(tmp_path: Path) -> None:
 
 def test_a_late_answer_is_written_to_its_own_place_only(tmp_path: Path) -> None:
     tier = Hanging(gives=False)
-    far = Cascade((tier, LanePolicy(write="back", deadline_s=0.2, failures=99)))
-    with serving(settings(tmp_path, memory=3 * prompt_bytes(), drain_s=2.0), far) as daemon:
+    backing = TierStack((tier, TierPolicy(write="back", deadline_s=0.2, failures=99)))
+    with serving(settings(tmp_path, memory=3 * prompt_bytes(), drain_s=2.0), backing) as daemon:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(0), truth, points=POINTS)
         dropped_from_memory(daemon, client)
@@ -229,13 +228,13 @@ def test_tenants_keep_their_floors_and_can_be_cleared_apart(tmp_path: Path) -> N
             assert client.save(prompt(number, "noisy"), truth, points=POINTS).dropped == 0
         assert client.load(client.lookup(prompt(0, "quiet")), verify) == 1024
         assert client.lookup(prompt(0, "noisy")).position == 0
-        cleared = client.client.ask(say.Clear(tenant_id("noisy")), say.Cleared)
+        cleared = client.client.ask(protocol.Clear(tenant_id("noisy")), protocol.ClearReply)
         assert cleared.entries > 0
         assert client.lookup(prompt(11, "noisy")).position == 0
         client.release(hit := client.lookup(prompt(0, "quiet")))
         assert hit.position == 1024
-        assert client.client.ask(say.Clear(model="nobody"), say.Cleared).entries == 0
-        assert client.client.ask(say.Clear(model="hybrid"), say.Cleared).entries > 0
+        assert client.client.ask(protocol.Clear(model="nobody"), protocol.ClearReply).entries == 0
+        assert client.client.ask(protocol.Clear(model="hybrid"), protocol.ClearReply).entries > 0
         assert client.report().tiers[0].tier.used_bytes == 0
         client.close()
 
@@ -252,16 +251,16 @@ class Failing(DictTier):
             raise TierError("down")
         return super().put(keys, blobs)
 
-    def clear(self, which: Which = ALL) -> int:
+    def clear(self, key_filter: KeyFilter = ALL) -> int:
         if self.down:
             raise TierError("down")
-        return super().clear(which)
+        return super().clear(key_filter)
 
 
 def test_a_tier_that_failed_is_written_again_though_saves_never_paused(tmp_path: Path) -> None:
     tier = Failing()
-    far = Cascade((tier, LanePolicy(write="back", retries=0, cool_s=0.3)))
-    with serving(settings(tmp_path), far) as daemon:
+    backing = TierStack((tier, TierPolicy(write="back", retries=0, cool_s=0.3)))
+    with serving(settings(tmp_path), backing) as daemon:
         client, numbers = store(tmp_path / "kv.sock"), iter(range(10_000))
 
         def saves_until(open_: bool) -> None:
@@ -281,19 +280,19 @@ def test_a_tier_that_failed_is_written_again_though_saves_never_paused(tmp_path:
 
 def test_clearing_empties_every_tier_and_names_those_that_could_not_be(tmp_path: Path) -> None:
     near, failing = DictTier("near"), Failing()
-    policy = LanePolicy(write="back", retries=0, cool_s=0.01)
-    with serving(settings(tmp_path), Cascade((near, policy), (failing, policy))):
+    policy = TierPolicy(write="back", retries=0, cool_s=0.01)
+    with serving(settings(tmp_path), TierStack((near, policy), (failing, policy))):
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)  # still queued when the question comes
         failing.down = True
-        cleared = client.client.ask(say.Clear(), say.Cleared)
+        cleared = client.client.ask(protocol.Clear(), protocol.ClearReply)
         assert [tier.name for tier in cleared.tiers] == ["memory", "near", "failing"]
         assert cleared.tiers[0].entries == cleared.tiers[1].entries > 0
         assert cleared.kept_by == {"failing": "down"}
         assert not near.blobs
         failing.down = False
         time.sleep(0.02)
-        assert client.client.ask(say.Clear(), say.Cleared).kept_by == {}
+        assert client.client.ask(protocol.Clear(), protocol.ClearReply).kept_by == {}
         assert not failing.blobs
         assert client.lookup(prompt()).position == 0
         client.close()
@@ -301,17 +300,17 @@ def test_clearing_empties_every_tier_and_names_those_that_could_not_be(tmp_path:
 
 def test_a_tier_that_hangs_is_named_when_the_time_for_clearing_is_over(tmp_path: Path) -> None:
     class Slow(Hanging):
-        def clear(self, which: Which = ALL) -> int:
+        def clear(self, key_filter: KeyFilter = ALL) -> int:
             self.going.wait()
-            return super().clear(which)
+            return super().clear(key_filter)
 
     tier = Slow()
-    with serving(settings(tmp_path, drain_s=2.0), Cascade((tier, LanePolicy(write="back", deadline_s=0.1)))):
+    with serving(settings(tmp_path, drain_s=2.0), TierStack((tier, TierPolicy(write="back", deadline_s=0.1)))):
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         client.flush()
         tier.going.clear()
-        cleared = client.client.ask(say.Clear(wait_s=0.3), say.Cleared)
+        cleared = client.client.ask(protocol.Clear(wait_s=0.3), protocol.ClearReply)
         assert cleared.tiers[0].entries > 0
         assert cleared.kept_by == {"hanging": "it is still at it"}
         tier.going.set()
@@ -322,12 +321,14 @@ def test_as_many_blobs_as_a_tier_can_bring_together_are_asked_for_at_once(tmp_pa
     class Counting(DictTier):
         asked: list[int] = []
 
-        def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:
+        def get(
+            self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()
+        ) -> list[int]:
             self.asked.append(len(keys))
-            return super().get(keys, into, watch)
+            return super().get(keys, into, observer)
 
     tier = Counting()
-    with serving(settings(tmp_path), Cascade((tier, LanePolicy(write="back")))) as daemon:
+    with serving(settings(tmp_path), TierStack((tier, TierPolicy(write="back")))) as daemon:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         dropped_from_memory(daemon, client)
@@ -345,9 +346,9 @@ def test_one_unreadable_sector_of_the_disk_costs_its_chunk_and_is_stored_anew(
         client = store(tmp_path / "kv.sock")
         client.save(prompt(), truth, points=POINTS)
         dropped_from_memory(daemon, client)
-        tier = daemon.hub.far.lanes[0].tier._tier  # type: ignore[attr-defined]
-        row = next(number for number, row in enumerate(SCHEMA.rows) if row.tag == "full")
-        broken = place(tier, prompt().keys(SCHEMA.ids)[2 * len(SCHEMA.rows) + row])
+        tier = daemon.state.backing.executors[0].tier._tier  # type: ignore[attr-defined]
+        shard = next(number for number, shard in enumerate(SCHEMA.shards) if shard.tag == "full")
+        broken = place(tier, prompt().keys(SCHEMA.ids)[2 * len(SCHEMA.shards) + shard])
         sectors.bad = lambda start, end: start <= broken < end
         assert client.load(client.lookup(prompt()), verify) == 512
         assert client.save(prompt(), truth, points=POINTS).stored == 1
@@ -359,8 +360,8 @@ def test_one_unreadable_sector_of_the_disk_costs_its_chunk_and_is_stored_anew(
 
 def test_writers_that_wait_for_a_tier_take_no_readers_place(tmp_path: Path) -> None:
     tier = SlowWrites()
-    policy = LanePolicy(write="back", queue_jobs=1, deadline_s=20)
-    with serving(settings(tmp_path, memory=64 << 20), Cascade((tier, policy))) as daemon:
+    policy = TierPolicy(write="back", queue_jobs=1, deadline_s=20)
+    with serving(settings(tmp_path, memory=64 << 20), TierStack((tier, policy))) as daemon:
         client = store(tmp_path / "kv.sock")
         client.save(prompt(0), truth, points=POINTS)
         dropped_from_memory(daemon, client)
@@ -372,7 +373,7 @@ def test_writers_that_wait_for_a_tier_take_no_readers_place(tmp_path: Path) -> N
         ]
         for save in saves:
             save.start()
-        until(lambda: daemon.hub._threads["write"]._work_queue.qsize() > 0)
+        until(lambda: daemon.state._threads["write"]._work_queue.qsize() > 0)
         began = time.monotonic()
         assert client.load(client.lookup(prompt(0)), verify) == 1024
         assert time.monotonic() - began < 10

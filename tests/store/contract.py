@@ -12,7 +12,7 @@ import xxhash
 from kvweave.store import Tier
 from kvweave.store.files import aligned
 from kvweave.store.keys import KEY_BYTES, Bytes
-from kvweave.store.tier import ABSENT, ALL, Blob, Which, whole
+from kvweave.store.tier import ABSENT, ALL, Blob, KeyFilter, whole
 
 HEAD = 4096
 
@@ -100,20 +100,20 @@ class TierContract:
         assert got(tier, 1) == value(1)
 
     def test_clearing_forgets_what_is_meant_and_nothing_else(self, tier: Tier) -> None:
-        tenants, rows = [b"tenant-a", b"tenant-b", b"*[a-c]?\\"], [b"row-no-1", b"row-no-2"]
-        keys = [tenant + bytes([n] * 32) + row for tenant in tenants for n in range(3) for row in rows]
+        tenants, shards = [b"tenant-a", b"tenant-b", b"*[a-c]?\\"], [b"row-no-1", b"row-no-2"]
+        keys = [tenant + bytes([n] * 32) + shard for tenant in tenants for n in range(3) for shard in shards]
         assert all(tier.put(keys, [whole(b"x" * 100)] * len(keys)))
         left = set(keys)
-        for which, gone in (
-            (Which(b"nobody--"), 0),
-            (Which(b"tenant-a", frozenset(rows[:1])), 3),
-            (Which(tenants[2]), 6),
-            (Which(rows=frozenset(rows[1:])), 6),
-            (Which(rows=frozenset()), 0),
+        for key_filter, gone in (
+            (KeyFilter(b"nobody--"), 0),
+            (KeyFilter(b"tenant-a", frozenset(shards[:1])), 3),
+            (KeyFilter(tenants[2]), 6),
+            (KeyFilter(shards=frozenset(shards[1:])), 6),
+            (KeyFilter(shards=frozenset()), 0),
             (ALL, 3),
         ):
-            left -= {key for key in left if key in which}
-            assert tier.clear(which) == gone
+            left -= {key for key in left if key in key_filter}
+            assert tier.clear(key_filter) == gone
             assert [key for key, is_here in zip(keys, tier.contains(keys), strict=True) if is_here] == [
                 key for key in keys if key in left
             ]
@@ -174,7 +174,7 @@ class Watcher:
         self.head_bytes = head_bytes
         self.sums: list[int] = []
 
-    def saw(self, payload_sum: int) -> None:
+    def observe(self, payload_sum: int) -> None:
         self.sums.append(payload_sum)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvweave.store import sums
+from kvweave.store import checksums
 
 ERRORS = (errno.EIO, errno.ENOSPC)
 HANG_S = 0.3
@@ -31,7 +31,7 @@ class FaultLayer:
         """One in so many operations is a fault; 0: none."""
         self.kinds: tuple[str, ...] = ("fail", "hang")
         self.injected: Counter[str] = Counter()
-        for where, name in ((sums, "read"), (sums, "write"), (os, "pwritev"), (os, "write"), (os, "replace")):
+        for where, name in ((checksums, "read"), (checksums, "write"), (os, "pwritev"), (os, "write"), (os, "replace")):
             monkeypatch.setattr(where, name, self._wrapped(name, getattr(where, name)))
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvweave.store import Cascade, LanePolicy, Row, Schema, Store, Tier
+from kvweave.store import Schema, Shard, Store, Tier, TierPolicy, TierStack
 from kvweave.store.blob import blob_bytes
-from kvweave.store.keys import Bytes, Prompt
+from kvweave.store.keys import Bytes, HashedPrompt
 from kvweave.store.tier import whole
 from tests.store.models import hybrid, namespace, truth
 
@@ -38,29 +38,29 @@ def _flipped(blob: bytes, at: int) -> bytes:
     return blob[:at] + bytes([blob[at] ^ 4]) + blob[at + 1 :]
 
 
-def payload(row: Row, chunk: int) -> Bytes:
-    return truth(row, chunk)
+def payload(shard: Shard, chunk: int) -> Bytes:
+    return truth(shard, chunk)
 
 
-def verify(row: Row, chunk: int, found: Bytes) -> None:
-    assert (found == truth(row, chunk)).all(), (row.tag, chunk)
+def verify(shard: Shard, chunk: int, found: Bytes) -> None:
+    assert (found == truth(shard, chunk)).all(), (shard.tag, chunk)
 
 
-def saved(tier: Tier, **policy: object) -> tuple[Store, Prompt]:
-    store = Store(SCHEMA, Cascade((tier, LanePolicy(inline=True, **policy))))  # type: ignore[arg-type]
+def saved(tier: Tier, **policy: object) -> tuple[Store, HashedPrompt]:
+    store = Store(SCHEMA, TierStack((tier, TierPolicy(inline=True, **policy))))  # type: ignore[arg-type]
     prompt = store.prompt(TOKENS, namespace(SPEC))
     store.save(prompt, payload, points=[512, 1024])
     return store, prompt
 
 
-def keys_of(prompt: Prompt, tag: str, chunk: int) -> list[bytes]:
+def keys_of(prompt: HashedPrompt, tag: str, chunk: int) -> list[bytes]:
     keys = prompt.keys(SCHEMA.ids)
-    return [keys[chunk * len(SCHEMA.rows) + i] for i, row in enumerate(SCHEMA.rows) if row.tag == tag]
+    return [keys[chunk * len(SCHEMA.shards) + i] for i, shard in enumerate(SCHEMA.shards) if shard.tag == tag]
 
 
 def stored(tier: Tier, key: bytes) -> bytes:
-    row = next(row for row in SCHEMA.rows if key.endswith(row.id))
-    buffer = np.zeros(blob_bytes(row), np.uint8)
+    shard = next(shard for shard in SCHEMA.shards if key.endswith(shard.id))
+    buffer = np.zeros(blob_bytes(shard), np.uint8)
     assert tier.get([key], [buffer]) == [len(buffer)]
     return buffer.tobytes()
 

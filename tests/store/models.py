@@ -9,7 +9,7 @@ import numpy as np
 from kvweave import Layer, LayerCache, ModelSpec, Parallel, Plan, Role, make_plan
 from kvweave.plan import Layout
 from kvweave.spec import DType, Full, Part, Reach, Segment, SinkWindow, State, Window
-from kvweave.store import Namespace, Pages, Row, Schema, model_digest
+from kvweave.store import Namespace, PagePayloads, Schema, Shard, model_digest
 from kvweave.store.keys import Bytes
 
 CHUNK = 256
@@ -66,7 +66,7 @@ class Rank:
     plan: Plan
     pools: dict[str, Bytes]
     table: dict[str, np.ndarray[tuple[int], np.dtype[np.int32]]]
-    pages: Pages
+    pages: PagePayloads
 
 
 def rank(schema: Schema, spec: ModelSpec, tokens: int, *, tp: int = 1, at: int = 0, **wishes: object) -> Rank:
@@ -79,21 +79,25 @@ def rank(schema: Schema, spec: ModelSpec, tokens: int, *, tp: int = 1, at: int =
         ids = used * group.pages_per_superpage + np.arange(count)
         used += -(-count // group.pages_per_superpage)
         table[group.tag] = chance.permutation(ids).astype(np.int32)
-    return Rank(made, pools, table, Pages(schema, made, pools))
+    return Rank(made, pools, table, PagePayloads(schema, made, pools))
 
 
-def truth(row: Row, chunk: int) -> Bytes:
+def truth(shard: Shard, chunk: int) -> Bytes:
     """What a row's chunk holds, the same for every rank: cut out of the whole roles' bytes."""
     pieces = []
-    for layer, role, _ in row.fields():
-        shape = (row.num_rows(role), *role.shape)
+    for layer, role, _ in shard.fields():
+        shape = (shard.num_rows(role), *role.shape)
         bits = role.dtype.bits
         if bits < 8:
             shape = (*shape[:-1], shape[-1] * bits // 8)
         item = max(1, bits // 8)
         seed = [layer, chunk, *role.name.encode()]
         whole = np.random.default_rng(seed).integers(0, 256, (*shape, item), np.uint8)
-        pieces += [np.concatenate([whole[:, cut.start : cut.stop] for cut in row.cuts(role)], axis=1).ravel()]
+        pieces += [
+            np.concatenate(
+                [whole[:, axis_slice.start : axis_slice.stop] for axis_slice in shard.axis_slices(role)], axis=1
+            ).ravel()
+        ]
     return np.concatenate(pieces)
 
 
@@ -102,12 +106,12 @@ def fill(schema: Schema, rank: Rank, chunks: int) -> None:
     sink = rank.pages.sink(rank.table)
     for number in rank.pages.reads:
         for chunk in range(chunks):
-            sink(schema.rows[number], chunk, truth(schema.rows[number], chunk))
+            sink(schema.shards[number], chunk, truth(schema.shards[number], chunk))
 
 
 def share(rank: Rank) -> dict[tuple[int, str, str], list[bytes]]:
     """By layer, tag and role: every row of the sequence, in order, as the rank holds it, blind to its layout."""
-    rows = {}
+    shards = {}
     for view in rank.plan.views():
         group = rank.plan.group(view.tag)
         role = group.cache.role(view.role)
@@ -119,16 +123,16 @@ def share(rank: Rank) -> dict[tuple[int, str, str], list[bytes]]:
                 (*plane.shape, item), np.uint8, rank.pools[plane.pool], plane.offset, (*plane.strides, 1)
             )
             kernel = rank.table[view.tag][:, None] * group.kernel_blocks + np.arange(group.kernel_blocks)
-            taken = array[kernel.ravel()]
+            owned_payload = array[kernel.ravel()]
             if group.cache.reach.per_token and not view.parts:
-                taken = np.moveaxis(taken, role.token_axis + 1, 1)
-                taken = taken.reshape(-1, *taken.shape[2:])
+                owned_payload = np.moveaxis(owned_payload, role.token_axis + 1, 1)
+                owned_payload = owned_payload.reshape(-1, *owned_payload.shape[2:])
             elif view.parts:
-                taken = taken.reshape(-1, *taken.shape[2:])
-            gathered.append(taken.reshape(len(taken), -1))
+                owned_payload = owned_payload.reshape(-1, *owned_payload.shape[2:])
+            gathered.append(owned_payload.reshape(len(owned_payload), -1))
         whole = np.ascontiguousarray(np.concatenate(gathered, axis=1))
-        rows[view.layer, view.tag, view.role] = whole.view(f"V{whole.shape[1]}").ravel().tolist()
-    return rows
+        shards[view.layer, view.tag, view.role] = whole.view(f"V{whole.shape[1]}").ravel().tolist()
+    return shards
 
 
 def namespace(spec: ModelSpec, **fields: object) -> Namespace:

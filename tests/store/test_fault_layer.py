@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.store import Cascade, DiskTier, LanePolicy, MemoryTier, Store
-from kvweave.store.keys import Prompt
+from kvweave.store import DiskTier, MemoryTier, Store, TierPolicy, TierStack
+from kvweave.store.keys import HashedPrompt
 from tests.store.fault_layer import HANG_S, FaultLayer
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
 from tests.store.models import namespace
@@ -22,12 +22,12 @@ PROMPTS = 24
 
 
 def opened(directory: Path, *, near: bool) -> Store:
-    disk = DiskTier(directory, "64MiB"), LanePolicy(write="through", deadline_s=2.0, cool_s=0.1, workers=3)
-    memory = MemoryTier("1MiB"), LanePolicy(inline=True, promote=True)
-    return Store(SCHEMA, Cascade(memory, disk) if near else Cascade(disk))
+    disk = DiskTier(directory, "64MiB"), TierPolicy(write="through", deadline_s=2.0, cool_s=0.1, workers=3)
+    memory = MemoryTier("1MiB"), TierPolicy(inline=True, promote=True)
+    return Store(SCHEMA, TierStack(memory, disk) if near else TierStack(disk))
 
 
-def prompt(store: Store, number: int) -> Prompt:
+def prompt(store: Store, number: int) -> HashedPrompt:
     return store.prompt(TOKENS + number, namespace(SPEC))
 
 

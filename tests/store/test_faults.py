@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvweave.errors import ReadOnly, StoreError, TierFull
-from kvweave.store import Cascade, DictTier, DiskTier, LanePolicy, MemoryTier, Store, Tier
-from kvweave.store.stripes import FILES
+from kvweave.store import DictTier, DiskTier, MemoryTier, Store, Tier, TierPolicy, TierStack
+from kvweave.store.striped_file import FILES
 from tests.store.contract import got, key, put, value
 from tests.store.faults import SCHEMA, FaultContract, payload, saved, verify
 
@@ -47,7 +47,7 @@ class TestDisk(FaultContract):
 def reloaded(directory: Path) -> tuple[int, int]:
     """Position reached and damage counted by a new process's store; then all is saved anew, and must be right."""
     tier = DiskTier(directory, ROOM)
-    store = Store(SCHEMA, Cascade((tier, LanePolicy(inline=True))))
+    store = Store(SCHEMA, TierStack((tier, TierPolicy(inline=True))))
     _, prompt = _prompt(store)
     position = store.load(store.lookup(prompt), verify)
     damaged = store.stats().tiers[0].damaged
@@ -127,7 +127,7 @@ def test_records_that_claim_the_same_bytes_are_not_believed(closed: Path) -> Non
     from kvweave.store.journal import MAGIC, packed
 
     journal = np.frombuffer((closed / "journal").read_bytes()[64:], np.uint8).reshape(-1, 64)
-    keys = [row[:48].tobytes() for row in journal]
+    keys = [shard[:48].tobytes() for shard in journal]
     starts, lengths = np.zeros(len(keys), np.int64), np.full(len(keys), 5000)
     (closed / "journal").write_bytes(MAGIC + packed(keys, starts, lengths).tobytes())
     assert reloaded(closed)[0] == 0
@@ -186,7 +186,7 @@ def test_a_full_disk_is_a_clear_error_and_goes_on_serving(tiny: Path) -> None:
 def test_a_cascade_serves_on_when_its_disk_is_full(tiny: Path) -> None:
     store, prompt = saved(MemoryTier("8MiB"))
     full = DiskTier(tiny, "64MiB")
-    both = Store(SCHEMA, Cascade((store.cascade.lanes[0].tier, LanePolicy(inline=True)), full))
+    both = Store(SCHEMA, TierStack((store.tier_stack.executors[0].tier, TierPolicy(inline=True)), full))
     with pytest.raises(TierFull):
         put(full, *range(100), length=50_000)
     result = both.save(prompt, payload, points=range(256, 1025, 256))
@@ -287,7 +287,7 @@ def killed(directory: Path, first: int, seconds: float, room: tuple[int, int]) -
 
 def check_killed(directory: Path, times: int, room: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvweave.store.journal.SLACK", 40)  # so that it is rewritten, too, while they are killed
-    monkeypatch.setattr("kvweave.store.stripes.STRIPE_BYTES", 8192)
+    monkeypatch.setattr("kvweave.store.striped_file.STRIPE_BYTES", 8192)
     chance, first = random.Random(times), 1001
     places, _ = room
     for _ in range(times):

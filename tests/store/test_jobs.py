@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvweave.store import Cascade, DictTier, DiskTier, LanePolicy, Store
-from kvweave.store.jobs import Jobs
+from kvweave.store import DictTier, DiskTier, Store, TierPolicy, TierStack
+from kvweave.store.jobs import JobQueue
 from kvweave.store.tier import Blob
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
 from tests.store.models import namespace
 
 
 @pytest.fixture
-def jobs() -> Iterator[Jobs]:
-    made = Jobs("test", 2, 4)
+def jobs() -> Iterator[JobQueue]:
+    made = JobQueue("test", 2, 4)
     yield made
     made.close(10)
 
 
-def test_a_read_is_done_while_every_other_thread_writes(jobs: Jobs) -> None:
+def test_a_read_is_done_while_every_other_thread_writes(jobs: JobQueue) -> None:
     go_on = threading.Event()
     writes = [jobs.write(lambda: go_on.wait(30)) for _ in range(4)]
     assert all(writes)
@@ -33,7 +33,7 @@ def test_a_read_is_done_while_every_other_thread_writes(jobs: Jobs) -> None:
     go_on.set()
 
 
-def test_reads_that_wait_are_done_before_writes_that_wait(jobs: Jobs) -> None:
+def test_reads_that_wait_are_done_before_writes_that_wait(jobs: JobQueue) -> None:
     go_on, done = threading.Event(), list[str]()
     blocked = [jobs.read(lambda: go_on.wait(30)) for _ in range(3)]  # all three threads
     time.sleep(0.1)
@@ -47,7 +47,7 @@ def test_reads_that_wait_are_done_before_writes_that_wait(jobs: Jobs) -> None:
     assert done[0] == "read"
 
 
-def test_no_number_of_writes_makes_a_read_a_miss(jobs: Jobs) -> None:
+def test_no_number_of_writes_makes_a_read_a_miss(jobs: JobQueue) -> None:
     go_on = threading.Event()
     while jobs.write(lambda: go_on.wait(30)) is not None:
         pass
@@ -55,7 +55,7 @@ def test_no_number_of_writes_makes_a_read_a_miss(jobs: Jobs) -> None:
     go_on.set()
 
 
-def test_a_flush_waits_for_what_was_queued_before_it_and_no_longer(jobs: Jobs) -> None:
+def test_a_flush_waits_for_what_was_queued_before_it_and_no_longer(jobs: JobQueue) -> None:
     stop = threading.Event()
 
     def keep_writing() -> None:
@@ -72,7 +72,7 @@ def test_a_flush_waits_for_what_was_queued_before_it_and_no_longer(jobs: Jobs) -
         writer.join()
 
 
-def test_a_flush_says_so_if_a_write_was_not_tried_in_time(jobs: Jobs) -> None:
+def test_a_flush_says_so_if_a_write_was_not_tried_in_time(jobs: JobQueue) -> None:
     go_on = threading.Event()
     jobs.write(lambda: go_on.wait(30))
     assert not jobs.drain(0.05)
@@ -95,7 +95,7 @@ class SlowWrites(DictTier):
 
 def test_prompts_of_a_tier_are_found_and_loaded_while_others_write_to_it() -> None:
     tier = SlowWrites()
-    store = Store(SCHEMA, Cascade((tier, LanePolicy(write="back", queue_jobs=1, deadline_s=5))))
+    store = Store(SCHEMA, TierStack((tier, TierPolicy(write="back", queue_jobs=1, deadline_s=5))))
     prompt = store.prompt(TOKENS, namespace(SPEC))
     store.save(prompt, payload)
     assert store.flush()
@@ -116,7 +116,7 @@ def test_a_lookup_that_was_not_answered_is_counted_apart_from_a_miss() -> None:
             return super().contains(keys)
 
     go_on = threading.Event()
-    store = Store(SCHEMA, Cascade((Mute(), LanePolicy(deadline_s=20))))
+    store = Store(SCHEMA, TierStack((Mute(), TierPolicy(deadline_s=20))))
     prompt = store.prompt(TOKENS, namespace(SPEC))
     assert store.lookup(prompt, budget_s=0.05).position == 0
     assert (store.stats().unanswered, store.stats().tiers[0].misses) == (1, 0)
@@ -129,7 +129,7 @@ def test_a_lookup_that_was_not_answered_is_counted_apart_from_a_miss() -> None:
 
 @pytest.mark.slow
 def test_disk_prompts_are_found_while_two_writers_never_pause(tmp_path: Path) -> None:
-    store = Store(SCHEMA, Cascade((DiskTier(tmp_path, "64MiB"), LanePolicy(write="back", queue_jobs=2))))
+    store = Store(SCHEMA, TierStack((DiskTier(tmp_path, "64MiB"), TierPolicy(write="back", queue_jobs=2))))
     prompt = store.prompt(TOKENS, namespace(SPEC))
     store.save(prompt, payload)
     assert store.flush()

@@ -13,7 +13,7 @@ from kvweave.errors import BadTokens, StoreError
 from kvweave.prefix import Span
 from kvweave.spec import DType, Full
 from kvweave.store import Namespace, Schema, model_digest
-from kvweave.store.keys import KEY_BYTES, Prompt, prompt
+from kvweave.store.keys import KEY_BYTES, HashedPrompt, prompt
 from tests.store.models import KINDS, hybrid, kv, model
 
 HERE = Namespace("m", "w", "r", "a", "t", b"s")
@@ -35,8 +35,8 @@ def test_a_chunk_behind_another_prefix_is_another_chunk() -> None:
 
 
 def test_tokens_may_be_lists_or_arrays_of_any_whole_type() -> None:
-    rows = [1, 2, 3, 4, 70_000]
-    made = [prefixes(kind(rows)) for kind in (list, tuple, np.array, lambda r: np.array(r, np.int32))]
+    shards = [1, 2, 3, 4, 70_000]
+    made = [prefixes(kind(shards)) for kind in (list, tuple, np.array, lambda r: np.array(r, np.int32))]
     assert all(digests == made[0] for digests in made)
 
 
@@ -76,24 +76,24 @@ def test_the_keys_of_a_prompt_are_chunk_by_chunk_and_row_by_row() -> None:
     schema = Schema.of(hybrid(), chunk_tokens=4)
     made = prompt([*range(13)], HERE, 4)
     keys = made.keys(schema.ids)
-    assert len(keys) == 3 * len(schema.rows)
+    assert len(keys) == 3 * len(schema.shards)
     assert all(len(key) == KEY_BYTES for key in keys)
     number = iter(keys)
     for digest in made.prefixes:
-        for row in schema.rows:
-            assert next(number) == HERE.tenant_id + digest.tobytes() + row.id
+        for shard in schema.shards:
+            assert next(number) == HERE.tenant_id + digest.tobytes() + shard.id
 
 
 def test_rows_of_all_kinds_and_parts_have_ids_of_their_own() -> None:
-    rows = [row for kind in KINDS.values() for row in Schema.of(kind).rows]
-    by_meta = {row.meta: row.id for row in rows}
+    shards = [shard for kind in KINDS.values() for shard in Schema.of(kind).shards]
+    by_meta = {shard.meta: shard.id for shard in shards}
     assert len({*by_meta.values()}) == len(by_meta)
 
 
 def test_another_dtype_shape_layer_or_chunk_is_another_row() -> None:
     def ids(chunk_tokens: int = 256, layers: int = 2, **facts: object) -> set[bytes]:
         cache = LayerCache("full", Full(), kv(2, **facts))  # type: ignore[arg-type]
-        return {row.id for row in Schema.of(model(cache, layers=layers), chunk_tokens=chunk_tokens).rows}
+        return {shard.id for shard in Schema.of(model(cache, layers=layers), chunk_tokens=chunk_tokens).shards}
 
     variants = [ids(), ids(512), ids(layers=3), ids(dim=8), ids(dtype=DType.FLOAT16)]
     assert len(set().union(*variants)) == sum(map(len, variants))
@@ -115,7 +115,7 @@ def test_chunks_that_split_rows_are_an_error() -> None:
 
 def test_an_empty_prompt_has_no_keys() -> None:
     empty = prompt([], HERE, 4)
-    assert isinstance(empty, Prompt)
+    assert isinstance(empty, HashedPrompt)
     assert empty.keys(Schema.of(hybrid()).ids) == []
 
 

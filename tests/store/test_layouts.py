@@ -10,7 +10,7 @@ import pytest
 from kvweave import LayerCache, ModelSpec
 from kvweave.errors import StoreError
 from kvweave.spec import Full
-from kvweave.store import Cascade, DictTier, LanePolicy, Row, Schema, Store
+from kvweave.store import DictTier, Schema, Shard, Store, TierPolicy, TierStack
 from tests.store.models import (
     CHUNK,
     KINDS,
@@ -49,19 +49,19 @@ def test_all_pairs_of_degree_block_and_layout_agree_bit_for_bit(kind: str) -> No
     computed = {shape: [share(member) for member in members] for shape, members in everybody.items()}
     stores = {}
     for shape, members in everybody.items():
-        stores[shape] = Store(schema, Cascade((DictTier(), LanePolicy(inline=True))))
+        stores[shape] = Store(schema, TierStack((DictTier(), TierPolicy(inline=True))))
         prompt = stores[shape].prompt(tokens, namespace(spec))
         for member in members:
-            stores[shape].save(prompt, member.pages.source(member.table), rows=member.pages.writes)
+            stores[shape].save(prompt, member.pages.source(member.table), shards=member.pages.writes)
     for (wrote, store), (read, members) in product(stores.items(), everybody.items()):
         hit = store.lookup(prompt)
         assert hit.position == TOKENS
         for member, right in zip(members, computed[read], strict=True):
             for pool in member.pools.values():
                 pool[:] = 0x55
-            assert store.load(hit, member.pages.sink(member.table), rows=member.pages.reads) == TOKENS
-            for place, rows in share(member).items():
-                assert rows[_loaded(place, spec)] == right[place][_loaded(place, spec)], (wrote, read, place)
+            assert store.load(hit, member.pages.sink(member.table), shards=member.pages.reads) == TOKENS
+            for place, shards in share(member).items():
+                assert shards[_loaded(place, spec)] == right[place][_loaded(place, spec)], (wrote, read, place)
 
 
 def _loaded(place: tuple[int, str, str], spec: ModelSpec) -> slice:
@@ -72,7 +72,7 @@ def _loaded(place: tuple[int, str, str], spec: ModelSpec) -> slice:
 def test_a_group_read_by_more_ranks_than_heads_is_shared_by_them() -> None:
     spec = KINDS["gqa"]  # two heads
     schema = Schema.of(spec, parts=8)
-    assert [row.parts for row in schema.rows] == [2, 2]
+    assert [shard.parts for shard in schema.shards] == [2, 2]
     assert [schema.read_by(8, at) for at in range(8)] == [(0,)] * 4 + [(1,)] * 4
     assert [schema.written_by(8, at) for at in range(8)] == [(0,), (), (), (), (1,), (), (), ()]
 
@@ -93,28 +93,28 @@ def test_a_degree_that_holds_no_part_whole_is_told_how_many_to_cut() -> None:
 def test_all_ranks_together_write_every_row_once() -> None:
     for spec, tp in product(KINDS.values(), (1, 2, 4, 8)):
         schema = Schema.of(spec, parts=8)
-        written = [row for at in range(tp) for row in schema.written_by(tp, at)]
-        assert sorted(written) == list(range(len(schema.rows)))
+        written = [shard for at in range(tp) for shard in schema.written_by(tp, at)]
+        assert sorted(written) == list(range(len(schema.shards)))
 
 
 def test_a_payload_is_layers_then_roles_then_tokens_then_heads() -> None:
     spec = model(LayerCache("full", Full(), kv(4, 2)), layers=2)
-    row = Schema.of(spec, parts=2).rows[1]
-    assert [(layer, role.name, where.start, where.stop) for layer, role, where in row.fields()] == [
+    shard = Schema.of(spec, parts=2).shards[1]
+    assert [(layer, role.name, where.start, where.stop) for layer, role, where in shard.fields()] == [
         (0, "key", 0, 2048), (0, "value", 2048, 4096), (1, "key", 4096, 6144), (1, "value", 6144, 8192),
     ]  # fmt: skip
-    assert row.payload_bytes == 2 * 2 * 256 * 2 * 2 * 2
+    assert shard.payload_bytes == 2 * 2 * 256 * 2 * 2 * 2
 
 
 @pytest.mark.parametrize("spec", [hybrid(), SINKS])
 def test_a_row_needs_what_its_reach_does(spec: ModelSpec) -> None:
-    def needs(row: Row) -> list[int]:
-        return list(row.needs(4 * CHUNK))
+    def needs(shard: Shard) -> list[int]:
+        return list(shard.needs(4 * CHUNK))
 
-    found = {row.tag: needs(row) for row in Schema.of(spec).rows}
+    found = {shard.tag: needs(shard) for shard in Schema.of(spec).shards}
     expected = {"full": [0, 1, 2, 3], "window": [2, 3], "state": [3], "only": [0, 1, 2, 3]}
     assert found == {tag: expected[tag] for tag in found}
-    assert list(next(row for row in Schema.of(spec).rows).needs(0)) == []
+    assert list(next(shard for shard in Schema.of(spec).shards).needs(0)) == []
 
 
 def test_a_chunk_of_which_pages_are_gone_is_not_stored_as_a_whole_one() -> None:
@@ -122,21 +122,21 @@ def test_a_chunk_of_which_pages_are_gone_is_not_stored_as_a_whole_one() -> None:
     schema = Schema.of(spec)
     one = rank(schema, spec, TOKENS, block_tokens=16)
     one.table["window"][16:20] = 0
-    row = next(row for row in schema.rows if row.tag == "window")
+    shard = next(shard for shard in schema.shards if shard.tag == "window")
     source = one.pages.source(one.table)
-    assert source(row, 0).nbytes == row.payload_bytes
+    assert source(shard, 0).nbytes == shard.payload_bytes
     with pytest.raises(StoreError, match="4 of the 16 pages of chunk 1 are not there"):
-        source(row, 1)
+        source(shard, 1)
 
 
 def test_sinks_need_head_and_tail() -> None:
-    assert list(Schema.of(SINKS).rows[0].needs(10 * CHUNK)) == [0, 1, 8, 9]
+    assert list(Schema.of(SINKS).shards[0].needs(10 * CHUNK)) == [0, 1, 8, 9]
 
 
 def test_truth_is_cut_like_the_rows() -> None:
     for spec in KINDS.values():
-        for row in Schema.of(spec).rows:
-            assert truth(row, 0).nbytes == row.payload_bytes
+        for shard in Schema.of(spec).shards:
+            assert truth(shard, 0).nbytes == shard.payload_bytes
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -148,10 +148,10 @@ def test_a_rank_gets_the_heads_that_are_its_own(tp: int) -> None:
     for at in range(tp):
         member = rank(schema, spec, TOKENS, tp=tp, at=at, block_tokens=64)
         sink = member.pages.sink(member.table)
-        for row, chunk in product(schema.rows, range(CHUNKS)):
-            keys = np.ascontiguousarray(whole[chunk * CHUNK : (chunk + 1) * CHUNK, row.part])
-            sink(row, chunk, np.concatenate([keys.ravel(), keys.ravel() + 1]).view(np.uint8))
+        for shard, chunk in product(schema.shards, range(CHUNKS)):
+            keys = np.ascontiguousarray(whole[chunk * CHUNK : (chunk + 1) * CHUNK, shard.part])
+            sink(shard, chunk, np.concatenate([keys.ravel(), keys.ravel() + 1]).view(np.uint8))
         mine = whole[:, at * 8 // tp : (at + 1) * 8 // tp]
-        rows = share(member)
-        assert rows[0, "full", "key"] == [token.tobytes() for token in mine]
-        assert rows[0, "full", "value"] == [(token + np.uint16(1)).tobytes() for token in mine]
+        shards = share(member)
+        assert shards[0, "full", "key"] == [token.tobytes() for token in mine]
+        assert shards[0, "full", "value"] == [(token + np.uint16(1)).tobytes() for token in mine]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import Busy, StoreError, TierError, TierFull, Vanished
-from kvweave.store import Cascade, DiskTier, LanePolicy, Store
-from kvweave.store.reopening import ReopeningTier
+from kvweave.store import DiskTier, Store, TierPolicy, TierStack
+from kvweave.store.reopening_tier import ReopeningTier
 from tests.store.contract import got, key, put, value
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
 from tests.store.models import namespace
@@ -23,7 +23,7 @@ ROOM = "16MiB"
 
 def opened(directory: Path, **more: bool) -> tuple[Store, DiskTier]:
     tier = DiskTier(directory, ROOM, **more)  # type: ignore[arg-type]
-    return Store(SCHEMA, Cascade((tier, LanePolicy(inline=True)))), tier
+    return Store(SCHEMA, TierStack((tier, TierPolicy(inline=True)))), tier
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_forked_child_does_not_keep_the_directory_busy(tmp_path: Path) -> None
 
 
 def test_a_forked_child_leaves_the_tiers_of_its_parent_alone(tmp_path: Path) -> None:
-    store = Store(SCHEMA, Cascade((DiskTier(tmp_path, ROOM), LanePolicy(write="back"))))
+    store = Store(SCHEMA, TierStack((DiskTier(tmp_path, ROOM), TierPolicy(write="back"))))
     prompt = store.prompt(TOKENS, namespace(SPEC))
     store.save(prompt, payload)
     assert store.flush()

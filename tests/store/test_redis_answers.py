@@ -10,7 +10,7 @@ from kvweave.store.tier import ABSENT, UNREADABLE
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvweave[redis]'")
 
-from kvweave.store.redis import RedisTier  # noqa: E402
+from kvweave.store.redis_tier import RedisTier  # noqa: E402
 
 WRONG_TYPE = redis.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvweave.store import Cascade, DictTier, DiskTier, LanePolicy, MemoryTier, Row, Store
-from kvweave.store.blob import taken
+from kvweave.store import DictTier, DiskTier, MemoryTier, Shard, Store, TierPolicy, TierStack
+from kvweave.store.blob import owned_payload
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
@@ -21,8 +21,8 @@ class Reusing:
     def __init__(self, *, writable: bool) -> None:
         self._memory, self._writable = np.empty(1 << 20, np.uint8), writable
 
-    def __call__(self, row: Row, chunk: int) -> Bytes:
-        found = payload(row, chunk)
+    def __call__(self, shard: Shard, chunk: int) -> Bytes:
+        found = payload(shard, chunk)
         self._memory[: len(found)] = found
         view = self._memory[: len(found)]
         view.flags.writeable = self._writable
@@ -37,7 +37,7 @@ class Reusing:
 def test_a_source_may_use_its_memory_again(tmp_path: Path, write: str, writable: bool) -> None:
     tiers = (MemoryTier("16MiB"), DiskTier(tmp_path, "16MiB"), DictTier())
     for tier in tiers:
-        store = Store(SCHEMA, Cascade((tier, LanePolicy(write=write))))  # type: ignore[arg-type]
+        store = Store(SCHEMA, TierStack((tier, TierPolicy(write=write))))  # type: ignore[arg-type]
         prompt, source = store.prompt(TOKENS, namespace(SPEC)), Reusing(writable=writable)
         assert store.save(prompt, source, points=[512, 1024]).dropped == 0
         source.spoil()
@@ -58,21 +58,21 @@ def test_what_nobody_else_has_is_not_copied() -> None:
         address.append(array.ctypes.data)
         return array
 
-    mine = taken(noted(fresh()))
+    mine = owned_payload(noted(fresh()))
     assert mine.ctypes.data == address[-1]
     assert not mine.flags.writeable
-    mine = taken(noted(aligned(5000)))  # as `Pages` gives them: a view of memory that nobody else has
+    mine = owned_payload(noted(aligned(5000)))  # as `PagePayloads` gives them: a view of memory that nobody else has
     assert mine.ctypes.data == address[-1]
-    mine = taken(noted(np.frombuffer(bytes(100), np.uint8)))
+    mine = owned_payload(noted(np.frombuffer(bytes(100), np.uint8)))
     assert mine.ctypes.data == address[-1], "bytes never change"
 
 
 def test_what_somebody_else_has_is_copied() -> None:
     kept = fresh()
-    assert taken(kept).ctypes.data != kept.ctypes.data
-    assert taken(kept[:50]).ctypes.data != kept.ctypes.data
+    assert owned_payload(kept).ctypes.data != kept.ctypes.data
+    assert owned_payload(kept[:50]).ctypes.data != kept.ctypes.data
     view = kept[:50]
     view.flags.writeable = False
-    assert taken(view).ctypes.data != kept.ctypes.data
+    assert owned_payload(view).ctypes.data != kept.ctypes.data
     foreign = np.frombuffer(bytearray(100), np.uint8)
-    assert taken(foreign).ctypes.data != foreign.ctypes.data
+    assert owned_payload(foreign).ctypes.data != foreign.ctypes.data

@@ -12,33 +12,33 @@ from hypothesis import strategies as st
 
 from kvweave import ModelSpec
 from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
-from kvweave.store import Cascade, DictTier, LanePolicy, MemoryTier, Row, Saved, Schema, Store
-from kvweave.store.blob import blob_bytes, describe, seal
+from kvweave.store import DictTier, MemoryTier, Saved, Schema, Shard, Store, TierPolicy, TierStack
+from kvweave.store.blob import blob_bytes, blob_info, seal
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import joined
 from tests.store.models import SINKS, fill, hybrid, namespace, one, rank, share, truth
 
 SIZE = 256
-NEAR = LanePolicy(inline=True)
+NEAR = TierPolicy(inline=True)
 
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    made = Store(Schema.of(hybrid()), Cascade((MemoryTier("16MiB"), NEAR)))
+    made = Store(Schema.of(hybrid()), TierStack((MemoryTier("16MiB"), NEAR)))
     yield made
     made.close()
 
 
-def everything(row: Row, chunk: int) -> Bytes:
-    return truth(row, chunk)
+def everything(shard: Shard, chunk: int) -> Bytes:
+    return truth(shard, chunk)
 
 
 def checked(seen: set[tuple[str, int, int]]):  # type: ignore[no-untyped-def]
     """A sink that compares with the truth and notes what came."""
 
-    def sink(row: Row, chunk: int, payload: Bytes) -> None:
-        assert (payload == truth(row, chunk)).all()
-        seen.add((row.tag, row.part, chunk))
+    def sink(shard: Shard, chunk: int, payload: Bytes) -> None:
+        assert (payload == truth(shard, chunk)).all()
+        seen.add((shard.tag, shard.part, chunk))
 
     return sink
 
@@ -71,7 +71,7 @@ def test_windows_and_states_are_kept_at_resume_points_only(store: Store) -> None
     prompt = store.prompt(tokens(2100), namespace(hybrid()))
     store.save(prompt, everything, points=[512, 2048])
     present = store.lookup(prompt).tiers >= 0
-    by_tag = {row.tag: np.flatnonzero(present[i]).tolist() for i, row in enumerate(store.schema.rows)}
+    by_tag = {shard.tag: np.flatnonzero(present[i]).tolist() for i, shard in enumerate(store.schema.shards)}
     assert by_tag == {"full": [*range(8)], "window": [0, 1, 6, 7], "state": [1, 7]}
     sibling = np.concatenate([tokens(2100)[:1500], tokens(600, seed=1)])
     assert store.lookup(store.prompt(sibling, namespace(hybrid()))).position == 512
@@ -94,7 +94,7 @@ def test_saving_again_stores_nothing_and_asks_for_no_payload(store: Store) -> No
     prompt = store.prompt(tokens(600), namespace(hybrid()))
     first = store.save(prompt, everything)
 
-    def never(row: Row, chunk: int) -> Bytes:
+    def never(shard: Shard, chunk: int) -> Bytes:
         raise AssertionError("asked")
 
     assert store.save(prompt, never) == Saved(0, first.stored, 0)
@@ -112,9 +112,9 @@ def test_what_is_lost_between_lookup_and_load_shortens_it(store: Store) -> None:
     prompt = store.prompt(tokens(2100), namespace(hybrid()))
     store.save(prompt, everything, points=[512, 1024, 2048])
     hit = store.lookup(prompt)
-    rows = len(store.schema.rows)
-    state = next(i for i, row in enumerate(store.schema.rows) if row.tag == "state")
-    store.cascade.delete([hit.keys[7 * rows + state]])
+    shards = len(store.schema.shards)
+    state = next(i for i, shard in enumerate(store.schema.shards) if shard.tag == "state")
+    store.tier_stack.delete([hit.keys[7 * shards + state]])
     seen: set[tuple[str, int, int]] = set()
     assert store.load(hit, checked(seen)) == 1024
     assert {("window", 0, 2), ("window", 0, 3), ("state", 0, 3)} <= seen
@@ -124,13 +124,13 @@ def test_what_is_lost_between_lookup_and_load_shortens_it(store: Store) -> None:
 def test_a_payload_of_the_wrong_size_is_an_error_of_the_caller(store: Store) -> None:
     prompt = store.prompt(tokens(300), namespace(hybrid()))
     with pytest.raises(ValueError, match="expected"):
-        store.save(prompt, lambda row, chunk: np.zeros(3, np.uint8))
+        store.save(prompt, lambda shard, chunk: np.zeros(3, np.uint8))
 
 
 def test_first_chunks_outlive_the_last_when_room_gets_tight() -> None:
     spec = one(Full())
     schema = Schema.of(spec, parts=1)
-    store = Store(schema, Cascade((MemoryTier(20 * blob_bytes(schema.rows[0])), NEAR)))
+    store = Store(schema, TierStack((MemoryTier(20 * blob_bytes(schema.shards[0])), NEAR)))
     first, second = (store.prompt(tokens(12 * SIZE + 1, seed), namespace(spec)) for seed in (1, 2))
     store.save(first, everything)
     store.save(second, everything)
@@ -139,34 +139,34 @@ def test_first_chunks_outlive_the_last_when_room_gets_tight() -> None:
 
 
 def test_a_blob_tells_what_it_is() -> None:
-    row = Schema.of(hybrid()).rows[0]
-    blob = joined(seal(row, 2, bytes(range(48)), truth(row, 2)))
-    found = describe(blob)
+    shard = Schema.of(hybrid()).shards[0]
+    blob = joined(seal(shard, 2, bytes(range(48)), truth(shard, 2)))
+    found = blob_info(blob)
     assert found is not None
-    assert (found.start, found.stop, found.payload_bytes) == (512, 768, row.payload_bytes)
+    assert (found.start, found.stop, found.payload_bytes) == (512, 768, shard.payload_bytes)
     assert (found.meta["tag"], found.meta["layers"], found.meta["part"]) == ("full", [0], 0)
-    assert describe(blob[:-1]) is None
-    assert describe(b"something else entirely, and long enough to be a header" * 4) is None
+    assert blob_info(blob[:-1]) is None
+    assert blob_info(b"something else entirely, and long enough to be a header" * 4) is None
 
 
 def test_ranks_of_other_degrees_share_a_hybrid_prompt() -> None:
     spec = hybrid()
     schema = Schema.of(spec, parts=4)
-    store = Store(schema, Cascade((DictTier(), NEAR)))
+    store = Store(schema, TierStack((DictTier(), NEAR)))
     prompt = store.prompt(tokens(1100), namespace(spec))
     wishes = {"block_tokens": {"full": 16, "window": 64, "state": 256}}
     for at in range(2):
         writer = rank(schema, spec, 1024, tp=2, at=at, **wishes)
         fill(schema, writer, 4)
-        store.save(prompt, writer.pages.source(writer.table), rows=writer.pages.writes)
+        store.save(prompt, writer.pages.source(writer.table), shards=writer.pages.writes)
     for at in range(4):
         reader, right = (rank(schema, spec, 1024, tp=4, at=at, block_tokens=64) for _ in range(2))
         fill(schema, right, 4)
         hit = store.lookup(prompt)
-        assert store.load(hit, reader.pages.sink(reader.table), rows=reader.pages.reads) == 1024
-        for place, rows in share(right).items():
+        assert store.load(hit, reader.pages.sink(reader.table), shards=reader.pages.reads) == 1024
+        for place, shards in share(right).items():
             needed = {"full": slice(None), "window": slice(512, None), "state": slice(-1, None)}[place[1]]
-            assert share(reader)[place][needed] == rows[needed], place
+            assert share(reader)[place][needed] == shards[needed], place
 
 
 REACHES = st.one_of(
@@ -186,14 +186,14 @@ def test_the_hit_is_the_longest_position_whose_needs_are_all_there(reaches: list
     spec = ModelSpec("random", tuple(layer for i, reach in enumerate(reaches) for layer in _layers(i, reach)))
     schema = Schema.of(spec, chunk_tokens=size, parts=2)
     tier = DictTier()
-    store = Store(schema, Cascade((tier, NEAR)))
+    store = Store(schema, TierStack((tier, NEAR)))
     prompt = store.prompt([*range(size * count + 1)], namespace(spec))
     store.save(prompt, everything, points=range(0, size * count + 1, size))
-    store.cascade.delete([key for key in prompt.keys(schema.ids) if chance.random() < 0.15])
+    store.tier_stack.delete([key for key in prompt.keys(schema.ids) if chance.random() < 0.15])
     present = store.lookup(prompt).tiers >= 0
     fine = [
         p for p in range(0, size * count + 1, size)
-        if all(present[i, chunk] for i, row in enumerate(schema.rows) for chunk in _needs(row.reach, p, size))
+        if all(present[i, chunk] for i, shard in enumerate(schema.shards) for chunk in _needs(shard.reach, p, size))
     ]  # fmt: skip
     hit = store.lookup(prompt)
     assert hit.position == max(fine)
@@ -211,7 +211,7 @@ def _needs(reach: Reach, position: int, size: int) -> set[int]:
 
 
 def test_sinks_are_loaded_with_the_window() -> None:
-    store = Store(Schema.of(SINKS), Cascade((DictTier(), NEAR)))
+    store = Store(Schema.of(SINKS), TierStack((DictTier(), NEAR)))
     prompt = store.prompt(tokens(10 * SIZE + 1), namespace(SINKS))
     store.save(prompt, everything)
     seen: set[tuple[str, int, int]] = set()

@@ -13,11 +13,11 @@ import xxhash
 
 from kvweave.errors import Busy, StoreError
 from kvweave.store import DictTier, DiskTier, MemoryTier, Quota, Tier
-from kvweave.store.extents import Extents
-from kvweave.store.files import DirectFile, File, aligned
+from kvweave.store.extents import ExtentAllocator
+from kvweave.store.files import BufferedFile, DirectFile, aligned
 from kvweave.store.journal import MAGIC, packed
 from kvweave.store.keys import KEY_BYTES, tenant_id
-from kvweave.store.stripes import FILES
+from kvweave.store.striped_file import FILES
 from kvweave.store.tier import Blob, whole
 from tests.store.contract import KeepingContract, TierContract, Watcher, got, key, put, value
 
@@ -227,7 +227,7 @@ def test_a_million_entries_are_all_there_after_reopening(tmp_path: Path) -> None
 
 
 def test_extents_join_their_neighbours_again() -> None:
-    extents = Extents(10 * 64, 64)
+    extents = ExtentAllocator(10 * 64, 64)
     starts = [extents.take(64) for _ in range(10)]
     assert extents.take(1) is None
     for start in starts[::2] + starts[1::2]:
@@ -237,10 +237,12 @@ def test_extents_join_their_neighbours_again() -> None:
     assert extents.take(640) == 0
 
 
-@pytest.mark.parametrize("kind", [File, DirectFile])
+@pytest.mark.parametrize("kind", [BufferedFile, DirectFile])
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 12_288, 9_000_001])
 @pytest.mark.parametrize("shift", [0, 1, 32, 64])
-def test_files_take_and_fill_memory_however_it_lies(tmp_path: Path, kind: type[File], length: int, shift: int) -> None:
+def test_files_take_and_fill_memory_however_it_lies(
+    tmp_path: Path, kind: type[BufferedFile], length: int, shift: int
+) -> None:
     file = kind(tmp_path / "blobs", writable=True)
     payload, target = aligned(length + shift)[shift:], aligned(length + 4096 + shift)[shift:]
     payload[:] = np.random.default_rng(length).integers(0, 256, length, np.uint8)

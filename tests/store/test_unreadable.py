@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvweave.store import Cascade, DiskTier, LanePolicy, Store, sums
-from kvweave.store.keys import Bytes, Prompt
-from kvweave.store.stripes import Stripes
+from kvweave.store import DiskTier, Store, TierPolicy, TierStack, checksums
+from kvweave.store.keys import Bytes, HashedPrompt
+from kvweave.store.striped_file import StripedFile
 from tests.store.faults import SCHEMA, SPEC, TOKENS, keys_of, payload, verify
 from tests.store.models import namespace
 
@@ -25,14 +25,14 @@ class Sectors:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bad: Bad = lambda start, end: False
-        real = sums.read
+        real = checksums.read
 
-        def read(files: Stripes, start: int, to: Bytes, head: int, desk: sums.Desk) -> int | None:
+        def read(files: StripedFile, start: int, to: Bytes, head: int, io_buffers: checksums.IOBuffers) -> int | None:
             if self.bad(start, start + to.nbytes):
                 raise OSError(errno.EIO, "Input/output error")
-            return real(files, start, to, head, desk)
+            return real(files, start, to, head, io_buffers)
 
-        monkeypatch.setattr(sums, "read", read)
+        monkeypatch.setattr(checksums, "read", read)
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def sectors(monkeypatch: pytest.MonkeyPatch) -> Sectors:
     return Sectors(monkeypatch)
 
 
-def stored(directory: Path, **policy: object) -> tuple[Store, DiskTier, Prompt]:
+def stored(directory: Path, **policy: object) -> tuple[Store, DiskTier, HashedPrompt]:
     tier = DiskTier(directory, ROOM)
-    store = Store(SCHEMA, Cascade((tier, LanePolicy(**policy))))  # type: ignore[arg-type]
+    store = Store(SCHEMA, TierStack((tier, TierPolicy(**policy))))  # type: ignore[arg-type]
     prompt = store.prompt(TOKENS, namespace(SPEC))
     store.save(prompt, payload, points=[512, 1024])
     return store, tier, prompt

@@ -10,7 +10,7 @@ import torch
 
 from kvweave.cache import Cache, Sequence
 from kvweave.tensor import Arena, RoleView, carry_out, gather_rows, read_rows, row_slots, write_rows
-from kvweave.tensor.dtypes import flat_bytes
+from kvweave.tensor.torch_dtypes import flat_bytes
 from tests.cache.engine import signatures
 
 

@@ -24,7 +24,7 @@ from kvweave.tensor import (
     Arena,
     AttentionBackend,
     LayerRequest,
-    Nothing,
+    NoCache,
     Opaque,
     Recurrent,
     assemble,
@@ -190,7 +190,7 @@ def test_a_layer_that_reads_another_keeps_nothing_of_its_own() -> None:
     pairs: list[tuple[AttentionBackend, LayerRequest]] = [
         (DSA(), LayerRequest(0)),
         (MLA(), LayerRequest(1, reads=(Read(0, "indexer"),))),
-        (Nothing(), LayerRequest(2, reads=(Read(1, "latent"),))),
+        (NoCache(), LayerRequest(2, reads=(Read(1, "latent"),))),
     ]
     spec = assemble("reads", pairs)
     with Arena(make_plan(spec, "1MB")) as arena:

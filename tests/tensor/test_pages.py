@@ -9,8 +9,8 @@ import torch
 from kvweave.cache import Copy
 from kvweave.plan import Plan
 from kvweave.tensor import Arena, carry_out, zero_pages
-from kvweave.tensor import pages as pages_module
-from kvweave.tensor.pages import _bounds
+from kvweave.tensor import page_copies as pages_module
+from kvweave.tensor.page_copies import _bounds
 from tests.tensor.models import lives
 
 PLANS = lives()

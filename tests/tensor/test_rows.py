@@ -24,7 +24,7 @@ from kvweave.tensor import (
     write_rows,
     zero_pages,
 )
-from kvweave.tensor.dtypes import flat_bytes
+from kvweave.tensor.torch_dtypes import flat_bytes
 from tests import strategies
 from tests.tensor.engine import same, sign
 from tests.tensor.models import HYBRID, STATE, lives

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvweave.plan import Layout, Place, PoolRequest
-from kvweave.transfer import ChunkLayout, Copier, Mover, State, Way, whole_chunks
+from kvweave.transfer import ChunkLayout, Copier, Direction, Mover, TransferState, whole_chunks
 from tests.tensor.models import HYBRID
 from tests.transfer.contract import CopierContract, example, hybrid
 from tests.transfer.worlds import World, buffers, chunk_tokens, in_rows, planned, shrunk
@@ -35,10 +35,10 @@ class TestSmallPieces(TestCUDA):
 
 
 def opened(**tuning: int) -> Iterator[Copier]:
+    from kvweave.transfer.copy_templates import CopyTuning
     from kvweave.transfer.cuda import CUDACopier
-    from kvweave.transfer.drafts import Tuning
 
-    made = CUDACopier(tuning=Tuning(**tuning))
+    made = CUDACopier(tuning=CopyTuning(**tuning))
     yield made
     made.close()
 
@@ -122,12 +122,12 @@ def test_a_transfer_comes_after_what_the_stream_does_and_layers_before_what_it_d
             found.append((key[torch.from_numpy(others["full"].astype(np.int64)).cuda()] == 3).all())
         assert all(bool(one) for one in found)
         load.wait(20)
-        assert load.state is State.DONE
+        assert load.state is TransferState.DONE
 
 
 def test_staging_is_bounded_reused_and_given_back() -> None:
+    from kvweave.transfer.copy_templates import CopyTuning
     from kvweave.transfer.cuda import CUDACopier
-    from kvweave.transfer.drafts import Tuning
 
     made = planned(shrunk("llama-3.1-8b", layers=8), 2, 64, layout=Layout.LAYER_MAJOR, block_tokens=16)
     with World(made, 5, "cuda") as world:
@@ -135,7 +135,7 @@ def test_staging_is_bounded_reused_and_given_back() -> None:
         copies = whole_chunks(layout, world.tables(layout, 64), 0, 64)
         chunks = buffers(layout, 64, "cuda")
         before = torch.cuda.memory_allocated()
-        copier = CUDACopier(tuning=Tuning(piece_bytes=1 << 20, slots=3))
+        copier = CUDACopier(tuning=CopyTuning(piece_bytes=1 << 20, slots=3))
         mover = Mover(world.arena, copier, background=False)
         for _ in range(5):
             mover.store(copies, chunks).wait(20)
@@ -153,8 +153,8 @@ def test_a_prepared_copy_may_be_started_often_and_sees_what_is_there_then(layout
         tables, others = world.tables(chunk, 1), world.tables(chunk, 1)
         (memory,) = buffers(chunk, 1, "cuda")
         mover = Mover(world.arena, copier, background=False)
-        store = mover.prepare(whole_chunks(chunk, tables, 0, 1, absent=True), [memory], Way.STORE)
-        load = mover.prepare(whole_chunks(chunk, others, 0, 1, absent=True), [memory], Way.LOAD, layers=1)
+        store = mover.prepare(whole_chunks(chunk, tables, 0, 1, absent=True), [memory], Direction.STORE)
+        load = mover.prepare(whole_chunks(chunk, others, 0, 1, absent=True), [memory], Direction.LOAD, layers=1)
         for _ in range(3):
             world.sign(tables)
             mover.start(store).wait(20)

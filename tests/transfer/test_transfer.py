@@ -16,13 +16,13 @@ from kvweave.plan import Layout
 from kvweave.transfer import (
     ChunkLayout,
     Copier,
+    CopyJob,
+    CopyStep,
     CPUCopier,
-    Job,
+    Direction,
     Mover,
-    State,
-    Step,
     Transfer,
-    Way,
+    TransferState,
     make_move,
     whole_chunks,
 )
@@ -40,35 +40,35 @@ class Gate:
         self.error: Exception | None = None
         self.held: list[object] = []
 
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         if self.error is not None:
             raise self.error
         return self.is_open
 
-    def watch(self, seconds: float) -> None:
+    def spin(self, seconds: float) -> None:
         time.sleep(min(seconds, 1e-4))
 
-    def hold(self, stream: object) -> None:
+    def block_stream(self, stream: object) -> None:
         self.held.append(stream)
 
 
 class ByHand:
     """A copier whose steps the test lets happen, one by one."""
 
-    def __init__(self, steps: list[Step], error: Exception | None = None) -> None:
+    def __init__(self, steps: list[CopyStep], error: Exception | None = None) -> None:
         self.todo, self.error = steps, error
         self.go = threading.Semaphore(0)
-        self.given: list[Job] = []
+        self.given: list[CopyJob] = []
         self.closed = 0
 
-    def prepare(self, job: Job) -> Job:
+    def prepare(self, job: CopyJob) -> CopyJob:
         return job
 
-    def steps(self, job: Job) -> Iterator[Step]:
+    def steps(self, job: CopyJob) -> Iterator[CopyStep]:
         self.given.append(job)
         return self._steps()
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self) -> Iterator[CopyStep]:
         for step in self.todo:
             assert self.go.acquire(timeout=10)
             yield step
@@ -79,12 +79,12 @@ class ByHand:
         self.closed += 1
 
 
-def drive(steps: list[Step], num_bytes: int, error: Exception | None = None, **how: Any) -> Transfer:
+def run(steps: list[CopyStep], num_bytes: int, error: Exception | None = None, **how: Any) -> Transfer:
     """All steps issued by this thread."""
-    transfer = Transfer(Way.LOAD, num_bytes, **how)
+    transfer = Transfer(Direction.LOAD, num_bytes, **how)
     copier = ByHand(steps, error)
     copier.go.release(len(steps))
-    transfer.drive(copier._steps(), to_the_end=False)
+    transfer.run(copier._steps(), until_done=False)
     return transfer
 
 
@@ -103,12 +103,12 @@ def sizes(world: World, count: int) -> list[int]:
 
 def test_a_transfer_is_pending_until_its_last_mark_is_over() -> None:
     gates = [Gate(), Gate()]
-    transfer = drive([Step(10, 0, gates[0]), Step(5, 1, gates[1])], 15)
-    assert (transfer.state, transfer.bytes_done) == (State.PENDING, 0)
+    transfer = run([CopyStep(10, 0, gates[0]), CopyStep(5, 1, gates[1])], 15)
+    assert (transfer.state, transfer.bytes_done) == (TransferState.PENDING, 0)
     gates[1].is_open = True
-    assert (transfer.state, transfer.bytes_done) == (State.PENDING, 0), "steps end in order"
+    assert (transfer.state, transfer.bytes_done) == (TransferState.PENDING, 0), "steps end in order"
     gates[0].is_open = True
-    assert (transfer.state, transfer.bytes_done) == (State.DONE, 15)
+    assert (transfer.state, transfer.bytes_done) == (TransferState.DONE, 15)
     transfer.wait(0)
     took = transfer.seconds
     assert took == transfer.seconds > 0
@@ -116,12 +116,12 @@ def test_a_transfer_is_pending_until_its_last_mark_is_over() -> None:
 
 def test_waiting_has_an_end_and_may_be_repeated() -> None:
     gate = Gate()
-    transfer = drive([Step(10, 1, gate)], 10)
+    transfer = run([CopyStep(10, 1, gate)], 10)
     begun = time.perf_counter()
     with pytest.raises(TransferTimeout, match="load of 10 bytes: 0 moved after .*wait again, or cancel"):
         transfer.wait(0.05)
     assert time.perf_counter() - begun < 5
-    assert transfer.state is State.PENDING
+    assert transfer.state is TransferState.PENDING
     gate.is_open = True
     transfer.wait(1)
 
@@ -129,34 +129,34 @@ def test_waiting_has_an_end_and_may_be_repeated() -> None:
 def test_a_broken_mark_is_a_failure_and_never_done() -> None:
     """S3: a layer that could not be copied was reported as there."""
     gates = [Gate(), Gate()]
-    transfer = drive([Step(10, 1, gates[0]), Step(5, 2, gates[1])], 15)
+    transfer = run([CopyStep(10, 1, gates[0]), CopyStep(5, 2, gates[1])], 15)
     gates[0].error = RuntimeError("illegal memory access")
     for _ in range(2):
         with pytest.raises(TransferFailed, match="load of 15 bytes failed: illegal memory access"):
             transfer.wait(1)
         with pytest.raises(TransferFailed):
             transfer.wait_layer(0, 1)
-    assert (transfer.state, transfer.bytes_done) == (State.FAILED, 0)
+    assert (transfer.state, transfer.bytes_done) == (TransferState.FAILED, 0)
 
 
 def test_an_error_on_the_way_is_a_failure_once_what_was_issued_is_over() -> None:
     gate = Gate()
-    transfer = drive([Step(10, 1, gate)], 15, ValueError("no such page"))
-    assert transfer.state is State.PENDING, "a step is still writing"
+    transfer = run([CopyStep(10, 1, gate)], 15, ValueError("no such page"))
+    assert transfer.state is TransferState.PENDING, "a step is still writing"
     gate.is_open = True
     with pytest.raises(TransferFailed, match="no such page"):
         transfer.wait(1)
 
 
 def test_a_copier_that_stops_early_has_failed() -> None:
-    transfer = drive([Step(10, 1)], 15)
+    transfer = run([CopyStep(10, 1)], 15)
     with pytest.raises(TransferFailed, match="only 10 of 15 bytes were moved"):
         transfer.wait(1)
 
 
 def test_layers_are_there_one_after_the_other() -> None:
     gates = [Gate(), Gate(), Gate()]
-    transfer = drive([Step(5, layer, gate) for layer, gate in zip((2, 2, 4), gates, strict=True)], 15)
+    transfer = run([CopyStep(5, layer, gate) for layer, gate in zip((2, 2, 4), gates, strict=True)], 15)
     transfer.wait_layer(1, 1, "stream")
     assert [gate.held for gate in gates] == [["stream"], [], []]
     transfer.wait_layer(2, 1, "stream")
@@ -167,7 +167,7 @@ def test_waiting_for_a_layer_after_the_end_still_orders_the_stream() -> None:
     """S7: a late waiter found no event, and went on before the copy had ended."""
     gate = Gate()
     gate.is_open = True
-    transfer = drive([Step(15, 4, gate)], 15)
+    transfer = run([CopyStep(15, 4, gate)], 15)
     transfer.wait(1)
     transfer.wait_layer(0, 1, "late")
     assert gate.held == ["late"]
@@ -181,15 +181,15 @@ def test_progress_is_told_and_may_break() -> None:
         if len(seen) == 2:
             raise ValueError("display gone")
 
-    transfer = drive([Step(5, 0), Step(5, 0), Step(5, 1)], 15, on_progress=tell)
+    transfer = run([CopyStep(5, 0), CopyStep(5, 0), CopyStep(5, 1)], 15, on_progress=tell)
     transfer.wait(1)
     assert seen == [5, 10]
-    assert transfer.state is State.DONE
+    assert transfer.state is TransferState.DONE
 
 
 def test_in_the_background_a_transfer_can_be_waited_for_and_cancelled() -> None:
     with World(MADE, 1) as world:
-        copier = ByHand([Step(n, 0) for n in sizes(world, 3)])
+        copier = ByHand([CopyStep(n, 0) for n in sizes(world, 3)])
         mover, transfer = start(world, copier)
         copier.go.release()
         while transfer.bytes_done == 0:
@@ -199,7 +199,7 @@ def test_in_the_background_a_transfer_can_be_waited_for_and_cancelled() -> None:
         copier.go.release()
         with pytest.raises(TransferCancelled, match=r"store was cancelled after \d+ of \d+ bytes"):
             transfer.wait(5)
-        assert transfer.state is State.CANCELLED
+        assert transfer.state is TransferState.CANCELLED
         with pytest.raises(TransferCancelled):
             transfer.wait_layer(0, 5)
         mover.close()
@@ -211,31 +211,31 @@ def test_a_single_step_does_not_wait_for_what_the_background_is_busy_with() -> N
         layout = ChunkLayout.of(MADE, 16)
         copies = whole_chunks(layout, world.tables(layout, 2), 0, 2)
         gate = Gate()
-        copier = ByHand([Step(copies.num_bytes, 3, gate)])
+        copier = ByHand([CopyStep(copies.num_bytes, 3, gate)])
         with Mover(world.arena, copier) as mover:
-            job = mover.prepare(copies, buffers(layout, 2), Way.STORE)
+            job = mover.prepare(copies, buffers(layout, 2), Direction.STORE)
             first = mover.start(job)
             copier.go.release()
             first.wait_layer(0, 5)  # its thread has issued it, and waits for the gate
-            copier.todo = [Step(copies.num_bytes, 3)]
+            copier.todo = [CopyStep(copies.num_bytes, 3)]
             copier.go.release()
             try:
                 mover.start(replace(job, is_single=True)).wait(5)
-                assert first.state is State.PENDING
+                assert first.state is TransferState.PENDING
             finally:
                 gate.is_open = True
             first.wait(5)
 
 
 def test_what_is_over_cannot_be_cancelled() -> None:
-    transfer = drive([Step(15, 1)], 15)
+    transfer = run([CopyStep(15, 1)], 15)
     assert not transfer.cancel()
-    assert transfer.state is State.DONE
+    assert transfer.state is TransferState.DONE
 
 
 def test_a_queued_transfer_can_be_cancelled_before_it_starts() -> None:
     with World(MADE, 1) as world:
-        copier = ByHand([Step(sum(sizes(world, 1)), 6)])
+        copier = ByHand([CopyStep(sum(sizes(world, 1)), 6)])
         mover, first = start(world, copier)
         layout = ChunkLayout.of(MADE, 16)
         second = mover.store(whole_chunks(layout, world.tables(layout, 2), 0, 2), buffers(layout, 2))
@@ -250,13 +250,13 @@ def test_a_queued_transfer_can_be_cancelled_before_it_starts() -> None:
 def test_a_waiter_sleeps_until_the_layer_is_issued() -> None:
     with World(MADE, 1) as world:
         first, second = sizes(world, 2)
-        copier = ByHand([Step(first, 2), Step(second, 6)])
+        copier = ByHand([CopyStep(first, 2), CopyStep(second, 6)])
         mover, transfer = start(world, copier)
         with pytest.raises(TransferTimeout):
             transfer.wait_layer(0, 0.05)
         copier.go.release()
         transfer.wait_layer(1, 5)
-        assert transfer.state is State.PENDING
+        assert transfer.state is TransferState.PENDING
         copier.go.release()
         transfer.wait_layer(5, 5)
         transfer.wait(5)

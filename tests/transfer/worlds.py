@@ -16,7 +16,7 @@ from kvweave.plan import Group, Plan
 from kvweave.pool import NULL
 from kvweave.spec import Layer, LayerCache, ModelSpec, Role
 from kvweave.tensor import Arena
-from kvweave.tensor.dtypes import flat_bytes
+from kvweave.tensor.torch_dtypes import flat_bytes
 from kvweave.transfer import ChunkLayout
 from tests.strategies import smallest_memory
 

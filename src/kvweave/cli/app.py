@@ -16,7 +16,7 @@ from kvweave.cli.clear import clear_command
 from kvweave.cli.demo import demo_command
 from kvweave.cli.examples import examples_command
 from kvweave.cli.inspect import inspect_command
-from kvweave.cli.plan import plan_command
+from kvweave.cli.plan_command import plan_command
 from kvweave.cli.run.command import run_command
 from kvweave.cli.serve import serve_command
 from kvweave.cli.version import version_line
@@ -68,11 +68,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _usage(error: Exception) -> str:
     """The sentence of a usage error; anything else is a bug and goes on as it came."""
-    say = getattr(error, "format_message", None)  # click's errors, which typer keeps in a private module
-    if say is None:
+    protocol = getattr(error, "format_message", None)  # click's errors, which typer keeps in a private module
+    if protocol is None:
         raise error
     context = getattr(error, "ctx", None)
-    return f"{say().rstrip('.')}; see {context.command_path if context else 'kvweave'} --help"
+    return f"{protocol().rstrip('.')}; see {context.command_path if context else 'kvweave'} --help"
 
 
 def _fail(message: str) -> NoReturn:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvweave.cli.daemon import Connect, Json, Socket, TlsCa, TokenFile, connected
+from kvweave.cli.daemon_options import Connect, Json, Socket, TlsCa, TokenFile, connected
 from kvweave.cli.table import console, plain_table, plain_text
 from kvweave.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
     from kvweave.server import Client
-    from kvweave.server.protocol import Cleared
+    from kvweave.server.protocol import ClearReply
 
 Tenant = Annotated[str | None, typer.Option(metavar="NAME", help="Only what is this tenant's.")]
 Model = Annotated[str | None, typer.Option(metavar="NAME", help="Only what is of this model, by the name in inspect.")]
@@ -49,7 +49,7 @@ def clear_command(
     """
     with connected("clear", socket, connect, token_file, tls_ca) as client:
         _check_model(client, model)
-        if not (yes or _agreed(client, _words(tenant, model))):
+        if not (yes or _agreed(client, _scope(tenant, model))):
             typer.echo("nothing was cleared", err=True)
             raise typer.Exit(1)
         cleared = _clear(client, tenant, model, wait)
@@ -62,10 +62,10 @@ def clear_command(
 
 
 def _check_model(client: Client, model: str | None) -> None:
-    from kvweave.server.protocol import Describe, Described  # noqa: PLC0415 - an extra
+    from kvweave.server.protocol import Describe, DescribeReply  # noqa: PLC0415 - an extra
 
     if model is not None:
-        known = {each.model for each in client.ask(Describe(), Described).description.models if each.model}
+        known = {each.model for each in client.ask(Describe(), DescribeReply).description.models if each.model}
         if not known:
             raise ConfigError(f"no engine has registered {model!r} with this daemon yet; --tenant needs no such name")
         if model not in known:
@@ -74,12 +74,15 @@ def _check_model(client: Client, model: str | None) -> None:
 
 def _agreed(client: Client, what: str) -> bool:
     """Whether whoever sits there wants it. Raises `ConfigError` where nobody does."""
-    from kvweave.server.protocol import Stated, Stats  # noqa: PLC0415 - an extra
+    from kvweave.server.protocol import StatsReply, StatsRequest  # noqa: PLC0415 - an extra
 
     if not sys.stdin.isatty():
         raise ConfigError(f"nobody is there to be asked whether to forget {what}: say so with --yes")
-    lanes = client.ask(Stats(), Stated).report.tiers
-    held = [f"{lane.tier.name} ({'?' if lane.tier.entries is None else f'{lane.tier.entries:,}'})" for lane in lanes]
+    executors = client.ask(StatsRequest(), StatsReply).report.tiers
+    held = [
+        f"{executor.tier.name} ({'?' if executor.tier.entries is None else f'{executor.tier.entries:,}'})"
+        for executor in executors
+    ]
     typer.echo(f"Forget {what}? Tiers and their entries: {', '.join(held)}. [y/N] ", nl=False, err=True)
     try:
         return sys.stdin.readline().strip().lower() in ("y", "yes")
@@ -87,20 +90,20 @@ def _agreed(client: Client, what: str) -> bool:
         return False
 
 
-def _words(tenant: str | None, model: str | None) -> str:
+def _scope(tenant: str | None, model: str | None) -> str:
     named = {"tenant": tenant, "model": model}
     return " ".join(["everything", *(f"of {what} {name!r}" for what, name in named.items() if name is not None)])
 
 
-def _clear(client: Client, tenant: str | None, model: str | None, wait_s: float) -> Cleared:
-    from kvweave.server.protocol import Clear, Cleared  # noqa: PLC0415 - an extra
+def _clear(client: Client, tenant: str | None, model: str | None, wait_s: float) -> ClearReply:
+    from kvweave.server.protocol import Clear, ClearReply  # noqa: PLC0415 - an extra
     from kvweave.store.keys import tenant_id  # noqa: PLC0415
 
     digest = None if tenant is None else tenant_id(tenant)
-    return client.ask(Clear(digest, model, wait_s), Cleared, wait_s + 5.0)
+    return client.ask(Clear(digest, model, wait_s), ClearReply, wait_s + 5.0)
 
 
-def _print(cleared: Cleared) -> None:
+def _print(cleared: ClearReply) -> None:
     table = plain_table()
     table.add_column("tier", no_wrap=True)
     table.add_column("cleared", justify="right", no_wrap=True)

@@ -17,21 +17,21 @@ from rich.table import Table
 
 from kvweave.cli.demo_plan import plan_demo
 from kvweave.cli.report import report_html, run_svg
-from kvweave.cli.run.command import heading_words, run_with_progress
-from kvweave.cli.run.outcome import Outcomes
-from kvweave.cli.run.request import Result, RunRequest, written
-from kvweave.cli.run.words import faster_words, seconds_words, unequal_words
-from kvweave.cli.run.workload import Size
+from kvweave.cli.run.command import format_heading, run_with_progress
+from kvweave.cli.run.format_outcomes import format_mismatches, format_seconds, format_speedup
+from kvweave.cli.run.outcome import RunOutcomes
+from kvweave.cli.run.run_request import RunRequest, RunResult, written
+from kvweave.cli.run.workload import WorkloadSize
 from kvweave.cli.table import console, plain_table
 
 FOLDER = Path("kvweave-demo")
 STORE = FOLDER / "store"
-WORKLOAD = Size(parties=3, turns=3, shared_tokens=1536, turn_tokens=128)
+WORKLOAD = WorkloadSize(parties=3, turns=3, shared_tokens=1536, turn_tokens=128)
 NEW_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class DemoModel:
     """A model of the demo: an example, how large, and what is special about it."""
 
     example: str
@@ -41,8 +41,8 @@ class Model:
 
 
 MODELS = (
-    Model("gemma-3-27b", "48M", "128MiB", "windows + full attention"),
-    Model("qwen3-next-80b", "48M", "192MiB", "states + full attention"),
+    DemoModel("gemma-3-27b", "48M", "128MiB", "windows + full attention"),
+    DemoModel("qwen3-next-80b", "48M", "192MiB", "states + full attention"),
 )
 
 
@@ -84,7 +84,7 @@ def demo_command(
         raise typer.Exit(1)
 
 
-def _shown(out: Console, model: Model) -> Result:
+def _shown(out: Console, model: DemoModel) -> RunResult:
     """Run one model, write its report and its picture, and say what it was."""
     result = run_with_progress(
         RunRequest(
@@ -100,13 +100,13 @@ def _shown(out: Console, model: Model) -> Result:
     )
     written(_path(model, "html"), report_html(result))
     written(_path(model, "svg"), run_svg(result))
-    out.print(heading_words(result))
+    out.print(format_heading(result))
     if result.outcomes.unequal:
-        out.print(unequal_words(result.outcomes, result.answer.dtype), style="bold red")
+        out.print(format_mismatches(result.outcomes, result.answer.dtype), style="bold red")
     return result
 
 
-def _restarted(model: Model) -> dict[str, Any]:
+def _restarted(model: DemoModel) -> dict[str, Any]:
     """`kvweave run --json` in a process of its own, over the same store: the first request of the workload."""
     size = {"parties": 1, "turns": 1, "shared-tokens": WORKLOAD.shared_tokens, "turn-tokens": WORKLOAD.turn_tokens}
     options = {**size, "size": model.parameters, "memory": model.memory, "store": STORE, "max-new-tokens": NEW_TOKENS}
@@ -120,11 +120,11 @@ def _restarted(model: Model) -> dict[str, Any]:
     return said
 
 
-def _path(model: Model, kind: str) -> Path:
+def _path(model: DemoModel, kind: str) -> Path:
     return FOLDER / f"{model.example}.{kind}"
 
 
-def _table(results: Sequence[Result]) -> Table:
+def _table(results: Sequence[RunResult]) -> Table:
     table = plain_table()
     table.add_column("\nmodel", style="bold cyan", no_wrap=True)
     table.add_column("\nits layers mix")
@@ -135,18 +135,18 @@ def _table(results: Sequence[Result]) -> Table:
     return table
 
 
-def _cells(outcomes: Outcomes) -> list[str]:
+def _cells(outcomes: RunOutcomes) -> list[str]:
     count = len(outcomes.each)
     return [
         f"{outcomes.reused_tokens:,} ({outcomes.reused_share:.0%})",
-        seconds_words(outcomes.plain_first_token_seconds / count),
-        seconds_words(outcomes.first_token_seconds / count),
-        faster_words(outcomes.faster),
+        format_seconds(outcomes.plain_first_token_seconds / count),
+        format_seconds(outcomes.first_token_seconds / count),
+        format_speedup(outcomes.faster),
         "NO" if outcomes.unequal else "yes",
     ]
 
 
-def _restart_table(results: Sequence[Result], again: Sequence[dict[str, Any]]) -> Table:
+def _restart_table(results: Sequence[RunResult], again: Sequence[dict[str, Any]]) -> Table:
     table = plain_table()
     table.add_column("\nmodel", style="bold cyan", no_wrap=True)
     heads = ("prompt\ntokens", "reused\nfrom disk", "first token\ncold", "\nafter restart", "\nfaster")
@@ -156,6 +156,6 @@ def _restart_table(results: Sequence[Result], again: Sequence[dict[str, Any]]) -
         (request,) = run["requests"]
         cold, warm = result.outcomes.each[0].first_token_seconds, request["first_token_seconds"]
         tokens = [f"{request[name]:,}" for name in ("prompt_tokens", "stored_tokens")]
-        times = [seconds_words(cold), seconds_words(warm), faster_words(cold / warm)]
+        times = [format_seconds(cold), format_seconds(warm), format_speedup(cold / warm)]
         table.add_row(result.name, *tokens, *times, "yes" if run["all_tokens_equal"] else "NO")
     return table

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kvweave.cli.request import Answer, PlanRequest, answer
+from kvweave.cli.format import exact, format_size
+from kvweave.cli.plan_request import PlanRequest, PlanResult, answer
 from kvweave.cli.svg import plan_svg
 from kvweave.cli.table import console, plain_table
-from kvweave.cli.words import exact, size_words
 from kvweave.plan import one_page_size
 from kvweave.plan.plan import TYPICAL_TOKENS
 
@@ -47,7 +47,7 @@ def plan_demo(folder: Path) -> None:
     out.print(f"Go on with:  kvweave plan {DRAWN} --explain")
 
 
-def _table(answers: dict[str, Answer]) -> Table:
+def _table(answers: dict[str, PlanResult]) -> Table:
     table = plain_table()
     table.add_column("model", style="bold cyan", no_wrap=True)
     table.add_column("groups (layers)", min_width=24)
@@ -58,14 +58,14 @@ def _table(answers: dict[str, Answer]) -> Table:
     return table
 
 
-def _cells(found: Answer) -> list[str]:
+def _cells(found: PlanResult) -> list[str]:
     plan = found.plan
     usual = one_page_size(plan)
     rows = [group for group in plan.groups if group.cache.reach.per_token]
     return [
         ", ".join(f"{group.tag} ({len(group.layers)})" for group in plan.groups),
         f"{exact(plan.bytes_per_token()):,}",
-        size_words(plan.window_bytes() + plan.state_bytes()),
+        format_size(plan.window_bytes() + plan.state_bytes()),
         f"{plan.sequences(TYPICAL_TOKENS):,} / {plan.memory // usual.bytes_per_sequence:,}",
         f"{plan.padding_share():.2%} / {usual.padding_share:.2%}",
         f"{max(group.block_tokens for group in rows):,} / {max(usual.block_tokens[group.tag] for group in rows):,}",

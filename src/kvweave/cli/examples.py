@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvweave.cli.format import exact, format_size
 from kvweave.cli.source import example_names, read_config
 from kvweave.cli.table import console, plain_table
-from kvweave.cli.words import exact, size_words
 from kvweave.spec.hf import from_config
 
 
@@ -19,6 +19,6 @@ def examples_command() -> None:
     for name in example_names():
         spec = from_config(read_config(name))
         groups = ", ".join(f"{tag} ({len(layers)})" for tag, (_, layers) in spec.groups().items())
-        fixed = size_words(spec.window_bytes() + spec.state_bytes())
+        fixed = format_size(spec.window_bytes() + spec.state_bytes())
         table.add_row(name, str(spec.num_layers), groups, f"{exact(spec.bytes_per_token()):,}", fixed)
     console().print(table)

@@ -11,13 +11,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvweave.cli.daemon import Connect, Json, Socket, TlsCa, TokenFile, connected
+from kvweave.cli.daemon_options import Connect, Json, Socket, TlsCa, TokenFile, connected
+from kvweave.cli.format import count, format_size
 from kvweave.cli.table import console, plain_table, plain_text
-from kvweave.cli.words import count, size_words
 
 if TYPE_CHECKING:
     from kvweave.server import Description, Report
-    from kvweave.store import LaneStats
+    from kvweave.store import TierExecutorStats
 
 
 def inspect_command(
@@ -37,10 +37,10 @@ def inspect_command(
       kvweave inspect --connect cache.local:9401 --token-file token
     """
     with connected("inspect", socket, connect, token_file, tls_ca) as client:
-        from kvweave.server.protocol import Describe, Described, Stated, Stats  # noqa: PLC0415 - an extra
+        from kvweave.server.protocol import Describe, DescribeReply, StatsReply, StatsRequest  # noqa: PLC0415 - an extra
 
-        report = client.ask(Stats(), Stated).report
-        description = client.ask(Describe(), Described).description
+        report = client.ask(StatsRequest(), StatsReply).report
+        description = client.ask(Describe(), DescribeReply).description
     if json:
         more = {"hit_rate": report.hit_rate, "description": asdict(description)}
         typer.echo(json_format.dumps(asdict(report) | more))
@@ -55,8 +55,10 @@ def _print(report: Report, description: Description) -> None:
     out.print(
         f"{count(report.lookups, 'lookup')}, {found}; {count(report.requests, 'request')}, {report.failures:,} failed"
     )
-    terms = f"leases end after {description.lease_s:g} s; a connection reserves {size_words(description.reserve_bytes)}"
-    out.print(f"{terms} at once, and pins {size_words(description.pin_bytes)}, at most")
+    terms = (
+        f"leases end after {description.lease_s:g} s; a connection reserves {format_size(description.reserve_bytes)}"
+    )
+    out.print(f"{terms} at once, and pins {format_size(description.pin_bytes)}, at most")
     for table in (_tiers(report), _models(report, description), _prefixes(report), _clients(report)):
         if table.row_count:
             out.print()
@@ -74,19 +76,26 @@ def _tiers(report: Report) -> Table:
     table = _table(
         "tier", "entries", "used", "of", "hits", "misses", "stored", "dropped", "damaged", "evicted", "state"
     )
-    for lane in report.tiers:
-        tier = lane.tier
-        sizes = ("-" if number is None else size_words(number) for number in (tier.used_bytes, tier.capacity_bytes))
-        numbers = (lane.hits, lane.misses, lane.stored, lane.dropped + tier.refused, lane.damaged, tier.evicted)
+    for executor in report.tiers:
+        tier = executor.tier
+        sizes = ("-" if number is None else format_size(number) for number in (tier.used_bytes, tier.capacity_bytes))
+        numbers = (
+            executor.hits,
+            executor.misses,
+            executor.stored,
+            executor.dropped + tier.refused,
+            executor.damaged,
+            tier.evicted,
+        )
         entries = "-" if tier.entries is None else f"{tier.entries:,}"
         counted = (f"{number:,}" for number in numbers)
-        table.add_row(plain_text(tier.name), entries, *sizes, *counted, plain_text(_state(lane)))
+        table.add_row(plain_text(tier.name), entries, *sizes, *counted, plain_text(_state(executor)))
     return table
 
 
-def _state(lane: LaneStats) -> str:
-    words = "left alone" if lane.open else "late" if lane.late else "fine"
-    return f"{words}: {lane.last_error}" if lane.last_error else words
+def _state(executor: TierExecutorStats) -> str:
+    words = "left alone" if executor.open else "late" if executor.late else "fine"
+    return f"{words}: {executor.last_error}" if executor.last_error else words
 
 
 def _models(report: Report, description: Description) -> Table:
@@ -99,7 +108,7 @@ def _models(report: Report, description: Description) -> Table:
         firsts: Iterator[tuple[str, str, str]] = iter([(model.model or "-", f"{lookups:,}", f"{rate:.1%}")])
         for group in model.groups:
             name, *numbers = next(firsts, ("", "", ""))
-            chunk = f"{size_words(group.chunk_bytes)} / {model.chunk_tokens}"
+            chunk = f"{format_size(group.chunk_bytes)} / {model.chunk_tokens}"
             parts = f"{len(group.rows)}"
             words = (plain_text(name), plain_text(group.tag), plain_text(group.reach))
             table.add_row(*words, f"{len(group.layers)}", parts, chunk, *numbers)
@@ -116,7 +125,7 @@ def _prefixes(report: Report) -> Table:
 def _clients(report: Report) -> Table:
     table = _table("client", "process", "user", "for", "requests", "sequences", "leases", "reads", "writes")
     for client in report.clients:
-        sizes = (size_words(client.leased_bytes), size_words(client.reserved_bytes))
+        sizes = (format_size(client.leased_bytes), format_size(client.reserved_bytes))
         numbers = (client.requests, client.sequences, client.leases)
         who = (f"{client.pid}", f"{client.uid}") if client.pid else ("-", "-")  # over TCP nobody knows
         table.add_row(

@@ -6,19 +6,19 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from kvweave.cli.request import Answer
-from kvweave.cli.words import exact, held_bytes, pools_kind
+from kvweave.cli.format import exact, held_bytes, pools_kind
+from kvweave.cli.plan_request import PlanResult
 from kvweave.plan import Group, Plan, Pool, explain, one_page_size
 from kvweave.plan.plan import TYPICAL_TOKENS
 from kvweave.spec import Role, codec
 
 
-def json_report(answer: Answer, with_explain: bool = False) -> str:
+def json_report(answer: PlanResult, with_explain: bool = False) -> str:
     report = _report(answer) | ({"explain": explain(answer.plan)} if with_explain else {})
     return json.dumps(report, indent=2)
 
 
-def _report(answer: Answer) -> dict[str, Any]:
+def _report(answer: PlanResult) -> dict[str, Any]:
     plan = answer.plan
     return {
         "model_type": plan.model_type,

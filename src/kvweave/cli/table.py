@@ -11,19 +11,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvweave.cli.request import Answer
-from kvweave.cli.words import (
-    block_words,
-    cost_words,
+from kvweave.cli.format import (
     count,
     exact,
+    format_blocks,
+    format_cost,
+    format_kept,
+    format_pools,
+    format_reach,
+    format_size,
+    format_title,
     held_bytes,
-    keeps_words,
-    pool_words,
-    reach_words,
-    size_words,
-    title_words,
 )
+from kvweave.cli.plan_request import PlanResult
 from kvweave.plan import Group, Plan, explain, one_page_size
 from kvweave.plan.plan import TYPICAL_TOKENS
 
@@ -50,9 +50,9 @@ def plain_text(text: str) -> Text:
     return Text(printable(text))
 
 
-def print_plan(answer: Answer, with_explain: bool = False) -> None:
+def print_plan(answer: PlanResult, with_explain: bool = False) -> None:
     out = console()
-    out.print(Text(title_words(answer), style="bold"))
+    out.print(Text(format_title(answer), style="bold"))
     for part in (_keeps(answer.plan), _pages(answer.plan), _summary(answer)):
         out.print()
         out.print(part)
@@ -75,8 +75,8 @@ def _keeps(plan: Plan) -> Table:
     table.add_column("reach")
     table.add_column("what a layer keeps")
     for group in plan.groups:
-        keeps = keeps_words(group) if group.layers else "(nothing here: its layers are on other stages)"
-        table.add_row(group.tag, str(len(group.layers)), reach_words(group.cache.reach), keeps)
+        keeps = format_kept(group) if group.layers else "(nothing here: its layers are on other stages)"
+        table.add_row(group.tag, str(len(group.layers)), format_reach(group.cache.reach), keeps)
     return table
 
 
@@ -97,23 +97,23 @@ def _cells(plan: Plan, group: Group) -> list[str]:
     fixed = group.cache.fixed_bytes() * len(group.layers)
     return [
         group.tag,
-        block_words(group),
+        format_blocks(group),
         f"{exact(per_token):,}" if per_token else "-",
-        size_words(fixed) if fixed else "-",
-        size_words(group.payload_bytes),
+        format_size(fixed) if fixed else "-",
+        format_size(group.payload_bytes),
         f"{plan.padding_bytes(group.tag) / plan.stride_bytes(group.tag):.2%}",
         f"{plan.num_pages(group.tag):,}",
     ]
 
 
-def _summary(answer: Answer) -> Table:
+def _summary(answer: PlanResult) -> Table:
     plan = answer.plan
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    table.add_row("a sequence", cost_words(plan))
+    table.add_row("a sequence", format_cost(plan))
     table.add_row("memory", _memory(plan))
-    for line in pool_words(plan):
+    for line in format_pools(plan):
         table.add_row("", line)
     fits = ", ".join(f"{plan.sequences(length):,} x {length:,} tokens" for length in answer.lengths)
     table.add_row("fits at once", fits)
@@ -123,9 +123,9 @@ def _summary(answer: Answer) -> Table:
 
 
 def _memory(plan: Plan) -> str:
-    reserve = f", {size_words(plan.reserve)} of it reserved" if plan.reserve else ""
-    host = f"; {size_words(plan.host_bytes)} on the host" if plan.host_bytes else ""
-    return f"{size_words(plan.num_bytes)} of {size_words(plan.memory)} used{reserve}{host} ({plan.layout})"
+    reserve = f", {format_size(plan.reserve)} of it reserved" if plan.reserve else ""
+    host = f"; {format_size(plan.host_bytes)} on the host" if plan.host_bytes else ""
+    return f"{format_size(plan.num_bytes)} of {format_size(plan.memory)} used{reserve}{host} ({plan.layout})"
 
 
 def _usual_scheme(plan: Plan) -> str:
@@ -133,8 +133,8 @@ def _usual_scheme(plan: Plan) -> str:
     rows = [group for group in plan.groups if group.layers and group.cache.reach.per_token]
     blocks = ", ".join(f"{group.tag} {usual.block_tokens[group.tag]:,}" for group in rows)
     return (
-        f"One padded page size for all groups would take pages of {size_words(usual.page_bytes)} a layer, blocks of"
+        f"One padded page size for all groups would take pages of {format_size(usual.page_bytes)} a layer, blocks of"
         f" {blocks or 'no'} tokens and {usual.padding_share:.2%} padding: a sequence of {TYPICAL_TOKENS:,} tokens"
-        f" would hold {size_words(usual.bytes_per_sequence)}, {usual.bytes_per_sequence / held:.2f} times the"
-        f" {size_words(held)} here ({plan.padding_share():.2%} padding)."
+        f" would hold {format_size(usual.bytes_per_sequence)}, {usual.bytes_per_sequence / held:.2f} times the"
+        f" {format_size(held)} here ({plan.padding_share():.2%} padding)."
     )

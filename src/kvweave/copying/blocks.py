@@ -34,13 +34,13 @@ STREAMED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Side:
+class StridedBlocks:
     """One end of a copy: where each block starts, in which of some memories, and how its runs lie."""
 
     memories: Sequence[Bytes]
     starts: Numbers
     strides: tuple[int, int] = (0, 0)
-    which: Numbers | None = None
+    memory_index: Numbers | None = None
     """None: all blocks are in the first memory."""
 
 
@@ -49,10 +49,10 @@ def copy(to: Bytes, source: Bytes, *, threads: int = 1) -> None:
     if to.nbytes != source.nbytes:
         raise BadCopy(f"{source.nbytes} bytes do not go into {to.nbytes}")
     start = np.zeros(1, np.int64)
-    copy_blocks(Side([to], start), Side([source], start), (1, 1, to.nbytes), threads=threads)
+    copy_blocks(StridedBlocks([to], start), StridedBlocks([source], start), (1, 1, to.nbytes), threads=threads)
 
 
-def copy_blocks(to: Side, source: Side, shape: Shape, *, threads: int = 1) -> None:
+def copy_blocks(to: StridedBlocks, source: StridedBlocks, shape: Shape, *, threads: int = 1) -> None:
     """Copy blocks of `shape` (planes, rows, bytes of a run), `to.starts[i]` from `source.starts[i]`; blocks until done.
 
     All that is touched is checked to lie within the memories. No run may overlap another that is written, which nobody
@@ -73,29 +73,28 @@ def copy_blocks(to: Side, source: Side, shape: Shape, *, threads: int = 1) -> No
         _native(here, to.strides, there, source.strides, shape, num_bytes >= STREAMED_BYTES, threads)
 
 
-def _addresses(side: Side, shape: Shape) -> Numbers:
+def _addresses(blocks: StridedBlocks, shape: Shape) -> Numbers:
     """Where the blocks start, checked to lie within their memories."""
-    for memory in side.memories:
+    for memory in blocks.memories:
         if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
             raise BadCopy(f"memory must be one run of bytes, not {memory.dtype} with strides {memory.strides}")
-    which = np.zeros(len(side.starts), np.int64) if side.which is None else side.which
-    starts = np.ascontiguousarray(side.starts, np.int64)
-    if len(which) != len(starts) or which.min() < 0 or which.max() >= len(side.memories):
-        raise BadCopy(f"{len(starts)} blocks name memories other than the {len(side.memories)} given")
-    reach = [stride * (count - 1) for stride, count in zip(side.strides, shape, strict=False)]
+    memory_index = np.zeros(len(blocks.starts), np.int64) if blocks.memory_index is None else blocks.memory_index
+    starts = np.ascontiguousarray(blocks.starts, np.int64)
+    if len(memory_index) != len(starts) or memory_index.min() < 0 or memory_index.max() >= len(blocks.memories):
+        raise BadCopy(f"{len(starts)} blocks name memories other than the {len(blocks.memories)} given")
+    reach = [stride * (count - 1) for stride, count in zip(blocks.strides, shape, strict=False)]
     first = starts + sum(step for step in reach if step < 0)
     last = starts + sum(step for step in reach if step > 0) + shape[2]
-    wrong = (first < 0) | (last > np.array([memory.nbytes for memory in side.memories])[which])
+    wrong = (first < 0) | (last > np.array([memory.nbytes for memory in blocks.memories])[memory_index])
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        raise BadCopy(
-            f"block {at} spans bytes {first[at]} to {last[at]} of a memory of {side.memories[which[at]].nbytes} bytes"
-        )
-    addresses: Numbers = starts + np.array([memory.ctypes.data for memory in side.memories])[which]
+        size = blocks.memories[memory_index[at]].nbytes
+        raise BadCopy(f"block {at} spans bytes {first[at]} to {last[at]} of a memory of {size} bytes")
+    addresses: Numbers = starts + np.array([memory.ctypes.data for memory in blocks.memories])[memory_index]
     return addresses
 
 
-def _copy_by_numpy(to: Side, source: Side, shape: Shape, threads: int) -> None:
+def _copy_by_numpy(to: StridedBlocks, source: StridedBlocks, shape: Shape, threads: int) -> None:
     def carry_out(first: int) -> None:
         for number in range(first, len(to.starts), threads):
             np.copyto(_window(to, number, shape), _window(source, number, shape))
@@ -104,6 +103,6 @@ def _copy_by_numpy(to: Side, source: Side, shape: Shape, threads: int) -> None:
         list(pool.map(carry_out, range(threads)))
 
 
-def _window(side: Side, number: int, shape: Shape) -> Bytes:
-    memory = side.memories[0 if side.which is None else int(side.which[number])]
-    return np.ndarray(shape, np.uint8, memory, int(side.starts[number]), (*side.strides, 1))
+def _window(blocks: StridedBlocks, number: int, shape: Shape) -> Bytes:
+    memory = blocks.memories[0 if blocks.memory_index is None else int(blocks.memory_index[number])]
+    return np.ndarray(shape, np.uint8, memory, int(blocks.starts[number]), (*blocks.strides, 1))

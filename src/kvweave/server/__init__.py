@@ -3,8 +3,8 @@
 from kvweave.server.client import Client
 from kvweave.server.daemon import Daemon
 from kvweave.server.description import Description
-from kvweave.server.hit import Pin, RemoteHit
-from kvweave.server.remote import RemoteStore
+from kvweave.server.remote_hit import PinnedHit, RemoteHit
+from kvweave.server.remote_store import RemoteStore
 from kvweave.server.report import Report
 from kvweave.server.settings import Disk, Limits, Settings, default_socket
 
@@ -14,7 +14,7 @@ __all__ = [
     "Description",
     "Disk",
     "Limits",
-    "Pin",
+    "PinnedHit",
     "RemoteHit",
     "RemoteStore",
     "Report",

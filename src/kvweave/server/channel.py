@@ -15,18 +15,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvweave.errors import BadRequest, ServerError, ServerTimeout
-from kvweave.server import protocol as say
-from kvweave.server.heartbeat import BEAT_S, Pulse
+from kvweave.server import protocol
+from kvweave.server.heartbeat import BEAT_S, HeartbeatReader
 from kvweave.server.protocol import ERRORS, ID_BYTES, LENGTH_BYTES, MESSAGE_BYTES, Answer, Message, frame, request_id
 
 DESCRIPTORS = 2
 """What comes with `Welcome`: the arena, and the heartbeat."""
 
 
-class Welcomed(NamedTuple):
+class Handshake(NamedTuple):
     """What a daemon said first, and the files it handed over, which are the caller's."""
 
-    welcome: say.Welcome
+    welcome: protocol.Welcome
     descriptors: list[int]
 
 
@@ -37,14 +37,14 @@ class Channel:
         self._socket = connected
         self._buffer = bytearray()
         self._ids = itertools.count(1)
-        self.pulse = Pulse()
+        self.heartbeat = HeartbeatReader()
         self.is_closed = False
 
     @property
     def is_local(self) -> bool:
         return self._socket.family == socket.AF_UNIX
 
-    def greet(self, hello: say.Hello, until: float) -> Welcomed:
+    def greet(self, hello: protocol.Hello, until: float) -> Handshake:
         """The first exchange, which has no id."""
         descriptors: list[int] = []
         try:
@@ -53,28 +53,28 @@ class Channel:
                 self._socket.settimeout(_left(until))
                 data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, DESCRIPTORS)
                 self._buffer += data
-            answer: Answer = say.read_answer(self._message(until))
-            if isinstance(answer, say.Failed):
+            answer: Answer = protocol.read_answer(self._message(until))
+            if isinstance(answer, protocol.Failed):
                 raise ERRORS.get(answer.error, ServerError)(answer.message)
-            if not isinstance(answer, say.Welcome) or len(descriptors) != (DESCRIPTORS if hello.arena else 0):
+            if not isinstance(answer, protocol.Welcome) or len(descriptors) != (DESCRIPTORS if hello.arena else 0):
                 raise BadRequest("the daemon sent no welcome, or no arena: this is no daemon of ours")
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
-        return Welcomed(answer, descriptors)
+        return Handshake(answer, descriptors)
 
     def check(self) -> None:
         """Raises `ServerTimeout` if the daemon is known to be frozen, `ConnectionError` if it was, and has ended.
 
         Changes nothing, so that any thread may ask while another one waits here for an answer."""
-        if not self.pulse.is_frozen:
+        if not self.heartbeat.is_frozen:
             return
         ended = select.poll()
         ended.register(self._socket, select.POLLRDHUP)
         if ended.poll(0):
             raise ConnectionResetError("the daemon closed the connection")
-        raise ServerTimeout(f"the daemon is frozen: no sign of life for {self.pulse.silent_s:.1f} s")
+        raise ServerTimeout(f"the daemon is frozen: no sign of life for {self.heartbeat.silent_s:.1f} s")
 
     def send(self, messages: Sequence[Message], until: float) -> list[int]:
         """The ids that these requests got."""
@@ -90,9 +90,11 @@ class Channel:
             request = request_id(body)
             if request not in (requests[len(answers)], 0):
                 continue
-            answer: Answer = say.read_answer(memoryview(body)[ID_BYTES:])
+            answer: Answer = protocol.read_answer(memoryview(body)[ID_BYTES:])
             if not request:  # a message so long that the daemon did not read whose it was
-                raise ServerError(answer.message if isinstance(answer, say.Failed) else "an answer without a request")
+                raise ServerError(
+                    answer.message if isinstance(answer, protocol.Failed) else "an answer without a request"
+                )
             answers.append(answer)
         return answers
 
@@ -125,7 +127,7 @@ class Channel:
             try:
                 piece = self._socket.recv(1 << 16)
             except TimeoutError:
-                if self.pulse.is_frozen or time.monotonic() >= until:
+                if self.heartbeat.is_frozen or time.monotonic() >= until:
                     raise ServerTimeout("the daemon did not answer in time") from None
                 continue
             if not piece:

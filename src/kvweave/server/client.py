@@ -20,13 +20,13 @@ from typing import NamedTuple, NoReturn, TypeVar
 import msgspec
 
 from kvweave.errors import ServerError, ServerGone, ServerTimeout
-from kvweave.server import protocol as say
-from kvweave.server.channel import Channel, Welcomed
-from kvweave.server.heartbeat import Pulse
-from kvweave.server.mapping import Mapped, map_arena, nothing_mapped
+from kvweave.server import protocol
+from kvweave.server.channel import Channel, Handshake
+from kvweave.server.heartbeat import HeartbeatReader
+from kvweave.server.mapping import MappedArena, map_arena, unmapped
 from kvweave.server.peer import check_server
 from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Answer, Message
-from kvweave.store.forking import tell_after_fork
+from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
 
 A = TypeVar("A", bound=Message)
@@ -67,8 +67,8 @@ class Client:
         self._channel: Channel | None = None
         self._retry_at = 0.0
         self._to_undo: list[Message] = []
-        self._mapped = nothing_mapped()
-        tell_after_fork(self)
+        self._mapped = unmapped()
+        register_after_fork(self)
         with self._lock:
             self._connect(time.monotonic() + timeout_s)
 
@@ -112,7 +112,7 @@ class Client:
             requests = channel.send([*undoing, *made], until)[len(undoing) :]
             return Replies(channel.receive(requests, until), self.generation)
         except ServerTimeout:
-            self._to_undo += [message for question in made if (message := say.undo(question))]
+            self._to_undo += [message for question in made if (message := protocol.undo(question))]
             if channel.is_closed:
                 self._hang_up()
             raise
@@ -128,7 +128,7 @@ class Client:
     @staticmethod
     def check(answer: Answer, kind: type[A]) -> A:
         """An answer out of `exchange` as what it should be; an error is raised."""
-        if isinstance(answer, say.Failed):
+        if isinstance(answer, protocol.Failed):
             raise ERRORS.get(answer.error, ServerError)(answer.message)
         if not isinstance(answer, kind):
             raise ServerError(f"{kind.__name__} expected, the daemon answered {type(answer).__name__}")
@@ -186,16 +186,16 @@ class Client:
         return self._tls.wrap_socket(there, server_hostname=host) if self._tls else there
 
     def _hello(self, channel: Channel, until: float) -> None:
-        hello = say.Hello(VERSION, DIGEST, self._name, self._token, self._with_arena and channel.is_local)
+        hello = protocol.Hello(VERSION, DIGEST, self._name, self._token, self._with_arena and channel.is_local)
         welcomed = channel.greet(hello, until)
         mapped = self._mapped._replace(generation=self.generation + 1, welcome=welcomed.welcome)
         self._mapped = self._map(channel, mapped, welcomed) if welcomed.descriptors else mapped
 
-    def _map(self, channel: Channel, mapped: Mapped, welcomed: Welcomed) -> Mapped:
+    def _map(self, channel: Channel, mapped: MappedArena, welcomed: Handshake) -> MappedArena:
         """Map what the daemon handed over; the arena of a daemon that is still the same is mapped already."""
         arena, heartbeat = welcomed.descriptors
         try:
-            channel.pulse = Pulse(heartbeat)
+            channel.heartbeat = HeartbeatReader(heartbeat)
             if self.arena.nbytes and welcomed.welcome.boot == self.welcome.boot and not mapped.dma.is_closed:
                 return mapped
             return map_arena(mapped, arena)
@@ -204,7 +204,7 @@ class Client:
                 os.close(descriptor)
 
     @property
-    def mapped(self) -> Mapped:
+    def mapped(self) -> MappedArena:
         """The connection's, as one: another thread may make a new one at any time."""
         return self._mapped
 
@@ -213,7 +213,7 @@ class Client:
         return self._mapped.generation
 
     @property
-    def welcome(self) -> say.Welcome:
+    def welcome(self) -> protocol.Welcome:
         return self._mapped.welcome
 
     @property

@@ -18,9 +18,9 @@ from typing import Protocol
 import msgspec
 
 from kvweave.errors import BadRequest, KVWeaveError, OverLimit, Refused, ServerError
-from kvweave.server import protocol as say
-from kvweave.server.hub import Hub
-from kvweave.server.incoming import Frames, Pace, read_hello
+from kvweave.server import protocol
+from kvweave.server.client_session import ClientSession, Handler
+from kvweave.server.framing import FrameBuffer, RateLimiter, read_hello
 from kvweave.server.peer import credentials
 from kvweave.server.protocol import (
     ERRORS,
@@ -34,7 +34,7 @@ from kvweave.server.protocol import (
     request_id,
 )
 from kvweave.server.report import ClientReport, Report, printable
-from kvweave.server.session import Handler, Session
+from kvweave.server.server_state import ServerState
 
 log = logging.getLogger("kvweave.server")
 HELLO_S, REFUSAL_S = 10.0, 1.0
@@ -43,10 +43,10 @@ AT_ONCE = 64
 """Questions of one connection that are answered before the others have their turn."""
 
 
-class Owner(Protocol):
+class ConnectionOwner(Protocol):
     """Who listens."""
 
-    hub: Hub
+    state: ServerState
     token: str | None
 
     def joined(self, connection: Connection) -> None:
@@ -61,11 +61,11 @@ class Owner(Protocol):
 class Connection(asyncio.Protocol):
     """A client's end at the daemon. One that came over TCP is told whom to call at its end."""
 
-    def __init__(self, owner: Owner, ended: Callable[[], None] | None = None) -> None:
-        self._owner, self._hub, self._local, self._ended = owner, owner.hub, ended is None, ended
-        self._session = Session(owner.hub)
+    def __init__(self, owner: ConnectionOwner, ended: Callable[[], None] | None = None) -> None:
+        self._owner, self._state, self._local, self._ended = owner, owner.state, ended is None, ended
+        self._session = ClientSession(owner.state)
         self._handlers: dict[type, Handler] = {}
-        self._frames, self._pace = Frames(), Pace(owner.hub.settings.limits.requests_per_s)
+        self._frames, self._pace = FrameBuffer(), RateLimiter(owner.state.settings.limits.requests_per_s)
         self._task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._paused = False
@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
 
     def _take(self, message: bytes) -> None:
         self._requests += 1
-        self._hub.counts["requests"] += 1
+        self._state.counts["requests"] += 1
         request = request_id(message) if self._handlers else None
         try:
             answer = self._answer(message)
@@ -138,13 +138,15 @@ class Connection(asyncio.Protocol):
             self._hello(read_hello(message))
             return None
         try:
-            question = say.read_question(memoryview(message)[ID_BYTES:])
+            question = protocol.read_question(memoryview(message)[ID_BYTES:])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f"no message of ours: {error}") from None
         handler = self._handlers.get(type(question))
         if handler is None:
             why = (
-                "said already" if isinstance(question, say.Hello) else "only over the Unix socket, which has the arena"
+                "said already"
+                if isinstance(question, protocol.Hello)
+                else "only over the Unix socket, which has the arena"
             )
             raise BadRequest(f"{type(question).__name__}: {why}")
         return handler(question)
@@ -173,72 +175,74 @@ class Connection(asyncio.Protocol):
 
     # ---- the first one
 
-    def _hello(self, hello: say.Hello) -> None:
+    def _hello(self, hello: protocol.Hello) -> None:
         token = self._owner.token
         if not self._local and not (token and hmac.compare_digest(hello.token.encode(), token.encode())):
             raise Refused("wrong token; the daemon's is in its --token-file")
         self._name = printable(hello.name)
         self._handlers = {
-            say.Ping: lambda _: say.Done(),
-            say.Stats: lambda _: say.Stated(self._owner.report()),
-            say.Describe: lambda ask: say.Described(self._hub.describe(ask.model)),
-            say.Clear: self._clear,
-            say.Flush: self._flush,
+            protocol.Ping: lambda _: protocol.Done(),
+            protocol.StatsRequest: lambda _: protocol.StatsReply(self._owner.report()),
+            protocol.Describe: lambda ask: protocol.DescribeReply(self._state.describe(ask.model)),
+            protocol.Clear: self._clear,
+            protocol.Flush: self._flush,
         }
         if self._local:
             self._handlers |= self._session.handlers()
         self._welcome(with_arena=hello.arena and self._local)
 
     def _welcome(self, *, with_arena: bool) -> None:
-        settings, arena = self._hub.settings, self._hub.arena
+        settings, arena = self._state.settings, self._state.arena
         limits = settings.limits
         most = int(arena.num_bytes * limits.reserve_share)
-        answer = say.Welcome(
-            VERSION, self._hub.boot, arena.num_bytes, settings.lease_s, most, limits.sequences, limits.keys
+        answer = protocol.Welcome(
+            VERSION, self._state.boot, arena.num_bytes, settings.lease_s, most, limits.sequences, limits.keys
         )
         if not with_arena or self._transport is None:
             self._send(answer, None)
             return
         # the transport knows no descriptors; nothing was written to it yet, so this is the first to go
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as direct:
-            socket.send_fds(direct, [frame(answer)], [arena.fd, self._hub.heartbeat.fd])
+            socket.send_fds(direct, [frame(answer)], [arena.fd, self._state.heartbeat.fd])
 
-    async def _clear(self, ask: say.Clear) -> Answer:
+    async def _clear(self, ask: protocol.Clear) -> Answer:
         wait_s = max(0.0, min(ask.wait_s, 3600.0))
-        cleared = say.Cleared(await self._hub.in_thread("flush", self._hub.clear, ask.tenant, ask.model, wait_s))
-        self._hub.forget_uses(ask.tenant, ask.model)
-        log.info("cleared %d entries for %s", cleared.entries, self.words)
+        cleared = protocol.ClearReply(
+            await self._state.in_thread("flush", self._state.clear, ask.tenant, ask.model, wait_s)
+        )
+        self._state.forget_uses(ask.tenant, ask.model)
+        log.info("cleared %d entries for %s", cleared.entries, self.label)
         for name, trouble in cleared.kept_by.items():
             log.warning("not all of %s is cleared: %s", name, trouble)
         return cleared
 
-    async def _flush(self, ask: say.Flush) -> Answer:
-        done = await self._hub.in_thread("flush", self._hub.far.flush, max(0.0, min(ask.wait_s, 3600.0)))
-        return say.Done(int(done))
+    async def _flush(self, ask: protocol.Flush) -> Answer:
+        done = await self._state.in_thread("flush", self._state.backing.flush, max(0.0, min(ask.wait_s, 3600.0)))
+        return protocol.Done(int(done))
 
     # ---- answers
 
     def _send(self, answer: Message, request: int | None) -> None:
         data = frame(answer, request)
         if len(data) > LENGTH_BYTES + MESSAGE_BYTES:
-            words = f"an answer of {len(data)} bytes, {MESSAGE_BYTES} at most"
-            data = frame(say.Failed(OverLimit.__name__, words), request)
+            label = f"an answer of {len(data)} bytes, {MESSAGE_BYTES} at most"
+            data = frame(protocol.Failed(OverLimit.__name__, label), request)
         if self._transport and not self._transport.is_closing():
             self._transport.write(data)
 
     def _fail(self, error: Exception, request: int | None, *, end: bool = False) -> None:
         if isinstance(error, ConnectionError):  # it hung up before its answer
-            log.debug("%s: %s", self.words, error)
+            log.debug("%s: %s", self.label, error)
             self.close()
             return
-        self._hub.counts["failures"] += 1
+        self._state.counts["failures"] += 1
         if isinstance(error, KVWeaveError):
             name = type(error).__name__ if type(error).__name__ in ERRORS else ServerError.__name__
-            log.debug("%s: %s: %s", self.words, name, error)
-            self._send(say.Failed(name, str(error)), request)
+            log.debug("%s: %s: %s", self.label, name, error)
+            self._send(protocol.Failed(name, str(error)), request)
         else:
-            log.error("%s: a bug of ours", self.words, exc_info=error)
-            self._send(say.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"), request)
+            log.error("%s: a bug of ours", self.label, exc_info=error)
+            self._send(protocol.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"), request)
         if end and self._transport:
             self._transport.close()
 
@@ -260,7 +264,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         if self._task:
             self._task.cancel()
-        self._hub.counts["returned"] += self._session.give_back()
+        self._state.counts["returned"] += self._session.give_back()
         self._owner.left(self)
         if self._ended:
             self._ended()
@@ -271,12 +275,12 @@ class Connection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         expired = self._session.expire(now)
-        self._hub.counts["expired"] += expired
+        self._state.counts["expired"] += expired
         if expired:
-            log.warning("%s: %d leases had their time and were taken back", self.words, expired)
+            log.warning("%s: %d leases had their time and were taken back", self.label, expired)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         who = f"process {self._pid}" if self._local else "a client over TCP"
         return f"{who} ({self._name})" if self._name else who
 

@@ -17,16 +17,16 @@ from pathlib import Path
 from kvweave.errors import Busy, ConfigError, OverLimit, Refused, ServerError
 from kvweave.server.connection import Connection
 from kvweave.server.http import HttpPage
-from kvweave.server.hub import Hub
 from kvweave.server.listener import Listener
 from kvweave.server.metrics import metrics
 from kvweave.server.report import Report
+from kvweave.server.server_state import ServerState
 from kvweave.server.settings import Disk, Settings, address
-from kvweave.server.shared import SharedArena
-from kvweave.store import Cascade, DiskTier, LanePolicy, Tier
+from kvweave.server.shared_arena import SharedArena
+from kvweave.store import DiskTier, Tier, TierPolicy, TierStack
 from kvweave.store.batches import BATCH_BYTES
-from kvweave.store.files import Lock
-from kvweave.store.reopening import ReopeningTier
+from kvweave.store.files import DirectoryLock
+from kvweave.store.reopening_tier import ReopeningTier
 from kvweave.units import format_bytes
 
 log = logging.getLogger("kvweave.server")
@@ -36,9 +36,9 @@ EXTRAS = "pip install 'kvweave[redis]', 'kvweave[object]' or 'kvweave[mooncake]'
 
 
 class Daemon:
-    """An arena, tiers and sockets. `async with` starts and stops it; `far` replaces the tiers that settings name."""
+    """An arena, tiers and sockets. `async with` starts and stops it; `backing` replaces the tiers of `settings`."""
 
-    def __init__(self, settings: Settings, far: Cascade | None = None) -> None:
+    def __init__(self, settings: Settings, backing: TierStack | None = None) -> None:
         self.settings = settings
         self.token = settings.token_file.read_text(encoding="utf-8").strip() if settings.token_file else None
         if settings.token_file and not self.token:
@@ -46,7 +46,7 @@ class Daemon:
         self._lock = _own(settings.socket)
         try:
             arena = SharedArena(settings.memory, quotas=settings.quotas)
-            self.hub = Hub(settings, arena, far or _far(settings))
+            self.state = ServerState(settings, arena, backing or _backing_tiers(settings))
         except BaseException:
             self._lock.release()
             raise
@@ -60,7 +60,7 @@ class Daemon:
 
     async def __aenter__(self) -> Daemon:
         loop = asyncio.get_running_loop()
-        self.hub.run(loop)
+        self.state.run(loop)
         try:
             await self._listen(loop)
         except BaseException:
@@ -68,8 +68,8 @@ class Daemon:
             raise
         self._sweeper = loop.create_task(self._sweep())
         log.info("serving %s at %s", format_bytes(self.settings.memory), self.settings.socket)
-        for lane in self.hub.far.lanes:
-            stats = lane.tier.stats()
+        for executor in self.state.backing.executors:
+            stats = executor.tier.stats()
             log.info("behind it %s: %s entries", stats.name, "unknown" if stats.entries is None else stats.entries)
         return self
 
@@ -130,20 +130,20 @@ class Daemon:
     # ---- telling
 
     def report(self) -> Report:
-        return self.hub.report([connection.report() for connection in self._connections])
+        return self.state.report([connection.report() for connection in self._connections])
 
     def _page(self, path: str) -> tuple[int, str]:
         if path == "/metrics":
             return 200, metrics(self.report())
         if path in ("/health", "/healthz"):
-            return (503, "stopping\n") if self.hub.stopping else (200, "ok\n")
+            return (503, "stopping\n") if self.state.stopping else (200, "ok\n")
         return 404, "there are /metrics and /health\n"
 
     # ---- the end
 
     async def __aexit__(self, *_: object) -> None:
         """Nobody new, then write what a restart shall find, then close."""
-        self.hub.stopping = True
+        self.state.stopping = True
         for server in (self._unix, *(self._listeners[:-1] if self.settings.http else self._listeners)):
             if server:
                 server.close()
@@ -155,26 +155,26 @@ class Daemon:
         loop = (
             asyncio.get_running_loop()
         )  # its own threads: a client's flush may keep the others for as long as it likes
-        done = await loop.run_in_executor(None, self.hub.far.drain, self.settings.drain_s)
-        if self.hub.far.lanes:
+        done = await loop.run_in_executor(None, self.state.backing.drain, self.settings.drain_s)
+        if self.state.backing.executors:
             log.info("%s after %.1f s", "drained" if done else "not drained", time.monotonic() - began)
         for listener in self._listeners:
             listener.close()
         left_s = max(1.0, self.settings.drain_s - (time.monotonic() - began))
-        self.is_stuck = not await loop.run_in_executor(None, self.hub.close, left_s)
-        self.hub.heartbeat.close()
+        self.is_stuck = not await loop.run_in_executor(None, self.state.close, left_s)
+        self.state.heartbeat.close()
         with suppress(FileNotFoundError):
             self.settings.socket.unlink()
         self._lock.release()
 
 
-def _own(path: Path) -> Lock:
+def _own(path: Path) -> DirectoryLock:
     """One daemon a socket: the lock goes with the process, however it ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if path.parent.stat().st_uid not in (0, os.getuid()):
             raise ConfigError(f"{path.parent} belongs to another user, who could take the socket's place")
-        return Lock(path.with_name(path.name + ".lock"))
+        return DirectoryLock(path.with_name(path.name + ".lock"))
     except Busy as error:
         owner = str(error).partition("process ")[2].partition(";")[0]
         raise Busy(f"{path} is served by process {owner} already; stop it, or take another --socket") from None
@@ -183,10 +183,10 @@ def _own(path: Path) -> Lock:
         raise ConfigError(f"cannot serve at {path}: {why}; take another --socket") from error
 
 
-def _far(settings: Settings) -> Cascade | None:
+def _backing_tiers(settings: Settings) -> TierStack | None:
     """The tiers that are named, the nearest first. What waits to be written holds at most a quarter of the arena."""
-    policy = LanePolicy(write="back", queue_jobs=max(1, min(32, settings.memory // 4 // BATCH_BYTES)))
-    tiers: list[tuple[Tier, LanePolicy]] = []
+    policy = TierPolicy(write="back", queue_jobs=max(1, min(32, settings.memory // 4 // BATCH_BYTES)))
+    tiers: list[tuple[Tier, TierPolicy]] = []
     try:
         for tier, deadline_s in _tiers(settings):
             tiers.append((tier, replace(policy, deadline_s=deadline_s)))
@@ -196,7 +196,7 @@ def _far(settings: Settings) -> Cascade | None:
         if isinstance(error, ImportError):
             raise ConfigError(f"{error}; the tiers' clients are extras: {EXTRAS}") from error
         raise
-    return Cascade(*tiers) if tiers else None
+    return TierStack(*tiers) if tiers else None
 
 
 def _tiers(settings: Settings) -> Iterator[tuple[Tier, float]]:
@@ -206,15 +206,15 @@ def _tiers(settings: Settings) -> Iterator[tuple[Tier, float]]:
         disk = partial(DiskTier, settings.disk.directory, settings.disk.capacity, quotas=settings.quotas)
         yield ReopeningTier("disk", "disk", disk), 2.0
     if settings.redis:
-        from kvweave.store.redis import RedisTier  # noqa: PLC0415 - an extra
+        from kvweave.store.redis_tier import RedisTier  # noqa: PLC0415 - an extra
 
         yield RedisTier(settings.redis), 2.0
     if settings.mooncake:
-        from kvweave.store.mooncake import MooncakeTier  # noqa: PLC0415 - an extra
+        from kvweave.store.mooncake_tier import MooncakeTier  # noqa: PLC0415 - an extra
 
         yield MooncakeTier(settings.mooncake), 2.0
     if settings.object:
-        from kvweave.store.objects import ObjectTier  # noqa: PLC0415 - an extra
+        from kvweave.store.object_tier import ObjectTier  # noqa: PLC0415 - an extra
 
         yield ObjectTier(settings.object), 10.0
 

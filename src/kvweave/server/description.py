@@ -10,7 +10,7 @@ from kvweave.store import Quota
 
 
 @dataclass(frozen=True, slots=True)
-class RowDescription:
+class ShardDescription:
     """What is stored under one key a chunk: a part of a group, its roles with their rows, shapes and dtypes."""
 
     id: str
@@ -28,7 +28,7 @@ class GroupDescription:
     tag: str
     reach: str
     layers: tuple[int, ...]
-    rows: tuple[RowDescription, ...]
+    rows: tuple[ShardDescription, ...]
 
     @property
     def chunk_bytes(self) -> int:

@@ -16,7 +16,7 @@ PORTABLE = 1
 """cudaHostRegisterPortable: for every GPU of the process, not only for the one that is current."""
 
 
-class Registration:
+class DMARegistration:
     """Memory that may be registered, until `close`, or until nobody has it any more.
 
     torch is not imported for it: a process that has not loaded it has nothing to copy to. Where CUDA refuses, the log

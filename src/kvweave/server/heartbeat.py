@@ -49,7 +49,7 @@ class Heartbeat:
         os.close(self.fd)
 
 
-class Pulse:
+class HeartbeatReader:
     """A client's side: how long the daemon has been silent, as far as this client has looked."""
 
     def __init__(self, descriptor: int | None = None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvweave.errors import LeaseExpired, OverLimit
-from kvweave.server.shared import Places, SharedArena
+from kvweave.server.shared_arena import Places, SharedArena
 
 FOREVER = float("inf")
 Extent = tuple[bytes, int, int]
@@ -26,7 +26,7 @@ class Lease:
     counted: int = 0
 
 
-class Share:
+class LeaseQuota:
     """What all connections together hold by lookups: at most so many bytes, so that others find room to write."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -44,7 +44,7 @@ class Ticket:
 class Leases:
     """The leases and tickets of a connection, under numbers that it chose."""
 
-    def __init__(self, arena: SharedArena, lease_s: float, most: int, share: Share, most_bytes: int) -> None:
+    def __init__(self, arena: SharedArena, lease_s: float, most: int, share: LeaseQuota, most_bytes: int) -> None:
         self._arena, self._lease_s, self._most = arena, lease_s, most
         self._share, self._most_bytes, self._counted = share, most_bytes, 0
         self._leases: dict[int, Lease] = {}

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvweave.server import protocol as say
-from kvweave.server.dma import Registration, device_in_use
+from kvweave.server import protocol
+from kvweave.server.dma import DMARegistration, device_in_use
 from kvweave.server.protocol import VERSION
 from kvweave.store.keys import Bytes
 
@@ -18,31 +18,31 @@ POPULATE_WRITE = 23
 WARM_BYTES = 8 << 20
 
 
-class Mapped(NamedTuple):
+class MappedArena(NamedTuple):
     """What a connection brought: its number, what the daemon said, and its arena, perhaps registered for DMA."""
 
     generation: int
-    welcome: say.Welcome
+    welcome: protocol.Welcome
     arena: Bytes
-    dma: Registration
+    dma: DMARegistration
 
 
-def nothing_mapped() -> Mapped:
+def unmapped() -> MappedArena:
     """What there is before the first connection."""
     nothing = np.empty(0, np.uint8)
-    return Mapped(0, say.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0), nothing, Registration(nothing))
+    return MappedArena(0, protocol.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0), nothing, DMARegistration(nothing))
 
 
-def map_arena(mapped: Mapped, descriptor: int) -> Mapped:
+def map_arena(mapped: MappedArena, descriptor: int) -> MappedArena:
     """With the arena that the daemon handed over; page tables are made, and CUDA is told, in the background."""
     memory = mmap.mmap(descriptor, mapped.welcome.arena_bytes)
     arena = np.frombuffer(memory, np.uint8)
-    dma = Registration(arena)
+    dma = DMARegistration(arena)
     threading.Thread(target=_warm, args=(memory, dma, device_in_use()), name="kvweave-warm", daemon=True).start()
     return mapped._replace(arena=arena, dma=dma)
 
 
-def _warm(memory: mmap.mmap, dma: Registration, device: int | None) -> None:
+def _warm(memory: mmap.mmap, dma: DMARegistration, device: int | None) -> None:
     _populate(memory)
     if device is not None:
         dma.register(device)

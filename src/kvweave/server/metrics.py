@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvweave.server.report import Report
-from kvweave.store import LaneStats
+from kvweave.store import TierExecutorStats
 
 Sample = tuple[dict[str, str], float]
 
@@ -46,7 +46,7 @@ def _families(report: Report) -> Iterator[tuple[str, str, str, list[Sample]]]:
     yield from _tiers(report.tiers)
 
 
-def _tiers(tiers: tuple[LaneStats, ...]) -> Iterator[tuple[str, str, str, list[Sample]]]:
+def _tiers(tiers: tuple[TierExecutorStats, ...]) -> Iterator[tuple[str, str, str, list[Sample]]]:
     for name, kind, words in (
         ("entries", "gauge", "Blobs in a tier."),
         ("used_bytes", "gauge", "Bytes in use."),
@@ -54,17 +54,17 @@ def _tiers(tiers: tuple[LaneStats, ...]) -> Iterator[tuple[str, str, str, list[S
         ("evicted", "counter", "Blobs that made room for others."),
         ("refused", "counter", "Blobs that found no room."),
     ):
-        values = [(lane.tier.name, getattr(lane.tier, name)) for lane in tiers]
+        values = [(executor.tier.name, getattr(executor.tier, name)) for executor in tiers]
         samples: list[Sample] = [({"tier": tier}, value) for tier, value in values if value is not None]
         yield f"tier_{name}{'_total' if kind == 'counter' else ''}", kind, words, samples
     for name in ("hits", "misses", "stored", "dropped", "damaged", "late", "failed", "skipped", "retried"):
-        counted: list[Sample] = [({"tier": lane.tier.name}, getattr(lane, name)) for lane in tiers]
+        counted: list[Sample] = [({"tier": executor.tier.name}, getattr(executor, name)) for executor in tiers]
         yield f"tier_{name}_total", "counter", f"Questions to a tier: {name}.", counted
     yield (
         "tier_open",
         "gauge",
         "1 while a tier is left alone.",
-        [({"tier": lane.tier.name}, lane.open) for lane in tiers],
+        [({"tier": executor.tier.name}, executor.open) for executor in tiers],
     )
 
 

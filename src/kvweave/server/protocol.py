@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -31,7 +32,7 @@ MESSAGE_BYTES = 4 << 20
 
 MOST_PIECES = 1 << 13
 """What one message may ask for: so many are answered in some milliseconds."""
-FAR = -1
+NOT_IN_ARENA = -1
 """A place that is no place: not in the arena; for a reservation, nothing to do, since it is there already."""
 PRESENT, WRITING, NO_ROOM = -1, -2, -3
 
@@ -61,7 +62,7 @@ class Ping(Message, frozen=True):
     """Are you there?"""
 
 
-class RowInfo(Struct, frozen=True, array_like=True):
+class ShardInfo(Struct, frozen=True, array_like=True):
     """One part of one group: its id is the digest of `meta`, which says what is in it."""
 
     id: Digest
@@ -73,7 +74,7 @@ class GroupInfo(Struct, frozen=True, array_like=True):
     """So many of the rows, one after the other, and their reach as JSON."""
 
     tag: Name
-    num_rows: Annotated[int, Meta(ge=1, le=4096)]
+    num_shards: Annotated[int, Meta(ge=1, le=4096)]
     reach: dict[str, str | int]
 
 
@@ -83,7 +84,7 @@ class Register(Message, frozen=True):
     schema: Number
     model: Name
     chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 24)]
-    rows: Annotated[list[RowInfo], Meta(min_length=1, max_length=4096)]
+    shards: Annotated[list[ShardInfo], Meta(min_length=1, max_length=4096)]
     groups: Annotated[list[GroupInfo], Meta(min_length=1, max_length=4096)]
 
 
@@ -104,15 +105,15 @@ class Close(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """The longest prefix from which every group can go on. With a lease (not 0), `rows` of it stay where they are."""
+    """The longest prefix from which every group can go on. With a lease (not 0), `shards` of it stay where they are."""
 
     sequence: Number
     lease: Number
-    rows: bytes | None = None
+    shards: bytes | None = None
     budget_s: float | None = None
 
 
-class Bring(Message, frozen=True):
+class Fetch(Message, frozen=True, tag="bring"):
     """Where these pieces are, under a lease; those of farther tiers are brought first."""
 
     sequence: Number
@@ -135,7 +136,7 @@ class Renew(Message, frozen=True):
     leases: list[Number]
 
 
-class Pin(Message, frozen=True):
+class PinLeases(Message, frozen=True, tag="pin"):
     """Keep these leases until they are released, or the connection ends."""
 
     leases: list[Number]
@@ -177,7 +178,7 @@ class Flush(Message, frozen=True):
     wait_s: float = 60.0
 
 
-class Stats(Message, frozen=True):
+class StatsRequest(Message, frozen=True, tag="stats"):
     """What is in there, and what was done."""
 
 
@@ -218,7 +219,7 @@ class Done(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """The hit; which pieces there are (bits, `[rows, chunks]`); and places, row by row, of what the hit needs.
+    """The hit; which pieces there are (bits, `[shards, chunks]`); and places, row by row, of what the hit needs.
 
     No places: nothing is under lease, since none was asked for or the leases' share of the arena is used up. `late`:
     some tier did not answer in time, so that there may be more."""
@@ -241,19 +242,19 @@ class Alive(Message, frozen=True):
     leases: list[int]
 
 
-class Stated(Message, frozen=True):
-    """The answer to `Stats`."""
+class StatsReply(Message, frozen=True, tag="stated"):
+    """The answer to `StatsRequest`."""
 
     report: Report
 
 
-class Described(Message, frozen=True):
+class DescribeReply(Message, frozen=True, tag="described"):
     """The answer to `Describe`."""
 
     description: Description
 
 
-class Cleared(Message, frozen=True):
+class ClearReply(Message, frozen=True, tag="cleared"):
     """What became of it in each tier, the nearest first."""
 
     tiers: list[TierCleared]
@@ -276,18 +277,36 @@ class Failed(Message, frozen=True):
 
 
 Question = (
-    Hello | Ping | Register | Open | Close | Lookup | Bring | Prefetch | Renew | Pin | Release | Reserve | Commit
-    | Damaged | Flush | Stats | Describe | Clear
+    Hello | Ping | Register | Open | Close | Lookup | Fetch | Prefetch | Renew | PinLeases | Release | Reserve | Commit
+    | Damaged | Flush | StatsRequest | Describe | Clear
 )  # fmt: skip
-Answer = Welcome | Done | Found | Places | Alive | Stated | Described | Cleared | Failed
+Answer = Welcome | Done | Found | Places | Alive | StatsReply | DescribeReply | ClearReply | Failed
 
 ERRORS = {error.__name__: error for error in (ServerError, Refused, BadRequest, OverLimit, LeaseExpired)}
 
 
+RELEASED = {bytes.fromhex("6750a87457f087cc"): bytes.fromhex("b7b2d55543cfb6d0")}
+"""By the shape of their messages, what builds say that hashed names and docstrings too: they are still understood."""
+
+
 def _digest() -> bytes:
-    """Of the shape of all messages: builds that would misread one another do not get to talk."""
-    _, parts = msgspec.json.schema_components([Question, Answer])
-    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).digest()[:8]
+    """A hash of the shape of all messages: a client and a daemon that would misread one another refuse to talk."""
+    roots, parts = msgspec.json.schema_components([Question, Answer])
+    encoded = msgspec.json.encode(_shape(roots, parts), order="deterministic")
+    shape = hashlib.sha256(encoded).digest()[:8]
+    return RELEASED.get(shape, shape)
+
+
+def _shape(schema: Any, parts: Mapping[str, Any]) -> Any:
+    """A JSON schema without class names and docstrings, which do not change a byte on the wire."""
+    if isinstance(schema, list | tuple):
+        return [_shape(each, parts) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _shape(parts[schema["$ref"].rpartition("/")[2]], parts)
+    named = ("title", "description")
+    return {key: _shape(each, parts) for key, each in schema.items() if key not in named or not isinstance(each, str)}
 
 
 DIGEST = _digest()
@@ -312,7 +331,7 @@ def request_id(body: bytes) -> int:
 
 def undo(question: Message) -> Message | None:
     """What gives back whatever a question may have taken whose answer nobody waited for."""
-    if isinstance(question, Lookup | Bring) and question.lease:
+    if isinstance(question, Lookup | Fetch) and question.lease:
         return Release([question.lease])
     return Commit(question.ticket, abandon=True) if isinstance(question, Reserve) else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvweave.store import LaneStats
+from kvweave.store import TierExecutorStats
 
 
 def printable(text: str) -> str:
@@ -66,7 +66,7 @@ class Report:
     boot: str
     uptime_s: float
     stopping: bool
-    tiers: tuple[LaneStats, ...]
+    tiers: tuple[TierExecutorStats, ...]
     lookups: int
     tokens_asked: int
     tokens_found: int

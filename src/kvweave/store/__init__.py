@@ -1,39 +1,39 @@
 """KEEPING pages: content keys, self-describing blobs, tiers, and the cascade that joins them."""
 
 from kvweave.store.base import AnyHit, AnyStore, Saved, StoreStats
-from kvweave.store.cascade import Cascade
 from kvweave.store.catalog import Quota
-from kvweave.store.disk import DiskTier
-from kvweave.store.keys import Namespace, Prompt
-from kvweave.store.lane import LanePolicy, LaneStats
-from kvweave.store.memory import MemoryTier
-from kvweave.store.pages import Pages, Sink, Source
-from kvweave.store.rows import Row, Schema, model_digest
+from kvweave.store.disk_tier import DiskTier
+from kvweave.store.keys import HashedPrompt, Namespace
+from kvweave.store.memory_tier import MemoryTier
+from kvweave.store.page_payloads import PagePayloads, Sink, Source
+from kvweave.store.shards import Schema, Shard, model_digest
 from kvweave.store.store import Hit, Store
 from kvweave.store.tier import DictTier, Tier, TierStats
+from kvweave.store.tier_executor import TierExecutorStats, TierPolicy
+from kvweave.store.tier_stack import TierStack
 
 __all__ = [
     "AnyHit",
     "AnyStore",
-    "Cascade",
     "DictTier",
     "DiskTier",
+    "HashedPrompt",
     "Hit",
-    "LanePolicy",
-    "LaneStats",
     "MemoryTier",
     "Namespace",
-    "Pages",
-    "Prompt",
+    "PagePayloads",
     "Quota",
-    "Row",
     "Saved",
     "Schema",
+    "Shard",
     "Sink",
     "Source",
     "Store",
     "StoreStats",
     "Tier",
+    "TierExecutorStats",
+    "TierPolicy",
+    "TierStack",
     "TierStats",
     "model_digest",
 ]

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from kvweave.prefix import Present, Span, joint_hit
 from kvweave.store.blob import blob_bytes
-from kvweave.store.cascade import Budget
-from kvweave.store.keys import Bytes, Namespace, Prompt, prompt
-from kvweave.store.lane import LaneStats
-from kvweave.store.pages import Sink, Source
-from kvweave.store.rows import Schema
+from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
+from kvweave.store.page_payloads import Sink, Source
+from kvweave.store.shards import Schema
+from kvweave.store.tier_executor import TierExecutorStats
+from kvweave.store.tier_stack import Budget
 
-Piece = tuple[int, int]
+ChunkRef = tuple[int, int]
 """A row's number in the schema, and a chunk's."""
 
 
@@ -29,14 +29,14 @@ class AnyHit(Protocol):
     """From `position` on there is work to do; what lies before can be loaded. 0: nothing was found."""
 
     @property
-    def prompt(self) -> Prompt: ...
+    def prompt(self) -> HashedPrompt: ...
 
     @property
     def position(self) -> int: ...
 
     @property
     def present(self) -> NDArray[np.bool_]:
-        """`[rows, chunks]`"""
+        """`[shards, chunks]`"""
         ...
 
 
@@ -64,7 +64,7 @@ class StoreStats:
     """Loads that ended before their hit: something was lost, damaged or late in between."""
     unanswered: int
     """Questions that were not answered in time, in whole or by some tier: what they did not find may be there."""
-    tiers: tuple[LaneStats, ...]
+    tiers: tuple[TierExecutorStats, ...]
 
 
 T = TypeVar("T")
@@ -90,30 +90,32 @@ class AnyStore(ABC, Generic[Found]):
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
-        self._sizes = [blob_bytes(row) for row in schema.rows]
+        self._sizes = [blob_bytes(shard) for shard in schema.shards]
         self._counts, self._lock = Counter[str](), threading.Lock()
 
-    def prompt(self, tokens: object, namespace: Namespace, spans: Sequence[Span] = ()) -> Prompt:
+    def prompt(self, tokens: object, namespace: Namespace, spans: Sequence[Span] = ()) -> HashedPrompt:
         """Hash a prompt once, for any number of calls."""
         return prompt(tokens, namespace, self.schema.chunk_tokens, spans)
 
     @abstractmethod
-    def lookup(self, prompt: Prompt, *, budget_s: float | None = None) -> Found:
+    def lookup(self, prompt: HashedPrompt, *, budget_s: float | None = None) -> Found:
         """The longest prefix from which every group can go on, at least one token being left. Loads nothing."""
 
-    def load(self, hit: Found, sink: Sink, *, rows: Sequence[int] | None = None, budget_s: float | None = None) -> int:
+    def load(
+        self, hit: Found, sink: Sink, *, shards: Sequence[int] | None = None, budget_s: float | None = None
+    ) -> int:
         """Give `sink` what the groups need at the hit, and return the position that was reached.
 
         Less than the hit's where something turned out lost, damaged or late: then the longest that the rest allows, for
-        which everything was given. `rows` are those that this rank reads (`Pages.reads`).
+        which everything was given. `shards` are those that this rank reads (`PagePayloads.reads`).
         """
         budget, position = Budget.of(budget_s), hit.position
-        wanted = range(len(self.schema.rows)) if rows is None else rows
+        wanted = range(len(self.schema.shards)) if shards is None else shards
         present, given = hit.present.copy(), np.zeros(hit.present.shape, bool)
         while position:
             pieces = [piece for piece in self._needs(position, wanted) if not given[piece]]
             for piece, payload in self._fetch(hit, pieces, budget):
-                sink(self.schema.rows[piece[0]], piece[1], payload)
+                sink(self.schema.shards[piece[0]], piece[1], payload)
                 given[piece] = True
             lost = [piece for piece in pieces if not given[piece]]
             if not lost:
@@ -125,26 +127,29 @@ class AnyStore(ABC, Generic[Found]):
         return position
 
     @abstractmethod
-    def _fetch(self, hit: Found, pieces: Sequence[Piece], budget: Budget) -> Iterator[tuple[Piece, Bytes]]:
+    def _fetch(self, hit: Found, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
         """Those payloads that could be had whole, in any order."""
 
     @abstractmethod
-    def prefetch(self, hit: Found, *, rows: Sequence[int] | None = None, budget_s: float | None = None) -> Future[int]:
+    def prefetch(
+        self, hit: Found, *, shards: Sequence[int] | None = None, budget_s: float | None = None
+    ) -> Future[int]:
         """Bring what a hit needs into the tiers that take what others give; the position that then is near."""
 
     @abstractmethod
     def save(
         self,
-        prompt: Prompt,
+        prompt: HashedPrompt,
         source: Source,
         *,
         points: Sequence[int] | None = None,
-        rows: Sequence[int] | None = None,
+        shards: Sequence[int] | None = None,
         budget_s: float | None = None,
     ) -> Saved:
         """Keep what the groups need to go on from `points` (positions on the grid; default: the last chunk's end).
 
-        Only what is not there yet is asked of `source`. `rows` are those that this rank writes (`Pages.writes`).
+        `source` is asked only for payloads that the store lacks. `shards` are the numbers of those that this rank
+        writes (`PagePayloads.writes`).
         """
 
     @abstractmethod
@@ -160,27 +165,29 @@ class AnyStore(ABC, Generic[Found]):
 
     # ---- what the formula says
 
-    def _position(self, prompt: Prompt, present: NDArray[np.bool_], limit: int) -> int:
+    def _position(self, prompt: HashedPrompt, present: NDArray[np.bool_], limit: int) -> int:
         size = self.schema.chunk_tokens
-        groups = [Present(reach, size, np.logical_and.reduce(present[rows])) for reach, rows in self.schema.groups]
+        groups = [Present(reach, size, np.logical_and.reduce(present[shards])) for reach, shards in self.schema.groups]
         return joint_hit(groups, size, min(limit, prompt.num_chunks * size))
 
-    def _needs(self, position: int, rows: Sequence[int] | range) -> Iterator[Piece]:
-        return ((row, chunk) for row in rows for chunk in self.schema.rows[row].needs(position))
+    def _needs(self, position: int, shards: Sequence[int] | range) -> Iterator[ChunkRef]:
+        return ((shard, chunk) for shard in shards for chunk in self.schema.shards[shard].needs(position))
 
-    def _to_keep(self, prompt: Prompt, points: Sequence[int] | None, rows: Sequence[int] | None) -> list[Piece]:
+    def _to_keep(
+        self, prompt: HashedPrompt, points: Sequence[int] | None, shards: Sequence[int] | None
+    ) -> list[ChunkRef]:
         """What going on from `points` needs, chunk by chunk: the first ones are worth most."""
         size = self.schema.chunk_tokens
         ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
-        wanted = range(len(self.schema.rows)) if rows is None else rows
-        found = {(chunk, row) for end in ends for row, chunk in self._needs(end, wanted)}
-        return [(row, chunk) for chunk, row in sorted(found)]
+        wanted = range(len(self.schema.shards)) if shards is None else shards
+        found = {(chunk, shard) for end in ends for shard, chunk in self._needs(end, wanted)}
+        return [(shard, chunk) for chunk, shard in sorted(found)]
 
     def _count(self, **numbers: int) -> None:
         with self._lock:
             self._counts.update(numbers)
 
-    def _stats(self, tiers: tuple[LaneStats, ...]) -> StoreStats:
+    def _stats(self, tiers: tuple[TierExecutorStats, ...]) -> StoreStats:
         names = ("lookups", "tokens_asked", "tokens_found", "loads", "shortened", "unanswered")
         with self._lock:
             numbers = {name: self._counts[name] for name in names}

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvweave.store import sums
+from kvweave.store import checksums
 from kvweave.store.keys import KEY_BYTES, Bytes
-from kvweave.store.rows import Described, Row
+from kvweave.store.shards import Shard, ShardHeader
 from kvweave.store.tier import Blob
 
 MAGIC, VERSION = b"KVWV", 2
@@ -32,25 +32,25 @@ CHECKSUM = slice(24, 32)
 ALIGN = 4096
 
 
-def blob_bytes(row: Row) -> int:
+def blob_bytes(shard: Shard) -> int:
     """Bytes of a row's blobs, header and payload."""
-    return header_bytes(row) + row.payload_bytes
+    return header_bytes(shard) + shard.payload_bytes
 
 
-def header_bytes(row: Described) -> int:
-    return -(-(HEADER.size + len(row.meta)) // ALIGN) * ALIGN
+def header_bytes(shard: ShardHeader) -> int:
+    return -(-(HEADER.size + len(shard.meta)) // ALIGN) * ALIGN
 
 
-def header(row: Described, chunk: int, key: bytes, checksum: int = 0) -> bytes:
+def header(shard: ShardHeader, chunk: int, key: bytes, checksum: int = 0) -> bytes:
     """The header of the blob that holds chunk `chunk` of a row."""
-    meta = row.meta.ljust(header_bytes(row) - HEADER.size)
-    start = chunk * row.chunk_tokens
-    stop = start + row.chunk_tokens
-    fixed = HEADER.pack(MAGIC, VERSION, 0, len(meta), 0, row.payload_bytes, checksum, key, start, stop)
+    meta = shard.meta.ljust(header_bytes(shard) - HEADER.size)
+    start = chunk * shard.chunk_tokens
+    stop = start + shard.chunk_tokens
+    fixed = HEADER.pack(MAGIC, VERSION, 0, len(meta), 0, shard.payload_bytes, checksum, key, start, stop)
     return fixed + meta
 
 
-def taken(payload: Bytes) -> Bytes:
+def owned_payload(payload: Bytes) -> Bytes:
     """What a source gave, as bytes that nobody else can change: itself if nobody else has it, else a copy.
 
     A source may hand out memory that it uses again, read-only or not; what is queued to be written must not be that.
@@ -66,31 +66,31 @@ def taken(payload: Bytes) -> Bytes:
     return mine
 
 
-def seal(row: Row, chunk: int, key: bytes, payload: Bytes) -> Blob:
+def seal(shard: Shard, chunk: int, key: bytes, payload: Bytes) -> Blob:
     """The payload, with a header that is made when its sum is known: now, if somebody could still write to it."""
-    if payload.nbytes != row.payload_bytes:
-        raise ValueError(f"row {row.tag!r}: payload has {payload.nbytes} bytes, {row.payload_bytes} expected")
-    make = partial(sealed, row, chunk, key)
+    if payload.nbytes != shard.payload_bytes:
+        raise ValueError(f"row {shard.tag!r}: payload has {payload.nbytes} bytes, {shard.payload_bytes} expected")
+    make = partial(sealed, shard, chunk, key)
     if payload.flags.writeable:
-        made = make(sums.checksum(payload))
-        return Blob(payload, header_bytes(row), lambda _: made)
-    return Blob(payload, header_bytes(row), make)
+        made = make(checksums.checksum(payload))
+        return Blob(payload, header_bytes(shard), lambda _: made)
+    return Blob(payload, header_bytes(shard), make)
 
 
-def sealed(row: Described, chunk: int, key: bytes, payload_sum: int) -> bytes:
+def sealed(shard: ShardHeader, chunk: int, key: bytes, payload_sum: int) -> bytes:
     """The header over a payload of which only the sum is known."""
-    return header(row, chunk, key, _checksum(header(row, chunk, key), payload_sum))
+    return header(shard, chunk, key, _checksum(header(shard, chunk, key), payload_sum))
 
 
-class Check:
+class BlobCheck:
     """Whether bytes are exactly what was sealed for a row, chunk and key."""
 
-    def __init__(self, row: Described, chunk: int, key: bytes) -> None:
-        self._row, self._chunk, self._key = row, chunk, key
-        self.head_bytes = header_bytes(row)
+    def __init__(self, shard: ShardHeader, chunk: int, key: bytes) -> None:
+        self._row, self._chunk, self._key = shard, chunk, key
+        self.head_bytes = header_bytes(shard)
         self._payload_sum: int | None = None
 
-    def saw(self, payload_sum: int) -> None:
+    def observe(self, payload_sum: int) -> None:
         """The sum of what stands behind the header, by whoever had it in the cache."""
         self._payload_sum = payload_sum
 
@@ -99,10 +99,10 @@ class Check:
         if blob.nbytes != self.head_bytes + self._row.payload_bytes:
             return False
         if self._payload_sum is None:
-            self.saw(sums.checksum(blob[self.head_bytes :]))
-        return self.vouches(blob)
+            self.observe(checksums.checksum(blob[self.head_bytes :]))
+        return self.matches_header(blob)
 
-    def vouches(self, head: Bytes) -> bool:
+    def matches_header(self, head: Bytes) -> bool:
         """The verdict when the payload's sum was seen, of a blob whose first bytes are `head`."""
         if self._payload_sum is None:
             return False
@@ -114,7 +114,7 @@ def _checksum(head: bytes, payload_sum: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class BlobInfo:
     """What a blob says of itself."""
 
     key: bytes
@@ -124,7 +124,7 @@ class Description:
     meta: dict[str, Any]
 
 
-def describe(blob: bytes) -> Description | None:
+def blob_info(blob: bytes) -> BlobInfo | None:
     """Read a blob that nobody knows anything about; None if it is damaged, or none of ours."""
     if len(blob) < HEADER.size or blob[:4] != MAGIC:
         return None
@@ -135,4 +135,4 @@ def describe(blob: bytes) -> Description | None:
     head = blob[: CHECKSUM.start] + bytes(8) + blob[CHECKSUM.stop : size]
     if _checksum(head, xxhash.xxh3_64_intdigest(blob[size:])) != checksum:
         return None
-    return Description(key, start, stop, payload_bytes, json.loads(blob[HEADER.size : size]))
+    return BlobInfo(key, start, stop, payload_bytes, json.loads(blob[HEADER.size : size]))

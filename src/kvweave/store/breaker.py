@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-class Breaker:
+class CircuitBreaker:
     """Closed: asks pass. Open after `threshold` failures in a row: none passes for `cool_s`, then one on trial."""
 
     def __init__(self, threshold: int, cool_s: float, clock: Callable[[], float] = time.monotonic) -> None:

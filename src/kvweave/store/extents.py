@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Extents:
+class ExtentAllocator:
     """Free runs of `[0, capacity)`, in multiples of `align` bytes."""
 
     def __init__(self, capacity: int, align: int) -> None:

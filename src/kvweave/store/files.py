@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import Busy, ReadOnly, TierError, TierFull, Unreadable
-from kvweave.store import sums
-from kvweave.store.forking import tell_after_fork
+from kvweave.store import checksums
+from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
-from kvweave.store.stripes import SECTOR, Stripes
-from kvweave.store.tier import Blob, Watch, joined, whole
+from kvweave.store.striped_file import SECTOR, StripedFile
+from kvweave.store.tier import Blob, ChecksumObserver, joined, whole
 
 SMALL_BYTES = 512 << 10
 """Up to here one trip to the disk is worth a copy."""
@@ -35,21 +35,21 @@ def failure(where: str, error: OSError) -> TierError:
     return TierError(f"{where}: {error.strerror or error}")
 
 
-class File:
-    """Bytes of some files as if of one (`Stripes`), in the page cache."""
+class BufferedFile:
+    """Bytes of some files as if of one (`StripedFile`), in the page cache."""
 
     flags = 0
 
     def __init__(self, path: Path, *, writable: bool) -> None:
         self._path = str(path)
-        self._stripes = Stripes(path, (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | self.flags)
+        self._stripes = StripedFile(path, (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | self.flags)
         self._local = threading.local()
 
     def hold(self, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
         return self._stripes.hold(ends)
 
     @property
-    def stripes(self) -> Stripes:
+    def stripes(self) -> StripedFile:
         return self._stripes
 
     def write(self, start: int, blob: Blob) -> None:
@@ -63,40 +63,42 @@ class File:
 
     def _write_sealed(self, start: int, blob: Blob) -> None:
         """The payload, and then its head, which wants the sum."""
-        payload_sum = sums.write(self._stripes, start + blob.head_bytes, blob.payload, self._desk)
-        sums.write(self._stripes, start, np.frombuffer(blob.head(payload_sum), np.uint8), self._desk)
+        payload_sum = checksums.write(self._stripes, start + blob.head_bytes, blob.payload, self._io_buffers)
+        checksums.write(self._stripes, start, np.frombuffer(blob.head(payload_sum), np.uint8), self._io_buffers)
 
-    def read(self, start: int, into: Bytes, watch: Watch | None = None) -> bool:
+    def read(self, start: int, into: Bytes, observer: ChecksumObserver | None = None) -> bool:
         try:
-            payload_sum = sums.read(self._stripes, start, into, watch.head_bytes if watch else 0, self._desk)
+            payload_sum = checksums.read(
+                self._stripes, start, into, observer.head_bytes if observer else 0, self._io_buffers
+            )
         except OSError as error:
             if error.errno in LOST:
                 raise Unreadable(f"{self._path}: {error.strerror}") from error
             raise failure(self._path, error) from error
-        if watch and payload_sum is not None:
-            watch.saw(payload_sum)
+        if observer and payload_sum is not None:
+            observer.observe(payload_sum)
         return payload_sum is not None
 
     @property
-    def _desk(self) -> sums.Desk:
+    def _io_buffers(self) -> checksums.IOBuffers:
         """This thread's."""
         if not hasattr(self._local, "desk"):
-            self._local.desk = sums.Desk(direct=bool(self.flags))
-        desk: sums.Desk = self._local.desk
-        return desk
+            self._local.io_buffers = checksums.IOBuffers(direct=bool(self.flags))
+        io_buffers: checksums.IOBuffers = self._local.io_buffers
+        return io_buffers
 
     def close(self) -> None:
         self._local = threading.local()
         self._stripes.close()
 
 
-class DirectFile(File):
+class DirectFile(BufferedFile):
     """The same past the page cache: memory stays free for others, and speed is the disk's."""
 
     flags = os.O_DIRECT
 
     def _write_whole(self, start: int, blob: Blob) -> None:
-        sums.write(self._stripes, start, blob.payload, self._desk)
+        checksums.write(self._stripes, start, blob.payload, self._io_buffers)
 
     def _write_sealed(self, start: int, blob: Blob) -> None:
         if blob.num_bytes > SMALL_BYTES:
@@ -112,7 +114,7 @@ def aligned(num_bytes: int) -> Bytes:
     return memory[start : start + num_bytes]
 
 
-class Lock:
+class DirectoryLock:
     """A directory's owner: held while the process lives, released by the kernel when it dies."""
 
     def __init__(self, path: Path) -> None:
@@ -126,7 +128,7 @@ class Lock:
         with suppress(OSError):  # a full disk: then nobody is told whose it is
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-        tell_after_fork(self)
+        register_after_fork(self)
 
     def release(self) -> None:
         """May be called twice."""

@@ -7,7 +7,7 @@ import weakref
 from typing import Protocol
 
 
-class Forked(Protocol):
+class ForkAware(Protocol):
     """Something of which a child of `fork` has a copy that it cannot use as it is."""
 
     def after_fork(self) -> None:
@@ -15,10 +15,10 @@ class Forked(Protocol):
         ...
 
 
-_known: weakref.WeakSet[Forked] = weakref.WeakSet()
+_known: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def tell_after_fork(something: Forked) -> None:
+def register_after_fork(something: ForkAware) -> None:
     """Call its `after_fork` in every child, as long as it lives."""
     _known.add(something)
 

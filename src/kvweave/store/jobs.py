@@ -23,7 +23,7 @@ class _Job:
         self.future, self.work = future, work
 
 
-class Jobs:
+class JobQueue:
     """`workers` threads for both kinds and one for reads; none if `workers` is 0. At most `most_writes` writes wait."""
 
     def __init__(self, name: str, workers: int, most_writes: int) -> None:

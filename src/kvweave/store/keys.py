@@ -4,7 +4,7 @@ A key is 48 bytes, made without a step per key but one broadcast:
 
     tenant (8)   whose it is, for quotas: no secret, only a name's digest
     prefix (32)  a chain of SHA-256 over namespace, grid and every token up to the end of the chunk
-    row (8)      which group and part of the model, and in what rows and dtypes (`rows.Row.id`)
+    row (8)      which group and part of the model, and in what rows and dtypes (`shards.Shard.id`)
 
 A chunk's own digest is its leaf; a prefix is the digest of the prefix before it and the next leaf:
 
@@ -30,18 +30,18 @@ from kvweave.store.compiled import native
 DOMAIN = b"kvweave chain 2\0"
 SPANS = (-2).to_bytes(4, "little", signed=True) + b"kvweave spans 2\0"
 """-2 is no token and no mark, so no chunk starts with it."""
-TENANT_BYTES, PREFIX_BYTES, ROW_BYTES = 8, 32, 8
-KEY_BYTES = TENANT_BYTES + PREFIX_BYTES + ROW_BYTES
+TENANT_BYTES, PREFIX_BYTES, SHARD_ID_BYTES = 8, 32, 8
+KEY_BYTES = TENANT_BYTES + PREFIX_BYTES + SHARD_ID_BYTES
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What must be equal for KV to be shared. Dtypes and shapes are not here: every row's key carries its own.
+    """What must be equal for KV to be shared. Dtypes and shapes are not part of it: the key of every shard has them.
 
-    `model` says the architecture (`rows.model_digest`), `weights` its revision, `rotary` the settings of positions that
-    change keys (scaling, base), `adapter` a LoRA. `salt` keeps tenants apart even where they share all of that.
+    `model` says the architecture (`shards.model_digest`), `weights` its revision, `rotary` the position settings that
+    change keys (scaling, base), `adapter` a LoRA. `salt` separates tenants that have all of these in common.
     """
 
     model: str
@@ -71,7 +71,7 @@ def tenant_id(name: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class HashedPrompt:
     """Tokens as the store sees them: a digest for every prefix of whole chunks. `tokens` counts the rest too."""
 
     namespace: Namespace
@@ -84,22 +84,22 @@ class Prompt:
     def num_chunks(self) -> int:
         return len(self.prefixes)
 
-    def keys(self, rows: Bytes) -> list[bytes]:
-        """The keys of all chunks and rows (`[rows, 8]`), chunk by chunk: what comes first is worth most."""
-        return keys_of(self.namespace.tenant_id, self.prefixes, rows)
+    def keys(self, shards: Bytes) -> list[bytes]:
+        """The keys of all chunks and rows (`[shards, 8]`), chunk by chunk: what comes first is worth most."""
+        return keys_of(self.namespace.tenant_id, self.prefixes, shards)
 
 
-def keys_of(tenant: bytes, prefixes: Bytes, rows: Bytes) -> list[bytes]:
-    """Every prefix (`[chunks, 32]`) with every row (`[rows, 8]`), in one broadcast."""
-    keys = np.empty((len(prefixes), len(rows), KEY_BYTES), np.uint8)
+def keys_of(tenant: bytes, prefixes: Bytes, shards: Bytes) -> list[bytes]:
+    """Every prefix (`[chunks, 32]`) with every row (`[shards, 8]`), in one broadcast."""
+    keys = np.empty((len(prefixes), len(shards), KEY_BYTES), np.uint8)
     keys[..., :TENANT_BYTES] = np.frombuffer(tenant, np.uint8)
-    keys[..., TENANT_BYTES:-ROW_BYTES] = prefixes[:, None]
-    keys[..., -ROW_BYTES:] = rows
+    keys[..., TENANT_BYTES:-SHARD_ID_BYTES] = prefixes[:, None]
+    keys[..., -SHARD_ID_BYTES:] = shards
     listed: list[bytes] = keys.view(f"V{KEY_BYTES}").ravel().tolist()
     return listed
 
 
-def prompt(tokens: object, namespace: Namespace, chunk_tokens: int, spans: Sequence[Span] = ()) -> Prompt:
+def prompt(tokens: object, namespace: Namespace, chunk_tokens: int, spans: Sequence[Span] = ()) -> HashedPrompt:
     """Hash a prompt's whole chunks. A span's content is part of the chunk in which it starts."""
     numbers = as_tokens(tokens)
     marked, contents = _mark(numbers, spans, chunk_tokens) if spans else (numbers, {})
@@ -111,7 +111,7 @@ def prompt(tokens: object, namespace: Namespace, chunk_tokens: int, spans: Seque
         leaves[leaf] = hashlib.sha256(SPANS + leaves[leaf] + contents[number]).digest()
     first = hashlib.sha256(DOMAIN + namespace.fingerprint + chunk_tokens.to_bytes(8, "little")).digest()
     prefixes = np.frombuffer(_links(first, leaves), np.uint8).reshape(-1, PREFIX_BYTES)
-    return Prompt(namespace, len(numbers), chunk_tokens, prefixes)
+    return HashedPrompt(namespace, len(numbers), chunk_tokens, prefixes)
 
 
 def _digests(messages: Bytes, size: int) -> bytes:

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from kvweave.store.blob import HEADER, MAGIC, VERSION
 from kvweave.store.files import aligned
 from kvweave.store.journal import Entries
-from kvweave.store.keys import KEY_BYTES, ROW_BYTES, TENANT_BYTES
-from kvweave.store.stripes import SECTOR, Stripes
+from kvweave.store.keys import KEY_BYTES, SHARD_ID_BYTES, TENANT_BYTES
+from kvweave.store.striped_file import SECTOR, StripedFile
 
 WINDOW_BYTES = 64 << 10
 META_BYTES = 1 << 20
 
 
-def recovered(known: Entries, files: Stripes) -> Entries:
+def recovered(known: Entries, files: StripedFile) -> Entries:
     """The entries that are known, and those found in between; found ones count as the older."""
     found = {key: place for key, *place in _scan(files, known) if key not in known.number_of}
     keys = [*found, *known.number_of]
@@ -35,7 +35,7 @@ def recovered(known: Entries, files: Stripes) -> Entries:
     )
 
 
-def _scan(files: Stripes, known: Entries) -> Iterator[tuple[bytes, int, int]]:
+def _scan(files: StripedFile, known: Entries) -> Iterator[tuple[bytes, int, int]]:
     end = files.end()
     order = np.argsort(known.starts)
     starts = [*known.starts[order].tolist(), end]
@@ -44,7 +44,7 @@ def _scan(files: Stripes, known: Entries) -> Iterator[tuple[bytes, int, int]]:
         yield from _scan_gap(files, -(-first // SECTOR) * SECTOR, min(last, end))
 
 
-def _scan_gap(files: Stripes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+def _scan_gap(files: StripedFile, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     window = aligned(WINDOW_BYTES)
     while at < end:
         window[:] = 0
@@ -57,7 +57,7 @@ def _scan_gap(files: Stripes, at: int, end: int) -> Iterator[tuple[bytes, int, i
             at = -(-(found[1] + found[2]) // SECTOR) * SECTOR
 
 
-def _first(files: Stripes, at: int, window: NDArray[np.uint8]) -> tuple[bytes, int, int] | None:
+def _first(files: StripedFile, at: int, window: NDArray[np.uint8]) -> tuple[bytes, int, int] | None:
     """Key, start and length of the first blob that begins in a window."""
     heads = window.reshape(-1, SECTOR)[:, : len(MAGIC)]
     for number in np.flatnonzero((heads == np.frombuffer(MAGIC, np.uint8)).all(axis=1)).tolist():
@@ -68,7 +68,7 @@ def _first(files: Stripes, at: int, window: NDArray[np.uint8]) -> tuple[bytes, i
     return None
 
 
-def _header(files: Stripes, start: int, begin: NDArray[np.uint8]) -> tuple[bytes, int] | None:
+def _header(files: StripedFile, start: int, begin: NDArray[np.uint8]) -> tuple[bytes, int] | None:
     """Key and length, if this is the header of a blob whose key fits what it says of itself."""
     _, version, _, meta_bytes, _, payload_bytes, _, key, _, _ = HEADER.unpack_from(begin.data)
     head_bytes = HEADER.size + meta_bytes
@@ -78,6 +78,6 @@ def _header(files: Stripes, start: int, begin: NDArray[np.uint8]) -> tuple[bytes
     if files.read(start, head) < head_bytes:
         return None
     meta = head[HEADER.size :].tobytes().rstrip(b" ")
-    if hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:ROW_BYTES] != key[KEY_BYTES - ROW_BYTES :]:
+    if hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:SHARD_ID_BYTES] != key[KEY_BYTES - SHARD_ID_BYTES :]:
         return None
     return key, head_bytes + payload_bytes

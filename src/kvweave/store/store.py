@@ -10,23 +10,23 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store.base import AnyStore, Piece, Saved, StoreStats, in_thread
+from kvweave.store.base import AnyStore, ChunkRef, Saved, StoreStats, in_thread
 from kvweave.store.batches import batches
-from kvweave.store.blob import Check, header_bytes, seal, taken
-from kvweave.store.cascade import NOWHERE, Budget, Cascade, Want, Where
-from kvweave.store.keys import Prompt
-from kvweave.store.pages import Source
-from kvweave.store.rows import Row, Schema
+from kvweave.store.blob import BlobCheck, header_bytes, owned_payload, seal
+from kvweave.store.keys import HashedPrompt
+from kvweave.store.page_payloads import Source
+from kvweave.store.shards import Schema, Shard
+from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, TierLookup, TierStack
 
 
 @dataclass(frozen=True)
 class Hit:
     """From `position` on there is work to do; what lies before can be loaded. 0: nothing was found."""
 
-    prompt: Prompt
+    prompt: HashedPrompt
     position: int
     tiers: NDArray[np.int8]
-    """`[rows, chunks]`: the nearest tier of each, -1 for none."""
+    """`[shards, chunks]`: the nearest tier of each, -1 for none."""
     keys: list[bytes]
     """Chunk by chunk, row by row."""
 
@@ -39,85 +39,89 @@ class Hit:
 class Store(AnyStore[Hit]):
     """KV of one model's chunks in a cascade of tiers. May be used by many threads."""
 
-    def __init__(self, schema: Schema, cascade: Cascade) -> None:
+    def __init__(self, schema: Schema, tier_stack: TierStack) -> None:
         super().__init__(schema)
-        self.cascade = cascade
+        self.tier_stack = tier_stack
 
     # ---- reading
 
-    def lookup(self, prompt: Prompt, *, budget_s: float | None = None) -> Hit:
+    def lookup(self, prompt: HashedPrompt, *, budget_s: float | None = None) -> Hit:
         keys = prompt.keys(self.schema.ids)
-        where = self.cascade.where(keys, Budget.of(budget_s))
-        tiers = where.tiers.reshape(prompt.num_chunks, len(self.schema.rows)).T
+        where = self.tier_stack.where(keys, Budget.of(budget_s))
+        tiers = where.tiers.reshape(prompt.num_chunks, len(self.schema.shards)).T
         position = self._position(prompt, tiers != NOWHERE, prompt.num_tokens - 1)
         self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=position, unanswered=where.late)
         self._count_misses(prompt, position, where)
         return Hit(prompt, position, tiers, keys)
 
-    def _count_misses(self, prompt: Prompt, position: int, where: Where) -> None:
+    def _count_misses(self, prompt: HashedPrompt, position: int, where: TierLookup) -> None:
         """What the longest hit would have needed, and no tier has, was a miss in every tier that answered."""
         longest = (prompt.num_tokens - 1) // self.schema.chunk_tokens * self.schema.chunk_tokens
         if position >= longest or where.late:
             return
-        rows = len(self.schema.rows)
-        needed = [chunk * rows + row for row, chunk in self._needs(longest, range(rows))]
+        shards = len(self.schema.shards)
+        needed = [chunk * shards + shard for shard, chunk in self._needs(longest, range(shards))]
         misses = int(np.count_nonzero(where.tiers[needed] == NOWHERE))
-        for lane in self.cascade.lanes:
-            lane.count("misses", misses)
+        for executor in self.tier_stack.executors:
+            executor.count("misses", misses)
 
-    def _fetch(self, hit: Hit, pieces: Sequence[Piece], budget: Budget) -> Iterator[tuple[Piece, NDArray[np.uint8]]]:
+    def _fetch(
+        self, hit: Hit, pieces: Sequence[ChunkRef], budget: Budget
+    ) -> Iterator[tuple[ChunkRef, NDArray[np.uint8]]]:
         wants = [self._want(hit, *piece) for piece in pieces]
-        for number, blob in self.cascade.fetch(wants, budget):
+        for number, blob in self.tier_stack.fetch(wants, budget):
             piece = pieces[number]
-            yield piece, blob[header_bytes(self.schema.rows[piece[0]]) :]
+            yield piece, blob[header_bytes(self.schema.shards[piece[0]]) :]
 
-    def _want(self, hit: Hit, number: int, chunk: int) -> Want:
-        row, key = self.schema.rows[number], hit.keys[chunk * len(self.schema.rows) + number]
+    def _want(self, hit: Hit, number: int, chunk: int) -> BlobRequest:
+        shard, key = self.schema.shards[number], hit.keys[chunk * len(self.schema.shards) + number]
         tier = max(0, int(hit.tiers[number, chunk]))
-        return Want(key, self._sizes[number], tier, partial(Check, row, chunk, key))
+        return BlobRequest(key, self._sizes[number], partial(BlobCheck, shard, chunk, key), tier)
 
-    def prefetch(self, hit: Hit, *, rows: Sequence[int] | None = None, budget_s: float | None = None) -> Future[int]:
+    def prefetch(self, hit: Hit, *, shards: Sequence[int] | None = None, budget_s: float | None = None) -> Future[int]:
         """Bring what a hit needs into the tiers that take what others give, in a thread of its own."""
-        return in_thread("kvweave-prefetch", partial(self.load, hit, _ignore, rows=rows, budget_s=budget_s))
+        return in_thread("kvweave-prefetch", partial(self.load, hit, _ignore, shards=shards, budget_s=budget_s))
 
     # ---- writing
 
     def save(
         self,
-        prompt: Prompt,
+        prompt: HashedPrompt,
         source: Source,
         *,
         points: Sequence[int] | None = None,
-        rows: Sequence[int] | None = None,
+        shards: Sequence[int] | None = None,
         budget_s: float | None = None,
     ) -> Saved:
-        budget, pieces = Budget.of(budget_s), self._to_keep(prompt, points, rows)
+        budget, pieces = Budget.of(budget_s), self._to_keep(prompt, points, shards)
         every = prompt.keys(self.schema.ids)
-        keys = [every[chunk * len(self.schema.rows) + row] for row, chunk in pieces]
-        lacking = self.cascade.missing(keys, budget)
+        keys = [every[chunk * len(self.schema.shards) + shard] for shard, chunk in pieces]
+        lacking = self.tier_stack.missing(keys, budget)
         todo = [(*pieces[i], keys[i]) for i in np.flatnonzero(lacking).tolist()]
         turns = batches(todo, lambda piece: self._sizes[piece[0]])
         kept = sum(self._put(batch, source, budget) for batch in turns)
-        self.cascade.touch(keys)
+        self.tier_stack.touch(keys)
         return Saved(kept, len(keys) - len(todo), len(todo) - kept)
 
     def _put(self, batch: Sequence[tuple[int, int, bytes]], source: Source, budget: Budget) -> int:
-        rows = self.schema.rows
-        blobs = [seal(rows[row], chunk, key, taken(source(rows[row], chunk))) for row, chunk, key in batch]
-        return int(self.cascade.put([key for _, _, key in batch], blobs, budget).sum())
+        shards = self.schema.shards
+        blobs = [
+            seal(shards[shard], chunk, key, owned_payload(source(shards[shard], chunk))) for shard, chunk, key in batch
+        ]
+        return int(self.tier_stack.put([key for _, _, key in batch], blobs, budget).sum())
 
     # ---- the rest
 
     def stats(self) -> StoreStats:
-        return self._stats(self.cascade.stats())
+        return self._stats(self.tier_stack.stats())
 
     def flush(self, wait_s: float = 60.0) -> bool:
-        return self.cascade.flush(wait_s)
+        return self.tier_stack.flush(wait_s)
 
     def close(self, wait_s: float = 60.0) -> None:
         """Write what is queued, and close every tier."""
-        self.cascade.close(wait_s)
+        self.tier_stack.close(wait_s)
 
 
-def _ignore(row: Row, chunk: int, payload: NDArray[np.uint8]) -> None:
+def _ignore(shard: Shard, chunk: int, payload: NDArray[np.uint8]) -> None:
     """A sink for what shall only pass through the tiers."""

@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store import sums
-from kvweave.store.keys import ROW_BYTES, Bytes
+from kvweave.store import checksums
+from kvweave.store.keys import SHARD_ID_BYTES, Bytes
 
 ABSENT, UNREADABLE = -1, -2
 
@@ -36,26 +36,26 @@ def whole(data: bytes | Bytes) -> Blob:
     return Blob(np.frombuffer(data, np.uint8), 0, lambda _: b"")
 
 
-class Watch(Protocol):
+class ChecksumObserver(Protocol):
     """Wants to know the sum (`sums`) of what a blob has behind `head_bytes`, if it is made on the way."""
 
     head_bytes: int
 
-    def saw(self, payload_sum: int, /) -> None: ...
+    def observe(self, payload_sum: int, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Which:
+class KeyFilter:
     """Keys of a tenant, of some rows, or of both; by default all."""
 
     tenant: bytes = b""
-    rows: frozenset[bytes] | None = None
+    shards: frozenset[bytes] | None = None
 
     def __contains__(self, key: bytes) -> bool:
-        return key.startswith(self.tenant) and (self.rows is None or key[-ROW_BYTES:] in self.rows)
+        return key.startswith(self.tenant) and (self.shards is None or key[-SHARD_ID_BYTES:] in self.shards)
 
 
-ALL = Which()
+ALL = KeyFilter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ class Tier(Protocol):
         """Which keys are here; asking counts as use."""
         ...
 
-    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:
+    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
         """Fill `into[i]` with the blob of `keys[i]` if it is exactly as long; returns lengths, `ABSENT` for none,
         `UNREADABLE` for one that is there and cannot be read. That is no reason to fail at the others.
 
-        A tier that has the bytes in the processor's cache tells `watch[i]` their sum: of exactly what it wrote.
+        A tier that has the bytes in the processor's cache tells `observer[i]` their sum: of exactly what it wrote.
         """
         ...
 
@@ -100,8 +100,8 @@ class Tier(Protocol):
         """Forget these; returns how many were here."""
         ...
 
-    def clear(self, which: Which = ALL) -> int:
-        """Forget what is here of `which`, and nothing that is not ours; returns how many. May take long."""
+    def clear(self, key_filter: KeyFilter = ALL) -> int:
+        """Forget what is here of `key_filter`, and nothing that is not ours; returns how many. May take long."""
         ...
 
     def stats(self) -> TierStats: ...
@@ -124,7 +124,7 @@ class DictTier:
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         return np.fromiter(map(self.blobs.__contains__, keys), bool, len(keys))
 
-    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], watch: Sequence[Watch] = ()) -> list[int]:  # noqa: ARG002
+    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:  # noqa: ARG002
         return [fill(target, self.blobs.get(key)) for key, target in zip(keys, into, strict=True)]
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
@@ -136,8 +136,8 @@ class DictTier:
     def delete(self, keys: Sequence[bytes]) -> int:
         return sum(self.blobs.pop(key, None) is not None for key in keys)
 
-    def clear(self, which: Which = ALL) -> int:
-        return self.delete([key for key in [*self.blobs] if key in which])
+    def clear(self, key_filter: KeyFilter = ALL) -> int:
+        return self.delete([key for key in [*self.blobs] if key in key_filter])
 
     def stats(self) -> TierStats:
         return TierStats(self.name, len(self.blobs), sum(map(len, self.blobs.values())))
@@ -148,7 +148,7 @@ class DictTier:
 
 def joined(blob: Blob) -> bytes:
     """A blob in one piece, for stores that take no pieces."""
-    head = blob.head(sums.checksum(blob.payload)) if blob.head_bytes else b""
+    head = blob.head(checksums.checksum(blob.payload)) if blob.head_bytes else b""
     return b"".join((head, blob.payload.data))
 
 

@@ -2,12 +2,12 @@
 
 from kvweave.tensor.arena import Arena, ArenaStats, PoolMemory
 from kvweave.tensor.backend import AttentionBackend, LayerRequest, assemble, not_hosted
-from kvweave.tensor.backends import DSA, GQA, MLA, Nothing, Opaque, Recurrent
+from kvweave.tensor.backends import DSA, GQA, MLA, NoCache, Opaque, Recurrent
 from kvweave.tensor.host import HostMirror, MirrorStats
 from kvweave.tensor.layer import LayerView, RoleView
 from kvweave.tensor.memory import Memory
 from kvweave.tensor.names import tensor_name
-from kvweave.tensor.pages import carry_out, copy_pages, zero_pages
+from kvweave.tensor.page_copies import carry_out, copy_pages, zero_pages
 from kvweave.tensor.quant import Quantiser, pack, unpack
 from kvweave.tensor.rows import gather_rows, read_rows, row_slots, write_rows
 from kvweave.tensor.tokens import gather_tokens, write_tokens
@@ -24,7 +24,7 @@ __all__ = [
     "LayerView",
     "Memory",
     "MirrorStats",
-    "Nothing",
+    "NoCache",
     "Opaque",
     "PoolMemory",
     "Quantiser",

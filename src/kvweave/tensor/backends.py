@@ -86,7 +86,7 @@ class Opaque:
 
 
 @dataclass(frozen=True, slots=True)
-class Nothing:
+class NoCache:
     """Keeps nothing: a layer without attention, or one that only reads what others keep."""
 
     not_hosted: ClassVar[str] = ""

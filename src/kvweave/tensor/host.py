@@ -13,7 +13,7 @@ from kvweave.errors import ArenaClosed, BadRows, PlanError
 from kvweave.plan import Group, Place, Plan, Pool
 from kvweave.tensor.arena import Arena, ArenaStats
 from kvweave.tensor.layer import LayerView
-from kvweave.tensor.pages import copy_pages
+from kvweave.tensor.page_copies import copy_pages
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import torch
 from kvweave.errors import PlanError, UnknownName
 from kvweave.plan import Group, Plan, View
 from kvweave.spec import DType, Reach, Role
-from kvweave.tensor.dtypes import torch_dtype
 from kvweave.tensor.names import tensor_name
+from kvweave.tensor.torch_dtypes import torch_dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ import torch
 from kvweave.errors import BadRows
 from kvweave.spec import DType, Role
 from kvweave.spec.layer_caches import SCALE_BLOCK
-from kvweave.tensor.dtypes import torch_dtype
+from kvweave.tensor.torch_dtypes import torch_dtype
 
 V4_ROPE, V4_BLOCK = 64, 64
 MX_BLOCK = 32

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvweave.errors import BadRows
 from kvweave.pool import NULL
-from kvweave.tensor.dtypes import flat_bytes, shaped, torch_dtype, whole_bytes
 from kvweave.tensor.layer import Plane, RoleView
+from kvweave.tensor.torch_dtypes import flat_bytes, shaped, torch_dtype, whole_bytes
 
 Slots: TypeAlias = "NDArray[np.integer] | torch.Tensor"
 Rows: TypeAlias = "torch.Tensor | Mapping[str, torch.Tensor]"

@@ -8,10 +8,10 @@ import torch
 
 from kvweave.spec import Role
 from kvweave.spec.layer_caches import SCALE_BLOCK
-from kvweave.tensor.dtypes import torch_dtype
 from kvweave.tensor.layer import LayerView
 from kvweave.tensor.quant import LARGEST, Quantiser, pack, unpack
 from kvweave.tensor.rows import Rows, Slots, read_planes, token_slots, write_all
+from kvweave.tensor.torch_dtypes import torch_dtype
 
 
 def write_tokens(

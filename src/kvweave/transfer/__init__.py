@@ -1,32 +1,32 @@
 """MOVING pages: flat chunks, copy plans, copiers for CPU and CUDA that run the same plans. Needs torch."""
 
 from kvweave.transfer.check import check_layout
-from kvweave.transfer.copier import Buffer, Copier, Job, Mark, Step, Way
-from kvweave.transfer.copies import CopyPlan, Move, join, make_move, needed, whole_chunks
+from kvweave.transfer.copier import ChunkBuffer, Completion, Copier, CopyJob, CopyStep, Direction
+from kvweave.transfer.copy_plan import CopyPlan, Move, join, make_move, needed, whole_chunks
 from kvweave.transfer.cpu import CPUCopier
 from kvweave.transfer.layout import ChunkGroup, ChunkLayout, LayerGroup
 from kvweave.transfer.mover import Mover, MoverStats
 from kvweave.transfer.reference import ReferenceCopier
-from kvweave.transfer.transfer import State, Transfer
+from kvweave.transfer.transfer import Transfer, TransferState
 
 __all__ = [
-    "Buffer",
     "CPUCopier",
+    "ChunkBuffer",
     "ChunkGroup",
     "ChunkLayout",
+    "Completion",
     "Copier",
+    "CopyJob",
     "CopyPlan",
-    "Job",
+    "CopyStep",
+    "Direction",
     "LayerGroup",
-    "Mark",
     "Move",
     "Mover",
     "MoverStats",
     "ReferenceCopier",
-    "State",
-    "Step",
     "Transfer",
-    "Way",
+    "TransferState",
     "check_layout",
     "join",
     "make_move",

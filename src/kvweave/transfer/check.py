@@ -12,11 +12,11 @@ import numpy as np
 from kvweave.errors import BadCopy
 from kvweave.plan import Plan
 from kvweave.pool import NULL
-from kvweave.transfer.copies import CopyPlan, Numbers
+from kvweave.transfer.copy_plan import CopyPlan, Numbers
 from kvweave.transfer.layout import ChunkLayout
 
 
-class Extent(NamedTuple):
+class MemoryRange(NamedTuple):
     """Where a buffer lies: bytes [start, start + num_bytes) of one device's memory."""
 
     device: str
@@ -67,7 +67,7 @@ def check_places(copies: CopyPlan, *, fills_chunks: bool) -> None:
             raise BadCopy(f"block {move.blocks[at]} of {move.tag!r} would be filled twice in chunk {move.chunks[at]}")
 
 
-def check_buffers(copies: CopyPlan, extents: Sequence[Extent], *, fills_chunks: bool) -> None:
+def check_buffers(copies: CopyPlan, extents: Sequence[MemoryRange], *, fills_chunks: bool) -> None:
     """There is a buffer for each chunk, large enough, and none that is filled overlaps with another."""
     if len(extents) != len(copies.chunks):
         raise BadCopy(f"{len(extents)} buffers for {len(copies.chunks)} chunks")

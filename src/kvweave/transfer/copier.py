@@ -14,13 +14,13 @@ import torch
 from kvweave.copying import Bytes
 from kvweave.errors import BadCopy
 from kvweave.tensor import Arena
-from kvweave.transfer.check import Extent
-from kvweave.transfer.copies import CopyPlan, Numbers
-from kvweave.transfer.pieces import Part, Piece, cut, cut_layers
+from kvweave.transfer.check import MemoryRange
+from kvweave.transfer.copy_plan import CopyPlan, Numbers
+from kvweave.transfer.pieces import MoveSlice, Piece, split_by_layers, split_by_size
 from kvweave.transfer.runs import Runs, runs_of
 
 
-class Way(StrEnum):
+class Direction(StrEnum):
     """Out of the pages into chunks, or back."""
 
     STORE = "store"
@@ -28,45 +28,45 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Buffer:
+class ChunkBuffer:
     """A chunk's memory: on the host as an array, elsewhere by address. `owner` keeps it alive."""
 
-    extent: Extent
+    extent: MemoryRange
     array: Bytes | None
     owner: object
 
     @classmethod
-    def of(cls, memory: Any) -> Buffer:
+    def of(cls, memory: Any) -> ChunkBuffer:
         """Of a tensor, an array, or anything with a buffer (bytes, mmap, shared memory): whole bytes in one run.
 
         Buffers that are used again and again are worth making once.
         """
-        if isinstance(memory, Buffer):
+        if isinstance(memory, ChunkBuffer):
             return memory
         if isinstance(memory, torch.Tensor):
             if not memory.is_contiguous():
                 raise BadCopy(f"a chunk's buffer must be one run of bytes, not a tensor with strides {memory.stride()}")
             flat = memory.detach().reshape(-1).view(torch.uint8)
             array = flat.numpy() if flat.device.type == "cpu" else None
-            return cls(Extent(str(flat.device), flat.data_ptr(), flat.numel()), array, memory)
+            return cls(MemoryRange(str(flat.device), flat.data_ptr(), flat.numel()), array, memory)
         try:
             array = np.frombuffer(memory, np.uint8)
         except (TypeError, ValueError, BufferError) as error:
             raise BadCopy(f"a chunk's buffer must be one run of bytes: {error}") from error
-        return cls(Extent("cpu", array.ctypes.data, array.nbytes), array, memory)
+        return cls(MemoryRange("cpu", array.ctypes.data, array.nbytes), array, memory)
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class CopyJob:
     """A checked copy: what a copier is given."""
 
     arena: Arena
     copies: CopyPlan
-    buffers: tuple[Buffer, ...]
-    way: Way
+    buffers: tuple[ChunkBuffer, ...]
+    direction: Direction
     layers: int | None = None
     """Layers of the model that each step completes; None: no matter which."""
-    program: Any = None
+    prepared: Any = None
     """What a copier has made of it, see `prepare`."""
     is_single: bool = False
     """Whether that is a single step, which is issued as soon as the steps are asked for."""
@@ -87,7 +87,7 @@ class Job:
         groups = [self.arena.plan.group(move.tag) for move in self.copies.moves]
         return [self.arena.pool(group.pool).data_ptr() for group in groups]
 
-    def runs(self, part: Part) -> tuple[Runs, ...]:
+    def runs(self, part: MoveSlice) -> tuple[Runs, ...]:
         """Where a part's pages lie in their pool; worked out once for all parts of the same layers."""
         key = part.move, part.low, part.high
         if key not in self._runs:
@@ -97,49 +97,49 @@ class Job:
             self._runs[key] = runs_of(group, self.arena.plan.pool(group.pool), layer_bytes, part.low, part.high)
         return self._runs[key]
 
-    def with_tags(self, tags: Iterable[str]) -> Job:
+    def with_tags(self, tags: Iterable[str]) -> CopyJob:
         """The share of some groups."""
         return replace(self, copies=self.copies.only(tags), _runs={})
 
     def pieces(self, small: int, large: int) -> Iterator[Piece]:
         """The job in pieces of at most about `large` bytes; `small` where a pipeline starts or ends."""
         if self.layers is not None:
-            return cut_layers(self.copies, self.layers, large)
-        return cut(self.copies, small, large, rising=self.way is Way.STORE)
+            return split_by_layers(self.copies, self.layers, large)
+        return split_by_size(self.copies, small, large, rising=self.direction is Direction.STORE)
 
 
-class Mark(Protocol):
+class Completion(Protocol):
     """Tells when a step is over, where it goes on after it was issued."""
 
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it is; raises what broke it. Does not block."""
         ...
 
-    def watch(self, seconds: float) -> None:
+    def spin(self, seconds: float) -> None:
         """Come back when it is over, at once, or after so long."""
         ...
 
-    def hold(self, stream: Any) -> None:
+    def block_stream(self, stream: Any) -> None:
         """What is put on `stream` (None: the current one) from now on comes after the step."""
         ...
 
 
-class Step(NamedTuple):
-    """Bytes moved, or on their way until `mark` is over; then the model's layers below `layers` are there."""
+class CopyStep(NamedTuple):
+    """Bytes moved, or on their way until `completion` is over; then the model's layers below `layers` are there."""
 
     num_bytes: int
     layers: int
-    mark: Mark | None = None
+    completion: Completion | None = None
 
 
 class Copier(Protocol):
     """Carries out jobs. May be used by several threads, one job each."""
 
-    def prepare(self, job: Job) -> Job:
+    def prepare(self, job: CopyJob) -> CopyJob:
         """The job with all worked out that can be before it starts, for whoever has time now and none then."""
         ...
 
-    def steps(self, job: Job) -> Iterator[Step]:
+    def steps(self, job: CopyJob) -> Iterator[CopyStep]:
         """Issue the job piece by piece, a single one at once; closing the iterator early leaves the rest undone."""
         ...
 

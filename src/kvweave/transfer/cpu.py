@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kvweave.copying import Bytes, Side, copy_blocks
-from kvweave.transfer.copier import Buffer, Job, Step, Way, host_bytes
-from kvweave.transfer.pieces import Part
+from kvweave.copying import Bytes, StridedBlocks, copy_blocks
+from kvweave.transfer.copier import ChunkBuffer, CopyJob, CopyStep, Direction, host_bytes
+from kvweave.transfer.pieces import MoveSlice
 
 PIECE_BYTES = 128 << 20
 """What is moved between two looks at whether to go on."""
@@ -22,19 +22,19 @@ class CPUCopier:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or min(8, os.cpu_count() or 1)
 
-    def prepare(self, job: Job) -> Job:
+    def prepare(self, job: CopyJob) -> CopyJob:
         return job
 
-    def steps(self, job: Job) -> Iterator[Step]:
+    def steps(self, job: CopyJob) -> Iterator[CopyStep]:
         for piece in job.pieces(PIECE_BYTES, PIECE_BYTES):
-            for parts in _alike(piece.parts):
+            for parts in _by_layers(piece.parts):
                 self._carry_out(job, parts)
-            yield Step(piece.num_bytes, piece.layers)
+            yield CopyStep(piece.num_bytes, piece.layers)
 
     def close(self) -> None:
         """It holds nothing."""
 
-    def _carry_out(self, job: Job, parts: list[Part]) -> None:
+    def _carry_out(self, job: CopyJob, parts: list[MoveSlice]) -> None:
         """Parts that are alike, as one."""
         move = job.copies.moves[parts[0].move]
         chunk_group = job.copies.layout.group(move.tag)
@@ -44,20 +44,20 @@ class CPUCopier:
         places = chunk_group.offset + (blocks - chunk_group.first_block) * chunk_group.block_bytes
         memories = [_array(buffer) for buffer in job.buffers]
         for runs in job.runs(parts[0]):
-            here = Side([pool], runs.start + pages * runs.page_stride, (runs.kernel_stride, runs.unit_stride))
-            there = Side(memories, places + runs.flat_start, (runs.flat_stride, runs.unit_bytes), chunks)
-            to, source = (there, here) if job.way is Way.STORE else (here, there)
+            here = StridedBlocks([pool], runs.start + pages * runs.page_stride, (runs.kernel_stride, runs.unit_stride))
+            there = StridedBlocks(memories, places + runs.flat_start, (runs.flat_stride, runs.unit_bytes), chunks)
+            to, source = (there, here) if job.direction is Direction.STORE else (here, there)
             copy_blocks(to, source, (runs.blocks, runs.units, runs.unit_bytes), threads=self.threads)
 
 
-def _alike(parts: Iterable[Part]) -> Iterable[list[Part]]:
+def _by_layers(parts: Iterable[MoveSlice]) -> Iterable[list[MoveSlice]]:
     """Parts of the same layers of the same move together."""
-    found: defaultdict[tuple[int, int, int], list[Part]] = defaultdict(list)
+    found: defaultdict[tuple[int, int, int], list[MoveSlice]] = defaultdict(list)
     for part in parts:
         found[part.move, part.low, part.high].append(part)
     return found.values()
 
 
-def _array(buffer: Buffer) -> Bytes:
+def _array(buffer: ChunkBuffer) -> Bytes:
     assert buffer.array is not None, "the CPU copier moves host memory only"
     return buffer.array

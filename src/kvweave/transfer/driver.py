@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvweave.errors import NotBuilt, TransferFailed
-from kvweave.transfer.tape import Tape
+from kvweave.transfer.command_buffer import CommandBuffer
 
 try:
     import kvweave.transfer._native as native
@@ -60,7 +60,7 @@ def is_idle(context: int, stream: int) -> bool:
 
 
 class Event:
-    """A point on a stream, once it was recorded; over when that has come there, and before it is recorded. A `Mark`.
+    """A CUDA event, used as a `Completion`: done when the stream has reached it, and before it was recorded.
 
     Handles are kept for the next event: to make one takes longer than to record it.
     """
@@ -79,20 +79,20 @@ class Event:
         """The point that `stream` has come to now, for those who ask from now on."""
         check(native.record(self._context, self.handle, stream))
 
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         code = native.query(self._context, self.handle)
         if code and code != NOT_READY:
             check(code)
         return not code
 
-    def watch(self, seconds: float) -> None:
-        native.watch(self._context, self.handle, seconds)  # what broke it `is_over` says
+    def spin(self, seconds: float) -> None:
+        native.watch(self._context, self.handle, seconds)  # what broke it `is_done` says
 
     def wait(self) -> None:
         """Block until it is over."""
         check(native.finish(self._context, self.handle))
 
-    def hold(self, stream: Any) -> None:
+    def block_stream(self, stream: Any) -> None:
         stream = stream or torch.cuda.current_stream()
         check(native.hold(self._context, self.handle, stream.cuda_stream))
 
@@ -101,12 +101,12 @@ class Event:
             SPARE[self._context].append(self.handle)
 
 
-def play(tape: Tape, context: int, caller: int = 0, mark: Event | None = None) -> None:
+def submit(commands: CommandBuffer, context: int, caller: int = 0, completion: Event | None = None) -> None:
     """Make the calls of a tape. What was made before one that fails, which raises, stays made."""
-    check(native.play(tape.rows, context, caller, mark.handle if mark else 0))
+    check(native.play(commands.rows, context, caller, completion.handle if completion else 0))
 
 
-class Live(Tape):
+class ImmediateCommands(CommandBuffer):
     """A tape that is for now: what can go goes."""
 
     def __init__(self, context: int) -> None:
@@ -114,5 +114,5 @@ class Live(Tape):
         self._context = context
 
     def flush(self) -> None:
-        play(self, self._context)
+        submit(self, self._context)
         del self.rows[:]

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvweave.transfer.program import Call
-from kvweave.transfer.tables import TILE, TILE_BYTES, Cut, tiles_of
-from kvweave.transfer.tape import Tape
+from kvweave.transfer.command_buffer import CommandBuffer
+from kvweave.transfer.prepared_copy import BoundCopy
+from kvweave.transfer.tiles import TILE, TILE_BYTES, Tiling, tiles_of
 
 STEP_BYTES = 4 << 10
 """What a program loads before it stores: 32 bytes a thread, so that many programs fit beside one another."""
@@ -102,15 +102,23 @@ class _Kernel:
         assert compiled.run is not None, "asking for its launcher is what loads it"
         self._function, self._shared = compiled.function, compiled.metadata.shared
 
-    def launch(self, tape: Tape, grid: tuple[int, int], stream: int, *arguments: int) -> None:
-        tape.launch(self._function, grid, 32 * WARPS, self._shared, arguments, stream)
+    def launch(self, commands: CommandBuffer, grid: tuple[int, int], stream: int, *arguments: int) -> None:
+        commands.launch(self._function, grid, 32 * WARPS, self._shared, arguments, stream)
 
 
 def launch(
-    tape: Tape, table: int, num_tiles: int, vector_bytes: int, flat: int, stream: int, device: int, *, gather: bool
+    commands: CommandBuffer,
+    table: int,
+    num_tiles: int,
+    vector_bytes: int,
+    flat: int,
+    stream: int,
+    device: int,
+    *,
+    gather: bool,
 ) -> None:
     """Move what a table at an address on the device says; its places count from `flat`."""
-    _compiled(device, vector_bytes, gather).launch(tape, (num_tiles, 1), stream, 0, flat, table)
+    _compiled(device, vector_bytes, gather).launch(commands, (num_tiles, 1), stream, 0, flat, table)
 
 
 class Tabulator:
@@ -118,28 +126,28 @@ class Tabulator:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._pages: dict[Cut, tuple[int, torch.Tensor]] = {}
+        self._pages: dict[Tiling, tuple[int, torch.Tensor]] = {}
 
-    def tabulate(self, tape: Tape, table: int, sheet: int, call: Call, stream: int) -> None:
+    def tabulate(self, commands: CommandBuffer, table: int, address_table: int, bound: BoundCopy, stream: int) -> None:
         """Make the table of a call, at an address on the device, from its sheet in pinned memory."""
-        shift = min(8, call.vector_bytes).bit_length() - 1
-        for line in call.draft.lines:
-            pages, tiles = len(line.entries), line.cut.num_tiles
+        shift = min(8, bound.vector_bytes).bit_length() - 1
+        for batch in bound.template.batches:
+            pages, tiles = len(batch.entries), batch.tiling.num_tiles
             grid = pages, -(-tiles // SPREAD_TILES)
-            where = table, sheet, sheet + 8 * pages, self._page(line.cut)
-            _spread(self._device).launch(tape, grid, stream, *where, tiles, shift)
-            table, sheet = table + 8 * TILE * pages * tiles, sheet + 16 * pages
+            where = table, address_table, address_table + 8 * pages, self._page(batch.tiling)
+            _spread(self._device).launch(commands, grid, stream, *where, tiles, shift)
+            table, address_table = table + 8 * TILE * pages * tiles, address_table + 16 * pages
 
     def close(self) -> None:
         """Forget all; what is under way must be over."""
         self._pages = {}
 
-    def _page(self, cut: Cut) -> int:
+    def _page(self, tiling: Tiling) -> int:
         """The address of the tiles of a page."""
-        if cut not in self._pages:
-            tiles = torch.from_numpy(tiles_of(cut)).to(f"cuda:{self._device}")
-            self._pages[cut] = tiles.data_ptr(), tiles
-        return self._pages[cut][0]
+        if tiling not in self._pages:
+            tiles = torch.from_numpy(tiles_of(tiling)).to(f"cuda:{self._device}")
+            self._pages[tiling] = tiles.data_ptr(), tiles
+        return self._pages[tiling][0]
 
 
 def current_stream(device: int) -> int:

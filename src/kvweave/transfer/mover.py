@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from kvweave.errors import ArenaClosed, BadCopy
 from kvweave.tensor import Arena
 from kvweave.transfer.check import check_buffers, check_layout, check_pages, check_places
-from kvweave.transfer.copier import Buffer, Copier, Job, Way
-from kvweave.transfer.copies import CopyPlan
+from kvweave.transfer.copier import ChunkBuffer, Copier, CopyJob, Direction
+from kvweave.transfer.copy_plan import CopyPlan
 from kvweave.transfer.cpu import CPUCopier
 from kvweave.transfer.layout import ChunkLayout
 from kvweave.transfer.transfer import Progress, Transfer
@@ -46,7 +46,9 @@ class Mover:
     def __init__(self, arena: Arena, copier: Copier | None = None, *, background: bool = True) -> None:
         self.arena = arena
         self.copier = copier or copier_for(arena)
-        self._threads = {way: ThreadPoolExecutor(1, f"kvweave-{way}") for way in Way} if background else {}
+        self._threads = (
+            {direction: ThreadPoolExecutor(1, f"kvweave-{direction}") for direction in Direction} if background else {}
+        )
         self._stats = MoverStats()
         self._closed = False
         self._known: dict[Hashable, ChunkLayout] = {}
@@ -62,7 +64,7 @@ class Mover:
     ) -> Transfer:
         """Copy pages into chunks, one buffer for each of `copies.chunks`. Bytes of a chunk that the plan does not
         name stay as they were. Pages must not be written before it is done."""
-        return self.start(self._job(copies, buffers, Way.STORE, layers), on_progress)
+        return self.start(self._job(copies, buffers, Direction.STORE, layers), on_progress)
 
     def load(
         self,
@@ -73,25 +75,27 @@ class Mover:
         on_progress: Progress | None = None,
     ) -> Transfer:
         """Copy chunks into pages. With `layers`, so many layers of the model at a time: see `Transfer.wait_layer`."""
-        return self.start(self._job(copies, buffers, Way.LOAD, layers), on_progress)
+        return self.start(self._job(copies, buffers, Direction.LOAD, layers), on_progress)
 
-    def prepare(self, copies: CopyPlan, buffers: Buffers, way: Way, *, layers: int | None = None) -> Job:
+    def prepare(
+        self, copies: CopyPlan, buffers: Buffers, direction: Direction, *, layers: int | None = None
+    ) -> CopyJob:
         """A copy checked and worked out, to be started later, once or often, with the least delay.
 
         On a GPU one without `layers` that is not too large, into pinned buffers, is then a single step.
         """
-        return self.copier.prepare(self._job(copies, buffers, way, layers))
+        return self.copier.prepare(self._job(copies, buffers, direction, layers))
 
-    def start(self, job: Job, on_progress: Progress | None = None) -> Transfer:
+    def start(self, job: CopyJob, on_progress: Progress | None = None) -> Transfer:
         """Start a copy that was prepared by this mover."""
         self._check_open()
         steps = self.copier.steps(job)
-        transfer = Transfer(job.way, job.num_bytes, on_progress)
+        transfer = Transfer(job.direction, job.num_bytes, on_progress)
         if self._threads and job.num_bytes and (on_progress is not None or not job.is_single):
-            self._threads[job.way].submit(transfer.drive, steps, to_the_end=True)
+            self._threads[job.direction].submit(transfer.run, steps, until_done=True)
         else:
-            transfer.drive(steps, to_the_end=False)
-        self._count(job.way, job.num_bytes)
+            transfer.run(steps, until_done=False)
+        self._count(job.direction, job.num_bytes)
         return transfer
 
     def stats(self) -> MoverStats:
@@ -112,14 +116,14 @@ class Mover:
     ) -> None:
         self.close()
 
-    def _job(self, copies: CopyPlan, memory: Buffers, way: Way, layers: int | None) -> Job:
+    def _job(self, copies: CopyPlan, memory: Buffers, direction: Direction, layers: int | None) -> CopyJob:
         self._check_open()
         if layers is not None and layers < 1:
             raise BadCopy(f"a step completes at least 1 layer, not {layers}")
-        buffers = tuple(map(Buffer.of, memory))
-        if way is Way.STORE and any(b.array is not None and not b.array.flags.writeable for b in buffers):
+        buffers = tuple(map(ChunkBuffer.of, memory))
+        if direction is Direction.STORE and any(b.array is not None and not b.array.flags.writeable for b in buffers):
             raise BadCopy("a chunk cannot be stored in a read-only buffer")
-        stores = way is Way.STORE
+        stores = direction is Direction.STORE
         key = id(copies.layout), stores, copies.shape
         if key not in self._known:
             check_layout(copies.layout, self.arena.plan)
@@ -129,15 +133,15 @@ class Mover:
             self._known[key] = copies.layout
         check_buffers(copies, [buffer.extent for buffer in buffers], fills_chunks=stores)
         check_pages(copies, self.arena.plan, fills_pages=not stores)
-        return Job(self.arena, copies, buffers, way, layers)
+        return CopyJob(self.arena, copies, buffers, direction, layers)
 
     def _check_open(self) -> None:
         if self._closed or self.arena.is_closed:
             raise ArenaClosed("the mover, or its arena, is closed")
 
-    def _count(self, way: Way, num_bytes: int) -> None:
+    def _count(self, direction: Direction, num_bytes: int) -> None:
         s = self._stats
-        if way is Way.STORE:
+        if direction is Direction.STORE:
             self._stats = MoverStats(s.stores + 1, s.loads, s.stored_bytes + num_bytes, s.loaded_bytes)
         else:
             self._stats = MoverStats(s.stores, s.loads + 1, s.stored_bytes, s.loaded_bytes + num_bytes)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvweave.transfer.copies import CopyPlan
+from kvweave.transfer.copy_plan import CopyPlan
 
 GROWTH = 8
 """How much larger a piece may be than the one before: to make it ready takes less than to copy that one."""
@@ -22,7 +22,7 @@ GRAINS = 8
 """In the smallest piece: so much nearer pieces come to the sizes that are wanted."""
 
 
-class Part(NamedTuple):
+class MoveSlice(NamedTuple):
     """Entries [first, last) of a move, and of their pages the layers [low, high), counted within the group."""
 
     move: int
@@ -35,12 +35,12 @@ class Part(NamedTuple):
 class Piece(NamedTuple):
     """Parts that are moved together. With it, everything of the model's layers below `layers` has been moved."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MoveSlice, ...]
     num_bytes: int
     layers: int
 
 
-def cut(copies: CopyPlan, small: int, large: int, *, rising: bool) -> Iterator[Piece]:
+def split_by_size(copies: CopyPlan, small: int, large: int, *, rising: bool) -> Iterator[Piece]:
     """Pieces in the order of the chunks' bytes, from `small` ones to `large` ones, or the other way round: small where
     nothing else goes on to hide behind."""
     parts = list(_grains(copies, small))
@@ -57,7 +57,7 @@ def _ramp(small: int, large: int) -> Iterator[int]:
         small *= GROWTH
 
 
-def cut_layers(copies: CopyPlan, layers: int, size: int) -> Iterator[Piece]:
+def split_by_layers(copies: CopyPlan, layers: int, size: int) -> Iterator[Piece]:
     """Pieces of `layers` layers of the model at a time, none much larger than `size`."""
     for start in range(0, num_layers(copies), layers):
         end = start + layers
@@ -72,14 +72,14 @@ def num_layers(copies: CopyPlan) -> int:
     return max((part.group.layers[-1] + 1 for part in copies.layout.groups), default=0)
 
 
-def part_bytes(copies: CopyPlan, part: Part) -> int:
+def part_bytes(copies: CopyPlan, part: MoveSlice) -> int:
     group = copies.layout.group(copies.moves[part.move].tag)
     return (part.last - part.first) * (part.high - part.low) * group.layer_bytes * group.kernel_blocks
 
 
 def _packed(
-    copies: CopyPlan, parts: list[Part], sizes: Iterator[int], *, from_the_end: bool = False
-) -> Iterator[tuple[tuple[Part, ...], int]]:
+    copies: CopyPlan, parts: list[MoveSlice], sizes: Iterator[int], *, from_the_end: bool = False
+) -> Iterator[tuple[tuple[MoveSlice, ...], int]]:
     """Parts put together up to each size in turn, the last ones first if so asked, and given in their order."""
     weights = [part_bytes(copies, part) for part in parts]
     order = -1 if from_the_end else 1
@@ -101,9 +101,9 @@ def _counts(weights: Iterable[int], sizes: Iterator[int]) -> Iterator[int]:
         yield count
 
 
-def _joined(parts: Iterable[Part]) -> list[Part]:
+def _joined(parts: Iterable[MoveSlice]) -> list[MoveSlice]:
     """The same with those as one that continue one another."""
-    joined: list[Part] = []
+    joined: list[MoveSlice] = []
     for two in parts:
         one = joined[-1] if joined else None
         if one and (one.move, one.last, one.low, one.high) == (two.move, two.first, two.low, two.high):
@@ -115,7 +115,7 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
     return joined
 
 
-def _grains(copies: CopyPlan, small: int) -> Iterator[Part]:
+def _grains(copies: CopyPlan, small: int) -> Iterator[MoveSlice]:
     """The smallest parts, in the order of the chunks' bytes: some pages of a chunk, or some layers of a page that is
     larger than `small`."""
     grain = small // GRAINS
@@ -126,7 +126,7 @@ def _grains(copies: CopyPlan, small: int) -> Iterator[Part]:
             layers = max(1, grain * layers // group.block_bytes)
         for first in range(start, end, pages):
             for low in range(0, group.num_layers, layers):
-                yield Part(number, first, min(first + pages, end), low, min(low + layers, group.num_layers))
+                yield MoveSlice(number, first, min(first + pages, end), low, min(low + layers, group.num_layers))
 
 
 def _stretches(copies: CopyPlan) -> list[tuple[int, int, int]]:
@@ -140,7 +140,7 @@ def _stretches(copies: CopyPlan) -> list[tuple[int, int, int]]:
     return [stretch[2:] for stretch in sorted(found)]
 
 
-def _between(copies: CopyPlan, number: int, start: int, end: int, size: int) -> Iterator[Part]:
+def _between(copies: CopyPlan, number: int, start: int, end: int, size: int) -> Iterator[MoveSlice]:
     """A move's share of the layers [start, end) of the model."""
     group = copies.layout.group(copies.moves[number].tag)
     low, high = (bisect_left(group.group.layers, layer) for layer in (start, end))
@@ -148,4 +148,4 @@ def _between(copies: CopyPlan, number: int, start: int, end: int, size: int) -> 
         return
     count = max(1, size // ((high - low) * group.layer_bytes * group.kernel_blocks))
     for first in range(0, len(copies.moves[number]), count):
-        yield Part(number, first, min(first + count, len(copies.moves[number])), low, high)
+        yield MoveSlice(number, first, min(first + count, len(copies.moves[number])), low, high)

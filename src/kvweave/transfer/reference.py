@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from kvweave.copying import Bytes
 from kvweave.plan import View
-from kvweave.transfer.copier import Job, Step, Way, host_bytes
-from kvweave.transfer.pieces import Part
+from kvweave.transfer.copier import CopyJob, CopyStep, Direction, host_bytes
+from kvweave.transfer.pieces import MoveSlice
 
 PIECE_BYTES = 1 << 20
 
@@ -15,20 +15,20 @@ PIECE_BYTES = 1 << 20
 class ReferenceCopier:
     """Obviously right. It knows nothing of lanes, strides or runs: plan and chunk say where a role of a layer lies."""
 
-    def prepare(self, job: Job) -> Job:
+    def prepare(self, job: CopyJob) -> CopyJob:
         return job
 
-    def steps(self, job: Job) -> Iterator[Step]:
+    def steps(self, job: CopyJob) -> Iterator[CopyStep]:
         for piece in job.pieces(PIECE_BYTES, PIECE_BYTES):
             for part in piece.parts:
                 _copy(job, part)
-            yield Step(piece.num_bytes, piece.layers)
+            yield CopyStep(piece.num_bytes, piece.layers)
 
     def close(self) -> None:
         """It holds nothing."""
 
 
-def _copy(job: Job, part: Part) -> None:
+def _copy(job: CopyJob, part: MoveSlice) -> None:
     move = job.copies.moves[part.move]
     chunk_group = job.copies.layout.group(move.tag)
     group = job.arena.plan.group(move.tag)
@@ -43,7 +43,7 @@ def _copy(job: Job, part: Part) -> None:
                     at = int(move.pages[index]) * group.kernel_blocks + kernel
                     to = (int(move.blocks[index]) - chunk_group.first_block) * group.kernel_blocks + kernel
                     mine, other = _block(pool, here, at), _block(chunk, there, to)
-                    if job.way is Way.STORE:
+                    if job.direction is Direction.STORE:
                         other[:] = mine
                     else:
                         mine[:] = other

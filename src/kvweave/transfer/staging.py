@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from kvweave.transfer.command_buffer import CommandBuffer
 from kvweave.transfer.driver import Event, context_of
 from kvweave.transfer.kernel import Tabulator
-from kvweave.transfer.program import Call
-from kvweave.transfer.tables import TILE
-from kvweave.transfer.tape import Tape
+from kvweave.transfer.prepared_copy import BoundCopy
+from kvweave.transfer.tiles import TILE
 
-SHEET_NUMBERS = 1 << 12
+ADDRESS_TABLE_NUMBERS = 1 << 12
 TABLE_NUMBERS = 1 << 15
 
 
@@ -21,7 +21,7 @@ class Slot:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.memory = _numbers(0, torch.uint8, device)
-        self._table, self._sheet = _numbers(0, torch.int64, device), _numbers(0, torch.int64)
+        self._table, self._address_table = _numbers(0, torch.int64, device), _numbers(0, torch.int64)
         self.free = Event(context_of(device.index))
 
     @property
@@ -35,20 +35,20 @@ class Slot:
             self.free.wait()
             self.memory = _numbers(num_bytes, torch.uint8, self._device)
 
-    def tabulate(self, call: Call, tabulator: Tabulator, tape: Tape, stream: int) -> int:
+    def tabulate(self, bound: BoundCopy, tabulator: Tabulator, commands: CommandBuffer, stream: int) -> int:
         """Have the device make the table of a call; its address there. Blocks while the sheet before is in use.
 
         A kernel reads the sheet where it is: copy engines would bring it after all that they were given before.
         """
         self.free.wait()
-        size, numbers = call.sheet.size, TILE * call.draft.num_tiles
-        if self._sheet.numel() < size:
-            self._sheet = _numbers(max(SHEET_NUMBERS, 2 * size), torch.int64)
+        size, numbers = bound.address_table.size, TILE * bound.template.num_tiles
+        if self._address_table.numel() < size:
+            self._address_table = _numbers(max(ADDRESS_TABLE_NUMBERS, 2 * size), torch.int64)
         if self._table.numel() < numbers:
             self._table = _numbers(max(TABLE_NUMBERS, 2 * numbers), torch.int64, self._device)
-        self._sheet.numpy()[:size] = call.sheet
+        self._address_table.numpy()[:size] = bound.address_table
         address: int = self._table.data_ptr()
-        tabulator.tabulate(tape, address, self._sheet.data_ptr(), call, stream)
+        tabulator.tabulate(commands, address, self._address_table.data_ptr(), bound, stream)
         return address
 
 
@@ -64,14 +64,14 @@ class Staging:
         self._slots, self._slot_bytes = [Slot(device) for _ in range(num_slots)], slot_bytes
         self._device, self._next = device, 0
 
-    def take(self, num_bytes: int, tape: Tape, stream: int) -> Slot:
+    def take(self, num_bytes: int, commands: CommandBuffer, stream: int) -> Slot:
         """A slot of at least `num_bytes`, free for what comes next on `stream`."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         if num_bytes:
             slot.reserve(max(num_bytes, self._slot_bytes))
-        tape.wait(slot.free, stream)
-        tape.keep((slot, slot.memory))
+        commands.wait(slot.free, stream)
+        commands.keep((slot, slot.memory))
         return slot
 
     def close(self) -> None:

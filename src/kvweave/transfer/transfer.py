@@ -11,16 +11,16 @@ from enum import StrEnum
 from typing import Any
 
 from kvweave.errors import TransferCancelled, TransferError, TransferFailed, TransferTimeout
-from kvweave.transfer.copier import Step, Way
+from kvweave.transfer.copier import CopyStep, Direction
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 60.0
+DEFAULT_TIMEOUT_S = 60.0
 """Seconds that a wait lasts at most, where nobody says otherwise."""
-NAP = 20e-6
-EAGER = 5e-3
+POLL_S = 20e-6
+SPIN_WINDOW_S = 5e-3
 """Seconds for which the end of the last two steps is looked for without a nap, which lasts 70 us at least."""
-LOOK = 1e-3
+SPIN_S = 1e-3
 """Seconds of it that nothing else is asked for."""
 IN_FLIGHT = 4
 """Steps issued and not over, in the background: what a cancelled transfer may still do."""
@@ -28,7 +28,7 @@ IN_FLIGHT = 4
 Progress = Callable[["Transfer"], None]
 
 
-class State(StrEnum):
+class TransferState(StrEnum):
     PENDING = "pending"
     DONE = "done"
     FAILED = "failed"
@@ -44,32 +44,32 @@ class Transfer:
     """
 
     error: BaseException | None = None
-    _state = State.PENDING
-    _all_issued = _cancel = _driven = False
+    _state = TransferState.PENDING
+    _all_issued = _cancel = _in_background = False
     _bytes_done = 0
     _ended = 0.0
 
-    def __init__(self, way: Way, num_bytes: int, on_progress: Progress | None = None) -> None:
-        self.way = way
+    def __init__(self, direction: Direction, num_bytes: int, on_progress: Progress | None = None) -> None:
+        self.direction = direction
         self.num_bytes = num_bytes
         self._on_progress = on_progress
         self._lock = threading.RLock()
         self._changed: threading.Condition | None = None
         """For those who sleep, if there are any."""
-        self._issued: list[Step] = []
-        self._open: deque[Step] = deque()
+        self._issued: list[CopyStep] = []
+        self._open: deque[CopyStep] = deque()
         self._started = self._moved = time.perf_counter()
 
     # ---- asking
 
     @property
-    def state(self) -> State:
-        self._settle()
+    def state(self) -> TransferState:
+        self._poll()
         return self._state
 
     @property
     def bytes_done(self) -> int:
-        self._settle()
+        self._poll()
         return self._bytes_done
 
     @property
@@ -78,17 +78,17 @@ class Transfer:
         return (self._ended or time.perf_counter()) - self._started
 
     def __repr__(self) -> str:
-        return f"<Transfer {self.way} {self._state}, {self._bytes_done} of {self.num_bytes} bytes>"
+        return f"<Transfer {self.direction} {self._state}, {self._bytes_done} of {self.num_bytes} bytes>"
 
     # ---- waiting
 
-    def wait(self, timeout: float = PATIENCE) -> None:
+    def wait(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         """Block until it is done. Raises if it failed, was cancelled, or takes longer than `timeout` seconds."""
-        self._wait(lambda: self._state is not State.PENDING, timeout)
-        if self._state is not State.DONE:
+        self._wait(lambda: self._state is not TransferState.PENDING, timeout)
+        if self._state is not TransferState.DONE:
             self._raise()
 
-    def wait_layer(self, layer: int, timeout: float = PATIENCE, stream: Any = None) -> None:
+    def wait_layer(self, layer: int, timeout: float = DEFAULT_TIMEOUT_S, stream: Any = None) -> None:
         """All that `layer` (and any before it) is to hold is there for what comes next.
 
         On a CPU it blocks until then. On a GPU it blocks until the copy is issued, and what is put on `stream` (the
@@ -96,27 +96,27 @@ class Transfer:
         """
 
         def reached() -> bool:
-            return self._state is not State.PENDING or any(step.layers > layer for step in self._issued)
+            return self._state is not TransferState.PENDING or any(step.layers > layer for step in self._issued)
 
         self._wait(reached, timeout)
         self._raise()
         with self._lock:
             last = next((i for i, step in enumerate(self._issued) if step.layers > layer), len(self._issued) - 1)
-            marks = [step.mark for step in self._issued[: last + 1] if step.mark is not None]
-        for mark in marks:
-            mark.hold(stream)
+            completions = [step.completion for step in self._issued[: last + 1] if step.completion is not None]
+        for completion in completions:
+            completion.block_stream(stream)
 
     def cancel(self) -> bool:
         """Stop it between two steps, if there is still one to come; whether it will be. `wait` says when it is."""
         with self._lock:
-            self._cancel = self._cancel or (self._state is State.PENDING and not self._all_issued)
+            self._cancel = self._cancel or (self._state is TransferState.PENDING and not self._all_issued)
             return self._cancel
 
     # ---- for the one who carries it out
 
-    def drive(self, steps: Iterator[Step], *, to_the_end: bool) -> None:
-        """Issue all steps; `to_the_end` also sees them through, few at a time. Errors become the transfer's."""
-        self._driven = to_the_end
+    def run(self, steps: Iterator[CopyStep], *, until_done: bool) -> None:
+        """Issue all steps; `until_done` also sees them through, few at a time. Errors become the transfer's."""
+        self._in_background = until_done
         try:
             while not self._cancel:
                 step = next(steps, None)
@@ -125,33 +125,33 @@ class Transfer:
                 with self._lock:
                     self._issued.append(step)
                     self._open.append(step)
-                    self._wake()
-                if step.mark is None or to_the_end:
-                    self._settle()
-                while to_the_end and len(self._open) > IN_FLIGHT and self.error is None:
+                    self._notify()
+                if step.completion is None or until_done:
+                    self._poll()
+                while until_done and len(self._open) > IN_FLIGHT and self.error is None:
                     self._pause()
-                    self._settle()
+                    self._poll()
                 if self.error is not None:
                     break
         except BaseException as error:  # whatever it is, those who wait must hear of it
             self.error = error
         with self._lock:
             self._all_issued = True
-        self._settle()
-        while to_the_end and self._state is State.PENDING:
+        self._poll()
+        while until_done and self._state is TransferState.PENDING:
             self._pause()
-            self._settle()
+            self._poll()
 
     # ---- inside
 
-    def _settle(self) -> None:
+    def _poll(self) -> None:
         """Notice what is over."""
-        if self._state is not State.PENDING:
+        if self._state is not TransferState.PENDING:
             return
         steps, moved = self._open, 0
         with self._lock:
             try:
-                while steps and ((mark := steps[0].mark) is None or mark.is_over()):
+                while steps and ((completion := steps[0].completion) is None or completion.is_done()):
                     moved += steps.popleft().num_bytes
             except Exception as error:
                 self.error = self.error or error
@@ -160,8 +160,8 @@ class Transfer:
             is_ended = self._all_issued and not steps
             if moved or is_ended:
                 self._moved = time.perf_counter()
-                self._wake()
-            if is_ended and self._state is State.PENDING:
+                self._notify()
+            if is_ended and self._state is TransferState.PENDING:
                 self._state, self._ended = self._outcome(), self._moved
             report = self._on_progress if moved else None
         if report is not None:
@@ -171,35 +171,35 @@ class Transfer:
                 log.exception("the progress callback of %r raised; it is not called again", self)
                 self._on_progress = None
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         if self._changed is not None:
             self._changed.notify_all()
 
-    def _outcome(self) -> State:
+    def _outcome(self) -> TransferState:
         if self.error is not None:
-            return State.FAILED
+            return TransferState.FAILED
         if self._bytes_done < self.num_bytes:
             if not self._cancel:
                 self.error = TransferFailed(f"only {self._bytes_done} of {self.num_bytes} bytes were moved")
-                return State.FAILED
-            return State.CANCELLED
-        return State.DONE
+                return TransferState.FAILED
+            return TransferState.CANCELLED
+        return TransferState.DONE
 
-    def _wait(self, is_over: Callable[[], bool], timeout: float) -> None:
+    def _wait(self, is_done: Callable[[], bool], timeout: float) -> None:
         deadline = time.perf_counter() + timeout
         while True:
-            self._settle()
-            if is_over():
+            self._poll()
+            if is_done():
                 return
             left = deadline - time.perf_counter()
             if left <= 0:
                 raise TransferTimeout(
-                    f"{self.way} of {self.num_bytes} bytes: {self._bytes_done} moved after {self.seconds:.3f} s;"
+                    f"{self.direction} of {self.num_bytes} bytes: {self._bytes_done} moved after {self.seconds:.3f} s;"
                     " wait again, or cancel it"
                 )
             with self._lock:
-                asleep = self._driven or not self._open
-                if asleep and not is_over():
+                asleep = self._in_background or not self._open
+                if asleep and not is_done():
                     self._changed = self._changed or threading.Condition(self._lock)
                     self._changed.wait(min(left, 0.1))
             if not asleep:
@@ -208,16 +208,18 @@ class Transfer:
     def _pause(self) -> None:
         """Nap while there are steps to come, or nothing happens; before the end, look for it and do nothing else."""
         with self._lock:
-            mark = self._open[0].mark if 0 < len(self._open) <= 2 else None
-        if mark is not None and time.perf_counter() - self._moved < EAGER:
-            mark.watch(LOOK)
+            completion = self._open[0].completion if 0 < len(self._open) <= 2 else None
+        if completion is not None and time.perf_counter() - self._moved < SPIN_WINDOW_S:
+            completion.spin(SPIN_S)
         else:
-            time.sleep(NAP)
+            time.sleep(POLL_S)
 
     def _raise(self) -> None:
-        if self._state is State.FAILED:
+        if self._state is TransferState.FAILED:
             if isinstance(self.error, TransferError):
                 raise self.error
-            raise TransferFailed(f"{self.way} of {self.num_bytes} bytes failed: {self.error}") from self.error
-        if self._state is State.CANCELLED:
-            raise TransferCancelled(f"{self.way} was cancelled after {self._bytes_done} of {self.num_bytes} bytes")
+            raise TransferFailed(f"{self.direction} of {self.num_bytes} bytes failed: {self.error}") from self.error
+        if self._state is TransferState.CANCELLED:
+            raise TransferCancelled(
+                f"{self.direction} was cancelled after {self._bytes_done} of {self.num_bytes} bytes"
+            )

@@ -9,14 +9,14 @@ from typing import Any
 from transformers import TextStreamer
 
 from kvweave.cli.run.engine import Engine
-from kvweave.cli.run.text import Message, Text
-from kvweave.cli.run.words import reuse_words
+from kvweave.cli.run.format_outcomes import format_reuse
+from kvweave.cli.run.text import Message, TextCodec
 
 QUIT = ("/quit", "/exit")
 PROMPT = "you> "
 
 
-def converse(engine: Engine, text: Text, said: Iterable[str], tell: Callable[[str], None]) -> None:
+def converse(engine: Engine, text: TextCodec, said: Iterable[str], tell: Callable[[str], None]) -> None:
     """Answer each line with the whole conversation as the prompt; what was reused is said after each answer."""
     messages: list[Message] = []
     for turn, line in enumerate(said, 1):
@@ -24,7 +24,7 @@ def converse(engine: Engine, text: Text, said: Iterable[str], tell: Callable[[st
         streamer = TextStreamer(text, skip_prompt=True, skip_special_tokens=True)
         answer = engine.ask(f"turn {turn}", text.chat(messages), streamer)
         messages.append(("assistant", text.decode(answer).strip()))
-        tell(reuse_words(engine.outcomes[-1]))
+        tell(format_reuse(engine.outcomes[-1]))
 
 
 def lines() -> Iterator[str]:

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvweave.cli.report import report_html
-from kvweave.cli.run import options as option
-from kvweave.cli.run.request import DEFAULT_SIZE, Result, RunRequest, written
-from kvweave.cli.run.words import requests_table, store_words, sum_words, unequal_words
-from kvweave.cli.run.workload import Size
+from kvweave.cli.run import run_options as option
+from kvweave.cli.run.format_outcomes import format_mismatches, format_store, format_total, requests_table
+from kvweave.cli.run.run_request import DEFAULT_SIZE, RunRequest, RunResult, written
+from kvweave.cli.run.workload import WorkloadSize
 from kvweave.cli.table import console
 from kvweave.errors import MissingExtra
 
@@ -65,7 +65,7 @@ def run_command(
             prompts=tuple(prompt or ()),
             chat=chat,
             workload=workload,
-            size=Size(parties, turns, shared_tokens, turn_tokens),
+            size=WorkloadSize(parties, turns, shared_tokens, turn_tokens),
             memory=memory,
             compare=compare,
             max_new_tokens=max_new_tokens,
@@ -86,16 +86,16 @@ def run_command(
         written(report, report_html(result))
         print(f"wrote {report}", file=sys.stderr)
     if result.outcomes.unequal:
-        print("kvweave:", unequal_words(result.outcomes, result.answer.dtype), file=sys.stderr)
+        print("kvweave:", format_mismatches(result.outcomes, result.answer.dtype), file=sys.stderr)
         raise typer.Exit(1)
 
 
-def run_with_progress(request: RunRequest) -> Result:
+def run_with_progress(request: RunRequest) -> RunResult:
     """Run it; on a terminal, a bar shows how far it is."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        from kvweave.cli.run.session import run  # noqa: PLC0415  (torch and transformers: an extra, and seconds to load)
+        from kvweave.cli.run.runner import run  # noqa: PLC0415  (torch and transformers: an extra, and seconds to load)
     except ModuleNotFoundError as error:
         raise MissingExtra("kvweave run", "transformers", error.name) from error
     columns = (
@@ -115,9 +115,9 @@ def run_with_progress(request: RunRequest) -> Result:
         return run(request, on_request, lambda words: print(f"[{words}]"))
 
 
-def print_result(result: Result) -> None:
+def print_result(result: RunResult) -> None:
     out = console()
-    out.print(heading_words(result), style="bold")
+    out.print(format_heading(result), style="bold")
     for line in result.about:
         out.print(line)
     for number, said in enumerate(result.said, 1):
@@ -127,11 +127,11 @@ def print_result(result: Result) -> None:
     if result.outcomes.each:
         out.print(requests_table(result.outcomes, with_store=result.store is not None))
         out.print()
-    for line in [*sum_words(result.outcomes), *store_words(result)]:
+    for line in [*format_total(result.outcomes), *format_store(result)]:
         out.print(line)
 
 
-def heading_words(result: Result) -> str:
+def format_heading(result: RunResult) -> str:
     plan = result.answer.plan
     groups = ", ".join(f"{group.tag} ({len(group.layers)})" for group in plan.groups)
     return f"{result.name}: {result.num_parameters / 1e6:,.1f}M parameters, {result.answer.dtype}, layers {groups}"

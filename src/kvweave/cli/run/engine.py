@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvweave.cli.run.outcome import Outcome, Plain
+from kvweave.cli.run.outcome import BaselineOutcome, RequestOutcome
 from kvweave.integrations.transformers import KVWeave
 
 WARM_UP_TOKENS = 8
@@ -20,7 +20,7 @@ class Engine:
 
     def __init__(self, weave: KVWeave, max_new_tokens: int, compare: bool) -> None:
         self.weave, self.compare = weave, compare
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RequestOutcome] = []
         pad = weave.model.generation_config.pad_token_id
         self._options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -46,7 +46,7 @@ class Engine:
         record = self.weave.records[-1]
         plain = self._plain(ids, mask, answer) if self.compare else None
         self.outcomes.append(
-            Outcome(
+            RequestOutcome(
                 who,
                 record.prompt_tokens,
                 record.reused_tokens,
@@ -60,7 +60,7 @@ class Engine:
         tokens: list[int] = answer.sequences[0, ids.shape[1] :].tolist()
         return tokens
 
-    def _plain(self, ids: torch.Tensor, mask: torch.Tensor, ours: Any) -> Plain:
+    def _plain(self, ids: torch.Tensor, mask: torch.Tensor, ours: Any) -> BaselineOutcome:
         start = time.perf_counter()
         with _first_forward(self.weave.model) as first:
             theirs = self.weave.model.generate(ids, attention_mask=mask, **self._options)
@@ -68,7 +68,7 @@ class Engine:
         at = _differs_at(ours.sequences[0, ids.shape[1] :].tolist(), theirs.sequences[0, ids.shape[1] :].tolist())
         same = slice(None if at is None else at + 1)
         gap = max(float((a - b).abs().max()) for a, b in zip(ours.logits[same], theirs.logits[same], strict=False))
-        return Plain(first[0] - start, end - start, at, gap)
+        return BaselineOutcome(first[0] - start, end - start, at, gap)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class BaselineOutcome:
     """The same request without reuse: transformers' own cache, new each time.
 
     `differs_at` is the first new token that is another one, None where all are equal; `logit_difference` is the largest
@@ -22,7 +22,7 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """One request: tokens of its prompt, how many of them were found, and the time to its first token and its end."""
 
     who: str
@@ -31,7 +31,7 @@ class Outcome:
     new_tokens: int
     first_token_seconds: float
     seconds: float
-    plain: Plain | None = None
+    plain: BaselineOutcome | None = None
     stored_tokens: int = 0
     """Of those found, the ones that came from the store."""
 
@@ -51,13 +51,13 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class RunOutcomes:
     """All requests of a run, in order."""
 
-    each: tuple[Outcome, ...]
+    each: tuple[RequestOutcome, ...]
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome]) -> Outcomes:
+    def of(cls, outcomes: Sequence[RequestOutcome]) -> RunOutcomes:
         return cls(tuple(outcomes))
 
     @property
@@ -104,7 +104,7 @@ class Outcomes:
         return sum(o.plain.seconds - o.seconds for o in self.each if o.plain) if self.compared else None
 
     @property
-    def unequal(self) -> list[Outcome]:
+    def unequal(self) -> list[RequestOutcome]:
         return [outcome for outcome in self.each if not outcome.is_equal]
 
     @property

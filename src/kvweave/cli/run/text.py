@@ -9,7 +9,7 @@ Message = tuple[str, str]
 """Who said it (`user`, `assistant`), and what."""
 
 
-class Text(Protocol):
+class TextCodec(Protocol):
     """Turns text into tokens and back, and a conversation into the prompt of its next answer."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -19,7 +19,7 @@ class Text(Protocol):
     def chat(self, messages: Sequence[Message]) -> list[int]: ...
 
 
-class Bytes:
+class ByteTokenizer:
     """A token a byte of UTF-8, behind padding, start and end. Other tokens are nothing that can be read."""
 
     name = "bytes"

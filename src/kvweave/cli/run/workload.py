@@ -11,27 +11,27 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from kvweave.cli.run import prose
-from kvweave.cli.run.text import Text
+from kvweave.cli.run import synthetic_text
+from kvweave.cli.run.text import TextCodec
 from kvweave.errors import ConfigError
 
 Write = Callable[[Random], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class WorkloadRequest:
     """One request: who makes it, and its whole prompt."""
 
     who: str
     prompt: list[int]
 
 
-Asks = Generator[Ask, list[int], None]
+WorkloadRequests = Generator[WorkloadRequest, list[int], None]
 """Yields requests; is sent the answer to each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class WorkloadSize:
     """Agents, conversations or documents; turns of each; tokens that they share, or of each document; of each turn."""
 
     parties: int
@@ -53,10 +53,10 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class PromptWriter:
     """Writes tokens, a seed decides which."""
 
-    text: Text
+    text: TextCodec
     random: Random
 
     def __call__(self, start: str, write: Write, num_tokens: int) -> list[int]:
@@ -67,42 +67,48 @@ class Writer:
         return tokens[:num_tokens]
 
 
-def agents(writer: Writer, size: Size) -> Asks:
-    system = writer("You are an agent. Use the tools below, one at a time.\n", prose.tool, size.shared_tokens)
-    return _histories(writer, size, system, "agent", "\ntool result: ", prose.tool_result)
+def agents(writer: PromptWriter, size: WorkloadSize) -> WorkloadRequests:
+    system = writer("You are an agent. Use the tools below, one at a time.\n", synthetic_text.tool, size.shared_tokens)
+    return _histories(writer, size, system, "agent", "\ntool result: ", synthetic_text.tool_result)
 
 
-def chat(writer: Writer, size: Size) -> Asks:
-    system = writer("You answer questions, briefly and kindly.\n", prose.sentence, size.shared_tokens)
-    return _histories(writer, size, system, "chat", "\nuser: ", prose.question)
+def chat(writer: PromptWriter, size: WorkloadSize) -> WorkloadRequests:
+    system = writer("You answer questions, briefly and kindly.\n", synthetic_text.sentence, size.shared_tokens)
+    return _histories(writer, size, system, "chat", "\nuser: ", synthetic_text.question)
 
 
-def _histories(writer: Writer, size: Size, system: list[int], party: str, start: str, write: Write) -> Asks:
+def _histories(
+    writer: PromptWriter, size: WorkloadSize, system: list[int], party: str, start: str, write: Write
+) -> WorkloadRequests:
     """Each party in turn adds to its history, which begins with the system prompt that all share."""
     histories = [list(system) for _ in range(size.parties)]
     for turn in range(size.turns):
         for number, history in enumerate(histories):
             history.extend(writer(start, write, size.turn_tokens))
-            answer = yield Ask(f"{party} {number + 1}, turn {turn + 1}", list(history))
+            answer = yield WorkloadRequest(f"{party} {number + 1}, turn {turn + 1}", list(history))
             history.extend(answer)
 
 
-def rag(writer: Writer, size: Size) -> Asks:
-    system = writer("Answer from the document alone.\n", prose.sentence, max(1, size.shared_tokens // 8))
+def rag(writer: PromptWriter, size: WorkloadSize) -> WorkloadRequests:
+    system = writer("Answer from the document alone.\n", synthetic_text.sentence, max(1, size.shared_tokens // 8))
     documents = [
-        system + writer(f"document {number + 1}: ", prose.sentence, size.shared_tokens)
+        system + writer(f"document {number + 1}: ", synthetic_text.sentence, size.shared_tokens)
         for number in range(size.parties)
     ]
     order = [(question, number) for question in range(size.turns) for number in range(size.parties)]
     for question, number in order:
-        asked = writer("\nquestion: ", prose.question, size.turn_tokens)
-        yield Ask(f"document {number + 1}, question {question + 1}", documents[number] + asked)
+        asked = writer("\nquestion: ", synthetic_text.question, size.turn_tokens)
+        yield WorkloadRequest(f"document {number + 1}, question {question + 1}", documents[number] + asked)
 
 
-WORKLOADS: dict[str, Callable[[Writer, Size], Asks]] = {"agents": agents, "chat": chat, "rag": rag}
+WORKLOADS: dict[str, Callable[[PromptWriter, WorkloadSize], WorkloadRequests]] = {
+    "agents": agents,
+    "chat": chat,
+    "rag": rag,
+}
 
 
-def play(asks: Asks, answer: Callable[[Ask], list[int]]) -> Iterator[Ask]:
+def play(asks: WorkloadRequests, answer: Callable[[WorkloadRequest], list[int]]) -> Iterator[WorkloadRequest]:
     """Put each request to `answer`, tell the workload, and yield the request when that is done."""
     try:
         ask = next(asks)

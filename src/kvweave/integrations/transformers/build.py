@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from kvweave.errors import CannotServe
-from kvweave.integrations.transformers.layers.attention import Attention, Indexed
-from kvweave.integrations.transformers.layers.compressed import Compressed, Compressor
-from kvweave.integrations.transformers.layers.states import Hybrid, Linear, State
-from kvweave.integrations.transformers.memory import MakeLayer
-from kvweave.integrations.transformers.past import Past
-from kvweave.integrations.transformers.rows import Rows, keys_and_values, rows_of
+from kvweave.integrations.transformers.layers.attention_layers import AttentionLayer, IndexedLayer
+from kvweave.integrations.transformers.layers.compressed_layer import CompressedLayer, Compressor
+from kvweave.integrations.transformers.layers.state_layers import HybridLayer, LayerState, LinearLayer
+from kvweave.integrations.transformers.paged_cache import PagedCache
+from kvweave.integrations.transformers.paged_memory import MakeLayer
+from kvweave.integrations.transformers.paged_rows import PagedRows, keys_and_values, rows_of
 from kvweave.integrations.transformers.support import Entry, Served
 from kvweave.tensor import Arena, RoleView
 
@@ -38,7 +38,7 @@ def attention_of(arena: Arena, entry: Entry) -> dict[str, Any]:
     return {}
 
 
-def only_rows(arena: Arena, layer: int, tag: str) -> tuple[str, Rows]:
+def only_rows(arena: Arena, layer: int, tag: str) -> tuple[str, PagedRows]:
     """A cache of one role."""
     (view,) = arena.layer(layer, tag).roles.values()
     return tag, rows_of(view)
@@ -49,8 +49,8 @@ def state_views(arena: Arena, entry: Entry) -> list[tuple[str, RoleView]]:
     return [(tag, view) for tag in tags for view in arena.layer(entry.layer, tag).roles.values()]
 
 
-def states(views: list[tuple[str, RoleView]]) -> list[State]:
-    return [State(tag, view.role.name, view.tensor) for tag, view in views]
+def states(views: list[tuple[str, RoleView]]) -> list[LayerState]:
+    return [LayerState(tag, view.role.name, view.tensor) for tag, view in views]
 
 
 def attention(arena: Arena, entry: Entry) -> MakeLayer:
@@ -58,7 +58,7 @@ def attention(arena: Arena, entry: Entry) -> MakeLayer:
         return lambda _: entry.reference
     window = getattr(entry.reference, "sliding_window", None)
     arguments = attention_of(arena, entry)
-    return lambda past: Attention(past, window=window, **arguments)
+    return lambda past: AttentionLayer(past, window=window, **arguments)
 
 
 def indexed(arena: Arena, entry: Entry) -> MakeLayer:
@@ -66,18 +66,18 @@ def indexed(arena: Arena, entry: Entry) -> MakeLayer:
     for cache in entry.caches:
         if cache.reach.per_token and len(cache.roles) == 1:
             arguments[cache.roles[0].name] = only_rows(arena, entry.layer, cache.tag)
-    return lambda past: Indexed(past, **arguments)
+    return lambda past: IndexedLayer(past, **arguments)
 
 
 def linear(arena: Arena, entry: Entry) -> MakeLayer:
     views = state_views(arena, entry)
-    return lambda past: Linear(past, states(views))
+    return lambda past: LinearLayer(past, states(views))
 
 
 def hybrid(arena: Arena, entry: Entry) -> MakeLayer:
     views, arguments = state_views(arena, entry), attention_of(arena, entry)
     window = getattr(entry.reference, "sliding_window", None)
-    return lambda past: Hybrid(past, states(views), window=window, **arguments)
+    return lambda past: HybridLayer(past, states(views), window=window, **arguments)
 
 
 def compressed(arena: Arena, entry: Entry) -> MakeLayer:
@@ -89,10 +89,10 @@ def compressed(arena: Arena, entry: Entry) -> MakeLayer:
     rows = partial(only_rows, arena, entry.layer)
     kept = {name: (rows(tag), rows(f"{tag}_state"), f"{tag}_overlap") for name, tag in tags.items()}
 
-    def make(past: Past) -> Compressed:
+    def make(past: PagedCache) -> CompressedLayer:
         overlaps = {state.tag: state for state in states(state_views(arena, entry))}
         compressors = {n: Compressor(own, waiting, overlaps.get(tag)) for n, (own, waiting, tag) in kept.items()}
-        return Compressed(past, rate, compressors, window=window, **arguments)
+        return CompressedLayer(past, rate, compressors, window=window, **arguments)
 
     return make
 

@@ -29,10 +29,10 @@ OTHER_CACHES = ("quantized", "paged")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class GenerateCall:
     """One call. `options` is what `model.generate` gets beside the prompts and a past.
 
-    Where `aside` gives a reason, pages do not serve it.
+    Where `fallback` gives a reason, pages do not serve it.
     """
 
     prompts: Prompts | None
@@ -41,7 +41,7 @@ class Call:
     extras: tuple[str, ...] = ()
     images: Images | None = None
     prefill_tokens: int | None = None
-    aside: str = ""
+    fallback: str = ""
 
 
 class CallReader:
@@ -55,31 +55,31 @@ class CallReader:
         self._named = set(self._positional)
         self._forward = set(inspect.signature(model.forward).parameters)
 
-    def read(self, inputs: tuple[Any, ...], options: dict[str, Any], namespace: Hashable = "") -> Call:
+    def read(self, inputs: tuple[Any, ...], options: dict[str, Any], namespace: Hashable = "") -> GenerateCall:
         """Read a call; `BadTokens` where its prompts are no tokens."""
         options = {**dict(zip(self._positional, inputs, strict=False)), **options}
         mask = options.pop("attention_mask", None)
-        aside = self._aside(options)
+        fallback = self._fallback(options)
         ids = options.pop("inputs", None)
         ids = options.pop("input_ids", None) if ids is None else ids
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
             raise BadTokens(f"generate takes input_ids [batch, tokens], one row a prompt; got {_shown(ids)}")
-        if aside:
+        if fallback:
             given = {"inputs": ids, **options}
-            return Call(None, given if mask is None else {**given, "attention_mask": mask}, aside=aside)
+            return GenerateCall(None, given if mask is None else {**given, "attention_mask": mask}, fallback=fallback)
         pad = self._pad_token(options)
         if mask is None and _has_holes(ids, pad):
             reason = f"the padding token {pad} is in the midst of a prompt, and no attention_mask was given"
-            return Call(None, {"inputs": ids, **options}, aside=reason)
+            return GenerateCall(None, {"inputs": ids, **options}, fallback=reason)
         prompts = self.prompts(ids, mask, pad)
         whole = {"inputs": ids, "attention_mask": prompts.mask, **options}
-        extras = self._take_natural(prompts, options)
+        extras = self._take_default(prompts, options)
         others = self._take_inputs(options)
         images = read_images(self._model.config, ids, prompts.mask, others) if others else None
         if isinstance(images, str):
-            return Call(None, whole, aside=images)
+            return GenerateCall(None, whole, fallback=images)
         prefill = self._setting(options, "prefill_chunk_size")
-        return Call(prompts, self._for_pages(options), namespace, extras, images, prefill)
+        return GenerateCall(prompts, self._for_pages(options), namespace, extras, images, prefill)
 
     def prompts(self, ids: torch.Tensor, mask: torch.Tensor | None, pad: int | None = None) -> Prompts:
         """The prompts of a batch; without a mask or a padding token there is no padding."""
@@ -100,7 +100,7 @@ class CallReader:
         values = (getattr(config, name, None) for config in configs)
         return next((value for value in values if value is not None), None)
 
-    def _aside(self, options: dict[str, Any]) -> str:
+    def _fallback(self, options: dict[str, Any]) -> str:
         """Why pages do not serve a call; '' if they do."""
         config = options.get("generation_config")
         if options.get("use_cache") is False or getattr(config, "use_cache", None) is False:
@@ -126,13 +126,13 @@ class CallReader:
         ends = end.tolist() if isinstance(end, torch.Tensor) else end
         return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
 
-    def _take_natural(self, prompts: Prompts, options: dict[str, Any]) -> tuple[str, ...]:
+    def _take_default(self, prompts: Prompts, options: dict[str, Any]) -> tuple[str, ...]:
         """Take inputs out of the options that say nothing new; returns those that are zeros and yet count.
 
         Zeros of `token_type_ids` are added to what some models compute (GPT-2): they are given to every forward, and
         such prompts are kept apart. Zeros of `mm_token_type_ids` say that there is no image.
         """
-        if (positions := options.pop("position_ids", None)) is not None and not _are_natural(positions, prompts):
+        if (positions := options.pop("position_ids", None)) is not None and not _are_default(positions, prompts):
             raise BadTokens(
                 "generate takes no position_ids but those that transformers counts by itself (0, 1, 2, ... from the"
                 " first token after padding): a prefix is found by its tokens"
@@ -176,7 +176,7 @@ def _has_holes(ids: torch.Tensor, pad: int | None) -> bool:
     return bool((tokens[:, 1:] < tokens[:, :-1]).any()) or not bool(tokens[:, -1].all())
 
 
-def _are_natural(positions: object, prompts: Prompts) -> bool:
+def _are_default(positions: object, prompts: Prompts) -> bool:
     """Whether these are the positions of the tokens, on every axis; those of padding are nobody's."""
     if not isinstance(positions, torch.Tensor) or positions.shape[-1] != prompts.width:
         return False

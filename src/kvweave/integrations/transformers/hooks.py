@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from kvweave.errors import BadCall, BadTokens
-from kvweave.integrations.transformers.memory import PagedMemory
-from kvweave.integrations.transformers.past import Past
+from kvweave.integrations.transformers.paged_cache import PagedCache
+from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.support import Served
 
 COMPILED = (
@@ -45,7 +45,7 @@ class ForwardHooks:
 
     def before(self, module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], Any] | None:
         """Begin a step, if the model is called with a past of ours; its inputs are then given by name."""
-        if not any(isinstance(given, Past) for given in (*args, *options.values())):
+        if not any(isinstance(given, PagedCache) for given in (*args, *options.values())):
             return None
         if torch.compiler.is_compiling() or "_orig_mod" in module._modules:
             raise BadCall(COMPILED)
@@ -73,10 +73,10 @@ class ForwardHooks:
             else:
                 past.finish()
 
-    def _own(self, options: dict[str, Any]) -> Past | None:
+    def _own(self, options: dict[str, Any]) -> PagedCache | None:
         """The past of a call, if it is of this memory."""
         past = options.get(self._cache_name)
-        return past if isinstance(past, Past) and past.memory is self._memory() else None
+        return past if isinstance(past, PagedCache) and past.memory is self._memory() else None
 
     def _without(self, length: int, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
         """A first call with whole prompts, as some ways to generate make it: only what comes after `length` is new."""

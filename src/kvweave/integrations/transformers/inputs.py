@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from kvweave.integrations.transformers.step import Numbers
+from kvweave.integrations.transformers.batch_step import Numbers
 
 NO_INPUTS = ("input_ids", "labels", "logits_to_keep", "cache_position")
 """Tensors that a forward may be given, and that change no row of a cache."""
 
 
-def are_natural(inputs: Mapping[str, Any], pads: Numbers, start: int, end: int) -> bool:
+def are_default(inputs: Mapping[str, Any], pads: Numbers, start: int, end: int) -> bool:
     """Whether a forward over columns `[start, end)` gets what `generate` would give it: then its rows are for anybody.
 
     Row i has `pads[i]` columns of padding; its other tokens are all seen, and numbered from 0 on.

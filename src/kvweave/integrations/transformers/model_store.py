@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.errors import StoreError
-from kvweave.integrations.places import open_store
+from kvweave.integrations.open_store import open_store
 from kvweave.integrations.transformers.identity import Identity
-from kvweave.integrations.transformers.keeping import Keeper
-from kvweave.integrations.transformers.memory import PagedMemory
+from kvweave.integrations.transformers.paged_memory import PagedMemory
+from kvweave.integrations.transformers.store_sync import StoreSync
 from kvweave.integrations.transformers.support import Served
 from kvweave.plan import Plan
 from kvweave.spec import LayerCache, ModelSpec, Window
@@ -30,9 +30,9 @@ class ModelStore:
     spec: ModelSpec
     served: Served
 
-    def keeper(self, model: Any, memory: PagedMemory, weights: str | None, wait_s: float) -> Keeper:
+    def store_sync(self, model: Any, memory: PagedMemory, weights: str | None, wait_s: float) -> StoreSync:
         identity = Identity(model, self.spec, memory.watch, weights)
-        return Keeper(self.store, memory.core, memory.arena, identity, wait_s=wait_s, close=self.close)
+        return StoreSync(self.store, memory.core, memory.arena, identity, wait_s=wait_s, close=self.close)
 
     def close(self) -> None:
         if self.is_ours:
@@ -60,7 +60,7 @@ def _check(given: Schema, spec: ModelSpec, grid: int) -> None:
         )
     own = Schema.of(spec, chunk_tokens=given.chunk_tokens, parts=given.parts)
     if own != given:
-        here, there = (", ".join(dict.fromkeys(row.tag for row in schema.rows)) for schema in (own, given))
+        here, there = (", ".join(dict.fromkeys(shard.tag for shard in schema.shards)) for schema in (own, given))
         raise StoreError(
             f"the store is open for another model, or other dtypes: groups {there} there, {here} here; open it with"
             " Schema.of(examine(model).spec), or let KVWeave open it"

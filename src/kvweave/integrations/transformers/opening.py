@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvweave.cache import Sequence
 from kvweave.integrations.transformers.images import Images, own_positions
-from kvweave.integrations.transformers.memory import PagedMemory
-from kvweave.integrations.transformers.past import Past
+from kvweave.integrations.transformers.paged_cache import PagedCache
+from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.prefill import prefill
 from kvweave.integrations.transformers.prompts import Prompt, Prompts
 from kvweave.integrations.transformers.support import Served
 from kvweave.integrations.transformers.watch import ModelVersion
 
 if TYPE_CHECKING:
-    from kvweave.integrations.transformers.keeping import Keeper
+    from kvweave.integrations.transformers.store_sync import StoreSync
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,9 +27,9 @@ class Opener:
     model: Any
     served: Served
     memory: PagedMemory
-    past_class: Any
+    cache_class: Any
     counts_padding: bool
-    keeper: Keeper | None
+    store_sync: StoreSync | None
 
     def open(
         self,
@@ -38,7 +38,7 @@ class Opener:
         prefill_tokens: int,
         extras: tuple[str, ...] = (),
         images: Images | None = None,
-    ) -> Past:
+    ) -> PagedCache:
         """Open a sequence a row and compute what is missing of all but the last token; all or nothing."""
         positions = (
             own_positions(self.model, prompts.ids, prompts.mask, images) if self.served.takes_positions else None
@@ -47,24 +47,28 @@ class Opener:
         longest = max(len(prompt.tokens) for prompt in rows)
         rope_range = rope.range_of(longest)
         rope.restart()
-        visit = self.keeper.visit() if self.keeper and not images else None
-        version = None if visit else self.memory.watch.look()
+        store_batch = self.store_sync.store_batch() if self.store_sync and not images else None
+        version = None if store_batch else self.memory.watch.look()
         sequences: list[Sequence] = []
         try:
-            with rope.pretending(longest):
+            with rope.with_length(longest):
                 for number, row in enumerate(rows):
                     own = None if positions is None else positions[..., number : number + 1, -len(row.tokens) :]
                     prompt = replace(row, rope_range=rope_range, images=images, positions=own)
-                    sequence, points = visit.open(prompt) if visit else (self._open_one(prompt, version), ())
+                    sequence, points = (
+                        store_batch.open(prompt) if store_batch else (self._open_one(prompt, version), ())
+                    )
                     sequences.append(sequence)
-                    on_point = partial(visit.capture, sequence) if visit else bool
-                    past = self.past_class(self.memory, [sequence], sequence.length, rope_range=rope_range)
+                    on_point = partial(store_batch.capture, sequence) if store_batch else bool
+                    past = self.cache_class(self.memory, [sequence], sequence.length, rope_range=rope_range)
                     prefill(self.model, self.served, past, prompt, prefill_tokens, points, on_point)
         except BaseException:
             for sequence in sequences:
                 self.memory.core.close(sequence)
             raise
-        opened: Past = self.past_class(self.memory, sequences, prompts.width - 1, visit, rope_range=rope_range)
+        opened: PagedCache = self.cache_class(
+            self.memory, sequences, prompts.width - 1, store_batch, rope_range=rope_range
+        )
         opened.expects_prompts, opened.positions = True, positions
         return opened
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvweave.cache import Sequence
-from kvweave.integrations.transformers.past import Past
+from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.prompts import Prompt
 from kvweave.integrations.transformers.support import Served
 from kvweave.prefix import Retention
@@ -31,7 +31,7 @@ def retention(served: Served, unit: int = 1) -> Retention:
 def prefill(
     model: Any,
     served: Served,
-    past: Past,
+    past: PagedCache,
     prompt: Prompt,
     most: int,
     points: SequenceOf[int] = (),
@@ -59,21 +59,23 @@ def prefill(
             if prompt.positions is not None:
                 beside["position_ids"] = prompt.positions[..., start:end]
             model(**{**_inputs(served, past, ids, mask, start, end), **beside})
-            past.settle()
+            past.commit_pending()
             if end in points:
                 on_point()
     finally:
-        past.hand_over()
+        past.release_rows()
 
 
-def _fitting(past: Past, sequence: Sequence, most: int) -> int:
+def _fitting(past: PagedCache, sequence: Sequence, most: int) -> int:
     """At most so many tokens at once: fewer, where pages are short and windows would need many for a long piece."""
     while most > 1 and not past.core.can_extend(sequence, most):
         most = -(-most // 2)
     return most
 
 
-def _inputs(served: Served, past: Past, ids: torch.Tensor, mask: torch.Tensor, start: int, end: int) -> dict[str, Any]:
+def _inputs(
+    served: Served, past: PagedCache, ids: torch.Tensor, mask: torch.Tensor, start: int, end: int
+) -> dict[str, Any]:
     """What `generate` would call the model with for the tokens [start, end)."""
     inputs = {"input_ids": ids[:, start:end], served.cache_name: past, "use_cache": True}
     if served.cache_name == "past_key_values":

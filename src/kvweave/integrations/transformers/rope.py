@@ -26,7 +26,7 @@ class LengthRope:
     def __init__(self, model: Any) -> None:
         self._modules = [module for module in model.modules() if _changing(module)]
         self._rules = sorted({rule for module in self._modules for rule in _rules(module)})
-        self.pretended: int | None = None
+        self.forced_length: int | None = None
         """The length that every forward is computed for now, whatever its positions are."""
 
     @property
@@ -51,7 +51,7 @@ class LengthRope:
                     setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
     @contextmanager
-    def pretending(self, length: int) -> Iterator[None]:
+    def with_length(self, length: int) -> Iterator[None]:
         """Forwards within have the frequencies of a call of so many tokens.
 
         The embedding is asked for one position more, the last one of such a call, and the answer for it is cut off;
@@ -73,11 +73,11 @@ class LengthRope:
                 module.register_forward_hook(one_less),
             )
         ]
-        self.pretended = length
+        self.forced_length = length
         try:
             yield
         finally:
-            self.pretended = None
+            self.forced_length = None
             for handle in handles:
                 handle.remove()
 

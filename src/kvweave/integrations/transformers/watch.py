@@ -25,7 +25,7 @@ import torch
 PROBES = 64
 """Tensors of which an element is read, evenly spread over the model."""
 
-BESIDE_THE_POINT = {
+IGNORED_CONFIG_FIELDS = {
     "_name_or_path",
     "architectures",
     "dtype",
@@ -139,5 +139,5 @@ def config_digest(config: Any) -> str:
 
 def _facts(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _facts(inner) for name, inner in value.items() if name not in BESIDE_THE_POINT}
+        return {str(name): _facts(inner) for name, inner in value.items() if name not in IGNORED_CONFIG_FIELDS}
     return value

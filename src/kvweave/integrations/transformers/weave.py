@@ -16,16 +16,16 @@ import torch
 from kvweave.cache import Cache
 from kvweave.errors import BadCall, MissingExtra
 from kvweave.integrations.transformers.build import counts_padding, make_layer
-from kvweave.integrations.transformers.calls import Call, CallReader
+from kvweave.integrations.transformers.calls import CallReader, GenerateCall
+from kvweave.integrations.transformers.core_lock import CoreLock
 from kvweave.integrations.transformers.hooks import ForwardHooks
-from kvweave.integrations.transformers.layers.own import past_class
-from kvweave.integrations.transformers.memory import PagedMemory
+from kvweave.integrations.transformers.layers.model_caches import cache_class
 from kvweave.integrations.transformers.opening import Opener
-from kvweave.integrations.transformers.ownership import CoreOwner
-from kvweave.integrations.transformers.past import Past
+from kvweave.integrations.transformers.paged_cache import PagedCache
+from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.prefill import retention
 from kvweave.integrations.transformers.prompts import Prompts
-from kvweave.integrations.transformers.record import Record, Records, WeaveStats
+from kvweave.integrations.transformers.request_record import RequestRecord, RequestRecords, WeaveStats
 from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.session import Session
 from kvweave.integrations.transformers.support import Served, examine, uncompiled, wrapped
@@ -52,9 +52,9 @@ class KVWeave:
     The model is looked at before each request: what it computed with other weights or adapters is not reused. A
     PeftModel, or what `torch.compile` gave, stands for the model inside.
 
-    With a `store` (a directory, a URL, or one that is open: `kvweave.integrations.places`) prefixes outlive the process
-    and are shared with others that have the same model; `weights` names its weights, which else are hashed. A request
-    waits `store_wait_s` for the store at most, and as long again at its end.
+    With a `store` (a directory, a URL, or an open store: `kvweave.integrations.open_store`) prefixes outlive the
+    process and are shared with processes that run the same model; `weights` names its weights, which otherwise are
+    hashed. A request waits at most `store_wait_s` for the store before it computes, and as long again at its end.
     """
 
     def __init__(
@@ -83,27 +83,27 @@ class KVWeave:
                 self.plan, unit = plan_for(opened.served, memory, block_tokens), opened.store.schema.chunk_tokens
             self.core = Cache(self.plan, **{"retention": retention(self.served, unit), **cache_options})
             self.memory = self._make_memory(rope)
-            self._keeper = opened.keeper(self.model, self.memory, weights, store_wait_s) if opened else None
+            self._store_sync = opened.store_sync(self.model, self.memory, weights, store_wait_s) if opened else None
         except BaseException:
             if opened:
                 opened.close()
             raise
         self.arena = self.memory.arena
         self._made_for = self.model.dtype, self.model.device
-        of_past, counting = past_class(self.served.own_cache), counts_padding(self.served)
-        self._opener = Opener(self.model, self.served, self.memory, of_past, counting, self._keeper)
+        of_past, counting = cache_class(self.served.own_cache), counts_padding(self.served)
+        self._opener = Opener(self.model, self.served, self.memory, of_past, counting, self._store_sync)
         self._generate, self._own_generate = self._outermost.generate, self.model.generate
         hooks = ForwardHooks(self.memory, self.served).register(models)
         self._unhook = weakref.finalize(self, _remove, hooks)
         self._unhook.atexit = False
-        self.records = Records()
+        self.records = RequestRecords()
 
     def _make_memory(self, rope: LengthRope) -> PagedMemory:
         name = type(self.model).__name__
         with torch.inference_mode(False):  # tensors made for inference alone could not be written outside of it
             arena = Arena(self.plan, str(self.model.device))
             layers = [make_layer(name, arena, entry) for entry in self.served.entries]
-        return PagedMemory(self.core, arena, layers, CoreOwner(self.core), rope, ModelWatch(self.model))
+        return PagedMemory(self.core, arena, layers, CoreLock(self.core), rope, ModelWatch(self.model))
 
     def _open_store(self, store: str | Path | AnyStore[Any] | None) -> ModelStore | None:
         """Open the store, or say why this model has no use for one."""
@@ -127,24 +127,24 @@ class KVWeave:
 
         Takes `input_ids` (after the model, if you like), `attention_mask` and the options of `model.generate`.
         `namespace` is what must be equal for a prefix to be shared: a tenant. What pages cannot serve (say
-        `use_cache=False`, or `past_key_values`) transformers computes as it is: `records[-1].aside` says why.
+        `use_cache=False`, or `past_key_values`) transformers computes as it is: `records[-1].fallback` says why.
         """
         return self.answer(self.read_call(*inputs, **options))
 
-    def read_call(self, *inputs: Any, namespace: Hashable = "", **options: Any) -> Call:
+    def read_call(self, *inputs: Any, namespace: Hashable = "", **options: Any) -> GenerateCall:
         """What `generate` would do; `BadTokens` where it has no answer. Computes nothing."""
         return self._calls.read(tuple(item for item in inputs if item is not self.model), options, namespace)
 
-    def answer(self, call: Call) -> Any:
+    def answer(self, call: GenerateCall) -> Any:
         """The answer to a call that was read."""
         start = time.perf_counter()
         if call.prompts is None:
             answer = self._generate(**call.options)
-            self.records.append(_record_aside(call, answer, start))
+            self.records.append(_record_fallback(call, answer, start))
             return answer
         self._check_model()
         opening = call.prompts, call.namespace, call.prefill_tokens or self.prefill_tokens, call.extras, call.images
-        with self.memory.owner, uncompiled(self.model):
+        with self.memory.core_lock, uncompiled(self.model):
             with self._opener.open(*opening) as past:
                 given = {**call.options, "attention_mask": call.prompts.mask, self.served.cache_name: past}
                 if past.positions is not None:
@@ -157,7 +157,7 @@ class KVWeave:
 
     def past(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, namespace: Hashable = ""
-    ) -> Past:
+    ) -> PagedCache:
         """All but the last token of each prompt, found or computed, as a transformers cache.
 
         Give it to the model with the last tokens, or to `model.generate` with all of them. It is a context: close it,
@@ -165,7 +165,7 @@ class KVWeave:
         """
         prompts = self._calls.prompts(input_ids, attention_mask, self._calls.pad_token())
         self._check_model()
-        with self.memory.owner, uncompiled(self.model):
+        with self.memory.core_lock, uncompiled(self.model):
             past = self._opener.open(prompts, namespace, self.prefill_tokens)
         past.made_for = self.memory.watch.look()
         return past
@@ -199,16 +199,16 @@ class KVWeave:
     @property
     def store(self) -> AnyStore[Any] | None:
         """The store that prefixes come from and go to, if there is one."""
-        return self._keeper.store if self._keeper else None
+        return self._store_sync.store if self._store_sync else None
 
     def stats(self) -> WeaveStats:
         """All requests so far, and the core's books of this moment."""
-        use = self._keeper.use() if self._keeper else None
-        return self.records.stats(self.core.stats(), use, self._declined)
+        usage = self._store_sync.usage() if self._store_sync else None
+        return self.records.stats(self.core.stats(), usage, self._declined)
 
     def reset(self) -> None:
         """Forget all that is cached."""
-        with self.memory.owner:
+        with self.memory.core_lock:
             self.core.reset()
 
     @property
@@ -218,8 +218,8 @@ class KVWeave:
     def close(self) -> None:
         """Take the hooks off the model and give the memory back; twice is once."""
         self._unhook()
-        if self._keeper and not self.is_closed:
-            self._keeper.close()
+        if self._store_sync and not self.is_closed:
+            self._store_sync.close()
         self.arena.close()
 
     def __enter__(self) -> KVWeave:
@@ -243,17 +243,17 @@ def _remove(hooks: list[Any]) -> None:
         hooks.pop().remove()
 
 
-def _record(prompts: Prompts, past: Past, answer: Any, start: float) -> Record:
+def _record(prompts: Prompts, past: PagedCache, answer: Any, start: float) -> RequestRecord:
     end, sequences = time.perf_counter(), getattr(answer, "sequences", answer)
     new_tokens = (sequences.shape[1] - prompts.width) * len(sequences)
     first = (past.first_token_at or end) - start
-    stored, saving = (past.visit.num_loaded, past.visit.save_seconds) if past.visit else (0, 0.0)
+    stored, saving = (past.store_batch.num_loaded, past.store_batch.save_seconds) if past.store_batch else (0, 0.0)
     reused = past.num_cached + stored
-    return Record(len(prompts), prompts.num_tokens, reused, new_tokens, first, end - start, stored, saving)
+    return RequestRecord(len(prompts), prompts.num_tokens, reused, new_tokens, first, end - start, stored, saving)
 
 
-def _record_aside(call: Call, answer: Any, start: float) -> Record:
+def _record_fallback(call: GenerateCall, answer: Any, start: float) -> RequestRecord:
     ids, seconds = call.options["inputs"], time.perf_counter() - start
     sequences = getattr(answer, "sequences", answer)
     new_tokens = (sequences.shape[1] - ids.shape[1]) * len(sequences)
-    return Record(len(ids), ids.numel(), 0, new_tokens, seconds, seconds, aside=call.aside)
+    return RequestRecord(len(ids), ids.numel(), 0, new_tokens, seconds, seconds, fallback=call.fallback)

@@ -1,0 +1,77 @@
+"""`kvweave plan`: what a model keeps, and how memory is cut for it."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from kvweave.cli import plan_options as option
+from kvweave.cli.json_report import json_report
+from kvweave.cli.option_syntax import PerTag, parse_pools
+from kvweave.cli.plan_request import PlanRequest, answer
+from kvweave.cli.svg import plan_svg
+from kvweave.cli.table import print_plan
+from kvweave.plan import Parallel
+
+
+def plan_command(
+    config: option.Config,
+    *,
+    dtype: option.Dtype = "auto",
+    block_tokens: option.BlockTokens = None,
+    kernel_tokens: option.KernelTokens = None,
+    memory: option.Memory = "80GiB",
+    reserve: option.Reserve = "0",
+    pools: option.Pools = "auto",
+    pool: option.OwnPools = None,
+    layout: option.LayoutName = None,
+    context: option.Context = None,
+    tp: option.Tp = 1,
+    cp: option.Cp = 1,
+    pp: option.Pp = 1,
+    pp_rank: option.PpRank = 0,
+    draft: option.Draft = None,
+    draft_own_groups: option.DraftOwnGroups = False,
+    mtp: option.Mtp = False,
+    explain: option.Explain = False,
+    json: option.Json = False,
+    svg: option.Svg = None,
+) -> None:
+    """Plan the cache of a model: what its layers keep, in which pages, and how many sequences fit.
+
+    Needs neither weights nor a GPU, only the config.json.
+
+    [bold]Examples[/bold]
+
+      kvweave plan qwen3-next-80b
+      kvweave plan ./my-model --memory 40GiB --dtype fp8 --tp 2
+      kvweave plan deepseek-v3.2 --block-tokens 64 --block-tokens indexer=128
+      kvweave plan gemma-3-27b --pool window=20% --svg memory.svg
+      kvweave plan llama-3.1-8b --draft eagle3-llama-3.1-8b --json
+    """
+    found = answer(
+        PlanRequest(
+            config=config,
+            memory=memory,
+            parallel=Parallel(tp, cp, pp, pp_rank=pp_rank),
+            block_tokens=PerTag.parse("--block-tokens", block_tokens or []),
+            kernel_tokens=PerTag.parse("--kernel-tokens", kernel_tokens or []),
+            dtype=dtype,
+            pools=pools,
+            own_pools=tuple(parse_pools(pool or [])),
+            layout=layout,
+            draft=draft,
+            draft_own_groups=draft_own_groups,
+            mtp=mtp,
+            context=context,
+            reserve=reserve,
+        )
+    )
+    if svg is not None:
+        svg.write_text(plan_svg(found), encoding="utf-8")
+        print(f"wrote {svg}", file=sys.stderr)
+    if json:
+        typer.echo(json_report(found, with_explain=explain))
+    else:
+        print_plan(found, with_explain=explain)

@@ -1,0 +1,119 @@
+"""Outcomes in words and tables."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from kvweave.cli.run.outcome import RequestOutcome, RunOutcomes
+from kvweave.cli.run.run_request import RunResult
+from kvweave.cli.table import plain_table
+
+
+def format_seconds(seconds: float) -> str:
+    """`2.31 s`, `87 ms`."""
+    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+def format_speedup(faster: float | None) -> str:
+    return "-" if faster is None else f"{faster:.1f}x"
+
+
+def format_reuse(outcome: RequestOutcome) -> str:
+    """One request in a line."""
+    stored = f" ({outcome.stored_tokens:,} from the store)" if outcome.stored_tokens else ""
+    words = (
+        f"{outcome.reused_tokens:,} of {outcome.prompt_tokens:,} prompt tokens reused{stored}, first token after"
+        f" {format_seconds(outcome.first_token_seconds)}, all {outcome.new_tokens} after"
+        f" {format_seconds(outcome.seconds)}"
+    )
+    if outcome.plain is None:
+        return words
+    equal = "all tokens equal" if outcome.is_equal else "TOKENS DIFFER"
+    return f"{words}; without reuse {format_seconds(outcome.plain.first_token_seconds)}, {equal}"
+
+
+def requests_table(outcomes: RunOutcomes, with_store: bool = False) -> Table:
+    """A line a request; where there is a store, what came from memory and what from there."""
+    table = plain_table()
+    table.add_column("\nrequest", style="bold cyan", no_wrap=True)
+    heads = ["prompt\ntokens", *(["from\nmemory", "from\nstore"] if with_store else ["\nreused"])]
+    heads += ["\ncomputed", "first\ntoken", "\ntotal"]
+    heads += ["without reuse\nfirst token", "\ntotal", "\nfaster", "all tokens\nequal"] if outcomes.compared else []
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for outcome in outcomes.each:
+        table.add_row(outcome.who, *_cells(outcome, with_store))
+    return table
+
+
+def _cells(outcome: RequestOutcome, with_store: bool) -> list[str]:
+    stored, reused = outcome.stored_tokens, outcome.reused_tokens
+    found = (reused - stored, stored) if with_store else (reused,)
+    cells = [f"{number:,}" for number in (outcome.prompt_tokens, *found, outcome.computed_tokens)]
+    cells += [format_seconds(outcome.first_token_seconds), format_seconds(outcome.seconds)]
+    if outcome.plain is None:
+        return cells
+    plain = outcome.plain
+    equal = "yes" if outcome.is_equal else f"NO, from {plain.differs_at}"
+    return [
+        *cells,
+        format_seconds(plain.first_token_seconds),
+        format_seconds(plain.seconds),
+        format_speedup(outcome.faster),
+        equal,
+    ]
+
+
+def format_total(outcomes: RunOutcomes) -> list[str]:
+    """What it came to, a sentence a line."""
+    count = max(1, len(outcomes.each))
+    lines = [
+        f"{outcomes.reused_tokens:,} of {outcomes.prompt_tokens:,} prompt tokens were reused"
+        f" ({outcomes.reused_share:.1%}); {outcomes.prompt_tokens - outcomes.reused_tokens:,} were computed."
+    ]
+    mean = format_seconds(outcomes.first_token_seconds / count)
+    if outcomes.faster is None or outcomes.saved_seconds is None:
+        return [*lines, f"The first token came after {mean} on average."]
+    plain = format_seconds(outcomes.plain_first_token_seconds / count)
+    lines.append(
+        f"The first token came after {mean} on average, {plain} without reuse:"
+        f" {format_speedup(outcomes.faster)} as fast."
+        f" {format_seconds(outcomes.saved_seconds)} saved in all."
+    )
+    if not outcomes.unequal:
+        lines.append(
+            f"All {outcomes.new_tokens:,} generated tokens are equal (logits within {outcomes.logit_difference:.1g})."
+        )
+    return lines
+
+
+def format_store(result: RunResult) -> list[str]:
+    """What came from the store and what went there; what went wrong there, if anything did."""
+    use = result.store
+    if use is None or "declined" in use:
+        return [f"Nothing was stored: {use['declined']}."] if use else []
+    lines = [
+        f"{use['loaded_tokens']:,} tokens came from the store {result.request.store} in"
+        f" {format_seconds(use['load_seconds'])}; {use['stored']:,} blobs went there in"
+        f" {format_seconds(use['save_seconds'])}."
+    ]
+    trouble = {
+        "loads broke off: lost, damaged or late": use["shortened"],
+        "hits found no room in memory": use["no_room"],
+        "blobs were dropped": use["dropped"],
+        "saves took too long": use["late"],
+        "times it failed": use["failed"],
+    }
+    told = [f"{number:,} {what}" for what, number in trouble.items() if number]
+    return [*lines, f"The store: {'; '.join(told)}."] if told else lines
+
+
+def format_mismatches(outcomes: RunOutcomes, dtype: str) -> str:
+    """The line of a failed comparison."""
+    first = outcomes.unequal[0]
+    at = first.plain.differs_at if first.plain else None
+    hint = "" if dtype == "float32" else f"; in {dtype} near ties may fall either way: try --dtype float32"
+    return (
+        f"{len(outcomes.unequal)} of {len(outcomes.each)} answers differ from those without reuse, the first in"
+        f" '{first.who}' at new token {at}{hint}"
+    )

@@ -1,0 +1,77 @@
+"""A run, from the model's directory to the last record. Needs torch and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from random import Random
+from typing import Any
+
+import transformers
+
+from kvweave.cli.plan_request import PlanResult
+from kvweave.cli.run.chat import converse, lines
+from kvweave.cli.run.engine import Engine
+from kvweave.cli.run.load_model import LoadedModel, load
+from kvweave.cli.run.outcome import RunOutcomes
+from kvweave.cli.run.run_request import RunRequest, RunResult
+from kvweave.cli.run.workload import WORKLOADS, PromptWriter, play
+from kvweave.errors import ConfigError
+from kvweave.integrations.transformers import KVWeave, WeaveStats
+
+OnProgress = Callable[[str], None]
+
+
+def run(request: RunRequest, on_request: OnProgress, tell: OnProgress) -> RunResult:
+    """Load, generate, and look at the pages at the end. `on_request` hears of each request that was answered."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    loaded = load(
+        request.source, size=request.parameters, dtype=request.dtype, device=request.device, seed=request.seed
+    )
+    options: dict[str, Any] = {"block_tokens": request.block_tokens, "store": request.store, "weights": request.weights}
+    with KVWeave(loaded.model, request.memory, **options) as weave:
+        _check_length(request, weave)
+        engine = Engine(weave, request.max_new_tokens, request.compare)
+        engine.warm_up()
+        said = _generate(request, loaded, engine, on_request, tell)
+        answer = PlanResult(weave.plan, weave.served.spec, loaded.dtype)
+        snapshot, outcomes = weave.core.contents(), RunOutcomes.of(engine.outcomes)
+        store = _store(weave.stats())
+    return RunResult(request, loaded.name, loaded.about, loaded.num_parameters, answer, outcomes, snapshot, store, said)
+
+
+def _store(stats: WeaveStats) -> dict[str, Any] | None:
+    if stats.store_declined:
+        return {"declined": stats.store_declined}
+    return asdict(stats.store) if stats.store else None
+
+
+def _check_length(request: RunRequest, weave: KVWeave) -> None:
+    longest, most = request.size.longest(request.max_new_tokens), weave.served.spec.max_tokens
+    if not request.prompts and not request.chat and most and longest > most:
+        raise ConfigError(f"the workload grows to {longest:,} tokens, the model ends at {most:,}: make it smaller")
+
+
+def _generate(
+    request: RunRequest, loaded: LoadedModel, engine: Engine, on_request: OnProgress, tell: OnProgress
+) -> tuple[str, ...]:
+    if request.chat:
+        for about in loaded.about:
+            tell(about)
+        converse(engine, loaded.text, lines(), tell)
+        return ()
+    if request.prompts:
+        return tuple(
+            _prompt(loaded, engine, number, text, on_request) for number, text in enumerate(request.prompts, 1)
+        )
+    asks = WORKLOADS[request.played](PromptWriter(loaded.text, Random(request.seed)), request.size)
+    for ask in play(asks, lambda ask: engine.ask(ask.who, ask.prompt)):
+        on_request(ask.who)
+    return ()
+
+
+def _prompt(loaded: LoadedModel, engine: Engine, number: int, text: str, on_request: OnProgress) -> str:
+    answer = engine.ask(f"prompt {number}", loaded.text.encode(text))
+    on_request(f"prompt {number}")
+    return loaded.text.decode(answer)

@@ -1,0 +1,81 @@
+"""Where a store is, in a word: a directory, a daemon's socket, a Redis server, a bucket; one function opens it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvweave.errors import MissingExtra, PlanError, UnknownName
+from kvweave.store import AnyStore, DiskTier, MemoryTier, Schema, Store, Tier, TierPolicy, TierStack
+from kvweave.units import parse_bytes
+
+DISK_BYTES = 20 << 30
+"""Of a directory, where nobody says how much."""
+NEAR_BYTES = 1 << 30
+"""Host memory before a tier that is reached over the network. A disk has the page cache before it."""
+
+
+def open_store(where: str | Path, schema: Schema, *, model: str = "") -> AnyStore[Any]:
+    """The store at `where`. Close it when you are done: what is queued is written then.
+
+    `DIR`, `DIR:SIZE`        a directory of this process, at most SIZE of it (20 GiB)
+    `SOCKET`, `unix://...`   the daemon (`kvweave serve`) that listens there: many processes at once
+    `redis://`, `rediss://`  a Redis server
+    `s3://`, `gs://`, `az://`, `file://`   objects of a bucket, or of a folder
+    """
+    scheme, colon, rest = str(where).partition("://")
+    if not colon:
+        return _daemon(Path(where), schema, model) if Path(where).is_socket() else _directory(str(where), schema)
+    if scheme not in SCHEMES:
+        raise UnknownName("kind of store", scheme, SCHEMES)
+    if scheme == "unix":
+        return _daemon(Path(rest), schema, model)
+    near = MemoryTier(NEAR_BYTES), TierPolicy(inline=True, promote=True)
+    return Store(schema, TierStack(near, (SCHEMES[scheme](str(where)), TierPolicy(write="back"))))
+
+
+@contextmanager
+def _extra(what: str, extra: str) -> Iterator[None]:
+    """Imports that need an extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtra(what, extra, error.name) from error
+
+
+def _directory(where: str, schema: Schema) -> Store:
+    directory, colon, size = where.rpartition(":")
+    try:
+        place = (directory, parse_bytes(size)) if colon and directory else (where, DISK_BYTES)
+    except PlanError:  # a colon of the name's own
+        place = where, DISK_BYTES
+    return Store(schema, TierStack((DiskTier(*place), TierPolicy(write="back"))))
+
+
+def _daemon(socket: Path, schema: Schema, model: str) -> AnyStore[Any]:
+    with _extra("a store behind a daemon", "server"):
+        from kvweave.server import RemoteStore  # noqa: PLC0415 - an extra
+    return RemoteStore(schema, socket, model=model)
+
+
+def _redis(url: str) -> Tier:
+    with _extra(f"a store at {url}", "redis"):
+        from kvweave.store.redis_tier import RedisTier  # noqa: PLC0415 - an extra
+    return RedisTier(url)
+
+
+def _objects(url: str) -> Tier:
+    with _extra(f"a store at {url}", "object"):
+        from kvweave.store.object_tier import ObjectTier  # noqa: PLC0415 - an extra
+    return ObjectTier(url)
+
+
+SCHEMES: dict[str, Callable[[str], Any]] = {
+    "unix": Path,
+    "redis": _redis,
+    "rediss": _redis,
+    **dict.fromkeys(("s3", "gs", "az", "file"), _objects),
+}
+"""By the word before `://`."""

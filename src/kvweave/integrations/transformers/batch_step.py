@@ -1,0 +1,79 @@
+"""A step: which tokens the rows of a batch are about to get, and where in the pages they and their past are.
+
+Rows of a batch are aligned on the right, as transformers pads them:
+
+    column   0        pad              start       end
+    row 0    |........|################|new tokens |      its token p is in column pad + p
+    row 1    |#########################|new tokens |
+
+What a step says of a group is made once and serves all its layers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvweave.cache import Cache
+from kvweave.integrations.transformers.paged_rows import BlockRun, RowSlots
+
+Numbers = NDArray[np.int64]
+
+
+class BatchStep:
+    """The tokens of columns `[start, end)`; `rows` are the rows of the core's tables, `pads` the padding of each."""
+
+    def __init__(
+        self, core: Cache, rows: Numbers, pads: Numbers, start: int, end: int, device: torch.device | str
+    ) -> None:
+        self.core, self.rows, self.pads = core, rows, pads
+        self.start, self.end = start, end
+        self.device = device
+        self._found: dict[tuple[str, int, int, int], RowSlots | BlockRun] = {}
+        self._new: dict[str, RowSlots] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    def new(self, tag: str) -> RowSlots:
+        """Where the rows of this step's tokens go."""
+        if tag not in self._new:
+            self._new[tag] = self.cells(tag, self.start, self.end)
+        return self._new[tag]
+
+    def places(self, tag: str, first: int, last: int, tokens_per_row: int = 1) -> RowSlots | BlockRun:
+        """Where the rows of columns `[first, last)` are, to be read.
+
+        Where several tokens share a row, columns are those of rows.
+        """
+        key = (tag, first, last, tokens_per_row)
+        if key not in self._found:
+            one = len(self.rows) == 1 and not self.pads[0]
+            self._found[key] = (self._blocks if one else self.cells)(tag, first, last, tokens_per_row)
+        return self._found[key]
+
+    def cells(self, tag: str, first: int, last: int, tokens_per_row: int = 1) -> RowSlots:
+        """Each row by itself; padding, and what a window has passed, is in the NULL page."""
+        per_block = self._per_block(tag, tokens_per_row)
+        columns = np.arange(first, last)[None, :] - (self.pads // tokens_per_row)[:, None]
+        slots, offsets = np.divmod(np.maximum(columns, 0), per_block)
+        pages = np.where(columns < 0, 0, self.core.table(tag)[self.rows[:, None], slots])
+        return RowSlots(*self._on_device(np.stack([pages, offsets])).unbind(0))
+
+    def _blocks(self, tag: str, first: int, last: int, tokens_per_row: int) -> BlockRun:
+        per_block = self._per_block(tag, tokens_per_row)
+        pages = self.core.table(tag)[int(self.rows[0]), first // per_block : -(-last // per_block)]
+        return BlockRun(self._on_device(pages), first % per_block, last - first)
+
+    def _per_block(self, tag: str, tokens_per_row: int) -> int:
+        return self.core.plan.group(tag).block_tokens // tokens_per_row
+
+    def _on_device(self, numbers: NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(self.device)
+
+    def live(self, tag: str) -> list[int]:
+        """The page of each row's live state."""
+        pages: list[int] = self.core.table(tag)[self.rows, 0].tolist()
+        return pages

@@ -1,0 +1,113 @@
+"""The rows of a past: sequences of the core, which fork, change places and become shorter as transformers asks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache as TransformersCache
+
+from kvweave.cache import Batch, Copies, Sequence
+from kvweave.errors import BadSequence
+from kvweave.integrations.transformers.batch_step import BatchStep, Numbers
+from kvweave.integrations.transformers.paged_memory import PagedMemory
+from kvweave.tensor import carry_out
+
+
+class CacheRows(TransformersCache):  # type: ignore[misc]
+    """Rows aligned on the right: row i has `columns - pads[i]` tokens. Dropped without a close, the rows are closed."""
+
+    def __init__(self, memory: PagedMemory, sequences: SequenceOf[Sequence], columns: int) -> None:
+        self.memory, self.core, self.arena = memory, memory.core, memory.arena
+        self.sequences = list(sequences)
+        weakref.finalize(self, memory.core_lock.drop, self.sequences).atexit = False
+        self.columns = columns
+        self.num_cached = sum(sequence.num_cached for sequence in sequences)
+        self._batch = Batch(self.sequences)
+        self._pads: Numbers = np.array([columns - sequence.length for sequence in sequences], np.int64)
+        self._step = self._step_to(columns)
+        layers = [make(self) for make in memory.make_layers]
+        TransformersCache.__init__(self, layers=layers)  # also beside a model's own class
+        self._states = [layer for layer in self.layers if getattr(layer, "states", None)]
+
+    def _step_to(self, end: int) -> BatchStep:
+        return BatchStep(self.core, self._batch.rows, self._pads, self.columns, end, self.arena.memory.device)
+
+    def _carry_out(self, copies: Copies) -> None:
+        if copies:
+            self._write_back()
+            carry_out(self.arena, copies)
+
+    def commit_pending(self) -> None:
+        """Commit what was computed."""
+        raise NotImplementedError
+
+    def _write_back(self) -> None:
+        for layer in self._states:
+            for state in layer.states:
+                state.write_back()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes so many: beams, or several answers."""
+        if repeats < 2:
+            raise BadSequence(f"{len(self.sequences)} rows cannot be {repeats} times as many")
+        with self.memory.core_lock:
+            twins = self._forked(repeats - 1)
+            rows = zip(self.sequences, *(twins[n :: repeats - 1] for n in range(repeats - 1)), strict=True)
+            self.sequences[:] = [row for same in rows for row in same]
+            self._regroup(np.repeat(self._pads, repeats))
+
+    def _forked(self, count: int = 1) -> list[Sequence]:
+        """So many twins of each row, those of a row side by side; all or nothing."""
+        self.commit_pending()
+        self._write_back()
+        twins: list[Sequence] = []
+        try:
+            for sequence in self.sequences:
+                new, copies = self.core.fork(sequence, count)
+                twins += new
+                carry_out(self.arena, copies)
+        except BaseException:
+            for twin in twins:
+                self.core.close(twin, keep=False)
+            raise
+        return twins
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i goes on as row `beam_idx[i]` was."""
+        parents = beam_idx.tolist()
+        with self.memory.core_lock:
+            self.commit_pending()
+            self._write_back()
+            carry_out(self.arena, self.core.reorder(self.sequences, parents))
+            self._regroup(self._pads[parents])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these rows go on."""
+        chosen = np.arange(len(self.sequences))[indices.cpu().numpy()].tolist()
+        with self.memory.core_lock:
+            self._write_back()
+            for number in set(range(len(self.sequences))) - set(chosen):
+                self.core.close(self.sequences[number])
+            self.sequences[:] = [self.sequences[number] for number in chosen]
+            self._regroup(self._pads[chosen])
+
+    def _regroup(self, pads: Numbers) -> None:
+        self._batch, self._pads = Batch(self.sequences), pads
+        self._step = self._step_to(self._step.end)
+        for layer in self._states:
+            for state in layer.states:
+                state.unbind()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens; a negative count, as transformers has it."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes back {tokens_to_remove} tokens by a negative count only")
+        if tokens_to_remove:
+            with self.memory.core_lock:
+                for sequence in self.sequences:
+                    carry_out(self.arena, self.core.truncate(sequence, sequence.length + tokens_to_remove))
+                self.columns += tokens_to_remove
+                self._step = self._step_to(self.columns)

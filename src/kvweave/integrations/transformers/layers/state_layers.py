@@ -1,0 +1,107 @@
+"""Recurrent and convolution states: live storage that transformers' own layer code changes in place.
+
+For one row the layer's tensors are views of the row's live page. The pages of several rows are not evenly spaced, so
+these get a working tensor, which is written back when the pages are looked at: a snapshot, a fork, the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from kvweave.integrations.transformers.layers.attention_layers import AttentionLayer
+
+if TYPE_CHECKING:
+    from kvweave.integrations.transformers.paged_cache import PagedCache
+
+CONV, RECURRENT = "conv_states", "recurrent_states"
+
+PLACES = {
+    "conv_state": (CONV, 0),
+    "ssm_state": (RECURRENT, 0),
+    "delayed_value_state": (RECURRENT, 0),
+    "key_conv_state": (CONV, 0),
+    "value_conv_state": (CONV, 1),
+    "attention_conv_state": (CONV, 2),
+    "mlp_conv_state": (CONV, 3),
+    "ple_conv_state": (CONV, 1),
+    "ngram_state": (CONV, 2),
+}
+"""Under which name and number transformers' layers know the states that our specs name."""
+
+
+class LayerState:
+    """One state of one layer: `pages` are all there are, `tensor` is that of the batch, `[batch, ...]`."""
+
+    def __init__(self, tag: str, name: str, pages: torch.Tensor) -> None:
+        self.tag, self.name, self.pages = tag, name, pages
+        self.tensor = pages[:0]
+        self._live: list[int] = []
+
+    def bind(self, live: list[int], fresh: list[int]) -> bool:
+        """Make `tensor` that of these pages; `fresh` rows start from zeros. False where nothing changed."""
+        if live == self._live and not fresh:
+            return False
+        self._live = live
+        self.tensor = self.pages[live[0] : live[0] + 1] if len(live) == 1 else self.pages[live]
+        for row in fresh:
+            self.tensor[row].zero_()
+        return True
+
+    def write_back(self) -> None:
+        if len(self._live) > 1:
+            self.pages[self._live] = self.tensor
+
+    def unbind(self) -> None:
+        """Look at the pages again next time."""
+        self._live = []
+
+
+class LinearLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """A recurrent layer; all it does is transformers' own code on our memory."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, past: PagedCache, states: list[LayerState]) -> None:
+        super().__init__(number_of_states=1 + max((PLACES[state.name][1] for state in states), default=0))
+        self.past, self.states = past, states
+
+    def bind(self, live: Mapping[str, list[int]], fresh: list[int], has_past: bool) -> None:
+        """Before a step: the tensors are those of these pages, and hold something if there is a past."""
+        for state in self.states:
+            if state.bind(live[state.tag], fresh):
+                self._show(state)
+        for number in self.has_previous_state:
+            self.has_previous_state[number] = has_past
+
+    def update_conv_state(self, *state: Any, **named: Any) -> Any:
+        assert self.past.step, "there is one, or an error"
+        return super().update_conv_state(*state, **named)
+
+    def update_recurrent_state(self, *state: Any, **named: Any) -> Any:
+        assert self.past.step, "there is one, or an error"
+        return super().update_recurrent_state(*state, **named)
+
+    def _show(self, state: LayerState) -> None:
+        """Put the tensor of a state where transformers' code looks for it."""
+        kind, number = PLACES[state.name]
+        getattr(self, kind)[number] = state.tensor
+        getattr(self, f"is_{kind}_initialized")[number] = True
+        self.dtype, self.device = state.tensor.dtype, state.tensor.device
+        if kind == CONV:
+            self.conv_kernel_size[number] = state.tensor.shape[-1]
+
+
+class HybridLayer(LinearLayer, AttentionLayer):
+    """Attention and states in one layer."""
+
+    def __init__(self, past: PagedCache, states: list[LayerState], **attention: Any) -> None:
+        AttentionLayer.__init__(self, past, **attention)
+        LinearLayer.__init__(self, past, states)
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """The pages are there."""

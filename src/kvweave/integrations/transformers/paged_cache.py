@@ -1,0 +1,267 @@
+"""The past of a batch, as transformers knows it: a `Cache` whose rows are sequences of ours.
+
+begin     the model is called with new tokens: the last step is committed, room is made for these
+update    each layer writes its rows and reads those it needs
+finish    the model has returned: the tokens are there, but may still be taken back (`crop`)
+fail      or it has not: what the step wrote is void, and the past is of no more use
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvweave.cache import Sequence
+from kvweave.errors import BadCall, BadSequence, BadTokens
+from kvweave.integrations.transformers.batch_step import BatchStep, Numbers
+from kvweave.integrations.transformers.cache_rows import CacheRows
+from kvweave.integrations.transformers.inputs import are_default
+from kvweave.integrations.transformers.paged_memory import PagedMemory, RowSaver
+from kvweave.integrations.transformers.rope import Range
+from kvweave.integrations.transformers.watch import ModelVersion
+
+
+class PagedCache(CacheRows):
+    """What the rows of a batch have computed. Give it to `generate` or to the model as `past_key_values`.
+
+    Rows are aligned on the right: row i has `columns - pads[i]` tokens. It is a context: at its end the rows are
+    closed, and what they committed stays for others to find.
+    """
+
+    is_compileable = False
+
+    def __init__(
+        self,
+        memory: PagedMemory,
+        sequences: SequenceOf[Sequence],
+        columns: int,
+        store_batch: RowSaver | None = None,
+        *,
+        rope_range: Range = (),
+        made_for: ModelVersion | None = None,
+    ) -> None:
+        """`made_for` is the model that the rows were computed by, if that is to be checked at every call."""
+        super().__init__(memory, sequences, columns)
+        self.store_batch = store_batch
+        self.made_for = made_for
+        self._rope_range = rope_range
+        self.first_token_at: float | None = None
+        self.expects_prompts = False
+        self.positions: torch.Tensor | None = None
+        """Those of the prompts, where a model counts them in its own way."""
+        self.computed_by: object = None
+        """The module whose forward is running with this past."""
+        self._had_gradients = False
+        self._has_failed = self._uncommitted = False
+        self._is_shared = True
+        """Whether what is computed is what any prompt with these tokens would have."""
+
+    # ---- a step
+
+    def begin(self, inputs: Mapping[str, Any], module: object) -> None:
+        """`module` is about to compute `input_ids`, `[batch, n]`; more rows than there are, are beams of each.
+
+        The calling thread owns the core, without gradients, until `finish` or `fail`. On error nothing has begun.
+        """
+        if not self.is_open or self._has_failed:
+            why = "a call of the model with this past has failed" if self._has_failed else "this past is closed"
+            raise BadSequence(f"{why}: open another, or give generate all tokens without a past: pages find them")
+        tokens: torch.Tensor = inputs["input_ids"]
+        self.memory.core_lock.__enter__()
+        length = self.sequences[0].length
+        try:
+            self._check_model()
+            self.commit_pending()
+            if len(tokens) != len(self.sequences):
+                self.batch_repeat_interleave(len(tokens) // max(1, len(self.sequences)))
+            self._extend(tokens.cpu().numpy())
+            self._step = self._step_to(self.columns + tokens.shape[1])
+            self._bind()
+        except BaseException:
+            self._has_failed = self.sequences[0].length != length
+            self.memory.core_lock.__exit__(None, None, None)
+            raise
+        self.computed_by = module
+        self._had_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        self._see_inputs(inputs)
+
+    def _check_model(self) -> None:
+        if self.made_for is not None and self.made_for != self.memory.watch.look():
+            raise BadCall(
+                "the model has changed since this past was opened (weights, adapters, config or training): close it"
+                " and open another"
+            )
+
+    def _see_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """From the first step on that depends on more than its tokens, nothing is for others.
+
+        That is one whose rotary frequencies are not the prompt's, or, by hand, with a mask or positions of one's own.
+        """
+        rope, step = self.memory.rope, self._step
+        longest = rope.forced_length or step.end - int(self._pads.min())
+        self._is_shared &= rope.range_of(longest) == self._rope_range
+        if self.made_for is not None:
+            self._is_shared &= are_default(inputs, self._pads, step.start, step.end)
+
+    def _extend(self, tokens: Numbers) -> None:
+        """Room for the tokens. Those of the prompt are known to the core, and must be these."""
+        known = min(*(s.num_tokens - s.length for s in self.sequences), tokens.shape[1])
+        for sequence, row in zip(self.sequences, tokens, strict=True):
+            prompt = sequence.run(sequence.length, sequence.length + known)
+            if not np.all((prompt == row[:known]) | (prompt < 0)):  # below 0 is the name of an image
+                raise BadTokens("these are not the tokens that this past was opened for: open another one")
+        if known:
+            self._carry_out(self.core.extend(self._batch, known))
+        if known < tokens.shape[1]:
+            self._carry_out(self.core.extend(self._batch, tokens.shape[1] - known, tokens=tokens[:, known:]))
+
+    @property
+    def step(self) -> BatchStep:
+        """The step that the model computes now."""
+        if self.computed_by is None:
+            raise BadCall(
+                "a past of kvweave was used where its hooks do not run: call the model that KVWeave was made for, as"
+                " model(...), not model.forward(...), an inner model, or one whose KVWeave is closed"
+            )
+        return self._step
+
+    def length_after(self, step: object) -> int:
+        """Columns, for a layer that has written `step` last."""
+        return self._step.end if step is self._step else self.columns
+
+    def _bind(self) -> None:
+        if self._states:
+            live = {group.tag: self._step.live(group.tag) for group in self.core.plan.groups if not _per_token(group)}
+            fresh = np.flatnonzero(self.columns == self._pads).tolist()
+            for layer in self._states:
+                layer.bind(live, fresh, self.columns > 0)
+
+    def finish(self) -> None:
+        """The model has computed the step."""
+        unwritten = [number for number, layer in enumerate(self.layers) if not _has_written(layer, self._step)]
+        if unwritten:
+            self.fail()
+            raise BadCall(f"the model has skipped layers {unwritten}: a past needs the rows of every layer")
+        self.columns = self._step.end
+        self.expects_prompts = False
+        self._uncommitted = True
+        self._leave()
+        if self.first_token_at is None:
+            if self.arena.memory.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.first_token_at = time.perf_counter()
+
+    def fail(self) -> None:
+        """The model has not computed the step that it began, if it began one."""
+        if self.computed_by is not None:
+            self._has_failed = True
+            self._leave()
+
+    def _leave(self) -> None:
+        self.computed_by = None
+        if self._had_gradients:
+            torch.set_grad_enabled(True)
+        self.memory.core_lock.__exit__(None, None, None)
+
+    def commit_pending(self) -> None:
+        """What was computed is true, and nobody takes it back: others may find it, if it is for others."""
+        if self._uncommitted:
+            self._uncommitted = False
+            self._carry_out(self.core.commit(self._batch, share=self._is_shared))
+            if self._is_shared and self.store_batch and (due := self.store_batch.due(self.sequences)):
+                self._write_back()
+                self.store_batch.capture_answers(due, len(self.sequences))
+
+    # ---- states, which models find here
+
+    def get_conv_state(self, *which: Any, **named: Any) -> Any:
+        assert self.step, "there is one, or an error"
+        return super().get_conv_state(*which, **named)
+
+    def get_recurrent_state(self, *which: Any, **named: Any) -> Any:
+        assert self.step, "there is one, or an error"
+        return super().get_recurrent_state(*which, **named)
+
+    # ---- answers to transformers
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        if self.computed_by is not None and hasattr(self.layers[layer_idx], "get_seq_length"):
+            length: int = self.layers[layer_idx].get_seq_length()
+            return length
+        return self.columns
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: what was computed is committed with the next step only, so it can be taken back until then."""
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    def reset(self) -> None:
+        raise BadSequence("a past is not emptied: close it, and open another")
+
+    # ---- the end
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.sequences)
+
+    def close(self) -> None:
+        """Let go of the rows; what was computed and not taken back stays in the tree. Twice is once."""
+        self.fail()
+        with self.memory.core_lock:
+            try:
+                if not self._has_failed:
+                    self.commit_pending()
+                self._write_back()
+                if self.store_batch and not self._has_failed:
+                    self.store_batch.save(self.sequences)
+            finally:
+                while self.sequences:
+                    self.core.close(self.sequences.pop())
+
+    def __deepcopy__(self, _memo: object) -> PagedCache:
+        """A past of the same rows that goes its own way, to be closed by itself; pages are shared until they differ."""
+        if self.computed_by is not None or not self.is_open:
+            raise BadCall("a past is copied while it is open, and not while the model is called with it")
+        with self.memory.core_lock:
+            twin = type(self)(self.memory, self._forked(), self.columns, self.store_batch, rope_range=self._rope_range)
+        twin.made_for, twin.expects_prompts = self.made_for, self.expects_prompts
+        twin._has_failed, twin._uncommitted, twin._is_shared = self._has_failed, self._uncommitted, self._is_shared
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise BadCall("a past is pages of a running process and cannot be saved: its tokens can, and pages find them")
+
+    def release_rows(self) -> None:
+        """Leave the rows, open, to whoever has them too."""
+        self.fail()
+        self.sequences.clear()
+
+    def __enter__(self) -> PagedCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _per_token(group: Any) -> bool:
+    return bool(group.cache.reach.per_token)
+
+
+def _has_written(layer: Any, step: BatchStep) -> bool:
+    """Whether a layer that keeps keys and values has those of a step."""
+    return getattr(layer, "kept", None) is None or layer.written is step

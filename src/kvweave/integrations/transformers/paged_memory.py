@@ -1,0 +1,40 @@
+"""What all pasts of one model share: the core, the pages, and how its layers are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvweave.cache import Cache, Sequence
+from kvweave.integrations.transformers.core_lock import CoreLock
+from kvweave.integrations.transformers.rope import LengthRope
+from kvweave.integrations.transformers.watch import ModelWatch
+from kvweave.tensor import Arena
+
+MakeLayer = Callable[[Any], Any]
+"""Makes a layer for a past."""
+
+
+@dataclass(frozen=True, eq=False)
+class PagedMemory:
+    """The memory of one model; its parts are used by the thread that has entered `core_lock`."""
+
+    core: Cache
+    arena: Arena
+    make_layers: SequenceOf[MakeLayer]
+    core_lock: CoreLock
+    rope: LengthRope
+    watch: ModelWatch
+
+
+class RowSaver(Protocol):
+    """What a past tells of its rows: which of them have come to where they are worth a copy, and before they end."""
+
+    num_loaded: int
+    save_seconds: float
+
+    def due(self, sequences: SequenceOf[Sequence]) -> list[Sequence]: ...
+    def capture_answers(self, due: SequenceOf[Sequence], num_rows: int) -> None: ...
+    def save(self, sequences: SequenceOf[Sequence]) -> None: ...

@@ -1,0 +1,127 @@
+"""Blobs into the arena and out of it, hashed on the way.
+
+What is read is checked after it was copied: whatever happened to the arena meanwhile, a copy with the right key and
+checksum is right. So a lease that ran out costs a miss, never wrong data.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write
+from kvweave.store import Schema, Shard, Source, checksums
+from kvweave.store.blob import BlobCheck
+from kvweave.store.files import aligned
+from kvweave.store.forking import register_after_fork
+from kvweave.store.keys import Bytes
+from kvweave.store.page_payloads import FillableSource
+
+Target = Callable[[Shard, int], Bytes]
+"""Where the payload of a row's chunk shall be: memory of its length, in one piece."""
+Finish = Callable[[], bool]
+THREADED_BYTES = 1 << 20
+"""Smaller blobs are not worth a thread's turn."""
+
+
+def read(place: Bytes, shard: Shard, chunk: int, key: bytes, payload: Bytes) -> bool:
+    """Copy a payload out; whether what was copied is what was sealed."""
+    check = BlobCheck(shard, chunk, key)
+    head, stop = place[: check.head_bytes].copy(), check.head_bytes + shard.payload_bytes
+    payload_sum = checksums.copy(payload, place[check.head_bytes : stop])
+    if payload_sum is not None:
+        check.observe(payload_sum)
+    return check.matches_header(head)
+
+
+class ArenaCopier:
+    """Copies of blobs, large ones by `workers` threads, in memory that is used again."""
+
+    def __init__(self, schema: Schema, workers: int) -> None:
+        self.workers = max(1, workers)
+        self._largest = max(shard.payload_bytes for shard in schema.shards)
+        self._scratch: deque[Bytes] = deque()
+        self._pool = ThreadPoolExecutor(self.workers, "kvweave-copy")
+        register_after_fork(self)
+
+    def reads(self, jobs: Iterable[ArenaBlob], target: Target | None) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
+        """Payloads of those that are whole, None for the others; a few are on their way at a time.
+
+        A payload is the caller's until it asks for the next one, unless it lies where `target` wanted it.
+        """
+        flying: deque[tuple[ArenaBlob, Bytes, Finish]] = deque()
+        try:
+            for job in jobs:
+                memory = target(job.shard, job.chunk) if target else self._memory()
+                flying.append(
+                    (job, memory, self._run(job.shard, partial(read, *job, memory[: job.shard.payload_bytes])))
+                )
+                if len(flying) > self.workers:
+                    yield from self._land(*flying.popleft(), target)
+            while flying:
+                yield from self._land(*flying.popleft(), target)
+        finally:
+            for _, _, finish in flying:
+                finish()
+
+    def _land(
+        self, job: ArenaBlob, memory: Bytes, finish: Finish, target: Target | None
+    ) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
+        yield job, memory[: job.shard.payload_bytes] if finish() else None
+        if target is None:
+            self._scratch.append(memory)
+
+    def writes(self, jobs: Iterable[ArenaBlob], source: Source, until: float) -> bool:
+        """Whether all were written in time. When `source` raises, nothing is being written any more."""
+        if not isinstance(source, FillableSource):
+            return self._write_given(jobs, source, until)
+        flying: list[Finish] = []
+        try:
+            for job in jobs:
+                flying.append(self._run(job.shard, partial(self._write_filled, job, source, until)))
+        finally:
+            fine = [finish() for finish in flying]
+        return all(fine)
+
+    def _write_given(self, jobs: Iterable[ArenaBlob], source: Source, until: float) -> bool:
+        writing = ArenaWriter(source, until, 2 * self.workers)
+        try:
+            for job in jobs:
+                writing.add(job, self._pool if self._is_large(job.shard) else None)
+        finally:
+            writing.finish()
+        return writing.fine
+
+    def _write_filled(self, job: ArenaBlob, source: FillableSource, until: float) -> bool:
+        memory = self._memory()
+        try:
+            payload = memory[: job.shard.payload_bytes]
+            source.fill(job.shard, job.chunk, payload)  # not in the arena: what is summed must be nobody else's
+            return write(*job, payload, until)
+        finally:
+            self._scratch.append(memory)
+
+    def _memory(self) -> Bytes:
+        try:
+            return self._scratch.pop()
+        except IndexError:  # all are in use
+            return aligned(self._largest)
+
+    def _run(self, shard: Shard, work: Finish) -> Finish:
+        """Start; what is returned waits for the end of it."""
+        if self._is_large(shard):
+            return self._pool.submit(work).result
+        done = work()
+        return lambda: done
+
+    def _is_large(self, shard: Shard) -> bool:
+        return shard.payload_bytes >= THREADED_BYTES and self.workers > 1
+
+    def after_fork(self) -> None:
+        """In a forked child, which has none of the threads."""
+        self._pool, self._scratch = ThreadPoolExecutor(self.workers, "kvweave-copy"), deque()
+
+    def close(self) -> None:
+        self._pool.shutdown()

@@ -1,0 +1,218 @@
+"""The tiers behind the arena. Everything here may take its time, and is called from threads, never from the loop.
+
+    bring   read from the nearest tier that has it straight into an extent of the arena, check it, then show it
+    keep    write out of the arena, which holds the extent until it is done
+
+A job that hangs keeps its extent: it can never write into one that was given to somebody else. Whoever waited has gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from operator import itemgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import PartlyRead
+from kvweave.server.description import TierDescription
+from kvweave.server.report import TierCleared
+from kvweave.server.shared_arena import Places, SharedArena
+from kvweave.store import TierExecutorStats, TierStack
+from kvweave.store.batches import batches
+from kvweave.store.tier import KeyFilter, whole
+from kvweave.store.tier_executor import TierExecutor
+from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, read
+
+AT_ONCE = 64
+"""Blobs that a tier is asked for at a time: one that is far away brings them together, and some are shown early."""
+
+
+class BackingTiers:
+    """A cascade of tiers, behind an arena. `changed` is called, from any thread, when something was let go."""
+
+    def __init__(self, arena: SharedArena, tier_stack: TierStack | None, changed: Callable[[], None]) -> None:
+        self._arena, self._tier_stack, self._changed = arena, tier_stack, changed
+        self.executors: tuple[TierExecutor, ...] = tier_stack.executors if tier_stack else ()
+        self._in_flight: dict[bytes, Future[None]] = {}
+        self._lock = threading.Lock()
+
+    def where(self, keys: Sequence[bytes], budget: Budget) -> tuple[NDArray[np.bool_], bool]:
+        """Which keys some tier has, and whether some tier did not answer in time."""
+        if self._tier_stack is None:
+            return np.zeros(len(keys), bool), False
+        where = self._tier_stack.where(keys, budget)
+        return where.tiers != NOWHERE, where.late
+
+    # ---- into the arena
+
+    def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> None:
+        """Wait until these are in the arena, as far as they can be had in time."""
+        if self._tier_stack is None:
+            return
+        mine, others = self._claim(wants)
+        try:
+            tiers = self._tier_stack.where([want.key for want in mine], budget).tiers
+            for number, executor in enumerate(self.executors):
+                self._fetch_from(executor, [mine[i] for i in np.flatnonzero(tiers == number).tolist()], budget)
+        finally:
+            self._release(mine)
+        wait(others, budget.within(max(executor.policy.deadline_s for executor in self.executors)))
+
+    def _claim(self, wants: Sequence[BlobRequest]) -> tuple[list[BlobRequest], list[Future[None]]]:
+        """Those that nobody brings yet, and those that somebody does."""
+        with self._lock:
+            others = [self._in_flight[want.key] for want in wants if want.key in self._in_flight]
+            mine = [want for key, want in {want.key: want for want in wants}.items() if key not in self._in_flight]
+            self._in_flight.update((want.key, Future()) for want in mine)
+        return mine, others
+
+    def _release(self, wants: Sequence[BlobRequest]) -> None:
+        with self._lock:
+            futures = [self._in_flight.pop(want.key) for want in wants]
+        for future in futures:
+            future.set_result(None)
+
+    def _fetch_from(self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget) -> None:
+        wait_s = budget.within(executor.policy.deadline_s)
+        turns = batches(wants, lambda want: want.num_bytes)
+        flying = [executor.start(executor.reads, partial(self._read, executor, batch), wait_s) for batch in turns]
+        for future in flying:
+            executor.finish(executor.reads, future, budget.left_s)
+
+    def _read(self, executor: TierExecutor, wants: Sequence[BlobRequest]) -> None:
+        """In the lane's thread."""
+        trouble = ""
+        starts = self._arena.reserve([want.key for want in wants], [want.num_bytes for want in wants]).tolist()
+        left = [(want, start) for want, start in zip(wants, starts, strict=True) if start >= 0]
+        try:
+            while left:
+                some = left[-AT_ONCE:]
+                places = [self._arena.view(start, want.num_bytes) for want, start in some]
+                fine, unread = read(
+                    executor, [want.key for want, _ in some], places, [want.check() for want, _ in some]
+                )
+                trouble = unread or trouble
+                del left[-AT_ONCE:]
+                for (want, start), is_fine in zip(some, fine, strict=True):
+                    (self._arena.commit if is_fine else self._arena.abandon)(want.key, start, want.num_bytes)
+                executor.count("hits", sum(fine))
+                executor.count("misses", len(fine) - sum(fine))
+        finally:
+            for want, start in left:
+                self._arena.abandon(want.key, start, want.num_bytes)
+            self._changed()
+        if trouble:
+            raise PartlyRead(trouble, None)
+
+    # ---- out of the arena
+
+    def keep(self, keys: Sequence[bytes], wait_s: float = 0.0) -> None:
+        """Queue what the arena holds of these for every tier that is written. No room in a queue: it is dropped there,
+        and counted."""
+        for executor in self.executors:
+            if executor.policy.write != "off":
+                pinned = self._arena.pin(keys)
+                entries = list(zip(keys, pinned.lengths.tolist(), strict=True))
+                self._arena.unpin(pinned.slots)
+                for batch in batches(entries, itemgetter(1)):
+                    self._queue(executor, [key for key, _ in batch], wait_s)
+
+    def _queue(self, executor: TierExecutor, keys: Sequence[bytes], wait_s: float) -> None:
+        """One job, which holds its extents until it is done."""
+        pinned = self._arena.pin(keys)
+        entries = zip(keys, pinned.starts.tolist(), pinned.lengths.tolist(), strict=True)
+        here = [entry for entry in entries if entry[1] >= 0]
+        future = executor.start(executor.writes, partial(self._write, executor, here), wait_s) if here else None
+        if future is not None:
+            future.add_done_callback(partial(self._kept, pinned.slots))
+            return
+        self._arena.unpin(pinned.slots)
+        executor.count("dropped", len(keys))
+        if here and wait_s and not executor.writes.is_open:  # nothing left its queue for so long: it hangs
+            executor.writes.failed()
+
+    def _write(self, executor: TierExecutor, entries: Sequence[tuple[bytes, int, int]]) -> list[bool]:
+        """In the lane's thread."""
+        blobs = [whole(self._arena.view(start, length)) for _, start, length in entries]
+        stored = executor.tier.put([key for key, _, _ in entries], blobs)
+        executor.count("stored", sum(stored))
+        executor.count("dropped", len(stored) - sum(stored))
+        return stored
+
+    def _kept(self, slots: Places, _: Future[list[bool]]) -> None:
+        self._arena.unpin(slots)
+        self._changed()
+
+    # ---- the rest
+
+    def forget_damaged(self, wants: Sequence[BlobRequest]) -> int:
+        """Remove from the arena those that are not what they should be; how many."""
+        return sum(self._forget_damaged(want) for want in wants)
+
+    def _forget_damaged(self, want: BlobRequest) -> int:
+        pinned = self._arena.pin([want.key])
+        try:
+            if not len(pinned.slots):
+                return 0
+            if want.check().passes(self._arena.view(int(pinned.starts[0]), int(pinned.lengths[0]))):
+                return 0
+        finally:
+            self._arena.unpin(pinned.slots)
+        return self._arena.delete([want.key])
+
+    def clear(self, key_filter: KeyFilter, wait_s: float) -> list[TierCleared]:
+        """Empty every tier of these, after what is queued for it was written."""
+        budget = Budget.of(wait_s)
+        return [self._clear(executor, key_filter, budget) for executor in self.executors]
+
+    def _clear(self, executor: TierExecutor, key_filter: KeyFilter, budget: Budget) -> TierCleared:
+        drained = executor.drain(budget.within(executor.policy.deadline_s))
+        future = executor.start(
+            executor.writes, partial(executor.tier.clear, key_filter), budget.within(executor.policy.deadline_s)
+        )
+        if future is None:
+            return TierCleared(executor.tier.name, 0, "it is left alone for now, or busy: try again")
+        try:
+            gone = future.result(budget.left_s)
+        except TimeoutError:
+            return TierCleared(executor.tier.name, 0, "it is still at it")
+        except Exception as error:  # whatever a tier's library raises
+            return TierCleared(executor.tier.name, 0, str(error))
+        return TierCleared(executor.tier.name, gone, "" if drained else "something was still being written to it")
+
+    def drain(self, wait_s: float) -> bool:
+        """Write what is queued, and whatever else of the arena a tier lacks; whether all of it was tried in time."""
+        if self._tier_stack is None:
+            return True
+        budget, keys = Budget.of(wait_s), self._arena.keys()
+        done = self._tier_stack.flush(wait_s)
+        lacking = [keys[i] for i in np.flatnonzero(self._tier_stack.missing(keys, budget)).tolist()]
+        for first in range(0, len(lacking), 64):
+            self.keep(lacking[first : first + 64], budget.within(wait_s))
+        return self._tier_stack.flush(budget.within(wait_s)) and done
+
+    def flush(self, wait_s: float) -> bool:
+        return self._tier_stack.flush(wait_s) if self._tier_stack else True
+
+    def describe(self) -> list[TierDescription]:
+        return [
+            TierDescription(
+                executor.tier.name,
+                executor.tier.kind,
+                executor.tier.stats().capacity_bytes,
+                executor.policy.write,
+                executor.policy.deadline_s,
+            )
+            for executor in self.executors
+        ]
+
+    def stats(self) -> tuple[TierExecutorStats, ...]:
+        return self._tier_stack.stats() if self._tier_stack else ()
+
+    def close(self, wait_s: float) -> bool:
+        """Whether no tier hung."""
+        return self._tier_stack.close(wait_s) if self._tier_stack else True

@@ -1,0 +1,36 @@
+"""What a lookup through a daemon found, and where it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.server.arena_copier import Target
+from kvweave.store import HashedPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedHit:
+    """What a prompt needs to go on from `position` stays in the arena."""
+
+    position: int
+    lease: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class RemoteHit:
+    """From `position` on there is work to do. What lies before stays where it is until `until`."""
+
+    prompt: HashedPrompt
+    position: int
+    present: NDArray[np.bool_]
+    """`[shards, chunks]`"""
+    places: NDArray[np.int64]
+    """`[shards, chunks]`: where in the arena, `NOT_IN_ARENA` for what is not there."""
+    lease: int = 0
+    until: float = 0.0
+    generation: int = 0
+    target: Target | None = None

@@ -1,0 +1,195 @@
+"""What all connections share: arena, tiers, models and counts. Belongs to the loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave import __version__
+from kvweave.server.backing_tiers import BackingTiers
+from kvweave.server.description import Description, TierDescription
+from kvweave.server.heartbeat import Heartbeat
+from kvweave.server.leases import LeaseQuota
+from kvweave.server.model_registry import ModelRegistry
+from kvweave.server.open_sequence import OpenSequence
+from kvweave.server.protocol import VERSION
+from kvweave.server.report import ClientReport, PrefixReport, Report, TierCleared
+from kvweave.server.settings import Settings
+from kvweave.server.shared_arena import SharedArena
+from kvweave.store import TierExecutorStats, TierStack
+from kvweave.store.tier import KeyFilter
+
+T = TypeVar("T")
+THREADS = {"read": 16, "write": 16, "flush": 4}
+"""Threads that wait for tiers, by what they do there: writers that wait for room in a queue, and flushes and clears
+that wait as long as somebody said, must not take the readers'. Beyond so many at once, requests of a kind queue up."""
+PREFIXES, SHOWN = 4096, 20
+LEASED_SHARE = 0.5
+"""Of the arena, that all lookups together may hold."""
+
+
+class ServerState:
+    """One daemon's state."""
+
+    def __init__(self, settings: Settings, arena: SharedArena, tier_stack: TierStack | None = None) -> None:
+        self.settings, self.arena = settings, arena
+        self.boot = secrets.token_bytes(8)
+        self.heartbeat = Heartbeat()
+        self.counts: Counter[str] = Counter()
+        self.stopping = False
+        self.backing = BackingTiers(arena, tier_stack, self.notify)
+        self._threads = {kind: ThreadPoolExecutor(number, f"kvweave-{kind}") for kind, number in THREADS.items()}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._change = asyncio.Event()
+        self.models = ModelRegistry()
+        self.leased = LeaseQuota(int(arena.num_bytes * LEASED_SHARE))
+        self._uses: dict[tuple[bytes, bytes], PrefixReport] = {}
+        self._began = time.monotonic()
+
+    # ---- waiting
+
+    def run(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.heartbeat.run(loop)
+
+    async def in_thread(self, kind: str, work: Callable[..., T], *args: object) -> T:
+        """Work that waits for a tier, of a kind of `THREADS`."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads[kind], work, *args)
+
+    def notify(self) -> None:
+        """Something was let go. From any thread."""
+        if self._loop and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.changed)
+
+    def changed(self) -> None:
+        """The same from within the loop."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def change(self, wait_s: float) -> None:
+        """Until something was let go, or the time is over."""
+        try:
+            await asyncio.wait_for(self._change.wait(), wait_s)
+        except TimeoutError:
+            return
+
+    # ---- models and prefixes
+
+    def asked(self, sequence: OpenSequence, position: int) -> None:
+        """Count a lookup and what it found."""
+        numbers = {"lookups": 1, "tokens_asked": sequence.num_tokens, "tokens_found": position}
+        self.counts.update(numbers)
+        sequence.registered.counts.update(numbers)
+        if position:
+            self._used(sequence, position)
+
+    def missed(self, sequence: OpenSequence, near: NDArray[np.bool_], present: NDArray[np.bool_] | None) -> None:
+        """Count what a lookup lacked, of what the longest hit would have needed, in the arena and in every tier; None
+        if not all of them answered."""
+        needed = sequence.registered.needs(sequence.limit, None)
+        at = needed[:, 1] * sequence.registered.num_shards + needed[:, 0]
+        self.counts["memory misses"] += int(np.count_nonzero(~near[at]))
+        if present is not None:
+            lacking = int(np.count_nonzero(~present[at]))
+            for executor in self.backing.executors:
+                executor.count("misses", lacking)
+
+    def _used(self, sequence: OpenSequence, position: int) -> None:
+        prefix = sequence.prefixes[position // sequence.registered.chunk_tokens - 1].tobytes()
+        known = self._uses.get(key := (sequence.tenant, prefix))
+        model = sequence.registered.model
+        self._uses[key] = replace(known, uses=known.uses + 1) if known else _used_once(prefix, model, position)
+        if len(self._uses) > PREFIXES:
+            kept = sorted(self._uses.items(), key=lambda item: -item[1].uses)[: PREFIXES // 2]
+            self._uses = dict(kept)
+
+    # ---- clearing
+
+    def clear(self, tenant: bytes | None, model: str | None, wait_s: float) -> list[TierCleared]:
+        """Forget entries. Memory is the last, so that nothing is written to a tier that was cleared. Blocks: for a
+        thread."""
+        shards = (
+            None if model is None else frozenset(shard for each in self.models.named(model) for shard in each.shard_ids)
+        )
+        key_filter = KeyFilter(tenant or b"", shards)
+        behind = self.backing.clear(key_filter, wait_s)
+        near = TierCleared(self.arena.name, self.arena.clear(key_filter))
+        self.notify()
+        return [near, *behind]
+
+    def forget_uses(self, tenant: bytes | None, model: str | None) -> None:
+        """What was cleared is not among the prefixes used most."""
+        kept = {
+            key: used
+            for key, used in self._uses.items()
+            if tenant not in (None, key[0]) or model not in (None, used.model)
+        }
+        self._uses = kept
+
+    # ---- telling
+
+    def report(self, clients: Sequence[ClientReport]) -> Report:
+        prefixes = sorted(self._uses.values(), key=lambda each: (-each.uses, -each.tokens))[:SHOWN]
+        numbers = (
+            "lookups", "tokens_asked", "tokens_found", "unanswered", "requests", "failures", "expired", "returned",
+        )  # fmt: skip
+        return Report(
+            version=__version__,
+            pid=os.getpid(),
+            boot=self.boot.hex(),
+            uptime_s=time.monotonic() - self._began,
+            stopping=self.stopping,
+            tiers=self.tiers(),
+            models=tuple(registered.report() for registered in self.models.named(None)),
+            prefixes=tuple(prefixes),
+            clients=tuple(clients),
+            **{name: self.counts[name] for name in numbers},
+        )
+
+    def describe(self, model: str | None) -> Description:
+        settings = self.settings
+        near = TierDescription(self.arena.name, self.arena.kind, self.arena.num_bytes, "through", None)
+        return Description(
+            version=__version__,
+            protocol=VERSION,
+            arena_bytes=self.arena.num_bytes,
+            lease_s=settings.lease_s,
+            drain_s=settings.drain_s,
+            reserve_bytes=int(self.arena.num_bytes * settings.limits.reserve_share),
+            pin_bytes=int(self.arena.num_bytes * settings.limits.pin_share),
+            limits=settings.limits,
+            tiers=(near, *self.backing.describe()),
+            quotas=settings.quotas,
+            models=tuple(registered.describe() for registered in self.models.named(model)),
+        )
+
+    def tiers(self) -> tuple[TierExecutorStats, ...]:
+        names = ("hits", "misses", "stored", "dropped", "damaged")
+        counts = {name: self.counts[f"memory {name}"] for name in names}
+        near = TierExecutorStats(
+            self.arena.stats(), **counts, late=0, failed=0, skipped=0, retried=0, open=False, last_error=""
+        )
+        return (near, *self.backing.stats())
+
+    def close(self, wait_s: float) -> bool:
+        """Write what is left to write, and close every tier; one that hangs for so long is left as it is. Whether
+        none did. Blocks: for a thread."""
+        closed = self.backing.close(wait_s)
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+        self.arena.close()
+        return closed
+
+
+def _used_once(prefix: bytes, model: str, position: int) -> PrefixReport:
+    return PrefixReport(prefix[:8].hex(), model, position, 1)

@@ -1,0 +1,134 @@
+"""The arena: memory that the daemon owns and every client maps. Only what is whose is here; clients copy.
+
+reserve   an extent for a key, evicting until there is one; nobody sees it
+commit    the key is there            abandon   the extent is free
+pin       an extent stays where it is, whatever happens to its key    unpin
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import OutOfMemory
+from kvweave.host_memory import check_memory
+from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, PRESENT, WRITING
+from kvweave.store import MemoryTier, Quota
+from kvweave.store.keys import Bytes
+from kvweave.store.striped_file import SECTOR
+
+Places = NDArray[np.int64]
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Pinned(NamedTuple):
+    """The catalog slots that are held; the start of each key (`NOT_IN_ARENA` where it is absent) and its length."""
+
+    slots: Places
+    starts: Places
+    lengths: Places
+
+
+class SharedArena(MemoryTier):
+    """A memory tier in a file of no name, whose descriptor can be handed to other processes."""
+
+    def __init__(self, capacity: int, *, quotas: Mapping[str, Quota] | None = None) -> None:
+        self.num_bytes = -(-capacity // SECTOR) * SECTOR
+        check_memory("arena", self.num_bytes)
+        self.fd = _memory_file(self.num_bytes)
+        memory = np.frombuffer(mmap.mmap(self.fd, self.num_bytes), np.uint8)
+        super().__init__(buffer=memory, quotas=quotas, align=SECTOR)
+        self._bytes = memory
+
+    def view(self, start: int, length: int) -> Bytes:
+        return self._bytes[start : start + length]
+
+    # ---- writing
+
+    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Places:
+        """Where each blob may be written; `PRESENT`, `WRITING` (by somebody else), or `NO_ROOM` that could be made."""
+        with self._lock:
+            self._check_open()
+            self._catalog.find(keys)  # so that what is there stays, when the rest needs room
+            return np.array([self._reserve(*pair) for pair in zip(keys, lengths, strict=True)], np.int64)
+
+    def _reserve(self, key: bytes, length: int) -> int:
+        if key in self._catalog.slot_of:
+            return PRESENT
+        if key in self._writing:
+            return WRITING
+        start = self._room(key, length)
+        if start is None:
+            return NO_ROOM
+        self._writing.add(key)
+        return start
+
+    def commit(self, key: bytes, start: int, length: int) -> None:
+        with self._lock:
+            self._publish(key, start, length)
+            self._writing.discard(key)
+
+    def abandon(self, key: bytes, start: int, length: int) -> None:
+        with self._lock:
+            self._give(key, start, length)
+            self._writing.discard(key)
+
+    def refused(self, number: int) -> None:
+        """So many found no room, in the end."""
+        with self._lock:
+            self._refused += number
+
+    # ---- reading
+
+    def pin(self, keys: Sequence[bytes]) -> Pinned:
+        """Hold those that are here; they count as used, earlier keys as the most recent."""
+        catalog = self._catalog
+        with self._lock:
+            self._check_open()
+            slots = catalog.find(keys)
+            held = slots[slots >= 0]
+            np.add.at(catalog.pins, held, 1)
+            return Pinned(held, np.where(slots >= 0, catalog.starts[slots], NOT_IN_ARENA), catalog.lengths[slots])
+
+    def unpin(self, slots: Places) -> None:
+        """Let go; an extent whose key is gone meanwhile is free when nobody else holds it."""
+        catalog = self._catalog
+        with self._lock:
+            gone = catalog.ticks[slots] == 0
+            np.subtract.at(catalog.pins, slots[~gone], 1)
+            catalog.freed()
+            for slot in slots[gone].tolist():
+                start, length = int(catalog.starts[slot]), int(catalog.lengths[slot])
+                if catalog.unpin(slot):
+                    self._give_extent(start, length)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there are extents that cannot be evicted now, but may be later."""
+        return bool(self._writing) or bool(self._catalog.pins.any())
+
+    def pinned_bytes(self, slots: Places) -> int:
+        return int(self._catalog.sizes[slots].sum())
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            os.close(self.fd)
+
+
+def _memory_file(num_bytes: int) -> int:
+    """Memory that is really there, and that nobody who has it can shorten under the others' feet."""
+    descriptor = os.memfd_create("kvweave-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as error:
+        os.close(descriptor)
+        raise OutOfMemory("arena", wanted_bytes=num_bytes, reason=str(error.strerror)) from error
+    return descriptor

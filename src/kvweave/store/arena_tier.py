@@ -1,0 +1,221 @@
+"""A tier of fixed size: extents of a medium (memory, a file), a catalog, and eviction when room is wanted.
+
+    put      take an extent (evicting until there is one), write, then make it visible
+    get      pin, read, unpin: what is being read is never overwritten
+    delete   forgotten at once; the extent is free when its last reader is done
+
+The lock is held for books only, never while bytes move.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import StoreError, TierError, Unreadable
+from kvweave.store.catalog import Catalog, Quota
+from kvweave.store.extents import ExtentAllocator
+from kvweave.store.forking import register_after_fork
+from kvweave.store.keys import Bytes
+from kvweave.store.tier import ABSENT, ALL, UNREADABLE, Blob, ChecksumObserver, KeyFilter, TierStats
+
+
+class Medium(Protocol):
+    """Bytes that can be written and read at an offset, by many threads at once. Raises `TierError`; `Unreadable` for
+    bytes that are lost."""
+
+    def write(self, start: int, blob: Blob) -> None: ...
+
+    def read(self, start: int, into: Bytes, observer: ChecksumObserver | None = None) -> bool:
+        """Whether there were so many bytes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Journal(Protocol):
+    """Remembers entries for the next process, in order. Called with the tier's lock held."""
+
+    def added(self, key: bytes, start: int, length: int) -> None: ...
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        """Written before the bytes may be used again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ArenaTier:
+    """Blobs in extents of `medium`, at most `capacity` bytes of it."""
+
+    kind: str
+
+    def __init__(
+        self,
+        name: str,
+        medium: Medium,
+        capacity: int,
+        *,
+        align: int,
+        quotas: Mapping[str, Quota] | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.name = name
+        self._medium, self._journal = medium, journal
+        self._extents = ExtentAllocator(capacity, align)
+        if not self._extents.capacity:
+            raise StoreError(f"tier {name!r}: {capacity} bytes are too few for one extent of {align}")
+        self._catalog = Catalog(self._extents.capacity, quotas)
+        self._lock = threading.Condition()
+        self._moving = 0
+        self._writing: set[bytes] = set()
+        self._bad: set[int] = set()
+        """Starts of extents that could not be read: nothing is written there again by this process."""
+        self._evicted = self._refused = 0
+        self._closed = False
+        register_after_fork(self)
+
+    def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        with self._lock:
+            self._check_open()
+            found: NDArray[np.bool_] = self._catalog.find(keys) >= 0
+        return found
+
+    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
+        observers: Sequence[ChecksumObserver | None] = observer or [None] * len(keys)
+        return [self._get(*each) for each in zip(keys, into, observers, strict=True)]
+
+    def _get(self, key: bytes, target: Bytes, observer: ChecksumObserver | None) -> int:
+        catalog = self._catalog
+        with self._lock:
+            self._check_open()
+            slot = int(catalog.find([key])[0])
+            if slot < 0:
+                return ABSENT
+            start, length = int(catalog.starts[slot]), int(catalog.lengths[slot])
+            if length != target.nbytes:
+                return length
+            catalog.pins[slot] += 1
+            self._moving += 1
+        try:
+            return length if self._medium.read(start, target, observer) else 0
+        except Unreadable:
+            self._bad.add(start)
+            return UNREADABLE
+        finally:
+            with self._lock:
+                self._moved()
+                if catalog.unpin(slot):
+                    self._give_extent(start, length)
+
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
+        return [self._put(key, blob, blob.num_bytes) for key, blob in zip(keys, blobs, strict=True)]
+
+    def _put(self, key: bytes, blob: Blob, length: int) -> bool:
+        with self._lock:
+            self._check_open()
+            if key in self._writing or self._catalog.find([key])[0] >= 0:
+                return True
+            start = self._room(key, length)
+            if start is None:
+                self._refused += 1
+                return False
+            self._writing.add(key)
+            self._moving += 1
+        try:
+            self._medium.write(start, blob)
+            self._publish(key, start, length)
+        except BaseException:
+            with self._lock:
+                self._give(key, start, length)
+            raise
+        finally:
+            with self._lock:
+                self._writing.discard(key)
+                self._moved()
+        return True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError(f"tier {self.name!r} is closed")
+
+    def _moved(self) -> None:
+        self._moving -= 1
+        self._lock.notify_all()
+
+    def _publish(self, key: bytes, start: int, length: int) -> None:
+        with self._lock:
+            if self._journal:
+                self._journal.added(key, start, length)
+            self._catalog.add(key, start, length, self._extents.rounded(length))
+
+    def _room(self, key: bytes, length: int) -> int | None:
+        """An extent, charged to the key's owner; whatever must go for it goes."""
+        catalog, size = self._catalog, self._extents.rounded(length)
+        owner = catalog.owner(key)
+        if size > min(self._extents.capacity, catalog.limits[owner]):
+            return None
+        while catalog.used[owner] + size > catalog.limits[owner] or (start := self._extents.take(length)) is None:
+            victim = catalog.victim(owner, size)
+            if victim is None:
+                return None
+            self._forget([victim])
+            self._evicted += 1
+        catalog.charge(owner, size)
+        return start
+
+    def _give(self, key: bytes, start: int, length: int) -> None:
+        self._catalog.used[self._catalog.owner(key)] -= self._extents.rounded(length)
+        self._give_extent(start, length)
+
+    def _give_extent(self, start: int, length: int) -> None:
+        if start not in self._bad:
+            self._extents.give(start, length)
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        catalog = self._catalog
+        keys = [catalog.remove(slot) for slot in slots]
+        if self._journal:
+            with suppress(TierError):  # a full disk: a record too many is found out by its key and checksum
+                self._journal.removed(keys)
+        for slot in slots:
+            if not catalog.pins[slot]:
+                self._give_extent(int(catalog.starts[slot]), int(catalog.lengths[slot]))
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            self._check_open()
+            slots = [slot for key in dict.fromkeys(keys) if (slot := self._catalog.slot_of.get(key)) is not None]
+            self._forget(slots)
+        return len(slots)
+
+    def clear(self, key_filter: KeyFilter = ALL) -> int:
+        return self.delete([key for key in self.keys() if key in key_filter])
+
+    def keys(self) -> list[bytes]:
+        """All that are here now."""
+        with self._lock:
+            return [*self._catalog.slot_of]
+
+    def stats(self) -> TierStats:
+        """A snapshot: does not wait for the lock, since whoever has it may hang in a disk."""
+        used = self._extents.capacity - self._extents.free_bytes
+        return TierStats(self.name, len(self._catalog), used, self._extents.capacity, self._evicted, self._refused)
+
+    def after_fork(self) -> None:
+        """In a forked child: bytes and journal are the parent's, and so is whoever held the lock. Closed, there."""
+        self._lock, self._moving, self._closed = threading.Condition(), 0, True
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._lock.wait_for(lambda: not self._moving)  # a file's number must not be another's while in use
+                if self._journal:
+                    self._journal.close()
+                self._medium.close()

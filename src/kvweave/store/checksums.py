@@ -1,0 +1,105 @@
+"""Checksums (XXH3, 64 bits) of bytes while they pass: each is read once. In C where that could be built.
+
+Without it, pieces are hashed while they are in the processor's cache, and the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from contextlib import suppress
+from math import inf
+
+import numpy as np
+import xxhash
+
+from kvweave.store.compiled import native
+from kvweave.store.keys import Bytes
+from kvweave.store.striped_file import StripedFile
+
+PIECE_BYTES = 256 << 10
+"""Fits the processor's second cache beside what it came from."""
+SHORTEST_BYTES = 4096
+"""Below this a call to C gains nothing."""
+SPAN_BYTES = 1024
+"""What the sum is made of."""
+IO_BUFFER_BYTES = 4 << 20
+STREAMED_BYTES = 1 << 20
+"""From here on a copy is written past the cache: whoever reads it comes later."""
+
+
+def checksum(data: Bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data.data)
+
+
+def copy(to: Bytes, source: Bytes, until: float = inf) -> int | None:
+    """Copy bytes in one piece, and sum what was written; None if `until` (of `time.monotonic`) came before the end.
+
+    Others may write to either side meanwhile: each byte is read once, and the sum is of that.
+    """
+    if native and to.nbytes >= SHORTEST_BYTES:
+        return native.copy(to, source, to.nbytes >= STREAMED_BYTES, until)
+    digest = xxhash.xxh3_64()
+    for at in range(0, source.nbytes, PIECE_BYTES):
+        if time.monotonic() >= until:
+            return None
+        piece = source[at : at + PIECE_BYTES].copy()
+        np.copyto(to[at : at + PIECE_BYTES], piece)
+        digest.update(piece.data)
+    return digest.intdigest()
+
+
+class IOBuffers:
+    """What a thread needs to read and write files: memory in which pieces lie, and those that are under way.
+
+    It is small, so that what the disk gives or takes is in the processor's cache when it is copied. Through the page
+    cache one piece is under way at a time, and is written straight from its source.
+    """
+
+    def __init__(self, *, direct: bool) -> None:
+        reads, writes = (8, 8) if direct else (1, 0)
+        self.piece_bytes = (512 if direct else 256) << 10
+        memory = mmap.mmap(-1, IO_BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages, of which the disk takes fewer pieces
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = np.frombuffer(memory, np.uint8)
+        self.reading, self.writing = (self.memory[: count * self.piece_bytes] for count in (reads, writes))
+        self.queue = native.queue(direct) if native else None
+
+
+def read(files: StripedFile, start: int, to: Bytes, head: int, io_buffers: IOBuffers) -> int | None:
+    """Fill `to` from files, and sum what stands behind `head` bytes; None if they end. Raises `OSError`."""
+    aligned = not ((to.ctypes.data + head) % 32 or head % SPAN_BYTES or _is_odd(files, start))
+    if native and io_buffers.queue and aligned and to.nbytes >= head + SHORTEST_BYTES:
+        where = files.fds, files.stripe_bytes, files.sector, start
+        return native.read(*where, to, head, io_buffers.reading, io_buffers.piece_bytes, io_buffers.queue)
+    digest = xxhash.xxh3_64()
+    for at in range(0, to.nbytes, io_buffers.piece_bytes):
+        piece = to[at : at + io_buffers.piece_bytes]
+        sectors = io_buffers.memory[: files.in_sectors(piece.nbytes)]
+        if files.read(start + at, sectors) < piece.nbytes:
+            return None
+        np.copyto(piece, sectors[: piece.nbytes])
+        digest.update(piece[max(0, head - at) :].data)
+    return digest.intdigest()
+
+
+def write(files: StripedFile, start: int, source: Bytes, io_buffers: IOBuffers) -> int:
+    """Write to files, in whole sectors, and sum what was written. Raises `OSError`."""
+    if native and io_buffers.queue and source.nbytes >= SHORTEST_BYTES and not _is_odd(files, start):
+        where = files.fds, files.stripe_bytes, files.sector, start
+        return native.write(*where, source, io_buffers.writing, io_buffers.piece_bytes, io_buffers.queue)
+    digest = xxhash.xxh3_64()
+    for at in range(0, source.nbytes, io_buffers.piece_bytes):
+        piece = source[at : at + io_buffers.piece_bytes]
+        sectors = io_buffers.memory[: files.in_sectors(piece.nbytes)]
+        np.copyto(sectors[: piece.nbytes], piece)
+        sectors[piece.nbytes :] = 0
+        digest.update(sectors[: piece.nbytes].data)
+        files.write(start + at, [sectors.data])
+    return digest.intdigest()
+
+
+def _is_odd(files: StripedFile, start: int) -> bool:
+    """Whether what goes to the disk in whole sectors does not lie so."""
+    return bool(start % files.sector or files.stripe_bytes % files.sector)

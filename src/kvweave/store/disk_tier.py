@@ -1,0 +1,140 @@
+"""The disk tier: files of blobs, one journal that says where they are. Survives `kill -9` at any moment.
+
+    DIR/blobs-N   extents, in stripes (`stripes.py`), reused as entries go; they grow up to the quota
+    DIR/journal   which key lies where (`journal.py`)
+    DIR/lock      the process that owns the directory
+
+Nothing is synced: what a power failure loses or tears is found out by checksum and key, and is a miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import ReadOnly, TierError, Vanished
+from kvweave.store.arena_tier import ArenaTier
+from kvweave.store.catalog import Quota
+from kvweave.store.files import BufferedFile, DirectFile, DirectoryLock, failure
+from kvweave.store.journal import Entries, FileJournal
+from kvweave.store.recovery import recovered
+from kvweave.store.striped_file import SECTOR
+from kvweave.store.tier import Blob
+from kvweave.units import parse_bytes
+
+
+class DiskTier(ArenaTier):
+    """Blobs in a directory, at most `capacity` bytes of them; `direct` goes past the page cache.
+
+    A directory that cannot be written is served as it is: `writable` is False, and `put` raises `ReadOnly`. One that
+    another process owns is `Busy`.
+    """
+
+    kind = "disk"
+
+    def __init__(
+        self,
+        directory: str | Path,
+        capacity: int | str,
+        *,
+        direct: bool = False,
+        quotas: Mapping[str, Quota] | None = None,
+        name: str = "disk",
+    ) -> None:
+        self.directory = Path(directory)
+        self._owned = _own(self.directory)
+        try:
+            file = (DirectFile if direct else BufferedFile)(self.directory / "blobs", writable=self.writable)
+        except OSError as error:
+            self._release()
+            raise failure(str(self.directory), error) from error
+        self._files = file.stripes
+        self._file_journal = FileJournal(self.directory / "journal", writable=self.writable)
+        journal = self._file_journal if self.writable else None
+        try:
+            super().__init__(name, file, parse_bytes(capacity), align=SECTOR, quotas=quotas, journal=journal)
+            self._fill(self._file_journal.open(partial(recovered, files=file.stripes)), file)
+        except BaseException:
+            file.close()
+            self._release()
+            raise
+
+    @property
+    def writable(self) -> bool:
+        return self._owned is not None
+
+    @property
+    def _is_gone(self) -> bool:
+        return self._files.is_gone or self._file_journal.is_gone
+
+    def _fill(self, entries: Entries, file: BufferedFile) -> None:
+        """Take over what the journal says, as far as it can be so."""
+        ends = entries.starts + entries.lengths
+        fine = file.hold(ends) & (ends <= self._extents.capacity) & (entries.starts % SECTOR == 0)
+        order = np.flatnonzero(fine)[np.argsort(entries.starts[fine], kind="stable")]
+        order = order[_apart(entries.starts[order], ends[order])]
+        self._extents.keep(entries.starts[order], entries.lengths[order])
+        kept, number_of = np.sort(order), entries.number_of
+        if len(kept) < len(number_of):
+            keys = [*number_of]
+            number_of = {keys[i]: number for number, i in enumerate(kept)}
+        lengths = entries.lengths[kept]
+        sizes = -(-lengths // SECTOR) * SECTOR
+        self._catalog.fill(number_of, entries.tenants[kept], entries.starts[kept], lengths, sizes)
+
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
+        if not self.writable:
+            raise ReadOnly(f"{self.directory}: cannot be written; what is stored is still served")
+        if self._is_gone:
+            raise Vanished(f"{self.directory}: somebody removed the files of the store")
+        return super().put(keys, blobs)
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        super()._forget(slots)
+        if self.writable and self._file_journal.wants_rewriting:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        catalog = self._catalog
+        keys, slots = catalog.by_age()
+        self._file_journal.rewrite(keys, catalog.starts[slots], catalog.lengths[slots])
+
+    def close(self) -> None:
+        with self._lock, suppress(TierError):
+            if self.writable and not self._closed and self._catalog.was_asked and not self._is_gone:
+                self._rewrite()
+        super().close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._owned:
+            self._owned.release()
+            self._owned = None
+
+
+def _own(directory: Path) -> DirectoryLock | None:
+    """The directory's lock; None where it cannot be written, but is there to be read."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return DirectoryLock(directory / "lock")
+    except OSError as error:
+        unwritable = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+        if unwritable and os.access(directory / "blobs-0", os.R_OK):
+            return None
+        raise failure(str(directory), error) from error
+
+
+def _apart(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which extents, in order of start, overlap with no other: of two that claim the same bytes none is believed."""
+    apart = np.ones(len(starts), bool)
+    if len(starts) > 1:
+        apart[1:] &= np.maximum.accumulate(ends)[:-1] <= starts[1:]
+        apart[:-1] &= starts[1:] >= ends[:-1]
+    return apart

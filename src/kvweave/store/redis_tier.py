@@ -1,0 +1,151 @@
+"""The Redis tier: blobs in a server, or a cluster, that others use too. Needs `kvweave[redis]`.
+
+The quota is the server's: `maxmemory` with the policy `allkeys-lru`. A server that must not evict and is full raises
+`TierFull` on writes, and goes on being read.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import redis
+from numpy.typing import NDArray
+
+from kvweave.errors import ConfigError, TierError, TierFull
+from kvweave.store.batches import batches
+from kvweave.store.keys import KEY_BYTES, Bytes
+from kvweave.store.tier import ALL, UNREADABLE, Blob, ChecksumObserver, KeyFilter, TierStats, fill, joined
+
+BATCH_KEYS = 4096
+TRIP_BYTES = 4 << 20
+"""Values of one round trip: the line is busy for longer than the way takes, and the client slower with more."""
+
+
+class RedisTier:
+    """Blobs under `prefix` + key. `url` is `redis://`, `rediss://` or `unix://`: a server, or any node of a cluster.
+
+    Nothing is asked before the first use, so it may come up later. `cluster` says what it is; by default it is asked.
+    """
+
+    kind = "redis"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: bytes = b"kvweave:",
+        ttl_s: int | None = None,
+        timeout_s: float = 2.0,
+        cluster: bool | None = None,
+        name: str = "redis",
+    ) -> None:
+        self.name, self._prefix, self._ttl_s = name, prefix, ttl_s
+        self._url, self._options = url, {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+        try:
+            self._node = redis.Redis.from_url(url, **self._options)
+        except ValueError as error:
+            raise ConfigError(f"tier {name!r}: {error}") from None
+        self._cluster, self._lock = cluster, threading.Lock()
+        self._client: Any = None
+
+    @property
+    def _server(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                if self._cluster is None:
+                    self._cluster = bool(self._node.info("cluster")["cluster_enabled"])
+                self._client = redis.RedisCluster.from_url(self._url, **self._options) if self._cluster else self._node
+            return self._client
+
+    def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        return np.array(self._each("exists", keys), bool)
+
+    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:  # noqa: ARG002
+        lengths: list[int] = []
+        with _errors(self.name):
+            for batch in batches(zip(keys, into, strict=True), lambda pair: pair[1].nbytes, TRIP_BYTES):
+                values = self._at_once("get", [(key,) for key, _ in batch], errors_are_answers=True)
+                lengths += [_filled(target, value) for (_, target), value in zip(batch, values, strict=True)]
+        return lengths
+
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
+        with _errors(self.name):
+            for batch in batches(zip(keys, blobs, strict=True), lambda pair: pair[1].num_bytes, TRIP_BYTES):
+                self._at_once("set", [(key, joined(blob)) for key, blob in batch], nx=True, ex=self._ttl_s)
+        return [True] * len(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        return sum(self._each("unlink", keys))
+
+    def clear(self, key_filter: KeyFilter = ALL) -> int:
+        """Other values of the server, and those under another prefix, stay."""
+        return sum(self.delete(keys) for keys in _batches(self._listed(key_filter)))
+
+    def _listed(self, key_filter: KeyFilter) -> Iterator[bytes]:
+        begin = self._prefix + key_filter.tenant
+        with _errors(self.name):
+            for name in self._server.scan_iter(match=_literal(begin) + b"*", count=BATCH_KEYS):
+                key = name.removeprefix(self._prefix)
+                if len(key) == KEY_BYTES and key in key_filter:
+                    yield key
+
+    def _each(self, command: str, keys: Sequence[bytes]) -> list[int]:
+        answers: list[int] = []
+        with _errors(self.name):
+            for batch in _batches(keys):
+                answers += self._at_once(command, [(key,) for key in batch])
+        return answers
+
+    def _at_once(
+        self, command: str, calls: Iterable[tuple[bytes, ...]], *, errors_are_answers: bool = False, **options: Any
+    ) -> list[Any]:
+        """A command for each key, and what goes with it, in one round trip (in a cluster: one to each node)."""
+        pipe = self._server.pipeline(transaction=False)
+        for key, *values in calls:
+            getattr(pipe, command)(self._prefix + key, *values, **options)
+        answers: list[Any] = pipe.execute(raise_on_error=not errors_are_answers)
+        return answers
+
+    def stats(self) -> TierStats:
+        return TierStats(self.name)
+
+    def close(self) -> None:
+        for server in (self._node, self._client):
+            if server is not None:
+                server.close()
+
+
+def _filled(target: Bytes, value: Any) -> int:
+    """As `fill`. A value of another type than ours is there and cannot be read; any other error is the server's."""
+    if isinstance(value, redis.ResponseError) and "WRONGTYPE" in str(value):
+        return UNREADABLE
+    if isinstance(value, Exception):
+        raise value
+    return fill(target, value)
+
+
+def _batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+    left = iter(keys)
+    while batch := list(islice(left, BATCH_KEYS)):
+        yield batch
+
+
+def _literal(text: bytes) -> bytes:
+    """A pattern that matches these bytes alone."""
+    return re.sub(rb"([*?\[\]\\])", rb"\\\1", text)
+
+
+@contextmanager
+def _errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
+        full = isinstance(error, redis.exceptions.OutOfMemoryError) or "MISCONF" in str(error)
+        words = str(error).rpartition("caused error: ")[2]  # what comes before are the bytes of a key
+        raise (TierFull if full else TierError)(f"tier {name!r}: {words}") from error

@@ -1,0 +1,219 @@
+"""Rows: what is stored under one key a chunk, whatever the block size, kernel layout or tensor-parallel degree.
+
+A group is cut into parts by heads (units of a role's split), as if that many ranks held it; roles that every rank holds
+are a part of their own. A part's payload is the same bytes for everybody:
+
+    layer 3: key [tokens, heads, dim] value [tokens, heads, dim]   layer 7: key ... value ...
+
+A rank of any degree writes the parts that it holds whole, and reads the parts that overlap with what it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from kvweave.errors import StoreError
+from kvweave.spec import LayerCache, ModelSpec, Reach, Role, codec
+from kvweave.store.keys import SHARD_ID_BYTES, Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSlice:
+    """Entries `[start, stop)` of a role's whole first axis, which lie from `at` on in somebody's share of it."""
+
+    start: int
+    stop: int
+    at: int
+
+    def within(self, other: AxisSlice) -> tuple[slice, slice] | None:
+        """Where the entries that both hold lie in this share, and in the other; None if there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        if start >= stop:
+            return None
+        mine, theirs = start - self.start + self.at, start - other.start + other.at
+        return slice(mine, mine + stop - start), slice(theirs, theirs + stop - start)
+
+
+def axis_slices(role: Role, ranks: int, rank: int) -> tuple[AxisSlice, ...]:
+    """What one of `ranks` holds of a whole role's first axis, a cut a segment; units that do not divide are shared."""
+    if not role.split:
+        return (AxisSlice(0, role.shape[0], 0),)
+    held, first, at = [], 0, 0
+    for segment in role.split:
+        shares = math.gcd(segment.units, ranks)
+        size = segment.units // shares * segment.width
+        start = first + rank * shares // ranks * size
+        held.append(AxisSlice(start, start + size, at))
+        first, at = first + segment.units * segment.width, at + size
+    return tuple(held)
+
+
+class ShardHeader(Protocol):
+    """As much of a row as its blobs' headers say: enough to check them, even for who cannot read their payload."""
+
+    @property
+    def meta(self) -> bytes: ...
+
+    @property
+    def payload_bytes(self) -> int: ...
+
+    @property
+    def chunk_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One part of one group: its roles, cut to the part, over its layers."""
+
+    tag: str
+    reach: Reach
+    layers: tuple[int, ...]
+    roles: tuple[Role, ...]
+    """The whole roles, uncut."""
+    part: int
+    parts: int
+    chunk_tokens: int
+
+    def axis_slices(self, role: Role) -> tuple[AxisSlice, ...]:
+        return axis_slices(role, self.parts, self.part)
+
+    def num_rows(self, role: Role) -> int:
+        return self.chunk_tokens // role.tokens_per_row if self.reach.per_token else 1
+
+    @cached_property
+    def meta(self) -> bytes:
+        """What the payload is, as JSON: stored with every blob; equal meta, equal reading."""
+        roles = [
+            {
+                "name": role.name,
+                "rows": self.num_rows(role),
+                "shape": role.shard(self.parts).shape,
+                "dtype": role.dtype,
+                "of": role.shape,
+                "cuts": [(axis_slice.start, axis_slice.stop) for axis_slice in self.axis_slices(role)],
+                "fields": [(part.name, part.shape, part.dtype) for part in role.parts],
+            }
+            for role in self.roles
+        ]
+        facts = {"tag": self.tag, "state": not self.reach.per_token, "layers": self.layers, "roles": roles}
+        facts |= {"part": self.part, "parts": self.parts, "chunk_tokens": self.chunk_tokens}
+        return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+
+    @cached_property
+    def id(self) -> bytes:
+        return hashlib.sha256(b"kvweave row 1\0" + self.meta).digest()[:SHARD_ID_BYTES]
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        return len(self.layers) * sum(self.num_rows(role) * role.shard(self.parts).row_bytes for role in self.roles)
+
+    def fields(self) -> Iterator[tuple[int, Role, slice]]:
+        """Layer, role, and where its rows lie in the payload."""
+        start = 0
+        for layer in self.layers:
+            for role in self.roles:
+                stop = start + self.num_rows(role) * role.shard(self.parts).row_bytes
+                yield layer, role, slice(start, stop)
+                start = stop
+
+    def needs(self, position: int) -> Iterator[int]:
+        """The chunks that must be there to go on from `position`, in order."""
+        end = position // self.chunk_tokens
+        head = min(-(-self.reach.head // self.chunk_tokens), end)
+        tail = int(self.reach.tail(position)) // self.chunk_tokens
+        yield from range(min(head, tail))
+        yield from range(tail, end)
+
+    def held_by(self, ranks: int, rank: int) -> bool:
+        """Whether a rank holds all of the part, and no lower rank does: it is the one that writes it."""
+        writers = (r for r in range(ranks) if all(self._covers(role, ranks, r) for role in self.roles))
+        return next(writers, None) == rank
+
+    def touches(self, ranks: int, rank: int) -> bool:
+        """Whether a rank needs some of the part."""
+        pairs = (zip(self.axis_slices(role), axis_slices(role, ranks, rank), strict=True) for role in self.roles)
+        return any(mine.within(held) for pair in pairs for mine, held in pair)
+
+    def _covers(self, role: Role, ranks: int, rank: int) -> bool:
+        pairs = zip(self.axis_slices(role), axis_slices(role, ranks, rank), strict=True)
+        return all(held.start <= mine.start and mine.stop <= held.stop for mine, held in pairs)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All rows of a model, for chunks of `chunk_tokens` tokens and at most `parts` parts a group."""
+
+    shards: tuple[Shard, ...]
+    chunk_tokens: int
+    parts: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, chunk_tokens: int = 256, parts: int = 8) -> Schema:
+        """`parts` must be a multiple of every tensor-parallel degree that shall write: 8 serves 1, 2, 4 and 8."""
+        if chunk_tokens < 1 or parts < 1:
+            raise StoreError(f"chunk_tokens and parts must be at least 1, got {chunk_tokens} and {parts}")
+        shards = tuple(
+            shard
+            for cache, layers in spec.groups().values()
+            if layers
+            for shard in _shards(cache, layers, chunk_tokens, parts)
+        )
+        if not shards:
+            raise StoreError(f"model {spec.model_type!r} keeps nothing: there is nothing to store")
+        return cls(shards, chunk_tokens, parts)
+
+    @cached_property
+    def ids(self) -> Bytes:
+        return np.frombuffer(b"".join(shard.id for shard in self.shards), np.uint8).reshape(-1, SHARD_ID_BYTES)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Reach, slice], ...]:
+        """The reach of each group, and which rows are its."""
+        groups, start = [], 0
+        for index, shard in enumerate(self.shards):
+            if index + 1 == len(self.shards) or self.shards[index + 1].tag != shard.tag:
+                groups.append((shard.reach, slice(start, index + 1)))
+                start = index + 1
+        return tuple(groups)
+
+    def written_by(self, ranks: int, rank: int) -> tuple[int, ...]:
+        """The rows that a rank writes; all ranks together write all of them."""
+        orphans = [shard for shard in self.shards if not any(shard.held_by(ranks, r) for r in range(ranks))]
+        if orphans:
+            need = math.lcm(self.parts, ranks)
+            raise StoreError(f"group {orphans[0].tag!r}: no rank of {ranks} holds one of its parts; take parts={need}")
+        return tuple(i for i, shard in enumerate(self.shards) if shard.held_by(ranks, rank))
+
+    def read_by(self, ranks: int, rank: int) -> tuple[int, ...]:
+        """The rows of which a rank needs something."""
+        return tuple(i for i, shard in enumerate(self.shards) if shard.touches(ranks, rank))
+
+
+def _shards(cache: LayerCache, layers: tuple[int, ...], chunk_tokens: int, most: int) -> Iterator[Shard]:
+    if cache.reach.per_token and chunk_tokens % (unit := math.lcm(*(role.tokens_per_row for role in cache.roles))):
+        raise StoreError(f"group {cache.tag!r}: chunks of {chunk_tokens} tokens split its rows of {unit}")
+    stored = [role for role in cache.roles if role.alias_of is None]
+    split, whole = (tuple(r for r in stored if bool(r.split) is wanted) for wanted in (True, False))
+    if whole:
+        yield Shard(cache.tag, cache.reach, layers, whole, 0, 1, chunk_tokens)
+    if split:
+        parts = math.lcm(*(math.gcd(segment.units, most) for role in split for segment in role.split))
+        for part in range(parts):
+            yield Shard(cache.tag, cache.reach, layers, split, part, parts, chunk_tokens)
+
+
+def model_digest(spec: ModelSpec) -> str:
+    """A hash of what a model keeps, blind to blocks, kernels and the order of bytes in a page."""
+    facts = [
+        (tag, layers, codec.to_dict(cache.reach), [(r.name, r.shape, r.dtype, r.tokens_per_row) for r in cache.roles])
+        for tag, (cache, layers) in spec.groups().items()
+    ]
+    return hashlib.sha256(json.dumps([spec.model_type, facts]).encode()).hexdigest()

@@ -1,0 +1,107 @@
+"""Some files as one run of bytes, which are dealt to them in turns. A file takes one writer at a time: a single one for
+all would be a queue.
+
+    file 0   stripe 0   stripe 8   ...
+    file 1   stripe 1   stripe 9
+    ...
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.store.keys import Bytes
+
+FILES = 32
+STRIPE_BYTES = 4 << 20
+SECTOR = 4096
+
+
+class StripedFile:
+    """`path` with `-0`, `-1` and so on behind it, opened with `flags`; moved in whole sectors if these say O_DIRECT.
+    All raise `OSError`."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.stripe_bytes, self.fds = STRIPE_BYTES, array("i")
+        self.sector = SECTOR if flags & os.O_DIRECT else 1
+        try:
+            for number in range(FILES):
+                self.fds.append(os.open(f"{path}-{number}", flags | os.O_CLOEXEC, 0o600))
+        except OSError:
+            self.close()
+            raise
+
+    def place(self, start: int) -> tuple[int, int, int]:
+        """The file of a byte, where in it, and how many bytes follow there."""
+        stripe, within = divmod(start, self.stripe_bytes)
+        turn, number = divmod(stripe, len(self.fds))
+        return self.fds[number], turn * self.stripe_bytes + within, self.stripe_bytes - within
+
+    def hold(self, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which runs of bytes that end here may be there: a file that is too short for the last byte lacks it."""
+        sizes = np.array([os.fstat(fd).st_size for fd in self.fds])
+        stripes, within = np.divmod(ends - 1, self.stripe_bytes)
+        turns, numbers = np.divmod(stripes, len(self.fds))
+        there: NDArray[np.bool_] = turns * self.stripe_bytes + within < sizes[numbers]
+        return there
+
+    def end(self) -> int:
+        """Behind the last byte of any of the files."""
+        ends = [0]
+        for number, fd in enumerate(self.fds):
+            if size := os.fstat(fd).st_size:
+                turn, within = divmod(size - 1, self.stripe_bytes)
+                ends.append((turn * len(self.fds) + number) * self.stripe_bytes + within + 1)
+        return max(ends)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody removed the files, or one of them, from their directory."""
+        return any(not os.fstat(fd).st_nlink for fd in self.fds)
+
+    def write(self, start: int, pieces: Sequence[bytes | memoryview]) -> None:
+        left = [memoryview(piece) for piece in pieces]
+        while left:
+            fd, at, room = self.place(start)
+            written = os.pwritev(fd, _first(left, room), at)
+            start, left = start + written, _rest(left, written)
+
+    def in_sectors(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.sector) * self.sector
+
+    def read(self, start: int, to: Bytes) -> int:
+        """How many bytes there were; fewer than wanted if the files end."""
+        done, count = 0, self.sector
+        while done < to.nbytes and count and not count % self.sector:
+            fd, at, room = self.place(start + done)
+            count = os.preadv(fd, [to.data[done : done + room]], at)
+            done += count
+        return done
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+def _first(pieces: list[memoryview], count: int) -> list[memoryview]:
+    """Pieces up to `count` bytes."""
+    first = []
+    for piece in pieces:
+        first.append(piece[:count])
+        count -= len(first[-1])
+        if not count:
+            break
+    return first
+
+
+def _rest(pieces: list[memoryview], written: int) -> list[memoryview]:
+    """What is left of `pieces` when so many bytes of them were written."""
+    while pieces and written >= len(pieces[0]):
+        written -= len(pieces.pop(0))
+    return [pieces[0][written:], *pieces[1:]] if pieces else []

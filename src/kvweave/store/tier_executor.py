@@ -1,0 +1,173 @@
+"""A lane: one tier with its threads, a bounded queue, deadlines, retries and circuit breakers.
+
+Whoever asks waits for its deadline and no longer. A job that ends after it writes only into its own buffers. Reads go
+before writes. Lookups, reads and writes have a breaker each: a full disk is still read; and one whose index answers
+while its sectors cannot be read is left alone.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass
+from typing import Literal, TypeVar, cast
+
+from kvweave.errors import PartlyRead, ReadOnly, TierFull
+from kvweave.store.breaker import CircuitBreaker
+from kvweave.store.forking import register_after_fork
+from kvweave.store.jobs import JobQueue, run_now
+from kvweave.store.tier import Tier, TierStats
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TierPolicy:
+    """How a tier is used.
+
+    `write`: "through" (a save waits for it), "back" (a save queues it), "off". `promote`: what lower tiers give is put
+    here too. `inline`: asked in the caller's thread, for tiers that cannot hang. `deadline_s` is for one answer, a
+    lookup or a batch of blobs; later it is a miss. `queue_jobs` writes wait at most; one that finds the queue full for
+    so long is dropped. Reads have `workers` and a thread of their own.
+    """
+
+    write: Literal["through", "back", "off"] = "through"
+    promote: bool = False
+    inline: bool = False
+    deadline_s: float = 2.0
+    workers: int = 2
+    queue_jobs: int = 32
+    retries: int = 2
+    backoff_s: float = 0.01
+    failures: int = 3
+    cool_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierExecutorStats:
+    """What became of the questions to one tier, since it was joined to the cascade."""
+
+    tier: TierStats
+    hits: int
+    misses: int
+    stored: int
+    dropped: int
+    damaged: int
+    late: int
+    failed: int
+    skipped: int
+    retried: int
+    open: bool
+    last_error: str
+
+
+class TierExecutor:
+    """One tier of a cascade. `counts` is written by many threads, each addition under the lock."""
+
+    def __init__(self, tier: Tier, policy: TierPolicy) -> None:
+        self.tier, self.policy = tier, policy
+        self.lookups, self.reads, self.writes = (CircuitBreaker(policy.failures, policy.cool_s) for _ in range(3))
+        self._counts: Counter[str] = Counter()
+        self._last_error = ""
+        self._lock, self._is_forked = threading.Lock(), False
+        self._jobs = JobQueue(tier.name, 0 if policy.inline else policy.workers, policy.queue_jobs)
+        register_after_fork(self)
+
+    def count(self, what: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += number
+
+    # ---- asking
+
+    def start(self, breaker: CircuitBreaker, ask: Callable[[], T], wait_s: float = 0.0) -> Future[T] | None:
+        """Begin; None if the tier is left alone now, or its writes fill the queue for `wait_s`."""
+        found_in_vain = breaker is self.lookups and self.reads.is_cooling
+        if found_in_vain or self._is_forked or not breaker.passes():
+            self.count("skipped")
+            return None
+
+        def job() -> T:
+            return self._tried(breaker, ask, time.monotonic() + self.policy.deadline_s)
+
+        if self.policy.inline:
+            return run_now(job)
+        future = self._jobs.write(job, wait_s) if breaker is self.writes else self._jobs.read(job)
+        if future is None:
+            self.count("skipped")
+        return future
+
+    def finish(self, breaker: CircuitBreaker, future: Future[T] | None, wait_s: float | None = None) -> T | None:
+        """The answer; None if it did not come in time, or the tier failed."""
+        if future is None:
+            return None
+        deadline = self.policy.deadline_s
+        wait_s = deadline if wait_s is None else max(0.0, min(wait_s, deadline))
+        try:
+            return future.result(wait_s)
+        except Late:
+            future.cancel()  # if it is still in the queue
+            self.count("late")
+            if wait_s == deadline:  # the tier is not to blame for a request in a hurry
+                breaker.failed()
+        except Exception:  # whatever a tier's library raises is a miss here
+            return None
+        return None
+
+    def _tried(self, breaker: CircuitBreaker, ask: Callable[[], T], until: float) -> T:
+        """Ask, and again after a random pause; full and read-only tiers are not asked again."""
+        for attempt in range(self.policy.retries + 1):
+            try:
+                answer = ask()
+            except PartlyRead as error:
+                self._note(breaker, error)
+                return cast(T, error.answer)
+            except (TierFull, ReadOnly) as error:
+                self._note(breaker, error)
+                raise
+            except Exception as error:
+                pause = self.policy.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
+                if attempt == self.policy.retries or time.monotonic() + pause > until:
+                    self._note(breaker, error)
+                    raise
+                self.count("retried")
+                time.sleep(pause)
+            else:
+                breaker.succeeded()
+                return answer
+        raise AssertionError("a last attempt returns or raises")
+
+    def _note(self, breaker: CircuitBreaker, error: Exception) -> None:
+        breaker.failed()
+        self._last_error = str(error) or type(error).__name__
+        self.count("failed")
+
+    # ---- end
+
+    def drain(self, wait_s: float) -> bool:
+        """Wait until every write queued so far was tried; whether it was."""
+        return self._jobs.drain(wait_s)
+
+    def close(self, wait_s: float) -> bool:
+        """Do what is queued, then close the tier; one that hangs for so long is left behind as it is. Whether it
+        was closed."""
+        ended = self._is_forked or self._jobs.close(wait_s)
+        if ended:
+            self.tier.close()
+        return ended
+
+    def after_fork(self) -> None:
+        """In a forked child, which has none of the threads: the tier is left alone there."""
+        self._lock, self._is_forked = threading.Lock(), True
+
+    def stats(self) -> TierExecutorStats:
+        with self._lock:
+            count = dict(self._counts)
+        names = ("hits", "misses", "stored", "dropped", "damaged", "late", "failed", "skipped", "retried")
+        numbers = {name: count.get(name, 0) for name in names}
+        is_open = any(breaker.is_open for breaker in (self.lookups, self.reads, self.writes))
+        return TierExecutorStats(self.tier.stats(), **numbers, open=is_open, last_error=self._last_error)

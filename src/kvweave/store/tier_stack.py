@@ -1,0 +1,260 @@
+"""A cascade: tiers from near to far, as one. The nearest that has a blob gives it; writes reach all that want them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import PartlyRead, StoreError, TierError
+from kvweave.store.batches import batches
+from kvweave.store.blob import BlobCheck
+from kvweave.store.files import aligned
+from kvweave.store.keys import Bytes
+from kvweave.store.tier import ABSENT, UNREADABLE, Blob, Tier, whole
+from kvweave.store.tier_executor import TierExecutor, TierExecutorStats, TierPolicy
+
+NOWHERE = -1
+
+
+class TierLookup(NamedTuple):
+    """The nearest tier of each key, `NOWHERE` for none; and whether some tier that was asked did not say."""
+
+    tiers: NDArray[np.int8]
+    late: bool
+
+
+class BlobRequest(NamedTuple):
+    """A blob to fetch: its key and length, how to check its bytes, and the nearest tier that reported it."""
+
+    key: bytes
+    num_bytes: int
+    check: Callable[[], BlobCheck]
+    tier: int = 0
+
+
+Fetched = list[Bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Until when a request waits, all tiers together."""
+
+    until: float | None
+
+    @classmethod
+    def of(cls, seconds: float | None) -> Budget:
+        return cls(None if seconds is None else time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.until is None else self.until - time.monotonic()
+
+    def within(self, seconds: float) -> float:
+        """So long, or what is left if that is less."""
+        return seconds if self.left_s is None else max(0.0, min(seconds, self.left_s))
+
+    @property
+    def is_spent(self) -> bool:
+        return self.until is not None and time.monotonic() >= self.until
+
+
+UNLIMITED = Budget(None)
+
+
+class TierStack:
+    """Tiers and how each is used, near ones first. Never raises in the serving path: trouble is a miss, and counted."""
+
+    def __init__(self, *tiers: Tier | tuple[Tier, TierPolicy]) -> None:
+        if not tiers:
+            raise StoreError("a cascade needs at least one tier")
+        pairs = [tier if isinstance(tier, tuple) else (tier, TierPolicy()) for tier in tiers]
+        self.executors = tuple(TierExecutor(tier, policy) for tier, policy in pairs)
+
+    # ---- reading
+
+    def where(self, keys: Sequence[bytes], budget: Budget) -> TierLookup:
+        """One question a tier, about what the nearer ones lack."""
+        found, late = np.full(len(keys), NOWHERE, np.int8), False
+        for number, executor in enumerate(self.executors):
+            missing = np.flatnonzero(found == NOWHERE)
+            if not len(missing):
+                break
+            if budget.is_spent:
+                late = True
+                break
+            asked = keys if len(missing) == len(keys) else [keys[i] for i in missing.tolist()]
+            future = executor.start(executor.lookups, partial(executor.tier.contains, asked))
+            answer = executor.finish(executor.lookups, future, budget.left_s)
+            if answer is not None:
+                found[missing[answer]] = number
+            late |= answer is None
+        return TierLookup(found, late)
+
+    def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> Iterator[tuple[int, Bytes]]:
+        """Numbers and blobs of what could be had, in any order. What one tier cannot give the next are asked for."""
+        left = dict.fromkeys(range(len(wants)))
+        for number, executor in enumerate(self.executors):
+            mine = [i for i in left if wants[i].tier <= number]
+            for i, blob in self._fetch(executor, [(i, wants[i]) for i in mine], budget):
+                del left[i]
+                yield i, blob
+                self._promote(number, wants[i].key, blob)
+            if not left or budget.is_spent:
+                return
+
+    def _fetch(
+        self, executor: TierExecutor, wants: list[tuple[int, BlobRequest]], budget: Budget
+    ) -> Iterator[tuple[int, Bytes]]:
+        """In batches, several in flight, each delivered as it comes. One that is late ends it."""
+        flying: deque[tuple[list[tuple[int, BlobRequest]], Future[Fetched] | None]] = deque()
+        waiting = batches(wants, lambda pair: pair[1].num_bytes)
+        while not budget.is_spent:
+            batch = next(waiting, None)
+            if batch is not None:
+                ask = partial(_read, executor, [want for _, want in batch])
+                flying.append((batch, executor.start(executor.reads, ask, budget.within(executor.policy.deadline_s))))
+            elif not flying:
+                return
+            if batch is None or len(flying) > executor.policy.workers:
+                landing = flying.popleft()
+                yield from self._land(executor, *landing, budget)
+                if landing[1] is not None and (landing[1].cancelled() or not landing[1].done()):
+                    break
+        for _, future in flying:
+            if future:
+                future.cancel()
+
+    def _land(
+        self,
+        executor: TierExecutor,
+        batch: list[tuple[int, BlobRequest]],
+        future: Future[Fetched] | None,
+        budget: Budget,
+    ) -> Iterator[tuple[int, Bytes]]:
+        blobs = executor.finish(executor.reads, future, budget.left_s) or [None] * len(batch)
+        hits = sum(blob is not None for blob in blobs)
+        executor.count("hits", hits)
+        executor.count("misses", len(batch) - hits)
+        yield from ((i, blob) for (i, _), blob in zip(batch, blobs, strict=True) if blob is not None)
+
+    def _promote(self, number: int, key: bytes, blob: Bytes) -> None:
+        for executor in self.executors[:number]:
+            if executor.policy.promote:
+                self._store(executor, [key], [whole(blob)], wait_s=0.0)
+
+    # ---- writing
+
+    def missing(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_]:
+        """Which keys some tier that is written to lacks; one that does not answer counts as having them."""
+        lacking = np.zeros(len(keys), bool)
+        for executor in self.executors:
+            if executor.policy.write != "off":
+                future = executor.start(executor.lookups, partial(executor.tier.contains, keys))
+                answer = executor.finish(executor.lookups, future, budget.left_s)
+                lacking |= False if answer is None else ~answer
+        return lacking
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Let near tiers know that these were used, earlier ones as the most recent."""
+        for executor in self.executors:
+            if executor.policy.inline:
+                executor.start(executor.lookups, partial(executor.tier.contains, keys))
+
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob], budget: Budget) -> NDArray[np.bool_]:
+        """Which are kept by at least one tier, or queued for one. Blobs must not be changed afterwards."""
+        kept = np.zeros(len(keys), bool)
+        waiting = []
+        for executor in self.executors:
+            if executor.policy.write != "off":
+                waiting.append(
+                    (executor, self._store(executor, keys, blobs, budget.within(executor.policy.deadline_s)))
+                )
+        for executor, future in waiting:
+            if executor.policy.write == "through":
+                answer = executor.finish(executor.writes, future, budget.left_s)
+                kept |= np.zeros(len(keys), bool) if answer is None else np.array(answer, bool)
+            else:
+                kept |= future is not None
+        return kept
+
+    def _store(
+        self, executor: TierExecutor, keys: Sequence[bytes], blobs: Sequence[Blob], wait_s: float
+    ) -> Future[list[bool]] | None:
+        def store() -> list[bool]:
+            stored = executor.tier.put(keys, blobs)
+            executor.count("stored", sum(stored))
+            executor.count("dropped", len(stored) - sum(stored))
+            return stored
+
+        future = executor.start(executor.writes, store, wait_s)
+        if future is None:
+            executor.count("dropped", len(keys))
+        return future
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Forget these everywhere."""
+        futures = [executor.start(executor.writes, partial(executor.tier.delete, keys)) for executor in self.executors]
+        for executor, future in zip(self.executors, futures, strict=True):
+            executor.finish(executor.writes, future)
+
+    # ---- the rest
+
+    def flush(self, wait_s: float = 60.0) -> bool:
+        """Wait for what was queued; whether all of it was tried in time."""
+        budget = Budget.of(wait_s)
+        drained = [executor.drain(budget.within(wait_s)) for executor in self.executors]
+        return all(drained)
+
+    def stats(self) -> tuple[TierExecutorStats, ...]:
+        return tuple(executor.stats() for executor in self.executors)
+
+    def close(self, wait_s: float = 60.0) -> bool:
+        """Do what is queued, and close every tier; whether none of them hung."""
+        budget = Budget.of(wait_s)
+        closed = [executor.close(budget.within(wait_s)) for executor in self.executors]
+        return all(closed)
+
+
+def _read(executor: TierExecutor, wants: Sequence[BlobRequest]) -> Fetched:
+    """Blobs that are whole."""
+    buffers = [aligned(want.num_bytes) for want in wants]
+    result = read(executor, [want.key for want in wants], buffers, [want.check() for want in wants])
+    fetched = [buffer if is_fine else None for buffer, is_fine in zip(buffers, result.fine, strict=True)]
+    if result.trouble:
+        raise PartlyRead(result.trouble, fetched)
+    return fetched
+
+
+class ReadResult(NamedTuple):
+    """Which blobs came whole, and what the tier's trouble is, if it could not read all that it has."""
+
+    fine: list[bool]
+    trouble: str = ""
+
+
+def read(
+    executor: TierExecutor, keys: Sequence[bytes], into: Sequence[Bytes], checks: Sequence[BlobCheck]
+) -> ReadResult:
+    """Ask a tier for blobs, all at once. Damaged and unreadable ones are removed, so that they are stored anew."""
+    lengths = executor.tier.get(keys, into, checks)
+    found = zip(lengths, into, checks, strict=True)
+    fine = [length == buffer.nbytes and check.passes(buffer) for length, buffer, check in found]
+    answers = zip(keys, lengths, fine, strict=True)
+    damaged = [key for key, length, is_fine in answers if not is_fine and length != ABSENT]
+    if damaged:
+        executor.count("damaged", len(damaged))
+        with suppress(TierError):  # no reason to lose what came with them
+            executor.tier.delete(damaged)
+    unreadable = lengths.count(UNREADABLE)
+    return ReadResult(
+        fine, f"tier {executor.tier.name!r}: {unreadable} of {len(keys)} cannot be read" if unreadable else ""
+    )

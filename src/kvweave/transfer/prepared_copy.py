@@ -1,0 +1,81 @@
+"""Programs: drafts with the addresses of a job's pages and buffers, ready to be issued. Making them needs no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import or_
+from typing import NamedTuple
+
+import numpy as np
+
+from kvweave.transfer.command_buffer import CommandBuffer
+from kvweave.transfer.copier import CopyJob, Direction
+from kvweave.transfer.copy_plan import Numbers
+from kvweave.transfer.copy_templates import CopyTemplate
+from kvweave.transfer.page_batches import addresses, chunk_batches
+from kvweave.transfer.pieces import MoveSlice
+from kvweave.transfer.tiles import widest
+
+
+class BulkCopy(NamedTuple):
+    """Runs of bytes that a copy engine moves."""
+
+    targets: Numbers
+    sources: Numbers
+    sizes: Numbers
+
+
+@dataclass(frozen=True, eq=False)
+class BoundCopy:
+    """A draft for the pages and buffers of a job, or of one that differs in these only.
+
+    What is not asked for is not worked out: copies between buffers and staging memory need no addresses of pages. The
+    kernel's table lies at `table_at`, if the job was prepared.
+    """
+
+    template: CopyTemplate
+    job: CopyJob
+    table_at: int | None = None
+
+    @cached_property
+    def direct(self) -> tuple[BulkCopy, ...]:
+        return tuple(_direct(self.job, self.template.direct))
+
+    @cached_property
+    def address_table(self) -> Numbers:
+        """What the device makes the kernel's table of: line by line, the addresses of its pages and where they go."""
+        staged = bool(self.template.staged_bytes)
+        found = [numbers for batch in self.template.batches for numbers in addresses(self.job, batch, staged=staged)]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    @cached_property
+    def vector_bytes(self) -> int:
+        """The widest vector that starts at a multiple of itself everywhere: 16, 8, 4, 2 or 1."""
+        ends = [] if self.template.staged_bytes else self.job.starts.tolist()
+        return widest(reduce(or_, [*ends, *self.job.pools], self.template.bits))
+
+
+def _direct(job: CopyJob, parts: Iterable[MoveSlice]) -> Iterator[BulkCopy]:
+    """The pages between their pool and their chunks, by the copy engine."""
+    for batch in chunk_batches(job, parts):
+        pages, places = addresses(job, batch, staged=False)
+        runs, pitch = batch.tiling
+        for block in range(runs.blocks):
+            here, there = pages + block * runs.kernel_stride, places + block * pitch
+            to, source = (there, here) if job.direction is Direction.STORE else (here, there)
+            yield BulkCopy(to, source, np.full(len(to), runs.unit_bytes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedCopy:
+    """Calls whose tables are on the device, where `tables` keeps them; all on one tape, if they are few."""
+
+    bound_copies: tuple[BoundCopy, ...]
+    tables: object
+    commands: CommandBuffer | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bound.template.num_bytes for bound in self.bound_copies)
