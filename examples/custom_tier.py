@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import kvweave as kw
 from kvweave.spec import DType
-from kvweave.store import Cascade, MemoryTier, Namespace, Schema, Store, TierStats, model_digest
-from kvweave.store.tier import fill, joined
+from kvweave.store import MemoryTier, Namespace, Schema, Store, TierStack, TierStats, model_digest
+from kvweave.store.keys import Bytes
+from kvweave.store.tier import ALL, Blob, ChecksumObserver, KeyFilter, fill, joined
 
 
 class SqliteTier:
@@ -39,14 +41,14 @@ class SqliteTier:
         with self._lock:
             return self._database.execute(words, values).fetchall()
 
-    def contains(self, keys: Sequence[bytes]) -> Any:
+    def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         return np.array([bool(self._ask("select 1 from blobs where key = ?", key)) for key in keys], bool)
 
-    def get(self, keys: Sequence[bytes], into: Sequence[Any], watch: Sequence[Any] = ()) -> list[int]:
+    def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
         found = (self._ask("select value from blobs where key = ?", key) for key in keys)
         return [fill(target, row[0][0] if row else None) for row, target in zip(found, into, strict=True)]
 
-    def put(self, keys: Sequence[bytes], blobs: Sequence[Any]) -> list[bool]:
+    def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
         for key, blob in zip(keys, blobs, strict=True):  # a row is there whole or not at all: SQLite sees to that
             self._ask("insert or ignore into blobs values (?, ?)", key, joined(blob))
         return [True] * len(keys)
@@ -54,8 +56,8 @@ class SqliteTier:
     def delete(self, keys: Sequence[bytes]) -> int:
         return sum(len(self._ask("delete from blobs where key = ? returning 1", key)) for key in keys)
 
-    def clear(self, which: Any = None) -> int:
-        return self.delete([key for (key,) in self._ask("select key from blobs") if which is None or key in which])
+    def clear(self, key_filter: KeyFilter = ALL) -> int:
+        return self.delete([key for (key,) in self._ask("select key from blobs") if key in key_filter])
 
     def stats(self) -> TierStats:
         ((entries, used),) = self._ask("select count(*), coalesce(sum(length(value)), 0) from blobs")
@@ -71,7 +73,7 @@ def main(path: str) -> None:
     schema, here = Schema.of(spec, parts=1), Namespace(model_digest(spec), weights="main@3f2a")
     tokens = list(range(2000))
     for process in ("the first process", "the next one"):
-        store = Store(schema, Cascade(MemoryTier("4MiB"), SqliteTier(path)))
+        store = Store(schema, TierStack(MemoryTier("4MiB"), SqliteTier(path)))
         prompt = store.prompt(tokens, here)
         print(f"{process} finds {store.lookup(prompt).position} of {len(tokens)} tokens")
         store.save(prompt, lambda row, chunk: np.full(row.payload_bytes, chunk, np.uint8))
