@@ -25,20 +25,20 @@ from kvweave.server.channel import Channel, Handshake
 from kvweave.server.heartbeat import HeartbeatReader
 from kvweave.server.mapping import MappedArena, map_arena, unmapped
 from kvweave.server.peer import check_server
-from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Answer, Message
+from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Message, Reply
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
 
 A = TypeVar("A", bound=Message)
-Questions = Sequence[Message] | Callable[[], Sequence[Message]]
+Requests = Sequence[Message] | Callable[[], Sequence[Message]]
 HELLO_S = 2.0
 """How long a daemon that is there takes at most to say its first word."""
 
 
-class Replies(NamedTuple):
+class Exchange(NamedTuple):
     """Answers, and the number of the connection that they came over."""
 
-    answers: list[Answer]
+    replies: list[Reply]
     generation: int
 
 
@@ -74,11 +74,11 @@ class Client:
 
     # ---- asking
 
-    def ask(self, question: Message, answer: type[A], timeout_s: float | None = None) -> A:
+    def ask(self, request: Message, reply: type[A], timeout_s: float | None = None) -> A:
         """The answer; an error of the daemon's is raised here."""
-        return self.check(self.exchange([question], timeout_s).answers[0], answer)
+        return self.check(self.exchange([request], timeout_s).replies[0], reply)
 
-    def exchange(self, questions: Questions, timeout_s: float | None = None) -> Replies:
+    def exchange(self, requests: Requests, timeout_s: float | None = None) -> Exchange:
         """Several questions in one round trip. `Failed` is an answer like others.
 
         Questions that depend on the connection are made by a function, which is called when there is one. A connection
@@ -91,28 +91,28 @@ class Client:
             fresh = self._channel is None
             channel = self._channel or self._connect(until)
             try:
-                return self._asked(channel, questions, until)
+                return self._asked(channel, requests, until)
             except ConnectionError as error:
                 if fresh:
                     self._lose(error)
             try:
-                return self._asked(self._connect(until), questions, until)
+                return self._asked(self._connect(until), requests, until)
             except ConnectionError as error:
                 self._lose(error)
         finally:  # an interrupt may have come before anybody could note that the lock is ours
             if self._lock._is_owned():  # type: ignore[attr-defined]
                 self._lock.release()
 
-    def _asked(self, channel: Channel, questions: Questions, until: float) -> Replies:
+    def _asked(self, channel: Channel, requests: Requests, until: float) -> Exchange:
         made: Sequence[Message] = ()
         try:
             channel.check()
-            made = questions() if callable(questions) else questions
+            made = requests() if callable(requests) else requests
             undoing, self._to_undo = self._to_undo, []
-            requests = channel.send([*undoing, *made], until)[len(undoing) :]
-            return Replies(channel.receive(requests, until), self.generation)
+            request_ids = channel.send([*undoing, *made], until)[len(undoing) :]
+            return Exchange(channel.receive(request_ids, until), self.generation)
         except ServerTimeout:
-            self._to_undo += [message for question in made if (message := protocol.undo(question))]
+            self._to_undo += [message for request in made if (message := protocol.undo(request))]
             if channel.is_closed:
                 self._hang_up()
             raise
@@ -126,13 +126,13 @@ class Client:
             raise
 
     @staticmethod
-    def check(answer: Answer, kind: type[A]) -> A:
+    def check(reply: Reply, kind: type[A]) -> A:
         """An answer out of `exchange` as what it should be; an error is raised."""
-        if isinstance(answer, protocol.Failed):
-            raise ERRORS.get(answer.error, ServerError)(answer.message)
-        if not isinstance(answer, kind):
-            raise ServerError(f"{kind.__name__} expected, the daemon answered {type(answer).__name__}")
-        return answer
+        if isinstance(reply, protocol.Failed):
+            raise ERRORS.get(reply.error, ServerError)(reply.message)
+        if not isinstance(reply, kind):
+            raise ServerError(f"{kind.__name__} expected, the daemon answered {type(reply).__name__}")
+        return reply
 
     def number(self) -> int:
         """One that was not used yet on any connection of this client."""

@@ -28,10 +28,10 @@ from kvweave.server.protocol import (
     LENGTH_BYTES,
     MESSAGE_BYTES,
     VERSION,
-    Answer,
     Message,
+    Reply,
     frame,
-    request_id,
+    read_request_id,
 )
 from kvweave.server.report import ClientReport, Report, printable
 from kvweave.server.server_state import ServerState
@@ -120,42 +120,42 @@ class Connection(asyncio.Protocol):
     def _take(self, message: bytes) -> None:
         self._requests += 1
         self._state.counts["requests"] += 1
-        request = request_id(message) if self._handlers else None
+        request_id = read_request_id(message) if self._handlers else None
         try:
-            answer = self._answer(message)
+            reply = self._reply(message)
         except Exception as error:
-            self._fail(error, request, end=not self._handlers)
+            self._fail(error, request_id, end=not self._handlers)
             return
-        if isinstance(answer, Awaitable):
-            self._wait(self._later(answer, request))
-        elif answer is not None:
-            self._send(answer, request)
+        if isinstance(reply, Awaitable):
+            self._wait(self._later(reply, request_id))
+        elif reply is not None:
+            self._send(reply, request_id)
 
-    def _answer(self, message: bytes) -> Answer | Awaitable[Answer] | None:
+    def _reply(self, message: bytes) -> Reply | Awaitable[Reply] | None:
         if self._refusal:
             raise self._refusal
         if not self._handlers:
             self._hello(read_hello(message))
             return None
         try:
-            question = protocol.read_question(memoryview(message)[ID_BYTES:])
+            request = protocol.read_request(memoryview(message)[ID_BYTES:])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f"no message of ours: {error}") from None
-        handler = self._handlers.get(type(question))
+        handler = self._handlers.get(type(request))
         if handler is None:
             why = (
                 "said already"
-                if isinstance(question, protocol.Hello)
+                if isinstance(request, protocol.Hello)
                 else "only over the Unix socket, which has the arena"
             )
-            raise BadRequest(f"{type(question).__name__}: {why}")
-        return handler(question)
+            raise BadRequest(f"{type(request).__name__}: {why}")
+        return handler(request)
 
-    async def _later(self, answer: Awaitable[Answer], request: int | None) -> None:
+    async def _later(self, reply: Awaitable[Reply], request_id: int | None) -> None:
         try:
-            self._send(await answer, request)
+            self._send(await reply, request_id)
         except Exception as error:
-            self._fail(error, request)
+            self._fail(error, request_id)
 
     def _wait(self, work: Awaitable[None]) -> None:
         """Read nothing more until it is done."""
@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
         self._handlers = {
             protocol.Ping: lambda _: protocol.Done(),
             protocol.StatsRequest: lambda _: protocol.StatsReply(self._owner.report()),
-            protocol.Describe: lambda ask: protocol.DescribeReply(self._state.describe(ask.model)),
+            protocol.Describe: lambda request: protocol.DescribeReply(self._state.describe(request.model)),
             protocol.Clear: self._clear,
             protocol.Flush: self._flush,
         }
@@ -195,42 +195,42 @@ class Connection(asyncio.Protocol):
         settings, arena = self._state.settings, self._state.arena
         limits = settings.limits
         most = int(arena.num_bytes * limits.reserve_share)
-        answer = protocol.Welcome(
+        reply = protocol.Welcome(
             VERSION, self._state.boot, arena.num_bytes, settings.lease_s, most, limits.sequences, limits.keys
         )
         if not with_arena or self._transport is None:
-            self._send(answer, None)
+            self._send(reply, None)
             return
         # the transport knows no descriptors; nothing was written to it yet, so this is the first to go
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as direct:
-            socket.send_fds(direct, [frame(answer)], [arena.fd, self._state.heartbeat.fd])
+            socket.send_fds(direct, [frame(reply)], [arena.fd, self._state.heartbeat.fd])
 
-    async def _clear(self, ask: protocol.Clear) -> Answer:
-        wait_s = max(0.0, min(ask.wait_s, 3600.0))
+    async def _clear(self, request: protocol.Clear) -> Reply:
+        wait_s = max(0.0, min(request.wait_s, 3600.0))
         cleared = protocol.ClearReply(
-            await self._state.in_thread("flush", self._state.clear, ask.tenant, ask.model, wait_s)
+            await self._state.in_thread("flush", self._state.clear, request.tenant, request.model, wait_s)
         )
-        self._state.forget_uses(ask.tenant, ask.model)
+        self._state.forget_uses(request.tenant, request.model)
         log.info("cleared %d entries for %s", cleared.entries, self.label)
         for name, trouble in cleared.kept_by.items():
             log.warning("not all of %s is cleared: %s", name, trouble)
         return cleared
 
-    async def _flush(self, ask: protocol.Flush) -> Answer:
-        done = await self._state.in_thread("flush", self._state.backing.flush, max(0.0, min(ask.wait_s, 3600.0)))
+    async def _flush(self, request: protocol.Flush) -> Reply:
+        done = await self._state.in_thread("flush", self._state.backing.flush, max(0.0, min(request.wait_s, 3600.0)))
         return protocol.Done(int(done))
 
     # ---- answers
 
-    def _send(self, answer: Message, request: int | None) -> None:
-        data = frame(answer, request)
+    def _send(self, reply: Message, request_id: int | None) -> None:
+        data = frame(reply, request_id)
         if len(data) > LENGTH_BYTES + MESSAGE_BYTES:
             label = f"an answer of {len(data)} bytes, {MESSAGE_BYTES} at most"
-            data = frame(protocol.Failed(OverLimit.__name__, label), request)
+            data = frame(protocol.Failed(OverLimit.__name__, label), request_id)
         if self._transport and not self._transport.is_closing():
             self._transport.write(data)
 
-    def _fail(self, error: Exception, request: int | None, *, end: bool = False) -> None:
+    def _fail(self, error: Exception, request_id: int | None, *, end: bool = False) -> None:
         if isinstance(error, ConnectionError):  # it hung up before its answer
             log.debug("%s: %s", self.label, error)
             self.close()
@@ -239,10 +239,10 @@ class Connection(asyncio.Protocol):
         if isinstance(error, KVWeaveError):
             name = type(error).__name__ if type(error).__name__ in ERRORS else ServerError.__name__
             log.debug("%s: %s: %s", self.label, name, error)
-            self._send(protocol.Failed(name, str(error)), request)
+            self._send(protocol.Failed(name, str(error)), request_id)
         else:
             log.error("%s: a bug of ours", self.label, exc_info=error)
-            self._send(protocol.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"), request)
+            self._send(protocol.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"), request_id)
         if end and self._transport:
             self._transport.close()
 

@@ -19,11 +19,11 @@ class ModelRegistry:
         self._models: OrderedDict[bytes, RegisteredModel] = OrderedDict()
         self._num_bytes = 0
 
-    def take(self, said: Register) -> RegisteredModel:
+    def take(self, request: Register) -> RegisteredModel:
         """The same for everybody who says the same, until `release`. Raises `OverLimit` if those in use fill all."""
-        found = self._models.get(key := digest(said))
+        found = self._models.get(key := digest(request))
         if found is None:
-            found = RegisteredModel(said)
+            found = RegisteredModel(request)
             self._make_room(found.num_bytes)
             self._num_bytes += found.num_bytes
         self._models[key] = found

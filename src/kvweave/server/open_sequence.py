@@ -24,11 +24,11 @@ Pieces = NDArray[np.int64]
 class OpenSequence:
     """A prompt that a client opened: the keys of all its chunks and rows, chunk by chunk."""
 
-    def __init__(self, registered: RegisteredModel, said: Open) -> None:
-        if len(said.prefixes) % PREFIX_BYTES:
-            raise BadRequest(f"{len(said.prefixes)} bytes are no digests of {PREFIX_BYTES}")
-        self.registered, self.num_tokens, self.tenant = registered, said.num_tokens, said.tenant
-        self.prefixes = np.frombuffer(said.prefixes, np.uint8).reshape(-1, PREFIX_BYTES)
+    def __init__(self, registered: RegisteredModel, request: Open) -> None:
+        if len(request.prefixes) % PREFIX_BYTES:
+            raise BadRequest(f"{len(request.prefixes)} bytes are no digests of {PREFIX_BYTES}")
+        self.registered, self.num_tokens, self.tenant = registered, request.num_tokens, request.tenant
+        self.prefixes = np.frombuffer(request.prefixes, np.uint8).reshape(-1, PREFIX_BYTES)
         if self.num_chunks * registered.chunk_tokens > self.num_tokens:
             raise BadRequest(f"{self.num_chunks} chunks of {registered.chunk_tokens} tokens, but {self.num_tokens}")
         self.keys: list[bytes] = []

@@ -13,7 +13,7 @@ from kvweave.server.registered_model import registration
 from kvweave.store import HashedPrompt, Schema, Shard
 from kvweave.store.tier_stack import UNLIMITED, Budget
 
-ANSWER_S = 0.02
+REPLY_MARGIN_S = 0.02
 """How much earlier than its client a daemon gives up, so that what it knows by then still comes in time."""
 GRACE_S = 0.02
 """What an answer may take beyond the budget of its question."""
@@ -41,7 +41,7 @@ class PromptSession:
         make: Callable[[int], protocol.Message],
         budget: Budget = UNLIMITED,
         generation: int | None = None,
-    ) -> tuple[protocol.Answer, int]:
+    ) -> tuple[protocol.Reply, int]:
         """The answer to what `make` makes for the prompt's number, and the generation of the connection it is of.
 
         A question about what a certain connection holds names its `generation`: over another one it is not asked.
@@ -50,16 +50,16 @@ class PromptSession:
 
     def lease(
         self, prompt: HashedPrompt, make: Callable[[int, int], protocol.Message], budget: Budget
-    ) -> tuple[protocol.Answer, int, int]:
+    ) -> tuple[protocol.Reply, int, int]:
         """As `ask`, for a question that takes a lease, the prompt's only one: the last one it had is given back."""
         lease = self.client.number()
 
-        def questions(sequence: int) -> list[protocol.Message]:
+        def requests(sequence: int) -> list[protocol.Message]:
             before = self._leases.get(sequence)
             self._leases[sequence] = lease
             return [make(sequence, lease), *([protocol.Release([before])] if before else [])]
 
-        return *self._ask(prompt, questions, budget), lease
+        return *self._ask(prompt, requests, budget), lease
 
     def _ask(
         self,
@@ -67,29 +67,29 @@ class PromptSession:
         make: Callable[[int], list[protocol.Message]],
         budget: Budget,
         generation: int | None = None,
-    ) -> tuple[protocol.Answer, int]:
+    ) -> tuple[protocol.Reply, int]:
         before: list[protocol.Message] = []
 
-        def questions() -> list[protocol.Message]:
+        def requests() -> list[protocol.Message]:
             if generation not in (None, self.client.generation):
                 return []
             before[:] = self._introduce(prompt)
             return [*before, *make(self._sequences[_name(prompt)])]
 
-        answers, asked = self.client.exchange(questions, reply_timeout(budget))
-        if not answers:
+        replies, asked = self.client.exchange(requests, reply_timeout(budget))
+        if not replies:
             raise ServerGone("the connection was lost, and what was held with it")
-        for question, answer in zip(before, answers, strict=False):
-            self._check_said(prompt, question, answer)
-        return answers[len(before)], asked
+        for request, reply in zip(before, replies, strict=False):
+            self._check_said(prompt, request, reply)
+        return replies[len(before)], asked
 
-    def _check_said(self, prompt: HashedPrompt, question: protocol.Message, answer: protocol.Answer) -> None:
+    def _check_said(self, prompt: HashedPrompt, request: protocol.Message, reply: protocol.Reply) -> None:
         """What the daemon did not take is said again by the next question."""
         try:
-            self.client.check(answer, protocol.Done)
+            self.client.check(reply, protocol.Done)
         except ServerError:
             self._keys.pop(self._sequences.pop(_name(prompt), 0), None)
-            if question is self._register:
+            if request is self._register:
                 self._generation = 0
             raise
 
@@ -139,7 +139,7 @@ def reply_timeout(budget: Budget) -> float | None:
 
 def daemon_budget(budget: Budget) -> float | None:
     """What the daemon is told that it may take."""
-    return None if budget.left_s is None else max(0.0, budget.left_s - ANSWER_S)
+    return None if budget.left_s is None else max(0.0, budget.left_s - REPLY_MARGIN_S)
 
 
 def _name(prompt: HashedPrompt) -> bytes:

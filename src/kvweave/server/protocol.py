@@ -276,11 +276,11 @@ class Failed(Message, frozen=True):
     message: str
 
 
-Question = (
+Request = (
     Hello | Ping | Register | Open | Close | Lookup | Fetch | Prefetch | Renew | PinLeases | Release | Reserve | Commit
     | Damaged | Flush | StatsRequest | Describe | Clear
 )  # fmt: skip
-Answer = Welcome | Done | Found | Places | Alive | StatsReply | DescribeReply | ClearReply | Failed
+Reply = Welcome | Done | Found | Places | Alive | StatsReply | DescribeReply | ClearReply | Failed
 
 ERRORS = {error.__name__: error for error in (ServerError, Refused, BadRequest, OverLimit, LeaseExpired)}
 
@@ -291,7 +291,7 @@ RELEASED = {bytes.fromhex("6750a87457f087cc"): bytes.fromhex("b7b2d55543cfb6d0")
 
 def _digest() -> bytes:
     """A hash of the shape of all messages: a client and a daemon that would misread one another refuse to talk."""
-    roots, parts = msgspec.json.schema_components([Question, Answer])
+    roots, parts = msgspec.json.schema_components([Request, Reply])
     encoded = msgspec.json.encode(_shape(roots, parts), order="deterministic")
     shape = hashlib.sha256(encoded).digest()[:8]
     return RELEASED.get(shape, shape)
@@ -312,28 +312,28 @@ def _shape(schema: Any, parts: Mapping[str, Any]) -> Any:
 DIGEST = _digest()
 _HEAD = struct.Struct("<II")
 _encoder = msgspec.msgpack.Encoder()
-read_question = msgspec.msgpack.Decoder(Question).decode
-read_answer = msgspec.msgpack.Decoder(Answer).decode
+read_request = msgspec.msgpack.Decoder(Request).decode
+read_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
-def frame(message: Message, request: int | None = None) -> bytes:
+def frame(message: Message, request_id: int | None = None) -> bytes:
     """A message with its length, and its request's id, before it. Only `Hello` and its answer have no id."""
     body = _encoder.encode(message)
-    if request is None:
+    if request_id is None:
         return len(body).to_bytes(LENGTH_BYTES, "little") + body
-    return _HEAD.pack(ID_BYTES + len(body), request) + body
+    return _HEAD.pack(ID_BYTES + len(body), request_id) + body
 
 
-def request_id(body: bytes) -> int:
+def read_request_id(body: bytes) -> int:
     """The id before a message; 0, which no request has, if there is none."""
     return int.from_bytes(body[:ID_BYTES], "little") if len(body) >= ID_BYTES else 0
 
 
-def undo(question: Message) -> Message | None:
+def undo(request: Message) -> Message | None:
     """What gives back whatever a question may have taken whose answer nobody waited for."""
-    if isinstance(question, Lookup | Fetch) and question.lease:
-        return Release([question.lease])
-    return Commit(question.ticket, abandon=True) if isinstance(question, Reserve) else None
+    if isinstance(request, Lookup | Fetch) and request.lease:
+        return Release([request.lease])
+    return Commit(request.ticket, abandon=True) if isinstance(request, Reserve) else None
 
 
 def numbers(data: bytes, kind: str = "<i8") -> NDArray[np.int64]:

@@ -70,19 +70,19 @@ class RegisteredShard:
 class RegisteredModel:
     """A registered schema, shared by all connections that registered the same."""
 
-    def __init__(self, said: Register) -> None:
-        self.model, self.chunk_tokens = printable(said.model), said.chunk_tokens
-        self.digest = digest(said)
-        self.sizes = np.array([shard.blob_bytes for shard in said.shards], np.int64)
-        self.ids = np.frombuffer(b"".join(shard.id for shard in said.shards), np.uint8).reshape(-1, SHARD_ID_BYTES)
-        self.shards = [RegisteredShard(shard.meta, shard.blob_bytes, said.chunk_tokens) for shard in said.shards]
-        self.num_bytes = sum(len(shard.meta) for shard in said.shards)
+    def __init__(self, request: Register) -> None:
+        self.model, self.chunk_tokens = printable(request.model), request.chunk_tokens
+        self.digest = digest(request)
+        self.sizes = np.array([shard.blob_bytes for shard in request.shards], np.int64)
+        self.ids = np.frombuffer(b"".join(shard.id for shard in request.shards), np.uint8).reshape(-1, SHARD_ID_BYTES)
+        self.shards = [RegisteredShard(shard.meta, shard.blob_bytes, request.chunk_tokens) for shard in request.shards]
+        self.num_bytes = sum(len(shard.meta) for shard in request.shards)
         self.users = 0
         """Connections that have it registered now."""
         self.counts: Counter[str] = Counter()
-        self._described = [_described(shard, said.chunk_tokens) for shard in said.shards]
-        self._groups = list(_groups(said))
-        self._needs = [Shard(tag, reach, (), (), 0, 1, said.chunk_tokens).needs for tag, reach, _ in self._groups]
+        self._described = [_described(shard, request.chunk_tokens) for shard in request.shards]
+        self._groups = list(_groups(request))
+        self._needs = [Shard(tag, reach, (), (), 0, 1, request.chunk_tokens).needs for tag, reach, _ in self._groups]
 
     @property
     def num_shards(self) -> int:
@@ -122,12 +122,12 @@ class RegisteredModel:
         return GroupDescription(tag, words, described[0][0], tuple(shard for _, shard in described))
 
 
-def digest(said: Register) -> bytes:
+def digest(request: Register) -> bytes:
     """Equal registrations, equal digests, whatever number a client gave them."""
-    facts = hashlib.sha256(f"{said.model}\0{said.chunk_tokens}".encode())
-    for shard in said.shards:
+    facts = hashlib.sha256(f"{request.model}\0{request.chunk_tokens}".encode())
+    for shard in request.shards:
         facts.update(shard.id + shard.blob_bytes.to_bytes(8, "little"))
-    facts.update(json.dumps([[g.tag, g.num_shards, g.reach] for g in said.groups], sort_keys=True).encode())
+    facts.update(json.dumps([[g.tag, g.num_shards, g.reach] for g in request.groups], sort_keys=True).encode())
     return facts.digest()[:8]
 
 
@@ -156,13 +156,13 @@ def _blob_bytes(shard: ShardInfo, meta: _Meta) -> int:
     return header_bytes(RegisteredShard(shard.meta, 0, meta.chunk_tokens)) + len(meta.layers) * bits // 8
 
 
-def _groups(said: Register) -> list[tuple[str, Reach, slice]]:
+def _groups(request: Register) -> list[tuple[str, Reach, slice]]:
     groups, start = [], 0
-    for group in said.groups:
+    for group in request.groups:
         groups.append((group.tag, _reach(group), slice(start, start + group.num_shards)))
         start += group.num_shards
-    if start != len(said.shards):
-        raise BadRequest(f"groups of {start} rows in all, but there are {len(said.shards)}")
+    if start != len(request.shards):
+        raise BadRequest(f"groups of {start} rows in all, but there are {len(request.shards)}")
     return groups
 
 

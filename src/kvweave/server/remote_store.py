@@ -29,8 +29,8 @@ from kvweave.server.protocol import NOT_IN_ARENA, numbers, packed
 from kvweave.server.remote_hit import PinnedHit, RemoteHit
 from kvweave.server.report import Report
 from kvweave.server.save_operation import ArenaLayout, SaveOperation
-from kvweave.store import AnyStore, HashedPrompt, Saved, Schema, Shard, Sink, Source, StoreStats
-from kvweave.store.base import ChunkRef, in_thread
+from kvweave.store import AnyStore, HashedPrompt, Saved, Schema, Sink, Source, StoreStats
+from kvweave.store.base import ChunkRef, discard, in_thread
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
 from kvweave.store.tier_stack import Budget
@@ -77,14 +77,14 @@ class RemoteStore(AnyStore[RemoteHit]):
     def _lookup(self, empty: RemoteHit, shards: Sequence[int] | None, budget: Budget, *, lease: bool) -> RemoteHit:
         asked_at, wanted = time.monotonic(), None if shards is None else packed(sorted(shards), "<i4")
 
-        def question(sequence: int, number: int = 0) -> protocol.Message:
+        def request(sequence: int, number: int = 0) -> protocol.Message:
             return protocol.Lookup(sequence, number, wanted, daemon_budget(budget))
 
         if lease:
-            answer, generation, number = self._prompt_session.lease(empty.prompt, question, budget)
+            reply, generation, number = self._prompt_session.lease(empty.prompt, request, budget)
         else:
-            (answer, generation), number = self._prompt_session.ask(empty.prompt, question, budget), 0
-        found = self.client.check(answer, protocol.Found)
+            (reply, generation), number = self._prompt_session.ask(empty.prompt, request, budget), 0
+        found = self.client.check(reply, protocol.Found)
         if found.late:
             self._count(unanswered=1)
         shape, places = empty.present.shape, empty.places
@@ -111,7 +111,7 @@ class RemoteStore(AnyStore[RemoteHit]):
     ) -> int:
         """As `load`, but straight into memory that `target` names: one copy less. Beyond the position that is returned
         it may hold anything."""
-        return self.load(replace(hit, target=target), _ignore, shards=shards, budget_s=budget_s)
+        return self.load(replace(hit, target=target), discard, shards=shards, budget_s=budget_s)
 
     def release(self, hit: RemoteHit, *, budget_s: float | None = None) -> None:
         """Let the daemon evict what a hit held; may be called twice."""
@@ -143,11 +143,11 @@ class RemoteStore(AnyStore[RemoteHit]):
     ) -> tuple[dict[ChunkRef, int], int]:
         """Where those that could be had are now, and the generation of the connection that holds them."""
 
-        def question(sequence: int) -> protocol.Message:
+        def request(sequence: int) -> protocol.Message:
             return protocol.Fetch(sequence, lease, packed(pieces, "<i4"), daemon_budget(budget))
 
-        answer, generation = self._prompt_session.ask(prompt, question, budget)
-        starts = numbers(self.client.check(answer, protocol.Places).starts).tolist()
+        reply, generation = self._prompt_session.ask(prompt, request, budget)
+        starts = numbers(self.client.check(reply, protocol.Places).starts).tolist()
         return {piece: start for piece, start in zip(pieces, starts, strict=True) if start != NOT_IN_ARENA}, generation
 
     def _copies(
@@ -304,7 +304,3 @@ class _OrMiss:
             return False
         self._store._missed(error)
         return True
-
-
-def _ignore(shard: Shard, chunk: int, payload: Bytes) -> None:
-    """A sink for what is where it shall be already."""

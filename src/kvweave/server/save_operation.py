@@ -78,11 +78,11 @@ class SaveOperation:
         number, until = self._client.number(), time.monotonic() + self._client.welcome.lease_s
         until = until if budget.until is None else min(until, budget.until)
 
-        def question(sequence: int) -> protocol.Message:
+        def request(sequence: int) -> protocol.Message:
             return protocol.Reserve(sequence, number, packed(batch, "<i4"), daemon_budget(budget))
 
-        answer, generation = self._arena.prompt_session.ask(prompt, question, budget)
-        starts: list[int] = numbers(self._client.check(answer, protocol.Places).starts).tolist()
+        reply, generation = self._arena.prompt_session.ask(prompt, request, budget)
+        starts: list[int] = numbers(self._client.check(reply, protocol.Places).starts).tolist()
         mapped = self._client.mapped
         if mapped.generation != generation:
             raise ServerGone("the connection was lost, and what was reserved with it")

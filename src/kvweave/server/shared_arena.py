@@ -79,11 +79,6 @@ class SharedArena(MemoryTier):
             self._give(key, start, length)
             self._writing.discard(key)
 
-    def refused(self, number: int) -> None:
-        """So many found no room, in the end."""
-        with self._lock:
-            self._refused += number
-
     # ---- reading
 
     def pin(self, keys: Sequence[bytes]) -> Pinned:

@@ -17,12 +17,16 @@ from kvweave.prefix import Present, Span, joint_hit
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
 from kvweave.store.page_payloads import Sink, Source
-from kvweave.store.shards import Schema
+from kvweave.store.shards import Schema, Shard
 from kvweave.store.tier_executor import TierExecutorStats
 from kvweave.store.tier_stack import Budget
 
 ChunkRef = tuple[int, int]
 """A row's number in the schema, and a chunk's."""
+
+
+def discard(shard: Shard, chunk: int, payload: Bytes) -> None:
+    """A sink that drops what it is given: for payloads that only pass through the tiers, or are in place already."""
 
 
 class AnyHit(Protocol):

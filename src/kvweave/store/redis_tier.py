@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,7 @@ class RedisTier:
 
     def clear(self, key_filter: KeyFilter = ALL) -> int:
         """Other values of the server, and those under another prefix, stay."""
-        return sum(self.delete(keys) for keys in _batches(self._listed(key_filter)))
+        return sum(self.delete(keys) for keys in _key_batches(self._listed(key_filter)))
 
     def _listed(self, key_filter: KeyFilter) -> Iterator[bytes]:
         begin = self._prefix + key_filter.tenant
@@ -98,7 +97,7 @@ class RedisTier:
     def _each(self, command: str, keys: Sequence[bytes]) -> list[int]:
         answers: list[int] = []
         with _errors(self.name):
-            for batch in _batches(keys):
+            for batch in _key_batches(keys):
                 answers += self._at_once(command, [(key,) for key in batch])
         return answers
 
@@ -130,10 +129,8 @@ def _filled(target: Bytes, value: Any) -> int:
     return fill(target, value)
 
 
-def _batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
-    left = iter(keys)
-    while batch := list(islice(left, BATCH_KEYS)):
-        yield batch
+def _key_batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+    return batches(keys, lambda _: 1, BATCH_KEYS)
 
 
 def _literal(text: bytes) -> bytes:

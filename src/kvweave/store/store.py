@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store.base import AnyStore, ChunkRef, Saved, StoreStats, in_thread
+from kvweave.store.base import AnyStore, ChunkRef, Saved, StoreStats, discard, in_thread
 from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck, header_bytes, owned_payload, seal
 from kvweave.store.keys import HashedPrompt
 from kvweave.store.page_payloads import Source
-from kvweave.store.shards import Schema, Shard
+from kvweave.store.shards import Schema
 from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, TierLookup, TierStack
 
 
@@ -80,7 +80,7 @@ class Store(AnyStore[Hit]):
 
     def prefetch(self, hit: Hit, *, shards: Sequence[int] | None = None, budget_s: float | None = None) -> Future[int]:
         """Bring what a hit needs into the tiers that take what others give, in a thread of its own."""
-        return in_thread("kvweave-prefetch", partial(self.load, hit, _ignore, shards=shards, budget_s=budget_s))
+        return in_thread("kvweave-prefetch", partial(self.load, hit, discard, shards=shards, budget_s=budget_s))
 
     # ---- writing
 
@@ -121,7 +121,3 @@ class Store(AnyStore[Hit]):
     def close(self, wait_s: float = 60.0) -> None:
         """Write what is queued, and close every tier."""
         self.tier_stack.close(wait_s)
-
-
-def _ignore(shard: Shard, chunk: int, payload: NDArray[np.uint8]) -> None:
-    """A sink for what shall only pass through the tiers."""
