@@ -1,4 +1,5 @@
-"""What goes to a tier in one turn: enough to be worth the way, and little enough for memory, and for several turns."""
+"""Batches for a tier: large enough that a request is worth its latency, small enough for memory and for several in
+flight."""
 
 from __future__ import annotations
 
