@@ -137,7 +137,7 @@ def test_a_schema_that_lies_about_itself_is_an_error_for_its_client_alone(daemon
     with Client(daemon.settings.socket) as client:
         for meta in (b"[]", b"{}", b"7", b"[" * 50_000, b'{"chunk_tokens": 256, "layers": 5}', b"\xff"):
             shard = protocol.ShardInfo(hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:8], 5000, meta)
-            with pytest.raises(BadRequest, match="does not say what it is"):
+            with pytest.raises(BadRequest, match="cannot be read"):
                 client.ask(replaced(right, shards=[shard, *right.shards[1:]]), protocol.Done)
         client.ask(protocol.StatsRequest(), protocol.StatsReply)
 

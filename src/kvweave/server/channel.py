@@ -1,7 +1,7 @@
-"""One connection to a daemon: requests out, answers in, each with the id of its request. Every wait has an end.
+"""A socket to the daemon: sends requests and receives replies by request id. Every wait has a deadline.
 
-An answer that comes after nobody waited for it any more is dropped by its id. Bytes of half a message, in either
-direction, leave a connection in doubt: whoever finds an exception other than `ServerTimeout` here closes it.
+A reply that comes after its deadline is dropped by its id. After any exception other than `ServerTimeout` half a
+message may have been sent or received: the caller must close the channel.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvweave.server.heartbeat import BEAT_S, HeartbeatReader
 from kvweave.server.protocol import ERRORS, ID_BYTES, Message, Reply, frame, read_request_id
 
 DESCRIPTORS = 2
-"""What comes with `Welcome`: the arena, and the heartbeat."""
+"""File descriptors that come with `Welcome`: the arena, and the heartbeat."""
 
 
 class Handshake(NamedTuple):
-    """What a daemon said first, and the files it handed over, which are the caller's."""
+    """The daemon's first reply, and the file descriptors it passed, which the caller must close."""
 
     welcome: protocol.Welcome
     descriptors: list[int]
 
 
 class Channel:
-    """A connected socket. Belongs to one thread at a time; `until` is of `time.monotonic`."""
+    """A connected socket. Used by one thread at a time; `until` is of `time.monotonic`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -46,7 +46,7 @@ class Channel:
         return self._socket.family == socket.AF_UNIX
 
     def greet(self, hello: protocol.Hello, until: float) -> Handshake:
-        """The first exchange, which has no id."""
+        """The first exchange, which has no request id."""
         descriptors: list[int] = []
         try:
             self._send(frame(hello), until)
@@ -58,7 +58,7 @@ class Channel:
             if isinstance(reply, protocol.Failed):
                 raise ERRORS.get(reply.error, ServerError)(reply.message)
             if not isinstance(reply, protocol.Welcome) or len(descriptors) != (DESCRIPTORS if hello.arena else 0):
-                raise BadRequest("the daemon sent no welcome, or no arena: this is no daemon of ours")
+                raise BadRequest("the daemon sent no welcome, or no arena: this is not a kvweave daemon")
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -66,9 +66,10 @@ class Channel:
         return Handshake(reply, descriptors)
 
     def check(self) -> None:
-        """Raises `ServerTimeout` if the daemon is known to be frozen, `ConnectionError` if it was, and has ended.
+        """Raise `ServerTimeout` if the daemon is frozen, `ConnectionError` if it has also closed the connection.
 
-        Changes nothing, so that any thread may ask while another one waits here for an answer."""
+        Changes nothing, so that any thread may call it while another waits for a reply.
+        """
         if not self.heartbeat.is_frozen:
             return
         ended = select.poll()
@@ -78,13 +79,13 @@ class Channel:
         raise ServerTimeout(f"the daemon is frozen: no sign of life for {self.heartbeat.silent_s:.1f} s")
 
     def send(self, messages: Sequence[Message], until: float) -> list[int]:
-        """The ids that these requests got."""
+        """Send requests; returns their ids."""
         request_ids = [next(self._ids) & 0xFFFFFFFF or next(self._ids) & 0xFFFFFFFF for _ in messages]
         self._send(b"".join(map(frame, messages, request_ids)), until)
         return request_ids
 
     def receive(self, request_ids: Sequence[int], until: float) -> list[Reply]:
-        """The answers to these requests, the last that were sent. What comes for earlier ones is dropped."""
+        """The replies to these requests, which must be the last ones sent. Replies to earlier ones are dropped."""
         replies: list[Reply] = []
         while len(replies) < len(request_ids):
             body = self._message(until)
@@ -92,10 +93,8 @@ class Channel:
             if request_id not in (request_ids[len(replies)], 0):
                 continue
             reply: Reply = protocol.read_reply(memoryview(body)[ID_BYTES:])
-            if not request_id:  # a message so long that the daemon did not read whose it was
-                raise ServerError(
-                    reply.message if isinstance(reply, protocol.Failed) else "an answer without a request"
-                )
+            if not request_id:  # the daemon refused a message as too long before it read the id
+                raise ServerError(reply.message if isinstance(reply, protocol.Failed) else "a reply without a request")
             replies.append(reply)
         return replies
 
@@ -106,7 +105,7 @@ class Channel:
             self._socket.settimeout(_left(until))
             self._socket.sendall(data)
         except TimeoutError:
-            self.close()  # how much of it went out nobody knows
+            self.close()  # part of the message may have been sent
             raise ServerTimeout("the daemon took no request in time") from None
 
     def _message(self, until: float) -> bytes:
@@ -134,5 +133,5 @@ class Channel:
 
 
 def _left(until: float) -> float:
-    """Seconds for a socket's timeout; 0 would mean not to wait at all, which reads as another error."""
+    """Seconds for a socket's timeout; 0 would make the socket non-blocking."""
     return max(0.0005, until - time.monotonic())

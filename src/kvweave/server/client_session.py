@@ -1,5 +1,5 @@
-"""What one client said, and the answers. An answer that needs a farther tier, or room, is a coroutine; all else is
-answered on the spot."""
+"""The requests of one client and their replies. A reply that needs a backing tier, or must wait for space, is a
+coroutine; all others are computed at once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvweave.store.striped_file import SECTOR
 from kvweave.store.tier_stack import BlobRequest, Budget
 
 ROOM_S = 2.0
-"""How long a reservation waits for room that somebody else holds."""
+"""Seconds that a reservation waits for space that others hold."""
 SCHEMA_BYTES = 8 << 20
-"""What one connection's registrations may take."""
+"""Bytes that the registrations of one connection may take."""
 Flags = NDArray[np.bool_]
-"""One for each key of a sequence, chunk by chunk."""
+"""One flag for each key of a sequence, chunk by chunk."""
 Handler = Callable[[Any], Reply | Awaitable[Reply]]
 
 
@@ -49,7 +49,7 @@ class ClientSession:
         return len(self._sequences)
 
     def handlers(self) -> dict[type, Handler]:
-        """What needs the arena, and therefore the Unix socket."""
+        """Handlers of requests that need the arena, and so come over the Unix socket only."""
         return {
             protocol.Register: self._register,
             protocol.Open: self._open,
@@ -139,35 +139,35 @@ class ClientSession:
         return self._looked_up(sequence, request, self._arena.contains(sequence.keys))
 
     async def _lookup_in_steps(self, sequence: OpenSequence, request: protocol.Lookup) -> Reply:
-        """From the end, since what is asked for last counts as the most recent, and beginnings are worth most."""
-        near = np.zeros(sequence.num_keys, bool)
+        """From the last chunk backwards: a later lookup counts as more recent, and the first chunks are worth most."""
+        in_arena = np.zeros(sequence.num_keys, bool)
         for first in reversed(range(0, sequence.num_keys, STEP_KEYS)):
-            near[first : first + STEP_KEYS] = self._arena.contains(sequence.keys[first : first + STEP_KEYS])
+            in_arena[first : first + STEP_KEYS] = self._arena.contains(sequence.keys[first : first + STEP_KEYS])
             await asyncio.sleep(0)
-        reply = self._looked_up(sequence, request, near)
+        reply = self._looked_up(sequence, request, in_arena)
         return await reply if isinstance(reply, Awaitable) else reply
 
-    def _looked_up(self, sequence: OpenSequence, request: protocol.Lookup, near: Flags) -> Reply | Awaitable[Reply]:
-        position = sequence.registered.position(_matrix(near, sequence), sequence.limit)
+    def _looked_up(self, sequence: OpenSequence, request: protocol.Lookup, in_arena: Flags) -> Reply | Awaitable[Reply]:
+        position = sequence.registered.position(_matrix(in_arena, sequence), sequence.limit)
         if position == sequence.limit or not self._state.backing.executors:
-            return self._found(sequence, request, position, near, near, late=False)
-        return self._lookup_backing(sequence, near, request)
+            return self._found(sequence, request, position, in_arena, in_arena, late=False)
+        return self._lookup_backing(sequence, in_arena, request)
 
-    async def _lookup_backing(self, sequence: OpenSequence, near: Flags, request: protocol.Lookup) -> Reply:
-        lacking, present = np.flatnonzero(~near), near.copy()
+    async def _lookup_backing(self, sequence: OpenSequence, in_arena: Flags, request: protocol.Lookup) -> Reply:
+        lacking, present = np.flatnonzero(~in_arena), in_arena.copy()
         keys = [sequence.keys[i] for i in lacking.tolist()]
         present[lacking], late = await self._state.in_thread(
             "read", self._state.backing.where, keys, Budget.of(request.budget_s)
         )
         position = sequence.registered.position(_matrix(present, sequence), sequence.limit)
-        return self._found(sequence, request, position, near, present, late=late)
+        return self._found(sequence, request, position, in_arena, present, late=late)
 
     def _found(
         self,
         sequence: OpenSequence,
         request: protocol.Lookup,
         position: int,
-        near: Flags,
+        in_arena: Flags,
         present: Flags,
         *,
         late: bool,
@@ -175,7 +175,7 @@ class ClientSession:
         self._state.asked(sequence, position)
         self._state.counts["unanswered"] += late
         if position < sequence.limit:
-            self._state.missed(sequence, near, None if late else present)
+            self._state.missed(sequence, in_arena, None if late else present)
         bits = np.packbits(_matrix(present, sequence)).tobytes()
         if not request.lease or not position:
             return protocol.Found(position, bits, b"", late)
@@ -186,7 +186,8 @@ class ClientSession:
     def _lease(
         self, sequence: OpenSequence, pieces: Pieces, lease: int, *, counted: bool = False
     ) -> NDArray[np.int64] | None:
-        """Where pieces are, under a lease; None if leases have no room for them, which only `counted` ones need."""
+        """The places of pieces, under a lease; None if the quota of leases is used up, which only `counted` leases
+        need."""
         pinned = self._arena.pin(sequence.keys_at(pieces))
         self._state.counts["memory hits"] += len(pinned.slots)
         if not lease:
@@ -206,8 +207,8 @@ class ClientSession:
     async def _fetch_from_backing(
         self, sequence: OpenSequence, pieces: Pieces, lease: int, budget_s: float | None
     ) -> Reply:
-        near = self._arena.contains(sequence.keys_at(pieces))
-        wants = sequence.wants_at(pieces[~near])
+        in_arena = self._arena.contains(sequence.keys_at(pieces))
+        wants = sequence.wants_at(pieces[~in_arena])
         await self._state.in_thread("read", self._state.backing.fetch, wants, Budget.of(budget_s))
         return self._fetched(sequence, pieces, lease)
 
@@ -241,7 +242,8 @@ class ClientSession:
         return self._reserved(request.ticket, keys, starts, lengths)
 
     async def _reserve_later(self, request: protocol.Reserve, keys: Sequence[bytes], lengths: Sequence[int]) -> Reply:
-        """Not even one had room. Whoever waits here holds nothing that another could be waiting for."""
+        """No piece had room. A client that waits here holds nothing that another could wait for, so there is no
+        deadlock."""
         until = time.monotonic() + Budget.of(request.budget_s).within(ROOM_S)
         while True:
             await self._state.change(until - time.monotonic())
@@ -256,7 +258,7 @@ class ClientSession:
         return protocol.Places(packed(starts))
 
     def _check_bytes(self, lengths: Sequence[int], held: int = 0) -> None:
-        """Of a single blob there is no limit but the arena's."""
+        """Raise `OverLimit` for more bytes than one request may have; a single blob is limited by the arena alone."""
         wanted = held + sum(max(length, SECTOR) for length in lengths)
         if len(lengths) > 1 and wanted > self._most_bytes:
             raise OverLimit(f"{wanted} bytes at once, {self._most_bytes} at most; ask for less at a time")
@@ -272,7 +274,7 @@ class ClientSession:
         return self._keep(keys, request.budget_s) if self._state.backing.executors else protocol.Done(len(keys))
 
     async def _keep(self, keys: Sequence[bytes], budget_s: float | None) -> Reply:
-        """Queue for the farther tiers; a queue that is full makes its writers wait, for a while."""
+        """Queue for the backing tiers; a full queue delays the reply, up to the deadline."""
         longest = max(executor.policy.deadline_s for executor in self._state.backing.executors)
         await self._state.in_thread("write", self._state.backing.keep, keys, Budget.of(budget_s).within(longest))
         return protocol.Done(len(keys))
@@ -282,8 +284,8 @@ class ClientSession:
         return self._forget_damaged(sequence.wants_at(sequence.pieces(request.pieces)))
 
     async def _forget_damaged(self, wants: Sequence[BlobRequest]) -> Reply:
-        """A client may be wrong: it may have read a place that was somebody else's by then. Farther tiers are checked
-        when they are read."""
+        """Check before deleting: the client may have read an extent after its lease expired. Backing tiers check
+        what they read anyway."""
         damaged = await self._state.in_thread("read", self._state.backing.forget_damaged, wants)
         self._state.counts["memory damaged"] += damaged
         return protocol.Done(damaged)

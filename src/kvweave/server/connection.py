@@ -1,7 +1,8 @@
-"""One connection: bytes to questions, answers to bytes. Nothing that comes in can stop the daemon.
+"""One connection at the daemon: decodes requests and encodes replies. No input can stop the daemon.
 
-Questions are answered in order. While one waits for a tier, no further bytes are read from this connection; the others
-go on. A message that is too long ends the connection, after an answer: where the next one starts nobody knows.
+Requests are served in order. While one waits for a tier, no further bytes are read from its connection; other
+connections go on. A message that is too long ends the connection after an error reply, since the start of the next
+message is unknown.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from kvweave.server.server_state import ServerState
 
 log = logging.getLogger("kvweave.server")
 HELLO_S, REFUSAL_S = 10.0, 1.0
-"""For its first message; for one to which the answer will be no."""
+"""Seconds for the first message; the same for a connection that will be refused."""
 AT_ONCE = 64
-"""Questions of one connection that are answered before the others have their turn."""
+"""Requests of one connection that are served before other connections get their turn."""
 
 
 class ConnectionOwner(Protocol):
-    """Who listens."""
+    """What a connection needs of the daemon."""
 
     state: ServerState
     token: str | None
 
     def joined(self, connection: Connection) -> None:
-        """Raises `ServerError`, which it is to be told; `ConnectionRefusedError` if not even that."""
+        """Raises `ServerError`, which is sent to the client, or `ConnectionRefusedError` to close without a reply."""
         ...
 
     def left(self, connection: Connection) -> None: ...
@@ -59,7 +60,7 @@ class ConnectionOwner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """A client's end at the daemon. One that came over TCP is told whom to call at its end."""
+    """A client's connection. One that came over TCP calls `ended` when it ends."""
 
     def __init__(self, owner: ConnectionOwner, ended: Callable[[], None] | None = None) -> None:
         self._owner, self._state, self._local, self._ended = owner, owner.state, ended is None, ended
@@ -83,7 +84,7 @@ class Connection(asyncio.Protocol):
         try:
             self._owner.joined(self)
         except ServerError as error:
-            self._refusal = error  # said in answer to its hello
+            self._refusal = error  # sent in reply to its Hello
         except ConnectionRefusedError:
             transport.abort()
             return
@@ -99,7 +100,7 @@ class Connection(asyncio.Protocol):
             self._pump()
 
     def _pump(self) -> None:
-        """Answer what is whole, so much at a time."""
+        """Serve the requests that are complete, at most `AT_ONCE` of them."""
         for _ in range(AT_ONCE):
             if self._task or self._paused or self._transport is None or self._transport.is_closing():
                 return
@@ -140,7 +141,7 @@ class Connection(asyncio.Protocol):
         try:
             request = protocol.read_request(memoryview(message)[ID_BYTES:])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f"no message of ours: {error}") from None
+            raise BadRequest(f"not a kvweave message: {error}") from None
         handler = self._handlers.get(type(request))
         if handler is None:
             why = (
@@ -158,7 +159,7 @@ class Connection(asyncio.Protocol):
             self._fail(error, request_id)
 
     def _wait(self, work: Awaitable[None]) -> None:
-        """Read nothing more until it is done."""
+        """Stop reading until the work is done."""
 
         async def wait() -> None:
             try:
@@ -201,7 +202,7 @@ class Connection(asyncio.Protocol):
         if not with_arena or self._transport is None:
             self._send(reply, None)
             return
-        # the transport knows no descriptors; nothing was written to it yet, so this is the first to go
+        # asyncio's transport cannot pass descriptors; nothing was written to it before, so the order is kept
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as direct:
             socket.send_fds(direct, [frame(reply)], [arena.fd, self._state.heartbeat.fd])
 
@@ -225,13 +226,13 @@ class Connection(asyncio.Protocol):
     def _send(self, reply: Message, request_id: int | None) -> None:
         data = frame(reply, request_id)
         if len(data) > LENGTH_BYTES + MESSAGE_BYTES:
-            label = f"an answer of {len(data)} bytes, {MESSAGE_BYTES} at most"
-            data = frame(protocol.Failed(OverLimit.__name__, label), request_id)
+            reason = f"a reply of {len(data)} bytes, {MESSAGE_BYTES} at most"
+            data = frame(protocol.Failed(OverLimit.__name__, reason), request_id)
         if self._transport and not self._transport.is_closing():
             self._transport.write(data)
 
     def _fail(self, error: Exception, request_id: int | None, *, end: bool = False) -> None:
-        if isinstance(error, ConnectionError):  # it hung up before its answer
+        if isinstance(error, ConnectionError):  # the client closed before its reply
             log.debug("%s: %s", self.label, error)
             self.close()
             return
@@ -241,13 +242,13 @@ class Connection(asyncio.Protocol):
             log.debug("%s: %s: %s", self.label, name, error)
             self._send(protocol.Failed(name, str(error)), request_id)
         else:
-            log.error("%s: a bug of ours", self.label, exc_info=error)
-            self._send(protocol.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"), request_id)
+            log.error("%s: a bug in kvweave", self.label, exc_info=error)
+            self._send(protocol.Failed(ServerError.__name__, f"a bug in the daemon: {error!r}"), request_id)
         if end and self._transport:
             self._transport.close()
 
     def pause_writing(self) -> None:
-        """It does not read its answers: then it gets no more of them."""
+        """The client does not read its replies: stop serving it until it does."""
         self._paused = True
         if self._transport and not self._task:
             self._transport.pause_reading()
@@ -277,7 +278,7 @@ class Connection(asyncio.Protocol):
         expired = self._session.expire(now)
         self._state.counts["expired"] += expired
         if expired:
-            log.warning("%s: %d leases had their time and were taken back", self.label, expired)
+            log.warning("%s: %d leases expired", self.label, expired)
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""A page for Prometheus and for health checks: `GET`, one answer, closed. No more of HTTP is wanted here."""
+"""HTTP for Prometheus and health checks: one GET, one response, then the connection is closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpPage(asyncio.Protocol):
-    """Answers a path with a status and a text."""
+    """Serves a path with a status and a text."""
 
     def __init__(self, page: Callable[[str], tuple[int, str]], ended: Callable[[], None]) -> None:
         self._page, self._ended = page, ended
