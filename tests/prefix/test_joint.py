@@ -17,7 +17,7 @@ def brute_force(groups: list[Present], grid: int, limit: int) -> int:
 
 
 def _can_go_on(group: Present, position: int) -> bool:
-    reach, size, blocks = group
+    reach, size, blocks, _ = group
     if not reach.per_token:
         return bool(blocks[position // size - 1])
     needed = [*range(min(reach.head, position)), *range(int(reach.tail(position)), position)]
