@@ -314,15 +314,20 @@ class PrefixCache:
                     self._free_window(node, group, at, group.first_block(point.position))
                     at = max(at, point.position // group.slot_tokens)
                 self._free_window(node, group, at, min(self._needed_below(node, group), node.end // group.slot_tokens))
-        if any(
-            g.head_blocks or g.first_block(spaced[0].position) * g.slot_tokens < node.start for g in self.tree.windows
-        ):
-            self._free_windows(spaced[0])  # of runs above, too
+        if self._reaches_above(spaced[0], node):
+            self._free_windows(spaced[0])
 
     def drop_point(self, point: Point) -> None:
         """Give up a point that others lie behind, or that a holder stands at: its states, and what only it needs."""
         self._forget(point)
         self._free_windows(point)
+
+    def _reaches_above(self, point: Point, node: Node) -> bool:
+        """Whether a point of a run needs window pages of runs above it."""
+        for group in self.tree.windows:
+            if group.head_blocks or group.first_block(point.position) * group.slot_tokens < node.start:
+                return True
+        return False
 
     def _free_windows(self, point: Point) -> None:
         """Free the window pages that a point, gone from its node, needed and no other point does."""
@@ -439,8 +444,8 @@ class PrefixCache:
             heir = heir or lowest
             self._forget(lowest)
         if end == node.start:
-            if lowest is not None:
-                self._free_windows(lowest)  # of runs above, too
+            if lowest is not None and self._reaches_above(lowest, node):
+                self._free_windows(lowest)
             self._free_rows(node.pages)
             self.tree.remove(node)
             node.parent = None

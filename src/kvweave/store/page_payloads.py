@@ -1,8 +1,9 @@
-"""Pages: payloads out of a rank's pools and back, whatever its blocks, kernel layout and share of the heads.
+"""Payloads of pages: read from a rank's pools and written back, for any block size, kernel layout and share of the
+heads.
 
-A pool is bytes; `Plan.view` says where a role of a layer lies in it. The rows' axis is put first, and of each segment
-of heads the entries that both sides hold are copied. Where they lie is worked out once a row (`_Runs`); a chunk only
-adds the pages of its blocks.
+A pool is bytes; `Plan.view` says where a role of a layer lies in it. Arrays over pool and payload are made with the row
+axis first, and of each segment of heads the entries that both have are copied. The layout is computed once for each
+shard (`_Runs`); a chunk only adds the pages of its blocks.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from kvweave.store.keys import Bytes
 from kvweave.store.shards import AxisSlice, Schema, Shard, axis_slices
 
 Source = Callable[[Shard, int], Bytes]
-"""The payload of a row's chunk: bytes that stay as they are until every tier has them. An array that cannot be written
-to is summed on its way to a tier; any other at once, so that what is changed too early is found out."""
+"""Returns the payload of a shard's chunk; its bytes must not change until every tier has them. The checksum of a
+read-only array is computed on its way to a tier; that of a writable one at once, so that a change made too early is
+detected."""
 Sink = Callable[[Shard, int, Bytes], None]
-"""Takes a row's chunk; the payload is the sink's for the time of the call."""
+"""Takes the payload of a shard's chunk, which is valid during the call only."""
 Table = Mapping[str, NDArray[np.int32]]
-"""By tag: the page of each block of a sequence; for states, of the snapshot at the block's end."""
+"""By tag, the page of each block of a sequence; for states, the page of the snapshot at the block's end."""
 
 Numbers = NDArray[np.int64]
 _ITEMS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
 class PagePayloads:
-    """One rank's pools, as bytes by name, with the plan that cuts them."""
+    """The pools of one rank, as bytes by name, with their plan."""
 
     def __init__(self, schema: Schema, plan: Plan, pools: Mapping[str, Bytes]) -> None:
         self._plan, self._pools = plan, pools
@@ -49,11 +51,11 @@ class PagePayloads:
         self.reads = schema.read_by(ranks, rank)
 
     def source(self, table: Table) -> Source:
-        """Payloads of a sequence's chunks; it can also `fill` memory that is there."""
+        """The payloads of a sequence's chunks; the source also implements `FillableSource`."""
         return _Gather(self, table)
 
     def sink(self, table: Table) -> Sink:
-        """Writes what is loaded into a sequence's pages."""
+        """A sink that writes payloads into the pages of a sequence."""
 
         def write(shard: Shard, chunk: int, payload: Bytes) -> None:
             self._copy(shard, chunk, table, payload, inward=True)
@@ -78,7 +80,7 @@ class PagePayloads:
             )
 
     def _runs(self, shard: Shard, num_blocks: int) -> list[_Runs]:
-        """Where a row's bytes lie here and in a payload, worked out the first time."""
+        """The layout of a shard in the pools and in a payload; computed at the first use."""
         if shard.id not in self._known:
             self._known[shard.id] = self._found(shard, num_blocks)
         return self._known[shard.id]
@@ -94,10 +96,11 @@ class PagePayloads:
     def _pairs(
         self, shard: Shard, payload: Bytes, num_blocks: int
     ) -> Iterator[tuple[str, NDArray[np.generic], NDArray[np.generic]]]:
-        """Arrays `[kernel blocks, rows, ...]` over pool (all of its blocks) and payload that shall be equal."""
+        """Pairs of arrays `[kernel blocks, rows, ...]`, over a pool (all its blocks) and over the payload, that
+        shall be equal."""
         parallel = self._plan.parallel
         for layer, role, where in shard.fields():
-            if where.start == where.stop:  # rows of no width, as some latents' ropes are
+            if where.start == where.stop:  # a role of width 0, as the rope of some latents
                 continue
             held_slices = axis_slices(role, parallel.tp, parallel.tp_rank)
             view = self._views[layer, shard.tag, role.name]
@@ -112,7 +115,8 @@ class PagePayloads:
     def _fields(
         self, view: View, role: Role, shard: Shard, payload: Bytes, blocks: int
     ) -> Iterator[tuple[NDArray[np.generic], NDArray[np.generic]]]:
-        """A role's rows here and there; of a packed role, each field, since kernels may want them in planes."""
+        """The rows of a role in pool and payload; of a packed role, each field by itself, since kernels may store
+        fields in planes."""
         if not role.parts:
             held = self._array(view)
             held = np.moveaxis(held, role.token_axis + 1, 1) if shard.reach.per_token else held[:, None]
@@ -133,13 +137,13 @@ class PagePayloads:
 
 @runtime_checkable
 class FillableSource(Protocol):
-    """A source that writes payloads where they shall be, for several threads at once."""
+    """A source that can write payloads into given memory, from several threads at once."""
 
     def fill(self, shard: Shard, chunk: int, out: Bytes) -> None: ...
 
 
 class _Gather:
-    """Payloads of the chunks of one sequence."""
+    """The payloads of the chunks of one sequence."""
 
     def __init__(self, pages: PagePayloads, table: Table) -> None:
         self._pages, self._table = pages, table
@@ -151,13 +155,14 @@ class _Gather:
         return out
 
     def fill(self, shard: Shard, chunk: int, out: Bytes) -> None:
-        """Whole chunks only: half of one would pass for the whole, for a prompt that ends earlier."""
+        """Only complete chunks: an incomplete one would be taken for complete by a prompt that ends earlier."""
         self._pages._check_whole(shard, chunk, self._table)
         self._pages._copy(shard, chunk, self._table, out, inward=False)
 
 
 class _Runs(NamedTuple):
-    """Fields of a row that lie alike: where each starts in pool and payload, and what a block of one is."""
+    """Fields of a shard with the same layout: where each starts in pool and payload, and the shape and strides of a
+    block."""
 
     pool: Bytes
     held: Numbers
@@ -179,7 +184,8 @@ class _Shape(NamedTuple):
     item_bytes: int
 
     def runs(self, pool: Bytes, starts: Numbers) -> _Runs:
-        """Inner axes that are dense on both sides are one run, the next two its strides, the others starts."""
+        """Inner axes that are contiguous on both sides become one run, the next two its strides, all others separate
+        starts."""
         axes = [*zip(self.shape, self.held[1:], self.kept[1:], strict=True)]
         size = self.item_bytes
         while axes and (axes[-1][0] == 1 or axes[-1][1:] == (size, size)):
@@ -210,7 +216,7 @@ def _kernel_blocks(shard: Shard, group: Group, chunk: int, pages: NDArray[np.int
 
 
 def _pages(shard: Shard, group: Group, chunk: int, pages: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The pages of a chunk, in order; that of its end, for states."""
+    """The pages of a chunk, in order; for states, the page at the chunk's end."""
     size, end = group.block_tokens, (chunk + 1) * shard.chunk_tokens
     if shard.reach.per_token:
         return pages[end // size - shard.chunk_tokens // size : end // size]
@@ -231,7 +237,7 @@ def _check(shard: Shard, group: Group) -> None:
 
 
 def _scaled(axis_slice: AxisSlice, role: Role) -> AxisSlice:
-    """A cut in the items of its view: packed nibbles of a row with one axis count in bytes."""
+    """The slice in items of its view: of 4-bit roles with one axis, bytes."""
     if role.dtype.bits >= 8 or len(role.shape) > 1:
         return axis_slice
     return AxisSlice(
@@ -240,6 +246,6 @@ def _scaled(axis_slice: AxisSlice, role: Role) -> AxisSlice:
 
 
 def _tight(array: NDArray[np.generic]) -> tuple[int, ...]:
-    """Strides of `[blocks, rows, ...]` behind the first two axes, as if nothing lay between."""
+    """Strides after the first two axes of `[blocks, rows, ...]`, for contiguous rows."""
     shape, item = array.shape[2:], array.dtype.itemsize
     return tuple(item * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
