@@ -22,6 +22,7 @@
         +-- NoDevice         the device asked for is not here
         +-- ArenaClosed      memory that was given back already
         +-- BadRows          rows, slots or pages that do not fit the cache they are for
+        +-- NoKernel         attention over a layer's pages that a backend cannot compute, with the reason
     +-- TraceError           a trace cannot be read, or not be replayed as asked
         +-- LengthsOnly      it says how long requests were, not what they share: no claim of reuse can be made
     +-- MissingExtra         a part of kvweave needs packages that are not installed; says how to get them
@@ -185,6 +186,14 @@ class ArenaClosed(TensorError, RuntimeError):
 
 class BadRows(TensorError, ValueError):
     """Rows, slots or pages that do not fit the cache they are for; nothing was written."""
+
+
+class NoKernel(TensorError, ValueError):
+    """A backend cannot attend to a layer's pages."""
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(f"{what} cannot be attended to in its pages: {reason}")
+        self.reason = reason
 
 
 class StoreError(KVWeaveError):
