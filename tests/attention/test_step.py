@@ -36,7 +36,8 @@ class Model:
 
     def rows(self, layer: int, tokens: list[int]) -> torch.Tensor:
         """Keys and values of a prompt's tokens, `[2, tokens, heads, dim]`."""
-        return (self.by_token[:, tokens] + self.by_position[:, : len(tokens)]) * (layer + 1)
+        both: torch.Tensor = self.by_token[:, tokens] + self.by_position[:, : len(tokens)]
+        return both * (layer + 1)
 
     def run(self, prompts: dict[Sequence, list[int]], counts: list[int]) -> None:
         """One step, checked layer by layer."""
