@@ -14,7 +14,7 @@ from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.support import Served
 
 COMPILED = (
-    "a cache of kvweave does not work in compiled code: call the model inside, which is `weave.model`, or"
+    "a cache of kvweave does not work through compiled code: call the model inside, which is `weave.model`, or"
     " `weave.generate`"
 )
 
