@@ -119,7 +119,7 @@ def test_a_foreign_schema_is_an_error(daemon: Daemon) -> None:
         for wrong, words in (
             (replaced(right, chunk_tokens=16), "chunks of 256 tokens"),
             (replaced(right, shards=[replaced(right.shards[0], id=b"notadigs"), *right.shards[1:]]), "another digest"),
-            (replaced(right, groups=right.groups[:1]), "rows in all"),
+            (replaced(right, groups=right.groups[:1]), "shards in all"),
             (replaced(right, groups=[replaced(g, reach={"kind": "telepathy"}) for g in right.groups]), "telepathy"),
             (replaced(right, groups=[replaced(g, reach={"kind": "window", "tokens": -4}) for g in right.groups]), "-4"),
             (

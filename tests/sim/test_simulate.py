@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvweave.errors import BadOption, ConfigError, UnknownName
-from kvweave.sim import Options, Tier, Trace, load_policy, simulate
+from kvweave.sim import Options, SimulatedTier, Trace, load_policy, simulate
 from kvweave.sim.geometry import Geometry
 from kvweave.sim.tiers import tier_uses
 from tests.sim.plans import FULL, STATES, plan_of, trace_of
@@ -44,7 +44,7 @@ def test_every_policy_and_memory_has_a_cell_and_oracles_are_shared() -> None:
 
 def test_requests_of_every_replay_are_told() -> None:
     told: list[int] = []
-    options = Options([8 * KIB], tiers=[Tier("host", 64 * KIB, 1e9, 0.0)])
+    options = Options([8 * KIB], tiers=[SimulatedTier("host", 64 * KIB, 1e9, 0.0)])
     trace = turns()
     simulate(trace, partial(plan_of, STATES), options, on_request=lambda: told.append(1))
     assert len(told) == options.num_replays * len(trace.requests) == 3 * len(trace.requests)
@@ -52,7 +52,7 @@ def test_requests_of_every_replay_are_told() -> None:
 
 def test_a_larger_tier_gives_what_the_device_lost() -> None:
     trace, plan = turns(), partial(plan_of, FULL)
-    host = Tier("host", 64 * KIB, 1e9, 0.0)
+    host = SimulatedTier("host", 64 * KIB, 1e9, 0.0)
     cell = simulate(trace, plan, Options([4 * KIB], tiers=[host])).cells[0]
     large = simulate(trace, plan, Options([64 * KIB])).cells[0]
     assert cell.tiers[0].loaded_tokens == large.split.hit - cell.split.hit > 0
@@ -63,31 +63,31 @@ def test_a_larger_tier_gives_what_the_device_lost() -> None:
 def test_what_is_slower_to_load_than_to_compute_is_computed() -> None:
     geometry = Geometry.of(plan_of(STATES))
     device, host = np.array([0, 8, 0]), np.array([40, 8, 4])
-    quick = tier_uses(device, [(Tier("host", 1, 1e9, 0.0), host)], geometry, 1000.0)[0]
+    quick = tier_uses(device, [(SimulatedTier("host", 1, 1e9, 0.0), host)], geometry, 1000.0)[0]
     assert (quick.found_tokens, quick.loaded_tokens) == (44, 44)
     assert quick.loaded_bytes == 11 * geometry.row_bytes + 2 * geometry.state_bytes
-    slow = tier_uses(device, [(Tier("host", 1, 1e9, 0.01), host)], geometry, 1000.0)[0]
+    slow = tier_uses(device, [(SimulatedTier("host", 1, 1e9, 0.01), host)], geometry, 1000.0)[0]
     assert (slow.found_tokens, slow.loaded_tokens) == (44, 40)
     assert slow.saved_seconds == pytest.approx(0.03, rel=0.01)
-    never = tier_uses(device, [(Tier("host", 1, 1.0, 0.0), host)], geometry, 1000.0)[0]
+    never = tier_uses(device, [(SimulatedTier("host", 1, 1.0, 0.0), host)], geometry, 1000.0)[0]
     assert (never.loaded_tokens, never.loaded_bytes, never.saved_seconds) == (0, 0, 0)
 
 
 def test_a_lower_tier_gives_only_what_those_above_it_lack() -> None:
     geometry = Geometry.of(plan_of(FULL))
-    tiers = [(Tier("host", 1, 1e9, 0.0), np.array([8])), (Tier("disk", 2, 1e9, 0.0), np.array([20]))]
+    tiers = [(SimulatedTier("host", 1, 1e9, 0.0), np.array([8])), (SimulatedTier("disk", 2, 1e9, 0.0), np.array([20]))]
     host, disk = tier_uses(np.array([4]), tiers, geometry, 1000.0)
     assert (host.loaded_tokens, disk.loaded_tokens) == (4, 12)
     assert disk.loaded_bytes == 3 * geometry.row_bytes
 
 
 def test_tiers_are_written_as_people_do() -> None:
-    assert Tier.parse("host=256GB") == Tier("host", 256 * 10**9, 20e9, 50e-6)
-    assert Tier.parse("disk=2TB@5GB/s") == Tier("disk", 2 * 10**12, 5e9, 200e-6)
-    assert Tier.parse("tape=1TB@100MB/s") == Tier("tape", 10**12, 1e8, 0.0)
+    assert SimulatedTier.parse("host=256GB") == SimulatedTier("host", 256 * 10**9, 20e9, 50e-6)
+    assert SimulatedTier.parse("disk=2TB@5GB/s") == SimulatedTier("disk", 2 * 10**12, 5e9, 200e-6)
+    assert SimulatedTier.parse("tape=1TB@100MB/s") == SimulatedTier("tape", 10**12, 1e8, 0.0)
     for wrong in ("host", "tape=1TB", "=3GB", "host=256GB@"):
         with pytest.raises(BadOption, match="--tier: expected NAME=SIZE"):
-            Tier.parse(wrong)
+            SimulatedTier.parse(wrong)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_tiers_are_written_as_people_do() -> None:
         ({"memories": [1], "policies": {}}, "one policy"),
         ({"memories": [1], "prefill_speed": 0.0}, "above 0"),
         ({"memories": [1], "step_tokens": 0}, "above 0"),
-        ({"memories": [9], "tiers": [Tier("host", 9, 1.0, 0.0)]}, "must be larger"),
+        ({"memories": [9], "tiers": [SimulatedTier("host", 9, 1.0, 0.0)]}, "must be larger"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, object], says: str) -> None:
@@ -108,7 +108,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object], says
 # ---- advice
 
 
-def advice(trace: Trace, *memories: int, tiers: tuple[Tier, ...] = ()) -> str:
+def advice(trace: Trace, *memories: int, tiers: tuple[SimulatedTier, ...] = ()) -> str:
     return simulate(trace, partial(plan_of, FULL), Options(memories, tiers=tiers, with_oracles=False)).advice
 
 
@@ -119,7 +119,7 @@ def test_advice_names_the_memory_from_which_on_more_is_of_no_use() -> None:
 
 
 def test_advice_names_the_tier() -> None:
-    assert advice(turns(), 10 * KIB, tiers=(Tier("host", 64 * KIB, 1e9, 0.0),)).startswith(
+    assert advice(turns(), 10 * KIB, tiers=(SimulatedTier("host", 64 * KIB, 1e9, 0.0),)).startswith(
         "64 KiB of host memory would"
     )
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from kvweave.attention.kv_planes import check_layer, key_roles, row_width, rows_by_role, value_width
 from kvweave.attention.options import AttentionOptions, Band
-from kvweave.attention.pages import check_layer, key_roles, row_width, rows_by_role, value_width
 from kvweave.attention.step import Step
 from kvweave.errors import BadRows, UnknownName
 from kvweave.tensor import LayerView, write_tokens

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from kvweave.attention.base import Attention
+from kvweave.attention.kv_planes import KVPlane, paged_kv
 from kvweave.attention.options import AttentionOptions
-from kvweave.attention.pages import KVPlane, paged_kv
 from kvweave.attention.step import Step
 from kvweave.errors import BadRows, NoKernel
 from kvweave.spec.layer_caches import SCALE_BLOCK

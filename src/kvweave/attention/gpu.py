@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from kvweave.attention.base import Attention
+from kvweave.attention.kv_planes import KVPlane, paged_kv, rows_by_role
 from kvweave.attention.options import AttentionOptions
-from kvweave.attention.pages import KVPlane, paged_kv, rows_by_role
 from kvweave.attention.step import Step
 from kvweave.attention.tuning import Tile, Tuning, tuning_of
 from kvweave.errors import BadRows, MissingExtra, NoKernel

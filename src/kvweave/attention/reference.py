@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from kvweave.attention.base import Attention
-from kvweave.attention.pages import keeps_values, key_roles
+from kvweave.attention.kv_planes import keeps_values, key_roles
 from kvweave.attention.step import Step
 from kvweave.pool import NULL
 from kvweave.tensor.tokens import read_tokens

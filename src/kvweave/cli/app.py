@@ -20,7 +20,7 @@ from kvweave.cli.inspect import inspect_command
 from kvweave.cli.plan_command import plan_command
 from kvweave.cli.run.command import run_command
 from kvweave.cli.serve import serve_command
-from kvweave.cli.simulate.command import simulate_command
+from kvweave.cli.simulate.simulate_command import simulate_command
 from kvweave.cli.version import version_line
 from kvweave.errors import KVWeaveError
 

@@ -1,4 +1,4 @@
-"""Where a store is, in a word: a directory, a daemon's socket, a Redis server, a bucket; one function opens it."""
+"""Opens a store from a string: a directory, a daemon's socket, a Redis server, or a bucket."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvweave.store import AnyStore, DiskTier, MemoryTier, Schema, Store, Tier, T
 from kvweave.units import parse_directory
 
 NEAR_BYTES = 1 << 30
-"""Host memory before a tier that is reached over the network. A disk has the page cache before it."""
+"""Host memory in front of a tier on the network. A disk has the page cache instead."""
 
 
 def open_store(where: str | Path, schema: Schema, *, model: str = "") -> AnyStore[Any]:
-    """The store at `where`. Close it when you are done: what is queued is written then.
+    """Open the store at `where`. Close it when done: that finishes queued writes.
 
     `DIR`, `DIR:SIZE`        a directory of this process, at most SIZE of it (20 GiB)
     `SOCKET`, `unix://...`   the daemon (`kvweave serve`) that listens there: many processes at once
@@ -36,7 +36,7 @@ def open_store(where: str | Path, schema: Schema, *, model: str = "") -> AnyStor
 
 @contextmanager
 def _extra(what: str, extra: str) -> Iterator[None]:
-    """Imports that need an extra."""
+    """Turns a missing import into `MissingExtra`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -71,4 +71,4 @@ SCHEMES: dict[str, Callable[[str], Any]] = {
     "rediss": _redis,
     **dict.fromkeys(("s3", "gs", "az", "file"), _objects),
 }
-"""By the word before `://`."""
+"""By URL scheme."""

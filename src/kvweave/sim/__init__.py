@@ -3,13 +3,13 @@
 from kvweave.sim.bound import bound_tokens
 from kvweave.sim.foresight import Foresight
 from kvweave.sim.geometry import Geometry, usable_bytes
-from kvweave.sim.load import Load, load_of
+from kvweave.sim.offered_load import Load, load_of
 from kvweave.sim.oracles import ORACLES, Oracle, oracle_hits
 from kvweave.sim.policies import load_policy
 from kvweave.sim.replay import Replay, replay
-from kvweave.sim.result import Cell, OracleHits, Simulation, Split
+from kvweave.sim.result import Cell, OracleHits, Simulation, TokenSplit
 from kvweave.sim.simulate import Options, simulate
-from kvweave.sim.tiers import Tier, TierUse
+from kvweave.sim.tiers import SimulatedTier, TierUse
 from kvweave.sim.trace import Request, Trace
 from kvweave.sim.traces import FORMATS, Reading, TraceWriter, load_tokenizer, read_trace
 
@@ -26,10 +26,10 @@ __all__ = [
     "Reading",
     "Replay",
     "Request",
+    "SimulatedTier",
     "Simulation",
-    "Split",
-    "Tier",
     "TierUse",
+    "TokenSplit",
     "Trace",
     "TraceWriter",
     "bound_tokens",

@@ -30,7 +30,7 @@ PLAIN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TokenSplit:
     """Prompt tokens by what became of them. They add up to `prompt`."""
 
     prompt: int
@@ -58,7 +58,7 @@ class Bucket:
 
     start: float
     requests: int
-    split: Split
+    split: TokenSplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Cell:
     memory: int
     requests: int
     refused: int
-    split: Split
+    split: TokenSplit
     output_tokens: int
     kinds: dict[str, tuple[int, int]]
     """Requests and tokens that hit, by the kind of point."""
@@ -137,15 +137,15 @@ class Simulation:
 
 
 def splits(foresight: Foresight, replay: Replay) -> Counts:
-    """By request: the columns of `Split`."""
+    """By request: the columns of `TokenSplit`."""
     prompt = np.array([visit.prompt_tokens for visit in foresight.visits], np.int64)
     overlap = np.array([visit.overlap for visit in foresight.visits], np.int64) * foresight.grid
     rows = np.clip(replay.rows, replay.hits, overlap)
     return np.stack([prompt, replay.hits, overlap - rows, rows - replay.hits, prompt - overlap], axis=1)
 
 
-def total(columns: Counts) -> Split:
-    return Split(*(int(number) for number in columns.sum(axis=0)))
+def total(columns: Counts) -> TokenSplit:
+    return TokenSplit(*(int(number) for number in columns.sum(axis=0)))
 
 
 def timeline(trace: Trace, columns: Counts) -> tuple[Bucket, ...]:

@@ -17,7 +17,7 @@ from kvweave.sim.geometry import Geometry, usable_bytes
 from kvweave.sim.oracles import ORACLES, oracle_hits
 from kvweave.sim.replay import STEP_TOKENS, Replay, replay
 from kvweave.sim.result import Cell, OracleHits, Simulation, splits, timeline, total
-from kvweave.sim.tiers import PREFILL_SPEED, Tier, tier_uses
+from kvweave.sim.tiers import PREFILL_SPEED, SimulatedTier, tier_uses
 from kvweave.sim.trace import Trace
 
 PlanOf = Callable[[int], Plan]
@@ -31,7 +31,7 @@ class Options:
     memories: Sequence[int]
     policies: Mapping[str, str | Policy] = field(default_factory=lambda: {"lru": "lru"})
     retention: Retention = field(default_factory=Retention)
-    tiers: Sequence[Tier] = ()
+    tiers: Sequence[SimulatedTier] = ()
     prefill_speed: float = PREFILL_SPEED
     step_tokens: int = STEP_TOKENS
     with_oracles: bool = True

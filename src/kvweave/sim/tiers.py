@@ -27,7 +27,7 @@ PREFILL_SPEED = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class SimulatedTier:
     """`bandwidth` in bytes a second, `latency` in seconds a load."""
 
     name: str
@@ -36,7 +36,7 @@ class Tier:
     latency: float
 
     @classmethod
-    def parse(cls, text: str) -> Tier:
+    def parse(cls, text: str) -> SimulatedTier:
         """`host=256GB`, `disk=2TB@5GB/s`."""
         match = re.fullmatch(r"(\w+)=([^@]+?)(?:@([^/]+)(?:/s)?)?", text.strip())
         if match is None or (match[3] is None and match[1] not in BANDWIDTHS):
@@ -62,7 +62,7 @@ class TierUse:
 
 
 def tier_uses(
-    device: Counts, tiers: Sequence[tuple[Tier, Counts]], geometry: Geometry, prefill_speed: float
+    device: Counts, tiers: Sequence[tuple[SimulatedTier, Counts]], geometry: Geometry, prefill_speed: float
 ) -> list[TierUse]:
     """`device` and each tier's counts are the tokens that every request finds there."""
     there, uses = device.copy(), []

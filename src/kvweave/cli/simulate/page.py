@@ -9,7 +9,7 @@ from kvweave.cli.format import count
 from kvweave.cli.format import format_size as short_size
 from kvweave.cli.report.html import Tile, data, document, figure, section, table, tiles
 from kvweave.cli.run.format_outcomes import format_seconds
-from kvweave.cli.simulate.charts import curve_drawing, occupancy_drawing, split_drawing, timeline_drawing
+from kvweave.cli.simulate.simulation_charts import curve_drawing, occupancy_drawing, split_drawing, timeline_drawing
 from kvweave.sim import Cell, Simulation
 from kvweave.units import format_size
 

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from kvweave.errors import TraceError, UnknownName
 from kvweave.sim.trace import Trace
-from kvweave.sim.traces import agent, bailian, chat, coding, lengths, logs, mooncake, recorded
-from kvweave.sim.traces.files import Head, head
+from kvweave.sim.traces import agent, bailian, chat_trace, coding, lengths, logs, mooncake, recorded
 from kvweave.sim.traces.reading import Reading, load_tokenizer
 from kvweave.sim.traces.recorded import TraceWriter
+from kvweave.sim.traces.trace_files import Head, head
 
 __all__ = ["FORMATS", "Reading", "TraceWriter", "load_tokenizer", "read_trace"]
 
@@ -22,7 +22,7 @@ class Format(Protocol):
     def read(self, path: Path, reading: Reading) -> Trace: ...
 
 
-_READERS: tuple[Format, ...] = (recorded, bailian, mooncake, coding, agent, chat, lengths, logs)
+_READERS: tuple[Format, ...] = (recorded, bailian, mooncake, coding, agent, chat_trace, lengths, logs)
 FORMATS: dict[str, Format] = {reader.NAME: reader for reader in _READERS}
 """By name, in the order in which they are tried."""
 

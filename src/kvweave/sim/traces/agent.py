@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvweave.errors import TraceError
 from kvweave.sim.trace import Trace
-from kvweave.sim.traces.files import Head, records
 from kvweave.sim.traces.reading import Reading, TextRequest
+from kvweave.sim.traces.trace_files import Head, records
 
 NAME = "agent"
 

@@ -10,8 +10,8 @@ from typing import Any
 from kvweave.errors import TraceError
 from kvweave.sim.trace import Trace, checked_tokens
 from kvweave.sim.traces.block_ids import BlockRequest, Numbering, read_way
-from kvweave.sim.traces.files import Head, records
 from kvweave.sim.traces.reading import Reading
+from kvweave.sim.traces.trace_files import Head, records
 
 NAME = "bailian"
 BLOCK_TOKENS = 16

@@ -12,8 +12,8 @@ from typing import Any
 from kvweave.errors import TraceError
 from kvweave.sim.trace import Trace, checked_tokens
 from kvweave.sim.traces.block_ids import BlockRequest, Numbering, guess_parents, read_way
-from kvweave.sim.traces.files import Head, records
 from kvweave.sim.traces.reading import Reading
+from kvweave.sim.traces.trace_files import Head, records
 
 NAME = "coding"
 APART = 60.0

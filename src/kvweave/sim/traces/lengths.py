@@ -10,8 +10,8 @@ import numpy as np
 
 from kvweave.errors import TraceError
 from kvweave.sim.trace import Request, Trace, checked_tokens, make_trace
-from kvweave.sim.traces.files import Head, lines
 from kvweave.sim.traces.reading import Reading
+from kvweave.sim.traces.trace_files import Head, lines
 
 COLUMNS = {
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),

@@ -18,9 +18,9 @@ import numpy as np
 
 from kvweave.errors import TraceError
 from kvweave.sim.trace import Request, TokenIds, Trace, make_trace
-from kvweave.sim.traces.files import Head, lines
 from kvweave.sim.traces.lengths import NO_BLOCKS
 from kvweave.sim.traces.reading import Reading
+from kvweave.sim.traces.trace_files import Head, lines
 
 NAME = "log"
 ASKED = re.compile(r"Re(?:ceived re)?quest (\S+?):? .*prompt_token_ids: \[([\d, ]+)\]")

@@ -9,8 +9,8 @@ from pathlib import Path
 from kvweave.errors import TraceError
 from kvweave.sim.trace import Trace, checked_tokens
 from kvweave.sim.traces.block_ids import BlockRequest, Numbering, guess_parents, guess_sessions, read_way
-from kvweave.sim.traces.files import Head, records
 from kvweave.sim.traces.reading import Reading
+from kvweave.sim.traces.trace_files import Head, records
 
 NAME = "mooncake"
 BLOCK_TOKENS = 512

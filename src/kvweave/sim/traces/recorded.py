@@ -27,8 +27,8 @@ from kvweave.plan import Plan
 from kvweave.prefix import Retention
 from kvweave.sim.trace import Request, Trace, checked_tokens, make_trace
 from kvweave.sim.traces.block_ids import Numbering
-from kvweave.sim.traces.files import Head, records
 from kvweave.sim.traces.reading import Reading
+from kvweave.sim.traces.trace_files import Head, records
 
 NAME = "kvweave-trace"
 VERSION = 1

@@ -13,18 +13,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from kvweave.cli.simulate import options as option
+from kvweave.cli.simulate import simulate_options as option
+from kvweave.cli.simulate.csv_rows import requests_csv
 from kvweave.cli.simulate.page import simulation_html
 from kvweave.cli.simulate.request import ModelRequest, Subject
-from kvweave.cli.simulate.rows import requests_csv
-from kvweave.cli.simulate.table import print_load, print_simulation
+from kvweave.cli.simulate.simulation_table import print_load, print_simulation
 from kvweave.cli.source import written
 from kvweave.prefix import Retention
 from kvweave.sim import (
     Options,
     Reading,
+    SimulatedTier,
     Simulation,
-    Tier,
     Trace,
     load_of,
     load_policy,
@@ -91,7 +91,7 @@ def simulate_command(
     asked = ModelRequest(model, tuple(memory or ()), dtype, block_tokens, tp)
     policies = {name: load_policy(name) for name in policy or ["lru"]}
     retention = Retention(prompt_ends, branches, every, decode_every)
-    tiers = [Tier.parse(text) for text in tier or []]
+    tiers = [SimulatedTier.parse(text) for text in tier or []]
 
     def options(subject: Subject) -> Options:
         kept = subject.retention if subject.retention and retention == Retention() else retention

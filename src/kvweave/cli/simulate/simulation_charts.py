@@ -24,7 +24,7 @@ from kvweave.cli.svg.draw import (
     stack,
     text,
 )
-from kvweave.sim import Cell, Simulation, Split
+from kvweave.sim import Cell, Simulation, TokenSplit
 from kvweave.units import format_size
 
 HEIGHT = 260.0
@@ -137,7 +137,7 @@ def split_drawing(sheet: Sheet, simulation: Simulation) -> Drawing:
     return stack([heading(sheet, "Where prompt tokens went"), legend(sheet, keys), stack(rows, 6)], 8)
 
 
-def _bar(split: Split, x: float, y: float, width: float, height: float) -> list[str]:
+def _bar(split: TokenSplit, x: float, y: float, width: float, height: float) -> list[str]:
     shapes = []
     for name, colour, words in PARTS:
         tokens = getattr(split, name)

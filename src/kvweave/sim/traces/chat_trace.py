@@ -9,8 +9,8 @@ from typing import Any
 
 from kvweave.errors import TraceError
 from kvweave.sim.trace import Trace
-from kvweave.sim.traces.files import Head, records
 from kvweave.sim.traces.reading import Reading, TextRequest
+from kvweave.sim.traces.trace_files import Head, records
 
 APART, TURN = 1.0, 60.0
 """Seconds between the starts of chats, and between their turns, where a file says no times."""
