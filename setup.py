@@ -22,7 +22,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 COMPILED = ("pool", "prefix", "table", "cache")
-NATIVE = ("prefix", "copying", "store", "transfer")
+NATIVE = ("prefix", "copying", "store", "transfer", "attention")
 BUILDS = {"bdist_wheel", "build", "build_ext", "editable_wheel", "install"}
 """The commands that need the extensions; pip runs this file twice more, for metadata alone."""
 

@@ -15,7 +15,7 @@ import kvweave
 
 ROOT = Path(kvweave.__file__).parent
 CORE = ("errors", "units", "host_memory", "spec", "plan", "pool", "prefix", "table", "cache")
-EDGES = ("copying", "tensor", "transfer", "store", "server", "integrations", "sim", "cli", "__main__")
+EDGES = ("copying", "tensor", "transfer", "attention", "store", "server", "integrations", "sim", "cli", "__main__")
 ORDER = (*CORE, *EDGES)
 DATA = {"examples"}
 
@@ -109,6 +109,24 @@ def test_the_blocker_blocks(name: str) -> None:
     result = run(f"import {name}")
     assert result.returncode == 1
     assert f"{name} is blocked" in result.stderr
+
+
+def test_the_simulator_replays_with_numpy_alone() -> None:
+    names = [name for name in MODULES if folder(name) == "sim"]
+    result = run(
+        f"""
+for name in {names!r}:
+    importlib.import_module(name)
+import kvweave, numpy
+from importlib.resources import files
+from kvweave.sim import Request, Trace, replay
+spec = kvweave.from_config(str(files("kvweave") / "examples" / "qwen3-next-80b.json"))
+trace = Trace("twice", "", 1, (Request(0.0, numpy.arange(4000, dtype=numpy.int32), 4000),) * 2)
+assert replay(trace, kvweave.make_plan(spec, "8GiB")).hit_tokens > 3000
+"""
+    )
+    assert len(names) > 15
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_core_imports_plans_and_caches_with_numpy_alone() -> None:

@@ -19,6 +19,7 @@ from kvweave.cli.inspect import inspect_command
 from kvweave.cli.plan_command import plan_command
 from kvweave.cli.run.command import run_command
 from kvweave.cli.serve import serve_command
+from kvweave.cli.simulate.command import simulate_command
 from kvweave.cli.version import version_line
 from kvweave.errors import KVWeaveError
 
@@ -33,6 +34,7 @@ app.command("plan")(plan_command)
 app.command("run")(run_command)
 app.command("serve")(serve_command)
 app.command("inspect")(inspect_command)
+app.command("simulate")(simulate_command)
 app.command("clear")(clear_command)
 app.command("demo")(demo_command)
 app.command("examples")(examples_command)
