@@ -29,10 +29,8 @@ def test_the_reference_is_torch_on_gathered_rows(window: int | None) -> None:
         rows = read_tokens(world.view, table[row][tokens // 16].long() * 16 + tokens % 16)
         positions = torch.arange(length - count, length)[:, None]
         mask = (tokens <= positions) & (tokens > positions - (window or 1000))
-        right = torch.nn.functional.scaled_dot_product_attention(
-            queries[first : first + count].transpose(0, 1),
-            *(rows[name].transpose(0, 1) for name in ("key", "value")),
-            attn_mask=mask,
-            enable_gqa=True,
+        asked, keys, values = (
+            part.transpose(0, 1) for part in (queries[first : first + count], rows["key"], rows["value"])
         )
+        right = torch.nn.functional.scaled_dot_product_attention(asked, keys, values, attn_mask=mask, enable_gqa=True)
         assert torch.allclose(found[first : first + count], right.transpose(0, 1), atol=1e-5)

@@ -108,10 +108,9 @@ class TritonAttention(Attention):
         tiles = -(-decode_queries * (heads // self.kv_heads) // tile.rows)
         programs = step.num_rows * tiles * self.kv_heads
         splits = self._splits(programs, step, tile, tuning.waves)
-        empty = {"dtype": torch.float32, "device": queries.device}
         shape = splits, step.num_rows, decode_queries, heads
-        sums = torch.empty((*shape, pad), **empty) if splits > 1 else out
-        stats = torch.empty((*shape, 2), **empty) if splits > 1 else out
+        sums = queries.new_empty((*shape, pad), dtype=torch.float32) if splits > 1 else out
+        stats = queries.new_empty((*shape, 2), dtype=torch.float32) if splits > 1 else out
         grid = step.num_rows * tiles, self.kv_heads, splits
         self._launch(tile, grid, queries, step, out, sums, stats, decode_queries, True)
         if splits > 1:
