@@ -112,6 +112,10 @@ class AttentionContract:
         how = {name: value.to(self.device) if name == "sink_logits" else value for name, value in how.items()}
         self.same(self.world(Kind()), MIXED[0], counts, **how)
 
+    def test_scores_that_are_far_apart_overflow_nothing(self) -> None:
+        """The largest of a row may be in any tile and any split, hundreds above those before it."""
+        self.same(self.world(Kind()), [900, 1200, 300], [1, 1, 40], scale=15.0)
+
     @pytest.mark.parametrize("layout", Layout)
     @pytest.mark.parametrize(
         ("block_tokens", "kernel_tokens"), [(16, 16), (64, 32), (8, 4), (1, 1), (48, 48), (24, 12)]
