@@ -94,11 +94,15 @@ class TritonAttention(Attention):
         if queries.stride(2) != 1:
             queries = queries.contiguous()
         group = queries.shape[1] // self.kv_heads
-        tuning = self.tuning or tuning_of(self.key_dim, self.value_dim, group, queries.dtype)
+        tuning = self.tuning or self._tuning(group, step.num_rows, queries.dtype)
         decode_queries = max(1, DECODE_ROWS // group)
         self._decode(queries, step, out, tuning, decode_queries)
         if step.max_queries > decode_queries:
             self._chunks(queries, step, out, tuning.chunk, decode_queries)
+
+    def _tuning(self, group: int, num_rows: int, dtype: torch.dtype) -> Tuning:
+        item_bytes = self.kv.keys[0].tensor.element_size()
+        return tuning_of(max(self.key_dim, self.value_dim), item_bytes, group, num_rows * self.kv_heads, dtype)
 
     def _decode(
         self, queries: torch.Tensor, step: Step, out: torch.Tensor, tuning: Tuning, decode_queries: int
