@@ -9,7 +9,7 @@ import numpy as np
 from kvweave import Layer, LayerCache, ModelSpec, Parallel, Plan, Role, make_plan
 from kvweave.plan import Layout
 from kvweave.spec import DType, Full, Part, Reach, Segment, SinkWindow, State, Window
-from kvweave.store import Namespace, PagePayloads, Schema, Shard, model_digest
+from kvweave.store import EngineMemory, Namespace, PagePayloads, Schema, Shard, model_digest
 from kvweave.store.keys import Bytes
 
 CHUNK = 256
@@ -79,7 +79,7 @@ def rank(schema: Schema, spec: ModelSpec, tokens: int, *, tp: int = 1, at: int =
         ids = used * group.pages_per_superpage + np.arange(count)
         used += -(-count // group.pages_per_superpage)
         table[group.tag] = chance.permutation(ids).astype(np.int32)
-    return Rank(made, pools, table, PagePayloads(schema, made, pools))
+    return Rank(made, pools, table, PagePayloads(schema, EngineMemory.of_plan(made, pools)))
 
 
 def truth(shard: Shard, chunk: int) -> Bytes:

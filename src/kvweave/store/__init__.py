@@ -3,6 +3,7 @@
 from kvweave.store.base import AnyHit, AnyStore, Saved, StoreStats
 from kvweave.store.catalog import Quota
 from kvweave.store.disk_tier import DiskTier
+from kvweave.store.engine_memory import EngineMemory, TableUse, region_view
 from kvweave.store.keys import HashedPrompt, Namespace
 from kvweave.store.memory_tier import MemoryTier
 from kvweave.store.page_payloads import PagePayloads, Sink, Source
@@ -17,6 +18,7 @@ __all__ = [
     "AnyStore",
     "DictTier",
     "DiskTier",
+    "EngineMemory",
     "HashedPrompt",
     "Hit",
     "MemoryTier",
@@ -30,10 +32,12 @@ __all__ = [
     "Source",
     "Store",
     "StoreStats",
+    "TableUse",
     "Tier",
     "TierExecutorStats",
     "TierPolicy",
     "TierStack",
     "TierStats",
     "model_digest",
+    "region_view",
 ]

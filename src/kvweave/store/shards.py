@@ -85,6 +85,10 @@ class Shard:
     def axis_slices(self, role: Role) -> tuple[AxisSlice, ...]:
         return axis_slices(role, self.parts, self.part)
 
+    def tokens(self, chunk: int) -> tuple[int, int]:
+        """The tokens of which a chunk's payload holds rows: first, and one past the last."""
+        return chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
+
     def num_rows(self, role: Role) -> int:
         return self.chunk_tokens // role.tokens_per_row if self.reach.per_token else 1
 
