@@ -169,11 +169,12 @@ class ClientSession:
         self._state.counts["unanswered"] += late
         if position < sequence.limit:
             self._state.missed(sequence, near, None if late else present)
-        bits = np.packbits(_matrix(present, sequence)).tobytes()
+        matrix = _matrix(present, sequence)
+        bits = np.packbits(matrix).tobytes()
         if not ask.lease or not position:
             return protocol.Found(position, bits, b"", late)
         shards = None if ask.shards is None else numbers(ask.shards, "<i4")
-        starts = self._lease(sequence, sequence.registered.needs(position, shards), ask.lease, counted=True)
+        starts = self._lease(sequence, sequence.registered.needs(position, shards, matrix), ask.lease, counted=True)
         return protocol.Found(position, bits, b"" if starts is None else packed(starts), late)
 
     def _lease(

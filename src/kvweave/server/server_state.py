@@ -96,8 +96,9 @@ class ServerState:
     def missed(self, sequence: OpenSequence, near: NDArray[np.bool_], present: NDArray[np.bool_] | None) -> None:
         """Count what a lookup lacked, of what the longest hit would have needed, in the arena and in every tier; None
         if not all of them answered."""
-        needed = sequence.registered.needs(sequence.limit, None)
-        at = needed[:, 1] * sequence.registered.num_shards + needed[:, 0]
+        num_shards, known = sequence.registered.num_shards, near if present is None else present
+        needed = sequence.registered.needs(sequence.limit, None, known.reshape(-1, num_shards).T)
+        at = needed[:, 1] * num_shards + needed[:, 0]
         self.counts["memory misses"] += int(np.count_nonzero(~near[at]))
         if present is not None:
             lacking = int(np.count_nonzero(~present[at]))

@@ -161,7 +161,7 @@ def _host_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     whole = array if array.flags.c_contiguous else array.T
     if not whole.flags.c_contiguous:
         raise StoreError(f"an array of strides {array.strides} is not one run of memory: give views of one that is")
-    return np.ndarray(whole.nbytes, np.uint8, whole)  # type: ignore[arg-type]
+    return np.ndarray(whole.nbytes, np.uint8, whole)
 
 
 def _storage_bytes(tensor: Any) -> Any:

@@ -53,6 +53,13 @@ class PagePayloads:
 
 
 @runtime_checkable
+class PagedSource(Protocol):
+    """A source that may have lost pages, and says of which chunks it has them all."""
+
+    def holds(self, shard: Shard, chunk: int) -> bool: ...
+
+
+@runtime_checkable
 class FillableSource(Protocol):
     """A source that writes payloads where they shall be, for several threads at once."""
 
@@ -70,6 +77,9 @@ class _Gather:
         self.fill(shard, chunk, out)
         out.flags.writeable = False
         return out
+
+    def holds(self, shard: Shard, chunk: int) -> bool:
+        return self._pages.holds(shard, chunk, self._tables)
 
     def fill(self, shard: Shard, chunk: int, out: Bytes) -> None:
         """Whole chunks only: half of one would pass for the whole, for a prompt that ends earlier."""

@@ -10,7 +10,7 @@ is worked out once: how segments lie depends on where in its page a piece begins
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvweave.copying import BlockCopy
 from kvweave.errors import StoreError
 from kvweave.plan import Parallel, View
 from kvweave.plan.view import as_bytes, contiguous
-from kvweave.spec import Role
+from kvweave.spec import Part, Role
 from kvweave.store.engine_memory import EngineMemory, TableUse
 from kvweave.store.shards import AxisSlice, Shard, axis_slices
 
@@ -209,21 +209,17 @@ def _checked(
     where = f"group {shard.tag!r}, layer {layer}, {role.name!r}"
     view = views.get((layer, shard.tag, role.name))
     if view is None:
-        raise StoreError(
-            f"{where}: the schema has it, the memory does not; make the schema of the layers that are here"
-        )
-    planes = [(part.name, part.shape, part.dtype) for part in role.parts] if view.parts else []
-    held = role.shard(memory.parallel.tp)
-    expected = planes or [(role.name, held.shape, held.dtype)]
-    axes = 2 if shard.reach.per_token else 1
-    if len(expected) != len(view.parts or (view,)):
-        raise StoreError(f"{where}: {len(view.parts)} planes for {len(expected)} fields")
-    for (name, *fact), plane in zip(expected, view.parts or (view,), strict=True):
-        shape, dtype = as_bytes(*fact)
-        if (plane.shape[axes:], plane.dtype.align_bytes) != (shape, dtype.align_bytes):
+        raise StoreError(f"{where}: in the schema, but not in the memory; make the schema of the layers that are here")
+    fields: Sequence[Part | Role] = role.parts if view.parts else (role.shard(memory.parallel.tp),)
+    planes = view.parts or (view,)
+    if len(fields) != len(planes):
+        raise StoreError(f"{where}: {len(planes)} planes for {len(fields)} fields")
+    for row, plane in zip(fields, planes, strict=True):
+        (shape, dtype), held = as_bytes(row.shape, row.dtype), plane.shape[2 if shard.reach.per_token else 1 :]
+        if (held, plane.dtype.align_bytes) != (shape, dtype.align_bytes):
             raise StoreError(
-                f"{where}: rows of {name!r} are {plane.shape[axes:]} of {plane.dtype} in the memory, {shape} of {dtype}"
-                f" on each of {memory.parallel.tp} ranks in the spec; permute the tensor to blocks, rows, row"
+                f"{where}: a row of {row.name!r} is {held} of {plane.dtype} in the memory, but {shape} of {dtype} on"
+                f" each of {memory.parallel.tp} ranks; permute the tensor to blocks, rows, and the axes of a row"
             )
     return view
 
