@@ -122,7 +122,7 @@ class AnyStore(ABC, Generic[Found]):
                 break
             for piece in lost:
                 present[piece] = False
-            position = 0 if budget.is_spent else self._position(hit.prompt, present, position - 1)
+            position = 0 if budget.is_spent else self._position(hit.prompt, present, position)
         self._count(loads=1, shortened=position < hit.position)
         return position
 
