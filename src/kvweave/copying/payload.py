@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from kvweave.copying.blocks import Bytes, Numbers, Shape, StridedBlocks, copy_blocks
+from kvweave.errors import BadCopy
 
 
 class BlockCopy(NamedTuple):
@@ -18,6 +19,17 @@ class BlockCopy(NamedTuple):
     kept: Numbers
     kept_strides: tuple[int, int]
     shape: Shape
+
+    def check(self, pool_bytes: int, payload_bytes: int) -> None:
+        """Raises `BadCopy` if a block, of at least one, does not lie in memories of so many bytes."""
+        for name, size, starts, strides in (
+            ("pool", pool_bytes, self.held, self.held_strides),
+            ("payload", payload_bytes, self.kept, self.kept_strides),
+        ):
+            reach = strides[0] * (self.shape[0] - 1) + strides[1] * (self.shape[1] - 1) + self.shape[2]
+            first, last = starts.min(), starts.max() + reach
+            if first < 0 or last > size:
+                raise BadCopy(f"blocks span bytes {first} to {last} of a {name} of {size}: is a page number wrong?")
 
 
 class PayloadCopier(Protocol):

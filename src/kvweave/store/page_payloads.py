@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from kvweave.copying import HostPayloadCopier, PayloadCopier
+from kvweave.errors import StoreError
 from kvweave.store.engine_memory import EngineMemory
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
@@ -25,10 +29,20 @@ class PagePayloads:
     def __init__(self, schema: Schema, memory: EngineMemory, copier: PayloadCopier | None = None) -> None:
         views = {(view.layer, view.tag, view.role): view for view in memory.views}
         self._copies = {shard.id: ShardCopies(shard, memory, views) for shard in schema.shards}
+        if copier is None and not all(isinstance(pool, np.ndarray) for pool in memory.pools.values()):
+            raise StoreError("memory on a device needs a copier: kvweave.transfer.payload_copier has one for GPUs")
         self._copier = copier or HostPayloadCopier(memory.pools)
-        ranks, rank = memory.parallel.tp, memory.parallel.tp_rank
-        self.writes = schema.written_by(ranks, rank)
-        self.reads = schema.read_by(ranks, rank)
+        self._schema, self._parallel = schema, memory.parallel
+
+    @cached_property
+    def writes(self) -> tuple[int, ...]:
+        """The shards that this rank writes. Raises `StoreError` where its degree holds no part whole."""
+        return self._schema.written_by(self._parallel.tp, self._parallel.tp_rank)
+
+    @cached_property
+    def reads(self) -> tuple[int, ...]:
+        """The shards of which this rank needs something."""
+        return self._schema.read_by(self._parallel.tp, self._parallel.tp_rank)
 
     def source(self, tables: Tables) -> Source:
         """Payloads of a sequence's chunks; it can also `fill` memory that is there."""

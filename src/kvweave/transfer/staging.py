@@ -7,7 +7,7 @@ import torch
 from kvweave.transfer.command_buffer import CommandBuffer
 from kvweave.transfer.driver import Event, context_of
 from kvweave.transfer.kernel import Tabulator
-from kvweave.transfer.prepared_copy import BoundCopy
+from kvweave.transfer.prepared_copy import TabulatedCopy
 from kvweave.transfer.tiles import TILE
 
 ADDRESS_TABLE_NUMBERS = 1 << 12
@@ -35,7 +35,7 @@ class Slot:
             self.free.wait()
             self.memory = _numbers(num_bytes, torch.uint8, self._device)
 
-    def tabulate(self, bound: BoundCopy, tabulator: Tabulator, commands: CommandBuffer, stream: int) -> int:
+    def tabulate(self, bound: TabulatedCopy, tabulator: Tabulator, commands: CommandBuffer, stream: int) -> int:
         """Have the device make the table of a call; its address there. Blocks while the sheet before is in use.
 
         A kernel reads the sheet where it is: copy engines would bring it after all that they were given before.

@@ -26,10 +26,12 @@ TILE = 3
 
 
 class Tiling(NamedTuple):
-    """How pages are cut: `runs` says how they lie here; there, their kernel blocks are `pitch` bytes apart."""
+    """How pages are cut: `runs` says how they lie here; there, their kernel blocks are `pitch` bytes apart, and units
+    `unit_pitch` (None: they lie side by side)."""
 
     runs: Runs
     pitch: int
+    unit_pitch: int | None = None
 
     @property
     def num_tiles(self) -> int:
@@ -40,20 +42,22 @@ class Tiling(NamedTuple):
     def bits(self) -> int:
         """All strides and sizes, as one number that is a multiple of no more than they all are."""
         runs = self.runs
-        return runs.start | runs.page_stride | runs.kernel_stride | runs.unit_stride | runs.unit_bytes | self.pitch
+        here = runs.start | runs.page_stride | runs.kernel_stride | runs.unit_stride
+        return here | runs.unit_bytes | self.pitch | (self.unit_pitch or 0)
 
 
 @lru_cache(maxsize=1024)
 def tiles_of(tiling: Tiling) -> Numbers:
     """`[tiles, TILE]`: the tiles of a page, in bytes from where it starts, here and there; those of a run are about
     as long."""
-    runs, pitch = tiling
+    runs, pitch, unit_pitch = tiling
+    apart = runs.unit_bytes if unit_pitch is None else unit_pitch
     parts = _per_run(runs.unit_bytes)
     length = min(runs.unit_bytes, -(-runs.unit_bytes // (parts * LINE_BYTES)) * LINE_BYTES)
     block, unit, skip = np.ogrid[: runs.blocks, : runs.units, : parts * length : length]
     tiles = np.empty((runs.blocks, runs.units, parts, TILE), np.int64)
     tiles[..., 0] = block * runs.kernel_stride + unit * runs.unit_stride + skip
-    tiles[..., 1] = block * pitch + unit * runs.unit_bytes + skip
+    tiles[..., 1] = block * pitch + unit * apart + skip
     tiles[..., 2] = np.minimum(length, runs.unit_bytes - skip)
     return tiles.reshape(-1, TILE)
 
