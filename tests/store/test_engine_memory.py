@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvweave.store import (
     TableUse,
     TierPolicy,
     TierStack,
+    prove_layout,
     region_view,
 )
 from tests.store.engines import HEADS, KEY, LAYOUTS, SPEC, WINDOW, WINDOWS, Engine, Truth
@@ -194,6 +196,31 @@ def test_keys_come_from_the_model_and_not_from_the_tables_of_an_engine() -> None
     whole = next(shard for shard in schema_of(64).shards if shard.tag == "window")
     assert whole.layers == WINDOWS
     assert whole.parts == HEADS
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_a_layout_is_proved_by_what_the_engine_wrote_itself(tp: int) -> None:
+    schema, truth = schema_of(64), Truth(256, 64)
+    for engine in ranks(schema, ("K as [D, N]", 16, tp), 256):
+        engine.compute(truth, states=range(4))
+        mine = slice(engine.rank * engine.heads, (engine.rank + 1) * engine.heads)
+        rows = {(0, "full", name): truth.rows[0, name][:64, mine] for name in ("key", "value")}
+        rows[1, "latent", "latent"] = truth.rows[1, "latent"][:64]
+        expected = 3 if engine.rank == 0 else 2  # one rank writes what all hold
+        assert prove_layout(schema, engine.pages, engine.tables, rows) == expected
+
+
+def test_a_wrong_orientation_of_the_right_shape_is_found_out() -> None:
+    schema, truth = schema_of(64), Truth(256, 64)
+    engine = Engine(schema, "K as [D, N]", 16, 256)
+    engine.compute(truth)
+    rows = {(0, "full", name): truth.rows[0, name][:64] for name in ("key", "value")}
+    keys = engine.arrays["kv 0"][:, :, : 16 * 8].reshape(-1, HEADS, 16, 8).transpose(0, 2, 1, 3)  # in truth [8, 16]
+    at, right = next((i, view) for i, view in enumerate(engine.memory.views) if (view.layer, view.role) == (0, "key"))
+    wrong = replace(right, strides=keys.strides)
+    memory = replace(engine.memory, views=(*engine.memory.views[:at], wrong, *engine.memory.views[at + 1 :]))
+    with pytest.raises(StoreError, match="layer 0 of group 'full', 'key': 64 of 64 rows, from token 0 on"):
+        prove_layout(schema, PagePayloads(schema, memory), engine.tables, rows)
 
 
 def test_torch_tensors_are_taken_as_they_are() -> None:

@@ -5,6 +5,7 @@ from kvweave.store.catalog import Quota
 from kvweave.store.disk_tier import DiskTier
 from kvweave.store.engine_memory import EngineMemory, TableUse, region_view
 from kvweave.store.keys import HashedPrompt, Namespace
+from kvweave.store.layout_proof import prove_layout
 from kvweave.store.memory_tier import MemoryTier
 from kvweave.store.page_payloads import PagePayloads, Sink, Source
 from kvweave.store.shards import Schema, Shard, model_digest
@@ -39,5 +40,6 @@ __all__ = [
     "TierStack",
     "TierStats",
     "model_digest",
+    "prove_layout",
     "region_view",
 ]

@@ -32,17 +32,17 @@ class PagePayloads:
         if copier is None and not all(isinstance(pool, np.ndarray) for pool in memory.pools.values()):
             raise StoreError("memory on a device needs a copier: kvweave.transfer.payload_copier has one for GPUs")
         self._copier = copier or HostPayloadCopier(memory.pools)
-        self._schema, self._parallel = schema, memory.parallel
+        self._schema, self.parallel = schema, memory.parallel
 
     @cached_property
     def writes(self) -> tuple[int, ...]:
         """The shards that this rank writes. Raises `StoreError` where its degree holds no part whole."""
-        return self._schema.written_by(self._parallel.tp, self._parallel.tp_rank)
+        return self._schema.written_by(self.parallel.tp, self.parallel.tp_rank)
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
         """The shards of which this rank needs something."""
-        return self._schema.read_by(self._parallel.tp, self._parallel.tp_rank)
+        return self._schema.read_by(self.parallel.tp, self.parallel.tp_rank)
 
     def source(self, tables: Tables) -> Source:
         """Payloads of a sequence's chunks; it can also `fill` memory that is there."""

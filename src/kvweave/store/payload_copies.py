@@ -188,7 +188,7 @@ def _fields(
     item = view.dtype.align_bytes
     entry = item * int(np.prod(view.shape[3:]))
     for mine, theirs in zip(axis_slices(role, parallel.tp, parallel.tp_rank), shard.axis_slices(role), strict=True):
-        both = _scaled(mine, role).within(_scaled(theirs, role))
+        both = in_items(mine, role).within(in_items(theirs, role))
         if both:
             share = (*view.shape[:2], both[0].stop - both[0].start, *view.shape[3:])
             look = _look(view, row_bytes, tokens_per_row, share)
@@ -237,7 +237,7 @@ def _block_tokens(shard: Shard, role: Role, view: View, table: TableUse) -> int:
     return tokens
 
 
-def _scaled(axis_slice: AxisSlice, role: Role) -> AxisSlice:
+def in_items(axis_slice: AxisSlice, role: Role) -> AxisSlice:
     """A cut in the items of its view: packed nibbles of a row with one axis count in bytes."""
     if role.dtype.bits >= 8 or len(role.shape) > 1:
         return axis_slice
