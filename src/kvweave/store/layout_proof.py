@@ -1,4 +1,4 @@
-"""A proof, at an engine's start, that its memory is as it was described: a wrong order within a row has no other sign."""
+"""A proof, at an engine's start, that its memory is as described: a wrong order of bytes has no other sign."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvweave.store.payload_copies import Tables, in_items
 from kvweave.store.shards import Schema, Shard, axis_slices
 
 Written = Mapping[tuple[int, str, str], NDArray[Any]]
-"""By layer, tag and role: `[tokens, *row]` of the first chunk, this rank's share of the heads; of states `[1, *row]`."""
+"""By layer, tag and role: `[tokens, *row]` of the first chunk, this rank's share of heads; of states `[1, *row]`."""
 
 
 def prove_layout(schema: Schema, pages: PagePayloads, tables: Tables, written: Written) -> int:
