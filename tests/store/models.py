@@ -39,6 +39,7 @@ KINDS = {
         LayerCache("latent", Full(), (Role("latent", (12,), DType.BFLOAT16),)),
         LayerCache("indexer", Full(), (Role.packed("indexer", INDEXER, planar=True, align=16),), kernel_tokens=16),
     ),
+    "packed states": model(LayerCache("state", State(), (Role.packed("state", INDEXER, align=16),))),
     "states": model(LayerCache("state", State(), (CONV, SSM))),
     "compressed": model(LayerCache("c", Full(), (Role("compressed", (6,), DType.BFLOAT16, tokens_per_row=4),))),
 }

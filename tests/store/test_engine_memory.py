@@ -191,6 +191,17 @@ def test_a_table_that_is_missing_or_too_short_is_named() -> None:
         engine.pages.source({"tokens": engine.tables["tokens"][:2]})(full, 3)
 
 
+@pytest.mark.parametrize("wrong", [-1, 5, 1 << 30])
+def test_a_page_that_the_memory_does_not_have_is_refused_both_ways(wrong: int) -> None:
+    schema = schema_of(64)
+    engine = Engine(schema, "[B, 2, N, H, D]", 64, 256)
+    engine.tables["tokens"][1] = wrong
+    with pytest.raises(StoreError, match=f"table 'tokens' names page {wrong}: its pages are 0 to 4"):
+        engine.pages.source(engine.tables)(schema.shards[0], 1)
+    with pytest.raises(StoreError, match=f"names page {wrong}"):
+        engine.pages.sink(engine.tables)(schema.shards[0], 1, np.zeros(schema.shards[0].payload_bytes, np.uint8))
+
+
 def test_keys_come_from_the_model_and_not_from_the_tables_of_an_engine() -> None:
     assert {shard.tag for shard in schema_of(64).shards} == {"full", "latent", "indexer", "state", "window"}
     whole = next(shard for shard in schema_of(64).shards if shard.tag == "window")

@@ -130,7 +130,14 @@ def region_view(
 def _planned(plan: Plan, view: View) -> View:
     cache = plan.group(view.tag).cache
     role = cache.role(view.role)
-    return _rows_second(view, role.token_axis + 1) if cache.reach.per_token and not role.parts else view
+    if not cache.reach.per_token:
+        return replace(view, parts=tuple(_without_rows(part) for part in view.parts))
+    return view if role.parts else _rows_second(view, role.token_axis + 1)
+
+
+def _without_rows(view: View) -> View:
+    """A field of a state: plans give it an axis of one row."""
+    return replace(view, shape=(view.shape[0], *view.shape[2:]), strides=(view.strides[0], *view.strides[2:]))
 
 
 def _rows_second(view: View, axis: int) -> View:

@@ -11,6 +11,7 @@ is worked out once: how segments lie depends on where in its page a piece begins
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,19 +35,21 @@ class ShardCopies:
 
     def __init__(self, shard: Shard, memory: EngineMemory, views: Mapping[tuple[int, str, str], View]) -> None:
         self._shard, self._null = shard, memory.null
-        found: dict[tuple[TableUse, int], dict[_Look, list[tuple[int, int]]]] = {}
+        found: dict[tuple[TableUse, int, int], dict[_Look, list[tuple[int, int]]]] = {}
         for layer, role, where in shard.fields():
             if where.start == where.stop:  # rows of no width, as some latents' ropes are
                 continue
             view, table = _checked(shard, memory, views, layer, role), memory.tables[layer, shard.tag]
-            looks = found.setdefault((table, _block_tokens(shard, role, view, table)), {})
+            block_tokens = _block_tokens(shard, role, view, table)
+            num_pages = (view.parts or (view,))[0].shape[0] * block_tokens // table.block_tokens
+            looks = found.setdefault((table, block_tokens, num_pages), {})
             for look, starts in _fields(shard, role, view, where.start, memory.parallel):
                 looks.setdefault(look, []).append(starts)
         self._shares = [_TableShare(shard, *key, looks) for key, looks in found.items()]
 
     def copies(self, chunk: int, tables: Tables, *, whole: bool) -> Iterator[BlockCopy]:
         """Between the pages and the payload of a chunk. Rows on NULL pages are left out; `whole` refuses them."""
-        pages = [share.pages(chunk, tables) for share in self._shares]
+        pages = [share.pages(chunk, tables, self._null) for share in self._shares]
         missing = sum(int(np.count_nonzero(numbers == self._null)) for numbers in pages)
         if whole and missing:
             raise StoreError(
@@ -58,7 +61,7 @@ class ShardCopies:
 
     def holds(self, chunk: int, tables: Tables) -> bool:
         """Whether there is a page for every row of a chunk."""
-        return all((share.pages(chunk, tables) != self._null).all() for share in self._shares)
+        return all((share.pages(chunk, tables, self._null) != self._null).all() for share in self._shares)
 
 
 class _Look(NamedTuple):
@@ -117,12 +120,18 @@ class _TableShare:
     """The fields of a shard whose pages one table names, in views of one block size."""
 
     def __init__(
-        self, shard: Shard, table: TableUse, block_tokens: int, looks: Mapping[_Look, list[tuple[int, int]]]
+        self,
+        shard: Shard,
+        table: TableUse,
+        block_tokens: int,
+        num_pages: int,
+        looks: Mapping[_Look, list[tuple[int, int]]],
     ) -> None:
         self._shard, self._table, self._block_tokens, self._looks = shard, table, block_tokens, looks
+        self._num_pages = num_pages
         self._segments: dict[int, list[_Segments]] = {}
 
-    def pages(self, chunk: int, tables: Tables) -> Numbers:
+    def pages(self, chunk: int, tables: Tables, null: int) -> Numbers:
         """The pages on which a piece lies, in order; that of its end, for states."""
         (name, size), shard = (self._table.name, self._table.block_tokens), self._shard
         start, stop = shard.tokens(chunk)
@@ -136,7 +145,12 @@ class _TableShare:
                 f"group {shard.tag!r}: chunk {chunk} ends at {stop}, but table {name!r} has {len(tables[name])} pages"
                 f" of {size} tokens"
             )
-        return np.asarray(tables[name][first:last], np.int64)
+        pages = np.asarray(tables[name][first:last], np.int64)
+        if pages.view(np.uint64).max(initial=0) >= self._num_pages:  # also what is below 0, and NULL may be that
+            wrong = pages[(pages != null) & ((pages < 0) | (pages >= self._num_pages))]
+            if len(wrong):
+                raise StoreError(f"table {name!r} names page {wrong[0]}: its pages are 0 to {self._num_pages - 1}")
+        return pages
 
     def copies(self, chunk: int, pages: Numbers, there: NDArray[np.bool_] | None) -> Iterator[BlockCopy]:
         """Of the pages that are `there`; None: of all."""
@@ -174,17 +188,14 @@ def _fields(
     shard: Shard, role: Role, view: View, start: int, parallel: Parallel
 ) -> Iterator[tuple[_Look, tuple[int, int]]]:
     """What both sides hold of a role, and where it starts in block 0 of the view, and in the payload."""
-    if not shard.reach.per_token:  # one row a page
-        view = View(
-            *(view.layer, view.tag, view.role, view.pool, view.dtype, view.offset),
-            (view.shape[0], 1, *view.shape[1:]), (view.strides[0], 0, *view.strides[1:]),
-        )  # fmt: skip
     row_bytes, tokens_per_row = role.shard(shard.parts).row_bytes, role.tokens_per_row if shard.reach.per_token else 1
+    planes = [plane if shard.reach.per_token else _one_row(plane) for plane in view.parts or (view,)]
     if view.parts:
-        for part, plane in zip(role.parts, view.parts, strict=True):
+        for part, plane in zip(role.parts, planes, strict=True):
             yield _look(plane, row_bytes, tokens_per_row), (plane.offset, start)
             start += part.num_bytes
         return
+    (view,) = planes
     item = view.dtype.align_bytes
     entry = item * int(np.prod(view.shape[3:]))
     for mine, theirs in zip(axis_slices(role, parallel.tp, parallel.tp_rank), shard.axis_slices(role), strict=True):
@@ -193,6 +204,11 @@ def _fields(
             share = (*view.shape[:2], both[0].stop - both[0].start, *view.shape[3:])
             look = _look(view, row_bytes, tokens_per_row, share)
             yield look, (view.offset + both[0].start * view.strides[2], start + both[1].start * entry)
+
+
+def _one_row(view: View) -> View:
+    """A state's view with an axis for its one row."""
+    return replace(view, shape=(view.shape[0], 1, *view.shape[1:]), strides=(view.strides[0], 0, *view.strides[1:]))
 
 
 def _look(view: View, row_bytes: int, tokens_per_row: int, shape: tuple[int, ...] | None = None) -> _Look:
@@ -211,11 +227,12 @@ def _checked(
     if view is None:
         raise StoreError(f"{where}: in the schema, but not in the memory; make the schema of the layers that are here")
     fields: Sequence[Part | Role] = role.parts if view.parts else (role.shard(memory.parallel.tp),)
-    planes = view.parts or (view,)
-    if len(fields) != len(planes):
-        raise StoreError(f"{where}: {len(planes)} planes for {len(fields)} fields")
+    planes, axes = view.parts or (view,), 2 if shard.reach.per_token else 1
+    names = [plane.role.rpartition(".")[2] for plane in planes]
+    if names != [row.name for row in fields] or len({plane.shape[:axes] for plane in planes}) > 1:
+        raise StoreError(f"{where}: planes {names} of unequal rows, or not the fields {[row.name for row in fields]}")
     for row, plane in zip(fields, planes, strict=True):
-        (shape, dtype), held = as_bytes(row.shape, row.dtype), plane.shape[2 if shard.reach.per_token else 1 :]
+        (shape, dtype), held = as_bytes(row.shape, row.dtype), plane.shape[axes:]
         if (held, plane.dtype.align_bytes) != (shape, dtype.align_bytes):
             raise StoreError(
                 f"{where}: a row of {row.name!r} is {held} of {plane.dtype} in the memory, but {shape} of {dtype} on"
