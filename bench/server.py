@@ -184,8 +184,8 @@ def peer(rounds: int) -> tuple[dict[str, float], str]:
         script = Path(__file__).with_name("server_peer.py")
         done = subprocess.run([str(PEER), str(script), wish], capture_output=True, text=True, check=False)
         if not done.returncode:
-            answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-            return answer, "in this run"
+            reply: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+            return reply, "in this run"
         print(done.stderr[-2000:], file=sys.stderr)
     return PUBLISHED, "as published in issue 6; it could not be run here"
 

@@ -95,7 +95,7 @@ def lookup(bench: Any, tokens: int) -> float:
         key = helpers._make_key((number, *range(1, tokens)), f"l{number}", 0, tokens)
         began = time.perf_counter()
         assert helpers._send_lookup(bench._req_client, key, tp_size=1)
-        helpers._poll_prefetch_status(bench._req_client, key.request_id)
+        helpers._poll_prefetch_status(bench._req_client, key.read_request_id)
         times.append(time.perf_counter() - began)
     return 1e3 * min(times)
 
@@ -105,9 +105,9 @@ def main() -> None:
     process = server(wish["chunk"])
     try:
         bench = client(wish["tokens"])
-        answer = {"round trip": round_trip(bench), **transfers(bench, wish["rounds"])}
-        answer["lookup"] = lookup(bench, wish["lookup"])
-        print(json.dumps(answer), flush=True)
+        reply = {"round trip": round_trip(bench), **transfers(bench, wish["rounds"])}
+        reply["lookup"] = lookup(bench, wish["lookup"])
+        print(json.dumps(reply), flush=True)
     finally:
         process.terminate()
         process.wait(20)

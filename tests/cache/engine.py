@@ -16,6 +16,7 @@ import numpy as np
 
 from kvweave.cache import Cache, Copy, Sequence
 from kvweave.pool import NULL, PagedGroup, PagePool
+from kvweave.pool.pages import TREE
 from kvweave.prefix import Node
 
 GARBAGE = -1
@@ -275,17 +276,16 @@ def _check_group(cache: Cache, group: PagedGroup, pool: PagePool, pins: list[Any
     if group.is_window:
         check_points(cache, group)
     free = (pool.free_superpages if pages.is_whole else pages.free).all
-    times = np.bincount(free, minlength=len(pages.refs))
+    times = np.bincount(free, minlength=(pool.num_superpages + 1) * pages.per_superpage)
     assert times.max() <= 1, f"{tag}: a page is free twice"
     assert not times[[*held, *cached]].any(), f"{tag}: a free page is held"
     assert not times[NULL]
     assert NULL not in held
-    assert not pages.refs[NULL]
+    assert not (group.is_window and pages.holders[NULL])
     for page in set(held) | set(cached):
         holders = held[page] + cached[page]
         if group.is_window:
-            assert holders == 1 + int(pages.refs[page]), f"{tag}: page {page} has {holders} holders"
-            assert int(pages.cached[page]) == cached[page]
+            assert divmod(int(pages.holders[page]), TREE) == (cached[page], held[page]), f"{tag}: page {page}"
         else:
             assert holders == 1, f"{tag}: page {page} has {holders} holders"
     assert len(set(held) | set(cached)) == pool.num_allocated(tag), f"{tag}: pages are lost"

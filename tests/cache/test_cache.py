@@ -757,18 +757,15 @@ def test_while_generating_the_last_state_is_kept_with_the_window_that_it_needs()
     assert cache.lookup([*range(48), 99]) == 48
 
 
-def test_a_snapshot_that_is_not_copied_yet_is_found_by_nobody() -> None:
+def test_a_state_is_found_as_soon_as_the_step_that_ends_there_is_committed() -> None:
     cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8))
     sequence, engine = cache.open(range(40)), engine_of(cache)
-    for start in (0, 8):
+    for start in (0, 8, 16):
         engine.carry_out(cache.extend(sequence, 8))
         engine.step(sequence, start)
+        assert cache.lookup(range(40)) == start
         engine.carry_out(cache.commit(sequence))
-    assert cache.lookup(range(40)) == 8
-    engine.carry_out(cache.extend(sequence, 8))
-    engine.step(sequence, 16)
-    engine.carry_out(cache.commit(sequence))
-    assert cache.lookup(range(40)) == 24
+        assert cache.lookup(range(40)) == start + 8
     run(cache, [*range(20), 99])
 
 
@@ -1388,3 +1385,14 @@ def test_a_namespace_of_which_nothing_is_left_is_gone() -> None:
     cache = Cache(full_plan())
     run(cache, [1, 2], namespace="x")
     assert not cache.state.prefix.tree.roots
+
+
+def test_whoever_opens_a_prompt_may_say_where_its_resume_points_are() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8))
+    sequence, engine = cache.open(range(60), points=[21, 40, 999]), engine_of(cache)
+    engine.carry_out(cache.extend(sequence, 60, checkpoints=True))
+    assert [checkpoint.position for checkpoint in sequence.checkpoints] == [20, 40]
+    engine.step(sequence, 0)
+    engine.carry_out(cache.commit(sequence))
+    assert [cache.lookup([*range(length), 99]) for length in (19, 20, 39, 60)] == [0, 20, 20, 40]
+    check_books(cache)

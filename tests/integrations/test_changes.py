@@ -150,7 +150,7 @@ def test_a_past_of_one_adapter_is_not_continued_with_another() -> None:
     with adapted() as model, KVWeave(model, "16MiB") as weave, torch.no_grad():
         with weave.past(IDS) as past:
             model.set_adapter("two")
-            with pytest.raises(BadCall, match="the model has changed since this past was opened"):
+            with pytest.raises(BadCall, match="the model has changed since this cache was opened"):
                 weave.model(IDS[:, -1:], past_key_values=past)
         model.set_adapter("one")
         assert reused(weave) == 64

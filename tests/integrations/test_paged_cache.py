@@ -83,14 +83,14 @@ def test_a_past_that_is_closed_or_has_failed_is_refused(monkeypatch: pytest.Monk
     model = model_of("llama")
     with KVWeave(model, "16MiB") as weave, torch.no_grad():
         answer = weave.generate(IDS, **greedy())
-        with pytest.raises(BadSequence, match="this past is closed"):
+        with pytest.raises(BadSequence, match="this cache is closed"):
             model.generate(answer.sequences, past_key_values=answer.past_key_values, **greedy())
         with weave.past(IDS) as past:
             with monkeypatch.context() as patch:
                 patch.setattr(model.model.layers[-1], "forward", None)
                 with pytest.raises(TypeError):
                     model(IDS[:, -1:], past_key_values=past)
-            with pytest.raises(BadSequence, match="a call of the model with this past has failed"):
+            with pytest.raises(BadSequence, match="a call of the model with this cache has failed"):
                 model(IDS[:, -1:], past_key_values=past)
         check_unspoilt(weave)
 
@@ -318,6 +318,6 @@ def test_a_copy_of_a_past_goes_its_own_way(name: str, weave: KVWeave) -> None:
                 assert difference(weave.model.generate(ids, **options, **greedy()), plain(weave.model, ids)) < CLOSE
         logits = weave.model(IDS[:, -1:], use_cache=True, **{weave.served.cache_name: past}).logits
         assert (logits[:, -1] - plain(weave.model, IDS).logits[0]).abs().max() < CLOSE
-        with pytest.raises(BadCall, match="cannot be saved"):
+        with pytest.raises(BadCall, match="cannot be pickled"):
             torch.save(past, io.BytesIO())
     check_unspoilt(weave)

@@ -17,7 +17,7 @@ def brute_force(groups: list[Present], grid: int, limit: int) -> int:
 
 
 def _can_go_on(group: Present, position: int) -> bool:
-    reach, size, blocks, tails, tail_start = group
+    reach, size, blocks, _, tails, tail_start = group
     if not reach.per_token:
         return bool(blocks[position // size - 1])
     needed = [*range(min(reach.head, position)), *range(int(reach.tail(position)), position)]
@@ -55,7 +55,7 @@ def test_blocks_of_which_only_the_tail_is_there_equal_brute_force_over_tokens() 
         for _ in range(2):
             blocks = rng.random(count) < 0.7
             tails = blocks | (rng.random(count) < 0.5)
-            groups.append(Present(_random_reach(rng), size, blocks, tails, int(rng.integers(1, size))))
+            groups.append(Present(_random_reach(rng), size, blocks, 0, tails, int(rng.integers(1, size))))
         limit = int(rng.integers(0, count * size + 1))
         assert joint_hit(groups, size, limit) == brute_force(groups, size, limit)
 

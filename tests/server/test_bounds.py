@@ -49,8 +49,8 @@ def test_no_number_of_schemas_locks_out_a_new_engine(tmp_path: Path) -> None:
     wish = settings(tmp_path, limits=Limits(requests_per_s=1e6))
     with serving(wish) as daemon, Client(wish.socket) as greedy:
         for first in range(0, MOST + 100, 100):
-            answers = greedy.exchange([schema(number) for number in range(first, first + 100)]).answers
-            assert all(isinstance(answer, protocol.Done) for answer in answers)
+            replies = greedy.exchange([schema(number) for number in range(first, first + 100)]).replies
+            assert all(isinstance(reply, protocol.Done) for reply in replies)
         assert len(daemon.state.models.named(None)) <= MOST
         engine = store(wish.socket)
         engine.save(prompt(), truth, points=POINTS)
@@ -65,9 +65,9 @@ def test_schemas_take_so_much_memory_and_no_more(tmp_path: Path) -> None:
         kept = daemon.state.models.named(None)
         assert sum(each.num_bytes for each in kept) <= MOST_BYTES
         held = [msgspec.structs.replace(schema(number, 1_000_000), schema=number) for number in range(15)]
-        answers = [greedy.exchange([each]).answers[0] for each in held]
-        assert isinstance(answers[-1], protocol.Failed)
-        assert "bytes of schemas" in answers[-1].message
+        replies = [greedy.exchange([each]).replies[0] for each in held]
+        assert isinstance(replies[-1], protocol.Failed)
+        assert "bytes of schemas" in replies[-1].message
 
 
 def test_a_schema_in_use_is_never_forgotten(tmp_path: Path) -> None:
@@ -97,19 +97,19 @@ def test_a_row_that_says_another_size_than_it_has_is_refused(tmp_path: Path) -> 
 
 
 def test_keys_of_a_long_sequence_are_made_and_found_in_steps(tmp_path: Path) -> None:
-    said = registration(1, "m", SCHEMA)
+    request = registration(1, "m", SCHEMA)
     chunks = 20_000
     ask = protocol.Open(
         1, 1, b"tenant00", 256 * chunks, b"".join(number.to_bytes(32, "big") for number in range(chunks))
     )
-    sequence = OpenSequence(RegisteredModel(said), ask)
+    sequence = OpenSequence(RegisteredModel(request), ask)
     sizes = [0]
     for _ in sequence.steps():
         sizes.append(len(sequence.keys))
     assert len(sequence.keys) == sequence.num_keys == 12 * chunks
     assert max(after - before for before, after in pairwise(sizes)) <= STEP_KEYS
     with serving(settings(tmp_path)), Client(tmp_path / "kv.sock") as client:
-        client.exchange([said, ask])
+        client.exchange([request, ask])
         assert client.ask(protocol.Lookup(1, 0), protocol.Found).position == 0
         with pytest.raises(OverLimit, match="keys in open sequences"):
             client.ask(protocol.Open(2, 1, b"tenant00", 256 * chunks, ask.prefixes), protocol.Done)

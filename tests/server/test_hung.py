@@ -57,8 +57,8 @@ def is_held(lock: threading.Condition) -> bool:
 
 
 def page(daemon: Daemon, path: str) -> str:
-    answer: bytes = urllib.request.urlopen(f"http://127.0.0.1:{daemon.ports[0]}{path}", timeout=5).read()
-    return answer.decode()
+    reply: bytes = urllib.request.urlopen(f"http://127.0.0.1:{daemon.ports[0]}{path}", timeout=5).read()
+    return reply.decode()
 
 
 def test_metrics_health_and_memory_hits_go_on_while_a_disk_hangs(tmp_path: Path, go_on: threading.Event) -> None:

@@ -41,8 +41,8 @@ def reserved(socket: Path, number: int = 0) -> tuple[Client, list[int]]:
     """A client that holds places for the last chunk of a prompt, and has written nothing."""
     client = Client(socket)
     mine = RemoteStore(SCHEMA, client)
-    answer, _ = mine._prompt_session.ask(prompt(number), lambda sequence: protocol.Reserve(sequence, 7777, ALL))
-    return client, numbers(client.check(answer, protocol.Places).starts).tolist()
+    reply, _ = mine._prompt_session.ask(prompt(number), lambda sequence: protocol.Reserve(sequence, 7777, ALL))
+    return client, numbers(client.check(reply, protocol.Places).starts).tolist()
 
 
 def test_places_are_given_back_when_their_client_goes(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 def get(daemon: Daemon, path: str, method: str = "GET") -> tuple[int, str]:
     request = urllib.request.Request(f"http://127.0.0.1:{daemon.ports[0]}{path}", method=method)
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            return answer.status, answer.read().decode()
+        with urllib.request.urlopen(request, timeout=5) as reply:
+            return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
 

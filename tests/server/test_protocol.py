@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvweave.errors import BadRequest, OverLimit, ServerGone
 from kvweave.server import Client, Daemon, Disk, Limits, protocol
-from kvweave.server.protocol import DIGEST, ID_BYTES, LENGTH_BYTES, VERSION, Failed, Message, frame, packed, read_answer
+from kvweave.server.protocol import DIGEST, ID_BYTES, LENGTH_BYTES, VERSION, Failed, Message, frame, packed, read_reply
 from kvweave.server.registered_model import registration
 from kvweave.store import Quota
 from kvweave.store.blob import blob_bytes
@@ -38,7 +38,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield daemon
 
 
-def spoken(daemon: Daemon, *data: bytes, wait_s: float = 2.0) -> list[protocol.Answer]:
+def spoken(daemon: Daemon, *data: bytes, wait_s: float = 2.0) -> list[protocol.Reply]:
     """All answers to these bytes, until the daemon hangs up or says nothing more."""
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(str(daemon.settings.socket))
@@ -51,12 +51,12 @@ def spoken(daemon: Daemon, *data: bytes, wait_s: float = 2.0) -> list[protocol.A
                 heard += piece
         except OSError:
             pass
-    answers: list[protocol.Answer] = []
+    replies: list[protocol.Reply] = []
     while heard:
-        length, ids = int.from_bytes(heard[:4], "little"), ID_BYTES if answers else 0  # the first one has no id
-        answers.append(read_answer(heard[4 + ids : 4 + length]))
+        length, ids = int.from_bytes(heard[:4], "little"), ID_BYTES if replies else 0  # the first one has no id
+        replies.append(read_reply(heard[4 + ids : 4 + length]))
         heard = heard[4 + length :]
-    return answers
+    return replies
 
 
 def still_serves(daemon: Daemon) -> None:
@@ -66,51 +66,51 @@ def still_serves(daemon: Daemon) -> None:
     client.close()
 
 
-def error(answer: protocol.Answer) -> str:
-    assert isinstance(answer, Failed)
-    return answer.error
+def error(reply: protocol.Reply) -> str:
+    assert isinstance(reply, Failed)
+    return reply.error
 
 
 # ---- named errors
 
 
 def test_another_version_is_refused_by_name(daemon: Daemon) -> None:
-    (answer,) = spoken(daemon, frame(replaced(HELLO, version=99)))
-    assert error(answer) == "Refused"
-    assert "version 99" in answer.message  # type: ignore[union-attr]
+    (reply,) = spoken(daemon, frame(replaced(HELLO, version=99)))
+    assert error(reply) == "Refused"
+    assert "version 99" in reply.message  # type: ignore[union-attr]
 
 
 def test_a_version_with_other_fields_is_still_told_its_version(daemon: Daemon) -> None:
     body = msgspec.msgpack.encode(["hello", 1, {"old": "shape"}])
-    (answer,) = spoken(daemon, struct.pack("<I", len(body)) + body)
-    assert error(answer) == "Refused"
+    (reply,) = spoken(daemon, struct.pack("<I", len(body)) + body)
+    assert error(reply) == "Refused"
 
 
 def test_messages_of_another_shape_are_refused(daemon: Daemon) -> None:
-    assert [error(answer) for answer in spoken(daemon, frame(replaced(HELLO, digest=b"othershp")))] == ["Refused"]
+    assert [error(reply) for reply in spoken(daemon, frame(replaced(HELLO, digest=b"othershp")))] == ["Refused"]
 
 
 def test_nothing_is_answered_before_hello(daemon: Daemon) -> None:
-    assert [error(answer) for answer in spoken(daemon, frame(protocol.Ping()))] == ["BadRequest"]
+    assert [error(reply) for reply in spoken(daemon, frame(protocol.Ping()))] == ["BadRequest"]
 
 
 def test_a_second_hello_is_an_error_and_the_connection_goes_on(daemon: Daemon) -> None:
-    answers = spoken(daemon, frame(HELLO), frame(HELLO, 1), frame(protocol.Ping(), 2))
-    assert isinstance(answers[0], protocol.Welcome)
-    assert error(answers[1]) == "BadRequest"
-    assert answers[2] == protocol.Done()
+    replies = spoken(daemon, frame(HELLO), frame(HELLO, 1), frame(protocol.Ping(), 2))
+    assert isinstance(replies[0], protocol.Welcome)
+    assert error(replies[1]) == "BadRequest"
+    assert replies[2] == protocol.Done()
 
 
 def test_an_oversized_message_is_answered_before_it_was_sent(daemon: Daemon) -> None:
-    answers = spoken(daemon, frame(HELLO), struct.pack("<I", 1 << 30))
-    assert error(answers[1]) == "OverLimit"
-    assert len(answers) == 2
+    replies = spoken(daemon, frame(HELLO), struct.pack("<I", 1 << 30))
+    assert error(replies[1]) == "OverLimit"
+    assert len(replies) == 2
 
 
 def test_a_damaged_message_is_answered_and_the_connection_goes_on(daemon: Daemon) -> None:
-    answers = spoken(daemon, frame(HELLO), struct.pack("<I", 3) + b"\xc1\xff\x00", frame(protocol.Ping(), 1))
-    assert error(answers[1]) == "BadRequest"
-    assert answers[2] == protocol.Done()
+    replies = spoken(daemon, frame(HELLO), struct.pack("<I", 3) + b"\xc1\xff\x00", frame(protocol.Ping(), 1))
+    assert error(replies[1]) == "BadRequest"
+    assert replies[2] == protocol.Done()
 
 
 def test_a_foreign_schema_is_an_error(daemon: Daemon) -> None:
@@ -119,7 +119,7 @@ def test_a_foreign_schema_is_an_error(daemon: Daemon) -> None:
         for wrong, words in (
             (replaced(right, chunk_tokens=16), "chunks of 256 tokens"),
             (replaced(right, shards=[replaced(right.shards[0], id=b"notadigs"), *right.shards[1:]]), "another digest"),
-            (replaced(right, groups=right.groups[:1]), "rows in all"),
+            (replaced(right, groups=right.groups[:1]), "shards in all"),
             (replaced(right, groups=[replaced(g, reach={"kind": "telepathy"}) for g in right.groups]), "telepathy"),
             (replaced(right, groups=[replaced(g, reach={"kind": "window", "tokens": -4}) for g in right.groups]), "-4"),
             (
@@ -137,7 +137,7 @@ def test_a_schema_that_lies_about_itself_is_an_error_for_its_client_alone(daemon
     with Client(daemon.settings.socket) as client:
         for meta in (b"[]", b"{}", b"7", b"[" * 50_000, b'{"chunk_tokens": 256, "layers": 5}', b"\xff"):
             shard = protocol.ShardInfo(hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:8], 5000, meta)
-            with pytest.raises(BadRequest, match="does not say what it is"):
+            with pytest.raises(BadRequest, match="cannot be read"):
                 client.ask(replaced(right, shards=[shard, *right.shards[1:]]), protocol.Done)
         client.ask(protocol.StatsRequest(), protocol.StatsReply)
 
@@ -155,13 +155,13 @@ def test_a_sequence_of_too_many_keys_is_refused_before_they_are_made(daemon: Dae
 def test_what_was_never_opened_or_registered_is_an_error(daemon: Daemon) -> None:
     piece = packed([(0, 0)], "<i4")
     with Client(daemon.settings.socket) as client:
-        for question in (
+        for request in (
             protocol.Lookup(5, 1), protocol.Fetch(5, 1, piece), protocol.Reserve(5, 1, piece),
             protocol.Damaged(5, piece),
             protocol.Open(5, 9, b"tenant00", 10, b""),
         ):  # fmt: skip
             with pytest.raises(BadRequest, match="not (open|registered)"):
-                client.ask(question, protocol.Done)
+                client.ask(request, protocol.Done)
         client.ask(registration(1, "m", SCHEMA), protocol.Done)
         with pytest.raises(BadRequest, match="no digests"):
             client.ask(protocol.Open(5, 1, b"tenant00", 10, b"123"), protocol.Done)
@@ -302,9 +302,9 @@ def test_garbage_instead_of_hello_never_stops_the_daemon(daemon: Daemon, data: b
 @given(st.lists(st.binary(max_size=100), max_size=8))
 def test_garbage_in_frames_is_answered_each_time(daemon: Daemon, bodies: list[bytes]) -> None:
     frames = [struct.pack("<I", len(body)) + body for body in bodies]
-    answers = spoken(daemon, frame(HELLO), *frames, frame(protocol.Ping(), 1))
-    assert len(answers) == len(bodies) + 2
-    assert answers[-1] == protocol.Done()
+    replies = spoken(daemon, frame(HELLO), *frames, frame(protocol.Ping(), 1))
+    assert len(replies) == len(bodies) + 2
+    assert replies[-1] == protocol.Done()
     still_serves(daemon)
 
 
@@ -339,12 +339,12 @@ def messages() -> st.SearchStrategy[Message]:
 @given(st.lists(messages(), min_size=1, max_size=25))
 @hypothesis_settings(max_examples=60)
 def test_any_order_of_any_messages_is_answered_one_by_one_and_leaves_nothing(
-    daemon: Daemon, questions: list[Message]
+    daemon: Daemon, requests: list[Message]
 ) -> None:
     client = Client(daemon.settings.socket)
-    answers = client.exchange(questions).answers
-    assert len(answers) == len(questions)
-    assert not any("bug" in answer.message for answer in answers if isinstance(answer, Failed))
+    replies = client.exchange(requests).replies
+    assert len(replies) == len(requests)
+    assert not any("bug" in reply.message for reply in replies if isinstance(reply, Failed))
     client.close()
     until = time.monotonic() + 5
     while daemon.report().clients and time.monotonic() < until:
@@ -356,7 +356,7 @@ def test_any_order_of_any_messages_is_answered_one_by_one_and_leaves_nothing(
 
 
 def test_the_fuzz_knows_every_question() -> None:
-    assert {kind.__name__ for kind in get_args(protocol.Question)} == {
+    assert {kind.__name__ for kind in get_args(protocol.Request)} == {
         "Hello", "Ping", "Register", "Open", "Close", "Lookup", "Fetch", "Prefetch", "Renew", "PinLeases",
         "Release", "Reserve", "Commit", "Damaged", "Flush", "StatsRequest", "Describe", "Clear",
     }  # fmt: skip

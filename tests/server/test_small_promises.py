@@ -59,10 +59,10 @@ def test_a_pin_whose_lease_is_over_is_an_error_and_not_a_pin(tmp_path: Path, mon
         client.save(prompt(0), truth, points=POINTS)
         hit, real = client.lookup(prompt(0)), client.client.ask
 
-        def late(question: protocol.Message, *more: object) -> object:
-            if isinstance(question, protocol.PinLeases):
+        def late(request: protocol.Message, *more: object) -> object:
+            if isinstance(request, protocol.PinLeases):
                 time.sleep(0.5)
-            return real(question, *more)  # type: ignore[arg-type]
+            return real(request, *more)  # type: ignore[arg-type]
 
         monkeypatch.setattr(client.client, "ask", late)
         with pytest.raises(LeaseExpired, match="nothing is pinned"):

@@ -312,7 +312,7 @@ def test_a_tier_that_hangs_is_named_when_the_time_for_clearing_is_over(tmp_path:
         tier.going.clear()
         cleared = client.client.ask(protocol.Clear(wait_s=0.3), protocol.ClearReply)
         assert cleared.tiers[0].entries > 0
-        assert cleared.kept_by == {"hanging": "it is still at it"}
+        assert cleared.kept_by == {"hanging": "not finished yet"}
         tier.going.set()
         client.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from heapq import nsmallest
 
 import numpy as np
 
@@ -18,6 +19,8 @@ MOST_NAMED = 8
 
 Demand = list[int]
 """Pages by group number."""
+Reclaimable = dict[str, dict[str, Ids]]
+"""By pool and tag: pages that would be free if sequences held no more than their next tokens need."""
 
 
 class PageAllocator:
@@ -37,16 +40,17 @@ class PageAllocator:
         """Make sure that these pages can be allocated now, by eviction if need be; the pool that cannot give them, if
         there is one: then nothing was changed."""
         wanted = self._by_pool(demand)
-        lacking = self._lacking(wanted, admits)
+        lacking = self._lacking(wanted, admits, {})
         if lacking is None:
             for pool, groups, pages in wanted:
                 if not pool.prepare(pages):
                     self._free_up(pool, pages, groups)
         return lacking
 
-    def lacking(self, demand: Demand, *, admits: bool = False) -> PagePool | None:
-        """The pool that could not give these pages, not even by eviction; changes nothing."""
-        return self._lacking(self._by_pool(demand), admits)
+    def lacking(self, demand: Demand, *, admits: bool = False, known: Reclaimable | None = None) -> PagePool | None:
+        """The pool that could not give these pages, not even by eviction; changes nothing. Who asks several times
+        at one moment passes on what is `known`."""
+        return self._lacking(self._by_pool(demand), admits, {} if known is None else known)
 
     def _by_pool(self, demand: Demand) -> list[tuple[PagePool, list[PagedGroup], dict[str, int]]]:
         found = []
@@ -57,13 +61,15 @@ class PageAllocator:
         return found
 
     def _lacking(
-        self, wanted: list[tuple[PagePool, list[PagedGroup], dict[str, int]]], admits: bool
+        self, wanted: list[tuple[PagePool, list[PagedGroup], dict[str, int]]], admits: bool, known: Reclaimable
     ) -> PagePool | None:
         for pool, groups, pages in wanted:
             asked = self._with_reserve(pool, pages) if admits and self.reserve else pages
             if pool.is_ready(asked) or pool.could_be_ready(asked, {}):
                 continue
-            if not pool.could_be_ready(asked, self._reclaimable(groups)):
+            if pool.name not in known:
+                known[pool.name] = self._reclaimable(groups)
+            if not pool.could_be_ready(asked, known[pool.name]):
                 return pool
         return None
 
@@ -109,8 +115,7 @@ class PageAllocator:
                 behind = self.state.tables[group.number].pages[_spread(rows, first, count)]
                 pages = np.concatenate([behind, *parked])
                 pages, holders = np.unique(pages, return_counts=True)
-                of_group = pool.groups[group.tag]
-                found[group.tag] = pages[holders == of_group.refs[pages] + 1 - of_group.cached[pages]]
+                found[group.tag] = pages[holders == pool.groups[group.tag].num_names(pages)]
         return found
 
     def advance_windows(self, rows: Rows, ends: Counts) -> None:
@@ -160,7 +165,7 @@ class PageAllocator:
         spread, slots = _spread(rows, first, passed)
         pages = table.pages[spread, slots]
         table.write_many(spread, slots, np.zeros(len(slots), np.int32))
-        self.state.release(group, pages, is_one_row=False)
+        self.state.release(group, pages, may_repeat=True)
 
     def _reclaim(self) -> None:
         """Let every sequence hold no more than its next token needs."""
@@ -218,26 +223,25 @@ class PageAllocator:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         preemptible = self._preemptible([*sequences, *others])
-        return OutOfPages(pool.name, self._shortages(pool, spans, sequences), sequences[low:], preemptible)
+        return OutOfPages(pool.name, self._shortages(pool, ends, sequences), sequences[low:], preemptible)
 
-    def _shortages(self, pool: PagePool, spans: list[tuple[int, int]], sequences: list[Sequence]) -> list[Shortage]:
-        shortages = []
-        for tag, pages in pool.groups.items():
-            group = self.state.groups[[g.tag for g in self.state.groups].index(tag)]
-            table = self.state.tables[group.number]
-            wanted = 0
-            for sequence, (_, end) in zip(sequences, spans, strict=True):
-                blocks = 1 if group.is_state else -(-end // group.slot_tokens)
-                wanted += max(0, blocks - int(table.blocks[sequence.row]))
+    def _shortages(self, pool: PagePool, ends: Counts, sequences: list[Sequence]) -> list[Shortage]:
+        shortages, rows = [], np.array([sequence.row for sequence in sequences])
+        for group in self.state.groups:
+            if self.state.pool_of[group.number] is not pool:
+                continue
+            blocks = np.ones_like(ends) if group.is_state else -(-ends // group.slot_tokens)
+            wanted = int(np.maximum(blocks - self.state.tables[group.number].blocks[rows], 0).sum())
             if wanted:
-                shortages.append(Shortage(tag, wanted, pool.available(tag), pages.num_evictable))
+                evictable = pool.groups[group.tag].num_evictable
+                shortages.append(Shortage(group.tag, wanted, pool.available(group.tag), evictable))
         return shortages
 
     def _preemptible(self, asking: list[Sequence]) -> list[Sequence]:
         """Other running sequences: of the lowest priority first, then the youngest."""
         rows = {sequence.row for sequence in asking}
         others = [sequence for row, sequence in self.state.by_row.items() if row not in rows]
-        return sorted(others, key=lambda sequence: (sequence.priority, -sequence.opened))[:MOST_NAMED]
+        return nsmallest(MOST_NAMED, others, key=lambda sequence: (sequence.priority, -sequence.opened))
 
     def never_fits(self, starts: Counts, ends: Counts) -> NeverFits | None:
         """Why a sequence of which the tokens [start, end) are computed in one step would not fit an empty cache; for

@@ -129,12 +129,14 @@ class Cache:
         priority: int = 0,
         drop_last_blocks: int = 0,
         reuse: bool = True,
+        points: Iterable[int] | None = None,
     ) -> Sequence:
         """A sequence that starts with `tokens`; the longest joint hit is matched and pinned in one step.
 
         At least one token stays to be computed. `namespace` is what must be equal for KV to be shared (model, adapter,
         tenant). `drop_last_blocks` lets the hit, and the points that the prompt leaves, stop so many blocks of the grid
-        earlier, as drafts that need hidden states ask.
+        earlier, as drafts that need hidden states ask. `points` are the positions at which the prompt leaves resume
+        points, rounded down to the grid, instead of where the retention wants them.
         """
         self._check_thread()
         prompt = self._prompt(tokens, spans)
@@ -143,8 +145,10 @@ class Cache:
         state = self._state
         sequence = Sequence(self, -1, prompt, namespace, priority, state.prefix.tree.root(namespace))
         sequence.drop_last_blocks = drop_last_blocks
+        sequence.given_points = None if points is None else list(points)
         sequence.opened = state.prefix.tick()
         self._loader.open(sequence, prompt, self._match(namespace, prompt) if reuse else None)
+        self._publisher.stand(sequence)
         self._requests += 1
         self._prompt_tokens += len(prompt)
         self._hit_tokens += sequence.num_cached
@@ -159,7 +163,7 @@ class Cache:
         return prompt
 
     def _match(self, namespace: Hashable, prompt: Tokens) -> Match:
-        return self._state.prefix.match(namespace, prompt, self._publisher.publish_pending)
+        return self._state.prefix.match(namespace, prompt, self._publisher.publish_standing)
 
     def lookup(
         self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = (), drop_last_blocks: int = 0
@@ -185,7 +189,9 @@ class Cache:
         match = self._match(sequence.namespace, prompt)
         if self._loader.hit(match, len(prompt), sequence.drop_last_blocks) > sequence.num_cached:
             before = sequence.num_cached
+            self._publisher.leave(sequence)
             self._loader.reopen(sequence, prompt, match)
+            self._publisher.stand(sequence)
             self._hit_tokens += sequence.num_cached - before
         return sequence.num_cached
 
@@ -362,7 +368,7 @@ class Cache:
         if keep and not self._is_outstanding(sequence.rows):
             self._snapshots.donate_live(sequence)
             self._publisher.publish(sequence)
-        self._publisher.unregister(sequence)
+        self._publisher.leave(sequence)
         self._loader.leave_row(sequence)
         self._snapshots.drop_after(sequence, -1)
         sequence.node.growing_tip = False
@@ -393,7 +399,7 @@ class Cache:
     def publish(self) -> None:
         """Put everything committed into the tree now; whoever opens a prompt has what it needs published anyway."""
         self._check_thread()
-        for sequence in list(self._state.pending.values()):
+        for sequence in list(self._state.by_row.values()):
             self._publisher.publish(sequence)
             self._state.set_next_event(sequence)
 

@@ -87,7 +87,8 @@ class Forks:
         child = Sequence(sequence.home, row, sequence.tokens, sequence.namespace, sequence.priority, sequence.node)
         child.start_at(sequence.node.end, sequence.tokens)
         child.num_cached, child.num_prompt, child.branch = sequence.num_cached, sequence.num_prompt, sequence.branch
-        child.points, child.spaced_end = list(sequence.points), sequence.spaced_end
+        child.asked_points, child.prompt_points = sequence.asked_points, sequence.prompt_points
+        child.last_point = sequence.last_point
         child.opened, child.drop_last_blocks = sequence.opened, sequence.drop_last_blocks
         child.restore, child.private_from = sequence.restore, sequence.private_from
         state.prefix.pin(sequence.node)
@@ -98,6 +99,7 @@ class Forks:
         state.tokens.enter(child, sequence.num_tokens)
         for group in state.groups:
             self._share(group, sequence.row, row, copies)
+        self.publisher.stand(child)
         state.set_next_stop(child)
         state.set_next_event(child)
         return child
@@ -150,7 +152,7 @@ class Forks:
             if id(sequence) not in kept:
                 self._drop(sequence)
         for sequence in places.values():
-            self.publisher.unregister(sequence)
+            self.publisher.leave(sequence)
         lives = {i: {name: getattr(s, name) for name in FIELDS} for i, s in places.items()}
         for sequence in places.values():
             sequence.row = -1
@@ -158,7 +160,7 @@ class Forks:
             for name, value in lives[i].items():
                 setattr(sequence, name, value)
             self.state.by_row[sequence.row] = sequence
-            self.publisher.register(sequence)
+            self.publisher.stand(sequence)
             self.state.set_next_event(sequence)
         self.state.num_closed += 1  # batches made before mean other rows now
 
@@ -188,7 +190,7 @@ class Forks:
             table.erase(row, keep, blocks)
             table.blocks[row] = min(keep, blocks)
             state.release(group, pages[pages != NULL])
-        sequence.num_prompt = min(sequence.num_prompt, length)
+        sequence.num_prompt = state.counters.prompts[row] = min(sequence.num_prompt, length)
         self.cut(sequence, length)
 
     def cut(self, sequence: Sequence, length: int) -> None:
@@ -203,8 +205,8 @@ class Forks:
         counters.step_start[row] = min(int(counters.step_start[row]), length)
         state.tokens.cut(sequence, max(length, sequence.num_prompt))
         self.snapshots.drop_after(sequence, length)
-        if state.num_shareable(sequence) < sequence.node.end + state.grid:
-            self.publisher.unregister(sequence)
+        self.publisher.leave(sequence)
+        self.publisher.stand(sequence)
         state.set_next_stop(sequence)
         state.set_next_event(sequence)
 
@@ -213,7 +215,7 @@ class Forks:
         table, pool = self.state.tables[group.number], self.state.pool_of[group.number]
         if not length % group.slot_tokens or pool is None:
             return False
-        return bool(pool.groups[group.tag].refs[table.pages[row, length // group.slot_tokens]] > 0)
+        return pool.groups[group.tag].is_shared(int(table.pages[row, length // group.slot_tokens]))
 
     def _copy_half(self, group: PagedGroup, row: int, length: int, copies: CopyBuilder) -> None:
         table, slot = self.state.tables[group.number], length // group.slot_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.snapshots import Snapshots
@@ -68,7 +70,7 @@ class Loader:
         state, row = self.state, sequence.row
         counters = state.counters
         counters.lengths[row] = counters.committed[row] = counters.step_start[row] = position
-        counters.drafts[row] = 0
+        counters.drafts[row], counters.prompts[row] = 0, sequence.num_prompt
         state.set_next_stop(sequence)
         state.set_next_event(sequence)
 
@@ -76,16 +78,16 @@ class Loader:
         """The pages of a hit that the next token can see; what lies between head and tail stays NULL."""
         table, blocks, head = self.state.tables[group.number], position // group.slot_tokens, group.head_blocks
         first = 0 if group.is_full else min(group.first_block(position), blocks)
-        end = blocks
+        low, tail = blocks, []
         for pages in reversed(runs):
-            start = end - len(pages)
-            low = max(start, min(first, end))
-            table.write(row, low, pages[low - start :])
-            if start < head and start < low:
-                table.write(row, start, pages[: min(head, low) - start])
-            if start <= first and not head:
-                break
-            end = start
+            if low > first:
+                tail.append(pages)
+                low -= len(pages)
+        if tail:
+            pages = tail[0] if len(tail) == 1 else np.concatenate(tail[::-1])
+            table.write(row, max(low, first), pages[max(0, first - low) :])
+        if head and first > 0:
+            table.write(row, 0, np.concatenate(runs)[: min(head, first)])
         table.first[row] = max(first, head)
         table.blocks[row] = blocks
         if group.is_full:
@@ -153,7 +155,8 @@ class Loader:
         if keeps:
             self.snapshots.reserve(sequence, [position], in_step=False)
         if state.windows or state.states:
-            sequence.points = [position, *(point for point in sequence.points if point > position)]
+            sequence.asked_points = [position, *(point for point in sequence.asked_points if point > position)]
+            sequence.prompt_points = [position, *(point for point in sequence.prompt_points if point > position)]
         state.set_next_stop(sequence)
         state.set_next_event(sequence)
 

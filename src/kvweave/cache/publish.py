@@ -19,45 +19,46 @@ from kvweave.prefix import Kind, Node
 from kvweave.prefix.tree import NO_PAGES
 
 Held = dict[int, Ids]
+UNKNOWN = b""
+MOST_PUBLISHED = 32
+"""So many twins, sequences that computed the same tokens at the same time, are published when a prompt meets them."""
 
 
 class Publisher:
     def __init__(self, state: CacheState) -> None:
         self.state = state
 
-    # ---- sequences that have committed more than others can find
+    # ---- sequences that may have committed more than others can find
 
-    def register(self, sequence: Sequence) -> None:
-        """Others that go on from its node with its next tokens will have it published."""
-        state, node = self.state, sequence.node
-        end = state.num_shareable(sequence)
-        if sequence.pending_key is not None or end < node.end + state.grid:
-            return
-        if state.states and not self._points(sequence, node.end, end):
-            return
-        sequence.pending_key = sequence.run(node.end, node.end + state.grid).tobytes()
-        if node.pending is None:
-            node.pending = {}
-        node.pending.setdefault(sequence.pending_key, []).append(sequence)
-        state.pending[sequence.row] = sequence
+    def stand(self, sequence: Sequence) -> None:
+        """Prompts that go on from its node with its next tokens will have it published."""
+        node, end = sequence.node, sequence.node.end + self.state.grid
+        known = sequence.num_prompt >= end or self.state.num_shareable(sequence) >= end
+        key = sequence.run(node.end, end).tobytes() if known else UNKNOWN
+        sequence.standing_key = key
+        if node.standing is None:
+            node.standing = {}
+        node.standing.setdefault(key, {})[sequence] = None
 
-    def unregister(self, sequence: Sequence) -> None:
-        key, node = sequence.pending_key, sequence.node
-        if key is not None and node.pending is not None:
-            others = node.pending[key]
-            others.remove(sequence)
-            if not others:
-                del node.pending[key]
-            if not node.pending:
-                node.pending = None
-            sequence.pending_key = None
-            del self.state.pending[sequence.row]
+    def leave(self, sequence: Sequence) -> None:
+        standing, key = sequence.node.standing, sequence.standing_key
+        assert standing is not None, "an open sequence stands on its node"
+        del standing[key][sequence]
+        if not standing[key]:
+            del standing[key]
 
-    def publish_pending(self, node: Node, key: bytes) -> None:
-        """Publish the sequences that stand on a node and go on with these tokens."""
-        if node.pending:
+    def publish_standing(self, node: Node, key: bytes) -> None:
+        """Publish sequences that stand on a node and go on with these tokens; of very many, some at a time."""
+        standing, end = node.standing, node.end + self.state.grid
+        assert standing is not None
+        for sequence in list(standing.get(UNKNOWN, ())):
+            if self.state.num_shareable(sequence) >= end:
+                self.leave(sequence)
+                self.stand(sequence)
+        if key in standing:
             node.growing_tip = False  # whoever walks by here must find a child, not a longer node
-            for sequence in list(node.pending.get(key, ())):
+            with_more = [s for s in standing[key] if self.state.num_shareable(s) >= end]
+            for sequence in with_more[:MOST_PUBLISHED]:
                 self.publish(sequence)
                 self.state.set_next_event(sequence)
 
@@ -91,15 +92,16 @@ class Publisher:
             end = points[-1] if points else start
         if end <= start:
             return
-        self.unregister(sequence)
+        self.leave(sequence)
         self._lead_to(sequence, end, points, self._held_pages(sequence))
+        self.stand(sequence)
         state.release_parked(sequence)
         for group in state.full:
             state.tables[group.number].published[sequence.row] = end // group.slot_tokens
         self._move_tip(sequence)
         sequence.answer = -1
-        if end >= sequence.spaced_end:
-            sequence.points, sequence.spaced_end = [], 0
+        if end >= sequence.last_point:
+            sequence.asked_points, sequence.prompt_points, sequence.last_point = [], [], 0
 
     def _held_pages(self, sequence: Sequence) -> Held:
         """By group number: the pages of a window by block, in the table and parked beside it."""
@@ -115,15 +117,14 @@ class Publisher:
     def _points(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Positions in (start, end] that become resume points, if their window pages are there."""
         if self.state.states:
-            points = [point for point in sequence.snapshots if start < point <= end and point != sequence.copy_at]
-            return sorted(points)
+            return sorted(point for point in sequence.snapshots if start < point <= end)
         wanted = self.state.wanted_points(sequence, start, end)
         return wanted if wanted and wanted[-1] == end else [*wanted, end]
 
     def _kind(self, sequence: Sequence, position: int) -> Kind:
-        if position in sequence.points:
+        if position in sequence.asked_points:
             return Kind.BRANCH if position == sequence.branch else Kind.PROMPT
-        return Kind.SPACED if position < sequence.spaced_end else Kind.ANSWER
+        return Kind.SPACED if position < sequence.last_point else Kind.ANSWER
 
     def _move_tip(self, sequence: Sequence) -> None:
         """Of the points left while generating only the last is kept, unless somebody asked for another."""

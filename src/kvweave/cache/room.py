@@ -19,7 +19,7 @@ class OneRow:
 
     def __init__(self, state: CacheState, sequence: Sequence, start: int, after: int, reach: int) -> None:
         self.state = state
-        self.sequences = [sequence]
+        self.sequences, self.rows = [sequence], sequence.rows
         self.start, self.after = [start], [after]
         self.longest = reach
         self.growth = [0] * len(state.same_block_size)

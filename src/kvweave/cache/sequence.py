@@ -41,26 +41,28 @@ FIELDS = (
     "_first",
     "_num_tokens",
     "answer",
+    "asked_points",
     "branch",
     "copy_at",
     "drop_last_blocks",
+    "given_points",
     "home",
     "in_step",
+    "last_point",
     "namespace",
     "node",
     "num_cached",
     "num_prompt",
     "opened",
     "parked",
-    "pending_key",
-    "points",
     "priority",
     "private_from",
+    "prompt_points",
     "restore",
     "row",
     "rows",
     "snapshots",
-    "spaced_end",
+    "standing_key",
     "tip",
 )
 """What makes up a sequence."""
@@ -88,10 +90,14 @@ class Sequence:
         self.node = node
         self.branch = 0
         self.drop_last_blocks = 0
-        self.points: list[int] = []
-        """Positions of its prompt at which a resume point is wanted, ascending."""
-        self.spaced_end = 0
-        """Before this position, points are welcome where the retention spaces them."""
+        self.given_points: list[int] | None = None
+        """Where whoever opened it wants resume points, if not where the retention does."""
+        self.prompt_points: list[int] = []
+        """Positions of its prompt at which a resume point is wanted, ascending. Forks share the list: replace it."""
+        self.asked_points: list[int] = []
+        """Those of them that are not there by the retention's spacing alone."""
+        self.last_point = 0
+        """The last position at which the prompt could leave a point; 0 where its points are in the tree."""
         self.snapshots: dict[int, StatePages] = {}
         """State pages by position, not in the tree yet: states that steps leave, true once they are committed."""
         self.in_step: list[int] = []
@@ -109,8 +115,8 @@ class Sequence:
         self.parked: dict[int, list[tuple[int, Ids]]] = {}
         """By group number: pages of a window that it has passed and that points not in the tree yet need, as runs from
         a block on."""
-        self.pending_key: bytes | None = None
-        """Its key among its node's pending sequences."""
+        self.standing_key = b""
+        """Its key among the sequences that stand on its node."""
         self._first = 0
         self._buffer = tokens
         self._num_tokens = len(tokens)

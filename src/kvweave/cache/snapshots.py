@@ -25,8 +25,7 @@ class Snapshots:
         state = self.state
         wanted = state.wanted_points(sequence, start, end)
         after = wanted[-1] if wanted else start
-        every = -(-state.retention.decode_every // state.grid) * state.grid
-        last = end // every * every
+        last = end // state.decode_every * state.decode_every
         if last > after and state.next_in_prompt(sequence, after) > last:
             wanted.append(last)
         return [p for p in wanted if p not in sequence.snapshots and (on_the_way or p == end)]
@@ -70,6 +69,14 @@ class Snapshots:
             sequence.copy_at = -1
 
     # ---- drafts: column i holds the state after the i-th of the tokens that may be rejected
+
+    def add_columns(self, rows: Rows, columns: int) -> None:
+        """So many columns for each row, for which there is room."""
+        for group in self.state.states:
+            table = self.state.tables[group.number]
+            more = columns - table.blocks[rows]
+            pages = self.state.allocate(group, int(np.maximum(more, 0).sum()))
+            table.append(rows[more > 0], more[more > 0], pages)
 
     def choose(self, rows: Rows, rejected: Counts) -> None:
         """Make the state after the last accepted token of each row the live one, and give the other columns back."""

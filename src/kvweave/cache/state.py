@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +25,21 @@ class RowCounters:
     with states. `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at
     which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that it
     needs are not let go. `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected.
+    `prompts`: lengths of the prompts.
     """
 
-    NAMES = ("lengths", "committed", "ready", "next_stop", "next_event", "next_point", "hold", "step_start", "drafts")
+    NAMES = (
+        "lengths",
+        "committed",
+        "ready",
+        "next_stop",
+        "next_event",
+        "next_point",
+        "hold",
+        "step_start",
+        "drafts",
+        "prompts",
+    )
 
     def __init__(self, rows: int) -> None:
         self.lengths: Counts = np.zeros(rows, np.int64)
@@ -38,6 +51,7 @@ class RowCounters:
         self.hold: Counts = np.zeros(rows, np.int64)
         self.step_start: Counts = np.zeros(rows, np.int64)
         self.drafts: Counts = np.zeros(rows, np.int64)
+        self.prompts: Counts = np.zeros(rows, np.int64)
 
     def add_rows(self, count: int) -> None:
         for name in self.NAMES:
@@ -81,11 +95,10 @@ class CacheState:
         self.grid = self.prefix.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
+        self.decode_every = -(-retention.decode_every // self.grid) * self.grid
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(rows)
         self.by_row: dict[int, Sequence] = {}
-        self.pending: dict[int, Sequence] = {}
-        """Sequences with something committed that is not in the tree yet, by row."""
         self.num_closed = 0
         """Sequences closed or reordered so far; batches made before must be looked at again."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -139,24 +152,23 @@ class CacheState:
         self.set_ready_of(row)
 
     def set_next_event(self, sequence: Sequence) -> None:
-        """Note at which committed length points enter the tree, a window moves on, or others should find more."""
+        """Note at which committed length points enter the tree, a state is copied, or a window moves on."""
         row, counters = sequence.row, self.counters
         committed = int(counters.committed[row])
         counters.hold[row] = first = self.first_unpublished(sequence)
         point = self.publish_at(sequence)
         if self.states:
-            point = min(point, first if sequence.pending_key is None or first > sequence.spaced_end else NEVER)
-        elif sequence.pending_key is None:
-            point = min(point, sequence.node.end + self.grid)
+            point = min(point, first if first > sequence.last_point else NEVER)
+            point = sequence.copy_at if 0 <= sequence.copy_at < point else point
         point = max(point, committed + 1)
         counters.next_point[row] = point
         counters.next_event[row] = min(point, self.next_window_event(committed))
 
     def publish_at(self, sequence: Sequence) -> int:
         """The committed length at which a sequence publishes by itself: the last point of its prompt."""
-        if self.states and not any(point <= sequence.spaced_end for point in sequence.snapshots):
+        if self.states and not any(point <= sequence.last_point for point in sequence.snapshots):
             return NEVER
-        return sequence.spaced_end or NEVER
+        return sequence.last_point or NEVER
 
     def first_unpublished(self, sequence: Sequence) -> int:
         """The first wanted point that neither is in the tree nor has all it needs kept."""
@@ -185,34 +197,30 @@ class CacheState:
         branch = sequence.branch - back if self.retention.branches else 0
         # a hit stops `back` tokens before what matches, so what matches must go on behind the point
         ends = {last, last - back} if self.retention.prompt_end else set()
-        points = {*ends, branch}
-        sequence.points = sorted(point for point in points if start < point <= last)
-        sequence.spaced_end = last
+        asked, spaced = {*ends, branch}, self.spacing.between(start, last)
+        if sequence.given_points is not None:
+            asked, spaced = {point // grid * grid for point in sequence.given_points}, []
+        sequence.asked_points = sorted(point for point in asked if start < point <= last)
+        sequence.prompt_points = sorted({*spaced, *sequence.asked_points})
+        sequence.last_point = last
 
     def next_in_prompt(self, sequence: Sequence, position: int) -> int:
         """The first wanted point of the prompt after `position`, or `NEVER`."""
-        spaced = self.spacing.after(position)
-        wanted = spaced if spaced < sequence.spaced_end else NEVER
-        for point in sequence.points:
-            if point > position:
-                return min(wanted, point)
-        return wanted
+        points = sequence.prompt_points
+        at = bisect_right(points, position)
+        return points[at] if at < len(points) else NEVER
 
     def next_wanted(self, sequence: Sequence, position: int) -> int:
         """The first position after `position` whose state is wanted: in the prompt, then now and again."""
         wanted = self.next_in_prompt(sequence, position)
         if wanted < NEVER:
             return wanted
-        every = -(-self.retention.decode_every // self.grid) * self.grid
-        return position // every * every + every
+        return position // self.decode_every * self.decode_every + self.decode_every
 
     def wanted_points(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """All wanted points of the prompt in (start, end], ascending."""
-        wanted, position = [], self.next_in_prompt(sequence, start)
-        while position <= end:
-            wanted.append(position)
-            position = self.next_in_prompt(sequence, position)
-        return wanted
+        points = sequence.prompt_points
+        return points[bisect_right(points, start) : bisect_right(points, end)]
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Tokens of a sequence that others may find: written, not private, and their ids known."""
@@ -244,11 +252,11 @@ class CacheState:
             if pool:
                 pool.free_one(group.tag, page)
 
-    def release(self, group: PagedGroup, pages: Ids, is_one_row: bool = True) -> None:
+    def release(self, group: PagedGroup, pages: Ids, may_repeat: bool = False) -> None:
         """Tables let go of pages that they held, without NULLs; those that nobody else holds are free."""
         pool = self.pool_of[group.number]
         if pool and len(pages):
-            pool.free(group.tag, pool.groups[group.tag].release(pages, is_one_row) if group.is_window else pages)
+            pool.free(group.tag, pool.groups[group.tag].release(pages, may_repeat) if group.is_window else pages)
 
     def release_parked(self, sequence: Sequence) -> None:
         """Points that were not published yet need pages no more."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvweave.cache.allocator import Demand, PageAllocator
+from kvweave.cache.allocator import Demand, PageAllocator, Reclaimable
 from kvweave.cache.copies import CopyBuilder
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
@@ -101,7 +101,7 @@ class Steps:
 
     def _make_room(self, room: Room, drafts: int, in_step: bool, others: list[Sequence]) -> CopyBuilder | None:
         """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
-        stateful = room.stateful if not drafts else list(range(len(room.sequences)))
+        stateful = room.stateful
         snapshots = [self._snapshots_of(room, i, drafts, in_step) for i in stateful]
         admits = bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
         demand = self._demand(room, len(room.sequences), stateful, 1 + drafts)
@@ -112,7 +112,9 @@ class Steps:
         room.append()
         copies = CopyBuilder() if stateful else None
         for i, positions in zip(stateful, snapshots, strict=True):
-            self._make_states(room.sequences[i], positions, 1 + drafts, in_step, copies)
+            self._make_states(room.sequences[i], positions, in_step, copies)
+        if drafts:
+            self.snapshots.add_columns(room.rows, 1 + drafts)
         room.set_counters()
         for i in stateful:
             self.state.set_next_stop(room.sequences[i])
@@ -132,11 +134,14 @@ class Steps:
         for same, pages in zip(state.same_block_size, room.num_blocks(count), strict=True):
             for group in same:
                 demand[group.number] = pages
-        for i in stateful:
-            if i < count:
-                for group in state.states:
-                    have = int(state.tables[group.number].blocks[room.sequences[i].row])
-                    demand[group.number] += max(0, columns - have)
+        if columns > 1:
+            for group in state.states:
+                have = state.tables[group.number].blocks[room.rows[:count]]
+                demand[group.number] = int(np.maximum(columns - have, 0).sum())
+        else:
+            for i in stateful:
+                for group in state.states if i < count else ():
+                    demand[group.number] += int(not state.tables[group.number].blocks[room.sequences[i].row])
         return demand
 
     def _plus_states(self, demand: Demand, count: int) -> Demand:
@@ -153,24 +158,24 @@ class Steps:
             raise never
         pool = self.allocator.ensure(demand, admits=admits)
         if pool is not None:
+            known: Reclaimable = {}
 
             def fits(count: int) -> bool:
-                return self.allocator.lacking(self._demand(room, count, stateful, columns), admits=admits) is None
+                part = self._demand(room, count, stateful, columns)
+                return self.allocator.lacking(part, admits=admits, known=known) is None
 
             raise self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
 
-    def _make_states(
-        self, sequence: Sequence, positions: list[int], columns: int, in_step: bool, copies: CopyBuilder | None
-    ) -> None:
-        """Live states, a column for each draft, and the snapshots of a step; what is to be copied before it."""
+    def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: CopyBuilder | None) -> None:
+        """Live states and the snapshots of a step; what is to be copied before it."""
         assert copies is not None
         state, row = self.state, sequence.row
         self.snapshots.copy_live(sequence, copies)
         for group in state.states:
             table = state.tables[group.number]
-            for column in range(int(table.blocks[row]), columns):
-                table.write_one(row, column, state.allocate_state(group, is_needed=True))
-                table.blocks[row] = column + 1
+            if not table.blocks[row]:
+                table.write_one(row, 0, state.allocate_state(group, is_needed=True))
+                table.blocks[row] = 1
         self.snapshots.restore(sequence, copies)
         sequence.in_step = []
         self.snapshots.reserve(sequence, positions, in_step)
@@ -225,7 +230,7 @@ class Steps:
         return copies
 
     def _pass_point(self, sequence: Sequence, copies: CopyBuilder) -> None:
-        """A sequence has passed points, which enter the tree; or it has more than others can find."""
+        """A sequence has passed points, which enter the tree."""
         state, row = self.state, sequence.row
         committed = int(state.counters.committed[row])
         if sequence.copy_at >= 0 and sequence.copy_at == committed == int(state.counters.lengths[row]):
@@ -234,21 +239,25 @@ class Steps:
         if committed >= state.publish_at(sequence):
             self.publisher.publish(sequence)
         elif state.states:
-            late = [point for point in sequence.snapshots if sequence.spaced_end < point <= committed]
-            if late and max(late) not in (sequence.answer, sequence.copy_at):
+            late = [point for point in sequence.snapshots if sequence.last_point < point <= committed]
+            if late and max(late) != sequence.answer:
                 self.publisher.keep_answer(sequence, max(late))
-        self.publisher.register(sequence)
         state.set_next_event(sequence)
 
     # ---- accept
 
     def accept(self, rows: Rows, sequences: list[Sequence], lengths: Counts) -> None:
         """The tokens from `lengths` on are rejected; their pages stay, for the next step needs them."""
-        counters = self.state.counters
-        rejected = counters.lengths[rows] - lengths
+        state, counters = self.state, self.state.counters
+        before, prompts = counters.lengths[rows], counters.prompts[rows]
         drafted = counters.drafts[rows] > 0
-        changed = (rejected > 0) | drafted
         if np.count_nonzero(drafted):
-            self.snapshots.choose(rows[drafted], rejected[drafted])
-        for i in np.flatnonzero(changed).tolist():
-            self.forks.cut(sequences[i], int(lengths[i]))
+            self.snapshots.choose(rows[drafted], (before - lengths)[drafted])
+        if state.states:  # rows that go back over a position whose state is wanted, one by one
+            every = state.decode_every
+            back = (lengths < before) & ((lengths < prompts) | (before // every != lengths // every))
+            for i in np.flatnonzero(back).tolist():
+                self.forks.cut(sequences[i], int(lengths[i]))
+        counters.lengths[rows] = lengths
+        counters.step_start[rows] = np.minimum(counters.step_start[rows], lengths)
+        state.tokens.cut_many(rows, sequences, np.maximum(lengths, prompts))

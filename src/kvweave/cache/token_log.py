@@ -48,6 +48,15 @@ class TokenLog:
         sequence.cut_tokens(length)
         self.known[sequence.row] = min(int(self.known[sequence.row]), length)
 
+    def cut_many(self, rows: Rows, sequences: list[Sequence], lengths: Counts) -> None:
+        """`cut` for many rows at once."""
+        over = self.known[rows] - lengths
+        recent = (over > 0) & (over <= self._fill[rows])
+        self.known[rows[recent]] -= over[recent]
+        self._fill[rows[recent]] -= over[recent]
+        for i in np.flatnonzero((over > 0) & ~recent).tolist():
+            self.cut(sequences[i], int(lengths[i]))
+
     # ---- telling
 
     def checked(

@@ -1,4 +1,4 @@
-"""`kvweave clear`: make a daemon forget."""
+"""`kvweave clear`: delete what a daemon stores."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def clear_command(
     tls_ca: TlsCa = None,
     json: Json = False,
 ) -> None:
-    """Make a daemon forget what it keeps: everything, or what is a tenant's, a model's, or both.
+    """Delete what a daemon stores: everything, or what belongs to a tenant, a model, or both.
 
-    It goes from every tier. What others keep in the same server or bucket stays; engines
-    find nothing, and save anew. A model has a name from when an engine registers it.
-    Exit code 1: nothing was done, or some tier may still have something.
+    Entries are deleted in every tier. Other data in the same server or bucket is not touched. Engines then find
+    nothing, and save again. A model is known by name once an engine has registered it. Exit code 1: nothing was
+    deleted, or some tier may not be empty.
 
     [bold]Examples[/bold]
 
@@ -73,7 +73,7 @@ def _check_model(client: Client, model: str | None) -> None:
 
 
 def _agreed(client: Client, what: str) -> bool:
-    """Whether whoever sits there wants it. Raises `ConfigError` where nobody does."""
+    """Ask the user. Raises `ConfigError` if stdin is not a terminal."""
     from kvweave.server.protocol import StatsReply, StatsRequest  # noqa: PLC0415 - an extra
 
     if not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""Where a daemon is, and a connection to it: what `kvweave inspect` and `kvweave clear` have in common."""
+"""Options for connecting to a daemon, shared by `kvweave inspect` and `kvweave clear`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, n
 def connected(
     name: str, socket: Path | None, connect: str | None, token_file: Path | None, tls_ca: Path | None
 ) -> Client:
-    """A connection that asks and does not map the arena. Raises `ServerGone`, `Refused`."""
+    """Connect without mapping the arena. Raises `ServerGone`, `Refused`."""
     with server_extra():
         from kvweave.server import Client, default_socket  # noqa: PLC0415 - an extra
 

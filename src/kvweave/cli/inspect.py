@@ -1,4 +1,4 @@
-"""`kvweave inspect`: what is in a daemon, and who holds what."""
+"""`kvweave inspect`: what a daemon stores, and what its clients hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inspect_command(
     tls_ca: TlsCa = None,
     json: Json = False,
 ) -> None:
-    """Say what a daemon is and holds: models and groups, tiers, hit rates, prefixes used most, who is connected.
+    """Show a daemon: models and groups, tiers, hit rates, most used prefixes, connected clients.
 
     [bold]Examples[/bold]
 
@@ -104,7 +104,7 @@ def _models(report: Report, description: Description) -> Table:
     for model in description.models:
         counts = counted.get(model.schema)
         rate = counts.tokens_found / counts.tokens_asked if counts and counts.tokens_asked else 0.0
-        lookups = counts.lookups if counts else 0  # registered between the two questions
+        lookups = counts.lookups if counts else 0  # it was registered between the two requests
         firsts: Iterator[tuple[str, str, str]] = iter([(model.model or "-", f"{lookups:,}", f"{rate:.1%}")])
         for group in model.groups:
             name, *numbers = next(firsts, ("", "", ""))
@@ -127,7 +127,7 @@ def _clients(report: Report) -> Table:
     for client in report.clients:
         sizes = (format_size(client.leased_bytes), format_size(client.reserved_bytes))
         numbers = (client.requests, client.sequences, client.leases)
-        who = (f"{client.pid}", f"{client.uid}") if client.pid else ("-", "-")  # over TCP nobody knows
+        who = (f"{client.pid}", f"{client.uid}") if client.pid else ("-", "-")  # not known over TCP
         table.add_row(
             plain_text(client.name or "-"), *who, _time(client.connected_s),
             *(f"{number:,}" for number in numbers), *sizes,

@@ -1,4 +1,4 @@
-"""COPYING bytes of the host at the memory's speed, the interpreter let go meanwhile. Compiled where it can be."""
+"""COPYING host memory at memory bandwidth, with the interpreter lock released. In C where a compiler was found."""
 
 from kvweave.copying.blocks import IS_NATIVE, Bytes, StridedBlocks, copy, copy_blocks
 from kvweave.copying.payload import BlockCopy, HostPayloadCopier, PayloadCopier

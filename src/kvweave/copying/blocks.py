@@ -1,7 +1,7 @@
-"""Blocks of bytes between memories of the host, each block some runs that lie as far apart as its side says.
+"""Copies of blocks between host memories. A block is a grid of runs of bytes, with strides of its own on either side.
 
 block i      planes x rows runs of `size` bytes
-run (p, r)   at starts[i] + p * strides[0] + r * strides[1] of memories[which[i]]
+run (p, r)   at starts[i] + p * strides[0] + r * strides[1] of memories[memory_index[i]]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvweave.errors import BadCopy
 
 try:
     from kvweave.copying._native import copy as _native
-except ImportError:  # no C compiler was there: slower, and to the byte the same
+except ImportError:  # built without a C compiler: numpy copies the same bytes, more slowly
     _native = None  # type: ignore[assignment]
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
@@ -28,24 +28,25 @@ Shape: TypeAlias = tuple[int, int, int]
 
 IS_NATIVE = _native is not None
 THREAD_BYTES = 2 << 20
-"""Less than this is not worth another thread."""
+"""Bytes that one thread should copy at least: for fewer, starting a thread takes longer than the copy."""
 STREAMED_BYTES = 4 << 20
-"""From here on a copy is written past the cache: of so much, little would be there when it is read."""
+"""From this size on a copy bypasses the processor's cache: so many bytes would be evicted from it before they are read.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StridedBlocks:
-    """One end of a copy: where each block starts, in which of some memories, and how its runs lie."""
+    """One side of a copy: where each block starts, in which memory, and the strides between its runs."""
 
     memories: Sequence[Bytes]
     starts: Numbers
     strides: tuple[int, int] = (0, 0)
     memory_index: Numbers | None = None
-    """None: all blocks are in the first memory."""
+    """For each block the index of its memory; None: all blocks are in `memories[0]`."""
 
 
 def copy(to: Bytes, source: Bytes, *, threads: int = 1) -> None:
-    """Copy one run of bytes over another of the same length. They must not overlap, which nobody checks."""
+    """Copy bytes over as many others. The two must not overlap; this is not checked."""
     if to.nbytes != source.nbytes:
         raise BadCopy(f"{source.nbytes} bytes do not go into {to.nbytes}")
     start = np.zeros(1, np.int64)
@@ -55,8 +56,8 @@ def copy(to: Bytes, source: Bytes, *, threads: int = 1) -> None:
 def copy_blocks(to: StridedBlocks, source: StridedBlocks, shape: Shape, *, threads: int = 1) -> None:
     """Copy blocks of `shape` (planes, rows, bytes of a run), `to.starts[i]` from `source.starts[i]`; blocks until done.
 
-    All that is touched is checked to lie within the memories. No run may overlap another that is written, which nobody
-    checks. `threads`: at most so many at once, the caller's among them.
+    Every address is checked to lie within its memory. Runs that are written must not overlap one another; this is not
+    checked. `threads` is the largest number used, the caller's thread included.
     """
     if len(to.starts) != len(source.starts) or min(shape) < 0:
         raise BadCopy(f"{len(source.starts)} blocks of {shape} do not go into {len(to.starts)}")
@@ -74,7 +75,7 @@ def copy_blocks(to: StridedBlocks, source: StridedBlocks, shape: Shape, *, threa
 
 
 def _addresses(blocks: StridedBlocks, shape: Shape) -> Numbers:
-    """Where the blocks start, checked to lie within their memories."""
+    """The address of each block, checked to lie within its memory."""
     for memory in blocks.memories:
         if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
             raise BadCopy(f"memory must be one run of bytes, not {memory.dtype} with strides {memory.strides}")

@@ -1,1 +1,1 @@
-"""WHERE users are: kvweave under the engines that people run. Each integration needs its engine: import it by name."""
+"""WHERE users are: kvweave inside other engines. Each integration needs its engine installed: import it by name."""

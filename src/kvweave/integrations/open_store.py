@@ -1,4 +1,4 @@
-"""Where a store is, in a word: a directory, a daemon's socket, a Redis server, a bucket; one function opens it."""
+"""Opens a store from a string: a directory, a daemon's socket, a Redis server, or a bucket."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvweave.store import AnyStore, DiskTier, MemoryTier, Schema, Store, Tier, T
 from kvweave.units import parse_bytes
 
 DISK_BYTES = 20 << 30
-"""Of a directory, where nobody says how much."""
+"""Capacity of a directory without a size."""
 NEAR_BYTES = 1 << 30
-"""Host memory before a tier that is reached over the network. A disk has the page cache before it."""
+"""Host memory in front of a tier on the network. A disk has the page cache instead."""
 
 
 def open_store(where: str | Path, schema: Schema, *, model: str = "") -> AnyStore[Any]:
-    """The store at `where`. Close it when you are done: what is queued is written then.
+    """Open the store at `where`. Close it when done: that finishes queued writes.
 
     `DIR`, `DIR:SIZE`        a directory of this process, at most SIZE of it (20 GiB)
     `SOCKET`, `unix://...`   the daemon (`kvweave serve`) that listens there: many processes at once
@@ -38,7 +38,7 @@ def open_store(where: str | Path, schema: Schema, *, model: str = "") -> AnyStor
 
 @contextmanager
 def _extra(what: str, extra: str) -> Iterator[None]:
-    """Imports that need an extra."""
+    """Turns a missing import into `MissingExtra`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -49,7 +49,7 @@ def _directory(where: str, schema: Schema) -> Store:
     directory, colon, size = where.rpartition(":")
     try:
         place = (directory, parse_bytes(size)) if colon and directory else (where, DISK_BYTES)
-    except PlanError:  # a colon of the name's own
+    except PlanError:  # the colon is part of the path
         place = where, DISK_BYTES
     return Store(schema, TierStack((DiskTier(*place), TierPolicy(write="back"))))
 
@@ -78,4 +78,4 @@ SCHEMES: dict[str, Callable[[str], Any]] = {
     "rediss": _redis,
     **dict.fromkeys(("s3", "gs", "az", "file"), _objects),
 }
-"""By the word before `://`."""
+"""By URL scheme."""

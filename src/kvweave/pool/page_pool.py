@@ -99,13 +99,16 @@ class PagePool:
     # ---- allocate and free
 
     def allocate(self, tag: str, count: int) -> Ids:
-        """`count` pages, for which `prepare` made room before."""
+        """`count` pages for a table, for which `prepare` made room before."""
         group = self.groups[tag]
         free = self.free_superpages if group.is_whole else group.free
         assert count <= free.size, f"pool {self.name}: {count} pages of {tag} were promised"
         if group.is_whole:
             group.num_superpages += count
-        return free.pop(count)
+        pages = free.pop(count)
+        if group.counts_holders:
+            group.holders[pages] = 1
+        return pages
 
     def allocate_one(self, tag: str) -> int:
         """`allocate`, for a single page."""
@@ -114,7 +117,10 @@ class PagePool:
         assert free.size, f"pool {self.name}: a page of {tag} was promised"
         if group.is_whole:
             group.num_superpages += 1
-        return free.pop_one()
+        page = free.pop_one()
+        if group.counts_holders:
+            group.holders[page] = 1
+        return page
 
     def allocate_apart(self, tag: str, is_needed: bool) -> int:
         """`allocate_one` for a page that is needed as long as its sequence runs, or one that may be evicted: such pages

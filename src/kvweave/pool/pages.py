@@ -12,6 +12,8 @@ from kvweave.plan import Group
 
 Ids = NDArray[np.int32]
 NULL = 0
+TREE = 1 << 32
+NAMES = TREE - 1
 
 
 class PageStack:
@@ -68,10 +70,10 @@ class PageStack:
 class GroupPages:
     """The pages of one group in its pool.
 
-    `refs` counts the holders of a page beyond the first; block tables and the prefix cache are holders alike. Only
-    groups whose pages are shared page by page (windows) use it: other pages have one owner. `cached` counts the runs of
-    the prefix tree that hold a page (prompts that part inside a grid block may share smaller ones), `num_evictable` the
-    pages that nobody but the tree holds or needs.
+    Where pages are shared one by one (windows: `counts_holders`), `holders` counts two kinds of holders in one number,
+    for they are always asked together: the block tables and pins that name a page, and, times `TREE`, the runs of the
+    prefix tree that hold it (several, where prompts part inside a grid block). Other pages have one owner. Pages of the
+    tree that nobody else names or needs are `num_evictable`.
 
     Where a page is a whole super-page (`is_whole`), its free ones are the pool's.
     """
@@ -83,8 +85,8 @@ class GroupPages:
         capacity = num_superpages * self.per_superpage
         self.free = PageStack(0 if self.is_whole else capacity)
         self.num_superpages = 0
-        self.refs: Ids = np.zeros(capacity, np.int32)
-        self.cached: Ids = np.zeros(capacity, np.int32)
+        self.counts_holders = group.cache.reach.per_token and group.cache.reach.span is not None
+        self.holders: NDArray[np.int64] = np.zeros(capacity if self.counts_holders else 0, np.int64)
         self.num_evictable = 0
         self.evictable_in: NDArray[np.int64] = np.zeros(0 if self.is_whole else num_superpages, np.int64)
         """Evictable pages of each super-page."""
@@ -97,59 +99,57 @@ class GroupPages:
 
     def share(self, pages: Ids) -> None:
         """One more table names each of `pages`."""
-        refs = self.refs[pages]
-        alone = pages[refs + 1 == self.cached[pages]]
-        if len(alone):
-            self.count_evictable(alone, -1)
-        self.refs[pages] = refs + 1
+        holders = self.holders[pages]
+        self.holders[pages] = holders + 1
+        unnamed = pages[holders & NAMES == 0]
+        if len(unnamed):
+            self.count_evictable(unnamed, -1)
 
     def enter_cache(self, pages: Ids) -> int:
         """The tree holds `pages` too, which tables name; returns how many of them it did not hold before."""
-        cached = self.cached[pages]
-        self.cached[pages] = cached + 1
-        self.refs[pages] += 1
-        return len(pages) - int(np.count_nonzero(cached))
+        holders = self.holders[pages]
+        self.holders[pages] = holders + TREE
+        return int(np.count_nonzero(holders < TREE))
 
-    def release(self, pages: Ids, is_one_row: bool) -> Ids:
-        """Tables let go of `pages`, the same one perhaps several times unless they are of one row; returns those that
-        nobody holds now."""
-        refs = self.refs[pages]
-        if not np.count_nonzero(refs):
-            return pages
-        own, shared = pages[refs == 0], pages[refs > 0]
-        if is_one_row:
-            left = refs[refs > 0] - 1
-            self.refs[shared] = left
+    def release(self, pages: Ids, may_repeat: bool = False) -> Ids:
+        """Tables let go of `pages`, each once, or as often as it is in there; returns those that nobody holds now."""
+        holders = self.holders[pages] - 1
+        if may_repeat and np.count_nonzero(holders):
+            np.subtract.at(self.holders, pages, 1)
+            pages = np.unique(pages)
+            holders = self.holders[pages]
         else:
-            np.subtract.at(self.refs, shared, 1)
-            left = self.refs[shared]
-        gone: Ids = shared[left < 0]
-        alone: Ids = shared[(left >= 0) & (left + 1 == self.cached[shared])]
-        if not is_one_row:
-            gone, alone = np.unique(gone), np.unique(alone)
-            self.refs[gone] = 0
-        if len(alone):
-            self.count_evictable(alone, 1)
-        return np.concatenate([own, gone]) if len(gone) else own
+            self.holders[pages] = holders
+        if not np.count_nonzero(holders):
+            return pages
+        in_tree = pages[(holders & NAMES == 0) & (holders > 0)]
+        if len(in_tree):
+            self.count_evictable(in_tree, 1)
+        gone: Ids = pages[holders == 0]
+        return gone
 
     def leave_cache(self, pages: Ids) -> tuple[Ids, int]:
         """The tree lets go of `pages`, each once; returns those that nobody holds now, and how many left the tree."""
-        cached, refs = self.cached[pages] - 1, self.refs[pages]
-        self.cached[pages] = cached
-        alone: Ids = pages[refs == 0]
-        if len(alone):
-            self.count_evictable(alone, -1)
-        if len(alone) < len(pages):
-            held = pages[refs > 0]
-            self.refs[held] -= 1
-        return alone, len(pages) - int(np.count_nonzero(cached))
+        holders = self.holders[pages] - TREE
+        self.holders[pages] = holders
+        gone: Ids = pages[holders == 0]
+        if len(gone):
+            self.count_evictable(gone, -1)
+        return gone, int(np.count_nonzero(holders < TREE))
+
+    def is_shared(self, page: int) -> bool:
+        """Whether a page that a table names has another holder."""
+        return bool(self.holders[page] > 1)
+
+    def num_names(self, pages: Ids) -> NDArray[np.int64]:
+        """How many tables and pins name each of `pages`."""
+        return self.holders[pages] & NAMES
 
     def count_evictable(self, pages: Ids, sign: int) -> None:
         """These pages of the prefix cache are needed by nobody else from now on (1), or are again (-1)."""
         self.num_evictable += sign * len(pages)
         if not self.is_whole:
-            counts = np.bincount(pages // self.per_superpage, minlength=len(self.evictable_in))
-            self.evictable_in += sign * counts
+            np.add.at(self.evictable_in, pages // self.per_superpage, sign)
 
     def count_evictable_one(self, page: int, sign: int) -> None:
         """`count_evictable`, for a single page."""

@@ -18,13 +18,15 @@ from kvweave.spec import Reach
 
 
 class Present(NamedTuple):
-    """Which blocks of `block_tokens` tokens a group has; for states, whether there is a snapshot at the block's end."""
+    """Which blocks of `block_tokens` tokens a group has, from block `first` on, before which nobody looks; for states,
+    whether there is a snapshot at the block's end."""
 
     reach: Reach
     block_tokens: int
     blocks: NDArray[np.bool_]
+    first: int = 0
     tails: NDArray[np.bool_] | None = None
-    """Which blocks are there at least from their token `tail_start` on: enough for who needs none before it."""
+    """Which blocks are present at least from their token `tail_start` on: enough where no earlier token is needed."""
     tail_start: int = 0
 
 
@@ -49,11 +51,11 @@ def _span(group: Present) -> float:
 
 def resumable(group: Present, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether a group alone can go on from each position, all multiples of its block, none of them 0."""
-    reach, size, blocks, tails, tail_start = group
-    end = positions // size
+    reach, size, blocks, first, tails, tail_start = group
+    end = positions // size - first
     if len(positions) and end[-1] > len(blocks):
         return _beyond(group, positions)
-    start = reach.tail(positions) // size
+    start = reach.tail(positions) // size - first
     if not reach.per_token:  # the one snapshot: nothing to count
         return blocks[start]
     count = np.zeros(len(blocks) + 1, np.int64)
@@ -70,6 +72,6 @@ def resumable(group: Present, positions: NDArray[np.int64]) -> NDArray[np.bool_]
 
 def _beyond(group: Present, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
     """`resumable` where some positions lie behind the last block that is known: those are not."""
-    fine = positions <= len(group.blocks) * group.block_tokens
+    fine = positions <= (group.first + len(group.blocks)) * group.block_tokens
     fine[fine] = resumable(group, positions[fine])
     return fine

@@ -89,9 +89,9 @@ class Node:
         "namespace",
         "pages",
         "parent",
-        "pending",
         "pins",
         "points",
+        "standing",
         "start",
         "tokens",
         "uses",
@@ -109,8 +109,9 @@ class Node:
         """By group; those of states have none."""
         self.points: list[Point] = []
         self.children: dict[bytes, Node] = {}
-        self.pending: dict[bytes, list[Any]] | None = None
-        """Sequences that stand here and have committed more, by their next tokens: publish them before going on."""
+        self.standing: dict[bytes, dict[Any, None]] | None = None
+        """Running sequences whose published tokens end here, by their next tokens: before a prompt goes on from here
+        with the same tokens, what they have committed is published. No bytes: the next tokens are not known yet."""
         self.pins = 0
         self.uses = 0
         self.growing_tip = False

@@ -19,7 +19,7 @@ from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.policy import EvictionCandidate, Policy
-from kvweave.prefix.tree import Match, OnPending, Tree
+from kvweave.prefix.tree import Match, PublishStanding, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
@@ -57,9 +57,9 @@ class PrefixCache:
 
     # ---- looking
 
-    def match(self, namespace: Hashable, tokens: Tokens, on_pending: OnPending) -> Match:
+    def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding) -> Match:
         """The longest run of tokens in the tree; sequences that have more of them are published on the way."""
-        match = self.tree.match(namespace, tokens, on_pending)
+        match = self.tree.match(namespace, tokens, publish)
         if len(match.nodes) > LONGEST_PATH and self._join(match.nodes):
             match = self.tree.match(namespace, tokens)
         return match
@@ -68,7 +68,7 @@ class PrefixCache:
         """Join the runs of a path that neither a branch nor a holder keeps apart."""
         runs = [[nodes[0]]]
         for upper, node in pairwise(nodes):
-            apart = len(upper.children) > 1 or upper.uses or upper.pending or upper.pins != node.pins
+            apart = len(upper.children) > 1 or upper.uses or upper.pins != node.pins
             if apart:
                 runs.append([node])
             else:
@@ -91,10 +91,8 @@ class PrefixCache:
         point.last_used = self.tick()
         point.priority = max(point.priority, priority)
         node.growing_tip = False
-        self._requeue(point)
+        self._move(point, self._queue_of(point))
         self._requeue_spaced(node)
-        if point.queue is not None:
-            self._move(point, point.queue)
         return point
 
     def tick(self) -> int:
@@ -116,26 +114,35 @@ class PrefixCache:
 
     def _pin_path(self, node: Node, above: Node | None) -> None:
         at: Node | None = node
+        newly = []
         while at is not above and at is not None:
             at.pins += 1
             if at.pins == 1 and at.parent is not None:
-                for group in self._full:
-                    self._pages(group).count_evictable(at.pages[group.number], -1)
-                self._requeue_last(at)
+                newly.append(at)
             at = at.parent
+        self._count_path(newly, -1)
+        self._requeue_last(node)
 
     def unpin(self, node: Node) -> None:
         """A holder of `node` is gone."""
         node.uses -= 1
         at: Node | None = node
+        free = []
         while at is not None:
             at.pins -= 1
             if at.pins == 0 and at.parent is not None:
-                for group in self._full:
-                    self._pages(group).count_evictable(at.pages[group.number], 1)
-                self._requeue_last(at)
+                free.append(at)
             at = at.parent
+        self._count_path(free, 1)
+        self._requeue_last(node)
         self._settle(node, None)
+
+    def _count_path(self, nodes: list[Node], sign: int) -> None:
+        """The rows of some runs become evictable (1), or are needed (-1)."""
+        if nodes:
+            for group in self._full:
+                pages = [node.pages[group.number] for node in nodes]
+                self._pages(group).count_evictable(pages[0] if len(pages) == 1 else np.concatenate(pages), sign)
 
     def pin_states(self, point: Point, sign: int) -> None:
         """Somebody must find the states of a point unharmed (1), or needs them no more (-1)."""
@@ -193,9 +200,8 @@ class PrefixCache:
         point.last_used, point.priority = self.tick(), priority
         self._count_states(point, 1)
         self._requeue(point)
-        index = len(node.points) - 2
-        if index >= 0 and node.points[-1] is point:
-            self._requeue(node.points[index])
+        if not node.pins and len(node.points) > 1:
+            self._requeue(node.points[-2])
         return point
 
     def _count_states(self, point: Point, sign: int) -> None:
@@ -220,14 +226,18 @@ class PrefixCache:
 
     def _requeue(self, point: Point) -> None:
         """Put a point into the queue where it belongs now."""
-        node, queue = point.node, None
-        if not point.pins:
-            if not node.children and not node.pins and node.points[-1] is point:
-                queue = self._tips
-            elif self._has_inner and (point.kind != Kind.SPACED or node.first_spaced() is point):
-                queue = self._inner
+        queue = self._queue_of(point)
         if queue is not point.queue:
             self._move(point, queue)
+
+    def _queue_of(self, point: Point) -> EvictionQueue | None:
+        node = point.node
+        if point.pins:
+            return None
+        if not node.children and not node.pins and node.points[-1] is point:
+            return self._tips
+        is_inner = self._has_inner and (point.kind != Kind.SPACED or node.first_spaced() is point)
+        return self._inner if is_inner else None
 
     def _move(self, point: Point, queue: EvictionQueue | None) -> None:
         if point.queue is not None:
@@ -271,15 +281,26 @@ class PrefixCache:
                 self.drop_point(point)
             return
         node = point.node
-        limit = max(node.start, point.position - tokens)
         parent = node.parent
-        if not self._shorten(node, self.tree.last_resumable(self._path(node), limit, node.start), point):
+        if not self._shorten(node, self._last_before(point, max(node.start, point.position - tokens)), point):
             assert parent is not None, "a root has no points"
             self._settle(parent, point)
 
-    def _path(self, node: Node) -> list[Node]:
-        """The nodes that say whether a position in `node` is resumable: windows may reach above it."""
-        return [node] if self.tree.states or not self.tree.windows else node.path()
+    def _last_before(self, point: Point, limit: int) -> int:
+        """The last position up to `limit` in the run of its last point from which every group could go on; its start if
+        there is none.
+
+        A window has the pages of [tail(point), point) of its points, no others. So there is none between the last two
+        points, unless these ranges meet, or the tail does not move.
+        """
+        node = point.node
+        above = node.points[-2].position if len(node.points) > 1 else node.start
+        for group in self.tree.windows:
+            first = group.first_block(point.position)
+            moves = group.needs_last_block and group.has_pages and group.first_block(limit) < first
+            if moves and above <= limit and above // group.slot_tokens < first:
+                return above
+        return self.tree.last_resumable(self.tree.path_of(node), limit, node.start)
 
     def _drop_spaced(self, node: Node) -> None:
         """Give up the points of a run that nobody has asked for, and the window pages that only they need."""
@@ -287,21 +308,26 @@ class PrefixCache:
         for point in spaced:
             self._forget(point)
         for group in self.tree.windows:
-            start, pages = node.start // group.slot_tokens, node.pages[group.number]
             if group.has_pages:
-                unneeded = np.ones(len(pages), np.bool_)
-                unneeded[: max(0, group.head_blocks - start)] = False
-                unneeded[max(0, self._needed_below(node, group) - start) :] = False
+                at = group.head_blocks
                 for point in node.points:
-                    first, last = group.first_block(point.position), point.position // group.slot_tokens
-                    unneeded[max(0, first - start) : last - start] = False
-                self._leave_windows(group, self.tree.drop(node, group, np.flatnonzero(unneeded & (pages != NULL))))
-        self._free_windows(spaced[0])  # of runs above, too
+                    self._free_window(node, group, at, group.first_block(point.position))
+                    at = max(at, point.position // group.slot_tokens)
+                self._free_window(node, group, at, min(self._needed_below(node, group), node.end // group.slot_tokens))
+        if self._reaches_above(spaced[0], node):
+            self._free_windows(spaced[0])
 
     def drop_point(self, point: Point) -> None:
         """Give up a point that others lie behind, or that a holder stands at: its states, and what only it needs."""
         self._forget(point)
         self._free_windows(point)
+
+    def _reaches_above(self, point: Point, node: Node) -> bool:
+        """Whether a point of a run needs window pages of runs above it."""
+        for group in self.tree.windows:
+            if group.head_blocks or group.first_block(point.position) * group.slot_tokens < node.start:
+                return True
+        return False
 
     def _free_windows(self, point: Point) -> None:
         """Free the window pages that a point, gone from its node, needed and no other point does."""
@@ -371,8 +397,7 @@ class PrefixCache:
     def _free_window(self, node: Node, group: PagedGroup, first: int, last: int) -> None:
         start = node.start // group.slot_tokens
         if last > max(first, start):
-            there = np.flatnonzero(node.pages[group.number][max(0, first - start) : last - start])
-            self._leave_windows(group, self.tree.drop(node, group, there + max(0, first - start)))
+            self._leave_windows(group, self.tree.drop(node, group, max(0, first - start), last - start))
 
     def _leave_windows(self, group: PagedGroup, pages: Ids) -> None:
         if len(pages) and group.has_pages:
@@ -388,11 +413,13 @@ class PrefixCache:
         while not node.pins and not node.children:
             parent = node.parent
             if parent is None:
-                if not node.pending and self.tree.roots.get(node.namespace) is node:
+                if self.tree.roots.get(node.namespace) is node:
                     self.tree.remove(node)
                 return
+            if heir is None and node.points and node.points[-1].position == node.end:
+                break
             bare = self._is_bare(node)
-            end = node.start if bare else self.tree.last_resumable(self._path(node), node.end, node.start)
+            end = node.start if bare else self.tree.last_resumable(self.tree.path_of(node), node.end, node.start)
             if self._shorten(node, end, heir):
                 return
             node = parent
@@ -417,8 +444,8 @@ class PrefixCache:
             heir = heir or lowest
             self._forget(lowest)
         if end == node.start:
-            if lowest is not None:
-                self._free_windows(lowest)  # of runs above, too
+            if lowest is not None and self._reaches_above(lowest, node):
+                self._free_windows(lowest)
             self._free_rows(node.pages)
             self.tree.remove(node)
             node.parent = None

@@ -38,6 +38,14 @@ class Spacing:
             step <<= (position // (DENSE * step)).bit_length()
         return (position // step + 1) * step
 
+    def between(self, start: int, end: int) -> list[int]:
+        """Those in (start, end), ascending."""
+        points, position = [], self.after(start)
+        while position < end:
+            points.append(position)
+            position = self.after(position)
+        return points
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:

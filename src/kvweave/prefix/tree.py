@@ -20,7 +20,7 @@ from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 
 Counts = NDArray[np.int64]
 NO_PAGES: Ids = np.empty(0, np.int32)
-OnPending = Callable[[Node, bytes], None]
+PublishStanding = Callable[[Node, bytes], None]
 """Publishes the sequences that stand on a node and go on with these tokens."""
 
 
@@ -58,17 +58,19 @@ class Tree:
                 self._emit(Stored(node.id, None, namespace, 0, ()))
         return node
 
-    def match(self, namespace: Hashable, tokens: Tokens, on_pending: OnPending | None = None) -> Match:
+    def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding | None = None) -> Match:
         """The longest run of tokens in the tree, on the grid."""
         node, nodes, length, grid = self.roots.get(namespace), [], 0, self.grid
         while node is not None and len(tokens) - length >= grid:
             key = tokens[length : length + grid].tobytes()
-            if on_pending is not None and node.pending and key in node.pending:
-                on_pending(node, key)
+            if publish is not None and node.standing:
+                publish(node, key)
             child = node.children.get(key)
             if child is None:
                 break
-            same = self.common(child.tokens, tokens[length : length + len(child.tokens)])
+            same = grid  # by the key
+            if len(child.tokens) > grid:
+                same = self.common(child.tokens, tokens[length : length + len(child.tokens)])
             nodes.append(child)
             length += same
             node = child if same == len(child.tokens) else None
@@ -88,7 +90,8 @@ class Tree:
         return self.last_resumable(match.nodes, min(match.length, limit) // self.grid * self.grid, 0)
 
     def last_resumable(self, nodes: list[Node], limit: int, low: int) -> int:
-        """The last position in (low, limit], on a path of nodes, from which every group can go on; `low` if none.
+        """The last position in (low, limit], on a path of nodes, from which every group can go on; `low` if none. The
+        path begins at the root, or above all that going on from such a position needs.
 
         Full attention can go on from anywhere, states only from points. Windows can from points, and from wherever
         the pages kept for neighbouring points happen to suffice.
@@ -111,7 +114,21 @@ class Tree:
     def _present(self, group: PagedGroup, nodes: list[Node]) -> Present:
         arrays = [node.pages[group.number] for node in nodes]
         pages = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        return Present(group.reach, group.slot_tokens, pages != NULL)
+        return Present(group.reach, group.slot_tokens, pages != NULL, nodes[0].start // group.slot_tokens)
+
+    def path_of(self, node: Node) -> list[Node]:
+        """The nodes that say whether a position in `node` is resumable: windows may reach above it."""
+        if self.states or not self.windows:
+            return [node]
+        first, at = node.start + self.grid, node
+        if any(group.head_blocks for group in self.windows):
+            return node.path()
+        low = min(group.first_block(first) * group.slot_tokens for group in self.windows)
+        nodes = [node]
+        while at.start > low and at.parent is not None:
+            at = at.parent
+            nodes.append(at)
+        return nodes[::-1]
 
     def path_pages(self, group: PagedGroup, node: Node, position: int) -> Ids:
         """The pages of a window, head included, that going on from a position in `node` needs."""
@@ -227,15 +244,15 @@ class Tree:
             for group in self.states:
                 self._emit(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
-    def drop(self, node: Node, group: PagedGroup, blocks: Counts) -> Ids:
-        """Lose the pages of a window in some blocks, counted from the start of a run, all of which it has; returns
-        them."""
-        gone: Ids = node.pages[group.number][blocks]
+    def drop(self, node: Node, group: PagedGroup, first: int, last: int) -> Ids:
+        """Lose the pages of a window in the blocks [first, last), counted from the start of a run; returns them."""
+        run = node.pages[group.number][first:last]
+        gone: Ids = run[run != NULL]
         if len(gone):
-            node.pages[group.number][blocks] = NULL
             if self._emit:
-                start = node.start // group.slot_tokens
-                self._emit(Lost(node.id, group.tag, tuple((blocks + start).tolist())))
+                blocks = np.flatnonzero(run) + first + node.start // group.slot_tokens
+                self._emit(Lost(node.id, group.tag, tuple(blocks.tolist())))
+            run[:] = NULL
         return gone
 
     def trim(self, node: Node, end: int) -> list[Ids]:

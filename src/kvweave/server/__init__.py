@@ -1,4 +1,4 @@
-"""SHARING: a daemon without a GPU that owns an arena in shared memory and the tiers behind it, and its clients."""
+"""SHARING: a daemon without a GPU that owns an arena in shared memory and the tiers behind it; and its clients."""
 
 from kvweave.server.client import Client
 from kvweave.server.daemon import Daemon

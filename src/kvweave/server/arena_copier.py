@@ -1,7 +1,7 @@
-"""Blobs into the arena and out of it, hashed on the way.
+"""Copies of blobs into the arena and out of it, with checksums computed on the way.
 
-What is read is checked after it was copied: whatever happened to the arena meanwhile, a copy with the right key and
-checksum is right. So a lease that ran out costs a miss, never wrong data.
+A payload is checked after it was copied out: whatever happens to the arena meanwhile, a copy with the right key and
+checksum is correct. So an expired lease costs a miss, never wrong data.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvweave.store.keys import Bytes
 from kvweave.store.page_payloads import FillableSource
 
 Target = Callable[[Shard, int], Bytes]
-"""Where the payload of a row's chunk shall be: memory of its length, in one piece."""
+"""Returns memory for the payload of a shard's chunk: contiguous, and of its length."""
 Finish = Callable[[], bool]
 THREADED_BYTES = 1 << 20
-"""Smaller blobs are not worth a thread's turn."""
+"""Smaller blobs are copied by the caller's thread: handing them to another takes longer."""
 
 
 def read(place: Bytes, shard: Shard, chunk: int, key: bytes, payload: Bytes) -> bool:
-    """Copy a payload out; whether what was copied is what was sealed."""
+    """Copy a payload out of the arena; returns whether the copy is intact."""
     check = BlobCheck(shard, chunk, key)
     head, stop = place[: check.head_bytes].copy(), check.head_bytes + shard.payload_bytes
     payload_sum = checksums.copy(payload, place[check.head_bytes : stop])
@@ -37,7 +37,7 @@ def read(place: Bytes, shard: Shard, chunk: int, key: bytes, payload: Bytes) -> 
 
 
 class ArenaCopier:
-    """Copies of blobs, large ones by `workers` threads, in memory that is used again."""
+    """Copies blobs, large ones with `workers` threads, through buffers that are reused."""
 
     def __init__(self, schema: Schema, workers: int) -> None:
         self.workers = max(1, workers)
@@ -47,9 +47,9 @@ class ArenaCopier:
         register_after_fork(self)
 
     def reads(self, jobs: Iterable[ArenaBlob], target: Target | None) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
-        """Payloads of those that are whole, None for the others; a few are on their way at a time.
+        """The payloads that are intact, None for the others; several copies are in flight.
 
-        A payload is the caller's until it asks for the next one, unless it lies where `target` wanted it.
+        A payload is valid until the next one is asked for, unless it was copied into memory of `target`.
         """
         flying: deque[tuple[ArenaBlob, Bytes, Finish]] = deque()
         try:
@@ -74,7 +74,8 @@ class ArenaCopier:
             self._scratch.append(memory)
 
     def writes(self, jobs: Iterable[ArenaBlob], source: Source, until: float) -> bool:
-        """Whether all were written in time. When `source` raises, nothing is being written any more."""
+        """Write payloads; returns whether all were written in time. If `source` raises, no write is in flight any
+        more."""
         if not isinstance(source, FillableSource):
             return self._write_given(jobs, source, until)
         flying: list[Finish] = []
@@ -98,7 +99,8 @@ class ArenaCopier:
         memory = self._memory()
         try:
             payload = memory[: job.shard.payload_bytes]
-            source.fill(job.shard, job.chunk, payload)  # not in the arena: what is summed must be nobody else's
+            # not directly into the arena, which others could write to between the copy and its checksum
+            source.fill(job.shard, job.chunk, payload)
             return write(*job, payload, until)
         finally:
             self._scratch.append(memory)
@@ -106,11 +108,11 @@ class ArenaCopier:
     def _memory(self) -> Bytes:
         try:
             return self._scratch.pop()
-        except IndexError:  # all are in use
+        except IndexError:  # all buffers are in use
             return aligned(self._largest)
 
     def _run(self, shard: Shard, work: Finish) -> Finish:
-        """Start; what is returned waits for the end of it."""
+        """Start work; the returned function waits for its end."""
         if self._is_large(shard):
             return self._pool.submit(work).result
         done = work()

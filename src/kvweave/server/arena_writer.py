@@ -1,7 +1,9 @@
-"""Payloads into the arena, sealed on the way. Large ones are copied by threads while the source makes the next.
+"""Writes of payloads into the arena, with their headers. Large ones are copied by threads while the source makes the
+next.
 
-A source may hand out memory that it uses again for the next payload. That is found out by what it gives: what was still
-being copied from the same bytes is asked for once more, and from then on every payload is copied before the next.
+A source may return memory that it reuses for the next payload. That is detected by comparing addresses: a payload that
+was still being copied from the same memory is requested once more, and from then on each payload is copied before the
+next is requested.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from kvweave.store.keys import Bytes
 
 
 class ArenaBlob(NamedTuple):
-    """A blob of the arena: where it lies, and what it must be."""
+    """A blob in the arena: its memory, and the shard, chunk and key it must be of."""
 
     place: Bytes
     shard: Shard
@@ -27,17 +29,17 @@ class ArenaBlob(NamedTuple):
 
 
 def write(place: Bytes, shard: Shard, chunk: int, key: bytes, payload: Bytes, until: float) -> bool:
-    """Seal a payload where it shall lie; False if that took so long that the place may be somebody else's by now."""
+    """Write payload and header; False if `until` passed, after which the extent may belong to another client."""
     head = header_bytes(shard)
     payload_sum = checksums.copy(place[head:], payload.reshape(-1).view(np.uint8), until)
-    if payload_sum is None:  # what the arena holds there by now may be somebody else's doing
+    if payload_sum is None:  # the extent may have been reassigned: write no header into it
         return False
     place[:head] = np.frombuffer(sealed(shard, chunk, key, payload_sum), np.uint8)
     return True
 
 
 class _Copy(NamedTuple):
-    """A payload that a thread copies."""
+    """A payload that is being copied by a thread."""
 
     job: ArenaBlob
     payload: Bytes
@@ -45,7 +47,8 @@ class _Copy(NamedTuple):
 
 
 class ArenaWriter:
-    """The payloads of one save. Belongs to one thread; at most `most` are under way. `fine`: all in time so far."""
+    """The payloads of one save. Used by one thread; at most `most` copies are in flight. `fine`: all were in time so
+    far."""
 
     def __init__(self, source: Source, until: float, most: int) -> None:
         self._source, self._until, self._most = source, until, most
@@ -54,7 +57,7 @@ class ArenaWriter:
         self.fine = True
 
     def add(self, job: ArenaBlob, threads: Executor | None) -> None:
-        """Ask the source for a payload, and copy it, by one of `threads` if there are any."""
+        """Request a payload from the source and copy it, in one of `threads` if given."""
         under_way = [copy for copy in self._copies if not copy.future.done()]
         payload = self._payload(job)
         suspect = [copy.job for copy in under_way if np.may_share_memory(copy.payload, payload)]
@@ -77,11 +80,11 @@ class ArenaWriter:
         payload = self._source(job.shard, job.chunk)
         if payload.nbytes != job.shard.payload_bytes:
             raise ValueError(
-                f"row {job.shard.tag!r}: payload has {payload.nbytes} bytes, {job.shard.payload_bytes} expected"
+                f"shard of {job.shard.tag!r}: payload has {payload.nbytes} bytes, {job.shard.payload_bytes} expected"
             )
         return payload
 
     def finish(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the copies in flight."""
         while self._copies:
             self.fine &= self._copies.popleft().future.result()

@@ -1,9 +1,10 @@
-"""The tiers behind the arena. Everything here may take its time, and is called from threads, never from the loop.
+"""The tiers behind the arena. All methods may block for long: they are called from threads, never from the event loop.
 
-    bring   read from the nearest tier that has it straight into an extent of the arena, check it, then show it
-    keep    write out of the arena, which holds the extent until it is done
+    fetch   read from the nearest tier that has the blob into an extent of the arena, check it, then make it visible
+    keep    write from the arena, which keeps the extent pinned until the write is done
 
-A job that hangs keeps its extent: it can never write into one that was given to somebody else. Whoever waited has gone.
+A job that hangs keeps its extent pinned, so it can never write into an extent that was given to another key. Its caller
+has timed out by then.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from kvweave.store.tier_executor import TierExecutor
 from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, read
 
 AT_ONCE = 64
-"""Blobs that a tier is asked for at a time: one that is far away brings them together, and some are shown early."""
+"""Blobs of one request to a tier: a remote tier fetches them together, and the first are visible before all have
+come."""
 
 
 class BackingTiers:
-    """A cascade of tiers, behind an arena. `changed` is called, from any thread, when something was let go."""
+    """A stack of tiers behind an arena. `changed` is called, from any thread, when extents or leases were freed."""
 
     def __init__(self, arena: SharedArena, tier_stack: TierStack | None, changed: Callable[[], None]) -> None:
         self._arena, self._tier_stack, self._changed = arena, tier_stack, changed
@@ -41,7 +43,7 @@ class BackingTiers:
         self._lock = threading.Lock()
 
     def where(self, keys: Sequence[bytes], budget: Budget) -> tuple[NDArray[np.bool_], bool]:
-        """Which keys some tier has, and whether some tier did not answer in time."""
+        """Which keys any tier has, and whether any tier did not answer in time."""
         if self._tier_stack is None:
             return np.zeros(len(keys), bool), False
         where = self._tier_stack.where(keys, budget)
@@ -50,7 +52,7 @@ class BackingTiers:
     # ---- into the arena
 
     def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> None:
-        """Wait until these are in the arena, as far as they can be had in time."""
+        """Wait until these blobs are in the arena, as far as they can be read within the budget."""
         if self._tier_stack is None:
             return
         mine, others = self._claim(wants)
@@ -63,7 +65,7 @@ class BackingTiers:
         wait(others, budget.within(max(executor.policy.deadline_s for executor in self.executors)))
 
     def _claim(self, wants: Sequence[BlobRequest]) -> tuple[list[BlobRequest], list[Future[None]]]:
-        """Those that nobody brings yet, and those that somebody does."""
+        """The requests that nobody has in flight, and futures for the others."""
         with self._lock:
             others = [self._in_flight[want.key] for want in wants if want.key in self._in_flight]
             mine = [want for key, want in {want.key: want for want in wants}.items() if key not in self._in_flight]
@@ -84,7 +86,7 @@ class BackingTiers:
             executor.finish(executor.reads, future, budget.left_s)
 
     def _read(self, executor: TierExecutor, wants: Sequence[BlobRequest]) -> None:
-        """In the lane's thread."""
+        """Runs in a thread of the executor."""
         trouble = ""
         starts = self._arena.reserve([want.key for want in wants], [want.num_bytes for want in wants]).tolist()
         left = [(want, start) for want, start in zip(wants, starts, strict=True) if start >= 0]
@@ -111,8 +113,8 @@ class BackingTiers:
     # ---- out of the arena
 
     def keep(self, keys: Sequence[bytes], wait_s: float = 0.0) -> None:
-        """Queue what the arena holds of these for every tier that is written. No room in a queue: it is dropped there,
-        and counted."""
+        """Queue blobs of the arena for every tier that is written to. If a queue has no room they are dropped for
+        that tier, and counted."""
         for executor in self.executors:
             if executor.policy.write != "off":
                 pinned = self._arena.pin(keys)
@@ -122,7 +124,7 @@ class BackingTiers:
                     self._queue(executor, [key for key, _ in batch], wait_s)
 
     def _queue(self, executor: TierExecutor, keys: Sequence[bytes], wait_s: float) -> None:
-        """One job, which holds its extents until it is done."""
+        """Queue one job, which pins its extents until it is done."""
         pinned = self._arena.pin(keys)
         entries = zip(keys, pinned.starts.tolist(), pinned.lengths.tolist(), strict=True)
         here = [entry for entry in entries if entry[1] >= 0]
@@ -132,11 +134,11 @@ class BackingTiers:
             return
         self._arena.unpin(pinned.slots)
         executor.count("dropped", len(keys))
-        if here and wait_s and not executor.writes.is_open:  # nothing left its queue for so long: it hangs
+        if here and wait_s and not executor.writes.is_open:  # no write left the queue in all that time: the tier hangs
             executor.writes.failed()
 
     def _write(self, executor: TierExecutor, entries: Sequence[tuple[bytes, int, int]]) -> list[bool]:
-        """In the lane's thread."""
+        """Runs in a thread of the executor."""
         blobs = [whole(self._arena.view(start, length)) for _, start, length in entries]
         stored = executor.tier.put([key for key, _, _ in entries], blobs)
         executor.count("stored", sum(stored))
@@ -150,7 +152,7 @@ class BackingTiers:
     # ---- the rest
 
     def forget_damaged(self, wants: Sequence[BlobRequest]) -> int:
-        """Remove from the arena those that are not what they should be; how many."""
+        """Delete damaged blobs from the arena; returns how many were."""
         return sum(self._forget_damaged(want) for want in wants)
 
     def _forget_damaged(self, want: BlobRequest) -> int:
@@ -165,7 +167,7 @@ class BackingTiers:
         return self._arena.delete([want.key])
 
     def clear(self, key_filter: KeyFilter, wait_s: float) -> list[TierCleared]:
-        """Empty every tier of these, after what is queued for it was written."""
+        """Delete these keys in every tier, after its queued writes."""
         budget = Budget.of(wait_s)
         return [self._clear(executor, key_filter, budget) for executor in self.executors]
 
@@ -175,17 +177,18 @@ class BackingTiers:
             executor.writes, partial(executor.tier.clear, key_filter), budget.within(executor.policy.deadline_s)
         )
         if future is None:
-            return TierCleared(executor.tier.name, 0, "it is left alone for now, or busy: try again")
+            return TierCleared(executor.tier.name, 0, "skipped after failures, or busy: try again")
         try:
             gone = future.result(budget.left_s)
         except TimeoutError:
-            return TierCleared(executor.tier.name, 0, "it is still at it")
-        except Exception as error:  # whatever a tier's library raises
+            return TierCleared(executor.tier.name, 0, "not finished yet")
+        except Exception as error:  # any exception of the tier's library
             return TierCleared(executor.tier.name, 0, str(error))
-        return TierCleared(executor.tier.name, gone, "" if drained else "something was still being written to it")
+        return TierCleared(executor.tier.name, gone, "" if drained else "some writes were not finished before")
 
     def drain(self, wait_s: float) -> bool:
-        """Write what is queued, and whatever else of the arena a tier lacks; whether all of it was tried in time."""
+        """Write what is queued, and all blobs of the arena that a tier lacks; returns whether all were tried in
+        time."""
         if self._tier_stack is None:
             return True
         budget, keys = Budget.of(wait_s), self._arena.keys()
@@ -214,5 +217,5 @@ class BackingTiers:
         return self._tier_stack.stats() if self._tier_stack else ()
 
     def close(self, wait_s: float) -> bool:
-        """Whether no tier hung."""
+        """Close the tiers; returns whether none hung."""
         return self._tier_stack.close(wait_s) if self._tier_stack else True

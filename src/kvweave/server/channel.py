@@ -1,7 +1,7 @@
-"""One connection to a daemon: requests out, answers in, each with the id of its request. Every wait has an end.
+"""A socket to the daemon: sends requests and receives replies by request id. Every wait has a deadline.
 
-An answer that comes after nobody waited for it any more is dropped by its id. Bytes of half a message, in either
-direction, leave a connection in doubt: whoever finds an exception other than `ServerTimeout` here closes it.
+A reply that comes after its deadline is dropped by its id. After any exception other than `ServerTimeout` half a
+message may have been sent or received: the caller must close the channel.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from typing import NamedTuple
 
 from kvweave.errors import BadRequest, ServerError, ServerTimeout
 from kvweave.server import protocol
+from kvweave.server.framing import FrameBuffer
 from kvweave.server.heartbeat import BEAT_S, HeartbeatReader
-from kvweave.server.protocol import ERRORS, ID_BYTES, LENGTH_BYTES, MESSAGE_BYTES, Answer, Message, frame, request_id
+from kvweave.server.protocol import ERRORS, ID_BYTES, Message, Reply, frame, read_request_id
 
 DESCRIPTORS = 2
-"""What comes with `Welcome`: the arena, and the heartbeat."""
+"""File descriptors that come with `Welcome`: the arena, and the heartbeat."""
 
 
 class Handshake(NamedTuple):
-    """What a daemon said first, and the files it handed over, which are the caller's."""
+    """The daemon's first reply, and the file descriptors it passed, which the caller must close."""
 
     welcome: protocol.Welcome
     descriptors: list[int]
 
 
 class Channel:
-    """A connected socket. Belongs to one thread at a time; `until` is of `time.monotonic`."""
+    """A connected socket. Used by one thread at a time; `until` is of `time.monotonic`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._buffer = bytearray()
+        self._frames = FrameBuffer()
         self._ids = itertools.count(1)
         self.heartbeat = HeartbeatReader()
         self.is_closed = False
@@ -45,29 +46,30 @@ class Channel:
         return self._socket.family == socket.AF_UNIX
 
     def greet(self, hello: protocol.Hello, until: float) -> Handshake:
-        """The first exchange, which has no id."""
+        """The first exchange, which has no request id."""
         descriptors: list[int] = []
         try:
             self._send(frame(hello), until)
             if hello.arena:
                 self._socket.settimeout(_left(until))
                 data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, DESCRIPTORS)
-                self._buffer += data
-            answer: Answer = protocol.read_answer(self._message(until))
-            if isinstance(answer, protocol.Failed):
-                raise ERRORS.get(answer.error, ServerError)(answer.message)
-            if not isinstance(answer, protocol.Welcome) or len(descriptors) != (DESCRIPTORS if hello.arena else 0):
-                raise BadRequest("the daemon sent no welcome, or no arena: this is no daemon of ours")
+                self._frames.add(data)
+            reply: Reply = protocol.read_reply(self._message(until))
+            if isinstance(reply, protocol.Failed):
+                raise ERRORS.get(reply.error, ServerError)(reply.message)
+            if not isinstance(reply, protocol.Welcome) or len(descriptors) != (DESCRIPTORS if hello.arena else 0):
+                raise BadRequest("the daemon sent no welcome, or no arena: this is not a kvweave daemon")
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
-        return Handshake(answer, descriptors)
+        return Handshake(reply, descriptors)
 
     def check(self) -> None:
-        """Raises `ServerTimeout` if the daemon is known to be frozen, `ConnectionError` if it was, and has ended.
+        """Raise `ServerTimeout` if the daemon is frozen, `ConnectionError` if it has also closed the connection.
 
-        Changes nothing, so that any thread may ask while another one waits here for an answer."""
+        Changes nothing, so that any thread may call it while another waits for a reply.
+        """
         if not self.heartbeat.is_frozen:
             return
         ended = select.poll()
@@ -77,26 +79,24 @@ class Channel:
         raise ServerTimeout(f"the daemon is frozen: no sign of life for {self.heartbeat.silent_s:.1f} s")
 
     def send(self, messages: Sequence[Message], until: float) -> list[int]:
-        """The ids that these requests got."""
-        requests = [next(self._ids) & 0xFFFFFFFF or next(self._ids) & 0xFFFFFFFF for _ in messages]
-        self._send(b"".join(map(frame, messages, requests)), until)
-        return requests
+        """Send requests; returns their ids."""
+        request_ids = [next(self._ids) & 0xFFFFFFFF or next(self._ids) & 0xFFFFFFFF for _ in messages]
+        self._send(b"".join(map(frame, messages, request_ids)), until)
+        return request_ids
 
-    def receive(self, requests: Sequence[int], until: float) -> list[Answer]:
-        """The answers to these requests, the last that were sent. What comes for earlier ones is dropped."""
-        answers: list[Answer] = []
-        while len(answers) < len(requests):
+    def receive(self, request_ids: Sequence[int], until: float) -> list[Reply]:
+        """The replies to these requests, which must be the last ones sent. Replies to earlier ones are dropped."""
+        replies: list[Reply] = []
+        while len(replies) < len(request_ids):
             body = self._message(until)
-            request = request_id(body)
-            if request not in (requests[len(answers)], 0):
+            request_id = read_request_id(body)
+            if request_id not in (request_ids[len(replies)], 0):
                 continue
-            answer: Answer = protocol.read_answer(memoryview(body)[ID_BYTES:])
-            if not request:  # a message so long that the daemon did not read whose it was
-                raise ServerError(
-                    answer.message if isinstance(answer, protocol.Failed) else "an answer without a request"
-                )
-            answers.append(answer)
-        return answers
+            reply: Reply = protocol.read_reply(memoryview(body)[ID_BYTES:])
+            if not request_id:  # the daemon refused a message as too long before it read the id
+                raise ServerError(reply.message if isinstance(reply, protocol.Failed) else "a reply without a request")
+            replies.append(reply)
+        return replies
 
     # ---- bytes
 
@@ -105,34 +105,27 @@ class Channel:
             self._socket.settimeout(_left(until))
             self._socket.sendall(data)
         except TimeoutError:
-            self.close()  # how much of it went out nobody knows
+            self.close()  # part of the message may have been sent
             raise ServerTimeout("the daemon took no request in time") from None
 
     def _message(self, until: float) -> bytes:
-        """The next one. Its bytes stay in the buffer until it is there as a whole."""
-        self._fill(LENGTH_BYTES, until)
-        length = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
-        if length > MESSAGE_BYTES + ID_BYTES:
-            raise ServerError(f"an answer of {length} bytes: this is no daemon of ours")
-        end = LENGTH_BYTES + length
-        self._fill(end, until)
-        message = bytes(self._buffer[LENGTH_BYTES:end])
-        del self._buffer[:end]
+        """The next message. After a timeout the bytes of half a message stay in the buffer."""
+        while (message := self._frames.next()) is None:
+            self._receive(until)
         return message
 
-    def _fill(self, count: int, until: float) -> None:
-        """Wait until the buffer has so many bytes."""
-        while len(self._buffer) < count:
-            self._socket.settimeout(min(_left(until), BEAT_S))
-            try:
-                piece = self._socket.recv(1 << 16)
-            except TimeoutError:
-                if self.heartbeat.is_frozen or time.monotonic() >= until:
-                    raise ServerTimeout("the daemon did not answer in time") from None
-                continue
-            if not piece:
-                raise ConnectionResetError("the daemon closed the connection")
-            self._buffer += piece
+    def _receive(self, until: float) -> None:
+        """Wait for more bytes, waking every `BEAT_S` to see whether the daemon is frozen."""
+        self._socket.settimeout(min(_left(until), BEAT_S))
+        try:
+            received = self._socket.recv(1 << 16)
+        except TimeoutError:
+            if self.heartbeat.is_frozen or time.monotonic() >= until:
+                raise ServerTimeout("the daemon did not answer in time") from None
+            return
+        if not received:
+            raise ConnectionResetError("the daemon closed the connection")
+        self._frames.add(received)
 
     def close(self) -> None:
         self.is_closed = True
@@ -140,5 +133,5 @@ class Channel:
 
 
 def _left(until: float) -> float:
-    """Seconds for a socket's timeout; 0 would mean not to wait at all, which reads as another error."""
+    """Seconds for a socket's timeout; 0 would make the socket non-blocking."""
     return max(0.0005, until - time.monotonic())

@@ -1,7 +1,7 @@
-"""A client of a daemon: questions out, answers in, and the daemon's arena mapped. Blocking; connected anew when lost.
+"""A client of a daemon: requests, replies, and the daemon's arena mapped into memory. Blocking; reconnects by itself.
 
-Whatever the daemon does, a call ends when its time is over. A daemon that is frozen is left alone at once, and taken up
-again when it shows a sign of life. A process that was forked has a connection of its own from then on.
+Every call ends at its deadline, whatever the daemon does. While the daemon is frozen, calls fail at once; they are
+served again after its next heartbeat. A forked process makes a connection of its own.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from kvweave.server.channel import Channel, Handshake
 from kvweave.server.heartbeat import HeartbeatReader
 from kvweave.server.mapping import MappedArena, map_arena, unmapped
 from kvweave.server.peer import check_server
-from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Answer, Message
+from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Message, Reply
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
 
 A = TypeVar("A", bound=Message)
-Questions = Sequence[Message] | Callable[[], Sequence[Message]]
+Requests = Sequence[Message] | Callable[[], Sequence[Message]]
 HELLO_S = 2.0
-"""How long a daemon that is there takes at most to say its first word."""
+"""Seconds that a running daemon takes for its first reply, at most."""
 
 
-class Replies(NamedTuple):
-    """Answers, and the number of the connection that they came over."""
+class Exchange(NamedTuple):
+    """Replies, and the generation of the connection they came over."""
 
-    answers: list[Answer]
+    replies: list[Reply]
     generation: int
 
 
 class Client:
-    """A daemon at `address`: the path of its Unix socket, or `HOST:PORT` (with `token`; no arena then).
+    """A daemon at `address`: the path of its Unix socket, or `HOST:PORT` (with `token`; without the arena).
 
-    Many threads may ask; one question is under way at a time, and the others' time runs while they wait. When the
-    daemon is gone, `ServerGone` comes at once for `cool_s`, then it is tried again. What it holds is lost with the
-    connection, and `generation` is another one.
+    Thread-safe; one request is in flight at a time, and waiting for one's turn counts against the deadline. While the
+    daemon is gone, calls raise `ServerGone` at once for `cool_s`, then connecting is tried again. Leases and sequences
+    are lost with their connection; each connection has another `generation`.
     """
 
     def __init__(
@@ -74,45 +74,46 @@ class Client:
 
     # ---- asking
 
-    def ask(self, question: Message, answer: type[A], timeout_s: float | None = None) -> A:
-        """The answer; an error of the daemon's is raised here."""
-        return self.check(self.exchange([question], timeout_s).answers[0], answer)
+    def ask(self, request: Message, reply: type[A], timeout_s: float | None = None) -> A:
+        """The reply to a request; raises the daemon's error."""
+        return self.check(self.exchange([request], timeout_s).replies[0], reply)
 
-    def exchange(self, questions: Questions, timeout_s: float | None = None) -> Replies:
-        """Several questions in one round trip. `Failed` is an answer like others.
+    def exchange(self, requests: Requests, timeout_s: float | None = None) -> Exchange:
+        """Several requests in one round trip. Errors are returned as `Failed` replies.
 
-        Questions that depend on the connection are made by a function, which is called when there is one. A connection
-        that turns out to have ended is made anew, once: what it held is gone, and `generation` says so.
+        `requests` may be a function, which is called when the connection is known: for requests that depend on it. If
+        the connection turns out to be closed, a new one is made, once: what was held is lost, and `generation` has
+        changed.
         """
         until = time.monotonic() + (self._timeout_s if timeout_s is None else max(0.0, timeout_s))
         try:
             if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
-                raise ServerTimeout(f"{self._address}: another thread's question is still under way")
+                raise ServerTimeout(f"{self._address}: another thread's request is still in flight")
             fresh = self._channel is None
             channel = self._channel or self._connect(until)
             try:
-                return self._asked(channel, questions, until)
+                return self._asked(channel, requests, until)
             except ConnectionError as error:
                 if fresh:
                     self._lose(error)
             try:
-                return self._asked(self._connect(until), questions, until)
+                return self._asked(self._connect(until), requests, until)
             except ConnectionError as error:
                 self._lose(error)
-        finally:  # an interrupt may have come before anybody could note that the lock is ours
+        finally:  # an interrupt may have come between acquiring the lock and returning from `acquire`
             if self._lock._is_owned():  # type: ignore[attr-defined]
                 self._lock.release()
 
-    def _asked(self, channel: Channel, questions: Questions, until: float) -> Replies:
+    def _asked(self, channel: Channel, requests: Requests, until: float) -> Exchange:
         made: Sequence[Message] = ()
         try:
             channel.check()
-            made = questions() if callable(questions) else questions
+            made = requests() if callable(requests) else requests
             undoing, self._to_undo = self._to_undo, []
-            requests = channel.send([*undoing, *made], until)[len(undoing) :]
-            return Replies(channel.receive(requests, until), self.generation)
+            request_ids = channel.send([*undoing, *made], until)[len(undoing) :]
+            return Exchange(channel.receive(request_ids, until), self.generation)
         except ServerTimeout:
-            self._to_undo += [message for question in made if (message := protocol.undo(question))]
+            self._to_undo += [message for request in made if (message := protocol.undo(request))]
             if channel.is_closed:
                 self._hang_up()
             raise
@@ -121,25 +122,25 @@ class Client:
             if isinstance(error, ConnectionError):
                 raise
             self._lose(error)
-        except BaseException:  # what was sent, and what of it was answered, nobody knows
+        except BaseException:  # requests may have been sent and served: the connection's state is unknown
             self._hang_up()
             raise
 
     @staticmethod
-    def check(answer: Answer, kind: type[A]) -> A:
-        """An answer out of `exchange` as what it should be; an error is raised."""
-        if isinstance(answer, protocol.Failed):
-            raise ERRORS.get(answer.error, ServerError)(answer.message)
-        if not isinstance(answer, kind):
-            raise ServerError(f"{kind.__name__} expected, the daemon answered {type(answer).__name__}")
-        return answer
+    def check(reply: Reply, kind: type[A]) -> A:
+        """A reply of `exchange`, checked to be of this type; raises the daemon's error."""
+        if isinstance(reply, protocol.Failed):
+            raise ERRORS.get(reply.error, ServerError)(reply.message)
+        if not isinstance(reply, kind):
+            raise ServerError(f"{kind.__name__} expected, the daemon answered {type(reply).__name__}")
+        return reply
 
     def number(self) -> int:
-        """One that was not used yet on any connection of this client."""
+        """A number that this client has not used on any connection."""
         return next(self._numbers)
 
     def again(self, *, arena: bool, timeout_s: float | None = None) -> Client:
-        """Another connection to the same daemon, which may take so long."""
+        """Another connection to the same daemon, for `timeout_s` seconds at most."""
         if channel := self._channel:
             with suppress(ConnectionError):
                 channel.check()
@@ -192,7 +193,7 @@ class Client:
         self._mapped = self._map(channel, mapped, welcomed) if welcomed.descriptors else mapped
 
     def _map(self, channel: Channel, mapped: MappedArena, welcomed: Handshake) -> MappedArena:
-        """Map what the daemon handed over; the arena of a daemon that is still the same is mapped already."""
+        """Map the files that the daemon passed; if the daemon is still the same one, its arena stays mapped."""
         arena, heartbeat = welcomed.descriptors
         try:
             channel.heartbeat = HeartbeatReader(heartbeat)
@@ -205,7 +206,7 @@ class Client:
 
     @property
     def mapped(self) -> MappedArena:
-        """The connection's, as one: another thread may make a new one at any time."""
+        """Generation, welcome and arena of one connection, read at once: another thread may reconnect at any time."""
         return self._mapped
 
     @property
@@ -218,16 +219,18 @@ class Client:
 
     @property
     def arena(self) -> Bytes:
-        """All of the daemon's memory. Copies to a GPU may start there."""
+        """The daemon's arena. Copies to a GPU may read it directly."""
         return self._mapped.arena
 
     @property
     def is_registered(self) -> bool:
-        """Whether CUDA knows the arena: soon after a connection was made by a process that used CUDA then."""
+        """Whether the arena is registered with CUDA. A process that uses CUDA when it connects registers it soon
+        after."""
         return self._mapped.dma.is_registered
 
     def register(self, device: int = 0) -> bool:
-        """Register the arena now, in a process that came to use CUDA later; whether it is. May take seconds."""
+        """Register the arena now, for processes that started to use CUDA later; returns whether it is. May take
+        seconds."""
         return self._mapped.dma.register(device)
 
     # ---- the end
@@ -239,20 +242,21 @@ class Client:
         raise ServerGone(f"no daemon at {self._address}: {words}") from error
 
     def _hang_up(self) -> None:
-        """What was held is not any more, so whatever refers to this connection is of an earlier one from now on."""
+        """Leases and sequences of this connection are lost: objects that refer to its generation are stale from now
+        on."""
         if self._channel:
             self._channel.close()
             self._channel = None
             self._mapped = self._mapped._replace(generation=self.generation + 1)
 
     def close(self) -> None:
-        """Give back everything that is held. It may be asked again, over a new connection."""
+        """Release everything that is held. A later call makes a new connection."""
         with self._lock:
             self._hang_up()
         self._mapped.dma.close()
 
     def after_fork(self) -> None:
-        """In a forked child: the connection, and what is held over it, are the parent's."""
+        """In a forked child: the connection, and what is held over it, belong to the parent."""
         self._lock, self._to_undo = threading.RLock(), []
         self._hang_up()
         self._mapped.dma.disown()

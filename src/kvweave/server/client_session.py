@@ -1,5 +1,5 @@
-"""What one client said, and the answers. An answer that needs a farther tier, or room, is a coroutine; all else is
-answered on the spot."""
+"""The requests of one client and their replies. A reply that needs a backing tier, or must wait for space, is a
+coroutine; all others are computed at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvweave.errors import BadRequest, OverLimit
 from kvweave.server import protocol
 from kvweave.server.leases import Leases
 from kvweave.server.open_sequence import STEP_KEYS, OpenSequence, Pieces
-from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, Answer, numbers, packed
+from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, Reply, numbers, packed
 from kvweave.server.registered_model import RegisteredModel
 from kvweave.server.server_state import ServerState
 from kvweave.store.keys import PREFIX_BYTES
@@ -23,12 +23,12 @@ from kvweave.store.striped_file import SECTOR
 from kvweave.store.tier_stack import BlobRequest, Budget
 
 ROOM_S = 2.0
-"""How long a reservation waits for room that somebody else holds."""
+"""Seconds that a reservation waits for space that others hold."""
 SCHEMA_BYTES = 8 << 20
-"""What one connection's registrations may take."""
+"""Bytes that the registrations of one connection may take."""
 Flags = NDArray[np.bool_]
-"""One for each key of a sequence, chunk by chunk."""
-Handler = Callable[[Any], Answer | Awaitable[Answer]]
+"""One flag for each key of a sequence, chunk by chunk."""
+Handler = Callable[[Any], Reply | Awaitable[Reply]]
 
 
 class ClientSession:
@@ -49,7 +49,7 @@ class ClientSession:
         return len(self._sequences)
 
     def handlers(self) -> dict[type, Handler]:
-        """What needs the arena, and therefore the Unix socket."""
+        """Handlers of requests that need the arena, and so come over the Unix socket only."""
         return {
             protocol.Register: self._register,
             protocol.Open: self._open,
@@ -57,8 +57,8 @@ class ClientSession:
             protocol.Lookup: self._lookup,
             protocol.Fetch: self._fetch,
             protocol.Prefetch: self._prefetch,
-            protocol.Renew: lambda ask: protocol.Alive(self.leases.renew(ask.leases)),
-            protocol.PinLeases: lambda ask: protocol.Alive(self.leases.pin(ask.leases, self._most_pinned)),
+            protocol.Renew: lambda request: protocol.Alive(self.leases.renew(request.leases)),
+            protocol.PinLeases: lambda request: protocol.Alive(self.leases.pin(request.leases, self._most_pinned)),
             protocol.Release: self._release,
             protocol.Reserve: self._reserve,
             protocol.Commit: self._commit,
@@ -83,41 +83,41 @@ class ClientSession:
 
     # ---- sequences
 
-    def _register(self, ask: protocol.Register) -> Answer:
-        if ask.schema not in self._schemas and len(self._schemas) >= self._limits.schemas:
+    def _register(self, request: protocol.Register) -> Reply:
+        if request.schema not in self._schemas and len(self._schemas) >= self._limits.schemas:
             raise OverLimit(f"{self._limits.schemas} schemas are registered already by this connection")
-        others = [each.num_bytes for number, each in self._schemas.items() if number != ask.schema]
-        if sum(others) + sum(len(shard.meta) for shard in ask.shards) > SCHEMA_BYTES:
+        others = [each.num_bytes for number, each in self._schemas.items() if number != request.schema]
+        if sum(others) + sum(len(shard.meta) for shard in request.shards) > SCHEMA_BYTES:
             raise OverLimit(f"more than {SCHEMA_BYTES} bytes of schemas by one connection")
-        taken, before = self._state.models.take(ask), self._schemas.get(ask.schema)
-        self._schemas[ask.schema] = taken
+        taken, before = self._state.models.take(request), self._schemas.get(request.schema)
+        self._schemas[request.schema] = taken
         if before is not None:
             self._state.models.release(before)
-        return protocol.Done(len(ask.shards))
+        return protocol.Done(len(request.shards))
 
-    def _open(self, ask: protocol.Open) -> Answer | Awaitable[Answer]:
-        schema = self._schemas.get(ask.schema)
+    def _open(self, request: protocol.Open) -> Reply | Awaitable[Reply]:
+        schema = self._schemas.get(request.schema)
         if schema is None:
-            raise BadRequest(f"schema {ask.schema} is not registered by this connection")
-        others = [each for number, each in self._sequences.items() if number != ask.sequence]
+            raise BadRequest(f"schema {request.schema} is not registered by this connection")
+        others = [each for number, each in self._sequences.items() if number != request.sequence]
         if len(others) >= self._limits.sequences:
             raise OverLimit(f"{self._limits.sequences} sequences are open already; close some")
-        wanted = len(ask.prefixes) // PREFIX_BYTES * schema.num_shards
+        wanted = len(request.prefixes) // PREFIX_BYTES * schema.num_shards
         if sum(each.num_keys for each in others) + wanted > self._limits.keys:
             raise OverLimit(f"more than {self._limits.keys} keys in open sequences; close some")
-        sequence = OpenSequence(schema, ask)
+        sequence = OpenSequence(schema, request)
         if wanted > STEP_KEYS:
-            return self._open_in_steps(ask.sequence, sequence)
+            return self._open_in_steps(request.sequence, sequence)
         for _ in sequence.steps():
             pass
-        return self._is_open(ask.sequence, sequence)
+        return self._is_open(request.sequence, sequence)
 
-    async def _open_in_steps(self, number: int, sequence: OpenSequence) -> Answer:
+    async def _open_in_steps(self, number: int, sequence: OpenSequence) -> Reply:
         for _ in sequence.steps():
             await asyncio.sleep(0)
         return self._is_open(number, sequence)
 
-    def _is_open(self, number: int, sequence: OpenSequence) -> Answer:
+    def _is_open(self, number: int, sequence: OpenSequence) -> Reply:
         self._sequences[number] = sequence
         return protocol.Done(sequence.num_chunks)
 
@@ -127,60 +127,69 @@ class ClientSession:
             raise BadRequest(f"sequence {number} is not open")
         return sequence
 
-    def _close(self, ask: protocol.Close) -> Answer:
-        return protocol.Done(sum(self._sequences.pop(number, None) is not None for number in ask.sequences))
+    def _close(self, request: protocol.Close) -> Reply:
+        return protocol.Done(sum(self._sequences.pop(number, None) is not None for number in request.sequences))
 
     # ---- reading
 
-    def _lookup(self, ask: protocol.Lookup) -> Answer | Awaitable[Answer]:
-        sequence = self._sequence(ask.sequence)
+    def _lookup(self, request: protocol.Lookup) -> Reply | Awaitable[Reply]:
+        sequence = self._sequence(request.sequence)
         if sequence.num_keys > STEP_KEYS:
-            return self._lookup_in_steps(sequence, ask)
-        return self._looked_up(sequence, ask, self._arena.contains(sequence.keys))
+            return self._lookup_in_steps(sequence, request)
+        return self._looked_up(sequence, request, self._arena.contains(sequence.keys))
 
-    async def _lookup_in_steps(self, sequence: OpenSequence, ask: protocol.Lookup) -> Answer:
-        """From the end, since what is asked for last counts as the most recent, and beginnings are worth most."""
-        near = np.zeros(sequence.num_keys, bool)
+    async def _lookup_in_steps(self, sequence: OpenSequence, request: protocol.Lookup) -> Reply:
+        """From the last chunk backwards: a later lookup counts as more recent, and the first chunks are worth most."""
+        in_arena = np.zeros(sequence.num_keys, bool)
         for first in reversed(range(0, sequence.num_keys, STEP_KEYS)):
-            near[first : first + STEP_KEYS] = self._arena.contains(sequence.keys[first : first + STEP_KEYS])
+            in_arena[first : first + STEP_KEYS] = self._arena.contains(sequence.keys[first : first + STEP_KEYS])
             await asyncio.sleep(0)
-        answer = self._looked_up(sequence, ask, near)
-        return await answer if isinstance(answer, Awaitable) else answer
+        reply = self._looked_up(sequence, request, in_arena)
+        return await reply if isinstance(reply, Awaitable) else reply
 
-    def _looked_up(self, sequence: OpenSequence, ask: protocol.Lookup, near: Flags) -> Answer | Awaitable[Answer]:
-        position = sequence.registered.position(_matrix(near, sequence), sequence.limit)
+    def _looked_up(self, sequence: OpenSequence, request: protocol.Lookup, in_arena: Flags) -> Reply | Awaitable[Reply]:
+        position = sequence.registered.position(_matrix(in_arena, sequence), sequence.limit)
         if position == sequence.limit or not self._state.backing.executors:
-            return self._found(sequence, ask, position, near, near, late=False)
-        return self._lookup_backing(sequence, near, ask)
+            return self._found(sequence, request, position, in_arena, in_arena, late=False)
+        return self._lookup_backing(sequence, in_arena, request)
 
-    async def _lookup_backing(self, sequence: OpenSequence, near: Flags, ask: protocol.Lookup) -> Answer:
-        lacking, present = np.flatnonzero(~near), near.copy()
+    async def _lookup_backing(self, sequence: OpenSequence, in_arena: Flags, request: protocol.Lookup) -> Reply:
+        lacking, present = np.flatnonzero(~in_arena), in_arena.copy()
         keys = [sequence.keys[i] for i in lacking.tolist()]
         present[lacking], late = await self._state.in_thread(
-            "read", self._state.backing.where, keys, Budget.of(ask.budget_s)
+            "read", self._state.backing.where, keys, Budget.of(request.budget_s)
         )
         position = sequence.registered.position(_matrix(present, sequence), sequence.limit)
-        return self._found(sequence, ask, position, near, present, late=late)
+        return self._found(sequence, request, position, in_arena, present, late=late)
 
     def _found(
-        self, sequence: OpenSequence, ask: protocol.Lookup, position: int, near: Flags, present: Flags, *, late: bool
-    ) -> Answer:
+        self,
+        sequence: OpenSequence,
+        request: protocol.Lookup,
+        position: int,
+        in_arena: Flags,
+        present: Flags,
+        *,
+        late: bool,
+    ) -> Reply:
         self._state.asked(sequence, position)
         self._state.counts["unanswered"] += late
         if position < sequence.limit:
-            self._state.missed(sequence, near, None if late else present)
+            self._state.missed(sequence, in_arena, None if late else present)
         matrix = _matrix(present, sequence)
         bits = np.packbits(matrix).tobytes()
-        if not ask.lease or not position:
+        if not request.lease or not position:
             return protocol.Found(position, bits, b"", late)
-        shards = None if ask.shards is None else numbers(ask.shards, "<i4")
-        starts = self._lease(sequence, sequence.registered.needs(position, shards, matrix), ask.lease, counted=True)
+        shards = None if request.shards is None else numbers(request.shards, "<i4")
+        needed = sequence.registered.needs(position, shards, matrix)
+        starts = self._lease(sequence, needed, request.lease, counted=True)
         return protocol.Found(position, bits, b"" if starts is None else packed(starts), late)
 
     def _lease(
         self, sequence: OpenSequence, pieces: Pieces, lease: int, *, counted: bool = False
     ) -> NDArray[np.int64] | None:
-        """Where pieces are, under a lease; None if leases have no room for them, which only `counted` ones need."""
+        """The places of pieces, under a lease; None if the quota of leases is used up, which only `counted` leases
+        need."""
         pinned = self._arena.pin(sequence.keys_at(pieces))
         self._state.counts["memory hits"] += len(pinned.slots)
         if not lease:
@@ -189,97 +198,96 @@ class ClientSession:
             return None
         return pinned.starts
 
-    def _fetch(self, ask: protocol.Fetch) -> Answer | Awaitable[Answer]:
-        sequence = self._sequence(ask.sequence)
-        pieces = sequence.pieces(ask.pieces)
+    def _fetch(self, request: protocol.Fetch) -> Reply | Awaitable[Reply]:
+        sequence = self._sequence(request.sequence)
+        pieces = sequence.pieces(request.pieces)
         self._check_bytes(sequence.lengths_at(pieces))
         if self._state.backing.executors and not self._arena.contains(sequence.keys_at(pieces)).all():
-            return self._fetch_from_backing(sequence, pieces, ask.lease, ask.budget_s)
-        return self._fetched(sequence, pieces, ask.lease)
+            return self._fetch_from_backing(sequence, pieces, request.lease, request.budget_s)
+        return self._fetched(sequence, pieces, request.lease)
 
     async def _fetch_from_backing(
         self, sequence: OpenSequence, pieces: Pieces, lease: int, budget_s: float | None
-    ) -> Answer:
-        near = self._arena.contains(sequence.keys_at(pieces))
-        wants = sequence.wants_at(pieces[~near])
+    ) -> Reply:
+        in_arena = self._arena.contains(sequence.keys_at(pieces))
+        wants = sequence.wants_at(pieces[~in_arena])
         await self._state.in_thread("read", self._state.backing.fetch, wants, Budget.of(budget_s))
         return self._fetched(sequence, pieces, lease)
 
-    def _fetched(self, sequence: OpenSequence, pieces: Pieces, lease: int) -> Answer:
+    def _fetched(self, sequence: OpenSequence, pieces: Pieces, lease: int) -> Reply:
         starts = self._lease(sequence, pieces, lease)
         assert starts is not None, "a lease that is not counted was refused"
         self._state.counts["memory misses"] += int((starts == NOT_IN_ARENA).sum())
         return protocol.Places(packed(starts))
 
-    def _prefetch(self, ask: protocol.Prefetch) -> Answer | Awaitable[Answer]:
-        return self._fetch(protocol.Fetch(ask.sequence, 0, ask.pieces, ask.budget_s))
+    def _prefetch(self, request: protocol.Prefetch) -> Reply | Awaitable[Reply]:
+        return self._fetch(protocol.Fetch(request.sequence, 0, request.pieces, request.budget_s))
 
-    def _release(self, ask: protocol.Release) -> Answer:
-        count = self.leases.release(ask.leases)
+    def _release(self, request: protocol.Release) -> Reply:
+        count = self.leases.release(request.leases)
         if count:
             self._state.changed()
         return protocol.Done(count)
 
     # ---- writing
 
-    def _reserve(self, ask: protocol.Reserve) -> Answer | Awaitable[Answer]:
-        sequence = self._sequence(ask.sequence)
-        pieces = sequence.pieces(ask.pieces)
+    def _reserve(self, request: protocol.Reserve) -> Reply | Awaitable[Reply]:
+        sequence = self._sequence(request.sequence)
+        pieces = sequence.pieces(request.pieces)
         keys, lengths = sequence.keys_at(pieces), sequence.lengths_at(pieces)
         self._check_bytes(lengths, self.leases.reserved_bytes)
-        if self.leases.holds(ask.ticket) or len(self.leases) >= self._limits.leases:
-            raise OverLimit(f"ticket {ask.ticket} is held already, or too many are; commit first")
+        if self.leases.holds(request.ticket) or len(self.leases) >= self._limits.leases:
+            raise OverLimit(f"ticket {request.ticket} is held already, or too many are; commit first")
         starts = self._arena.reserve(keys, lengths)
         if (starts == NO_ROOM).any() and (starts < 0).all() and self._arena.is_held:
-            return self._reserve_later(ask, keys, lengths)
-        return self._reserved(ask.ticket, keys, starts, lengths)
+            return self._reserve_later(request, keys, lengths)
+        return self._reserved(request.ticket, keys, starts, lengths)
 
-    async def _reserve_later(self, ask: protocol.Reserve, keys: Sequence[bytes], lengths: Sequence[int]) -> Answer:
-        """Not even one had room. Whoever waits here holds nothing that another could be waiting for."""
-        until = time.monotonic() + Budget.of(ask.budget_s).within(ROOM_S)
+    async def _reserve_later(self, request: protocol.Reserve, keys: Sequence[bytes], lengths: Sequence[int]) -> Reply:
+        """No piece had room. A client that waits here holds nothing that another could wait for, so there is no
+        deadlock."""
+        until = time.monotonic() + Budget.of(request.budget_s).within(ROOM_S)
         while True:
             await self._state.change(until - time.monotonic())
             starts = self._arena.reserve(keys, lengths)
             if (starts != NO_ROOM).any() or time.monotonic() >= until:
-                return self._reserved(ask.ticket, keys, starts, lengths)
+                return self._reserved(request.ticket, keys, starts, lengths)
 
-    def _reserved(
-        self, ticket: int, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: Sequence[int]
-    ) -> Answer:
+    def _reserved(self, ticket: int, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: Sequence[int]) -> Reply:
         extents = [each for each in zip(keys, starts.tolist(), lengths, strict=True) if each[1] >= 0]
         if extents:
             self.leases.reserve(ticket, extents)
         return protocol.Places(packed(starts))
 
     def _check_bytes(self, lengths: Sequence[int], held: int = 0) -> None:
-        """Of a single blob there is no limit but the arena's."""
+        """Raise `OverLimit` for more bytes than one request may have; a single blob is limited by the arena alone."""
         wanted = held + sum(max(length, SECTOR) for length in lengths)
         if len(lengths) > 1 and wanted > self._most_bytes:
             raise OverLimit(f"{wanted} bytes at once, {self._most_bytes} at most; ask for less at a time")
 
-    def _commit(self, ask: protocol.Commit) -> Answer | Awaitable[Answer]:
-        if ask.abandon:
-            count = self.leases.abandon(ask.ticket)
+    def _commit(self, request: protocol.Commit) -> Reply | Awaitable[Reply]:
+        if request.abandon:
+            count = self.leases.abandon(request.ticket)
             self._state.changed()
             return protocol.Done(count)
-        keys = self.leases.commit(ask.ticket)
+        keys = self.leases.commit(request.ticket)
         self._state.counts["memory stored"] += len(keys)
         self._state.changed()
-        return self._keep(keys, ask.budget_s) if self._state.backing.executors else protocol.Done(len(keys))
+        return self._keep(keys, request.budget_s) if self._state.backing.executors else protocol.Done(len(keys))
 
-    async def _keep(self, keys: Sequence[bytes], budget_s: float | None) -> Answer:
-        """Queue for the farther tiers; a queue that is full makes its writers wait, for a while."""
+    async def _keep(self, keys: Sequence[bytes], budget_s: float | None) -> Reply:
+        """Queue for the backing tiers; a full queue delays the reply, up to the deadline."""
         longest = max(executor.policy.deadline_s for executor in self._state.backing.executors)
         await self._state.in_thread("write", self._state.backing.keep, keys, Budget.of(budget_s).within(longest))
         return protocol.Done(len(keys))
 
-    def _damaged(self, ask: protocol.Damaged) -> Awaitable[Answer]:
-        sequence = self._sequence(ask.sequence)
-        return self._forget_damaged(sequence.wants_at(sequence.pieces(ask.pieces)))
+    def _damaged(self, request: protocol.Damaged) -> Awaitable[Reply]:
+        sequence = self._sequence(request.sequence)
+        return self._forget_damaged(sequence.wants_at(sequence.pieces(request.pieces)))
 
-    async def _forget_damaged(self, wants: Sequence[BlobRequest]) -> Answer:
-        """A client may be wrong: it may have read a place that was somebody else's by then. Farther tiers are checked
-        when they are read."""
+    async def _forget_damaged(self, wants: Sequence[BlobRequest]) -> Reply:
+        """Check before deleting: the client may have read an extent after its lease expired. Backing tiers check
+        what they read anyway."""
         damaged = await self._state.in_thread("read", self._state.backing.forget_damaged, wants)
         self._state.counts["memory damaged"] += damaged
         return protocol.Done(damaged)

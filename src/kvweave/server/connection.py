@@ -1,7 +1,8 @@
-"""One connection: bytes to questions, answers to bytes. Nothing that comes in can stop the daemon.
+"""One connection at the daemon: decodes requests and encodes replies. No input can stop the daemon.
 
-Questions are answered in order. While one waits for a tier, no further bytes are read from this connection; the others
-go on. A message that is too long ends the connection, after an answer: where the next one starts nobody knows.
+Requests are served in order. While one waits for a tier, no further bytes are read from its connection; other
+connections go on. A message that is too long ends the connection after an error reply, since the start of the next
+message is unknown.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from kvweave.server.protocol import (
     LENGTH_BYTES,
     MESSAGE_BYTES,
     VERSION,
-    Answer,
     Message,
+    Reply,
     frame,
-    request_id,
+    read_request_id,
 )
 from kvweave.server.report import ClientReport, Report, printable
 from kvweave.server.server_state import ServerState
 
 log = logging.getLogger("kvweave.server")
 HELLO_S, REFUSAL_S = 10.0, 1.0
-"""For its first message; for one to which the answer will be no."""
+"""Seconds for the first message; the same for a connection that will be refused."""
 AT_ONCE = 64
-"""Questions of one connection that are answered before the others have their turn."""
+"""Requests of one connection that are served before other connections get their turn."""
 
 
 class ConnectionOwner(Protocol):
-    """Who listens."""
+    """What a connection needs of the daemon."""
 
     state: ServerState
     token: str | None
 
     def joined(self, connection: Connection) -> None:
-        """Raises `ServerError`, which it is to be told; `ConnectionRefusedError` if not even that."""
+        """Raises `ServerError`, which is sent to the client, or `ConnectionRefusedError` to close without a reply."""
         ...
 
     def left(self, connection: Connection) -> None: ...
@@ -59,7 +60,7 @@ class ConnectionOwner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """A client's end at the daemon. One that came over TCP is told whom to call at its end."""
+    """A client's connection. One that came over TCP calls `ended` when it ends."""
 
     def __init__(self, owner: ConnectionOwner, ended: Callable[[], None] | None = None) -> None:
         self._owner, self._state, self._local, self._ended = owner, owner.state, ended is None, ended
@@ -83,7 +84,7 @@ class Connection(asyncio.Protocol):
         try:
             self._owner.joined(self)
         except ServerError as error:
-            self._refusal = error  # said in answer to its hello
+            self._refusal = error  # sent in reply to its Hello
         except ConnectionRefusedError:
             transport.abort()
             return
@@ -99,7 +100,7 @@ class Connection(asyncio.Protocol):
             self._pump()
 
     def _pump(self) -> None:
-        """Answer what is whole, so much at a time."""
+        """Serve the requests that are complete, at most `AT_ONCE` of them."""
         for _ in range(AT_ONCE):
             if self._task or self._paused or self._transport is None or self._transport.is_closing():
                 return
@@ -120,45 +121,45 @@ class Connection(asyncio.Protocol):
     def _take(self, message: bytes) -> None:
         self._requests += 1
         self._state.counts["requests"] += 1
-        request = request_id(message) if self._handlers else None
+        request_id = read_request_id(message) if self._handlers else None
         try:
-            answer = self._answer(message)
+            reply = self._reply(message)
         except Exception as error:
-            self._fail(error, request, end=not self._handlers)
+            self._fail(error, request_id, end=not self._handlers)
             return
-        if isinstance(answer, Awaitable):
-            self._wait(self._later(answer, request))
-        elif answer is not None:
-            self._send(answer, request)
+        if isinstance(reply, Awaitable):
+            self._wait(self._later(reply, request_id))
+        elif reply is not None:
+            self._send(reply, request_id)
 
-    def _answer(self, message: bytes) -> Answer | Awaitable[Answer] | None:
+    def _reply(self, message: bytes) -> Reply | Awaitable[Reply] | None:
         if self._refusal:
             raise self._refusal
         if not self._handlers:
             self._hello(read_hello(message))
             return None
         try:
-            question = protocol.read_question(memoryview(message)[ID_BYTES:])
+            request = protocol.read_request(memoryview(message)[ID_BYTES:])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f"no message of ours: {error}") from None
-        handler = self._handlers.get(type(question))
+            raise BadRequest(f"not a kvweave message: {error}") from None
+        handler = self._handlers.get(type(request))
         if handler is None:
             why = (
                 "said already"
-                if isinstance(question, protocol.Hello)
+                if isinstance(request, protocol.Hello)
                 else "only over the Unix socket, which has the arena"
             )
-            raise BadRequest(f"{type(question).__name__}: {why}")
-        return handler(question)
+            raise BadRequest(f"{type(request).__name__}: {why}")
+        return handler(request)
 
-    async def _later(self, answer: Awaitable[Answer], request: int | None) -> None:
+    async def _later(self, reply: Awaitable[Reply], request_id: int | None) -> None:
         try:
-            self._send(await answer, request)
+            self._send(await reply, request_id)
         except Exception as error:
-            self._fail(error, request)
+            self._fail(error, request_id)
 
     def _wait(self, work: Awaitable[None]) -> None:
-        """Read nothing more until it is done."""
+        """Stop reading until the work is done."""
 
         async def wait() -> None:
             try:
@@ -183,7 +184,7 @@ class Connection(asyncio.Protocol):
         self._handlers = {
             protocol.Ping: lambda _: protocol.Done(),
             protocol.StatsRequest: lambda _: protocol.StatsReply(self._owner.report()),
-            protocol.Describe: lambda ask: protocol.DescribeReply(self._state.describe(ask.model)),
+            protocol.Describe: lambda request: protocol.DescribeReply(self._state.describe(request.model)),
             protocol.Clear: self._clear,
             protocol.Flush: self._flush,
         }
@@ -195,43 +196,43 @@ class Connection(asyncio.Protocol):
         settings, arena = self._state.settings, self._state.arena
         limits = settings.limits
         most = int(arena.num_bytes * limits.reserve_share)
-        answer = protocol.Welcome(
+        reply = protocol.Welcome(
             VERSION, self._state.boot, arena.num_bytes, settings.lease_s, most, limits.sequences, limits.keys
         )
         if not with_arena or self._transport is None:
-            self._send(answer, None)
+            self._send(reply, None)
             return
-        # the transport knows no descriptors; nothing was written to it yet, so this is the first to go
+        # asyncio's transport cannot pass descriptors; nothing was written to it before, so the order is kept
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as direct:
-            socket.send_fds(direct, [frame(answer)], [arena.fd, self._state.heartbeat.fd])
+            socket.send_fds(direct, [frame(reply)], [arena.fd, self._state.heartbeat.fd])
 
-    async def _clear(self, ask: protocol.Clear) -> Answer:
-        wait_s = max(0.0, min(ask.wait_s, 3600.0))
+    async def _clear(self, request: protocol.Clear) -> Reply:
+        wait_s = max(0.0, min(request.wait_s, 3600.0))
         cleared = protocol.ClearReply(
-            await self._state.in_thread("flush", self._state.clear, ask.tenant, ask.model, wait_s)
+            await self._state.in_thread("flush", self._state.clear, request.tenant, request.model, wait_s)
         )
-        self._state.forget_uses(ask.tenant, ask.model)
+        self._state.forget_uses(request.tenant, request.model)
         log.info("cleared %d entries for %s", cleared.entries, self.label)
         for name, trouble in cleared.kept_by.items():
             log.warning("not all of %s is cleared: %s", name, trouble)
         return cleared
 
-    async def _flush(self, ask: protocol.Flush) -> Answer:
-        done = await self._state.in_thread("flush", self._state.backing.flush, max(0.0, min(ask.wait_s, 3600.0)))
+    async def _flush(self, request: protocol.Flush) -> Reply:
+        done = await self._state.in_thread("flush", self._state.backing.flush, max(0.0, min(request.wait_s, 3600.0)))
         return protocol.Done(int(done))
 
     # ---- answers
 
-    def _send(self, answer: Message, request: int | None) -> None:
-        data = frame(answer, request)
+    def _send(self, reply: Message, request_id: int | None) -> None:
+        data = frame(reply, request_id)
         if len(data) > LENGTH_BYTES + MESSAGE_BYTES:
-            label = f"an answer of {len(data)} bytes, {MESSAGE_BYTES} at most"
-            data = frame(protocol.Failed(OverLimit.__name__, label), request)
+            reason = f"a reply of {len(data)} bytes, {MESSAGE_BYTES} at most"
+            data = frame(protocol.Failed(OverLimit.__name__, reason), request_id)
         if self._transport and not self._transport.is_closing():
             self._transport.write(data)
 
-    def _fail(self, error: Exception, request: int | None, *, end: bool = False) -> None:
-        if isinstance(error, ConnectionError):  # it hung up before its answer
+    def _fail(self, error: Exception, request_id: int | None, *, end: bool = False) -> None:
+        if isinstance(error, ConnectionError):  # the client closed before its reply
             log.debug("%s: %s", self.label, error)
             self.close()
             return
@@ -239,15 +240,15 @@ class Connection(asyncio.Protocol):
         if isinstance(error, KVWeaveError):
             name = type(error).__name__ if type(error).__name__ in ERRORS else ServerError.__name__
             log.debug("%s: %s: %s", self.label, name, error)
-            self._send(protocol.Failed(name, str(error)), request)
+            self._send(protocol.Failed(name, str(error)), request_id)
         else:
-            log.error("%s: a bug of ours", self.label, exc_info=error)
-            self._send(protocol.Failed(ServerError.__name__, f"a bug of the daemon's: {error!r}"), request)
+            log.error("%s: a bug in kvweave", self.label, exc_info=error)
+            self._send(protocol.Failed(ServerError.__name__, f"a bug in the daemon: {error!r}"), request_id)
         if end and self._transport:
             self._transport.close()
 
     def pause_writing(self) -> None:
-        """It does not read its answers: then it gets no more of them."""
+        """The client does not read its replies: stop serving it until it does."""
         self._paused = True
         if self._transport and not self._task:
             self._transport.pause_reading()
@@ -277,7 +278,7 @@ class Connection(asyncio.Protocol):
         expired = self._session.expire(now)
         self._state.counts["expired"] += expired
         if expired:
-            log.warning("%s: %d leases had their time and were taken back", self.label, expired)
+            log.warning("%s: %d leases expired", self.label, expired)
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""The daemon: listens, sweeps leases that had their time, and stops without losing what can be kept."""
+"""The daemon: listens, expires leases, and drains its tiers when it stops."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Daemon:
         self._refused: set[Connection] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self.is_stuck = False
-        """After the stop: some tier hung, and its threads with it."""
+        """After the stop: whether a tier hung, and its threads with it."""
 
     async def __aenter__(self) -> Daemon:
         loop = asyncio.get_running_loop()
@@ -75,7 +75,7 @@ class Daemon:
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         settings = self.settings
-        settings.socket.unlink(missing_ok=True)  # the lock is ours, so whoever bound it is dead
+        settings.socket.unlink(missing_ok=True)  # the lock is held, so whoever bound the socket has ended
         with _umask(0o177):
             self._unix = await loop.create_unix_server(lambda: Connection(self), str(settings.socket))
         if settings.group:
@@ -93,7 +93,7 @@ class Daemon:
 
     @property
     def ports(self) -> list[int]:
-        """Of the TCP sockets, in the order of settings: `listen`, `http`."""
+        """Ports of the TCP sockets, in the order of settings: `listen`, `http`."""
         return [listener.port for listener in self._listeners]
 
     async def _sweep(self) -> None:
@@ -142,7 +142,7 @@ class Daemon:
     # ---- the end
 
     async def __aexit__(self, *_: object) -> None:
-        """Nobody new, then write what a restart shall find, then close."""
+        """Refuse new connections, write what a restart shall find, then close."""
         self.state.stopping = True
         for server in (self._unix, *(self._listeners[:-1] if self.settings.http else self._listeners)):
             if server:
@@ -154,7 +154,7 @@ class Daemon:
         began = time.monotonic()
         loop = (
             asyncio.get_running_loop()
-        )  # its own threads: a client's flush may keep the others for as long as it likes
+        )  # the loop's default threads: those of `ServerState` may be blocked by a client's long flush
         done = await loop.run_in_executor(None, self.state.backing.drain, self.settings.drain_s)
         if self.state.backing.executors:
             log.info("%s after %.1f s", "drained" if done else "not drained", time.monotonic() - began)
@@ -169,7 +169,7 @@ class Daemon:
 
 
 def _own(path: Path) -> DirectoryLock:
-    """One daemon a socket: the lock goes with the process, however it ends."""
+    """One daemon for each socket: the kernel releases the lock when the process ends, however it ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if path.parent.stat().st_uid not in (0, os.getuid()):
@@ -184,7 +184,7 @@ def _own(path: Path) -> DirectoryLock:
 
 
 def _backing_tiers(settings: Settings) -> TierStack | None:
-    """The tiers that are named, the nearest first. What waits to be written holds at most a quarter of the arena."""
+    """The tiers that settings name, the nearest first. Queued writes hold at most a quarter of the arena."""
     policy = TierPolicy(write="back", queue_jobs=max(1, min(32, settings.memory // 4 // BATCH_BYTES)))
     tiers: list[tuple[Tier, TierPolicy]] = []
     try:
@@ -200,7 +200,7 @@ def _backing_tiers(settings: Settings) -> TierStack | None:
 
 
 def _tiers(settings: Settings) -> Iterator[tuple[Tier, float]]:
-    """Each with the time that one answer of it may take."""
+    """Each tier with its deadline in seconds."""
     if settings.disk:
         _check_size(settings.disk)
         disk = partial(DiskTier, settings.disk.directory, settings.disk.capacity, quotas=settings.quotas)
@@ -220,7 +220,7 @@ def _tiers(settings: Settings) -> Iterator[tuple[Tier, float]]:
 
 
 def _check_size(disk: Disk) -> None:
-    """Raises `ConfigError` for more than the file system has, full or not; a warning for more than it has now."""
+    """Raise `ConfigError` for more than the size of the file system; log a warning for more than is free."""
     place = next(each for each in (disk.directory.absolute(), *disk.directory.absolute().parents) if each.exists())
     found = os.statvfs(place)
     total, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
@@ -253,7 +253,7 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 class _umask:  # noqa: N801 - a verb
-    """A file mode mask for the time of a block."""
+    """Set the file mode mask within a block."""
 
     def __init__(self, mask: int) -> None:
         self._mask = mask

@@ -1,4 +1,4 @@
-"""What a daemon is: its terms, its tiers, and the models that were registered. Nothing here is counted."""
+"""The description of a daemon: its settings, its tiers, and the registered models. It has no counters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvweave.store import Quota
 
 @dataclass(frozen=True, slots=True)
 class ShardDescription:
-    """What is stored under one key a chunk: a part of a group, its roles with their rows, shapes and dtypes."""
+    """What is stored under one key for each chunk: a part of a group, with the rows, shapes and dtypes of its roles."""
 
     id: str
     part: int
     parts: int
     blob_bytes: int
-    """Header included."""
+    """Including the header."""
     roles: tuple[str, ...]
 
 
@@ -37,7 +37,7 @@ class GroupDescription:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A registration: what equal ones share."""
+    """A registered schema, shared by all connections that registered the same."""
 
     model: str
     schema: str
@@ -47,7 +47,7 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class TierDescription:
-    """A tier, the nearest first. `write`: whether a save waits for it (through), queues (back), or passes by (off)."""
+    """A tier. `write`: whether a save waits for it (through), queues for it (back), or skips it (off)."""
 
     name: str
     kind: str
@@ -58,7 +58,7 @@ class TierDescription:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """All of it. What may be reserved and pinned, and `limits`, are for each connection."""
+    """The whole description. `reserve_bytes`, `pin_bytes` and `limits` are for each connection."""
 
     version: str
     protocol: int

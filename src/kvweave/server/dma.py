@@ -1,4 +1,5 @@
-"""The arena registered with CUDA, so that copies between it and a GPU go straight. A matter of speed alone."""
+"""Registration of the arena with CUDA, so that copies to and from a GPU need no bounce buffer. It affects speed
+only."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from kvweave.units import format_bytes
 
 log = logging.getLogger("kvweave.server")
 PORTABLE = 1
-"""cudaHostRegisterPortable: for every GPU of the process, not only for the one that is current."""
+"""cudaHostRegisterPortable: for every GPU of the process, not only the current one."""
 
 
 class DMARegistration:
-    """Memory that may be registered, until `close`, or until nobody has it any more.
+    """Memory that may be registered, until `close` or until it is garbage-collected.
 
-    torch is not imported for it: a process that has not loaded it has nothing to copy to. Where CUDA refuses, the log
-    says so, and memory is what it was.
+    torch is not imported for this: a process that has not loaded it has no GPU tensors. If CUDA refuses, the log says
+    so, and the memory stays unregistered.
     """
 
     def __init__(self, memory: Bytes) -> None:
@@ -29,7 +30,7 @@ class DMARegistration:
         self._lock, self._closed = threading.Lock(), False
 
     def register(self, device: int) -> bool:
-        """Whether it is registered now. Blocks, for about a second in four GiB; may be called twice."""
+        """Register; returns whether it is registered. Blocks, about a second for four GiB; calling it twice is fine."""
         memory, cuda = self._memory(), _cuda()
         with self._lock:
             if self.is_registered or self._closed or memory is None or cuda is None:
@@ -40,7 +41,7 @@ class DMARegistration:
                 log.warning("CUDA cannot register the arena (code %d): copies to GPUs take a way round", code)
                 return False
             self._undo = weakref.finalize(memory, _unregister, memory.ctypes.data)
-            self._undo.atexit = False  # CUDA is gone by then
+            self._undo.atexit = False  # CUDA is shut down before exit handlers run
         log.info("%s of the arena are registered for DMA", format_bytes(memory.nbytes))
         return True
 
@@ -53,14 +54,14 @@ class DMARegistration:
         return self._closed
 
     def disown(self) -> None:
-        """In a forked child, which has no CUDA: what is registered is the parent's."""
+        """In a forked child, which cannot use CUDA: the registration belongs to the parent."""
         self._lock = threading.Lock()
         if self._undo is not None:
             self._undo.detach()
             self._undo = None
 
     def close(self) -> None:
-        """Undo it; nothing is registered afterwards."""
+        """Unregister; later calls of `register` do nothing."""
         with self._lock:
             self._closed = True
             if self._undo is not None:
@@ -68,7 +69,7 @@ class DMARegistration:
 
 
 def device_in_use() -> int | None:
-    """The GPU that this thread works with; None in a process that does not use CUDA through torch (yet)."""
+    """The GPU that this thread uses; None in a process that has not initialised CUDA through torch."""
     cuda = _cuda()
     return cuda.current_device() if cuda is not None and cuda.is_initialized() else None
 

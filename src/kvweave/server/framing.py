@@ -1,4 +1,4 @@
-"""What comes in at the daemon: messages out of a stream, the first of them, and how fast they come."""
+"""Framing: messages from a stream of bytes; the check of the first message; and a limit on their rate."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvweave.server import protocol
 from kvweave.server.protocol import DIGEST, LENGTH_BYTES, MESSAGE_BYTES, VERSION
 
 EVERY = 64
-"""Questions after which it is asked how fast they come."""
+"""The rate is checked after so many requests."""
 
 
 class FrameBuffer:
-    """Bytes in, messages out."""
+    """Collects bytes and returns complete messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -24,7 +24,8 @@ class FrameBuffer:
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """The next message that is whole. Raises `OverLimit` as soon as one says that it will be too long."""
+        """The next complete message; None if there is none yet. Raises `OverLimit` as soon as the length says that
+        it is too long."""
         if len(self._buffer) < LENGTH_BYTES:
             return None
         length = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
@@ -39,13 +40,13 @@ class FrameBuffer:
 
 
 class RateLimiter:
-    """No more than so many questions a second."""
+    """Limits the requests of a connection to `per_s` a second."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s, self._count, self._since = per_s, 0, time.monotonic()
 
     def rest_s(self) -> float:
-        """One more; how long to rest now."""
+        """Count one request; returns how many seconds to pause."""
         self._count += 1
         if self._count % EVERY:
             return 0.0
@@ -56,12 +57,12 @@ class RateLimiter:
 
 
 def read_hello(message: bytes) -> protocol.Hello:
-    """The first message; of another version only its first field is read."""
+    """The first message; of another protocol version only the first field is read."""
     try:
         parts = msgspec.msgpack.decode(message)
         name, version = parts[0], parts[1]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, LookupError):
-        raise BadRequest("no message of ours; the first one is Hello") from None
+        raise BadRequest("not a kvweave message; the first one is Hello") from None
     if name != "hello":
         raise BadRequest("the first message is Hello")
     if version != VERSION:

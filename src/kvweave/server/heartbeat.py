@@ -1,7 +1,7 @@
-"""A sign of life in shared memory: the daemon's loop counts, clients look. It costs no message.
+"""A heartbeat in shared memory: the daemon's event loop increments a counter, which clients read without a message.
 
-A daemon that is slow goes on counting; one that is stopped, or whose loop hangs, does not. Clients compare the count
-with what they saw before and use their own clocks, so that it does not matter whether both see the same time.
+A slow daemon goes on counting; one that is stopped, or whose loop hangs, does not. Clients compare the counter with its
+last value on their own clocks, so that the clocks need not agree.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from contextlib import suppress
 PAGE_BYTES = 4096
 BEAT_S = 0.2
 FROZEN_S = 1.0
-"""A daemon that has not counted for so long is frozen: five beats, so that a busy machine does not pass for one."""
+"""A daemon whose counter has not changed for so long is frozen: five beats, so that a busy machine is not taken for
+one."""
 FUTURE_WRITE = 0x0010
-"""F_SEAL_FUTURE_WRITE: whoever is handed the file can only read it."""
+"""F_SEAL_FUTURE_WRITE: processes that are passed the file can only read it."""
 _COUNT = struct.Struct("<Q")
 
 
 class Heartbeat:
-    """The daemon's side: counts in a file of no name, from within the loop."""
+    """The daemon's side: counts in an anonymous file, from the event loop."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("kvweave-heartbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, PAGE_BYTES)
         self._page = mmap.mmap(self.fd, PAGE_BYTES)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        with suppress(OSError):  # a kernel before 5.1: then clients are trusted not to write there, either
+        with suppress(OSError):  # a kernel before 5.1: clients could write to the page, and are trusted not to
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, FUTURE_WRITE)
         self._count = 0
         self._next: asyncio.TimerHandle | None = None
 
     def run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Count now, and again every `BEAT_S`, until closed."""
+        """Increment now and every `BEAT_S`, until closed."""
         self._count += 1
         _COUNT.pack_into(self._page, 0, self._count)
         self._next = loop.call_later(BEAT_S, self.run, loop)
@@ -50,7 +51,7 @@ class Heartbeat:
 
 
 class HeartbeatReader:
-    """A client's side: how long the daemon has been silent, as far as this client has looked."""
+    """A client's side: how long the counter has not changed, as far as this client has read it."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._page = None if descriptor is None else mmap.mmap(descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
@@ -58,7 +59,7 @@ class HeartbeatReader:
 
     @property
     def silent_s(self) -> float:
-        """0 for a daemon that is not seen by way of shared memory."""
+        """Seconds without a change; 0 for a daemon over TCP, whose counter cannot be read."""
         if self._page is None:
             return 0.0
         (count,) = _COUNT.unpack_from(self._page)

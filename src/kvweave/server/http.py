@@ -1,4 +1,4 @@
-"""A page for Prometheus and for health checks: `GET`, one answer, closed. No more of HTTP is wanted here."""
+"""HTTP for Prometheus and health checks: one GET, one response, then the connection is closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpPage(asyncio.Protocol):
-    """Answers a path with a status and a text."""
+    """Serves a path with a status and a text."""
 
     def __init__(self, page: Callable[[str], tuple[int, str]], ended: Callable[[], None]) -> None:
         self._page, self._ended = page, ended
@@ -32,23 +32,23 @@ class HttpPage(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if b"\r\n\r\n" in self._head or b"\n\n" in self._head:
-            self._transport.write(self._answer())
+            self._transport.write(self._reply())
             self._transport.close()
         elif len(self._head) > HEAD_BYTES:
-            self._transport.write(_answer(431, "too long\n"))
+            self._transport.write(_reply(431, "too long\n"))
             self._transport.close()
 
-    def _answer(self) -> bytes:
+    def _reply(self) -> bytes:
         words = self._head.split(b"\n", 1)[0].split()
         if len(words) != 3 or not words[2].startswith(b"HTTP/"):
-            return _answer(400, "not HTTP\n")
+            return _reply(400, "not HTTP\n")
         if words[0] not in (b"GET", b"HEAD"):
-            return _answer(405, "only GET\n")
+            return _reply(405, "only GET\n")
         path = words[1].decode("latin-1").partition("?")[0]
-        return _answer(*self._page(path), with_body=words[0] == b"GET")
+        return _reply(*self._page(path), with_body=words[0] == b"GET")
 
 
-def _answer(status: int, text: str, *, with_body: bool = True) -> bytes:
+def _reply(status: int, text: str, *, with_body: bool = True) -> bytes:
     body = text.encode()
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {PLAIN}\r\n"
     head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

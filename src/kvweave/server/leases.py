@@ -1,4 +1,4 @@
-"""What one connection holds: places it reads, and places it writes. All of it has a time, and goes with it."""
+"""What one connection holds: extents it reads (leases) and extents it writes (tickets). Both expire."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvweave.server.shared_arena import Places, SharedArena
 
 FOREVER = float("inf")
 Extent = tuple[bytes, int, int]
-"""Key, start and length of what is being written."""
+"""Key, start and length of a reserved extent."""
 
 
 @dataclass(slots=True)
 class Lease:
-    """Slots that are pinned until a time; `counted` of their bytes are of the lookups' share."""
+    """Slots that are pinned until a time; `counted` of their bytes are charged to the quota of lookups."""
 
     slots: Places
     until: float
@@ -27,7 +27,7 @@ class Lease:
 
 
 class LeaseQuota:
-    """What all connections together hold by lookups: at most so many bytes, so that others find room to write."""
+    """Bytes that the lookups of all connections may hold, so that there is always room to write."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.held_bytes = most_bytes, 0
@@ -42,7 +42,7 @@ class Ticket:
 
 
 class Leases:
-    """The leases and tickets of a connection, under numbers that it chose."""
+    """The leases and tickets of a connection, under numbers that the client chose."""
 
     def __init__(self, arena: SharedArena, lease_s: float, most: int, share: LeaseQuota, most_bytes: int) -> None:
         self._arena, self._lease_s, self._most = arena, lease_s, most
@@ -64,10 +64,11 @@ class Leases:
     # ---- reading
 
     def lease(self, number: int, slots: Places, *, counted: bool = False) -> bool:
-        """Hold pinned slots under a number, beside what it holds already. Over the number of leases they are let go.
+        """Hold pinned slots under a number, in addition to those it holds already. Raises `OverLimit`, and unpins them,
+        if the connection has too many leases.
 
-        `counted`: as long as this connection's and everybody's share of the arena are not used up; False if they are,
-        and the slots are let go, too.
+        `counted`: charge them to the quotas of this connection and of all lookups; if one is used up, the slots are
+        unpinned, and this returns False.
         """
         known, num_bytes = self._leases.get(number), self._arena.pinned_bytes(slots)
         if known is None and len(self) >= self._most:
@@ -93,7 +94,7 @@ class Leases:
         return True
 
     def renew(self, numbers: Sequence[int]) -> list[int]:
-        """Those that hold, for their time again."""
+        """Extend leases; returns those that still exist."""
         alive = [number for number in numbers if number in self._leases]
         for number in alive:
             lease = self._leases[number]
@@ -101,7 +102,8 @@ class Leases:
         return alive
 
     def pin(self, numbers: Sequence[int], most_bytes: int) -> list[int]:
-        """Those that hold, without an end; all of them, or `OverLimit` if that would be more than so many bytes."""
+        """Make leases permanent; returns those that still exist. Raises `OverLimit`, and changes nothing, if that
+        would be more than `most_bytes`."""
         alive = [number for number in numbers if number in self._leases]
         pinned = [lease for number, lease in self._leases.items() if number in alive or lease.until == FOREVER]
         num_bytes = sum(lease.num_bytes for lease in pinned)
@@ -128,10 +130,10 @@ class Leases:
         return number in self._tickets
 
     def commit(self, number: int) -> list[bytes]:
-        """Show all that the ticket was for; the keys."""
+        """Make all blobs of a ticket visible; returns their keys."""
         ticket = self._tickets.pop(number, None)
         if ticket is None:
-            raise LeaseExpired(f"ticket {number}: its time is over, or there never was one; nothing became visible")
+            raise LeaseExpired(f"ticket {number}: expired or unknown; nothing became visible")
         for extent in ticket.extents:
             self._arena.commit(*extent)
         return [key for key, _, _ in ticket.extents]
@@ -145,7 +147,7 @@ class Leases:
     # ---- the end
 
     def expire(self, now: float) -> int:
-        """Give back whatever had its time; how many leases and tickets."""
+        """Release all leases and tickets that have expired; returns how many."""
         leases = [number for number, lease in self._leases.items() if lease.until <= now]
         tickets = [number for number, ticket in self._tickets.items() if ticket.until <= now]
         self.release(leases)
@@ -154,5 +156,5 @@ class Leases:
         return len(leases) + len(tickets)
 
     def give_back(self) -> int:
-        """All of it."""
+        """Release everything."""
         return self.expire(FOREVER)

@@ -1,7 +1,7 @@
-"""A TCP address at which so many connections are open at most: handshakes that never end, and silent ones, included.
+"""A TCP listener with a limit on open connections, including those whose handshake never ends.
 
-asyncio's own server counts a TLS connection only when its handshake is done. Sockets that wait for it would take all
-file descriptors, and nobody could connect to the Unix socket any more.
+asyncio's own server counts a TLS connection only after its handshake. Sockets that wait for one could use up all file
+descriptors, and then not even the Unix socket could accept.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable
 log = logging.getLogger("kvweave.server")
 HANDSHAKE_S = 5.0
 Factory = Callable[[Callable[[], None]], asyncio.Protocol]
-"""Makes the protocol of a connection, which calls what it is given when the connection ends."""
+"""Makes the protocol of a connection; it must call its argument when the connection ends."""
 
 
 class Listener:
-    """Accepts at an address; beyond `most` connections, new ones are closed at once."""
+    """Accepts connections; beyond `most`, new ones are closed at once."""
 
     def __init__(self, factory: Factory, most: int, tls: ssl.SSLContext | None = None) -> None:
         self._factory, self._most, self._tls = factory, most, tls
@@ -37,12 +37,12 @@ class Listener:
             except OSError as error:
                 if address == found[-1][-1] and not self._sockets:
                     raise
-                log.warning("not listening at %s: %s", address[0], error)  # a machine without IPv6, say
+                log.warning("not listening at %s: %s", address[0], error)  # for example a machine without IPv6
                 continue
             bound.setblocking(False)
             self._sockets.append(bound)
             self._keep(loop.create_task(self._accept(bound)))
-            if not port:  # any port, but the same everywhere: one family is enough
+            if not port:  # with port 0 each family would get another port: one family is enough
                 return
 
     @property
@@ -59,7 +59,7 @@ class Listener:
         while True:
             try:
                 accepted, _ = await loop.sock_accept(bound)
-            except OSError as error:  # no file descriptor left, or the other side is gone already
+            except OSError as error:  # out of file descriptors, or the peer closed already
                 log.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(0.1)
                 continue
@@ -77,7 +77,7 @@ class Listener:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._factory(ended), accepted, ssl=self._tls, ssl_handshake_timeout=wait_s
             )
-        except OSError as error:  # what is no TLS, too, and a handshake that takes too long
+        except OSError as error:  # not TLS, or a handshake that takes too long
             log.debug("a connection over TCP did not come about: %s", error)
             accepted.close()
             ended()
@@ -86,7 +86,7 @@ class Listener:
         self.num_open -= 1
 
     def close(self) -> None:
-        """Accept nobody any more; what is open stays."""
+        """Stop accepting; open connections stay."""
         for task in self._tasks:
             task.cancel()
         for bound in self._sockets:
@@ -94,7 +94,7 @@ class Listener:
 
 
 class _Once:
-    """Calls at most once."""
+    """Calls a function at most once."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call

@@ -1,4 +1,4 @@
-"""A daemon's arena in a client's address space: mapped once for each daemon, whatever connections come and go."""
+"""The daemon's arena mapped into a client: once for each daemon, however often the client reconnects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from kvweave.server.protocol import VERSION
 from kvweave.store.keys import Bytes
 
 POPULATE_WRITE = 23
-"""madvise: make the page tables now, not at the first touch of every page."""
+"""madvise: create the page tables now, instead of at the first access to each page."""
 WARM_BYTES = 8 << 20
 
 
 class MappedArena(NamedTuple):
-    """What a connection brought: its number, what the daemon said, and its arena, perhaps registered for DMA."""
+    """The state of a connection: its generation, the daemon's welcome, and the arena, which may be registered for
+    DMA."""
 
     generation: int
     welcome: protocol.Welcome
@@ -28,13 +29,14 @@ class MappedArena(NamedTuple):
 
 
 def unmapped() -> MappedArena:
-    """What there is before the first connection."""
+    """The state before the first connection."""
     nothing = np.empty(0, np.uint8)
     return MappedArena(0, protocol.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0), nothing, DMARegistration(nothing))
 
 
 def map_arena(mapped: MappedArena, descriptor: int) -> MappedArena:
-    """With the arena that the daemon handed over; page tables are made, and CUDA is told, in the background."""
+    """Map the arena that the daemon passed. Page tables are created, and CUDA registration is done, in the
+    background."""
     memory = mmap.mmap(descriptor, mapped.welcome.arena_bytes)
     arena = np.frombuffer(memory, np.uint8)
     dma = DMARegistration(arena)
@@ -52,5 +54,5 @@ def _populate(memory: mmap.mmap) -> None:
     for start in range(0, len(memory), WARM_BYTES):
         try:
             memory.madvise(POPULATE_WRITE, start, min(WARM_BYTES, len(memory) - start))
-        except OSError:  # an older kernel: then pages come one by one
+        except OSError:  # an older kernel: pages are mapped at their first access
             return

@@ -1,4 +1,4 @@
-"""A report as Prometheus reads it: text format 0.0.4."""
+"""A report in the text format of Prometheus (0.0.4)."""
 
 from __future__ import annotations
 

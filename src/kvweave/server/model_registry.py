@@ -1,4 +1,4 @@
-"""The schemas that were registered: those in use, and as many others as there is room for. Belongs to the loop."""
+"""The registered schemas: all that are in use, and others as long as there is room. Used by the event loop's thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvweave.server.protocol import Register
 from kvweave.server.registered_model import RegisteredModel, digest
 
 MOST, MOST_BYTES = 1024, 64 << 20
-"""Of all connections; one that nobody uses any more is forgotten when there is no room for another."""
+"""Limits over all connections; a schema that is not in use is dropped when another needs its room."""
 
 
 class ModelRegistry:
@@ -19,11 +19,12 @@ class ModelRegistry:
         self._models: OrderedDict[bytes, RegisteredModel] = OrderedDict()
         self._num_bytes = 0
 
-    def take(self, said: Register) -> RegisteredModel:
-        """The same for everybody who says the same, until `release`. Raises `OverLimit` if those in use fill all."""
-        found = self._models.get(key := digest(said))
+    def take(self, request: Register) -> RegisteredModel:
+        """The model of a registration, shared by equal registrations, until `release`. Raises `OverLimit` if those
+        in use leave no room."""
+        found = self._models.get(key := digest(request))
         if found is None:
-            found = RegisteredModel(said)
+            found = RegisteredModel(request)
             self._make_room(found.num_bytes)
             self._num_bytes += found.num_bytes
         self._models[key] = found
@@ -45,5 +46,5 @@ class ModelRegistry:
             self._num_bytes -= self._models.pop(idle.pop(0)).num_bytes
 
     def named(self, model: str | None) -> list[RegisteredModel]:
-        """Those of a model; all of them for None. May be called from any thread."""
+        """The registrations of a model; for None, all. Thread-safe."""
         return [registered for registered in [*self._models.values()] if model in (None, registered.model)]

@@ -1,4 +1,4 @@
-"""A sequence that a client opened: it is named by a number from then on, and its pieces by row and chunk."""
+"""A prompt that a client opened: requests refer to it by a number, and to its blobs by shard and chunk."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from kvweave.store.keys import PREFIX_BYTES, keys_of
 from kvweave.store.tier_stack import BlobRequest
 
 STEP_KEYS = 1 << 14
-"""What is done with a sequence's keys before others have their turn: some milliseconds."""
+"""Keys that are processed before other connections get their turn: some milliseconds."""
 Pieces = NDArray[np.int64]
-"""`[n, 2]`: rows and chunks."""
+"""`[n, 2]`: shards and chunks."""
 
 
 class OpenSequence:
-    """A prompt that a client opened: the keys of all its chunks and rows, chunk by chunk."""
+    """An open prompt: the keys of all its chunks and shards, chunk by chunk."""
 
-    def __init__(self, registered: RegisteredModel, said: Open) -> None:
-        if len(said.prefixes) % PREFIX_BYTES:
-            raise BadRequest(f"{len(said.prefixes)} bytes are no digests of {PREFIX_BYTES}")
-        self.registered, self.num_tokens, self.tenant = registered, said.num_tokens, said.tenant
-        self.prefixes = np.frombuffer(said.prefixes, np.uint8).reshape(-1, PREFIX_BYTES)
+    def __init__(self, registered: RegisteredModel, request: Open) -> None:
+        if len(request.prefixes) % PREFIX_BYTES:
+            raise BadRequest(f"{len(request.prefixes)} bytes are no digests of {PREFIX_BYTES}")
+        self.registered, self.num_tokens, self.tenant = registered, request.num_tokens, request.tenant
+        self.prefixes = np.frombuffer(request.prefixes, np.uint8).reshape(-1, PREFIX_BYTES)
         if self.num_chunks * registered.chunk_tokens > self.num_tokens:
             raise BadRequest(f"{self.num_chunks} chunks of {registered.chunk_tokens} tokens, but {self.num_tokens}")
         self.keys: list[bytes] = []
 
     def steps(self) -> Iterator[None]:
-        """Make the keys, some at a time: whoever has others to serve does so in between."""
+        """Make the keys in steps, between which the event loop can serve others."""
         chunks = max(1, STEP_KEYS // self.registered.num_shards)
         for first in range(0, self.num_chunks, chunks):
             self.keys += keys_of(self.tenant, self.prefixes[first : first + chunks], self.registered.ids)
@@ -50,21 +50,21 @@ class OpenSequence:
 
     @property
     def limit(self) -> int:
-        """The longest position that can be a hit: at least one token is left."""
+        """The longest possible hit: at least one token is left to compute."""
         size = self.registered.chunk_tokens
         return min(self.num_tokens - 1, self.num_chunks * size) // size * size
 
     def pieces(self, data: bytes) -> Pieces:
-        """Pieces `[n, 2]` that travelled as bytes, each of which this sequence has."""
+        """Decode pieces `[n, 2]`, and check that this sequence has them."""
         flat = numbers(data, "<i4")
         if len(flat) % 2:
-            raise BadRequest("a piece is a row and a chunk")
+            raise BadRequest("a piece is a shard and a chunk")
         pieces = flat.reshape(-1, 2)
         if len(pieces) > MOST_PIECES:
             raise OverLimit(f"{len(pieces)} pieces in one message, {MOST_PIECES} at most")
         most = (self.registered.num_shards, self.num_chunks)
         if ((pieces < 0) | (pieces >= most)).any():
-            raise BadRequest(f"a piece beyond {most[0]} rows and {most[1]} chunks")
+            raise BadRequest(f"a piece beyond {most[0]} shards and {most[1]} chunks")
         return pieces
 
     def keys_at(self, pieces: Pieces) -> list[bytes]:
@@ -72,7 +72,7 @@ class OpenSequence:
         return [self.keys[i] for i in at.tolist()]
 
     def wants_at(self, pieces: Pieces) -> list[BlobRequest]:
-        """What a tier is to be asked for, and how to check what it gives."""
+        """Requests for these blobs, with their checks."""
         shards = self.registered.shards
         return [
             BlobRequest(key, shards[shard].blob_bytes, partial(BlobCheck, shards[shard], chunk, key))

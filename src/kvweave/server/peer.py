@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket, and whether a client may believe what comes from there."""
+"""The peer of a Unix socket, and whether a client may trust it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def credentials(connected: socket.socket) -> tuple[int, int]:
-    """Process and user of the other end, as the kernel knows them."""
+    """Process id and user id of the peer, from the kernel."""
     pid, uid, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
 def check_server(connected: socket.socket, path: Path) -> None:
-    """Raises `Refused` where anybody could have put a socket: KV of a stranger would be taken for the model's own.
+    """Raise `Refused` if another user could have created the socket: KV from a stranger would be used as the model's
+    own.
 
-    Trusted are this user, root, and a user whose socket lies where only root and that user can write: `/run/kvweave`
-    of a service, but nothing under `/tmp`.
+    Trusted are this user, root, and a user whose socket is in a directory that only root and that user can write:
+    `/run/kvweave` of a service, but nothing under `/tmp`.
     """
     _, uid = credentials(connected)
     if uid in (0, os.getuid()) or _only_writable_by(path.resolve().parent, uid):
@@ -37,10 +38,10 @@ def check_server(connected: socket.socket, path: Path) -> None:
 
 
 def _only_writable_by(directory: Path, uid: int) -> bool:
-    """Root and this user apart, nobody can write to it, or to what it lies in."""
+    """Whether only root and this user can write to the path and to the directories above it."""
     try:
         found = [place.stat() for place in (directory, *directory.parents)]
-    except OSError:  # what cannot be looked at is not trusted
+    except OSError:  # a directory that cannot be examined is not trusted
         return False
     return all(each.st_uid in (0, uid) and not each.st_mode & OTHERS for each in found)
 

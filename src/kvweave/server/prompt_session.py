@@ -1,4 +1,5 @@
-"""What must have been said before: a schema on every new connection, and the digests of a prompt, once."""
+"""The state that a daemon needs before a request about a prompt: the schema, once a connection, and the prompt's
+digests, once."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from kvweave.server.registered_model import registration
 from kvweave.store import HashedPrompt, Schema, Shard
 from kvweave.store.tier_stack import UNLIMITED, Budget
 
-ANSWER_S = 0.02
-"""How much earlier than its client a daemon gives up, so that what it knows by then still comes in time."""
+REPLY_MARGIN_S = 0.02
+"""Seconds by which the daemon gives up earlier than its client, so that a partial result still arrives in time."""
 GRACE_S = 0.02
-"""What an answer may take beyond the budget of its question."""
+"""Seconds that a reply may take beyond the budget of its request."""
 
 
 class PromptSession:
-    """Questions about prompts. A connection that was lost is made anew, and everything is said again.
+    """Requests about prompts. After a reconnect, schema and prompts are sent again.
 
-    What was said is written down only by functions that the client calls while it holds the connection, so that it is
-    always what this connection was told.
+    What was sent is recorded only by functions that the client calls while it holds the connection, so that the record
+    is always that of the current connection.
     """
 
     def __init__(self, client: Client, schema: Schema, model: str) -> None:
@@ -41,25 +42,27 @@ class PromptSession:
         make: Callable[[int], protocol.Message],
         budget: Budget = UNLIMITED,
         generation: int | None = None,
-    ) -> tuple[protocol.Answer, int]:
-        """The answer to what `make` makes for the prompt's number, and the generation of the connection it is of.
+    ) -> tuple[protocol.Reply, int]:
+        """The reply to the request that `make` builds for the prompt's number, and the generation of its connection.
 
-        A question about what a certain connection holds names its `generation`: over another one it is not asked.
+        A request about something held by a certain connection gives its `generation`; if that connection is lost, it is
+        not sent.
         """
         return self._ask(prompt, lambda sequence: [make(sequence)], budget, generation)
 
     def lease(
         self, prompt: HashedPrompt, make: Callable[[int, int], protocol.Message], budget: Budget
-    ) -> tuple[protocol.Answer, int, int]:
-        """As `ask`, for a question that takes a lease, the prompt's only one: the last one it had is given back."""
+    ) -> tuple[protocol.Reply, int, int]:
+        """As `ask`, for a request that takes a lease. A prompt has one lease at a time: its previous one is
+        released."""
         lease = self.client.number()
 
-        def questions(sequence: int) -> list[protocol.Message]:
+        def requests(sequence: int) -> list[protocol.Message]:
             before = self._leases.get(sequence)
             self._leases[sequence] = lease
             return [make(sequence, lease), *([protocol.Release([before])] if before else [])]
 
-        return *self._ask(prompt, questions, budget), lease
+        return *self._ask(prompt, requests, budget), lease
 
     def _ask(
         self,
@@ -67,34 +70,34 @@ class PromptSession:
         make: Callable[[int], list[protocol.Message]],
         budget: Budget,
         generation: int | None = None,
-    ) -> tuple[protocol.Answer, int]:
+    ) -> tuple[protocol.Reply, int]:
         before: list[protocol.Message] = []
 
-        def questions() -> list[protocol.Message]:
+        def requests() -> list[protocol.Message]:
             if generation not in (None, self.client.generation):
                 return []
             before[:] = self._introduce(prompt)
             return [*before, *make(self._sequences[_name(prompt)])]
 
-        answers, asked = self.client.exchange(questions, reply_timeout(budget))
-        if not answers:
+        replies, asked = self.client.exchange(requests, reply_timeout(budget))
+        if not replies:
             raise ServerGone("the connection was lost, and what was held with it")
-        for question, answer in zip(before, answers, strict=False):
-            self._check_said(prompt, question, answer)
-        return answers[len(before)], asked
+        for request, reply in zip(before, replies, strict=False):
+            self._check_said(prompt, request, reply)
+        return replies[len(before)], asked
 
-    def _check_said(self, prompt: HashedPrompt, question: protocol.Message, answer: protocol.Answer) -> None:
-        """What the daemon did not take is said again by the next question."""
+    def _check_said(self, prompt: HashedPrompt, request: protocol.Message, reply: protocol.Reply) -> None:
+        """Forget what the daemon did not accept, so that the next request sends it again."""
         try:
-            self.client.check(answer, protocol.Done)
+            self.client.check(reply, protocol.Done)
         except ServerError:
             self._keys.pop(self._sequences.pop(_name(prompt), 0), None)
-            if question is self._register:
+            if request is self._register:
                 self._generation = 0
             raise
 
     def forget(self) -> None:
-        """Close all sequences: what is asked next is introduced anew."""
+        """Close all sequences; later requests open them again."""
         self.client.exchange(lambda: self._closing(0))
 
     def _introduce(self, prompt: HashedPrompt) -> list[protocol.Message]:
@@ -116,7 +119,8 @@ class PromptSession:
         return [*first, protocol.Open(number, self._schema, tenant, prompt.num_tokens, prefixes)]
 
     def _room(self, prompt: HashedPrompt) -> int:
-        """How many sequences may stay open beside a new one. Half of the limits: a client may serve two stores."""
+        """How many sequences may stay open beside a new one: half of the limits, since two stores may share a
+        client."""
         welcome, keys = self.client.welcome, prompt.num_chunks * len(self._register.shards)
         recent = reversed(self._sequences.values())
         sums = accumulate((self._keys[number] for number in recent), initial=keys)
@@ -124,7 +128,7 @@ class PromptSession:
         return min(fitting, welcome.max_sequences // 2 - 1)
 
     def _closing(self, most: int) -> list[protocol.Message]:
-        """Close the sequences that were used least recently, so that at most so many are left."""
+        """Close the least recently used sequences, so that at most `most` stay open."""
         closed = [self._sequences.popitem(last=False)[1] for _ in range(len(self._sequences) - most)]
         leases = [lease for number in closed if (lease := self._leases.pop(number, 0))]
         for number in closed:
@@ -133,17 +137,17 @@ class PromptSession:
 
 
 def reply_timeout(budget: Budget) -> float | None:
-    """How long to wait for an answer; None: as long as the client does."""
+    """Seconds to wait for a reply; None: the client's default."""
     return None if budget.left_s is None else max(0.0, budget.left_s) + GRACE_S
 
 
 def daemon_budget(budget: Budget) -> float | None:
-    """What the daemon is told that it may take."""
-    return None if budget.left_s is None else max(0.0, budget.left_s - ANSWER_S)
+    """The budget that is sent to the daemon."""
+    return None if budget.left_s is None else max(0.0, budget.left_s - REPLY_MARGIN_S)
 
 
 def _name(prompt: HashedPrompt) -> bytes:
-    """What makes two prompts the same to the daemon."""
+    """What identifies a prompt to the daemon."""
     last = prompt.prefixes[-1].tobytes() if prompt.num_chunks else b""
     return prompt.namespace.tenant_id + prompt.num_tokens.to_bytes(8, "little") + last
 

@@ -1,12 +1,12 @@
-"""What client and daemon say to one another: small typed messages, msgpack, a length before each.
+"""The protocol between client and daemon: small typed messages in msgpack, each preceded by its length.
 
     length (4, little-endian)   request id (4)   message: an array, its name first
 
-Every request gets exactly one answer, in order; `Failed` is one. The answer carries the request's id, so that an answer
-which comes too late is never taken for another one's. Positions in the arena travel as arrays of bytes.
+Every request gets exactly one reply, in order; `Failed` is one. The reply carries the id of its request, so that a late
+reply is never taken for that of another. Offsets in the arena are sent as arrays of bytes.
 
-The first request is `Hello`. It and its answer have no id, and its version is its first field: both stay so in every
-version, so that builds of different versions can tell one another.
+The first request is `Hello`. Neither it nor its reply has an id, and its first field is the version. Both hold for
+every version of the protocol, so that different versions can recognise each other.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MESSAGE_BYTES = 4 << 20
 """The longest message: the digests of 32 million tokens in chunks of 256."""
 
 MOST_PIECES = 1 << 13
-"""What one message may ask for: so many are answered in some milliseconds."""
+"""Pieces in one message, at most: that many are served in some milliseconds."""
 NOT_IN_ARENA = -1
-"""A place that is no place: not in the arena; for a reservation, nothing to do, since it is there already."""
+"""In place of an offset: not in the arena."""
 PRESENT, WRITING, NO_ROOM = -1, -2, -3
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
@@ -42,14 +42,14 @@ Digest = Annotated[bytes, Meta(min_length=8, max_length=8)]
 
 
 class Message(Struct, frozen=True, array_like=True, tag=str.lower):
-    """Anything that is said."""
+    """Base of all messages."""
 
 
 # ---- questions
 
 
 class Hello(Message, frozen=True):
-    """The first message. `arena`: whether the answer shall bring the arena's file descriptor."""
+    """The first message. `arena`: whether to pass the arena's file descriptor with the reply."""
 
     version: int
     digest: bytes
@@ -59,11 +59,11 @@ class Hello(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Are you there?"""
+    """Asks for a reply, and nothing else."""
 
 
 class ShardInfo(Struct, frozen=True, array_like=True):
-    """One part of one group: its id is the digest of `meta`, which says what is in it."""
+    """One part of one group: its id is the digest of `meta`, which describes it."""
 
     id: Digest
     blob_bytes: Annotated[int, Meta(ge=1, le=2**40)]
@@ -71,7 +71,7 @@ class ShardInfo(Struct, frozen=True, array_like=True):
 
 
 class GroupInfo(Struct, frozen=True, array_like=True):
-    """So many of the rows, one after the other, and their reach as JSON."""
+    """The next `num_shards` shards belong to this group; the reach is a JSON object."""
 
     tag: Name
     num_shards: Annotated[int, Meta(ge=1, le=4096)]
@@ -79,7 +79,7 @@ class GroupInfo(Struct, frozen=True, array_like=True):
 
 
 class Register(Message, frozen=True):
-    """A model's schema, under a number of the client's choice."""
+    """Registers a model's schema, under a number chosen by the client."""
 
     schema: Number
     model: Name
@@ -89,7 +89,8 @@ class Register(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """A sequence, under a number of the client's choice: the digests of its prefixes, which are sent only once."""
+    """Opens a prompt, under a number chosen by the client, with the digests of its prefixes: they are sent only
+    once."""
 
     sequence: Number
     schema: Number
@@ -99,13 +100,14 @@ class Open(Message, frozen=True):
 
 
 class Close(Message, frozen=True):
-    """Forget sequences."""
+    """Closes sequences."""
 
     sequences: list[Number]
 
 
 class Lookup(Message, frozen=True):
-    """The longest prefix from which every group can go on. With a lease (not 0), `shards` of it stay where they are."""
+    """Asks for the longest prefix at which every group can resume. With a lease (not 0), blobs of `shards` stay in
+    the arena."""
 
     sequence: Number
     lease: Number
@@ -114,7 +116,7 @@ class Lookup(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True, tag="bring"):
-    """Where these pieces are, under a lease; those of farther tiers are brought first."""
+    """Asks for the places of these pieces, under a lease; those of backing tiers are fetched first."""
 
     sequence: Number
     lease: Number
@@ -123,7 +125,7 @@ class Fetch(Message, frozen=True, tag="bring"):
 
 
 class Prefetch(Message, frozen=True):
-    """Bring these pieces, without a lease."""
+    """Fetches these pieces into the arena, without a lease."""
 
     sequence: Number
     pieces: bytes
@@ -131,25 +133,25 @@ class Prefetch(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Keep these leases for their time again."""
+    """Extends these leases."""
 
     leases: list[Number]
 
 
 class PinLeases(Message, frozen=True, tag="pin"):
-    """Keep these leases until they are released, or the connection ends."""
+    """Keeps these leases until they are released, or the connection ends."""
 
     leases: list[Number]
 
 
 class Release(Message, frozen=True):
-    """Give back these leases; unknown and expired ones are fine."""
+    """Releases these leases; unknown and expired ones are ignored."""
 
     leases: list[Number]
 
 
 class Reserve(Message, frozen=True):
-    """Places to write these pieces at, under a ticket."""
+    """Reserves places to write these pieces, under a ticket."""
 
     sequence: Number
     ticket: Number
@@ -158,7 +160,7 @@ class Reserve(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """Everything of a ticket is written: show it. `abandon`: show nothing, and give the places back."""
+    """Makes the blobs of a ticket visible. `abandon`: frees its places instead."""
 
     ticket: Number
     abandon: bool = False
@@ -166,30 +168,30 @@ class Commit(Message, frozen=True):
 
 
 class Damaged(Message, frozen=True):
-    """These pieces are not what they should be. The daemon checks them, and forgets those that are damaged."""
+    """Reports damaged pieces. The daemon checks them, and deletes those that are."""
 
     sequence: Number
     pieces: bytes
 
 
 class Flush(Message, frozen=True):
-    """Answer when what was committed so far is in the persistent tiers."""
+    """Asks for a reply when everything committed so far is in the persistent tiers."""
 
     wait_s: float = 60.0
 
 
 class StatsRequest(Message, frozen=True, tag="stats"):
-    """What is in there, and what was done."""
+    """Asks for the daemon's report."""
 
 
 class Describe(Message, frozen=True):
-    """What the daemon is: its terms, its tiers, and the registered schemas, or those of one model."""
+    """Asks for the daemon's description, with all registered schemas or those of one model."""
 
     model: Name | None = None
 
 
 class Clear(Message, frozen=True):
-    """Forget everything, or what belongs to a tenant, a model, or both; in every tier, for so long at most."""
+    """Deletes everything, or what belongs to a tenant, a model, or both, in every tier, within `wait_s` seconds."""
 
     tenant: Digest | None = None
     model: Name | None = None
@@ -200,8 +202,8 @@ class Clear(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """`boot` is another one for every start of the daemon. A connection may have so many bytes reserved at once, so
-    many sequences open, and so many keys in them (rows x chunks)."""
+    """`boot` is unique to each start of the daemon. The limits are those of one connection: reserved bytes, open
+    sequences, and their keys (shards x chunks)."""
 
     version: int
     boot: bytes
@@ -213,16 +215,18 @@ class Welcome(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """It is done; so many."""
+    """The request is done; `count` of whatever it was about."""
 
     count: int = 0
 
 
 class Found(Message, frozen=True):
-    """The hit; which pieces there are (bits, `[shards, chunks]`); and places, row by row, of what the hit needs.
+    """The position of the hit; the pieces that exist (bits, `[shards, chunks]`); and the places of what the hit needs,
+    shard by shard.
 
-    No places: nothing is under lease, since none was asked for or the leases' share of the arena is used up. `late`:
-    some tier did not answer in time, so that there may be more."""
+    Without places nothing is under lease: none was asked for, or the quota of leases is used up. `late`: a tier did not
+    answer in time, so that more may be stored.
+    """
 
     position: int
     present: bytes
@@ -231,31 +235,31 @@ class Found(Message, frozen=True):
 
 
 class Places(Message, frozen=True):
-    """Where pieces are, or may be written, in the order they were asked for."""
+    """The places of pieces, to read or to write, in the order of the request."""
 
     starts: bytes
 
 
 class Alive(Message, frozen=True):
-    """Leases that hold."""
+    """The leases that still exist."""
 
     leases: list[int]
 
 
 class StatsReply(Message, frozen=True, tag="stated"):
-    """The answer to `StatsRequest`."""
+    """The reply to `StatsRequest`."""
 
     report: Report
 
 
 class DescribeReply(Message, frozen=True, tag="described"):
-    """The answer to `Describe`."""
+    """The reply to `Describe`."""
 
     description: Description
 
 
 class ClearReply(Message, frozen=True, tag="cleared"):
-    """What became of it in each tier, the nearest first."""
+    """The result in each tier, the nearest first."""
 
     tiers: list[TierCleared]
 
@@ -265,33 +269,33 @@ class ClearReply(Message, frozen=True, tag="cleared"):
 
     @property
     def kept_by(self) -> dict[str, str]:
-        """Tiers that may still have something, and why."""
+        """Tiers that may not be empty, and why."""
         return {tier.name: tier.trouble for tier in self.tiers if tier.trouble}
 
 
 class Failed(Message, frozen=True):
-    """An error's name and words."""
+    """An error: the name of its class, and its message."""
 
     error: str
     message: str
 
 
-Question = (
+Request = (
     Hello | Ping | Register | Open | Close | Lookup | Fetch | Prefetch | Renew | PinLeases | Release | Reserve | Commit
     | Damaged | Flush | StatsRequest | Describe | Clear
 )  # fmt: skip
-Answer = Welcome | Done | Found | Places | Alive | StatsReply | DescribeReply | ClearReply | Failed
+Reply = Welcome | Done | Found | Places | Alive | StatsReply | DescribeReply | ClearReply | Failed
 
 ERRORS = {error.__name__: error for error in (ServerError, Refused, BadRequest, OverLimit, LeaseExpired)}
 
 
 RELEASED = {bytes.fromhex("6750a87457f087cc"): bytes.fromhex("b7b2d55543cfb6d0")}
-"""By the shape of their messages, what builds say that hashed names and docstrings too: they are still understood."""
+"""Earlier builds hashed class names and docstrings too. By the shape of their messages, the digest that they expect."""
 
 
 def _digest() -> bytes:
     """A hash of the shape of all messages: a client and a daemon that would misread one another refuse to talk."""
-    roots, parts = msgspec.json.schema_components([Question, Answer])
+    roots, parts = msgspec.json.schema_components([Request, Reply])
     encoded = msgspec.json.encode(_shape(roots, parts), order="deterministic")
     shape = hashlib.sha256(encoded).digest()[:8]
     return RELEASED.get(shape, shape)
@@ -312,37 +316,37 @@ def _shape(schema: Any, parts: Mapping[str, Any]) -> Any:
 DIGEST = _digest()
 _HEAD = struct.Struct("<II")
 _encoder = msgspec.msgpack.Encoder()
-read_question = msgspec.msgpack.Decoder(Question).decode
-read_answer = msgspec.msgpack.Decoder(Answer).decode
+read_request = msgspec.msgpack.Decoder(Request).decode
+read_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
-def frame(message: Message, request: int | None = None) -> bytes:
-    """A message with its length, and its request's id, before it. Only `Hello` and its answer have no id."""
+def frame(message: Message, request_id: int | None = None) -> bytes:
+    """A message, preceded by its length and the id of its request. `Hello` and its reply have no id."""
     body = _encoder.encode(message)
-    if request is None:
+    if request_id is None:
         return len(body).to_bytes(LENGTH_BYTES, "little") + body
-    return _HEAD.pack(ID_BYTES + len(body), request) + body
+    return _HEAD.pack(ID_BYTES + len(body), request_id) + body
 
 
-def request_id(body: bytes) -> int:
-    """The id before a message; 0, which no request has, if there is none."""
+def read_request_id(body: bytes) -> int:
+    """The id of a message; 0, which no request has, if the message is too short."""
     return int.from_bytes(body[:ID_BYTES], "little") if len(body) >= ID_BYTES else 0
 
 
-def undo(question: Message) -> Message | None:
-    """What gives back whatever a question may have taken whose answer nobody waited for."""
-    if isinstance(question, Lookup | Fetch) and question.lease:
-        return Release([question.lease])
-    return Commit(question.ticket, abandon=True) if isinstance(question, Reserve) else None
+def undo(request: Message) -> Message | None:
+    """The request that releases what an unanswered request may have taken."""
+    if isinstance(request, Lookup | Fetch) and request.lease:
+        return Release([request.lease])
+    return Commit(request.ticket, abandon=True) if isinstance(request, Reserve) else None
 
 
 def numbers(data: bytes, kind: str = "<i8") -> NDArray[np.int64]:
-    """An array that travelled as bytes."""
+    """Decode an array that was sent as bytes."""
     if len(data) % np.dtype(kind).itemsize:
         raise BadRequest(f"{len(data)} bytes are no array of {kind}")
     return np.frombuffer(data, kind).astype(np.int64)
 
 
 def packed(values: object, kind: str = "<i8") -> bytes:
-    """An array as bytes."""
+    """Encode an array as bytes."""
     return np.asarray(values, kind).tobytes()

@@ -1,4 +1,5 @@
-"""A model as the daemon knows it: row ids, headers, sizes and reaches. What is in payloads is the clients' business."""
+"""A model as the daemon knows it: ids, headers and sizes of its shards, and the reaches of its groups. The daemon
+does not interpret payloads."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ MOST = 1 << 40
 
 
 def registration(number: int, model: str, schema: Schema) -> Register:
-    """A schema, as a client says it."""
+    """The request that registers a schema."""
     shards = [ShardInfo(shard.id, blob_bytes(shard), shard.meta) for shard in schema.shards]
     groups = [GroupInfo(g.tag, g.stop - g.first, codec.to_dict(g.reach)) for g in schema.groups]
     return Register(number, model, schema.chunk_tokens, shards, groups)
@@ -43,7 +44,7 @@ class _Role(msgspec.Struct):
 
 
 class _Meta(msgspec.Struct):
-    """What the daemon reads of a row's `meta`."""
+    """The fields of a shard's `meta` that the daemon reads."""
 
     chunk_tokens: int
     layers: list[int]
@@ -55,7 +56,7 @@ class _Meta(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class RegisteredShard:
-    """A row as its blobs' headers describe it, of blobs of `blob_bytes`."""
+    """A shard as far as its blob headers describe it."""
 
     meta: bytes
     blob_bytes: int
@@ -69,19 +70,19 @@ class RegisteredShard:
 class RegisteredModel:
     """A registered schema, shared by all connections that registered the same."""
 
-    def __init__(self, said: Register) -> None:
-        self.model, self.chunk_tokens = printable(said.model), said.chunk_tokens
-        self.digest = digest(said)
-        self.sizes = np.array([shard.blob_bytes for shard in said.shards], np.int64)
-        self.ids = np.frombuffer(b"".join(shard.id for shard in said.shards), np.uint8).reshape(-1, SHARD_ID_BYTES)
-        self.shards = [RegisteredShard(shard.meta, shard.blob_bytes, said.chunk_tokens) for shard in said.shards]
-        self.num_bytes = sum(len(shard.meta) for shard in said.shards)
+    def __init__(self, request: Register) -> None:
+        self.model, self.chunk_tokens = printable(request.model), request.chunk_tokens
+        self.digest = digest(request)
+        self.sizes = np.array([shard.blob_bytes for shard in request.shards], np.int64)
+        self.ids = np.frombuffer(b"".join(shard.id for shard in request.shards), np.uint8).reshape(-1, SHARD_ID_BYTES)
+        self.shards = [RegisteredShard(shard.meta, shard.blob_bytes, request.chunk_tokens) for shard in request.shards]
+        self.num_bytes = sum(len(shard.meta) for shard in request.shards)
         self.users = 0
-        """Connections that have it registered now."""
+        """Number of connections that use it."""
         self.counts: Counter[str] = Counter()
-        metas = [_meta(shard, said.chunk_tokens) for shard in said.shards]
-        self._described = [_described(shard, meta) for shard, meta in zip(said.shards, metas, strict=True)]
-        self._groups = [*_groups(said, [meta.first_token for meta in metas])]
+        metas = [_meta(shard, request.chunk_tokens) for shard in request.shards]
+        self._described = [_described(shard, meta) for shard, meta in zip(request.shards, metas, strict=True)]
+        self._groups = [*_groups(request, [meta.first_token for meta in metas])]
 
     @property
     def num_shards(self) -> int:
@@ -96,8 +97,8 @@ class RegisteredModel:
         return joint_hit([group.presence(present) for group in self._groups], self.chunk_tokens, limit)
 
     def needs(self, position: int, wanted: NDArray[np.int64] | None, present: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Pieces `[n, 2]`: what going on from `position` needs of the wanted rows, row by row; tails where they are
-        `present` (`[shards, chunks]`) and whole chunks are not."""
+        """Pieces `[n, 2]` that are needed to resume at `position`, of the wanted shards, shard by shard: tails where
+        they are `present` (`[shards, chunks]`) and complete chunks are not."""
         each = (group.needs(position, present) for group in self._groups)
         pieces = np.concatenate([np.empty((0, 2), np.int64), *each])
         return pieces if wanted is None else pieces[np.isin(pieces[:, 0], wanted)]
@@ -116,56 +117,56 @@ class RegisteredModel:
         return GroupDescription(group.tag, words, described[0][0], tuple(shard for _, shard in described))
 
 
-def digest(said: Register) -> bytes:
-    """Equal registrations, equal digests, whatever number a client gave them."""
-    facts = hashlib.sha256(f"{said.model}\0{said.chunk_tokens}".encode())
-    for shard in said.shards:
+def digest(request: Register) -> bytes:
+    """Equal for equal registrations, whatever number the client gave them."""
+    facts = hashlib.sha256(f"{request.model}\0{request.chunk_tokens}".encode())
+    for shard in request.shards:
         facts.update(shard.id + shard.blob_bytes.to_bytes(8, "little"))
-    facts.update(json.dumps([[g.tag, g.num_shards, g.reach] for g in said.groups], sort_keys=True).encode())
+    facts.update(json.dumps([[g.tag, g.num_shards, g.reach] for g in request.groups], sort_keys=True).encode())
     return facts.digest()[:8]
 
 
 def _meta(shard: ShardInfo, chunk_tokens: int) -> _Meta:
-    """What a row says of itself. An id that is not the digest of that is somebody else's."""
+    """What a shard says of itself. Raises `BadRequest` if its id is not the digest of its `meta`."""
     if hashlib.sha256(b"kvweave row 1\0" + shard.meta).digest()[:SHARD_ID_BYTES] != shard.id:
-        raise BadRequest(f"row {shard.id.hex()} has another digest: this is a schema of another version of kvweave")
+        raise BadRequest(f"shard {shard.id.hex()} has another digest: this is a schema of another version of kvweave")
     try:
         meta = msgspec.json.decode(shard.meta, type=_Meta)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"row {shard.id.hex()} does not say what it is: {error}") from None
+        raise BadRequest(f"shard {shard.id.hex()} cannot be read: {error}") from None
     if meta.chunk_tokens != chunk_tokens:
-        raise BadRequest(f"row {shard.id.hex()} is of chunks of {meta.chunk_tokens} tokens, not {chunk_tokens}")
+        raise BadRequest(f"shard {shard.id.hex()} is of chunks of {meta.chunk_tokens} tokens, not {chunk_tokens}")
     if shard.blob_bytes != (size := _blob_bytes(shard, meta)):
-        raise BadRequest(f"row {shard.id.hex()} describes blobs of {size} bytes, but says {shard.blob_bytes}")
+        raise BadRequest(f"shard {shard.id.hex()} describes blobs of {size} bytes, but says {shard.blob_bytes}")
     return meta
 
 
 def _described(shard: ShardInfo, meta: _Meta) -> tuple[tuple[int, ...], ShardDescription]:
-    """A row's layers, and the rest."""
+    """The layers and the description of a shard."""
     roles = tuple(f"{role.name} {[role.rows, *role.shape]} {role.dtype}" for role in meta.roles)
     return tuple(meta.layers), ShardDescription(shard.id.hex(), meta.part, meta.parts, shard.blob_bytes, roles)
 
 
 def _blob_bytes(shard: ShardInfo, meta: _Meta) -> int:
-    """Header and payload, as everybody who knows the row reckons them."""
+    """Bytes of header and payload, computed from `meta` as clients do."""
     try:
         bits = sum(role.rows * math.prod(role.shape) * DType(role.dtype).bits for role in meta.roles)
     except ValueError as error:
-        raise BadRequest(f"row {shard.id.hex()} does not say what it is: {error}") from None
+        raise BadRequest(f"shard {shard.id.hex()} cannot be read: {error}") from None
     return header_bytes(RegisteredShard(shard.meta, 0, meta.chunk_tokens)) + len(meta.layers) * bits // 8
 
 
-def _groups(said: Register, first_tokens: list[int]) -> Iterator[ShardGroup]:
+def _groups(request: Register, first_tokens: list[int]) -> Iterator[ShardGroup]:
     start = 0
-    for group in said.groups:
+    for group in request.groups:
         firsts = first_tokens[start : start + group.num_shards]
         parts, tail = len(firsts) - sum(map(bool, firsts)), firsts[-1] if firsts else 0
-        if firsts not in ([0] * parts, [0] * parts + [tail] * parts) or not 0 <= tail < said.chunk_tokens:
-            raise BadRequest(f"group {group.tag!r}: rows from the tokens {firsts} on are no chunks and their tails")
-        yield ShardGroup(group.tag, _reach(group), said.chunk_tokens, start, parts, tail)
+        if firsts not in ([0] * parts, [0] * parts + [tail] * parts) or not 0 <= tail < request.chunk_tokens:
+            raise BadRequest(f"group {group.tag!r}: shards that begin at tokens {firsts} are no chunks and their tails")
+        yield ShardGroup(group.tag, _reach(group), request.chunk_tokens, start, parts, tail)
         start += group.num_shards
-    if start != len(said.shards):
-        raise BadRequest(f"groups of {start} rows in all, but there are {len(said.shards)}")
+    if start != len(request.shards):
+        raise BadRequest(f"groups of {start} shards in all, but there are {len(request.shards)}")
 
 
 def _reach(group: GroupInfo) -> Reach:

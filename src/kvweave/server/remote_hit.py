@@ -1,4 +1,4 @@
-"""What a lookup through a daemon found, and where it lies."""
+"""The result of a lookup through a daemon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvweave.store import HashedPrompt
 
 @dataclass(frozen=True, slots=True)
 class PinnedHit:
-    """What a prompt needs to go on from `position` stays in the arena."""
+    """A pinned hit: what resuming at `position` needs stays in the arena."""
 
     position: int
     lease: int
@@ -22,14 +22,14 @@ class PinnedHit:
 
 @dataclass(frozen=True)
 class RemoteHit:
-    """From `position` on there is work to do. What lies before stays where it is until `until`."""
+    """The tokens before `position` can be loaded; the places are valid until `until`."""
 
     prompt: HashedPrompt
     position: int
     present: NDArray[np.bool_]
     """`[shards, chunks]`"""
     places: NDArray[np.int64]
-    """`[shards, chunks]`: where in the arena, `NOT_IN_ARENA` for what is not there."""
+    """`[shards, chunks]`: offsets in the arena, `NOT_IN_ARENA` for what is not there."""
     lease: int = 0
     until: float = 0.0
     generation: int = 0

@@ -1,6 +1,7 @@
-"""A store behind a daemon, with the face of `Store`. Bytes go between this process and the arena; the daemon is told.
+"""A store behind a daemon, with the interface of `Store`. This process copies to and from the arena; the daemon only
+gets messages.
 
-When the daemon is gone, lookups find nothing and saves are dropped, both counted; it is tried again later.
+While the daemon is gone, lookups find nothing and saves are dropped; both are counted, and connecting is tried again.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from kvweave.server.protocol import NOT_IN_ARENA, numbers, packed
 from kvweave.server.remote_hit import PinnedHit, RemoteHit
 from kvweave.server.report import Report
 from kvweave.server.save_operation import ArenaLayout, SaveOperation
-from kvweave.store import AnyStore, HashedPrompt, Saved, Schema, Shard, Sink, Source, StoreStats
-from kvweave.store.base import ChunkRef, in_thread
+from kvweave.store import AnyStore, HashedPrompt, Saved, Schema, Sink, Source, StoreStats
+from kvweave.store.base import ChunkRef, discard, in_thread
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
 from kvweave.store.tier_stack import Budget
@@ -39,7 +40,7 @@ log = logging.getLogger("kvweave.server")
 
 
 class RemoteStore(AnyStore[RemoteHit]):
-    """KV of one model's chunks in a daemon. Many threads may use it; `workers` of its own copy large blobs."""
+    """The KV of one model's chunks in a daemon. Thread-safe; large blobs are copied by `workers` threads."""
 
     def __init__(self, schema: Schema, client: Client | str | Path, *, model: str = "", workers: int = 2) -> None:
         super().__init__(schema)
@@ -61,11 +62,12 @@ class RemoteStore(AnyStore[RemoteHit]):
         lease: bool = True,
         budget_s: float | None = None,
     ) -> RemoteHit:
-        """The longest prefix from which every group can go on. What it needs of `shards` (default: all) stays in the
-        arena until the hit is loaded or released, the same prompt is looked up again, or the lease is over.
+        """The longest prefix at which every group can resume. What it needs of `shards` (default: all) stays in the
+        arena until the hit is loaded or released, the same prompt is looked up again, or the lease expires.
 
-        Without a lease, or beyond the leases' share of the arena, it may be evicted before it is loaded: `load` asks
-        again for what it needs, and shortens if that is gone."""
+        Without a lease, or when the quota of leases is used up, blobs may be evicted before they are loaded: `load`
+        then fetches them again, and falls back to a shorter hit if they are gone.
+        """
         shape = (len(self.schema.shards), prompt.num_chunks)
         hit = RemoteHit(prompt, 0, np.zeros(shape, bool), np.full(shape, NOT_IN_ARENA, np.int64))
         if prompt.num_chunks:
@@ -77,14 +79,14 @@ class RemoteStore(AnyStore[RemoteHit]):
     def _lookup(self, empty: RemoteHit, shards: Sequence[int] | None, budget: Budget, *, lease: bool) -> RemoteHit:
         asked_at, wanted = time.monotonic(), None if shards is None else packed(sorted(shards), "<i4")
 
-        def question(sequence: int, number: int = 0) -> protocol.Message:
+        def request(sequence: int, number: int = 0) -> protocol.Message:
             return protocol.Lookup(sequence, number, wanted, daemon_budget(budget))
 
         if lease:
-            answer, generation, number = self._prompt_session.lease(empty.prompt, question, budget)
+            reply, generation, number = self._prompt_session.lease(empty.prompt, request, budget)
         else:
-            (answer, generation), number = self._prompt_session.ask(empty.prompt, question, budget), 0
-        found = self.client.check(answer, protocol.Found)
+            (reply, generation), number = self._prompt_session.ask(empty.prompt, request, budget), 0
+        found = self.client.check(reply, protocol.Found)
         if found.late:
             self._count(unanswered=1)
         shape, places = empty.present.shape, empty.places
@@ -110,12 +112,12 @@ class RemoteStore(AnyStore[RemoteHit]):
     def load_into(
         self, hit: RemoteHit, target: Target, *, shards: Sequence[int] | None = None, budget_s: float | None = None
     ) -> int:
-        """As `load`, but straight into memory that `target` names: one copy less. Beyond the position that is returned
-        it may hold anything."""
-        return self.load(replace(hit, target=target), _ignore, shards=shards, budget_s=budget_s)
+        """As `load`, but directly into memory that `target` returns, which saves a copy. What it holds beyond the
+        returned position is undefined."""
+        return self.load(replace(hit, target=target), discard, shards=shards, budget_s=budget_s)
 
     def release(self, hit: RemoteHit, *, budget_s: float | None = None) -> None:
-        """Let the daemon evict what a hit held; may be called twice."""
+        """Let the daemon evict what a hit holds; calling it twice is fine."""
         self._release(hit, Budget.of(budget_s))
 
     def _release(self, hit: RemoteHit | PinnedHit, budget: Budget) -> None:
@@ -125,12 +127,12 @@ class RemoteStore(AnyStore[RemoteHit]):
 
     def _fetch(self, hit: RemoteHit, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
         held = hit.generation == self.client.generation and time.monotonic() < hit.until
-        near = {piece: int(hit.places[piece]) for piece in pieces if held and hit.places[piece] != NOT_IN_ARENA}
-        yield from self._copies(hit, near, hit.until, hit.generation, budget)
-        backing = [piece for piece in pieces if piece not in near]
-        if backing:
-            self._release(hit, budget)  # what is copied must not take the room that the rest needs
-        for batch in self._arena.batches(backing):
+        in_arena = {piece: int(hit.places[piece]) for piece in pieces if held and hit.places[piece] != NOT_IN_ARENA}
+        yield from self._copies(hit, in_arena, hit.until, hit.generation, budget)
+        missing = [piece for piece in pieces if piece not in in_arena]
+        if missing:
+            self._release(hit, budget)  # the lease must not hold arena space that the remaining blobs need
+        for batch in self._arena.batches(missing):
             if budget.is_spent:
                 return
             with self._or_miss():
@@ -142,20 +144,21 @@ class RemoteStore(AnyStore[RemoteHit]):
     def _fetch_to_arena(
         self, prompt: HashedPrompt, pieces: Sequence[ChunkRef], lease: int, budget: Budget
     ) -> tuple[dict[ChunkRef, int], int]:
-        """Where those that could be had are now, and the generation of the connection that holds them."""
+        """The places of the pieces that could be fetched, and the generation of the connection that holds them."""
 
-        def question(sequence: int) -> protocol.Message:
+        def request(sequence: int) -> protocol.Message:
             return protocol.Fetch(sequence, lease, packed(pieces, "<i4"), daemon_budget(budget))
 
-        answer, generation = self._prompt_session.ask(prompt, question, budget)
-        starts = numbers(self.client.check(answer, protocol.Places).starts).tolist()
+        reply, generation = self._prompt_session.ask(prompt, request, budget)
+        starts = numbers(self.client.check(reply, protocol.Places).starts).tolist()
         return {piece: start for piece, start in zip(pieces, starts, strict=True) if start != NOT_IN_ARENA}, generation
 
     def _copies(
         self, hit: RemoteHit, places: dict[ChunkRef, int], until: float, generation: int, budget: Budget
     ) -> Iterator[tuple[ChunkRef, Bytes]]:
-        """What is whole. Of what is not the daemon is told, unless the place may have been somebody else's by then."""
-        arena = self.client.arena  # if it is another one by now, nothing in it will pass for what is wanted
+        """The payloads that are intact. Damaged ones are reported to the daemon, unless the lease had expired: then
+        the extent may hold another blob."""
+        arena = self.client.arena  # after a reconnect this may be another daemon's arena: its blobs fail the check
         in_time = takewhile(lambda _: not budget.is_spent, places.items())
         jobs = (self._arena.job(arena, hit.prompt, *piece, start) for piece, start in in_time)
         damaged = []
@@ -172,53 +175,55 @@ class RemoteStore(AnyStore[RemoteHit]):
                 )
 
     def _wanted(self, hit: RemoteHit, shards: Sequence[int] | None) -> tuple[Sequence[int], NDArray[np.bool_]]:
-        """The rows that matter, and what is near if nothing of them is: all of the others."""
+        """The wanted shards, and flags `[shards, chunks]` in which all shards that this rank does not read are
+        marked as present."""
         wanted = range(len(self.schema.shards)) if shards is None else shards
-        near = np.zeros_like(hit.present)
-        near[[shard for shard in range(len(near)) if shard not in wanted]] = True
-        return wanted, near
+        in_arena = np.zeros_like(hit.present)
+        in_arena[[shard for shard in range(len(in_arena)) if shard not in wanted]] = True
+        return wanted, in_arena
 
     def prefetch(
         self, hit: RemoteHit, *, shards: Sequence[int] | None = None, budget_s: float | None = None
     ) -> Future[int]:
-        """Bring what a hit needs into the arena, over a connection of its own; the position that then is near."""
+        """Fetch what a hit needs into the arena, over a separate connection; the result is the position that the
+        arena then has."""
         return in_thread("kvweave-prefetch", self._prefetched, hit, shards, Budget.of(budget_s))
 
     def _prefetched(self, hit: RemoteHit, shards: Sequence[int] | None, budget: Budget) -> int:
-        wanted, near = self._wanted(hit, shards)
+        wanted, in_arena = self._wanted(hit, shards)
         with self._or_miss(), self.client.again(arena=False, timeout_s=reply_timeout(budget)) as client:
             other = RemoteStore(self.schema, client, model=self._prompt_session.model, workers=1)
             for batch in self._arena.batches([*self._needs(hit.position, wanted, hit.present)]):
                 for piece in other._fetch_to_arena(hit.prompt, batch, 0, budget)[0]:
-                    near[piece] = True
-        return self._position(hit.prompt, near, hit.position)
+                    in_arena[piece] = True
+        return self._position(hit.prompt, in_arena, hit.position)
 
     def pin(self, hit: RemoteHit, *, shards: Sequence[int] | None = None, budget_s: float | None = None) -> PinnedHit:
-        """Bring what a hit needs into the arena, and keep it there until `unpin`, or until this connection ends.
+        """Fetch what a hit needs into the arena, and keep it there until `unpin`, or until this connection ends.
 
-        Raises `OverLimit` for more than the daemon lets one connection pin, `LeaseExpired` if what was brought had its
-        time before it was pinned, and `ServerGone`; then nothing is pinned. A hit of nothing is a pin of nothing.
+        Raises `OverLimit` for more than one connection may pin, `LeaseExpired` if the lease expired before it was
+        pinned, and `ServerGone`; in each case nothing is pinned. Pinning an empty hit does nothing.
         """
         if not hit.position:
             return PinnedHit(0, 0, 0)
-        wanted, near = self._wanted(hit, shards)
+        wanted, in_arena = self._wanted(hit, shards)
         lease, generation, budget = self.client.number(), self.client.generation, Budget.of(budget_s)
         try:
             for batch in self._arena.batches([*self._needs(hit.position, wanted, hit.present)]):
                 for piece in self._fetch_to_arena(hit.prompt, batch, lease, budget)[0]:
-                    near[piece] = True
+                    in_arena[piece] = True
             alive = self.client.ask(protocol.PinLeases([lease]), protocol.Alive, reply_timeout(budget)).leases
             if self.client.generation != generation:
                 raise ServerGone("the connection was lost, and what was pinned with it")
             if lease not in alive:
-                raise LeaseExpired("what was brought had its time before it was pinned; nothing is pinned")
+                raise LeaseExpired("the lease expired before it was pinned; nothing is pinned")
         except ServerError:
             self._release(PinnedHit(0, lease, self.client.generation), budget)
             raise
-        return PinnedHit(self._position(hit.prompt, near, hit.position), lease, generation)
+        return PinnedHit(self._position(hit.prompt, in_arena, hit.position), lease, generation)
 
     def unpin(self, pin: PinnedHit, *, budget_s: float | None = None) -> None:
-        """Let the daemon evict it; may be called twice."""
+        """Let the daemon evict what was pinned; calling it twice is fine."""
         self._release(pin, Budget.of(budget_s))
 
     # ---- writing
@@ -241,11 +246,11 @@ class RemoteStore(AnyStore[RemoteHit]):
     # ---- the rest
 
     def report(self, *, budget_s: float | None = None) -> Report:
-        """What the daemon says of itself. Raises `ServerGone`."""
+        """The daemon's report. Raises `ServerGone`."""
         return self.client.ask(protocol.StatsRequest(), protocol.StatsReply, budget_s).report
 
     def describe(self, *, budget_s: float | None = None) -> Description:
-        """What the daemon is, and what was registered as this store's model. Raises `ServerGone`."""
+        """The daemon's description, with the registrations of this store's model. Raises `ServerGone`."""
         return self.client.ask(
             protocol.Describe(self._prompt_session.model), protocol.DescribeReply, budget_s
         ).description
@@ -256,8 +261,9 @@ class RemoteStore(AnyStore[RemoteHit]):
         return self._stats(())
 
     def flush(self, wait_s: float = 60.0) -> bool:
-        """Wait until what was saved since the last time is in the daemon's persistent tiers. False, too, if some of it
-        was saved to a daemon that ended since: it may have died with it. Others may ask meanwhile."""
+        """Wait until everything saved since the last flush is in the daemon's persistent tiers. False also if a
+        daemon ended since: what it had not written is lost. Uses a separate connection, so that other calls are not
+        delayed."""
         with self._or_miss(), self.client.again(arena=False, timeout_s=wait_s) as client:
             saved = {*self._unflushed}
             done = client.ask(protocol.Flush(wait_s), protocol.Done, wait_s + GRACE_S).count
@@ -265,13 +271,13 @@ class RemoteStore(AnyStore[RemoteHit]):
             return bool(done) and saved <= {client.welcome.boot}
         return False
 
-    def close(self, wait_s: float = 60.0) -> None:  # noqa: ARG002 - what is queued the daemon writes
-        """Give back what is held; what was saved is the daemon's."""
+    def close(self, wait_s: float = 60.0) -> None:  # noqa: ARG002 - the daemon finishes queued writes
+        """Release what is held, and disconnect. Saved blobs stay in the daemon."""
         self.client.close()
         self._copier.close()
 
     def after_fork(self) -> None:
-        """In a forked child: whoever held the lock is not here any more."""
+        """In a forked child: the thread that held the lock does not exist."""
         self._lock = threading.Lock()
 
     def _or_miss(self) -> _OrMiss:
@@ -279,11 +285,11 @@ class RemoteStore(AnyStore[RemoteHit]):
 
     @property
     def unreachable(self) -> int:
-        """How often the daemon was gone, or said no: what was asked then was a miss, what was saved is lost."""
+        """How often the daemon was gone or refused a request: lookups were misses then, and saves were lost."""
         return self._counts["unreachable"]
 
     def _missed(self, error: ServerError) -> None:
-        """Count it. What the daemon refuses, it refuses every time: the log says so, once."""
+        """Count a failed request. A refusal is logged once for each kind of error, since it will be repeated."""
         self._count(**{"unanswered" if isinstance(error, ServerTimeout) else "unreachable": 1})
         words = f"{type(error).__name__}: {error}"
         if not isinstance(error, ServerGone | LeaseExpired) and type(error).__name__ not in self._refusals:
@@ -292,7 +298,7 @@ class RemoteStore(AnyStore[RemoteHit]):
 
 
 class _OrMiss:
-    """A daemon that is gone, or says no, is a miss."""
+    """Turns errors of the daemon into misses."""
 
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
@@ -305,7 +311,3 @@ class _OrMiss:
             return False
         self._store._missed(error)
         return True
-
-
-def _ignore(shard: Shard, chunk: int, payload: Bytes) -> None:
-    """A sink for what is where it shall be already."""

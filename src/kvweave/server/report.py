@@ -1,4 +1,4 @@
-"""What a daemon counts: frozen records, which `inspect`, metrics and tests read."""
+"""The report of a daemon: frozen records of its counters, which `inspect`, metrics and tests read."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kvweave.store import TierExecutorStats
 
 
 def printable(text: str) -> str:
-    """A name that a client chose, without what a terminal or a log would obey."""
+    """A client's name without control characters, which a terminal or log could interpret."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """A registered model by the digest of its schema, and what was asked for it."""
+    """A registered model by the digest of its schema, with counts of its lookups."""
 
     model: str
     schema: str
@@ -50,7 +50,7 @@ class ClientReport:
 
 @dataclass(frozen=True, slots=True)
 class TierCleared:
-    """What became of clearing a tier: entries that are gone, and what is in the way of the others, if anything."""
+    """The result of clearing a tier: the number of deleted entries, and why others may remain, if so."""
 
     name: str
     entries: int
@@ -59,7 +59,7 @@ class TierCleared:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of it."""
+    """The whole report."""
 
     version: str
     pid: int
@@ -71,13 +71,13 @@ class Report:
     tokens_asked: int
     tokens_found: int
     unanswered: int
-    """Lookups to which some tier did not answer in time: what they did not find may be there."""
+    """Lookups that some tier did not answer in time: what was not found may be stored all the same."""
     requests: int
     failures: int
     expired: int
-    """Leases and tickets that were taken back because their time was over."""
+    """Leases and tickets that expired."""
     returned: int
-    """... because their connection went away."""
+    """Leases and tickets that were released because their connection ended."""
     models: tuple[ModelReport, ...]
     prefixes: tuple[PrefixReport, ...]
     clients: tuple[ClientReport, ...]

@@ -1,4 +1,4 @@
-"""A daemon from start to stop: signals, the service manager's socket, and a log."""
+"""Runs a daemon until it is stopped: signals, systemd notification, and logging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(settings: Settings) -> None:
 
 
 async def _run(settings: Settings) -> bool:
-    """Whether some tier hung at the end."""
+    """Run; returns whether a tier hung at the end."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -41,7 +41,7 @@ def _stop(event: asyncio.Event, name: str) -> None:
 
 
 def notify(state: str) -> None:
-    """Tell systemd (sd_notify), if it asked for it."""
+    """Notify systemd (sd_notify), if it started this process."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return

@@ -1,4 +1,4 @@
-"""Payloads into the daemon's arena: reserve places, write, commit; in batches, as far as there is room and time."""
+"""Saving to a daemon: reserve places in the arena, write, commit; in batches, as far as room and time allow."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvweave.store.keys import Bytes
 from kvweave.store.tier_stack import Budget
 
 AT_ONCE_BYTES = 256 << 20
-"""What is reserved or brought by one question: so much that asking takes no time beside copying."""
+"""Bytes that one request reserves or fetches: enough that its round trip is short beside the copy."""
 
 
 class ArenaLayout:
-    """A schema's pieces as a daemon's arena holds them."""
+    """The blobs of a schema in a daemon's arena."""
 
     def __init__(self, prompt_session: PromptSession, schema: Schema) -> None:
         self.prompt_session, self._shards = prompt_session, schema.shards
@@ -48,7 +48,7 @@ class ArenaLayout:
 
 
 class _Ticket(NamedTuple):
-    """A reservation: its number, until when it holds, and over which connection."""
+    """A reservation: its number, its end, and the generation of its connection."""
 
     number: int
     until: float
@@ -56,7 +56,8 @@ class _Ticket(NamedTuple):
 
 
 class SaveOperation:
-    """One save: how many pieces became visible, how many were there already, and the daemons that have them."""
+    """One save: pieces that were stored, pieces that were present already, and the `boot` ids of the daemons that
+    have them."""
 
     def __init__(self, arena: ArenaLayout, copier: ArenaCopier, source: Source) -> None:
         self._arena, self._client, self._copier, self._source = arena, arena.prompt_session.client, copier, source
@@ -64,7 +65,7 @@ class SaveOperation:
         self.daemons: set[bytes] = set()
 
     def save(self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget) -> None:
-        """Raises `ServerError`; what was counted before is kept all the same."""
+        """Raises `ServerError`; the counts up to then stay valid."""
         pieces = deque(wanted)
         while pieces and not budget.is_spent:
             batch = next(self._arena.batches(pieces))
@@ -74,15 +75,16 @@ class SaveOperation:
             pieces.extendleft(reversed(left))
 
     def _save(self, prompt: HashedPrompt, batch: Sequence[ChunkRef], budget: Budget) -> list[ChunkRef]:
-        """Write a batch as far as there is room; what is left to be tried again, now that some of it is visible."""
+        """Write a batch as far as there is room; returns the pieces to try again, now that those written may be
+        evicted."""
         number, until = self._client.number(), time.monotonic() + self._client.welcome.lease_s
         until = until if budget.until is None else min(until, budget.until)
 
-        def question(sequence: int) -> protocol.Message:
+        def request(sequence: int) -> protocol.Message:
             return protocol.Reserve(sequence, number, packed(batch, "<i4"), daemon_budget(budget))
 
-        answer, generation = self._arena.prompt_session.ask(prompt, question, budget)
-        starts: list[int] = numbers(self._client.check(answer, protocol.Places).starts).tolist()
+        reply, generation = self._arena.prompt_session.ask(prompt, request, budget)
+        starts: list[int] = numbers(self._client.check(reply, protocol.Places).starts).tolist()
         mapped = self._client.mapped
         if mapped.generation != generation:
             raise ServerGone("the connection was lost, and what was reserved with it")
@@ -95,7 +97,7 @@ class SaveOperation:
         return left if stored else []
 
     def _write(self, jobs: Sequence[ArenaBlob], ticket: _Ticket, budget: Budget) -> int:
-        """How many became visible: all, or none."""
+        """Write and commit; returns how many became visible: all or none."""
         fine = False
         try:
             fine = self._copier.writes(jobs, self._source, ticket.until)

@@ -1,4 +1,4 @@
-"""What all connections share: arena, tiers, models and counts. Belongs to the loop's thread."""
+"""The state that all connections share: arena, tiers, models and counters. Used by the event loop's thread."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from kvweave.store.tier import KeyFilter
 
 T = TypeVar("T")
 THREADS = {"read": 16, "write": 16, "flush": 4}
-"""Threads that wait for tiers, by what they do there: writers that wait for room in a queue, and flushes and clears
-that wait as long as somebody said, must not take the readers'. Beyond so many at once, requests of a kind queue up."""
+"""Threads that wait for tiers, by kind of work: writers waiting for a queue, and long flushes and clears, must not
+use up the threads of readers. Beyond these numbers, requests of a kind queue up."""
 PREFIXES, SHOWN = 4096, 20
 LEASED_SHARE = 0.5
-"""Of the arena, that all lookups together may hold."""
+"""The share of the arena that the leases of all lookups may hold."""
 
 
 class ServerState:
-    """One daemon's state."""
+    """The state of one daemon."""
 
     def __init__(self, settings: Settings, arena: SharedArena, tier_stack: TierStack | None = None) -> None:
         self.settings, self.arena = settings, arena
@@ -63,21 +63,21 @@ class ServerState:
         self.heartbeat.run(loop)
 
     async def in_thread(self, kind: str, work: Callable[..., T], *args: object) -> T:
-        """Work that waits for a tier, of a kind of `THREADS`."""
+        """Run work that waits for a tier, in a thread of this kind (`THREADS`)."""
         return await asyncio.get_running_loop().run_in_executor(self._threads[kind], work, *args)
 
     def notify(self) -> None:
-        """Something was let go. From any thread."""
+        """Extents or leases were freed. Thread-safe."""
         if self._loop and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.changed)
 
     def changed(self) -> None:
-        """The same from within the loop."""
+        """The same, from the event loop."""
         self._change.set()
         self._change = asyncio.Event()
 
     async def change(self, wait_s: float) -> None:
-        """Until something was let go, or the time is over."""
+        """Wait until extents or leases are freed, or the time is over."""
         try:
             await asyncio.wait_for(self._change.wait(), wait_s)
         except TimeoutError:
@@ -86,20 +86,20 @@ class ServerState:
     # ---- models and prefixes
 
     def asked(self, sequence: OpenSequence, position: int) -> None:
-        """Count a lookup and what it found."""
+        """Count a lookup and its hit."""
         numbers = {"lookups": 1, "tokens_asked": sequence.num_tokens, "tokens_found": position}
         self.counts.update(numbers)
         sequence.registered.counts.update(numbers)
         if position:
             self._used(sequence, position)
 
-    def missed(self, sequence: OpenSequence, near: NDArray[np.bool_], present: NDArray[np.bool_] | None) -> None:
-        """Count what a lookup lacked, of what the longest hit would have needed, in the arena and in every tier; None
-        if not all of them answered."""
-        num_shards, known = sequence.registered.num_shards, near if present is None else present
+    def missed(self, sequence: OpenSequence, in_arena: NDArray[np.bool_], present: NDArray[np.bool_] | None) -> None:
+        """Count, for the arena and every tier, the blobs that the longest hit would have needed and that are
+        missing. `present` is None if a tier did not answer."""
+        num_shards, known = sequence.registered.num_shards, in_arena if present is None else present
         needed = sequence.registered.needs(sequence.limit, None, known.reshape(-1, num_shards).T)
         at = needed[:, 1] * num_shards + needed[:, 0]
-        self.counts["memory misses"] += int(np.count_nonzero(~near[at]))
+        self.counts["memory misses"] += int(np.count_nonzero(~in_arena[at]))
         if present is not None:
             lacking = int(np.count_nonzero(~present[at]))
             for executor in self.backing.executors:
@@ -117,19 +117,19 @@ class ServerState:
     # ---- clearing
 
     def clear(self, tenant: bytes | None, model: str | None, wait_s: float) -> list[TierCleared]:
-        """Forget entries. Memory is the last, so that nothing is written to a tier that was cleared. Blocks: for a
-        thread."""
+        """Delete entries. The arena comes last: before that, it could be written to a tier that is empty already.
+        Blocks; run it in a thread."""
         shards = (
             None if model is None else frozenset(shard for each in self.models.named(model) for shard in each.shard_ids)
         )
         key_filter = KeyFilter(tenant or b"", shards)
-        behind = self.backing.clear(key_filter, wait_s)
-        near = TierCleared(self.arena.name, self.arena.clear(key_filter))
+        backing = self.backing.clear(key_filter, wait_s)
+        arena = TierCleared(self.arena.name, self.arena.clear(key_filter))
         self.notify()
-        return [near, *behind]
+        return [arena, *backing]
 
     def forget_uses(self, tenant: bytes | None, model: str | None) -> None:
-        """What was cleared is not among the prefixes used most."""
+        """Drop what was cleared from the list of most used prefixes."""
         kept = {
             key: used
             for key, used in self._uses.items()
@@ -159,7 +159,7 @@ class ServerState:
 
     def describe(self, model: str | None) -> Description:
         settings = self.settings
-        near = TierDescription(self.arena.name, self.arena.kind, self.arena.num_bytes, "through", None)
+        arena = TierDescription(self.arena.name, self.arena.kind, self.arena.num_bytes, "through", None)
         return Description(
             version=__version__,
             protocol=VERSION,
@@ -169,7 +169,7 @@ class ServerState:
             reserve_bytes=int(self.arena.num_bytes * settings.limits.reserve_share),
             pin_bytes=int(self.arena.num_bytes * settings.limits.pin_share),
             limits=settings.limits,
-            tiers=(near, *self.backing.describe()),
+            tiers=(arena, *self.backing.describe()),
             quotas=settings.quotas,
             models=tuple(registered.describe() for registered in self.models.named(model)),
         )
@@ -177,14 +177,14 @@ class ServerState:
     def tiers(self) -> tuple[TierExecutorStats, ...]:
         names = ("hits", "misses", "stored", "dropped", "damaged")
         counts = {name: self.counts[f"memory {name}"] for name in names}
-        near = TierExecutorStats(
+        arena = TierExecutorStats(
             self.arena.stats(), **counts, late=0, failed=0, skipped=0, retried=0, open=False, last_error=""
         )
-        return (near, *self.backing.stats())
+        return (arena, *self.backing.stats())
 
     def close(self, wait_s: float) -> bool:
-        """Write what is left to write, and close every tier; one that hangs for so long is left as it is. Whether
-        none did. Blocks: for a thread."""
+        """Finish writes and close every tier; one that hangs for `wait_s` is abandoned. Returns whether none did.
+        Blocks; run it in a thread."""
         closed = self.backing.close(wait_s)
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)

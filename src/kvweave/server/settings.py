@@ -1,4 +1,4 @@
-"""How a daemon is to be: one frozen record, from options or a TOML file."""
+"""The settings of a daemon: one frozen record, from options or a TOML file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvweave.units import parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A directory, and how much of it."""
+    """A directory, and the bytes it may use."""
 
     directory: Path
     capacity: int
@@ -40,36 +40,38 @@ def address(text: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one connection may ask for. Beyond `requests_per_s` it is read slower, beyond the rest it is told so."""
+    """Limits of one connection. Beyond `requests_per_s` it is served more slowly; beyond the others requests are
+    refused."""
 
     requests_per_s: float = 20_000.0
     connections: int = 256
-    """Of all processes together; as many again over TCP."""
+    """Over all processes; the same number again over TCP."""
     sequences: int = 64
     keys: int = 1 << 18
-    """Of all its sequences: rows x chunks. Each takes about 100 bytes of the daemon's memory."""
+    """Over all its sequences: shards x chunks. Each takes about 100 bytes of the daemon's memory."""
     schemas: int = 16
     leases: int = 4096
     reserve_share: float = 0.25
-    """Of the arena, that one connection may have reserved, or under lease by one message, at once."""
+    """Share of the arena that a connection may reserve, or lease by one request, at once."""
     lease_share: float = 0.25
-    """... and under lease by its lookups. Beyond that, and beyond half of the arena for all, they take no lease."""
+    """Share of the arena that its lookups may lease. Beyond it, and beyond half of the arena for all connections,
+    lookups take no lease."""
     pin_share: float = 0.25
-    """... and pinned, by all its pins together."""
+    """Share of the arena that it may pin."""
 
 
 SMALLEST_BYTES = 1 << 20
 
 
 def default_socket() -> Path:
-    """In the user's runtime directory; where there is none, in a directory of the user's own in /tmp."""
+    """In the user's runtime directory, or else in a directory of the user's own in /tmp."""
     folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     return (Path(folder) if Path(folder).is_dir() else Path(f"/tmp/kvweave-{os.getuid()}")) / "kvweave.sock"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that `kvweave serve` can be told."""
+    """The options of `kvweave serve`."""
 
     memory: int = 8 << 30
     disk: Disk | None = None
@@ -111,7 +113,7 @@ class Settings:
         return cls().changed(**{name.replace("-", "_"): value for name, value in data.items()})
 
     def changed(self, **values: Any) -> Settings:
-        """With these in place of its own, as text or as TOML has them; None is left out."""
+        """A copy with these values, as text or as TOML gives them; None values are ignored."""
         given = {name: value for name, value in values.items() if value is not None}
         for name in given:
             if name not in _READ:

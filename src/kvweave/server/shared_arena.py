@@ -1,8 +1,9 @@
-"""The arena: memory that the daemon owns and every client maps. Only what is whose is here; clients copy.
+"""The arena: shared memory that the daemon owns and every client maps. The daemon keeps the catalog; clients copy the
+bytes.
 
-reserve   an extent for a key, evicting until there is one; nobody sees it
-commit    the key is there            abandon   the extent is free
-pin       an extent stays where it is, whatever happens to its key    unpin
+reserve   allocate an extent for a key, evicting until there is one; it is not visible yet
+commit    the key is visible          abandon   the extent is freed
+pin       keep an extent in place, even if its key is deleted    unpin
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Pinned(NamedTuple):
 
 
 class SharedArena(MemoryTier):
-    """A memory tier in a file of no name, whose descriptor can be handed to other processes."""
+    """A memory tier in an anonymous file, whose descriptor can be passed to other processes."""
 
     def __init__(self, capacity: int, *, quotas: Mapping[str, Quota] | None = None) -> None:
         self.num_bytes = -(-capacity // SECTOR) * SECTOR
@@ -52,10 +53,12 @@ class SharedArena(MemoryTier):
     # ---- writing
 
     def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Places:
-        """Where each blob may be written; `PRESENT`, `WRITING` (by somebody else), or `NO_ROOM` that could be made."""
+        """Where each blob may be written; or `PRESENT`, `WRITING` (by another client), or `NO_ROOM`, even after
+        eviction."""
         with self._lock:
             self._check_open()
-            self._catalog.find(keys)  # so that what is there stays, when the rest needs room
+            # makes the blobs that are present the most recent, so that the others do not evict them
+            self._catalog.find(keys)
             return np.array([self._reserve(*pair) for pair in zip(keys, lengths, strict=True)], np.int64)
 
     def _reserve(self, key: bytes, length: int) -> int:
@@ -79,15 +82,10 @@ class SharedArena(MemoryTier):
             self._give(key, start, length)
             self._writing.discard(key)
 
-    def refused(self, number: int) -> None:
-        """So many found no room, in the end."""
-        with self._lock:
-            self._refused += number
-
     # ---- reading
 
     def pin(self, keys: Sequence[bytes]) -> Pinned:
-        """Hold those that are here; they count as used, earlier keys as the most recent."""
+        """Pin the keys that are present; they count as used, earlier keys as the most recent."""
         catalog = self._catalog
         with self._lock:
             self._check_open()
@@ -97,7 +95,7 @@ class SharedArena(MemoryTier):
             return Pinned(held, np.where(slots >= 0, catalog.starts[slots], NOT_IN_ARENA), catalog.lengths[slots])
 
     def unpin(self, slots: Places) -> None:
-        """Let go; an extent whose key is gone meanwhile is free when nobody else holds it."""
+        """Unpin; an extent whose key was removed is freed with its last pin."""
         catalog = self._catalog
         with self._lock:
             gone = catalog.ticks[slots] == 0
@@ -123,7 +121,7 @@ class SharedArena(MemoryTier):
 
 
 def _memory_file(num_bytes: int) -> int:
-    """Memory that is really there, and that nobody who has it can shorten under the others' feet."""
+    """An anonymous file with its memory allocated, which no process that has it can truncate."""
     descriptor = os.memfd_create("kvweave-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)

@@ -1,4 +1,4 @@
-"""KEEPING pages: content keys, self-describing blobs, tiers, and the cascade that joins them."""
+"""KEEPING pages: content keys, self-describing blobs, tiers, and the stack that combines them."""
 
 from kvweave.store.base import AnyHit, AnyStore, Saved, StoreStats
 from kvweave.store.catalog import Quota

@@ -1,10 +1,10 @@
-"""A tier of fixed size: extents of a medium (memory, a file), a catalog, and eviction when room is wanted.
+"""A tier of fixed size: extents of a medium (memory, a file), a catalog, and eviction when space is needed.
 
     put      take an extent (evicting until there is one), write, then make it visible
-    get      pin, read, unpin: what is being read is never overwritten
-    delete   forgotten at once; the extent is free when its last reader is done
+    get      pin, read, unpin: an extent that is being read is never overwritten
+    delete   invisible at once; the extent is freed when its last reader is done
 
-The lock is held for books only, never while bytes move.
+The lock is held while the catalog changes, never while bytes are copied.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from kvweave.store.tier import ABSENT, ALL, UNREADABLE, Blob, ChecksumObserver, 
 
 
 class Medium(Protocol):
-    """Bytes that can be written and read at an offset, by many threads at once. Raises `TierError`; `Unreadable` for
-    bytes that are lost."""
+    """Bytes that many threads may write and read at offsets. Raises `TierError`, and `Unreadable` for bytes that are
+    lost."""
 
     def write(self, start: int, blob: Blob) -> None: ...
 
     def read(self, start: int, into: Bytes, observer: ChecksumObserver | None = None) -> bool:
-        """Whether there were so many bytes."""
+        """Fill `into`; returns False if the medium ends before it is full."""
         ...
 
     def close(self) -> None: ...
 
 
 class Journal(Protocol):
-    """Remembers entries for the next process, in order. Called with the tier's lock held."""
+    """Persists entries, in order. Called with the tier's lock held."""
 
     def added(self, key: bytes, start: int, length: int) -> None: ...
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Written before the bytes may be used again."""
+        """Called before the bytes of these keys may be reused."""
         ...
 
     def close(self) -> None: ...
 
 
 class ArenaTier:
-    """Blobs in extents of `medium`, at most `capacity` bytes of it."""
+    """Blobs in extents of `medium`, of at most `capacity` bytes in total."""
 
     kind: str
 
@@ -75,7 +75,7 @@ class ArenaTier:
         self._moving = 0
         self._writing: set[bytes] = set()
         self._bad: set[int] = set()
-        """Starts of extents that could not be read: nothing is written there again by this process."""
+        """Starts of extents that could not be read: this process does not write there again."""
         self._evicted = self._refused = 0
         self._closed = False
         register_after_fork(self)
@@ -155,7 +155,8 @@ class ArenaTier:
             self._catalog.add(key, start, length, self._extents.rounded(length))
 
     def _room(self, key: bytes, length: int) -> int | None:
-        """An extent, charged to the key's owner; whatever must go for it goes."""
+        """Allocate an extent and charge it to the key's tenant; evicts entries until there is room. None: there is
+        no room."""
         catalog, size = self._catalog, self._extents.rounded(length)
         owner = catalog.owner(key)
         if size > min(self._extents.capacity, catalog.limits[owner]):
@@ -181,7 +182,8 @@ class ArenaTier:
         catalog = self._catalog
         keys = [catalog.remove(slot) for slot in slots]
         if self._journal:
-            with suppress(TierError):  # a full disk: a record too many is found out by its key and checksum
+            # on a full disk the removal is not recorded: the stale record fails its key or checksum later
+            with suppress(TierError):
                 self._journal.removed(keys)
         for slot in slots:
             if not catalog.pins[slot]:
@@ -198,24 +200,26 @@ class ArenaTier:
         return self.delete([key for key in self.keys() if key in key_filter])
 
     def keys(self) -> list[bytes]:
-        """All that are here now."""
+        """All keys that are stored now."""
         with self._lock:
             return [*self._catalog.slot_of]
 
     def stats(self) -> TierStats:
-        """A snapshot: does not wait for the lock, since whoever has it may hang in a disk."""
+        """A snapshot. Does not take the lock: its holder may hang in disk I/O."""
         used = self._extents.capacity - self._extents.free_bytes
         return TierStats(self.name, len(self._catalog), used, self._extents.capacity, self._evicted, self._refused)
 
     def after_fork(self) -> None:
-        """In a forked child: bytes and journal are the parent's, and so is whoever held the lock. Closed, there."""
+        """In a forked child: bytes and journal belong to the parent, and the lock's holder does not exist. The tier
+        is closed there."""
         self._lock, self._moving, self._closed = threading.Condition(), 0, True
 
     def close(self) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._lock.wait_for(lambda: not self._moving)  # a file's number must not be another's while in use
+                # the kernel could reuse a closed file descriptor while another thread still reads through it
+                self._lock.wait_for(lambda: not self._moving)
                 if self._journal:
                     self._journal.close()
                 self._medium.close()

@@ -1,4 +1,4 @@
-"""What every store has in common, embedded or behind a daemon: prompts, the joint hit, and loads that shorten."""
+"""What embedded and remote stores have in common: prompts, the joint hit, and loads that fall back to a shorter hit."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from kvweave.prefix import Span, joint_hit
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
 from kvweave.store.page_payloads import PagedSource, Sink, Source
-from kvweave.store.shards import Schema
+from kvweave.store.shards import Schema, Shard
 from kvweave.store.tier_executor import TierExecutorStats
 from kvweave.store.tier_stack import Budget
 
 ChunkRef = tuple[int, int]
-"""A row's number in the schema, and a chunk's."""
+"""The number of a shard in the schema, and of a chunk."""
+
+
+def discard(shard: Shard, chunk: int, payload: Bytes) -> None:
+    """A sink that drops what it is given: for payloads that only pass through the tiers, or are in place already."""
 
 
 class AnyHit(Protocol):
-    """From `position` on there is work to do; what lies before can be loaded. 0: nothing was found."""
+    """The tokens before `position` can be loaded; 0: nothing was found."""
 
     @property
     def prompt(self) -> HashedPrompt: ...
@@ -45,7 +49,7 @@ Found = TypeVar("Found", bound=AnyHit)
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What became of a save: blobs that are stored (or queued), that were there already, and that had no place."""
+    """The result of a save: blobs that were stored (or queued), that were present already, and that were dropped."""
 
     stored: int = 0
     present: int = 0
@@ -54,16 +58,17 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Requests and tokens since the store was opened, and every tier's own."""
+    """Requests and tokens since the store was opened, and the statistics of every tier."""
 
     lookups: int
     tokens_asked: int
     tokens_found: int
     loads: int
     shortened: int
-    """Loads that ended before their hit: something was lost, damaged or late in between."""
+    """Loads that ended before the position of their hit, because a blob was lost, damaged or late."""
     unanswered: int
-    """Questions that were not answered in time, in whole or by some tier: what they did not find may be there."""
+    """Requests that the store, or one of its tiers, did not answer in time: what was not found may be stored all the
+    same."""
     tiers: tuple[TierExecutorStats, ...]
 
 
@@ -71,14 +76,14 @@ T = TypeVar("T")
 
 
 def in_thread(name: str, work: Callable[..., T], *args: object) -> Future[T]:
-    """Run in a thread of its own. It has begun, so that `cancel()` is False, and means it."""
+    """Run in a thread of its own. The future is already running, so that `cancel()` returns False."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(work(*args))
-        except BaseException as error:  # it belongs to whoever waits
+        except BaseException as error:  # re-raised by `result()`
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -86,7 +91,7 @@ def in_thread(name: str, work: Callable[..., T], *args: object) -> Future[T]:
 
 
 class AnyStore(ABC, Generic[Found]):
-    """KV of one model's chunks, wherever it is kept. May be used by many threads."""
+    """The KV of one model's chunks. Thread-safe."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -94,20 +99,21 @@ class AnyStore(ABC, Generic[Found]):
         self._counts, self._lock = Counter[str](), threading.Lock()
 
     def prompt(self, tokens: object, namespace: Namespace, spans: Sequence[Span] = ()) -> HashedPrompt:
-        """Hash a prompt once, for any number of calls."""
+        """Hash a prompt; the result can be used for any number of calls."""
         return prompt(tokens, namespace, self.schema.chunk_tokens, spans)
 
     @abstractmethod
     def lookup(self, prompt: HashedPrompt, *, budget_s: float | None = None) -> Found:
-        """The longest prefix from which every group can go on, at least one token being left. Loads nothing."""
+        """The longest prefix at which every group can resume, with at least one token left to compute. Loads
+        nothing."""
 
     def load(
         self, hit: Found, sink: Sink, *, shards: Sequence[int] | None = None, budget_s: float | None = None
     ) -> int:
-        """Give `sink` what the groups need at the hit, and return the position that was reached.
+        """Pass to `sink` what the groups need at the hit; returns the position that was reached.
 
-        Less than the hit's where something turned out lost, damaged or late: then the longest that the rest allows, for
-        which everything was given. `shards` are those that this rank reads (`PagePayloads.reads`).
+        If blobs turn out to be lost, damaged or late, that is the longest position that the others allow; all that it
+        needs was passed to `sink`. `shards` are the numbers of those that this rank reads (`PagePayloads.reads`).
         """
         budget, position = Budget.of(budget_s), hit.position
         wanted = range(len(self.schema.shards)) if shards is None else shards
@@ -128,13 +134,14 @@ class AnyStore(ABC, Generic[Found]):
 
     @abstractmethod
     def _fetch(self, hit: Found, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
-        """Those payloads that could be had whole, in any order."""
+        """The payloads that could be read and verified, in any order."""
 
     @abstractmethod
     def prefetch(
         self, hit: Found, *, shards: Sequence[int] | None = None, budget_s: float | None = None
     ) -> Future[int]:
-        """Bring what a hit needs into the tiers that take what others give; the position that then is near."""
+        """Load what a hit needs into the tiers with `promote`; the future's result is the position that can then be
+        loaded from them."""
 
     @abstractmethod
     def save(
@@ -146,7 +153,8 @@ class AnyStore(ABC, Generic[Found]):
         shards: Sequence[int] | None = None,
         budget_s: float | None = None,
     ) -> Saved:
-        """Keep what the groups need to go on from `points` (positions on the grid; default: the last chunk's end).
+        """Store what the groups need to resume at `points` (multiples of the chunk size; default: the end of the last
+        chunk).
 
         `source` is asked only for payloads that the store lacks. `shards` are the numbers of those that this rank
         writes (`PagePayloads.writes`).
@@ -157,11 +165,11 @@ class AnyStore(ABC, Generic[Found]):
 
     @abstractmethod
     def flush(self, wait_s: float = 60.0) -> bool:
-        """Wait for writes that are queued."""
+        """Wait for queued writes; returns whether all were tried in time."""
 
     @abstractmethod
     def close(self, wait_s: float = 60.0) -> None:
-        """Write what is queued, and give back everything."""
+        """Finish queued writes, and free all resources."""
 
     # ---- what the formula says
 
@@ -179,8 +187,8 @@ class AnyStore(ABC, Generic[Found]):
     def _to_keep(
         self, prompt: HashedPrompt, source: Source, points: Sequence[int] | None, shards: Sequence[int] | None
     ) -> list[ChunkRef]:
-        """What going on from `points` needs, chunk by chunk: the first ones are worth most. Tails only of chunks that
-        the source has not whole."""
+        """What resuming at `points` needs, chunk by chunk: earlier chunks are worth more. A tail where the source does
+        not have the complete chunk."""
         size = self.schema.chunk_tokens
         ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
         wanted = frozenset(range(len(self.schema.shards)) if shards is None else shards)

@@ -1,4 +1,5 @@
-"""What goes to a tier in one turn: enough to be worth the way, and little enough for memory, and for several turns."""
+"""Batches for a tier: large enough that a request is worth its latency, small enough for memory and for several in
+flight."""
 
 from __future__ import annotations
 
@@ -10,15 +11,13 @@ Item = TypeVar("Item")
 BATCH_BYTES = 16 << 20
 
 
-def batches(
-    items: Iterable[Item], num_bytes: Callable[[Item], int], most_bytes: int | None = None
-) -> Iterator[list[Item]]:
-    """Items in order, as many at a time as have `most_bytes` (`BATCH_BYTES`) together; a larger one comes alone."""
-    most = BATCH_BYTES if most_bytes is None else most_bytes
+def batches(items: Iterable[Item], size_of: Callable[[Item], int], most: int | None = None) -> Iterator[list[Item]]:
+    """Items in order, in batches whose sizes sum to at most `most` (`BATCH_BYTES`); a larger item is a batch alone."""
+    most = BATCH_BYTES if most is None else most
     batch: list[Item] = []
     filled = 0
     for item in items:
-        size = num_bytes(item)
+        size = size_of(item)
         if batch and filled + size > most:
             yield batch
             batch, filled = [], 0

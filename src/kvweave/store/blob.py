@@ -1,12 +1,12 @@
-"""Blobs: values that say what they are, and can tell that they are damaged.
+"""Blobs: values that describe themselves and detect damage.
 
     0   magic "KVWV"      4   version   6   0     8   length of meta   12  0
     16  length of payload 24  checksum: XXH3, 64 bits, of the header with these 8 bytes zero and the payload's own XXH3
-    32  key (48: tenant, digest of namespace and tokens, row)   80  first token   88  end token
-    96  meta: JSON of the row (group, layers, roles, shapes, dtypes, part), blanks up to a multiple of 4096
-        payload, in the row's order: from a sector on, as disks take it
+    32  key (48: tenant, digest of namespace and tokens, shard)   80  first token   88  end token
+    96  meta: JSON of the shard (group, layers, roles, shapes, dtypes, part), blanks up to a multiple of 4096
+        payload, in the shard's order; it starts at a sector, as O_DIRECT requires
 
-A reader knows what it wants, so it knows every byte of the header but the checksum: whatever differs is a miss.
+A reader knows every byte of the header in advance, except the checksum. Any difference is a miss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALIGN = 4096
 
 
 def blob_bytes(shard: Shard) -> int:
-    """Bytes of a row's blobs, header and payload."""
+    """Bytes of a shard's blobs: header and payload."""
     return header_bytes(shard) + shard.payload_bytes
 
 
@@ -42,7 +42,7 @@ def header_bytes(shard: ShardHeader) -> int:
 
 
 def header(shard: ShardHeader, chunk: int, key: bytes, checksum: int = 0) -> bytes:
-    """The header of the blob that holds chunk `chunk` of a row."""
+    """The header of the blob that holds one chunk of a shard."""
     meta = shard.meta.ljust(header_bytes(shard) - HEADER.size)
     start = chunk * shard.chunk_tokens
     stop = start + shard.chunk_tokens
@@ -51,25 +51,28 @@ def header(shard: ShardHeader, chunk: int, key: bytes, checksum: int = 0) -> byt
 
 
 def owned_payload(payload: Bytes) -> Bytes:
-    """What a source gave, as bytes that nobody else can change: itself if nobody else has it, else a copy.
+    """The payload of a source as bytes that nobody else can change: itself if there is no other reference to it, else a
+    copy.
 
-    A source may hand out memory that it uses again, read-only or not; what is queued to be written must not be that.
+    A source may return memory that it reuses, whether read-only or not. A blob in a write queue must not be such
+    memory.
     """
     base = payload.base
     if isinstance(base, bytes):
         return payload
-    alone = sys.getrefcount(payload) <= 2  # this function's, and that of the question itself
+    alone = sys.getrefcount(payload) <= 2  # the references of this function and of the call to `getrefcount`
     if alone and base is not None:
-        alone = isinstance(base, np.ndarray) and base.base is None and sys.getrefcount(base) <= 3  # ... the view's, too
+        # and that of the view
+        alone = isinstance(base, np.ndarray) and base.base is None and sys.getrefcount(base) <= 3
     mine = payload if alone else payload.copy()
     mine.flags.writeable = False
     return mine
 
 
 def seal(shard: Shard, chunk: int, key: bytes, payload: Bytes) -> Blob:
-    """The payload, with a header that is made when its sum is known: now, if somebody could still write to it."""
+    """The payload with a header that is made when its checksum is known: now, if the payload could still be changed."""
     if payload.nbytes != shard.payload_bytes:
-        raise ValueError(f"row {shard.tag!r}: payload has {payload.nbytes} bytes, {shard.payload_bytes} expected")
+        raise ValueError(f"shard of {shard.tag!r}: payload has {payload.nbytes} bytes, {shard.payload_bytes} expected")
     make = partial(sealed, shard, chunk, key)
     if payload.flags.writeable:
         made = make(checksums.checksum(payload))
@@ -78,35 +81,35 @@ def seal(shard: Shard, chunk: int, key: bytes, payload: Bytes) -> Blob:
 
 
 def sealed(shard: ShardHeader, chunk: int, key: bytes, payload_sum: int) -> bytes:
-    """The header over a payload of which only the sum is known."""
+    """The header for a payload with this checksum."""
     return header(shard, chunk, key, _checksum(header(shard, chunk, key), payload_sum))
 
 
 class BlobCheck:
-    """Whether bytes are exactly what was sealed for a row, chunk and key."""
+    """Checks that bytes are exactly the blob of a shard, chunk and key."""
 
     def __init__(self, shard: ShardHeader, chunk: int, key: bytes) -> None:
-        self._row, self._chunk, self._key = shard, chunk, key
+        self._shard, self._chunk, self._key = shard, chunk, key
         self.head_bytes = header_bytes(shard)
         self._payload_sum: int | None = None
 
     def observe(self, payload_sum: int) -> None:
-        """The sum of what stands behind the header, by whoever had it in the cache."""
+        """The checksum of the bytes after the header, from whoever computed it while copying them."""
         self._payload_sum = payload_sum
 
     def passes(self, blob: Bytes) -> bool:
-        """The verdict on all bytes; a payload whose sum nobody saw is summed."""
-        if blob.nbytes != self.head_bytes + self._row.payload_bytes:
+        """Whether the blob is intact; computes the checksum of the payload if it was not observed."""
+        if blob.nbytes != self.head_bytes + self._shard.payload_bytes:
             return False
         if self._payload_sum is None:
             self.observe(checksums.checksum(blob[self.head_bytes :]))
         return self.matches_header(blob)
 
     def matches_header(self, head: Bytes) -> bool:
-        """The verdict when the payload's sum was seen, of a blob whose first bytes are `head`."""
+        """Whether the header is the one for the observed checksum; False if none was observed."""
         if self._payload_sum is None:
             return False
-        return head[: self.head_bytes].tobytes() == sealed(self._row, self._chunk, self._key, self._payload_sum)
+        return head[: self.head_bytes].tobytes() == sealed(self._shard, self._chunk, self._key, self._payload_sum)
 
 
 def _checksum(head: bytes, payload_sum: int) -> int:
@@ -115,7 +118,7 @@ def _checksum(head: bytes, payload_sum: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlobInfo:
-    """What a blob says of itself."""
+    """What the header of a blob says."""
 
     key: bytes
     start: int
@@ -125,7 +128,7 @@ class BlobInfo:
 
 
 def blob_info(blob: bytes) -> BlobInfo | None:
-    """Read a blob that nobody knows anything about; None if it is damaged, or none of ours."""
+    """Read a blob without knowing its shard; None if it is damaged or not a blob."""
     if len(blob) < HEADER.size or blob[:4] != MAGIC:
         return None
     _, version, _, meta_bytes, _, payload_bytes, checksum, key, start, stop = HEADER.unpack_from(blob)

@@ -1,4 +1,4 @@
-"""A circuit breaker: a tier that keeps failing is left alone for a while, then tried by one request."""
+"""A circuit breaker: a tier that keeps failing is skipped for a while, then tried with one request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 
 class CircuitBreaker:
-    """Closed: asks pass. Open after `threshold` failures in a row: none passes for `cool_s`, then one on trial."""
+    """Closed: requests pass. After `threshold` failures in a row it opens: none passes for `cool_s`, then one as a
+    trial."""
 
     def __init__(self, threshold: int, cool_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._threshold, self._cool_s, self._clock = threshold, cool_s, clock
@@ -22,11 +23,11 @@ class CircuitBreaker:
 
     @property
     def is_cooling(self) -> bool:
-        """Open, and not to be tried yet."""
+        """Open, and not yet due for a trial."""
         return self.is_open and self._clock() < self._retry_at
 
     def passes(self) -> bool:
-        """Whether to ask now; when open, True once every `cool_s`."""
+        """Whether to send a request now; when open, True once every `cool_s`."""
         with self._lock:
             if not self.is_open:
                 return True

@@ -1,7 +1,7 @@
-"""The catalog of a tier: where each key's blob lies, whose it is, and which may go.
+"""The catalog of a tier: the extent, tenant and recency of each key, and which entry to evict next.
 
-Facts are arrays over slots, so that a lookup of thousands of keys marks them used in one step, and the next victims are
-found by one partition of the whole. Tenants have floors: what lies below a tenant's floor goes for nobody else.
+Entries are arrays over slots, so that a lookup of thousands of keys updates their recency in one step, and the next
+victims are found by one partition of an array. Below its floor, a tenant's entries are not evicted for other tenants.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kvweave.store.keys import TENANT_BYTES, tenant_id
 
 Slots = NDArray[np.int64]
 Scope = tuple[int, bool, bool]
-"""An owner, and whether its entries, and those of others, may go for it."""
+"""A tenant, and whether its own entries, and those of others, may be evicted for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """A tenant's share of a tier: `floor_bytes` that others cannot take, and a limit (None: all of the tier)."""
+    """A tenant's share of a tier: `floor_bytes` that others cannot evict, and a limit (None: the whole tier)."""
 
     floor_bytes: int = 0
     limit_bytes: int | None = None
 
 
 class Catalog:
-    """Entries of a tier of `capacity` bytes. Not thread-safe: its tier holds the lock."""
+    """Entries of a tier of `capacity` bytes. Not thread-safe: the tier holds its lock."""
 
     def __init__(self, capacity: int, quotas: Mapping[str, Quota] | None = None) -> None:
         self.slot_of: dict[bytes, int] = {}
@@ -42,11 +42,12 @@ class Catalog:
         self._free: list[int] = []
         self._tick = 1
         self.was_asked = False
-        """Whether entries were found, so that their order is no longer that in which they came."""
+        """Whether any entry was looked up, so that the order of recency differs from the order in the journal."""
         self._victims: dict[Scope, deque[tuple[int, int]]] = {}
-        """The next to go, by whose entries may: slots, and the tick at which they were chosen."""
+        """By scope, the next entries to evict: slots, with the tick at which they were chosen."""
         self._none_since: dict[Scope, int] = {}
-        """Scopes in which nothing could go, and the number of the last change by which something could have come."""
+        """By scope in which nothing could be evicted, the value of `_changes` then: until it changes, a search is
+        pointless."""
         self._changes = 0
         self._number_of: dict[bytes, int] = {}
         self.used, self.floors, self.limits = np.zeros((3, 8), np.int64)
@@ -75,7 +76,8 @@ class Catalog:
     # ---- entries
 
     def find(self, keys: Sequence[bytes]) -> Slots:
-        """Slots of keys, -1 where absent; those found are now the most recent, earlier keys before later ones."""
+        """The slots of keys, -1 where absent. The entries found become the most recent, earlier keys more so than
+        later ones."""
         slots = np.fromiter(map(self.slot_of.get, keys, repeat(-1)), np.int64, len(keys))
         found = slots[slots >= 0]
         self.was_asked |= len(found) > 0
@@ -84,7 +86,7 @@ class Catalog:
         return slots
 
     def add(self, key: bytes, start: int, length: int, size: int) -> int:
-        """An entry whose `size` bytes were charged already."""
+        """Add an entry whose `size` bytes were charged before."""
         slot = self._free.pop() if self._free else self._new_slot()
         self._keys[slot] = key
         self._tick += 1
@@ -95,7 +97,7 @@ class Catalog:
         return slot
 
     def remove(self, slot: int) -> bytes:
-        """Forget an entry; its slot is free, and its bytes are its owner's no more, when nobody has it pinned."""
+        """Remove an entry. Its slot is freed, and its bytes are no longer charged, when it is not pinned."""
         key = self._keys[slot]
         del self.slot_of[key]
         self.ticks[slot] = 0
@@ -108,7 +110,7 @@ class Catalog:
         self._free.append(slot)
 
     def unpin(self, slot: int) -> bool:
-        """Whether the entry was forgotten meanwhile, and this was its last reader."""
+        """Unpin; returns whether the entry was removed meanwhile and this was its last pin."""
         self.pins[slot] -= 1
         self.freed()
         if self.pins[slot] or self.ticks[slot]:
@@ -117,19 +119,20 @@ class Catalog:
         return True
 
     def charge(self, owner: int, size: int) -> None:
-        """Count bytes as an owner's, before there is an entry for them."""
+        """Charge bytes to a tenant, before their entry exists."""
         self.used[owner] += size
-        if self.floors[owner]:  # more of its entries are above its floor now
+        if self.floors[owner]:  # entries that were below its floor may now be above it
             self.freed()
 
     def freed(self) -> None:
-        """Something may go now that could not before: an entry came, or was unpinned, or rose above a floor."""
+        """Note that something may be evictable that was not: an entry was added, unpinned, or is above its floor
+        now."""
         self._changes += 1
 
     def fill(
         self, number_of: dict[bytes, int], tenants: NDArray[np.uint64], starts: Slots, lengths: Slots, sizes: Slots
     ) -> None:
-        """Start with these entries, numbered from 0, the oldest first."""
+        """Set the initial entries, numbered from 0, the oldest first."""
         keys, count = [*number_of], len(number_of)
         self.slot_of = number_of
         room = max(64, count)
@@ -165,21 +168,23 @@ class Catalog:
     # ---- who goes
 
     def victim(self, owner: int, size: int) -> int | None:
-        """The entry that is to go next so that `owner` gets `size` bytes; None if none may.
+        """The entry to evict so that `owner` gets `size` bytes; None if there is none.
 
-        Over its limit an owner makes room by its own entries; below its floor by those of others; else by the oldest.
+        Over its limit, a tenant's own entries are evicted; below its floor, those of others; otherwise the oldest.
         """
         wanted = self.used[owner] + size
         own, others = wanted > self.limits[owner], wanted > self.floors[owner]
         for mine, theirs in ((True, False),) if own else ((others, True), (True, True)):
-            alike = mine and theirs and not self.floors[owner]  # then it is the same for every such owner
+            # without a floor the choice does not depend on the tenant, so all such tenants share one queue
+            alike = mine and theirs and not self.floors[owner]
             slot = self._next(-1 if alike else owner, mine, theirs)
             if slot is not None:
                 return slot
         return None
 
     def _next(self, *scope: *Scope) -> int | None:
-        """In constant time but for one look at all entries for many victims, or for each time that there is none."""
+        """Amortised constant time: all entries are searched once for many victims, and once each time that there is
+        none."""
         if self._none_since.get(scope) == self._changes:
             return None
         victims = self._victims.setdefault(scope, deque())
@@ -194,14 +199,15 @@ class Catalog:
         return None
 
     def _may_go(self, slots: Any, owner: int, mine: bool, theirs: bool) -> Any:
-        """Nobody reads it, and it is the owner's, or one that its own owner holds above the floor."""
+        """Whether entries may be evicted: not pinned, and the owner's own, or of another tenant that stays above its
+        floor."""
         whose = self.owners[slots]
         above = self.used[whose] - self.sizes[slots] >= self.floors[whose]
         fair = np.where(whose == owner, mine, theirs & above)
         return (self.ticks[slots] > 0) & (self.pins[slots] == 0) & fair
 
     def _oldest(self, *scope: *Scope) -> Iterable[tuple[int, int]]:
-        """The oldest that may go: one in sixteen, so that sorting is paid for by many."""
+        """The oldest entries that may be evicted: one in sixteen, so that one sort serves many evictions."""
         slots = np.flatnonzero(self._may_go(np.arange(len(self._keys)), *scope))
         count = min(len(slots), max(64, len(slots) // 16))
         if count < len(slots):

@@ -1,6 +1,6 @@
-"""Checksums (XXH3, 64 bits) of bytes while they pass: each is read once. In C where that could be built.
+"""Checksums (XXH3, 64 bits) computed while bytes are copied, so that memory is read once. In C where that was built.
 
-Without it, pieces are hashed while they are in the processor's cache, and the numbers are the same.
+Without C, pieces are hashed while they are in the processor's cache; the checksums are the same.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvweave.store.keys import Bytes
 from kvweave.store.striped_file import StripedFile
 
 PIECE_BYTES = 256 << 10
-"""Fits the processor's second cache beside what it came from."""
+"""Fits into the second-level cache together with the source."""
 SHORTEST_BYTES = 4096
-"""Below this a call to C gains nothing."""
+"""Below this size, Python is as fast as the call to C."""
 SPAN_BYTES = 1024
-"""What the sum is made of."""
+"""XXH3 consumes this many bytes at a time."""
 IO_BUFFER_BYTES = 4 << 20
 STREAMED_BYTES = 1 << 20
-"""From here on a copy is written past the cache: whoever reads it comes later."""
+"""From this size on a copy bypasses the processor's cache: the copy is read later, if at all."""
 
 
 def checksum(data: Bytes) -> int:
@@ -33,9 +33,11 @@ def checksum(data: Bytes) -> int:
 
 
 def copy(to: Bytes, source: Bytes, until: float = inf) -> int | None:
-    """Copy bytes in one piece, and sum what was written; None if `until` (of `time.monotonic`) came before the end.
+    """Copy bytes and return the checksum of what was written; None if `until` (of `time.monotonic`) passed before the
+    end.
 
-    Others may write to either side meanwhile: each byte is read once, and the sum is of that.
+    Other processes may write to either side meanwhile: each byte is read once, and the checksum is of the bytes that
+    were read.
     """
     if native and to.nbytes >= SHORTEST_BYTES:
         return native.copy(to, source, to.nbytes >= STREAMED_BYTES, until)
@@ -50,17 +52,17 @@ def copy(to: Bytes, source: Bytes, until: float = inf) -> int | None:
 
 
 class IOBuffers:
-    """What a thread needs to read and write files: memory in which pieces lie, and those that are under way.
+    """A thread's buffers for file I/O, and its queue of requests in flight.
 
-    It is small, so that what the disk gives or takes is in the processor's cache when it is copied. Through the page
-    cache one piece is under way at a time, and is written straight from its source.
+    The buffers are small, so that they stay in the processor's cache. Through the page cache one request is in flight
+    at a time, and is written directly from its source.
     """
 
     def __init__(self, *, direct: bool) -> None:
         reads, writes = (8, 8) if direct else (1, 0)
         self.piece_bytes = (512 if direct else 256) << 10
         memory = mmap.mmap(-1, IO_BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without huge pages, of which the disk takes fewer pieces
+        with suppress(OSError):  # without huge pages, which let the kernel split requests less
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.memory = np.frombuffer(memory, np.uint8)
         self.reading, self.writing = (self.memory[: count * self.piece_bytes] for count in (reads, writes))
@@ -68,7 +70,8 @@ class IOBuffers:
 
 
 def read(files: StripedFile, start: int, to: Bytes, head: int, io_buffers: IOBuffers) -> int | None:
-    """Fill `to` from files, and sum what stands behind `head` bytes; None if they end. Raises `OSError`."""
+    """Fill `to` from files; returns the checksum of what follows the first `head` bytes, None if the files end.
+    Raises `OSError`."""
     aligned = not ((to.ctypes.data + head) % 32 or head % SPAN_BYTES or _is_odd(files, start))
     if native and io_buffers.queue and aligned and to.nbytes >= head + SHORTEST_BYTES:
         where = files.fds, files.stripe_bytes, files.sector, start
@@ -85,7 +88,7 @@ def read(files: StripedFile, start: int, to: Bytes, head: int, io_buffers: IOBuf
 
 
 def write(files: StripedFile, start: int, source: Bytes, io_buffers: IOBuffers) -> int:
-    """Write to files, in whole sectors, and sum what was written. Raises `OSError`."""
+    """Write to files, in whole sectors; returns the checksum of what was written. Raises `OSError`."""
     if native and io_buffers.queue and source.nbytes >= SHORTEST_BYTES and not _is_odd(files, start):
         where = files.fds, files.stripe_bytes, files.sector, start
         return native.write(*where, source, io_buffers.writing, io_buffers.piece_bytes, io_buffers.queue)
@@ -101,5 +104,5 @@ def write(files: StripedFile, start: int, source: Bytes, io_buffers: IOBuffers) 
 
 
 def _is_odd(files: StripedFile, start: int) -> bool:
-    """Whether what goes to the disk in whole sectors does not lie so."""
+    """Whether the position is not aligned to sectors."""
     return bool(start % files.sector or files.stripe_bytes % files.sector)

@@ -1,4 +1,4 @@
-"""The store's C (`native.c`), where it was built for this processor; else None, and Python does the same."""
+"""The C part of the store (`native.c`); None if it was not built, in which case Python computes the same."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The disk tier: files of blobs, one journal that says where they are. Survives `kill -9` at any moment.
+"""The disk tier: blobs in files, and a journal of their locations. Survives `kill -9` at any moment.
 
-    DIR/blobs-N   extents, in stripes (`stripes.py`), reused as entries go; they grow up to the quota
-    DIR/journal   which key lies where (`journal.py`)
+    DIR/blobs-N   extents, in stripes (`striped_file.py`), reused after eviction; they grow up to the capacity
+    DIR/journal   the location of each key (`journal.py`)
     DIR/lock      the process that owns the directory
 
-Nothing is synced: what a power failure loses or tears is found out by checksum and key, and is a miss.
+Nothing is synced: what a power failure loses or tears fails its checksum or key, and is a miss.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from kvweave.units import parse_bytes
 
 
 class DiskTier(ArenaTier):
-    """Blobs in a directory, at most `capacity` bytes of them; `direct` goes past the page cache.
+    """Blobs in a directory, at most `capacity` bytes; `direct` bypasses the page cache.
 
-    A directory that cannot be written is served as it is: `writable` is False, and `put` raises `ReadOnly`. One that
-    another process owns is `Busy`.
+    A directory that cannot be written is served read-only: `writable` is False, and `put` raises `ReadOnly`. One that
+    another process has locked is `Busy`.
     """
 
     kind = "disk"
@@ -75,7 +75,7 @@ class DiskTier(ArenaTier):
         return self._files.is_gone or self._file_journal.is_gone
 
     def _fill(self, entries: Entries, file: BufferedFile) -> None:
-        """Take over what the journal says, as far as it can be so."""
+        """Take over the entries of the journal that fit the files and the capacity."""
         ends = entries.starts + entries.lengths
         fine = file.hold(ends) & (ends <= self._extents.capacity) & (entries.starts % SECTOR == 0)
         order = np.flatnonzero(fine)[np.argsort(entries.starts[fine], kind="stable")]
@@ -93,7 +93,7 @@ class DiskTier(ArenaTier):
         if not self.writable:
             raise ReadOnly(f"{self.directory}: cannot be written; what is stored is still served")
         if self._is_gone:
-            raise Vanished(f"{self.directory}: somebody removed the files of the store")
+            raise Vanished(f"{self.directory}: the files of the store were removed")
         return super().put(keys, blobs)
 
     def _forget(self, slots: Sequence[int]) -> None:
@@ -120,7 +120,7 @@ class DiskTier(ArenaTier):
 
 
 def _own(directory: Path) -> DirectoryLock | None:
-    """The directory's lock; None where it cannot be written, but is there to be read."""
+    """The lock of the directory; None if it can be read but not written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         return DirectoryLock(directory / "lock")
@@ -132,7 +132,7 @@ def _own(directory: Path) -> DirectoryLock | None:
 
 
 def _apart(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which extents, in order of start, overlap with no other: of two that claim the same bytes none is believed."""
+    """Which extents, in order of start, overlap no other; of two that overlap, neither is trusted."""
     apart = np.ones(len(starts), bool)
     if len(starts) > 1:
         apart[1:] &= np.maximum.accumulate(ends)[:-1] <= starts[1:]

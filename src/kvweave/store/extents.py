@@ -1,4 +1,5 @@
-"""Extents: which bytes of an arena or a file are free. Best fit, neighbours joined; books only, no memory."""
+"""Extents: which bytes of an arena or a file are free. Best fit, with adjacent free runs merged; it touches no
+memory."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ class ExtentAllocator:
             self._add(0, self.capacity)
 
     def rounded(self, num_bytes: int) -> int:
-        """What an extent of `num_bytes` takes."""
+        """The size of an extent for `num_bytes`."""
         return max(1, -(-num_bytes // self.align)) * self.align
 
     def take(self, num_bytes: int) -> int | None:
-        """The start of a run of at least `num_bytes`, or None if there is no such run now."""
+        """Allocate at least `num_bytes`; returns the start, None if no free run is long enough."""
         size = self.rounded(num_bytes)
         at = bisect_left(self._by_size, (size, 0))
         if at == len(self._by_size):
@@ -38,7 +39,7 @@ class ExtentAllocator:
         return start
 
     def give(self, start: int, num_bytes: int) -> None:
-        """Give back what `take` gave."""
+        """Free what `take` allocated."""
         size = self.rounded(num_bytes)
         before, after = self._start_of.get(start), self._size_at.get(start + size)
         if after is not None:
@@ -50,7 +51,7 @@ class ExtentAllocator:
         self._add(start, size)
 
     def keep(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Start over with these extents taken: in order of start, none overlapping, all within the capacity."""
+        """Start over with these extents allocated: in order of start, not overlapping, within the capacity."""
         self._by_size, self._size_at, self._start_of, self.free_bytes = [], {}, {}, 0
         sizes = np.maximum(1, -(-lengths // self.align)) * self.align
         ends = np.concatenate(([0], starts + sizes))

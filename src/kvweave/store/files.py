@@ -1,4 +1,4 @@
-"""Files as a medium: through the page cache, or past it (O_DIRECT, by way of aligned buffers)."""
+"""Files as a medium: through the page cache, or with O_DIRECT through aligned buffers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvweave.store.striped_file import SECTOR, StripedFile
 from kvweave.store.tier import Blob, ChecksumObserver, joined, whole
 
 SMALL_BYTES = 512 << 10
-"""Up to here one trip to the disk is worth a copy."""
+"""Up to this size, one request for header and payload is worth copying them together."""
 
 LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ)
-"""How a disk says that it cannot read a sector, or that what it read is damaged."""
+"""Error codes for a sector that cannot be read, or whose contents are damaged."""
 
 
 def failure(where: str, error: OSError) -> TierError:
-    """An operating-system error in our words."""
+    """The `TierError` for an operating-system error."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return TierFull(f"{where}: the disk is full ({error.strerror}); what is stored is still served")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
@@ -36,7 +36,7 @@ def failure(where: str, error: OSError) -> TierError:
 
 
 class BufferedFile:
-    """Bytes of some files as if of one (`StripedFile`), in the page cache."""
+    """A `StripedFile` through the page cache."""
 
     flags = 0
 
@@ -62,7 +62,7 @@ class BufferedFile:
         self._stripes.write(start, [blob.payload.data])
 
     def _write_sealed(self, start: int, blob: Blob) -> None:
-        """The payload, and then its head, which wants the sum."""
+        """Write the payload, then the header, which needs the payload's checksum."""
         payload_sum = checksums.write(self._stripes, start + blob.head_bytes, blob.payload, self._io_buffers)
         checksums.write(self._stripes, start, np.frombuffer(blob.head(payload_sum), np.uint8), self._io_buffers)
 
@@ -81,7 +81,7 @@ class BufferedFile:
 
     @property
     def _io_buffers(self) -> checksums.IOBuffers:
-        """This thread's."""
+        """The I/O buffers of this thread."""
         if not hasattr(self._local, "desk"):
             self._local.io_buffers = checksums.IOBuffers(direct=bool(self.flags))
         io_buffers: checksums.IOBuffers = self._local.io_buffers
@@ -93,7 +93,7 @@ class BufferedFile:
 
 
 class DirectFile(BufferedFile):
-    """The same past the page cache: memory stays free for others, and speed is the disk's."""
+    """The same with O_DIRECT: the page cache is left to others, and the speed is the disk's."""
 
     flags = os.O_DIRECT
 
@@ -108,14 +108,14 @@ class DirectFile(BufferedFile):
 
 
 def aligned(num_bytes: int) -> Bytes:
-    """Memory that starts at a sector, so that copies to it can go past the cache."""
+    """Memory that starts at a multiple of the sector size, as O_DIRECT requires."""
     memory = np.empty(num_bytes + SECTOR, np.uint8)
     start = -memory.ctypes.data % SECTOR
     return memory[start : start + num_bytes]
 
 
 class DirectoryLock:
-    """A directory's owner: held while the process lives, released by the kernel when it dies."""
+    """The lock of a directory, held while the process lives; the kernel releases it when the process dies."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -125,17 +125,17 @@ class DirectoryLock:
             owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
             raise Busy(f"{path.parent} belongs to process {owner}; let it serve both, or take another one") from None
-        with suppress(OSError):  # a full disk: then nobody is told whose it is
+        with suppress(OSError):  # on a full disk the owner's process id is not recorded
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
         register_after_fork(self)
 
     def release(self) -> None:
-        """May be called twice."""
+        """Release the lock; calling it twice is fine."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def after_fork(self) -> None:
-        """In a forked child: the lock is the parent's, and must not outlive it here."""
+        """In a forked child: the lock belongs to the parent, and the child must not keep it after the parent ends."""
         self.release()

@@ -1,4 +1,4 @@
-"""What a forked child must not share with its parent: connections, threads, locks on directories."""
+"""Cleanup after `fork`: connections, threads and directory locks that a child must not share with its parent."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Protocol
 
 
 class ForkAware(Protocol):
-    """Something of which a child of `fork` has a copy that it cannot use as it is."""
+    """An object whose copy in a forked child cannot be used as it is."""
 
     def after_fork(self) -> None:
-        """In the child, before anything else runs there. Must not wait: whoever held a lock is not here any more."""
+        """Called in the child before anything else. Must not wait for a lock: the thread that held it does not exist
+        there."""
         ...
 
 
@@ -19,7 +20,7 @@ _known: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
 def register_after_fork(something: ForkAware) -> None:
-    """Call its `after_fork` in every child, as long as it lives."""
+    """Call `after_fork` of this object in every child, as long as the object lives."""
     _known.add(something)
 
 

@@ -1,7 +1,7 @@
-"""Jobs of a tier's threads: reads go before writes, always, and one thread does nothing but reads.
+"""The job queue of a tier: reads are served before writes, and one thread serves reads alone.
 
-A write that runs cannot be interrupted, so a thread of their own is what keeps reads from waiting behind it. A read
-that waits holds no memory, so any number may; what waits to be written holds its bytes, so there is a bound.
+A write that has started cannot be interrupted, so a reserved thread is needed to keep reads from waiting behind it.
+Waiting reads hold no memory, so their number is not limited; waiting writes hold their blobs, so it is.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ class _Job:
 
 
 class JobQueue:
-    """`workers` threads for both kinds and one for reads; none if `workers` is 0. At most `most_writes` writes wait."""
+    """`workers` threads for reads and writes, and one for reads alone; no threads if `workers` is 0. At most
+    `most_writes` writes wait."""
 
     def __init__(self, name: str, workers: int, most_writes: int) -> None:
         self._most_writes = most_writes
         self._reads: deque[_Job] = deque()
         self._writes: deque[_Job] = deque()
         self._unfinished: dict[int, None] = {}
-        """Writes by number, the oldest first: queued, or under way."""
+        """Numbers of the writes that are queued or running, the oldest first."""
         self._count = 0
         self._changed = threading.Condition()
         self._closed = False
@@ -51,7 +52,7 @@ class JobQueue:
         return future
 
     def write(self, work: Callable[[], T], wait_s: float = 0.0) -> Future[T] | None:
-        """None if there is no room in the queue for so long."""
+        """Queue a write; None if there was no room in the queue for `wait_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or len(self._writes) < self._most_writes, wait_s):
                 return None
@@ -74,7 +75,7 @@ class JobQueue:
         while (job := self._next(only_reads)) is not None:
             if job.future.set_running_or_notify_cancel():
                 _settle(job.future, job.work)
-            del job  # blobs must not stay alive while the thread waits
+            del job  # drops the blobs while the thread waits for its next job
 
     def _next(self, only_reads: bool) -> _Job | None:
         with self._changed:
@@ -89,14 +90,14 @@ class JobQueue:
                 self._changed.wait()
 
     def drain(self, wait_s: float) -> bool:
-        """Wait until every write that was queued before was tried; whether it was. What comes meanwhile does not
-        matter."""
+        """Wait until every write queued before this call was tried; returns whether it was. Later writes are not
+        waited for."""
         with self._changed:
             last = self._count
             return self._changed.wait_for(lambda: next(iter(self._unfinished), last + 1) > last, wait_s)
 
     def close(self, wait_s: float) -> bool:
-        """Do what is queued, and end; whether all threads did in time."""
+        """Finish queued jobs and end the threads; returns whether all ended in time."""
         until = time.monotonic() + wait_s
         with self._changed:
             self._closed = True
@@ -107,7 +108,7 @@ class JobQueue:
 
 
 def run_now(work: Callable[[], T]) -> Future[T]:
-    """In the caller's thread."""
+    """Run in the caller's thread."""
     future: Future[T] = Future()
     _settle(future, work)
     return future
@@ -116,5 +117,5 @@ def run_now(work: Callable[[], T]) -> Future[T]:
 def _settle(future: Future[T], work: Callable[[], T]) -> None:
     try:
         future.set_result(work())
-    except Exception as error:  # it belongs to whoever waits
+    except Exception as error:  # re-raised by `result()`
         future.set_exception(error)

@@ -2,8 +2,8 @@
 
     key (48)   start (8)   length (4)   check (4)          length 0: the key was removed
 
-A record is one `write`; a torn or damaged one is left out. A key is added after its bytes were written and removed
-before they may be written again, so whatever the moment at which the process dies, the records tell the truth.
+A record is one `write`; a torn or damaged one is skipped. A key is added after its bytes were written and removed
+before they may be overwritten, so that the records are true at whatever moment the process dies.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAGIC = b"kvweave journal 2\n".ljust(RECORD.itemsize, b"\0")
 OTHER_VERSION = re.compile(rb"kvweave journal \d+\n\0*")
 MOST_BYTES = 2**32 - 1
 SLACK = 65_536
-"""Records of removed entries that are borne beside as many live ones before the file is written anew."""
+"""The file is rewritten when records of removed entries outnumber live ones by this many."""
 
 
 class Entries(NamedTuple):
-    """Live entries, the oldest first: the number of each key, and by number whose it is and where it lies."""
+    """Live entries, the oldest first: the index of each key, and by index its tenant, start and length."""
 
     number_of: dict[bytes, int]
     tenants: NDArray[np.uint64]
@@ -40,7 +40,7 @@ class Entries(NamedTuple):
 
 
 class FileJournal:
-    """Appends records to `path`; opened for reading only, it refuses."""
+    """Appends records to `path`, which is opened for reading only unless `writable`."""
 
     def __init__(self, path: Path, *, writable: bool) -> None:
         self._path, self._writable = path, writable
@@ -48,8 +48,9 @@ class FileJournal:
         self._records = self._live = 0
 
     def open(self, recover: Callable[[Entries], Entries]) -> Entries:
-        """Read what is there, drop what is torn, and go on behind it. Where the head of the file is damaged, `recover`
-        says what else there is. A disk without room for a shorter journal goes on with the longer one."""
+        """Read the records, drop torn ones, and append after the last. If the start of the file is damaged,
+        `recover` finds the missing entries. On a disk without room for a compacted journal the longer one stays in
+        use."""
         try:
             data = self._path.read_bytes() if self._path.exists() else b""
             entries = self._parse(data)
@@ -89,7 +90,7 @@ class FileJournal:
         return Entries(number_of, tenants, live["start"].astype(np.int64), live["length"].astype(np.int64))
 
     def _rewrite(self, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """All live entries in a new file, which takes the old one's place in one step."""
+        """Write all live entries to a new file, which atomically replaces the old one."""
         records = packed(keys, starts, lengths)
         beside = self._path.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -120,7 +121,7 @@ class FileJournal:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody removed the file."""
+        """Whether the file was removed from its directory."""
         return self._fd >= 0 and not os.fstat(self._fd).st_nlink
 
     @property
@@ -128,7 +129,7 @@ class FileJournal:
         return self._records > 2 * self._live + SLACK
 
     def rewrite(self, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Say anew what there is, the oldest first."""
+        """Rewrite the file with these entries, the oldest first."""
         try:
             self._rewrite(keys, starts, lengths)
         except OSError as error:
@@ -139,7 +140,8 @@ class FileJournal:
             written = os.write(self._fd, records.tobytes())
         except OSError as error:
             raise failure(str(self._path), error) from error
-        if written % RECORD.itemsize:  # a full disk took half a record: cut it off, so that the next one is aligned
+        # a full disk took a part of a record: truncate it, so that the next record is aligned
+        if written % RECORD.itemsize:
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written % RECORD.itemsize)
         if written < records.nbytes:
             raise failure(str(self._path), OSError(28, "No space left on device"))
@@ -165,7 +167,7 @@ def packed(keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np
 
 
 def checks(records: NDArray[np.void]) -> NDArray[np.uint32]:
-    """A sum of a record's words, each times an odd number of its own: any one damaged word changes it."""
+    """A weighted sum of a record's words, each with an odd factor: any one damaged word changes it."""
     words = records.view("<u4").reshape(len(records), RECORD.itemsize // 4)[:, :-1]
     factors = np.arange(1, 2 * words.shape[1], 2, dtype=np.uint32) * np.uint32(0x9E3779B1)
     sums: NDArray[np.uint32] = (words * factors).sum(axis=1, dtype=np.uint32)

@@ -1,17 +1,18 @@
-"""Keys: which tokens, in which namespace, of which group.
+"""Keys: the digest of tokens, namespace and shard under which a blob is stored.
 
-A key is 48 bytes, made without a step per key but one broadcast:
+A key is 48 bytes; all keys of a prompt are made in one broadcast:
 
-    tenant (8)   whose it is, for quotas: no secret, only a name's digest
+    tenant (8)   the digest of the tenant's name, for quotas; not a secret
     prefix (32)  a chain of SHA-256 over namespace, grid and every token up to the end of the chunk
-    row (8)      which group and part of the model, and in what rows and dtypes (`shards.Shard.id`)
+    shard (8)    the group and part of the model, with its shapes and dtypes (`shards.Shard.id`)
 
-A chunk's own digest is its leaf; a prefix is the digest of the prefix before it and the next leaf:
+The leaf of a chunk is the digest of its tokens; the prefix digest of a chunk is that of the prefix before it and its
+leaf:
 
     prefix[-1] = H(domain, namespace, chunk_tokens)      leaf[i] = H(tokens[i])      prefix[i] = H(prefix[i-1], leaf[i])
 
-Each token is hashed once, many leaves at a time. Equal prefixes mean equal namespaces, equal grids and equal tokens,
-from the first on: a prefix takes its halves from fixed places, so a leaf never passes for a prefix.
+Each token is hashed once, many leaves at a time. Equal prefix digests mean equal namespaces, chunk sizes and tokens,
+from the first on. A prefix digest has fixed positions for its two halves, so a leaf cannot be mistaken for a prefix.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvweave.store.compiled import native
 
 DOMAIN = b"kvweave chain 2\0"
 SPANS = (-2).to_bytes(4, "little", signed=True) + b"kvweave spans 2\0"
-"""-2 is no token and no mark, so no chunk starts with it."""
+"""-2 is neither a token nor the marker of a span, so no chunk starts with it."""
 TENANT_BYTES, PREFIX_BYTES, SHARD_ID_BYTES = 8, 32, 8
 KEY_BYTES = TENANT_BYTES + PREFIX_BYTES + SHARD_ID_BYTES
 
@@ -53,7 +54,7 @@ class Namespace:
 
     @property
     def fingerprint(self) -> bytes:
-        """Every field with its length before it, so that no two namespaces read the same."""
+        """Every field is preceded by its length, so that no two namespaces have the same bytes."""
         digest = hashlib.sha256(b"kvweave namespace 1\0")
         texts = (self.model, self.weights, self.rotary, self.adapter, self.tenant)
         for field in (*(text.encode() for text in texts), self.salt):
@@ -72,7 +73,7 @@ def tenant_id(name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HashedPrompt:
-    """Tokens as the store sees them: a digest for every prefix of whole chunks. `tokens` counts the rest too."""
+    """A prompt as the store knows it: a digest for each prefix of whole chunks. `num_tokens` counts all tokens."""
 
     namespace: Namespace
     num_tokens: int
@@ -85,12 +86,12 @@ class HashedPrompt:
         return len(self.prefixes)
 
     def keys(self, shards: Bytes) -> list[bytes]:
-        """The keys of all chunks and rows (`[shards, 8]`), chunk by chunk: what comes first is worth most."""
+        """The keys of all chunks and shards (ids `[shards, 8]`), chunk by chunk: earlier keys are worth more."""
         return keys_of(self.namespace.tenant_id, self.prefixes, shards)
 
 
 def keys_of(tenant: bytes, prefixes: Bytes, shards: Bytes) -> list[bytes]:
-    """Every prefix (`[chunks, 32]`) with every row (`[shards, 8]`), in one broadcast."""
+    """Every prefix (`[chunks, 32]`) with every shard id (`[shards, 8]`), in one broadcast."""
     keys = np.empty((len(prefixes), len(shards), KEY_BYTES), np.uint8)
     keys[..., :TENANT_BYTES] = np.frombuffer(tenant, np.uint8)
     keys[..., TENANT_BYTES:-SHARD_ID_BYTES] = prefixes[:, None]
@@ -100,9 +101,9 @@ def keys_of(tenant: bytes, prefixes: Bytes, shards: Bytes) -> list[bytes]:
 
 
 def prompt(tokens: object, namespace: Namespace, chunk_tokens: int, spans: Sequence[Span] = ()) -> HashedPrompt:
-    """Hash a prompt's whole chunks. A span's content is part of the chunk in which it starts."""
+    """Hash the whole chunks of a prompt. The content of a span counts for the chunk in which it starts."""
     numbers = as_tokens(tokens)
-    marked, contents = _mark(numbers, spans, chunk_tokens) if spans else (numbers, {})
+    marked, contents = _mark_spans(numbers, spans, chunk_tokens) if spans else (numbers, {})
     num_chunks = len(numbers) // chunk_tokens
     whole = np.ascontiguousarray(marked[: num_chunks * chunk_tokens], "<i4")
     leaves = bytearray(_digests(whole.view(np.uint8), 4 * chunk_tokens))
@@ -115,14 +116,14 @@ def prompt(tokens: object, namespace: Namespace, chunk_tokens: int, spans: Seque
 
 
 def _digests(messages: Bytes, size: int) -> bytes:
-    """The digest of each message of `size` bytes, one after the other."""
+    """The digests of messages of `size` bytes, concatenated."""
     if native:
         return native.digests(messages, size)
     return b"".join(hashlib.sha256(message).digest() for message in messages.view(f"V{size}").tolist())
 
 
 def _links(first: bytes, leaves: bytearray) -> bytes:
-    """The chain over `leaves`: every link is the digest of the one before it and the next leaf."""
+    """The chain over `leaves`: each link is the digest of the link before it and the next leaf."""
     if native:
         return native.links(first, leaves)
     links = [first]
@@ -131,10 +132,13 @@ def _links(first: bytes, leaves: bytearray) -> bytes:
     return b"".join(links[1:])
 
 
-def _mark(tokens: NDArray[np.int32], spans: Sequence[Span], size: int) -> tuple[NDArray[np.int32], dict[int, bytes]]:
-    """-1, which no token is, where a span starts; and by chunk the digests of what starts in it, in order.
+def _mark_spans(
+    tokens: NDArray[np.int32], spans: Sequence[Span], size: int
+) -> tuple[NDArray[np.int32], dict[int, bytes]]:
+    """The tokens with -1, which is no token, at the start of each span; and by chunk the digests of the spans that
+    start in it.
 
-    A leaf with k marks is followed by k digests, so the bytes hashed can be read in one way only.
+    A leaf with k markers is followed by k digests, so that the hashed bytes are unambiguous.
     """
     marked, contents = tokens.copy(), dict[int, bytes]()
     starts = [span.start for span in spans]

@@ -1,4 +1,4 @@
-"""The memory tier: one host buffer, cut on demand."""
+"""The memory tier: extents of one host buffer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALIGN = 64
 
 
 class MemoryTier(ArenaTier):
-    """Blobs in host memory: `capacity` bytes of our own, or a buffer that somebody else owns (shared, pinned)."""
+    """Blobs in host memory: `capacity` bytes allocated here, or a buffer of the caller's (shared, pinned)."""
 
     kind = "memory"
 

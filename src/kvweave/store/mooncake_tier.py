@@ -1,7 +1,7 @@
 """The Mooncake tier: the memory of a cluster, through Mooncake Store. Needs `kvweave[mooncake]` and a master.
 
-On a host without CUDA the package is `mooncake-transfer-engine-non-cuda`, with Debian's libibverbs1 and librdmacm1. The
-quota is the cluster's: each client lends `segment` bytes of memory to it, and its master evicts.
+On a host without CUDA the package is `mooncake-transfer-engine-non-cuda`, with Debian's libibverbs1 and librdmacm1.
+Capacity and eviction are the cluster's: each client contributes `segment` bytes of memory, and the master evicts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from kvweave.store.tier import ALL, Blob, ChecksumObserver, KeyFilter, TierStats
 from kvweave.units import parse_bytes
 
 EXISTS = -705
-"""Mooncake's code for a key that is there already."""
+"""Mooncake's error code: the key exists."""
 NO_ROOM = -200
-"""... and for a cluster without room for a value, even after eviction."""
+"""Mooncake's error code: no room for the value, even after eviction."""
 
 
 class MooncakeTier:
-    """Blobs in a Mooncake cluster. `metadata` is where clients find each other; by default they ask one another."""
+    """Blobs in a Mooncake cluster. `metadata` is the metadata server; by default clients exchange metadata with each
+    other."""
 
     kind = "mooncake"
 
@@ -71,7 +72,7 @@ class MooncakeTier:
         return [kept for batch in batches(pairs, lambda pair: pair[1].num_bytes) for kept in self._put(batch)]
 
     def _put(self, batch: Sequence[tuple[str, Blob]]) -> list[bool]:
-        """All at once; if that fails, nobody says for which, so each is tried by itself."""
+        """Put all at once. If that fails, Mooncake does not say for which key, so each is put by itself."""
         keys, blobs = zip(*batch, strict=True)
         if self._store.put_batch([*keys], [joined(blob) for blob in blobs]) == 0:
             return [True] * len(batch)
@@ -87,7 +88,7 @@ class MooncakeTier:
         return sum(code == 0 for code in self._store.batch_remove([key.hex() for key in keys], True))
 
     def clear(self, key_filter: KeyFilter = ALL) -> int:
-        """Values of others, whose keys look otherwise, stay."""
+        """Values whose keys are not of kvweave's form are not touched."""
         gone: int = self._store.remove_by_regex(_pattern(key_filter), True)
         if gone < 0:
             raise TierError(f"tier {self.name!r}: the cluster does not answer (code {gone})")

@@ -1,10 +1,10 @@
 """The object tier: S3, GCS, Azure, or a folder, through obstore. Needs `kvweave[object]`.
 
-    PREFIX/tenant/digest of the tokens/row        one object a blob; an object appears whole or not at all
+    PREFIX/tenant/digest of the tokens/shard        one object a blob; an object appears whole or not at all
 
-Eviction is the bucket's business (a lifecycle rule), and so is its quota: a full one raises `TierFull` on writes, and
-goes on being read. Threads wait for answers, not an event loop:
-obstore's calls it back from threads that nobody can join, and a process that ends meanwhile aborts.
+Eviction and quota are the bucket's (a lifecycle rule). A full bucket raises `TierFull` on writes and can still be read.
+Requests run in threads, not in an event loop: obstore calls the loop back from threads that cannot be joined, and a
+process that ends meanwhile aborts.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvweave.store.tier import ABSENT, ALL, Blob, ChecksumObserver, KeyFilter, T
 
 AT_ONCE, PAGE_OBJECTS = 64, 1000
 RETRYING: dict[str, Any] = {"retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}}
-"""Unless told otherwise: less patient than obstore itself, since whoever uses a tier asks again, and stops asking."""
+"""Defaults: fewer retries than obstore's own, since the tier executor retries, and skips a tier that keeps failing."""
 NOT_HERE = (FileNotFoundError, NotFoundError)
 FULL = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage", "No space left on device", "Disk quota exceeded")
-"""How buckets and disks say that there is no room: Ceph, MinIO, others that speak HTTP, a folder."""
+"""Substrings by which buckets and disks report that they are full: Ceph, MinIO, other HTTP servers, a folder."""
 Answer = TypeVar("Answer")
 
 
 class ObjectTier:
     """Blobs as objects of `url`: `s3://bucket/prefix`, `gs://`, `az://`, `file:///folder`, or an obstore store.
 
-    `options` are obstore's (`endpoint`, `region`, `client_options`, ...); those that are not given it takes from the
-    environment, as the clouds' own tools do (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...).
+    `options` are obstore's (`endpoint`, `region`, `client_options`, ...); missing ones are read from the environment,
+    as the clouds' own tools do (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...).
     """
 
     kind = "object"
@@ -62,13 +62,14 @@ class ObjectTier:
         return self._delete([keys[i] for i in np.flatnonzero(self.contains(keys)).tolist()])
 
     def clear(self, key_filter: KeyFilter = ALL) -> int:
-        """Objects under the prefix that are no blobs of ours stay."""
+        """Objects under the prefix that are not blobs are not touched."""
         with _errors(self.name):
             pages = obstore.list(self._store, key_filter.tenant.hex() or None, chunk_size=PAGE_OBJECTS)
             return sum(self._delete([*_ours(page, key_filter)]) for page in pages)
 
     def _delete(self, keys: Sequence[bytes]) -> int:
-        """In one request where the store has such a one; if some went meanwhile, it may be that others stayed."""
+        """Delete in one request, if the store supports it. If some objects were missing, others may not have been
+        deleted, so each is deleted by itself."""
         with _errors(self.name):
             try:
                 obstore.delete(self._store, [_path(key) for key in keys])
@@ -99,12 +100,12 @@ class ObjectTier:
     def _delete_one(self, key: bytes) -> bool:
         try:
             obstore.delete(self._store, _path(key))
-        except NOT_HERE:  # somebody was faster
+        except NOT_HERE:  # deleted by another client meanwhile
             return False
         return True
 
     def _all(self, one: Callable[..., Answer], *items: Sequence[Any]) -> list[Answer]:
-        """Ask for all of them, so many at once."""
+        """Run one call for each item, up to `AT_ONCE` at a time."""
         with _errors(self.name):
             return [*self._threads.map(one, *items)]
 
@@ -120,7 +121,7 @@ def _path(key: bytes) -> str:
 
 
 def _ours(page: Iterable[Any], key_filter: KeyFilter) -> Iterator[bytes]:
-    """Keys of those objects that have one."""
+    """The keys of the objects that are blobs."""
     for listed in page:
         with suppress(ValueError):
             key = bytes.fromhex(listed["path"].replace("/", ""))
@@ -135,6 +136,6 @@ def _errors(name: str) -> Iterator[None]:
     except ValueError as error:
         raise ConfigError(f"tier {name!r}: {error}; expected for example s3://bucket/prefix") from None
     except (BaseError, OSError) as error:
-        words = str(error).partition("\n")[0]  # the rest is for those who debug obstore
+        words = str(error).partition("\n")[0]  # later lines are obstore's debug output
         full = any(said in words for said in FULL)
         raise (TierFull if full else TierError)(f"tier {name!r}: {words}") from error

@@ -1,4 +1,4 @@
-"""Pages: payloads out of an engine's memory and back, whatever its blocks, kernel layout and share of the heads."""
+"""Payloads of pages: read from an engine's memory and written back, for any blocks, layout and share of heads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from kvweave.store.payload_copies import ShardCopies, Tables
 from kvweave.store.shards import Schema, Shard
 
 Source = Callable[[Shard, int], Bytes]
-"""The payload of a row's chunk: bytes that stay as they are until every tier has them. An array that cannot be written
-to is summed on its way to a tier; any other at once, so that what is changed too early is found out."""
+"""Returns the payload of a shard's chunk; its bytes must not change until every tier has them. The checksum of a
+read-only array is computed on its way to a tier; that of a writable one at once, so that a change made too early is
+detected."""
 Sink = Callable[[Shard, int, Bytes], None]
-"""Takes a row's chunk; the payload is the sink's for the time of the call."""
+"""Takes the payload of a shard's chunk, which is valid during the call only."""
 
 
 class PagePayloads:
@@ -45,13 +46,13 @@ class PagePayloads:
         return self._schema.read_by(self.parallel.tp, self.parallel.tp_rank)
 
     def source(self, tables: Tables) -> Source:
-        """Payloads of a sequence's chunks; it can also `fill` memory that is there."""
+        """The payloads of a sequence's chunks; the source also implements `PagedSource` and `FillableSource`."""
         return _Gather(self, tables, self._copier.after_caller())
 
     def sink(self, tables: Tables) -> Sink:
-        """Writes what is loaded into a sequence's pages. Rows without a page (NULL) are left out.
+        """A sink that writes payloads into the pages of a sequence. Rows whose page is NULL are skipped.
 
-        A load that ends before its hit may have needed pages that the tables do not have: `holds` tells.
+        A load that returns less than its hit may need window pages that these tables do not have: see `holds`.
         """
         copier = self._copier.after_caller()
 
@@ -68,20 +69,20 @@ class PagePayloads:
 
 @runtime_checkable
 class PagedSource(Protocol):
-    """A source that may have lost pages, and says of which chunks it has them all."""
+    """A source that may have freed pages, and tells which chunks it still has completely."""
 
     def holds(self, shard: Shard, chunk: int) -> bool: ...
 
 
 @runtime_checkable
 class FillableSource(Protocol):
-    """A source that writes payloads where they shall be, for several threads at once."""
+    """A source that can write payloads into given memory, from several threads at once."""
 
     def fill(self, shard: Shard, chunk: int, out: Bytes) -> None: ...
 
 
 class _Gather:
-    """Payloads of the chunks of one sequence."""
+    """The payloads of the chunks of one sequence."""
 
     def __init__(self, pages: PagePayloads, tables: Tables, copier: PayloadCopier) -> None:
         self._pages, self._tables, self._copier = pages, tables, copier
@@ -96,5 +97,5 @@ class _Gather:
         return self._pages.holds(shard, chunk, self._tables)
 
     def fill(self, shard: Shard, chunk: int, out: Bytes) -> None:
-        """Whole chunks only: half of one would pass for the whole, for a prompt that ends earlier."""
+        """Only complete chunks: an incomplete one would be taken for complete by a prompt that ends earlier."""
         self._copier.gather(self._pages._copies[shard.id].copies(chunk, self._tables, whole=True), out)

@@ -1,7 +1,7 @@
-"""What lies in a disk tier's files, found by the blobs' own headers: for when the journal is damaged.
+"""Recovery of a disk tier whose journal is damaged: entries are found by the headers of the blobs themselves.
 
-A header stands at a sector and says key, length and what the payload is; the digest of that is part of the key.
-Payloads are not read here: one that was overwritten since is found out by its checksum when it is asked for.
+A header starts at a sector and contains key, length and description of the payload; the digest of the description is
+part of the key. Payloads are not read here: one that was overwritten fails its checksum when it is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ META_BYTES = 1 << 20
 
 
 def recovered(known: Entries, files: StripedFile) -> Entries:
-    """The entries that are known, and those found in between; found ones count as the older."""
+    """The known entries, and those found between them, which count as older."""
     found = {key: place for key, *place in _scan(files, known) if key not in known.number_of}
     keys = [*found, *known.number_of]
     starts, lengths = np.array([*found.values()], np.int64).reshape(-1, 2).T
@@ -58,7 +58,7 @@ def _scan_gap(files: StripedFile, at: int, end: int) -> Iterator[tuple[bytes, in
 
 
 def _first(files: StripedFile, at: int, window: NDArray[np.uint8]) -> tuple[bytes, int, int] | None:
-    """Key, start and length of the first blob that begins in a window."""
+    """Key, start and length of the first blob that starts in the window."""
     heads = window.reshape(-1, SECTOR)[:, : len(MAGIC)]
     for number in np.flatnonzero((heads == np.frombuffer(MAGIC, np.uint8)).all(axis=1)).tolist():
         start = at + number * SECTOR
@@ -69,7 +69,7 @@ def _first(files: StripedFile, at: int, window: NDArray[np.uint8]) -> tuple[byte
 
 
 def _header(files: StripedFile, start: int, begin: NDArray[np.uint8]) -> tuple[bytes, int] | None:
-    """Key and length, if this is the header of a blob whose key fits what it says of itself."""
+    """Key and length, if this is a header whose key matches its description."""
     _, version, _, meta_bytes, _, payload_bytes, _, key, _, _ = HEADER.unpack_from(begin.data)
     head_bytes = HEADER.size + meta_bytes
     if version != VERSION or meta_bytes > META_BYTES or head_bytes % SECTOR or start + head_bytes > files.end():

@@ -1,7 +1,7 @@
-"""The Redis tier: blobs in a server, or a cluster, that others use too. Needs `kvweave[redis]`.
+"""The Redis tier: blobs in a server or cluster shared with others. Needs `kvweave[redis]`.
 
-The quota is the server's: `maxmemory` with the policy `allkeys-lru`. A server that must not evict and is full raises
-`TierFull` on writes, and goes on being read.
+Capacity and eviction are the server's: `maxmemory` with the policy `allkeys-lru`. A full server that may not evict
+raises `TierFull` on writes and can still be read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,14 @@ from kvweave.store.tier import ALL, UNREADABLE, Blob, ChecksumObserver, KeyFilte
 
 BATCH_KEYS = 4096
 TRIP_BYTES = 4 << 20
-"""Values of one round trip: the line is busy for longer than the way takes, and the client slower with more."""
+"""Bytes of one round trip: transferring them takes longer than the latency, and with more the client becomes slower."""
 
 
 class RedisTier:
     """Blobs under `prefix` + key. `url` is `redis://`, `rediss://` or `unix://`: a server, or any node of a cluster.
 
-    Nothing is asked before the first use, so it may come up later. `cluster` says what it is; by default it is asked.
+    No connection is made before the first use, so the server may start later. `cluster` says whether it is one; by
+    default the server is asked.
     """
 
     kind = "redis"
@@ -84,8 +84,8 @@ class RedisTier:
         return sum(self._each("unlink", keys))
 
     def clear(self, key_filter: KeyFilter = ALL) -> int:
-        """Other values of the server, and those under another prefix, stay."""
-        return sum(self.delete(keys) for keys in _batches(self._listed(key_filter)))
+        """Other keys of the server, also those under another prefix, are not touched."""
+        return sum(self.delete(keys) for keys in _key_batches(self._listed(key_filter)))
 
     def _listed(self, key_filter: KeyFilter) -> Iterator[bytes]:
         begin = self._prefix + key_filter.tenant
@@ -98,14 +98,14 @@ class RedisTier:
     def _each(self, command: str, keys: Sequence[bytes]) -> list[int]:
         answers: list[int] = []
         with _errors(self.name):
-            for batch in _batches(keys):
+            for batch in _key_batches(keys):
                 answers += self._at_once(command, [(key,) for key in batch])
         return answers
 
     def _at_once(
         self, command: str, calls: Iterable[tuple[bytes, ...]], *, errors_are_answers: bool = False, **options: Any
     ) -> list[Any]:
-        """A command for each key, and what goes with it, in one round trip (in a cluster: one to each node)."""
+        """One command for each key, in one round trip (of a cluster: one to each node)."""
         pipe = self._server.pipeline(transaction=False)
         for key, *values in calls:
             getattr(pipe, command)(self._prefix + key, *values, **options)
@@ -122,7 +122,7 @@ class RedisTier:
 
 
 def _filled(target: Bytes, value: Any) -> int:
-    """As `fill`. A value of another type than ours is there and cannot be read; any other error is the server's."""
+    """As `fill`. A value that is not a string is `UNREADABLE`; any other error is raised."""
     if isinstance(value, redis.ResponseError) and "WRONGTYPE" in str(value):
         return UNREADABLE
     if isinstance(value, Exception):
@@ -130,14 +130,12 @@ def _filled(target: Bytes, value: Any) -> int:
     return fill(target, value)
 
 
-def _batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
-    left = iter(keys)
-    while batch := list(islice(left, BATCH_KEYS)):
-        yield batch
+def _key_batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+    return batches(keys, lambda _: 1, BATCH_KEYS)
 
 
 def _literal(text: bytes) -> bytes:
-    """A pattern that matches these bytes alone."""
+    """A glob pattern that matches exactly these bytes."""
     return re.sub(rb"([*?\[\]\\])", rb"\\\1", text)
 
 
@@ -147,5 +145,5 @@ def _errors(name: str) -> Iterator[None]:
         yield
     except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
         full = isinstance(error, redis.exceptions.OutOfMemoryError) or "MISCONF" in str(error)
-        words = str(error).rpartition("caused error: ")[2]  # what comes before are the bytes of a key
+        words = str(error).rpartition("caused error: ")[2]  # the message starts with the bytes of the command's key
         raise (TierFull if full else TierError)(f"tier {name!r}: {words}") from error

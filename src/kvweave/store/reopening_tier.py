@@ -1,4 +1,4 @@
-"""A tier that may not be there yet, or not any more: opened when it is used, and again after it vanished."""
+"""A tier that may be unavailable: opened at the first use, and opened again after its files were removed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ log = logging.getLogger("kvweave.store")
 
 
 class ReopeningTier:
-    """The tier that `open_tier` opens. While that fails with `TierError`, everything that is asked of it does.
+    """Wraps the tier that `open_tier` opens. While opening fails with `TierError`, every request raises it.
 
-    How often it is tried is a matter of the lane's breaker. Any other error, a mistake in what was configured, is
+    The circuit breaker limits how often opening is tried. Any other error is a mistake in the configuration and is
     raised at once.
     """
 
@@ -75,7 +75,7 @@ class ReopeningTier:
             return tier.clear(key_filter)
 
     def stats(self) -> TierStats:
-        """Does not wait: nothing is known of a tier that is not open."""
+        """Does not wait; a tier that is not open has no statistics."""
         tier = self._tier
         return TierStats(self.name) if tier is None else tier.stats()
 

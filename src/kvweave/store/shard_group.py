@@ -43,7 +43,7 @@ class ShardGroup:
         if not self.tail_start:
             return Present(self.reach, self.chunk_tokens, blocks)
         tails = np.logical_and.reduce(whole | present[self.first + self.parts : self.stop])
-        return Present(self.reach, self.chunk_tokens, blocks, tails, self.tail_start)
+        return Present(self.reach, self.chunk_tokens, blocks, tails=tails, tail_start=self.tail_start)
 
     def needs(self, position: int, present: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Pieces `[n, 2]` (shard, chunk), shard by shard, that going on from `position` needs: whole chunks, and a tail

@@ -1,12 +1,12 @@
-"""Rows: what is stored under one key a chunk, whatever the block size, kernel layout or tensor-parallel degree.
+"""Shards: what is stored under one key for each chunk, independent of block size, kernel layout and tensor parallelism.
 
-A group is cut into parts by heads (units of a role's split), as if that many ranks held it; roles that every rank holds
-are a part of their own. A part's payload is the same bytes for everybody:
+A group is split by heads (units of a role's split) into parts, as if that many ranks held it; roles that are not split
+are one part of their own. The payload of a part has the same bytes on every rank:
 
     layer 3: key [tokens, heads, dim] value [tokens, heads, dim]   layer 7: key ... value ...
 
-A rank of any degree writes the parts that it holds whole, and reads the parts that overlap with what it holds.
-A part of a window may have, beside whole chunks, their tails (`shard_group`), under keys of their own.
+A rank of any tensor-parallel degree writes the parts that it holds completely, and reads the parts that overlap its
+own. A part of a window may have, beside complete chunks, their tails (`shard_group`), under keys of their own.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvweave.store.shard_group import ShardGroup, chunks_needed, tail_start
 
 @dataclass(frozen=True, slots=True)
 class AxisSlice:
-    """Entries `[start, stop)` of a role's whole first axis, which lie from `at` on in somebody's share of it."""
+    """Entries `[start, stop)` of a role's whole first axis, found from index `at` on in some rank's share of it."""
 
     start: int
     stop: int
     at: int
 
     def within(self, other: AxisSlice) -> tuple[slice, slice] | None:
-        """Where the entries that both hold lie in this share, and in the other; None if there are none."""
+        """Where the common entries lie in this slice's share and in the other's; None if there are none."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         if start >= stop:
             return None
@@ -46,7 +46,8 @@ class AxisSlice:
 
 
 def axis_slices(role: Role, ranks: int, rank: int) -> tuple[AxisSlice, ...]:
-    """What one of `ranks` holds of a whole role's first axis, a cut a segment; units that do not divide are shared."""
+    """What rank `rank` of `ranks` holds of a role's first axis, one slice for each segment; units that do not divide
+    are replicated."""
     if not role.split:
         return (AxisSlice(0, role.shape[0], 0),)
     held, first, at = [], 0, 0
@@ -60,7 +61,7 @@ def axis_slices(role: Role, ranks: int, rank: int) -> tuple[AxisSlice, ...]:
 
 
 class ShardHeader(Protocol):
-    """As much of a row as its blobs' headers say: enough to check them, even for who cannot read their payload."""
+    """The part of a shard that its blob headers contain: enough to check blobs without understanding their payloads."""
 
     @property
     def meta(self) -> bytes: ...
@@ -74,13 +75,13 @@ class ShardHeader(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """One part of one group: its roles, cut to the part, over its layers."""
+    """One part of one group, over all its layers."""
 
     tag: str
     reach: Reach
     layers: tuple[int, ...]
     roles: tuple[Role, ...]
-    """The whole roles, uncut."""
+    """The roles before they are split."""
     part: int
     parts: int
     chunk_tokens: int
@@ -99,7 +100,7 @@ class Shard:
 
     @cached_property
     def meta(self) -> bytes:
-        """What the payload is, as JSON: stored with every blob; equal meta, equal reading."""
+        """A JSON description of the payload, stored in every blob: equal descriptions mean equal layouts."""
         roles = [
             {
                 "name": role.name,
@@ -126,7 +127,7 @@ class Shard:
         return len(self.layers) * sum(self.num_rows(role) * role.shard(self.parts).row_bytes for role in self.roles)
 
     def fields(self) -> Iterator[tuple[int, Role, slice]]:
-        """Layer, role, and where its rows lie in the payload."""
+        """Layer, role, and the bytes of its rows in the payload."""
         start = 0
         for layer in self.layers:
             for role in self.roles:
@@ -135,16 +136,16 @@ class Shard:
                 start = stop
 
     def needs(self, position: int) -> Iterator[int]:
-        """The chunks that must be there to go on from `position`, in order."""
+        """The chunks that are needed to resume at `position`, in order."""
         return chunks_needed(self.reach, self.chunk_tokens, position)
 
     def held_by(self, ranks: int, rank: int) -> bool:
-        """Whether a rank holds all of the part, and no lower rank does: it is the one that writes it."""
+        """Whether this rank writes the part: it holds all of it, and no lower rank does."""
         writers = (r for r in range(ranks) if all(self._covers(role, ranks, r) for role in self.roles))
         return next(writers, None) == rank
 
     def touches(self, ranks: int, rank: int) -> bool:
-        """Whether a rank needs some of the part."""
+        """Whether the rank needs any of the part."""
         pairs = (zip(self.axis_slices(role), axis_slices(role, ranks, rank), strict=True) for role in self.roles)
         return any(mine.within(held) for pair in pairs for mine, held in pair)
 
@@ -155,7 +156,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Schema:
-    """All rows of a model, for chunks of `chunk_tokens` tokens and at most `parts` parts a group."""
+    """All shards of a model, for chunks of `chunk_tokens` tokens and at most `parts` parts a group."""
 
     shards: tuple[Shard, ...]
     chunk_tokens: int
@@ -163,10 +164,10 @@ class Schema:
 
     @classmethod
     def of(cls, spec: ModelSpec, *, chunk_tokens: int = 256, parts: int = 8, tails: bool = False) -> Schema:
-        """`parts` must be a multiple of every tensor-parallel degree that shall write: 8 serves 1, 2, 4 and 8.
+        """`parts` must be a multiple of every tensor-parallel degree that writes: 8 serves 1, 2, 4 and 8.
 
-        With `tails`, windows that begin within a chunk may be stored from there on, by engines that keep no more. Whole
-        chunks have the same keys with and without.
+        With `tails`, of the chunk in which a window begins the rest may be stored, for engines that have freed what
+        lies before. Complete chunks have the same keys with and without.
         """
         if chunk_tokens < 1 or parts < 1:
             raise StoreError(f"chunk_tokens and parts must be at least 1, got {chunk_tokens} and {parts}")
@@ -196,7 +197,7 @@ class Schema:
         return tuple(groups)
 
     def written_by(self, ranks: int, rank: int) -> tuple[int, ...]:
-        """The rows that a rank writes; all ranks together write all of them."""
+        """The shards that a rank writes; together the ranks write all of them."""
         orphans = [shard for shard in self.shards if not any(shard.held_by(ranks, r) for r in range(ranks))]
         if orphans:
             need = math.lcm(self.parts, ranks)
@@ -204,7 +205,7 @@ class Schema:
         return tuple(i for i, shard in enumerate(self.shards) if shard.held_by(ranks, rank))
 
     def read_by(self, ranks: int, rank: int) -> tuple[int, ...]:
-        """The rows of which a rank needs something."""
+        """The shards of which a rank needs any part."""
         return tuple(i for i, shard in enumerate(self.shards) if shard.touches(ranks, rank))
 
 
@@ -230,7 +231,7 @@ def _with_tails(shards: list[Shard], *, tails: bool) -> list[Shard]:
 
 
 def model_digest(spec: ModelSpec) -> str:
-    """A hash of what a model keeps, blind to blocks, kernels and the order of bytes in a page."""
+    """A hash of what a model keeps, independent of block sizes, kernels and page layouts."""
     facts = [
         (tag, layers, codec.to_dict(cache.reach), [(r.name, r.shape, r.dtype, r.tokens_per_row) for r in cache.roles])
         for tag, (cache, layers) in spec.groups().items()

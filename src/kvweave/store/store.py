@@ -1,4 +1,4 @@
-"""The store: keys, blobs and a cascade, as one. What is a hit the joint formula decides, over what the tiers hold."""
+"""The store: keys, blobs and a stack of tiers. The joint formula decides, from what the tiers have, what is a hit."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store.base import AnyStore, ChunkRef, Saved, StoreStats, in_thread
+from kvweave.store.base import AnyStore, ChunkRef, Saved, StoreStats, discard, in_thread
 from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck, header_bytes, owned_payload, seal
 from kvweave.store.keys import HashedPrompt
 from kvweave.store.page_payloads import Source
-from kvweave.store.shards import Schema, Shard
+from kvweave.store.shards import Schema
 from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, TierLookup, TierStack
 
 
 @dataclass(frozen=True)
 class Hit:
-    """From `position` on there is work to do; what lies before can be loaded. 0: nothing was found."""
+    """The tokens before `position` can be loaded; 0: nothing was found."""
 
     prompt: HashedPrompt
     position: int
     tiers: NDArray[np.int8]
     """`[shards, chunks]`: the nearest tier of each, -1 for none."""
     keys: list[bytes]
-    """Chunk by chunk, row by row."""
+    """Chunk by chunk, shard by shard."""
 
     @property
     def present(self) -> NDArray[np.bool_]:
@@ -37,7 +37,7 @@ class Hit:
 
 
 class Store(AnyStore[Hit]):
-    """KV of one model's chunks in a cascade of tiers. May be used by many threads."""
+    """The KV of one model's chunks in a stack of tiers. Thread-safe."""
 
     def __init__(self, schema: Schema, tier_stack: TierStack) -> None:
         super().__init__(schema)
@@ -55,7 +55,7 @@ class Store(AnyStore[Hit]):
         return Hit(prompt, position, tiers, keys)
 
     def _count_misses(self, prompt: HashedPrompt, position: int, where: TierLookup) -> None:
-        """What the longest hit would have needed, and no tier has, was a miss in every tier that answered."""
+        """Count what the longest hit would have needed and no tier has as a miss of every tier."""
         longest = (prompt.num_tokens - 1) // self.schema.chunk_tokens * self.schema.chunk_tokens
         if position >= longest or where.late:
             return
@@ -80,8 +80,8 @@ class Store(AnyStore[Hit]):
         return BlobRequest(key, self._sizes[number], partial(BlobCheck, shard, chunk, key), tier)
 
     def prefetch(self, hit: Hit, *, shards: Sequence[int] | None = None, budget_s: float | None = None) -> Future[int]:
-        """Bring what a hit needs into the tiers that take what others give, in a thread of its own."""
-        return in_thread("kvweave-prefetch", partial(self.load, hit, _ignore, shards=shards, budget_s=budget_s))
+        """Load what a hit needs into the tiers with `promote`, in a thread of its own."""
+        return in_thread("kvweave-prefetch", partial(self.load, hit, discard, shards=shards, budget_s=budget_s))
 
     # ---- writing
 
@@ -120,9 +120,5 @@ class Store(AnyStore[Hit]):
         return self.tier_stack.flush(wait_s)
 
     def close(self, wait_s: float = 60.0) -> None:
-        """Write what is queued, and close every tier."""
+        """Finish queued writes, and close every tier."""
         self.tier_stack.close(wait_s)
-
-
-def _ignore(shard: Shard, chunk: int, payload: NDArray[np.uint8]) -> None:
-    """A sink for what shall only pass through the tiers."""

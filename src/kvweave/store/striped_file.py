@@ -1,5 +1,5 @@
-"""Some files as one run of bytes, which are dealt to them in turns. A file takes one writer at a time: a single one for
-all would be a queue.
+"""Several files used as one, in stripes. The kernel lets one writer at a time into a file, so writers of a single file
+would queue.
 
     file 0   stripe 0   stripe 8   ...
     file 1   stripe 1   stripe 9
@@ -24,8 +24,8 @@ SECTOR = 4096
 
 
 class StripedFile:
-    """`path` with `-0`, `-1` and so on behind it, opened with `flags`; moved in whole sectors if these say O_DIRECT.
-    All raise `OSError`."""
+    """Files `path-0`, `path-1` and so on, opened with `flags`; with O_DIRECT, in whole sectors. All methods raise
+    `OSError`."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.stripe_bytes, self.fds = STRIPE_BYTES, array("i")
@@ -38,13 +38,13 @@ class StripedFile:
             raise
 
     def place(self, start: int) -> tuple[int, int, int]:
-        """The file of a byte, where in it, and how many bytes follow there."""
+        """The file of a byte, its position there, and how many bytes follow in that stripe."""
         stripe, within = divmod(start, self.stripe_bytes)
         turn, number = divmod(stripe, len(self.fds))
         return self.fds[number], turn * self.stripe_bytes + within, self.stripe_bytes - within
 
     def hold(self, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which runs of bytes that end here may be there: a file that is too short for the last byte lacks it."""
+        """Which runs of bytes that end here may exist: their last byte is within its file."""
         sizes = np.array([os.fstat(fd).st_size for fd in self.fds])
         stripes, within = np.divmod(ends - 1, self.stripe_bytes)
         turns, numbers = np.divmod(stripes, len(self.fds))
@@ -52,7 +52,7 @@ class StripedFile:
         return there
 
     def end(self) -> int:
-        """Behind the last byte of any of the files."""
+        """One past the last byte of all files."""
         ends = [0]
         for number, fd in enumerate(self.fds):
             if size := os.fstat(fd).st_size:
@@ -62,7 +62,7 @@ class StripedFile:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody removed the files, or one of them, from their directory."""
+        """Whether any of the files was removed from its directory."""
         return any(not os.fstat(fd).st_nlink for fd in self.fds)
 
     def write(self, start: int, pieces: Sequence[bytes | memoryview]) -> None:
@@ -76,7 +76,7 @@ class StripedFile:
         return -(-num_bytes // self.sector) * self.sector
 
     def read(self, start: int, to: Bytes) -> int:
-        """How many bytes there were; fewer than wanted if the files end."""
+        """The number of bytes read; fewer than asked for if the files end."""
         done, count = 0, self.sector
         while done < to.nbytes and count and not count % self.sector:
             fd, at, room = self.place(start + done)
@@ -101,7 +101,7 @@ def _first(pieces: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _rest(pieces: list[memoryview], written: int) -> list[memoryview]:
-    """What is left of `pieces` when so many bytes of them were written."""
+    """What is left of `pieces` after `written` bytes."""
     while pieces and written >= len(pieces[0]):
         written -= len(pieces.pop(0))
     return [pieces[0][written:], *pieces[1:]] if pieces else []

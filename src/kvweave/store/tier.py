@@ -1,4 +1,4 @@
-"""Tiers: where blobs are kept. One small protocol, in batches; `DictTier` is its twin in a dictionary."""
+"""Tiers: where blobs are stored. One small protocol, in batches; `DictTier` is its in-memory twin."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ ABSENT, UNREADABLE = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A value: a payload, and before it a head of whole sectors (4096 bytes) that says what it is, made of the
-    payload's sum (`sums`) by whoever has the bytes in the cache. Neither changes until it is kept.
-    """
+    """A payload, preceded by a header of whole sectors (4096 bytes), which is made from the payload's checksum
+    (`checksums`) by whoever computes that while copying. Neither changes until the blob is stored."""
 
     payload: Bytes
     head_bytes: int
@@ -32,12 +31,13 @@ class Blob:
 
 
 def whole(data: bytes | Bytes) -> Blob:
-    """Bytes that say themselves what they are."""
+    """Bytes that contain their own header."""
     return Blob(np.frombuffer(data, np.uint8), 0, lambda _: b"")
 
 
 class ChecksumObserver(Protocol):
-    """Wants to know the sum (`sums`) of what a blob has behind `head_bytes`, if it is made on the way."""
+    """Receives the checksum (`checksums`) of what follows the first `head_bytes` of a blob, if the tier computes it
+    while reading."""
 
     head_bytes: int
 
@@ -46,7 +46,7 @@ class ChecksumObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeyFilter:
-    """Keys of a tenant, of some rows, or of both; by default all."""
+    """Keys of a tenant, of some shards, or both; by default all."""
 
     tenant: bytes = b""
     shards: frozenset[bytes] | None = None
@@ -60,7 +60,7 @@ ALL = KeyFilter()
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """What a tier holds, and what was done with it since it was opened. Quantities it cannot know are None."""
+    """What a tier holds, and counts since it was opened. None where the tier cannot know."""
 
     name: str
     entries: int | None = None
@@ -71,48 +71,49 @@ class TierStats:
 
 
 class Tier(Protocol):
-    """Keeps blobs under keys of 48 bytes. All methods block, may be called from any thread, and raise `TierError`
-    when the tier is in trouble. Keys come in order of worth: where recency decides, earlier ones stay longer."""
+    """Stores blobs under keys of 48 bytes. All methods block, may be called from any thread, and raise `TierError`
+    on failure. Keys come in order of worth: with LRU, earlier keys are kept longer."""
 
     name: str
     kind: str
 
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Which keys are here; asking counts as use."""
+        """Which keys are stored; a lookup counts as a use."""
         ...
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
-        """Fill `into[i]` with the blob of `keys[i]` if it is exactly as long; returns lengths, `ABSENT` for none,
-        `UNREADABLE` for one that is there and cannot be read. That is no reason to fail at the others.
+        """Fill `into[i]` with the blob of `keys[i]` if its length matches; returns lengths, `ABSENT` for keys that are
+        not stored, `UNREADABLE` for blobs that cannot be read. The other keys are read all the same.
 
-        A tier that has the bytes in the processor's cache tells `observer[i]` their sum: of exactly what it wrote.
+        A tier that computes checksums while reading passes them to `observer[i]`: of exactly the bytes that it wrote to
+        `into[i]`.
         """
         ...
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
-        """Keep these; a key that is here already stays as it is. False: there was no room that could be made.
+        """Store blobs; a key that is stored already keeps its blob. False: there was no room, even after eviction.
 
-        All of a blob or nothing of it is visible, whatever happens on the way.
+        Atomic: a blob becomes visible completely or not at all.
         """
         ...
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forget these; returns how many were here."""
+        """Delete keys; returns how many were stored."""
         ...
 
     def clear(self, key_filter: KeyFilter = ALL) -> int:
-        """Forget what is here of `key_filter`, and nothing that is not ours; returns how many. May take long."""
+        """Delete the keys of `key_filter`, and nothing that is not kvweave's; returns how many. May take long."""
         ...
 
     def stats(self) -> TierStats: ...
 
     def close(self) -> None:
-        """Give back everything; may be called twice."""
+        """Free all resources; calling it twice is fine."""
         ...
 
 
 class DictTier:
-    """The twin: everything in a dictionary, no quota."""
+    """The in-memory twin: a dictionary without a limit."""
 
     kind = "dict"
 
@@ -147,13 +148,13 @@ class DictTier:
 
 
 def joined(blob: Blob) -> bytes:
-    """A blob in one piece, for stores that take no pieces."""
+    """A blob as bytes, for clients that take a single buffer."""
     head = blob.head(checksums.checksum(blob.payload)) if blob.head_bytes else b""
     return b"".join((head, blob.payload.data))
 
 
 def fill(target: Bytes, blob: bytes | memoryview | None) -> int:
-    """Copy a blob where it fits exactly; its length, or `ABSENT`."""
+    """Copy a blob into `target` if the lengths match; returns its length, or `ABSENT`."""
     if blob is None:
         return ABSENT
     if len(blob) == len(target):

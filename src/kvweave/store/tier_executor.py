@@ -1,8 +1,8 @@
-"""A lane: one tier with its threads, a bounded queue, deadlines, retries and circuit breakers.
+"""The executor of a tier: its threads, a bounded queue, deadlines, retries and circuit breakers.
 
-Whoever asks waits for its deadline and no longer. A job that ends after it writes only into its own buffers. Reads go
-before writes. Lookups, reads and writes have a breaker each: a full disk is still read; and one whose index answers
-while its sectors cannot be read is left alone.
+A caller waits for its deadline at most. A job that ends after its timeout writes only into its own buffers. Reads are
+served before writes. Lookups, reads and writes have one breaker each: a full disk can still be read, and a disk whose
+index answers while its sectors cannot be read is skipped.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ T = TypeVar("T")
 class TierPolicy:
     """How a tier is used.
 
-    `write`: "through" (a save waits for it), "back" (a save queues it), "off". `promote`: what lower tiers give is put
-    here too. `inline`: asked in the caller's thread, for tiers that cannot hang. `deadline_s` is for one answer, a
-    lookup or a batch of blobs; later it is a miss. `queue_jobs` writes wait at most; one that finds the queue full for
-    so long is dropped. Reads have `workers` and a thread of their own.
+    `write`: "through" (a save waits for this tier), "back" (a save queues for it), "off". `promote`: blobs found in
+    lower tiers are put here. `inline`: run in the caller's thread, for tiers that cannot hang. `deadline_s` is the time
+    for one lookup or one batch of blobs; later it is a miss. At most `queue_jobs` writes wait; a write that finds the
+    queue full until its deadline is dropped. `workers` is the number of threads, beside one for reads alone.
     """
 
     write: Literal["through", "back", "off"] = "through"
@@ -50,7 +50,7 @@ class TierPolicy:
 
 @dataclass(frozen=True, slots=True)
 class TierExecutorStats:
-    """What became of the questions to one tier, since it was joined to the cascade."""
+    """Counts of the requests to one tier."""
 
     tier: TierStats
     hits: int
@@ -67,7 +67,7 @@ class TierExecutorStats:
 
 
 class TierExecutor:
-    """One tier of a cascade. `counts` is written by many threads, each addition under the lock."""
+    """Runs the requests to one tier. Thread-safe."""
 
     def __init__(self, tier: Tier, policy: TierPolicy) -> None:
         self.tier, self.policy = tier, policy
@@ -85,7 +85,7 @@ class TierExecutor:
     # ---- asking
 
     def start(self, breaker: CircuitBreaker, ask: Callable[[], T], wait_s: float = 0.0) -> Future[T] | None:
-        """Begin; None if the tier is left alone now, or its writes fill the queue for `wait_s`."""
+        """Start a request; None if the breaker skips the tier, or the write queue stays full for `wait_s`."""
         found_in_vain = breaker is self.lookups and self.reads.is_cooling
         if found_in_vain or self._is_forked or not breaker.passes():
             self.count("skipped")
@@ -102,7 +102,7 @@ class TierExecutor:
         return future
 
     def finish(self, breaker: CircuitBreaker, future: Future[T] | None, wait_s: float | None = None) -> T | None:
-        """The answer; None if it did not come in time, or the tier failed."""
+        """Wait for the result; None if it did not come in time, or the tier failed."""
         if future is None:
             return None
         deadline = self.policy.deadline_s
@@ -110,16 +110,17 @@ class TierExecutor:
         try:
             return future.result(wait_s)
         except Late:
-            future.cancel()  # if it is still in the queue
+            future.cancel()  # has an effect if the job is still queued
             self.count("late")
-            if wait_s == deadline:  # the tier is not to blame for a request in a hurry
+            # a request with a shorter budget than the tier's deadline does not count against the tier
+            if wait_s == deadline:
                 breaker.failed()
-        except Exception:  # whatever a tier's library raises is a miss here
+        except Exception:  # whatever the tier's library raises is a miss
             return None
         return None
 
     def _tried(self, breaker: CircuitBreaker, ask: Callable[[], T], until: float) -> T:
-        """Ask, and again after a random pause; full and read-only tiers are not asked again."""
+        """Try, and retry after a random pause; full and read-only tiers are not retried."""
         for attempt in range(self.policy.retries + 1):
             try:
                 answer = ask()
@@ -149,19 +150,19 @@ class TierExecutor:
     # ---- end
 
     def drain(self, wait_s: float) -> bool:
-        """Wait until every write queued so far was tried; whether it was."""
+        """Wait until every write queued so far was tried; returns whether it was."""
         return self._jobs.drain(wait_s)
 
     def close(self, wait_s: float) -> bool:
-        """Do what is queued, then close the tier; one that hangs for so long is left behind as it is. Whether it
-        was closed."""
+        """Finish queued jobs and close the tier; returns whether it was closed. A tier that hangs for `wait_s` is
+        abandoned as it is."""
         ended = self._is_forked or self._jobs.close(wait_s)
         if ended:
             self.tier.close()
         return ended
 
     def after_fork(self) -> None:
-        """In a forked child, which has none of the threads: the tier is left alone there."""
+        """In a forked child, which has none of the threads: requests are skipped there."""
         self._lock, self._is_forked = threading.Lock(), True
 
     def stats(self) -> TierExecutorStats:

@@ -1,4 +1,5 @@
-"""A cascade: tiers from near to far, as one. The nearest that has a blob gives it; writes reach all that want them."""
+"""A stack of tiers, from near to far. A blob is read from the nearest tier that has it; a write goes to every tier
+whose policy says so."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ NOWHERE = -1
 
 
 class TierLookup(NamedTuple):
-    """The nearest tier of each key, `NOWHERE` for none; and whether some tier that was asked did not say."""
+    """By key, the nearest tier that has it, `NOWHERE` for none; and whether any tier did not answer."""
 
     tiers: NDArray[np.int8]
     late: bool
@@ -46,7 +47,7 @@ Fetched = list[Bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Until when a request waits, all tiers together."""
+    """The deadline of a request, over all tiers."""
 
     until: float | None
 
@@ -59,7 +60,7 @@ class Budget:
         return None if self.until is None else self.until - time.monotonic()
 
     def within(self, seconds: float) -> float:
-        """So long, or what is left if that is less."""
+        """`seconds`, or what is left of the budget if that is less."""
         return seconds if self.left_s is None else max(0.0, min(seconds, self.left_s))
 
     @property
@@ -71,18 +72,19 @@ UNLIMITED = Budget(None)
 
 
 class TierStack:
-    """Tiers and how each is used, near ones first. Never raises in the serving path: trouble is a miss, and counted."""
+    """Tiers with their policies, near ones first. Reads and writes never raise: a failing tier is a miss, and
+    counted."""
 
     def __init__(self, *tiers: Tier | tuple[Tier, TierPolicy]) -> None:
         if not tiers:
-            raise StoreError("a cascade needs at least one tier")
+            raise StoreError("a tier stack needs at least one tier")
         pairs = [tier if isinstance(tier, tuple) else (tier, TierPolicy()) for tier in tiers]
         self.executors = tuple(TierExecutor(tier, policy) for tier, policy in pairs)
 
     # ---- reading
 
     def where(self, keys: Sequence[bytes], budget: Budget) -> TierLookup:
-        """One question a tier, about what the nearer ones lack."""
+        """Ask each tier about the keys that nearer tiers lack."""
         found, late = np.full(len(keys), NOWHERE, np.int8), False
         for number, executor in enumerate(self.executors):
             missing = np.flatnonzero(found == NOWHERE)
@@ -100,7 +102,8 @@ class TierStack:
         return TierLookup(found, late)
 
     def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> Iterator[tuple[int, Bytes]]:
-        """Numbers and blobs of what could be had, in any order. What one tier cannot give the next are asked for."""
+        """The index and blob of each request that could be served, in any order. What a tier cannot deliver is
+        requested from the next."""
         left = dict.fromkeys(range(len(wants)))
         for number, executor in enumerate(self.executors):
             mine = [i for i in left if wants[i].tier <= number]
@@ -114,7 +117,7 @@ class TierStack:
     def _fetch(
         self, executor: TierExecutor, wants: list[tuple[int, BlobRequest]], budget: Budget
     ) -> Iterator[tuple[int, Bytes]]:
-        """In batches, several in flight, each delivered as it comes. One that is late ends it."""
+        """Fetch in batches, several in flight, yielding each as it completes. A batch that is late ends the fetch."""
         flying: deque[tuple[list[tuple[int, BlobRequest]], Future[Fetched] | None]] = deque()
         waiting = batches(wants, lambda pair: pair[1].num_bytes)
         while not budget.is_spent:
@@ -154,7 +157,7 @@ class TierStack:
     # ---- writing
 
     def missing(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_]:
-        """Which keys some tier that is written to lacks; one that does not answer counts as having them."""
+        """Which keys are missing in some tier that is written to; a tier that does not answer counts as having them."""
         lacking = np.zeros(len(keys), bool)
         for executor in self.executors:
             if executor.policy.write != "off":
@@ -164,13 +167,14 @@ class TierStack:
         return lacking
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Let near tiers know that these were used, earlier ones as the most recent."""
+        """Tell near tiers that these keys were used, earlier keys as the most recent."""
         for executor in self.executors:
             if executor.policy.inline:
                 executor.start(executor.lookups, partial(executor.tier.contains, keys))
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob], budget: Budget) -> NDArray[np.bool_]:
-        """Which are kept by at least one tier, or queued for one. Blobs must not be changed afterwards."""
+        """Store in all tiers; returns which blobs at least one tier stored or queued. Blobs must not be changed
+        afterwards."""
         kept = np.zeros(len(keys), bool)
         waiting = []
         for executor in self.executors:
@@ -201,7 +205,7 @@ class TierStack:
         return future
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Forget these everywhere."""
+        """Delete these keys in every tier."""
         futures = [executor.start(executor.writes, partial(executor.tier.delete, keys)) for executor in self.executors]
         for executor, future in zip(self.executors, futures, strict=True):
             executor.finish(executor.writes, future)
@@ -209,7 +213,7 @@ class TierStack:
     # ---- the rest
 
     def flush(self, wait_s: float = 60.0) -> bool:
-        """Wait for what was queued; whether all of it was tried in time."""
+        """Wait for queued writes; returns whether all were tried in time."""
         budget = Budget.of(wait_s)
         drained = [executor.drain(budget.within(wait_s)) for executor in self.executors]
         return all(drained)
@@ -218,14 +222,14 @@ class TierStack:
         return tuple(executor.stats() for executor in self.executors)
 
     def close(self, wait_s: float = 60.0) -> bool:
-        """Do what is queued, and close every tier; whether none of them hung."""
+        """Finish queued writes and close every tier; returns whether none hung."""
         budget = Budget.of(wait_s)
         closed = [executor.close(budget.within(wait_s)) for executor in self.executors]
         return all(closed)
 
 
 def _read(executor: TierExecutor, wants: Sequence[BlobRequest]) -> Fetched:
-    """Blobs that are whole."""
+    """The blobs that passed their checks."""
     buffers = [aligned(want.num_bytes) for want in wants]
     result = read(executor, [want.key for want in wants], buffers, [want.check() for want in wants])
     fetched = [buffer if is_fine else None for buffer, is_fine in zip(buffers, result.fine, strict=True)]
@@ -235,7 +239,7 @@ def _read(executor: TierExecutor, wants: Sequence[BlobRequest]) -> Fetched:
 
 
 class ReadResult(NamedTuple):
-    """Which blobs came whole, and what the tier's trouble is, if it could not read all that it has."""
+    """Which blobs are intact, and the tier's error if some could not be read."""
 
     fine: list[bool]
     trouble: str = ""
@@ -244,7 +248,8 @@ class ReadResult(NamedTuple):
 def read(
     executor: TierExecutor, keys: Sequence[bytes], into: Sequence[Bytes], checks: Sequence[BlobCheck]
 ) -> ReadResult:
-    """Ask a tier for blobs, all at once. Damaged and unreadable ones are removed, so that they are stored anew."""
+    """Read blobs from a tier, all at once. Damaged and unreadable ones are deleted there, so that they are stored
+    again."""
     lengths = executor.tier.get(keys, into, checks)
     found = zip(lengths, into, checks, strict=True)
     fine = [length == buffer.nbytes and check.passes(buffer) for length, buffer, check in found]
@@ -252,7 +257,7 @@ def read(
     damaged = [key for key, length, is_fine in answers if not is_fine and length != ABSENT]
     if damaged:
         executor.count("damaged", len(damaged))
-        with suppress(TierError):  # no reason to lose what came with them
+        with suppress(TierError):  # a failed delete must not lose the blobs that were read
             executor.tier.delete(damaged)
     unreadable = lengths.count(UNREADABLE)
     return ReadResult(

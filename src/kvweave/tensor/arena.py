@@ -1,4 +1,5 @@
-"""The arena: a plan's pools as memory. One allocation a pool, at an address that stays, so graphs may capture it."""
+"""The arena: memory for the pools of a plan. One allocation a pool, whose address never changes, so that CUDA graphs
+may capture it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from kvweave.tensor.names import ordered
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """A pool's memory: where it was asked for, where it is, and on which device."""
+    """A pool's memory: the place that the plan asked for, the place it was allocated in, and the device."""
 
     name: str
     num_bytes: int
@@ -37,10 +38,11 @@ class ArenaStats:
 
 
 class Arena:
-    """Memory for all pools of a plan, and the views of its layers. It knows roles and bytes, and no kind of attention.
+    """Memory for all pools of a plan, and the views of its layers. It deals in roles and bytes, and does not know
+    attention kinds.
 
-    `memory` is a device ("cpu", "cuda"), or the memory to share with other arenas. All or nothing: when one pool
-    cannot be had, none is kept. Device pools start as zeros, and so does the NULL super-page of the others.
+    `memory` is a device ("cpu", "cuda"), or a `Memory` shared with other arenas. All or nothing: if one pool cannot be
+    allocated, none is kept. Device pools start as zeros; of host pools only the NULL super-page does.
     """
 
     def __init__(self, plan: Plan, memory: Memory | str = "cpu") -> None:
@@ -50,7 +52,7 @@ class Arena:
         self._layers: dict[tuple[int, str | None], LayerView] = {}
         self._closed = False
         try:
-            untouched = 0  # what was promised to host pools, and counts as available until it is written
+            untouched = 0  # host memory promised to earlier pools still counts as available until it is first written
             for pool in plan.pools:
                 where = f"pool {pool.name!r}"
                 self.memory.check(untouched + pool.num_bytes, pool.place, where)
@@ -64,7 +66,7 @@ class Arena:
     # ---- views
 
     def layer(self, layer: int, tag: str | None = None) -> LayerView:
-        """What a layer sees; `tag` says under which tag, where it has several caches. The same object every time."""
+        """The view of a layer; the same object every time. `tag` chooses a cache where the layer has several."""
         self._check_open()
         if (layer, tag) not in self._layers:
             self._layers[layer, tag] = layer_view(self.plan, self.pool, self._where, layer, tag)
@@ -105,7 +107,7 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Give all memory back; twice is once. Views that others still hold keep their bytes until they are gone."""
+        """Free all memory; calling it twice is fine. Tensors that others still hold keep their bytes alive."""
         self._closed = True
         self._layers.clear()
         while self._buffers:
@@ -129,6 +131,6 @@ class Arena:
 
 
 def _wipe(memory: torch.Tensor, pool: Pool) -> None:
-    """Zeros where anybody may read before anybody wrote."""
+    """Zero what kernels may read before it was written."""
     lanes = memory.view(pool.lanes, pool.num_superpages * pool.superpage_bytes)
     (lanes if pool.place is Place.DEVICE else lanes[:, : pool.superpage_bytes]).zero_()

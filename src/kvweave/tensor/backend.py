@@ -1,4 +1,4 @@
-"""Backends: who reads a layer's cache says what is to be kept. Everything after that is the same for all of them."""
+"""Backends: an attention backend declares what its layer keeps. Allocation, naming and views are the same for all."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvweave.spec.role import role_order
 
 @dataclass(frozen=True, slots=True)
 class LayerRequest:
-    """A layer of a model, as far as its cache goes. `heads` are those of keys and values, before they are sharded.
+    """A layer of a model, as far as its cache is concerned. `heads` counts KV heads, before tensor parallelism divides
+    them.
 
-    `quant` is "auto" (none) or one of fp8, fp8_e5m2, fp8_token_head, fp8_block, int8, int4. `reads` are caches of other
-    layers that this one uses. `tag` names the group, where layers that keep different things would share a name.
+    `quant` is "auto" (none) or one of fp8, fp8_e5m2, fp8_token_head, fp8_block, int8, int4. `reads` are layers whose
+    caches this layer reads. `tag` names the group, where two groups of the model would otherwise have one name.
     """
 
     layer: int
@@ -40,11 +41,11 @@ class LayerRequest:
 
 
 class AttentionBackend(Protocol):
-    """Declares what it wants kept. It allocates nothing, names nothing, and may return roles in any order."""
+    """Declares what a layer keeps. It allocates nothing and names no tensors; roles may come in any order."""
 
     @property
     def not_hosted(self) -> str:
-        """Why pages of its caches must not be mirrored on the host; "" where they may."""
+        """Why pages of its caches must not be copied to the host; "" where they may be."""
         ...
 
     def caches(self, request: LayerRequest) -> Iterable[LayerCache]:
@@ -56,10 +57,10 @@ Pairing = tuple[AttentionBackend, LayerRequest]
 
 
 def assemble(model_type: str, layers: Sequence[Pairing], max_tokens: int | None = None) -> ModelSpec:
-    """The model whose layers keep what their backends want, each layer at its number, whatever the order here.
+    """The model spec made of what the backends declare, each layer at its own number, in whatever order they are given.
 
-    A layer may have several backends (attention beside a state), and keeps what all of them want; a number that nobody
-    has is a layer that keeps nothing.
+    A layer may have several backends (attention beside a state) and keeps what all of them declare. A number without a
+    backend is a layer that keeps nothing.
     """
     count = max((request.layer for _, request in layers), default=-1) + 1
     made = [_layer([pairing for pairing in layers if pairing[1].layer == number]) for number in range(count)]
@@ -67,7 +68,7 @@ def assemble(model_type: str, layers: Sequence[Pairing], max_tokens: int | None 
 
 
 def _layer(pairings: Sequence[Pairing]) -> Layer:
-    """By the priority of their first roles, then by tag, so that the order of backends and caches decides nothing."""
+    """Sorted by the priority of the first role, then by tag, so that the order of the arguments does not matter."""
     caches = [cache for backend, request in pairings for cache in backend.caches(request)]
     caches.sort(key=lambda cache: (role_order(cache.roles[0].name), cache.tag))
     reads = sorted({read for _, request in pairings for read in request.reads}, key=lambda read: (read.tag, read.layer))
@@ -75,7 +76,7 @@ def _layer(pairings: Sequence[Pairing]) -> Layer:
 
 
 def not_hosted(layers: Sequence[Pairing]) -> dict[str, str]:
-    """By tag, why a group cannot be mirrored on the host: one layer that cannot is enough."""
+    """By tag, why a group cannot be mirrored on the host; one such layer is enough."""
     return {
         cache.tag: backend.not_hosted
         for backend, request in layers

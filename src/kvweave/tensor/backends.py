@@ -1,4 +1,4 @@
-"""Our backends: frozen values with the numbers of their kind. The caches are those that readers of config.json make."""
+"""Built-in backends: frozen values with the sizes of their kind. They declare the same caches as `from_config` does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GQA:
 
 @dataclass(frozen=True, slots=True)
 class MLA:
-    """A latent of `rank` numbers and `rope` more, for all heads at once; in fp8, packed rows of 656 bytes."""
+    """A latent of `rank` numbers and `rope` rotary ones, shared by all heads; in fp8, packed rows of 656 bytes."""
 
     rank: int = 512
     rope: int = 64
@@ -40,7 +40,7 @@ class MLA:
 
 @dataclass(frozen=True, slots=True)
 class DSA:
-    """MLA beside an indexer's keys, under tags of their own; in fp8, planar pages of 132 bytes a row."""
+    """MLA and an indexer's keys, in groups of their own; in fp8, planar pages of 132 bytes a row."""
 
     rank: int = 512
     rope: int = 64
@@ -55,7 +55,7 @@ class DSA:
 class Recurrent:
     """A state of a linear-attention or Mamba layer: the last columns of a convolution, if any, and a recurrent state.
 
-    `channels` are the convolution's, in runs that tensor parallelism divides each for itself (q, k, v of GDN).
+    `channels` are the convolution's, in segments that tensor parallelism divides one by one (q, k and v of GDN).
     """
 
     state: tuple[int, ...]
@@ -72,7 +72,7 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """So many bytes a token (a state, where the request's reach is one) that only the kernel understands."""
+    """`num_bytes` bytes a token (or a state, if the request's reach is one) whose meaning only the kernel knows."""
 
     num_bytes: int
     align: int = 1
@@ -87,7 +87,7 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class NoCache:
-    """Keeps nothing: a layer without attention, or one that only reads what others keep."""
+    """Keeps nothing: a layer without attention, or one that reads the cache of another layer."""
 
     not_hosted: ClassVar[str] = ""
 

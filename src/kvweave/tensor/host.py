@@ -1,6 +1,7 @@
-"""Host caches: the groups of an arena once more in (pinned) host memory, page for page the same bytes.
+"""Host caches: a mirror of an arena's groups in (pinned) host memory. A page has the same bytes in both.
 
-A page keeps its layout, so every layer, role and scale of it travels together; in page-major pools it is one copy.
+A page keeps its layout, so that all layers, roles and scales of it are copied together; a page of a page-major pool is
+one copy.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvweave.tensor.page_copies import copy_pages
 
 @dataclass(frozen=True, slots=True)
 class MirrorStats:
-    """What a mirror holds, pages by tag (0 where skipped), and why tags were skipped."""
+    """What a mirror holds: pages by tag (0 where a group was skipped), and why groups were skipped."""
 
     memory: ArenaStats
     num_pages: Mapping[str, int]
@@ -26,10 +27,10 @@ class MirrorStats:
 
 
 class HostMirror:
-    """`num_pages` pages by tag on the host, the NULL page apart. Ids start at 1, as everywhere.
+    """`num_pages[tag]` pages of each group on the host, beside the NULL page. Page ids start at 1, as in the arena.
 
-    A tag in `not_hosted` (see `backend.not_hosted`), on the host anyway, or asked for no pages is skipped, and
-    `num_pages(tag)` is 0: ask before a page is promised to the host. Memory is taken from, and counted in, the arena's.
+    A group is skipped, and `num_pages(tag)` is 0, if it is in `not_hosted` (see `backend.not_hosted`), if its pool is
+    on the host already, or if no pages were asked for. The memory is counted in the arena's `Memory`.
     """
 
     def __init__(
@@ -47,16 +48,16 @@ class HostMirror:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every group with layers is mirrored, so that sequences can leave the device altogether."""
+        """Whether every group that has layers is mirrored, so that a sequence can be swapped out completely."""
         return all(self.num_pages(group.tag) for group in self.source.plan.groups if group.layers)
 
     def num_pages(self, tag: str) -> int:
-        """Pages of a group that the host can hold."""
+        """Pages of a group that the mirror can hold."""
         self.source.plan.group(tag)
         return 0 if tag in self.skipped else self.arena.plan.num_pages(tag)
 
     def layer(self, layer: int, tag: str | None = None) -> LayerView:
-        """What a layer's pages hold on the host, role by role, as the arena shows them on the device."""
+        """The view of a layer over the mirror's pages, as `Arena.layer` gives it over the arena's."""
         return self.arena.layer(layer, tag)
 
     def store(self, tag: str, device_pages: object, host_pages: object) -> None:
@@ -74,7 +75,7 @@ class HostMirror:
         return MirrorStats(self.arena.stats(), {tag: self.num_pages(tag) for tag in tags}, dict(self.skipped))
 
     def close(self) -> None:
-        """Give all memory back; twice is once."""
+        """Free all memory; calling it twice is fine."""
         self.arena.close()
 
     def __enter__(self) -> HostMirror:
@@ -93,7 +94,7 @@ class HostMirror:
 
 
 def mirror_plan(plan: Plan, num_pages: Mapping[str, int], place: Place) -> Plan:
-    """The plan of a mirror: a pool a group, in which a page has the bytes it has in `plan`."""
+    """The plan of a mirror: one pool for each group, with pages laid out as in `plan`."""
     groups, pools = [], []
     for group in plan.groups:
         if group.tag not in num_pages:
@@ -111,7 +112,7 @@ def _absent(group: Group) -> Group:
 
 
 def _skipped(plan: Plan, num_pages: Mapping[str, int], not_hosted: Mapping[str, str]) -> dict[str, str]:
-    """Why each group that will not be there is not."""
+    """Why groups are not in the mirror, by tag."""
     reasons = {}
     for tag, count in num_pages.items():
         plan.group(tag)

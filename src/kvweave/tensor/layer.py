@@ -22,9 +22,9 @@ from kvweave.tensor.torch_dtypes import torch_dtype
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plane:
-    """One field of a role's rows as `[kernel_blocks, rows, *shape]`; a role that is not packed has just one.
+    """One field of a role's rows as `[kernel_blocks, rows, *shape]`; only packed roles have more than one.
 
-    `tensor` has one more axis, of bytes, where the elements do not lie on multiples of their size.
+    If elements are not aligned to their size, `tensor` is of bytes and has one more axis.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoleView:
-    """One role of one layer. `tensor` is what kernels read; `planes` are its rows, row by row, for writing."""
+    """One role of one layer. Kernels read `tensor`; `planes` are its rows in logical order, for writing."""
 
     name: str
     layer: int
@@ -47,7 +47,7 @@ class RoleView:
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """The fields of a packed row, apart: values, scales."""
+        """The fields of a packed row by name: values, scales."""
         return {plane.name: plane.tensor for plane in self.planes} if self.role.parts else {}
 
     @property
@@ -56,13 +56,14 @@ class RoleView:
 
     @property
     def num_slots(self) -> int:
-        """Slots there are: tokens of all pages, or pages of states."""
+        """Number of slots: tokens of all pages; of a state, pages."""
         return int(self.planes[0].tensor.shape[0]) * self.rows_per_block * self.role.tokens_per_row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerView:
-    """What a layer sees under one tag: its own cache, or the one it reads. Roles in the contract's order."""
+    """What a layer sees under one tag: its own cache, or that of the layer it reads. Roles are in the contract's
+    order."""
 
     layer: int
     group: Group
@@ -102,7 +103,8 @@ class LayerView:
 
     @property
     def kv(self) -> torch.Tensor | None:
-        """Keys and values as `[kernel_blocks, 2, heads, kernel_tokens, dim]`; None where they differ or lie apart."""
+        """Keys and values as `[kernel_blocks, 2, heads, kernel_tokens, dim]`; None if their shapes differ or they are
+        not adjacent."""
         key, value = self.roles.get("key"), self.roles.get("value")
         if key is None or value is None or not _side_by_side(key, value):
             return None
@@ -124,7 +126,7 @@ def _side_by_side(key: RoleView, value: RoleView) -> bool:
 def layer_view(
     plan: Plan, bytes_of: Callable[[str], torch.Tensor], where: Callable[[str], str], layer: int, tag: str | None
 ) -> LayerView:
-    """The view of a layer over the pools' bytes; `where` says in names where a pool is."""
+    """The view of a layer over the pools' bytes; `where` names the device in tensor names."""
     tag = _tag_of(plan, layer, tag)
     group = plan.group(tag)
     roles = {}
@@ -137,7 +139,7 @@ def layer_view(
 
 
 def _tag_of(plan: Plan, layer: int, tag: str | None) -> str:
-    """The tag asked for, or the only one there is."""
+    """The tag asked for; without one, the only tag of the layer."""
     own = [group.tag for group in plan.groups if layer in group.layers]
     tags = list(dict.fromkeys([*own, *(read.tag for reader, read in plan.reads if reader == layer)]))
     if tag is None:
@@ -171,7 +173,7 @@ def _role_view(plan: Plan, group: Group, role: Role, view: View, memory: torch.T
 
 
 def strided(memory: torch.Tensor, view: View) -> torch.Tensor:
-    """A plan's view as a tensor over a pool's bytes; elements that lie askew get an axis of bytes instead."""
+    """A view of the plan as a tensor over a pool's bytes; elements that are not aligned become an axis of bytes."""
     dtype = torch_dtype(view.dtype)
     if all(n % dtype.itemsize == 0 for n in (view.offset, *view.strides)):
         strides = [stride // dtype.itemsize for stride in view.strides]

@@ -1,4 +1,4 @@
-"""Memory: the one place that allocates and frees, and that knows what the machine can do."""
+"""The allocator for tensors: the only place that allocates and frees, and that knows what the machine supports."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvweave.units import format_bytes
 log = logging.getLogger(__name__)
 
 SHORTAGE = ("allocate", "out of memory", "overflow")
-"""Words by which torch's allocators say that there is not enough; any other error is not ours to rename."""
+"""Substrings by which torch's allocators report a shortage; any other error is raised as it is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """Bytes at an address that does not change until they are released; `given` is where they really are."""
+    """Bytes at a fixed address until they are released; `given` is the place they were allocated in."""
 
     tensor: torch.Tensor
     asked: Place
@@ -28,10 +28,10 @@ class Buffer:
 
 
 class Memory:
-    """Takes and releases buffers on one device and its host, and counts those that are live.
+    """Allocates and frees buffers on one device and its host, and counts the live ones.
 
-    Pinned memory is ordinary memory registered with CUDA, so it has exactly the bytes asked for (torch's own pinned
-    allocator rounds up to a power of two). Without CUDA it stays ordinary memory: said once in the log.
+    Pinned memory is ordinary memory registered with CUDA, and so has exactly the bytes asked for (torch's pinned
+    allocator rounds up to a power of two). Without CUDA it stays unpinned, which is logged once.
     """
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
@@ -42,7 +42,7 @@ class Memory:
 
     @property
     def num_live(self) -> int:
-        """Buffers taken and not released."""
+        """Number of buffers that were taken and not released."""
         return len(self._live)
 
     @property
@@ -50,7 +50,7 @@ class Memory:
         return sum(buffer.tensor.numel() for buffer in self._live)
 
     def take(self, num_bytes: int, place: Place, where: str) -> Buffer:
-        """A buffer of `num_bytes`, its contents undefined; `where` names it in errors."""
+        """Allocate `num_bytes`, contents undefined; `where` names the buffer in errors."""
         given = self._given(place, where)
         self.check(num_bytes, place, where)
         device = self.device if place is Place.DEVICE else torch.device("cpu")
@@ -68,12 +68,13 @@ class Memory:
         return buffer
 
     def check(self, num_bytes: int, place: Place, where: str) -> None:
-        """Raises `OutOfMemory` for more than the host has available, before the kernel finds out."""
+        """Raise `OutOfMemory` for more than the host has available: otherwise the OOM killer would end the process
+        later."""
         if place is not Place.DEVICE or self.device.type == "cpu":
             check_memory(where, num_bytes)
 
     def release(self, buffer: Buffer) -> None:
-        """Let go of a buffer; twice is once. Tensors still looking at it keep its bytes until they are gone."""
+        """Free a buffer; calling it twice is fine. Tensors over it keep its bytes alive."""
         if buffer not in self._live:
             return
         self._live.discard(buffer)
@@ -91,7 +92,7 @@ class Memory:
 
 
 def _checked(device: str | torch.device) -> torch.device:
-    """The device, if it is here."""
+    """The device, checked to exist."""
     try:
         chosen = torch.device(device)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Names of tensors, derived here and nowhere else. They are for looking up at the edge; code goes by layer and role.
+"""Names of tensors, made only here. They are for lookup by users; kvweave itself goes by layer and role.
 
 layer.12/full/key@pp0.tp1.cp0:cuda:1        a draft's: draft.61/latent/latent@pp0.tp0.cp0:cuda:0
 """

@@ -1,4 +1,4 @@
-"""Whole pages: every layer, every role and every lane of a group at once, so that nothing can be left behind."""
+"""Copies of whole pages: all layers, roles and lanes of a group together, so that no part of a page is left out."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvweave.tensor.arena import Arena
 
 Pages = NDArray[np.int64]
 SLAB_BYTES = 64 << 20
-"""What is packed at once: memory that copies of many pages take for a while."""
+"""Bytes packed at once: the temporary memory that a copy of many pages takes."""
 
 
 def carry_out(arena: Arena, copies: Iterable[Copy]) -> None:
-    """Make the copies that a cache asks for, in order. A copy that makes no sense is found before any is made."""
+    """Make the copies that a cache returned, in order. An invalid copy is an error before any copy is made."""
     wanted = [(copy.tag, *_pairs(arena.plan, copy)) for copy in copies if arena.plan.group(copy.tag).layers]
     for tag, some in groupby(wanted, key=itemgetter(0)):
         _, src, dst = (list(column) for column in zip(*some, strict=True))
@@ -30,7 +30,8 @@ def carry_out(arena: Arena, copies: Iterable[Copy]) -> None:
 
 
 def copy_pages(source: Arena, target: Arena, tag: str, src: object, dst: object) -> None:
-    """Copy pages of a group from one arena to another in which a page of it looks the same: pages `src` to `dst`."""
+    """Copy pages `src` of a group in one arena to pages `dst` of another, in which pages of the group have the same
+    layout."""
     shapes = [arena.pages(tag).shape[1:] for arena in (source, target)]
     if shapes[0] != shapes[1]:
         raise TensorError(f"pages of {tag!r} are {tuple(shapes[0])} bytes here and {tuple(shapes[1])} there")
@@ -40,14 +41,14 @@ def copy_pages(source: Arena, target: Arena, tag: str, src: object, dst: object)
 
 
 def zero_pages(arena: Arena, tag: str, pages: object) -> None:
-    """Wipe pages. In a shared pool a page may hold what another group left there, which kernels that load a block
-    before they mask it could take for a NaN; wipe the pages that a sequence newly got where that matters."""
+    """Zero pages. In a shared pool a new page may hold bytes of another group, which a kernel that loads a block before
+    it masks it could read as NaN; where that matters, zero the pages that a sequence was just given."""
     memory = arena.pages(tag)
     memory.index_fill_(0, torch.from_numpy(_checked(arena.plan, tag, pages)).to(memory.device), 0)
 
 
 def _copy(source: Arena, target: Arena, tag: str, src: Pages, dst: Pages) -> None:
-    """As if one page after the other, so that a page written by one copy may be read by the next."""
+    """As if pages were copied one after the other, so that a copy may read a page that an earlier one wrote."""
     here, there = (arena.pages(tag).view(torch.int64) for arena in (source, target))
     for first, last in pairwise(_bounds(src, dst, source is target)):
         _copy_at_once(here, there, src[first:last], dst[first:last])
@@ -56,7 +57,7 @@ def _copy(source: Arena, target: Arena, tag: str, src: Pages, dst: Pages) -> Non
 
 
 def _bounds(src: Pages, dst: Pages, is_same: bool) -> list[int]:
-    """Where to cut, so that within a stretch no page is written twice, or read after it was written."""
+    """Where to split copies into batches, so that within one no page is written twice, or read after it was written."""
     if len(np.unique(dst)) == len(dst) and not (is_same and np.isin(src, dst).any()):
         return [0, len(dst)]
     bounds, written = [0], set[int]()
@@ -69,8 +70,9 @@ def _bounds(src: Pages, dst: Pages, is_same: bool) -> list[int]:
 
 
 def _copy_at_once(here: torch.Tensor, there: torch.Tensor, src: Pages, dst: Pages) -> None:
-    """Pages in any order: on one GPU packed and unpacked by its kernels, some megabytes at a time; across devices in
-    one copy for those; on a CPU, and where a page is one run, page by page, which is as fast."""
+    """Copies that may be made in any order: on one GPU they are gathered and scattered by kernels, `SLAB_BYTES` at a
+    time; between devices one transfer takes each such slab; on a CPU, and where a page is one run of bytes, page by
+    page, which is as fast."""
     across, one_run = here.device != there.device, here.shape[1] == 1
     if not (here.is_cuda or there.is_cuda) or (across and one_run):
         for a, b in zip(src.tolist(), dst.tolist(), strict=True):
@@ -111,7 +113,7 @@ def _check_lengths(tag: str, src: Pages, dst: Pages) -> None:
 
 
 def _checked(plan: Plan, tag: str, pages: object) -> Pages:
-    """Pages that somebody can own: neither NULL nor beyond the pool."""
+    """Page ids checked to be neither NULL nor beyond the pool."""
     numbers = np.asarray(pages, np.int64).ravel()
     first, past = plan.group(tag).pages_per_superpage, plan.num_pages(tag) + plan.group(tag).pages_per_superpage
     wrong = numbers[(numbers < first) | (numbers >= past)]

@@ -1,8 +1,9 @@
-"""Quantising on the way in: values in a narrow type beside their scales, as the roles of a layer declare them.
+"""Quantisation of rows when they are written: values in a narrow type beside their scales, as the roles of the layer
+declare.
 
-A scale is the largest magnitude it stands for over the largest number of the type, so that nothing overflows; a row of
-zeros has scale 1. fp8 then keeps 3 bits behind the leading one (an error of at most 1/16), int8 and int4 round to half
-a step. Blocks of a row share a scale as `SCALE_BLOCK` says; the last block may be short.
+A scale is the largest magnitude in its block divided by the largest number of the type, so that nothing overflows; the
+scale of zeros is 1. fp8 keeps 3 bits of mantissa (a relative error of at most 1/16), int8 and int4 round to half a
+step. `SCALE_BLOCK` says how many values share a scale; the last block may be shorter.
 
 Two layouts are bytes with scales of a byte, which are powers of two (ue8m0):
     V4 row    448 fp8, 64 bfloat16; a scale for 64, and one byte of padding      576 + 8 bytes
@@ -25,15 +26,16 @@ from kvweave.tensor.torch_dtypes import torch_dtype
 V4_ROPE, V4_BLOCK = 64, 64
 MX_BLOCK = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lower three bits of a number of 4 bits stand for; the fourth is its sign."""
+"""The magnitudes that the lower three bits of an e2m1 number stand for; the fourth bit is the sign."""
 BIAS = 127
-"""Of the exponent that a ue8m0 byte is."""
+"""Bias of the exponent in a ue8m0 byte."""
 LARGEST = {DType.FLOAT8_E4M3: 448.0, DType.FLOAT8_E5M2: 57344.0, DType.INT8: 127.0, DType.INT4: 7.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiser:
-    """To `dtype` and back, with a scale for every `block` values of the last axis (None: for all of them)."""
+    """Quantises to `dtype` and back, with one scale for each `block` values of the last axis (None: for the whole
+    axis)."""
 
     dtype: DType
     block: int | None = None
@@ -41,7 +43,7 @@ class Quantiser:
     """Whether scales are rounded up to powers of two, as kernels with ue8m0 scales need."""
 
     def quantise(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values as stored (int4: two in a byte, the first in the low half), and float32 scales `[..., blocks]`."""
+        """Stored values (int4: two in a byte, the first in the low half), and float32 scales `[..., blocks]`."""
         blocks = self._blocks(rows.float())
         scales = blocks.abs().amax(-1) / LARGEST[self.dtype]
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))
@@ -56,7 +58,7 @@ class Quantiser:
         return (self._blocks(wide) * scales.float().unsqueeze(-1)).flatten(-2)[..., : wide.shape[-1]]
 
     def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[..., dim]` as `[..., blocks, block]`, the last one filled up with zeros."""
+        """`[..., dim]` as `[..., blocks, block]`, the last block padded with zeros."""
         dim = rows.shape[-1]
         block = self.block or dim
         padded = torch.nn.functional.pad(rows, (0, -dim % block))
@@ -81,7 +83,7 @@ class Quantiser:
 def pack(role: Role, rows: torch.Tensor, *, power_of_two: bool = False) -> dict[str, torch.Tensor]:
     """Float rows `[n, width]` as the parts of a packed role: its fp8 part with scales, the others cast.
 
-    Columns go to the parts in order, the scales apart: 512 + 64 for an MLA row of 656 bytes, 128 for an indexer's 132.
+    Columns go to the parts in order, scales excepted: 512 + 64 for an MLA row of 656 bytes, 128 for an indexer's 132.
     """
     layout = _bytewise(role)
     widths = {"row": layout.width} if layout else _widths(role)
@@ -101,7 +103,7 @@ def pack(role: Role, rows: torch.Tensor, *, power_of_two: bool = False) -> dict[
 
 
 def unpack(role: Role, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What `pack` was given, within the format's error, as float32."""
+    """The rows that `pack` was given, as float32, within the error of the format."""
     if layout := _bytewise(role):
         return layout.unpack(parts)
     columns = []
@@ -168,7 +170,7 @@ def _bytewise(role: Role) -> _V4Row | _MXFP4Row | None:
 
 
 def _powers(scales: torch.Tensor) -> torch.Tensor:
-    """Rounded up to powers of two that a byte can hold; 1 for a block of zeros."""
+    """Scales rounded up to powers of two that a ue8m0 byte can hold; 1 for a block of zeros."""
     wanted = torch.where(scales > 0, scales, torch.ones_like(scales))
     return torch.exp2(torch.ceil(torch.log2(wanted)).clamp(-BIAS, BIAS))
 
@@ -182,7 +184,8 @@ def _scales(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _widths(role: Role) -> dict[str, int]:
-    """The columns of each part but the scales; a layout that is not one fp8 part and its scales is not ours to fill."""
+    """The number of columns of each part, scales excepted. `pack` handles one fp8 part with scales and refuses other
+    layouts."""
     narrow = [part for part in role.parts if part.dtype in LARGEST]
     scale = next((part for part in role.parts if part.name == "scale"), None)
     if len(narrow) != 1 or scale is None or scale.shape != (-(-narrow[0].shape[0] // SCALE_BLOCK),):

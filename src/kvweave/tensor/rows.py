@@ -1,7 +1,7 @@
-"""Rows in and out: tokens by slot, states by page.
+"""Writing and reading rows: tokens by slot, states by page.
 
-A slot is what `Cache.slots` says: page * block_tokens + offset of a token in its block. For roles of which several
-tokens share a row, a token's slot names the row that it is in. For states the slot is the page.
+A slot is what `Cache.slots` returns: page * block_tokens + the token's offset in its block. Where several tokens share
+a row, the slot of any of them names that row. The slot of a state is its page.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ Rows: TypeAlias = "torch.Tensor | Mapping[str, torch.Tensor]"
 
 
 def write_rows(view: RoleView, slots: Slots, rows: Rows) -> None:
-    """Write `rows[i]` at `slots[i]`; -1 is skipped. Rows are `[n, *row shape]`, whatever the order in memory.
+    """Write `rows[i]` at `slots[i]`; a slot of -1 is skipped. Rows are `[n, *row shape]`, whatever their layout in
+    memory.
 
-    Packed rows are bytes `[n, row_bytes]`, or a mapping from each part to its rows. Slots on a CUDA device are not
-    checked, and cost a synchronisation; in a captured graph give padding tokens slot 0 (the NULL page) instead of -1.
+    Packed rows are bytes `[n, row_bytes]`, or a mapping from part names to rows. Checking slots on a CUDA device would
+    synchronise, so they are not checked there; dropping -1 does synchronise: in a captured graph give padding tokens
+    slot 0 (the NULL page) instead.
     """
     write_all([(view, rows)], slots)
 
 
 def write_all(wanted: Iterable[tuple[RoleView, Rows]], slots: Slots) -> None:
-    """Write rows of several roles at the same slots; rows that do not fit are found before any is written."""
+    """Write rows of several roles at the same slots; a row of the wrong shape is an error before any row is written."""
     for view, index, planes in [_prepared(view, slots, rows) for view, rows in wanted]:
         kept = index >= 0
         skips = not bool(kept.all())
@@ -59,7 +61,7 @@ def read_rows(view: RoleView, slots: Slots) -> torch.Tensor:
 
 
 def read_planes(view: RoleView, slots: Slots) -> dict[str, torch.Tensor]:
-    """The rows at `slots` by part (a role that is not packed has one, of its own name)."""
+    """The rows at `slots`, by part; a role that is not packed has one part, of its own name."""
     blocks, offsets = _cells(view, _index(view, slots, least=0))
     return {plane.name: _shown(plane, blocks, offsets) for plane in view.planes}
 
@@ -67,13 +69,13 @@ def read_planes(view: RoleView, slots: Slots) -> dict[str, torch.Tensor]:
 def gather_rows(view: RoleView, table_row: object, start: int, end: int) -> torch.Tensor:
     """The rows of the tokens [start, end) of a sequence, in order; `table_row` is its row of `Cache.table`.
 
-    Only whole rows, and under context parallelism only those that this rank holds.
+    Only complete rows, and under context parallelism only those of this rank.
     """
     return read_rows(view, token_slots(view, table_row, start, end))
 
 
 def token_slots(view: RoleView, table_row: object, start: int, end: int) -> NDArray[np.int64]:
-    """The slots of those rows, one a row. Tokens whose page is gone are an error, never zeros."""
+    """The slot of each of those rows. A token whose page was freed is an error, never zeros."""
     group, tokens = view.group, view.role.tokens_per_row
     if not group.cache.reach.per_token:
         raise BadRows(f"{group.tag!r} holds states, not tokens: read them by page")
@@ -90,7 +92,7 @@ def token_slots(view: RoleView, table_row: object, start: int, end: int) -> NDAr
 
 
 def row_slots(slots: NDArray[np.int64], tokens_per_row: int) -> NDArray[np.int64]:
-    """Of tokens' slots, those that end a row of so many tokens: where the rows that a step completes are written."""
+    """Of the slots of tokens, those of tokens that complete a row of `tokens_per_row`: where such rows are written."""
     ending: NDArray[np.int64] = slots[(slots >= 0) & (slots % tokens_per_row == tokens_per_row - 1)]
     return ending
 
@@ -108,7 +110,7 @@ def _index(view: RoleView, slots: Slots, least: int) -> torch.Tensor:
 
 
 def _cells(view: RoleView, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kernel block, and row in it."""
+    """Kernel block, and the row in it, for each slot."""
     rows = index // view.role.tokens_per_row
     return rows // view.rows_per_block, rows % view.rows_per_block
 
@@ -131,14 +133,14 @@ def _by_plane(view: RoleView, rows: Rows) -> list[tuple[Plane, torch.Tensor]]:
 
 
 def _typed(plane: Plane, flat: torch.Tensor) -> torch.Tensor:
-    """Bytes `[n, bytes]` as a plane's rows."""
+    """Bytes `[n, bytes]` as the rows of a plane."""
     return shaped(
         flat.clone(memory_format=torch.contiguous_format), torch_dtype(plane.dtype), (len(flat), *plane.shape)
     )
 
 
 def _stored(view: RoleView, plane: Plane, num_rows: int, rows: torch.Tensor) -> torch.Tensor:
-    """Rows as the integers that are written."""
+    """Rows as integers of the same width, which every device can index."""
     dtype = torch_dtype(plane.dtype)
     if tuple(rows.shape) != (num_rows, *plane.shape) or rows.dtype != dtype:
         wanted = f"[{num_rows}, {', '.join(map(str, plane.shape))}] {dtype}"

@@ -1,4 +1,4 @@
-"""Numbers in and out of a layer, whatever the layer keeps them as: plain, cast, quantised beside scales, or packed."""
+"""Reading and writing numbers, whatever a layer stores: plain, cast, quantised with scales, or packed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvweave.tensor.torch_dtypes import torch_dtype
 def write_tokens(
     layer: LayerView, slots: Slots, rows: Mapping[str, torch.Tensor], *, power_of_two: bool = False
 ) -> None:
-    """Write float rows `[n, *row shape]` by role. A role with scales is quantised, and its scales written with it;
-    8-bit roles without (their scale is the model's) are cast, and what is too large for them is clamped."""
+    """Write float rows `[n, *row shape]` by role. A role with scales is quantised and its scales are written too; 8-bit
+    roles without scales (the model has them) are cast, and clamped to the range of their type."""
     wanted: list[tuple[str, Rows]] = []
     for name, given in rows.items():
         role = layer.role(name).role
@@ -33,7 +33,7 @@ def write_tokens(
 
 
 def gather_tokens(layer: LayerView, table_row: object, start: int, end: int) -> dict[str, torch.Tensor]:
-    """The tokens [start, end) of a sequence as numbers, by role; scales are applied, and not shown."""
+    """The tokens [start, end) of a sequence as numbers, by role; scales are applied and left out of the result."""
     scales = {scale.name for name in layer.roles if (scale := _scale_of(layer, name))}
     return {name: _numbers(layer, name, table_row, start, end) for name in layer.roles if name not in scales}
 
@@ -58,7 +58,7 @@ def _scale_of(layer: LayerView, name: str) -> Role | None:
 
 
 def _quantiser(role: Role, scale: Role, power_of_two: bool = False) -> Quantiser:
-    """One scale a head, or one a block of each head: the shape of the scales says which."""
+    """Whether there is one scale a head or one for each block of a head: the shape of the scales decides."""
     return Quantiser(role.dtype, SCALE_BLOCK if len(scale.shape) == len(role.shape) else None, power_of_two)
 
 

@@ -1,4 +1,4 @@
-"""MOVING pages: flat chunks, copy plans, copiers for CPU and CUDA that run the same plans. Needs torch."""
+"""MOVING pages: flat chunks, copy plans, and copiers for CPU and CUDA that run the same plans. Needs torch."""
 
 from kvweave.transfer.check import check_layout
 from kvweave.transfer.copier import ChunkBuffer, Completion, Copier, CopyJob, CopyStep, Direction

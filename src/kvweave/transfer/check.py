@@ -1,4 +1,4 @@
-"""What must hold before the first byte moves."""
+"""Checks of a copy before its first byte moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvweave.transfer.layout import ChunkLayout
 
 
 class MemoryRange(NamedTuple):
-    """Where a buffer lies: bytes [start, start + num_bytes) of one device's memory."""
+    """The memory of a buffer: bytes [start, start + num_bytes) on one device."""
 
     device: str
     start: int
@@ -25,7 +25,7 @@ class MemoryRange(NamedTuple):
 
 
 def check_layout(layout: ChunkLayout, plan: Plan) -> None:
-    """The chunk's groups are the plan's, whatever their pools."""
+    """Check that the chunk's groups are those of the plan; their pools may differ."""
     for part in layout.groups:
         placed = plan.group(part.tag)
         own = replace(
@@ -52,7 +52,8 @@ def _short(value: object) -> object:
 
 
 def check_places(copies: CopyPlan, *, fills_chunks: bool) -> None:
-    """All places are in a chunk, and none is filled twice. The same for all plans of a shape."""
+    """Check that every block exists in its chunk and none is filled twice. The result is the same for all plans of a
+    shape."""
     for move in copies.moves:
         part = copies.layout.group(move.tag)
         if (wrong := _outside(move.chunks, 0, len(copies.chunks))) is not None:
@@ -68,7 +69,7 @@ def check_places(copies: CopyPlan, *, fills_chunks: bool) -> None:
 
 
 def check_buffers(copies: CopyPlan, extents: Sequence[MemoryRange], *, fills_chunks: bool) -> None:
-    """There is a buffer for each chunk, large enough, and none that is filled overlaps with another."""
+    """Check that each chunk has a buffer that is large enough, and that no filled buffer overlaps another."""
     if len(extents) != len(copies.chunks):
         raise BadCopy(f"{len(extents)} buffers for {len(copies.chunks)} chunks")
     size = copies.layout.num_bytes
@@ -83,7 +84,7 @@ def check_buffers(copies: CopyPlan, extents: Sequence[MemoryRange], *, fills_chu
 
 
 def check_pages(copies: CopyPlan, plan: Plan, *, fills_pages: bool) -> None:
-    """Pages that somebody can own, neither NULL nor beyond the pool; none is filled twice."""
+    """Check that pages are neither NULL nor beyond the pool, and that none is filled twice."""
     for move in copies.moves:
         first = plan.group(move.tag).pages_per_superpage
         past = plan.num_pages(move.tag) + first
@@ -95,14 +96,14 @@ def check_pages(copies: CopyPlan, plan: Plan, *, fills_pages: bool) -> None:
 
 
 def _outside(numbers: Numbers, first: int, past: int) -> int | None:
-    """The first number that is not in [first, past), if any."""
+    """The first number outside of [first, past), or None."""
     if not len(numbers) or (np.minimum.reduce(numbers) >= first and np.maximum.reduce(numbers) < past):
         return None
     return int(numbers[(numbers < first) | (numbers >= past)][0])
 
 
 def _check_apart(copies: CopyPlan, plan: Plan) -> None:
-    """No page is filled twice, and no super-page by two groups."""
+    """Check that no page is filled twice, and no super-page by two groups."""
     taken: dict[str, Numbers] = {}
     for number, move in enumerate(copies.moves, 1):
         group = plan.group(move.tag)

@@ -1,7 +1,7 @@
-"""Tapes: calls to the CUDA driver, recorded as rows of numbers and played without the interpreter between them.
+"""Command buffers: calls to the CUDA driver, recorded as rows of integers and submitted without Python between them.
 
-A row is a kind, the stream it is for, and what the call takes. To record one takes less than a microsecond, to play one
-what the driver takes.
+A row is a command, its stream, and the arguments of the call. Recording a row takes less than a microsecond; submitting
+it takes what the driver takes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from kvweave.transfer.copy_plan import Numbers
 
 NUMBERS = 16
-"""Of a row."""
+"""Integers in a row."""
 
 
 class Command(IntEnum):
-    """As `native.c` has them."""
+    """Numbered as in `native.c`."""
 
     LAUNCH = 0
     COPY = 1
@@ -32,40 +32,42 @@ class Command(IntEnum):
 
 
 class Handle(Protocol):
-    """An event, as the driver knows it."""
+    """A CUDA event, by its handle."""
 
     handle: int
 
 
 class CommandBuffer:
-    """Calls in their order. Nothing happens before it is played (`driver.submit`), which may be often."""
+    """Driver calls in order. Nothing happens until they are submitted (`driver.submit`), which may be done
+    repeatedly."""
 
     def __init__(self) -> None:
         self.rows = array("q")
         self._kept: list[object] = []
 
     def keep(self, memory: object) -> None:
-        """Have it live as long as the tape, which knows its address."""
+        """Keep an object alive as long as the command buffer, which holds an address inside of it."""
         self._kept.append(memory)
 
     def launch(
         self, function: int, grid: tuple[int, int], threads: int, shared: int, arguments: tuple[int, ...], stream: int
     ) -> None:
-        """A kernel. Triton's take two more addresses than they say, for memory that ours do not use: blanks."""
+        """Launch a kernel. Triton's kernels take two more addresses than they declare, for scratch memory that ours
+        do not use: zeros."""
         self._add(Command.LAUNCH, stream, function, *grid, threads, shared, *arguments)
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """One run of bytes. Blocks in playing where the host's memory is not pinned."""
+        """Copy one run of bytes. Submitting blocks if the host memory is not pinned."""
         self._add(Command.COPY, stream, target, source, num_bytes)
 
     def copy_rows(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
     ) -> None:
-        """`height` rows of `width` bytes, so many bytes apart."""
+        """Copy `height` rows of `width` bytes that are a pitch apart on either side."""
         self._add(Command.COPY_ROWS, stream, target, target_pitch, source, source_pitch, width, height)
 
     def copy_many(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
-        """Runs of bytes, in any order, without a pause between them."""
+        """Copy runs of bytes, in any order, without pauses between them."""
         if len(sizes) == 1:
             self.copy(int(targets[0]), int(sources[0]), int(sizes[0]), stream)
             return
@@ -74,27 +76,29 @@ class CommandBuffer:
         self._add(Command.COPY_MANY, stream, *(numbers.ctypes.data for numbers in arrays), len(targets))
 
     def record(self, event: Handle, stream: int) -> None:
-        """The event is over when `stream` has come here."""
+        """Record the event: it is done when `stream` has reached this point."""
         self._add(Command.RECORD, stream, event.handle)
 
     def wait(self, event: Handle, stream: int) -> None:
-        """What comes next on `stream` comes after the event, as it is then."""
+        """Make later work of `stream` wait for the event, as it was last recorded."""
         self._add(Command.WAIT, stream, event.handle)
 
     def chain_streams(self, event: Handle, done: int, following: int) -> None:
-        """What comes next on one stream comes after what is on the other; the event may be used again at once."""
+        """Make later work of the stream `following` wait for all work of the stream `done`. The event can be reused
+        at once."""
         self.record(event, done)
         self.wait(event, following)
 
     def after_caller(self, event: Handle, first: int, second: int) -> None:
-        """What comes next on two streams comes after what the caller's stream has to do when this is played."""
+        """Make later work of two streams wait for the caller's stream, as it is when this is submitted."""
         self._add(Command.AFTER_CALLER, first, event.handle, second)
 
     def flush(self) -> None:
-        """What was recorded so far could go now, if this were not for later (`driver.ImmediateCommands`)."""
+        """Submit what was recorded so far, if commands are submitted at once (`driver.ImmediateCommands`); here, do
+        nothing."""
 
     def signal(self, stream: int) -> None:
-        """Here the event is recorded that the player gives."""
+        """Record, on `stream`, the event that is passed to `driver.submit`."""
         self._add(Command.SIGNAL, stream)
 
     def _add(self, *row: int) -> None:
@@ -103,4 +107,4 @@ class CommandBuffer:
 
 
 BLANK = [array("q", [0] * (NUMBERS - count)) for count in range(NUMBERS + 1)]
-"""What fills up a row of so many numbers."""
+"""By the length of a row, the zeros that fill it up."""

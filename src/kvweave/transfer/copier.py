@@ -1,4 +1,4 @@
-"""The seam: a copier carries out a copy plan, step by step. Every copier runs the same plans."""
+"""The copier protocol: a copier carries out a copy plan step by step. All copiers run the same plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvweave.transfer.runs import Runs, runs_of
 
 
 class Direction(StrEnum):
-    """Out of the pages into chunks, or back."""
+    """From pages into chunks, or from chunks into pages."""
 
     STORE = "store"
     LOAD = "load"
@@ -29,7 +29,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkBuffer:
-    """A chunk's memory: on the host as an array, elsewhere by address. `owner` keeps it alive."""
+    """A chunk's memory: an array if it is on the host, otherwise an address. `owner` keeps it alive."""
 
     extent: MemoryRange
     array: Bytes | None
@@ -37,9 +37,10 @@ class ChunkBuffer:
 
     @classmethod
     def of(cls, memory: Any) -> ChunkBuffer:
-        """Of a tensor, an array, or anything with a buffer (bytes, mmap, shared memory): whole bytes in one run.
+        """From a tensor, an array, or anything with a buffer (bytes, mmap, shared memory); its bytes must be
+        contiguous.
 
-        Buffers that are used again and again are worth making once.
+        To use a buffer repeatedly, make it once: that saves looking at the memory each time.
         """
         if isinstance(memory, ChunkBuffer):
             return memory
@@ -58,18 +59,18 @@ class ChunkBuffer:
 
 @dataclass(frozen=True, eq=False)
 class CopyJob:
-    """A checked copy: what a copier is given."""
+    """A checked copy, as copiers take it."""
 
     arena: Arena
     copies: CopyPlan
     buffers: tuple[ChunkBuffer, ...]
     direction: Direction
     layers: int | None = None
-    """Layers of the model that each step completes; None: no matter which."""
+    """Layers of the model that each step completes; None: steps need not follow layers."""
     prepared: Any = None
-    """What a copier has made of it, see `prepare`."""
+    """What the copier's `prepare` returned, if the copy was prepared."""
     is_single: bool = False
-    """Whether that is a single step, which is issued as soon as the steps are asked for."""
+    """Whether the prepared copy is a single step, which is issued as soon as `steps` is called."""
     _runs: dict[tuple[int, int, int], tuple[Runs, ...]] = field(default_factory=dict)
 
     @property
@@ -88,7 +89,7 @@ class CopyJob:
         return [self.arena.pool(group.pool).data_ptr() for group in groups]
 
     def runs(self, part: MoveSlice) -> tuple[Runs, ...]:
-        """Where a part's pages lie in their pool; worked out once for all parts of the same layers."""
+        """The runs of a slice's pages in their pool; computed once for all slices of the same layers."""
         key = part.move, part.low, part.high
         if key not in self._runs:
             tag = self.copies.moves[part.move].tag
@@ -98,34 +99,35 @@ class CopyJob:
         return self._runs[key]
 
     def with_tags(self, tags: Iterable[str]) -> CopyJob:
-        """The share of some groups."""
+        """The same copy, of some groups alone."""
         return replace(self, copies=self.copies.only(tags), _runs={})
 
     def pieces(self, small: int, large: int) -> Iterator[Piece]:
-        """The job in pieces of at most about `large` bytes; `small` where a pipeline starts or ends."""
+        """The job in pieces of about `large` bytes at most, and of `small` bytes where a pipeline starts or ends."""
         if self.layers is not None:
             return split_by_layers(self.copies, self.layers, large)
         return split_by_size(self.copies, small, large, rising=self.direction is Direction.STORE)
 
 
 class Completion(Protocol):
-    """Tells when a step is over, where it goes on after it was issued."""
+    """Tells when a step that goes on after it was issued is done."""
 
     def is_done(self) -> bool:
-        """Whether it is; raises what broke it. Does not block."""
+        """Whether the step is done; raises its error if it failed. Does not block."""
         ...
 
     def spin(self, seconds: float) -> None:
-        """Come back when it is over, at once, or after so long."""
+        """Poll until the step is done, for `seconds` at most, without sleeping."""
         ...
 
     def block_stream(self, stream: Any) -> None:
-        """What is put on `stream` (None: the current one) from now on comes after the step."""
+        """Make later work on `stream` (None: the current one) wait for the step."""
         ...
 
 
 class CopyStep(NamedTuple):
-    """Bytes moved, or on their way until `completion` is over; then the model's layers below `layers` are there."""
+    """`num_bytes` that were moved, or will be when `completion` is done; then all layers below `layers` are
+    complete."""
 
     num_bytes: int
     layers: int
@@ -133,22 +135,22 @@ class CopyStep(NamedTuple):
 
 
 class Copier(Protocol):
-    """Carries out jobs. May be used by several threads, one job each."""
+    """Carries out copies. May be used by several threads, for one job each."""
 
     def prepare(self, job: CopyJob) -> CopyJob:
-        """The job with all worked out that can be before it starts, for whoever has time now and none then."""
+        """The same job with everything computed in advance that does not need the copy to start: to save time later."""
         ...
 
     def steps(self, job: CopyJob) -> Iterator[CopyStep]:
-        """Issue the job piece by piece, a single one at once; closing the iterator early leaves the rest undone."""
+        """Issue the job piece by piece; a single step at once. Closing the iterator early leaves the rest undone."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds; twice is once."""
+        """Free its resources; calling it twice is fine."""
         ...
 
 
 def host_bytes(arena: Arena, pool: str) -> Bytes:
-    """A pool's bytes, on the host."""
+    """The bytes of a pool that is on the host."""
     array: Bytes = arena.pool(pool).numpy()
     return array

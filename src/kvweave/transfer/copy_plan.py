@@ -1,4 +1,5 @@
-"""Copy plans: which pages go to, or come from, which places in which chunks. Values, made without touching memory.
+"""Copy plans: which pages are copied to, or from, which blocks of which chunks. Frozen values; making them touches no
+memory.
 
 tokens     0              tail(p)                         p
 chunk      |  0   |  1   |  2   |  3   |  4   |  5   |
@@ -23,13 +24,14 @@ from kvweave.transfer.layout import ChunkGroup, ChunkLayout
 
 Numbers: TypeAlias = "NDArray[np.int64]"
 Tables: TypeAlias = Mapping[str, object]
-"""By tag, the pages of a sequence: its row of `Cache.table`; for states, the page of the snapshot at each chunk's
+"""By tag, the pages of a sequence: its row of `Cache.table`. For states, the page of the snapshot at each chunk's
 end, NULL where there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Pages of a group: `pages[i]` belongs in block `blocks[i]` of the plan's chunk `chunks[i]`. Sorted by place."""
+    """Pages of a group: `pages[i]` belongs to block `blocks[i]` of the plan's chunk `chunks[i]`. Sorted by chunk and
+    block."""
 
     tag: str
     pages: Numbers
@@ -46,7 +48,7 @@ class CopyPlan:
 
     layout: ChunkLayout
     chunks: tuple[int, ...]
-    """The numbers of the chunks in their sequence, for whoever looks up the buffers."""
+    """The position of each chunk in its sequence, for callers who look buffers up by it."""
     moves: tuple[Move, ...]
 
     @cached_property
@@ -55,7 +57,7 @@ class CopyPlan:
 
     @cached_property
     def shape(self) -> Hashable:
-        """Equal for plans of a layout that differ in pages only."""
+        """Equal for plans of one layout that differ in pages only."""
         return len(self.chunks), *((move.tag, move.chunks.tobytes(), move.blocks.tobytes()) for move in self.moves)
 
     @property
@@ -63,7 +65,7 @@ class CopyPlan:
         return sum(len(move) for move in self.moves)
 
     def only(self, tags: Iterable[str]) -> CopyPlan:
-        """The same without other groups; chunks keep their places."""
+        """The same plan of some groups alone; its chunks stay the same."""
         wanted = {self.layout.group(tag).tag for tag in tags}
         return replace(self, moves=tuple(move for move in self.moves if move.tag in wanted))
 
@@ -71,10 +73,10 @@ class CopyPlan:
 def whole_chunks(
     layout: ChunkLayout, tables: Tables, first: int, last: int, *, skip: int = 0, absent: bool = False
 ) -> CopyPlan:
-    """All that the chunks [first, last) of a sequence hold, but for the blocks before token `skip`.
+    """All blocks of the chunks [first, last) of a sequence, except those before token `skip`.
 
-    A NULL page is an error, unless `absent` says to leave such blocks out: windows that have passed, and ends of
-    chunks at which no snapshot was taken.
+    A NULL page is an error, unless `absent` is given: then such blocks are left out (of windows that have passed, and
+    ends of chunks without a snapshot).
     """
     if not 0 <= first <= last:
         raise BadCopy(f"chunks {first} to {last} are no range")
@@ -86,9 +88,9 @@ def whole_chunks(
 
 
 def needed(layout: ChunkLayout, tables: Tables, position: int, *, skip: int = 0, absent: bool = False) -> CopyPlan:
-    """Exactly what a sequence needs to go on from `position`: of every group its head and its tail.
+    """Exactly what a sequence needs to resume at `position`: the head and the tail of every group.
 
-    Blocks before token `skip` are left out: they are there already.
+    Blocks before token `skip` are left out, as present already.
     """
     if position < 0:
         raise BadCopy(f"no sequence goes on from position {position}")
@@ -115,7 +117,7 @@ def join(plans: Sequence[CopyPlan]) -> CopyPlan:
 
 
 def make_move(tag: str, pages: object, chunks: object, blocks: object) -> Move:
-    """A move of any pages to any places, sorted by place."""
+    """A move of any pages to any blocks of chunks, sorted by chunk and block."""
     arrays = [np.array(numbers, np.int64).ravel() for numbers in (pages, chunks, blocks)]
     if len({len(array) for array in arrays}) != 1:
         raise BadCopy(f"{len(arrays[0])} pages of {tag!r} for {len(arrays[1])} chunks and {len(arrays[2])} blocks")
@@ -175,7 +177,7 @@ def _plan(layout: ChunkLayout, tables: Tables, wanted: Mapping[str, Numbers], sk
 
 
 def _first_column(part: ChunkGroup, skip: int) -> int:
-    """The first column after `skip` tokens; states have none before, since only the last is ever needed."""
+    """The first column after `skip` tokens; 0 for states, of which only the last is ever needed."""
     if not part.group.cache.reach.per_token:
         return 0
     span = part.group.block_tokens * part.group.context_shards

@@ -1,11 +1,11 @@
-"""Drafts: a job cut into pieces for a GPU, as far as that is the same for any pages and any buffers.
+"""Copy templates: a job split into pieces for a GPU, as far as that does not depend on its pages and buffers.
 
-To work one out takes longer than a small copy. Most copies are of some whole chunks and look like one before.
+Making one takes longer than a small copy, and most copies have the shape of an earlier one, so templates are cached.
 
-Three ways for a part, by how its pages lie:
+How a slice is copied depends on the layout of its pages:
     staged   the kernel packs many runs into staging memory, and a copy engine moves them as one
-    direct   the copy engine takes pages from where they are, in long runs (large pages of page-major pools)
-    packed   chunks on the device itself: the kernel alone
+    direct   the copy engine copies pages from their pool, in long runs (large pages of page-major pools)
+    packed   the chunks are on the device: the kernel alone
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ from kvweave.transfer.page_batches import PageBatch, chunk_batches, chunk_places
 from kvweave.transfer.pieces import MoveSlice, Piece, part_bytes
 
 KEPT = 256
-"""Jobs whose drafts are kept, those that were asked for last."""
+"""Number of jobs whose templates are cached, the most recently used ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTuning:
-    """Sizes that decide which way a part goes, as measured on an H200 over PCIe 5."""
+    """Sizes that decide how a slice is copied; measured on an H200 over PCIe 5."""
 
     piece_bytes: int = 64 << 20
     slots: int = 2
     small_bytes: int = 8 << 20
-    """Where a pipeline starts or ends: the host takes less to issue the next piece than this one to be copied."""
+    """Pieces at the start or end of a pipeline: larger ones delay it, and issuing smaller ones takes longer than
+    copying them."""
     direct_bytes: int = 2 << 20
-    """Runs of this size and more need no kernel."""
+    """Runs from this size on are copied without the kernel."""
     single_bytes: int = 8 << 20
-    """The same with a driver that takes one run at a time, between which a copy engine pauses 2 us: 5% of 2 MiB."""
+    """`direct_bytes` for drivers that copy one run at a time: between runs a copy engine pauses 2 us, which is 5% of
+    2 MiB."""
     packed_bytes: int = 1 << 29
-    """What one launch moves, where chunks are on the device."""
+    """Bytes of one launch, if the chunks are on the device."""
     recorded_bytes: int = 1 << 30
-    """Prepared copies of at most this are one tape, and so one step."""
+    """Prepared copies up to this size are recorded in one command buffer, and are one step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedCopy:
-    """Rows between staging memory, packed from `offset` on, and `place` in a chunk, where they are `pitch` apart."""
+    """Rows packed in staging memory from `offset` on, copied to `place` in a chunk, where they are `pitch` apart."""
 
     offset: int
     place: int
@@ -60,7 +62,7 @@ class StagedCopy:
     chunk: int
 
     def joined(self, other: StagedCopy) -> StagedCopy | None:
-        """Both as one, where the other goes on in the same chunk, with nothing between."""
+        """Both copies as one, if the other continues this one in the same chunk without a gap; else None."""
         size = self.width * self.height
         flat = self.width == self.pitch and other.width == other.pitch and self.chunk == other.chunk
         if not flat or (self.offset + size, self.place + size) != (other.offset, other.place):
@@ -75,7 +77,8 @@ class StagedCopy:
 
 @dataclass(frozen=True, eq=False)
 class CopyTemplate:
-    """One piece: parts that go directly, and what the kernel moves, into `staged_bytes` of staging memory if any."""
+    """One piece: slices copied directly, and batches that the kernel moves, through `staged_bytes` of staging memory
+    if not 0."""
 
     num_bytes: int
     layers: int
@@ -94,18 +97,18 @@ class CopyTemplate:
 
     @cached_property
     def flat(self) -> Numbers:
-        """Of the staged copies that are one run each: offset, place, size and chunk."""
+        """The staged copies that are one run each: their offsets, places, sizes and chunks."""
         runs = [(copy.offset, copy.place, copy.width * copy.height, copy.chunk) for copy in self.staged if copy.is_flat]
         return np.array(runs, np.int64).reshape(-1, 4).T
 
     @cached_property
     def strided(self) -> tuple[StagedCopy, ...]:
-        """The others."""
+        """The staged copies that are not."""
         return tuple(copy for copy in self.staged if not copy.is_flat)
 
 
 class TemplateCache:
-    """The drafts of jobs, worked out once for those that differ in pages and buffers only. Any thread may ask."""
+    """Templates by the shape of a job, so that jobs that differ in pages and buffers only share them. Thread-safe."""
 
     def __init__(self, tuning: CopyTuning) -> None:
         self.tuning = tuning
@@ -113,7 +116,7 @@ class TemplateCache:
         self._lock = threading.Lock()
 
     def of(self, job: CopyJob) -> Iterator[CopyTemplate]:
-        """Each is made when it is first asked for."""
+        """The templates of a job; each is made when it is first reached."""
         key = _key(job)
         with self._lock:
             found = self._kept.get(key)
@@ -129,13 +132,13 @@ class TemplateCache:
 
 
 class _SharedIterator:
-    """What an iterator gives, to be gone through again and again, by any threads."""
+    """The items of an iterator, which any number of threads may go through again."""
 
     def __init__(self, source: Iterator[CopyTemplate]) -> None:
         self._source, self._made = source, list[CopyTemplate]()
         self._lock = threading.Lock()
         self.owners: Any = None
-        """Kept, since the key knows them by their identity."""
+        """Objects whose ids are part of the key: kept alive, so that no other object gets the same id."""
 
     def __iter__(self) -> Iterator[CopyTemplate]:
         for index in count():
@@ -148,7 +151,8 @@ class _SharedIterator:
 
 
 def _key(job: CopyJob) -> object:
-    """Equal for jobs with the same drafts. Plans and layouts by identity: to compare them takes long."""
+    """Equal for jobs with the same templates. Plans and layouts are compared by identity, which is faster than by
+    value."""
     return id(job.arena.plan), id(job.copies.layout), job.direction, job.layers, _on_host(job), job.copies.shape
 
 
@@ -157,7 +161,8 @@ def _on_host(job: CopyJob) -> bool:
 
 
 def make_templates(job: CopyJob, tuning: CopyTuning, on_host: bool) -> Iterator[CopyTemplate]:
-    """The drafts of a job, of which neither pages nor buffers are looked at; `on_host`: where the chunks are."""
+    """The templates of a job; neither its pages nor its buffers are read. `on_host`: whether the chunks are on the
+    host."""
     if on_host:
         for piece in job.pieces(min(tuning.small_bytes, tuning.piece_bytes), tuning.piece_bytes):
             yield _template(job, piece, tuning)
@@ -179,12 +184,12 @@ def _template(job: CopyJob, piece: Piece, tuning: CopyTuning) -> CopyTemplate:
 
 
 def _is_direct(job: CopyJob, part: MoveSlice, tuning: CopyTuning) -> bool:
-    """Whether a part goes without the kernel: every page in long runs."""
+    """Whether a slice is copied without the kernel: each page is in runs of `direct_bytes` or more."""
     return all(runs.units == 1 and runs.unit_bytes >= tuning.direct_bytes for runs in job.runs(part))
 
 
 def _staged(job: CopyJob, part: MoveSlice, start: int) -> Iterator[StagedCopy]:
-    """A part between staging memory and its chunks: blocks side by side in a chunk are one copy."""
+    """The copies of a slice between staging memory and its chunks; adjacent blocks of a chunk are one copy."""
     move = job.copies.moves[part.move]
     group = job.copies.layout.group(move.tag)
     width, pitch = (part.high - part.low) * group.layer_bytes, group.group.kernel_stride

@@ -1,4 +1,4 @@
-"""The CPU copier: pages of any cut go to their chunks and back in one call for all of them, shared by some threads."""
+"""The CPU copier: one call copies all pages of a group to their chunks or back, with several threads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvweave.transfer.copier import ChunkBuffer, CopyJob, CopyStep, Direction, h
 from kvweave.transfer.pieces import MoveSlice
 
 PIECE_BYTES = 128 << 20
-"""What is moved between two looks at whether to go on."""
+"""Bytes copied before it is checked whether the transfer was cancelled."""
 
 
 class CPUCopier:
-    """Copies between memories of the host. `threads`: at most so many at once."""
+    """Copies between memories of the host, by at most `threads` threads."""
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or min(8, os.cpu_count() or 1)
@@ -32,10 +32,10 @@ class CPUCopier:
             yield CopyStep(piece.num_bytes, piece.layers)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to free."""
 
     def _carry_out(self, job: CopyJob, parts: list[MoveSlice]) -> None:
-        """Parts that are alike, as one."""
+        """Copy slices of the same layers of one move."""
         move = job.copies.moves[parts[0].move]
         chunk_group = job.copies.layout.group(move.tag)
         pool = host_bytes(job.arena, job.arena.plan.group(move.tag).pool)
@@ -51,7 +51,7 @@ class CPUCopier:
 
 
 def _by_layers(parts: Iterable[MoveSlice]) -> Iterable[list[MoveSlice]]:
-    """Parts of the same layers of the same move together."""
+    """Slices by move and layers."""
     found: defaultdict[tuple[int, int, int], list[MoveSlice]] = defaultdict(list)
     for part in parts:
         found[part.move, part.low, part.high].append(part)

@@ -1,4 +1,5 @@
-"""The CUDA copier: pages are gathered into staging memory and leave by one copy; the next are gathered meanwhile.
+"""The CUDA copier: pages are gathered into staging memory and copied to the host as one, while the next ones are
+gathered.
 
 store   gather   |1|2 |3   |4   |                  load   copy     |1   |2   |3 |4|
         copy       |1|2 |3   |4   |                       scatter       |1   |2   |3 |4|
@@ -30,8 +31,8 @@ from kvweave.transfer.tiles import TILE
 class CUDACopier:
     """Copies between pools on a GPU and chunks on the host (pinned, to be fast) or on that GPU.
 
-    Staging memory is so many slots of a piece for each way (more only where one layer of one page is larger), taken at
-    the first use. Groups whose pools are on the host are copied by the CPU.
+    Staging memory is `tuning.slots` slots of a piece for each direction (larger only if one layer of one page is),
+    allocated at the first use. Groups whose pools are on the host are copied by the CPU.
     """
 
     def __init__(self, device: Any = "cuda", tuning: CopyTuning | None = None) -> None:
@@ -91,7 +92,7 @@ class CUDACopier:
 
 
 def _by_place(job: CopyJob) -> tuple[CopyJob | None, CopyJob | None]:
-    """The share of a job whose pools are on the host, and the rest."""
+    """The job of the groups whose pools are on the host, and the job of the others."""
     plan = job.arena.plan
     tags = [move.tag for move in job.copies.moves]
     hosted = [tag for tag in tags if plan.pool(plan.group(tag).pool).place is not Place.DEVICE]
@@ -102,7 +103,7 @@ def _by_place(job: CopyJob) -> tuple[CopyJob | None, CopyJob | None]:
 
 
 def _resident(bound_copies: Sequence[BoundCopy], tabulator: Tabulator, device: torch.device) -> PreparedCopy:
-    """The calls with their tables on the device; blocks until they are there."""
+    """The copies with their tables on the device; blocks until these are written."""
     address_tables = torch.from_numpy(
         np.concatenate([*(bound.address_table for bound in bound_copies), np.empty(0, np.int64)])
     ).pin_memory()
@@ -121,7 +122,7 @@ def _resident(bound_copies: Sequence[BoundCopy], tabulator: Tabulator, device: t
 
 
 class _CopyStreams:
-    """One way: a stream for copies, one for the kernel, and the staging memory between them."""
+    """One direction: a stream for copies, a stream for kernels, and the staging memory between them."""
 
     def __init__(self, device: torch.device, tabulator: Tabulator, direction: Direction, tuning: CopyTuning) -> None:
         self.tabulator, self.direction, self._number = tabulator, direction, device.index
@@ -131,7 +132,7 @@ class _CopyStreams:
         self._context = context_of(device.index)
         self._handed, self._asked, self._completion = (Event(self._context) for _ in range(3))
         self._under_way: deque[tuple[Event, object]] = deque()
-        """What was issued, and what must live until that is over."""
+        """What was submitted, with the objects that must live until it is done."""
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ class _CopyStreams:
         self.staging.close()
 
     def steps(self, bound_copies: Iterable[BoundCopy], after: Event | None) -> Iterator[CopyStep]:
-        """Issue one call after the other, each when it is asked for."""
+        """Issue one copy after the other, each when the caller asks for the next step."""
         for bound in bound_copies:
             commands = ImmediateCommands(self._context)
             with self._lock:
@@ -155,14 +156,14 @@ class _CopyStreams:
             yield CopyStep(bound.template.num_bytes, bound.template.layers, completion)
 
     def started(self, prepared: PreparedCopy) -> Iterator[CopyStep]:
-        """All of what was prepared, after what is on the caller's stream. It is under way when this returns."""
+        """Submit a prepared copy, to run after the work of the caller's stream. It was submitted when this returns."""
         assert prepared.commands is not None
         with self._lock:
             completion = self._submit(prepared.commands, prepared, current_stream(self._number))
         return iter((CopyStep(prepared.num_bytes, prepared.bound_copies[-1].template.layers, completion),))
 
     def recorded(self, prepared: PreparedCopy) -> PreparedCopy:
-        """The same with a tape of all calls."""
+        """The prepared copy with all commands recorded in one command buffer."""
         commands, ends = CommandBuffer(), dict[int, None]()
         with self._lock:
             commands.after_caller(self._asked, self._copies, self._kernels)
@@ -185,7 +186,7 @@ class _CopyStreams:
         return completion
 
     def _put(self, commands: CommandBuffer, bound: BoundCopy) -> int:
-        """Record a piece; the stream that it ends on."""
+        """Record the commands of one piece; returns the stream on which it ends."""
         for direct in bound.direct:
             commands.copy_many(*direct, self._copies)
         if not bound.template.batches:

@@ -1,6 +1,6 @@
-"""What the CUDA driver is asked directly: contexts and events, with a microsecond of the host's time or less for each.
+"""Direct calls to the CUDA driver, for contexts and events: each takes at most a microsecond of the host's time.
 
-torch's own take several times as long, and a small transfer is over in half a millisecond.
+torch's own calls take several times as long, which counts: a small transfer is done in half a millisecond.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_READY = 600
 LIBRARY = "libcuda.so.1"
 
 SPARE: defaultdict[int, list[int]] = defaultdict(list)
-"""Handles of events that nobody uses, by context."""
+"""Handles of events that are not in use, by context."""
 
 
 def check(code: int) -> None:
@@ -33,13 +33,13 @@ def check(code: int) -> None:
 
 @cache
 def has_batches() -> bool:
-    """Whether the driver, which is looked for now, copies many runs of bytes without pauses: from CUDA 13 on."""
+    """Whether the driver can copy many runs of bytes in one call (CUDA 13 and later). Loads the driver library."""
     return native.load(LIBRARY)
 
 
 @cache
 def context_of(device: int) -> int:
-    """The context of a device that torch uses too."""
+    """The primary context of a device, which torch uses too."""
     has_batches()
     code, context = native.context(device)
     check(code)
@@ -47,12 +47,12 @@ def context_of(device: int) -> int:
 
 
 def is_pinned(address: int) -> bool:
-    """Whether devices can reach this memory of the host."""
+    """Whether devices can access this host memory directly."""
     return native.is_pinned(address)
 
 
 def is_idle(context: int, stream: int) -> bool:
-    """Whether a stream has done all that it was given."""
+    """Whether a stream has finished all its work."""
     code = native.query_stream(context, stream)
     if code and code != NOT_READY:
         check(code)
@@ -62,7 +62,7 @@ def is_idle(context: int, stream: int) -> bool:
 class Event:
     """A CUDA event, used as a `Completion`: done when the stream has reached it, and before it was recorded.
 
-    Handles are kept for the next event: to make one takes longer than to record it.
+    Handles are reused for later events: creating an event takes longer than recording it.
     """
 
     __slots__ = ("_context", "handle")
@@ -76,7 +76,7 @@ class Event:
             check(code)
 
     def record(self, stream: int) -> None:
-        """The point that `stream` has come to now, for those who ask from now on."""
+        """Record the event at the current end of `stream`."""
         check(native.record(self._context, self.handle, stream))
 
     def is_done(self) -> bool:
@@ -86,10 +86,10 @@ class Event:
         return not code
 
     def spin(self, seconds: float) -> None:
-        native.watch(self._context, self.handle, seconds)  # what broke it `is_done` says
+        native.watch(self._context, self.handle, seconds)  # an error is raised by `is_done`, which the caller asks next
 
     def wait(self) -> None:
-        """Block until it is over."""
+        """Block until the event is done."""
         check(native.finish(self._context, self.handle))
 
     def block_stream(self, stream: Any) -> None:
@@ -102,12 +102,12 @@ class Event:
 
 
 def submit(commands: CommandBuffer, context: int, caller: int = 0, completion: Event | None = None) -> None:
-    """Make the calls of a tape. What was made before one that fails, which raises, stays made."""
+    """Make the calls of a command buffer. If one fails, this raises, and the calls before it stay made."""
     check(native.play(commands.rows, context, caller, completion.handle if completion else 0))
 
 
 class ImmediateCommands(CommandBuffer):
-    """A tape that is for now: what can go goes."""
+    """A command buffer whose commands are submitted by `flush`."""
 
     def __init__(self, context: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: N803  (Triton reads annotations: arguments have none, constants are in capitals)
-"""The copy kernel: one program moves one tile, wherever its page is cut. Gather and scatter differ in the way only.
+"""The copy kernel: one program moves one tile, wherever its page lies. Gather and scatter differ in direction only.
 
-A page is some runs of bytes in its pool and one in the chunk. What a program has to do it looks up in one place, so one
-launch moves pages of many groups, pools and chunks, and rows of any width go in 16-byte vectors.
+A page is several runs of bytes in its pool and one run in the chunk. A program looks its tile up in a table, so that
+one launch moves pages of many groups, pools and chunks, and rows of any width are moved in 16-byte vectors.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvweave.transfer.prepared_copy import TabulatedCopy
 from kvweave.transfer.tiles import TILE, TILE_BYTES, Tiling, tiles_of
 
 STEP_BYTES = 4 << 10
-"""What a program loads before it stores: 32 bytes a thread, so that many programs fit beside one another."""
+"""Bytes that a program loads before it stores: 32 bytes a thread, so that many programs are resident at once."""
 WRITTEN_BYTES = 256
-"""What one warp alone writes to: lines in pairs. Runs of 2112 bytes start within a pair every second time; where two
-warps wrote to one, they and the latents beside them were scattered at .89 of a device copy, instead of .91."""
+"""Bytes that only one warp writes: two cache lines. Every second run of 2112 bytes starts within such a pair; where
+two warps wrote to one pair, scattering them with the latents beside them ran at .89 of a device copy instead of .91."""
 WARPS = 4
 SPREAD_TILES = 256
-"""That a program writes when a table is made."""
+"""Tiles that one program of `spread` writes."""
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -42,10 +42,10 @@ def move(
     LINE: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """Move a tile of at most WHOLE words from a page to its place (GATHER), or back.
+    """Move a tile of at most WHOLE words from its page to its place in the chunk (GATHER), or back.
 
-    Pages count from `memory` (address 0), places from `flat`, in words. Steps end at multiples of LINE of the target,
-    so that no two warps of a program write to the same line.
+    Page addresses are relative to `memory` (address 0), places to `flat`, both in words. Steps end at multiples of LINE
+    of the target, so that no two warps of a program write to one line.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * NUMBERS
     here = tl.multiple_of(tl.load(tile), PER_VECTOR)
@@ -66,9 +66,11 @@ def move(
 
 @triton.jit(do_not_specialize=["count", "shift"])
 def spread(tiles, pages, places, page, count, shift, NUMBERS: tl.constexpr, STEP: tl.constexpr):
-    """Write the tiles of pages that are cut alike: program (p, s) some of page p's `count`, in words of 1 << `shift`.
+    """Write the tiles of pages with the same layout: program (p, s) writes a part of the `count` tiles of page p, in
+    words of 1 << `shift` bytes.
 
-    `page` has the tiles of one, `pages` and `places` (in the host's pinned memory) say where each is and goes.
+    `page` holds the tiles of one page; `pages` and `places`, in pinned host memory, the addresses of each page and of
+    its place.
     """
     number = tl.program_id(0).to(tl.int64)
     here, there = tl.load(pages + number), tl.load(places + number)
@@ -82,7 +84,7 @@ def spread(tiles, pages, places, page, count, shift, NUMBERS: tl.constexpr, STEP
 
 @cache
 def _compiled(device: int, vector_bytes: int, gather: bool) -> _Kernel:  # noqa: ARG001  (kernels belong to a device)
-    """The kernel for one width and way: made once, then launched without being looked up."""
+    """The compiled kernel for a vector width and a direction, cached: looking it up in Triton takes longer."""
     word = min(8, vector_bytes)
     pointers = WORDS[word], WORDS[word], torch.int64
     constants = TILE, TILE_BYTES // word, STEP_BYTES // word, vector_bytes // word, WRITTEN_BYTES // word, gather
@@ -96,7 +98,7 @@ def _spread(device: int) -> _Kernel:  # noqa: ARG001
 
 
 class _Kernel:
-    """A compiled kernel. It is launched by the driver itself: Triton's own way takes the host 20 us."""
+    """A compiled kernel, launched through the driver: Triton's own launcher takes 20 us of the host's time."""
 
     def __init__(self, compiled: Any) -> None:
         assert compiled.run is not None, "asking for its launcher is what loads it"
@@ -117,12 +119,12 @@ def launch(
     *,
     gather: bool,
 ) -> None:
-    """Move what a table at an address on the device says; its places count from `flat`."""
+    """Launch the copy kernel over a table on the device; places in the table are relative to `flat`."""
     _compiled(device, vector_bytes, gather).launch(commands, (num_tiles, 1), stream, 0, flat, table)
 
 
 class Tabulator:
-    """Makes tables on one device, where it keeps what pages look like."""
+    """Writes tables on one device, where it caches the tiles of one page for each layout."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -131,7 +133,8 @@ class Tabulator:
     def tabulate(
         self, commands: CommandBuffer, table: int, address_table: int, bound: TabulatedCopy, stream: int
     ) -> None:
-        """Make the table of a call, at an address on the device, from its sheet in pinned memory."""
+        """Record the commands that write the table of a copy, at an address on the device, from its address table in
+        pinned memory."""
         shift = min(8, bound.vector_bytes).bit_length() - 1
         for batch in bound.template.batches:
             pages, tiles = len(batch.entries), batch.tiling.num_tiles
@@ -141,11 +144,11 @@ class Tabulator:
             table, address_table = table + 8 * TILE * pages * tiles, address_table + 16 * pages
 
     def close(self) -> None:
-        """Forget all; what is under way must be over."""
+        """Drop the cached tiles; nothing may be in flight."""
         self._pages = {}
 
     def _page(self, tiling: Tiling) -> int:
-        """The address of the tiles of a page."""
+        """The address of the tiles of one page, on the device."""
         if tiling not in self._pages:
             tiles = torch.from_numpy(tiles_of(tiling)).to(f"cuda:{self._device}")
             self._pages.setdefault(tiling, (tiles.data_ptr(), tiles))  # the first stays: another thread may use it
@@ -153,5 +156,5 @@ class Tabulator:
 
 
 def current_stream(device: int) -> int:
-    """The stream that the caller's work is on, by the short way."""
+    """The caller's current stream, without torch's slower wrapper."""
     return int(torch._C._cuda_getCurrentRawStream(device))

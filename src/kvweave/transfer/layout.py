@@ -1,11 +1,11 @@
-"""The flat chunk: what a chunk of tokens (or one state) is as a single run of bytes, on any tier and any machine.
+"""The flat chunk: a chunk of tokens (or one state) as a single run of bytes, the same on every tier and machine.
 
     chunk   | group a                  |pad| group b ...                  groups at multiples of `align` bytes
     group   | block 0 | block 1 | ...                                     the blocks of the chunk, in order
     block   | kernel block 0: layer a, layer b, ... | kernel block 1 ...  as a page is, without the pool's padding
 
-A group's part is a pool of one lane and no padding, so the bytes say nothing of the pools that they came from: pools
-cut layer by layer or page by page, shared or apart, read and write the same chunks.
+The part of a group is laid out as a pool of one lane without padding, so that the bytes do not depend on the pools they
+came from: layer-major and page-major pools, shared or independent, read and write the same chunks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvweave.spec import DType, codec
 from kvweave.spec.role import align_up
 
 ALIGN = 256
-"""Bytes at whose multiples groups start: whole sectors for kernels, and for direct reads from files."""
+"""Groups start at multiples of this many bytes, so that kernels and direct file reads work on whole sectors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkGroup:
-    """A group's part of a chunk: `num_blocks` of its blocks, from the chunk's `first_block` on, at `offset`.
+    """The part of a group in a chunk: `num_blocks` blocks, from block `first_block` of the chunk on, at byte `offset`.
 
-    `layer_bytes` and `block_bytes` are what the group's roles take, said once more for readers that do not count.
+    `layer_bytes` and `block_bytes` follow from the group's roles; they are stored for readers that cannot compute them.
     """
 
     group: Group
@@ -81,7 +81,8 @@ class ChunkGroup:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose rows of one role look the same and lie evenly: layer i of them starts at `offset` + i * `stride`."""
+    """Layers whose rows of a role have one shape and lie at a constant distance: layer i starts at `offset` + i *
+    `stride`."""
 
     tag: str
     role: str
@@ -95,7 +96,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """Where everything lies in a chunk of `num_tokens` tokens. A value: JSON in and out, and known by its digest."""
+    """Where everything lies in a chunk of `num_tokens` tokens. A value with a digest, JSON in and out."""
 
     num_tokens: int
     groups: tuple[ChunkGroup, ...]
@@ -106,8 +107,8 @@ class ChunkLayout:
     ) -> ChunkLayout:
         """The chunks of a plan's groups (of `tags` alone, if given), ordered by their first layers.
 
-        With `ends_only` a chunk holds just what sequences need that go on from the end of a chunk: of windows
-        shorter than the chunk, their last blocks.
+        With `ends_only` a chunk holds only what a sequence needs to resume at the end of a chunk: of windows shorter
+        than the chunk, their last blocks.
         """
         wanted = [plan.group(tag) for tag in dict.fromkeys(tags)] if tags is not None else list(plan.groups)
         kept = [group for group in wanted if group.layers]
@@ -126,7 +127,7 @@ class ChunkLayout:
 
     @property
     def digest(self) -> str:
-        """Equal for layouts whose chunks can be read as one another's."""
+        """Equal for layouts with identical chunks."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -137,7 +138,7 @@ class ChunkLayout:
         raise UnknownName("tag of the chunk", tag, [group.tag for group in self.groups])
 
     def view(self, layer: int, role: str, tag: str | None = None) -> View:
-        """Where a role of a layer lies; `tag` says under which tag, where the layer has several caches."""
+        """Where a role of a layer lies; `tag` chooses a cache where the layer has several."""
         tags = [group.tag for group in self.groups if layer in group.group.layers]
         if tag is None and len(tags) != 1:
             raise BadCopy(f"layer {layer} has the caches {', '.join(tags) or '(none)'} in the chunk: say which tag")
@@ -146,7 +147,7 @@ class ChunkLayout:
         return self.group(tag or tags[0]).view(layer, role)
 
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Every role of every group, in the order of the bytes: what a reader that is not kvweave must know."""
+        """Every role of every group, in the order of their bytes: what a reader other than kvweave needs."""
         return tuple(_layer_group(group, role.name) for group in self.groups for role in group.group.cache.roles)
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,13 +159,13 @@ class ChunkLayout:
 
 
 def _placed(group: Group) -> Group:
-    """The group as if it were alone in a pool of one lane, whatever pool it is in."""
+    """The group as if it were alone in a pool of one lane."""
     layers = len(group.layers)
     return replace(group, pool="", lane_layers=layers, pages_per_superpage=1, kernel_stride=group.layer_bytes * layers)
 
 
 def _blocks(group: Group, num_tokens: int, ends_only: bool) -> tuple[int, int]:
-    """The blocks of a group, of this rank's, that a chunk holds: first and one past the last."""
+    """The blocks of a group, as numbered on this rank, that a chunk holds: the first, and one past the last."""
     if not group.cache.reach.per_token:
         return 0, 1
     slot_tokens = group.block_tokens * group.context_shards

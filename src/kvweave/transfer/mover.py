@@ -1,4 +1,4 @@
-"""The mover: transfers between an arena's pages and chunks, both ways at once."""
+"""The mover: transfers between the pages of an arena and chunks, in both directions at once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvweave.transfer.layout import ChunkLayout
 from kvweave.transfer.transfer import Progress, Transfer
 
 Buffers: TypeAlias = Sequence[Any]
-"""Tensors, arrays, or anything else with a buffer."""
+"""Tensors, arrays, or other objects with a buffer."""
 KNOWN = 1024
-"""Shapes of plans that are remembered: to look at them takes as long as to copy a megabyte."""
+"""Number of plan shapes whose checks are cached: checking one takes as long as copying a megabyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoverStats:
-    """Transfers asked for, and their bytes, each way."""
+    """Number of transfers and of their bytes, by direction."""
 
     stores: int = 0
     loads: int = 0
@@ -34,13 +34,13 @@ class MoverStats:
 
 
 class Mover:
-    """Stores pages into chunks and loads them back. Any thread may ask.
+    """Stores pages into chunks and loads them back. Thread-safe.
 
-    A copy that makes no sense is an error at once, before any byte moves; later ones are the transfer's. In the
-    `background` a thread for each way carries transfers out, one after the other. Otherwise the caller's thread issues
-    all of it first: on a CPU it is then over, on a GPU on its way, with the least delay, and can no more be cancelled.
-    What was prepared as a single step is issued at once in any case.
-    On a GPU a transfer comes after what is on the caller's current stream.
+    An invalid copy is an error at once, before any byte moves; later errors are those of the `Transfer`. With
+    `background`, one thread for each direction carries out transfers in order. Otherwise the caller's thread issues all
+    of the transfer: on a CPU it is done then; on a GPU it is queued with the least delay, and cannot be cancelled. A
+    copy that was prepared as a single step is issued at once in either case. On a GPU a transfer runs after the work of
+    the caller's current stream.
     """
 
     def __init__(self, arena: Arena, copier: Copier | None = None, *, background: bool = True) -> None:
@@ -52,7 +52,8 @@ class Mover:
         self._stats = MoverStats()
         self._closed = False
         self._known: dict[Hashable, ChunkLayout] = {}
-        """Shapes of plans that were found to fit, and their layouts, which are known by their identity."""
+        """Plan shapes that passed the checks, with their layouts, which are part of the key by identity and so kept
+        alive."""
 
     def store(
         self,
@@ -62,8 +63,8 @@ class Mover:
         layers: int | None = None,
         on_progress: Progress | None = None,
     ) -> Transfer:
-        """Copy pages into chunks, one buffer for each of `copies.chunks`. Bytes of a chunk that the plan does not
-        name stay as they were. Pages must not be written before it is done."""
+        """Copy pages into chunks, one buffer for each of `copies.chunks`. Other bytes of a chunk stay as they were.
+        Pages must not be written until the transfer is done."""
         return self.start(self._job(copies, buffers, Direction.STORE, layers), on_progress)
 
     def load(
@@ -74,15 +75,17 @@ class Mover:
         layers: int | None = None,
         on_progress: Progress | None = None,
     ) -> Transfer:
-        """Copy chunks into pages. With `layers`, so many layers of the model at a time: see `Transfer.wait_layer`."""
+        """Copy chunks into pages. With `layers`, that many layers of the model at a time: see `Transfer.wait_layer`."""
         return self.start(self._job(copies, buffers, Direction.LOAD, layers), on_progress)
 
     def prepare(
         self, copies: CopyPlan, buffers: Buffers, direction: Direction, *, layers: int | None = None
     ) -> CopyJob:
-        """A copy checked and worked out, to be started later, once or often, with the least delay.
+        """Check a copy and compute what can be computed in advance; the result can be started repeatedly, with little
+        delay.
 
-        On a GPU one without `layers` that is not too large, into pinned buffers, is then a single step.
+        On a GPU, a copy into pinned buffers without `layers` and of at most `CopyTuning.recorded_bytes` is then a
+        single step.
         """
         return self.copier.prepare(self._job(copies, buffers, direction, layers))
 
@@ -102,7 +105,7 @@ class Mover:
         return self._stats
 
     def close(self) -> None:
-        """Wait for what is under way, and give back what copying took; twice is once."""
+        """Wait for transfers in flight, and free the copier's resources; calling it twice is fine."""
         self._closed = True
         for thread in self._threads.values():
             thread.shutdown()
@@ -148,7 +151,7 @@ class Mover:
 
 
 def copier_for(arena: Arena) -> Copier:
-    """The fastest copier for where an arena is."""
+    """The fastest copier for the device of an arena."""
     if arena.memory.device.type == "cuda":
         from kvweave.transfer.cuda import CUDACopier  # noqa: PLC0415  (Triton is there with CUDA only)
 

@@ -1,8 +1,8 @@
-/* The CUDA driver without detours: calls recorded as rows of numbers (`tape.py`) and made one after the other, without
- * the interpreter between them; and what is asked of events, streams and memory.
+/* Direct calls to the CUDA driver: those recorded as rows of integers (`command_buffer.py`), made one after the other
+ * without Python between them; and queries of events, streams and memory.
  *
- * The driver is looked for when it is first wanted, so nothing of CUDA is needed to build this. All answers are the
- * driver's codes, 0 for fine.
+ * The driver library is loaded at the first use, so nothing of CUDA is needed to build this. All functions return the
+ * driver's error codes, 0 for success.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

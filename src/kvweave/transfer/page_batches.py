@@ -1,4 +1,4 @@
-"""Lines: pages of a part that are cut alike, and where they go; and the addresses of both, for given pages."""
+"""Page batches: pages of a slice with one layout, and their places; with the addresses of both for given pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvweave.transfer.tiles import Tiling
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageBatch:
-    """Some entries of a move. `places` count from the start of their chunks, or of staging memory."""
+    """Entries of a move. `places` are relative to the start of their chunks, or of staging memory."""
 
     move: int
     tiling: Tiling
@@ -26,7 +26,7 @@ class PageBatch:
 
     @property
     def bits(self) -> int:
-        """All strides, sizes and places, as one number that is a multiple of no more than they all are."""
+        """The bitwise or of all strides, sizes and places: a power of two divides it only if it divides all of them."""
         return self.tiling.bits | int(np.bitwise_or.reduce(self.places))
 
     @property
@@ -35,7 +35,7 @@ class PageBatch:
 
 
 def chunk_places(job: CopyJob, part: MoveSlice) -> Numbers:
-    """Where the part's blocks start, from the start of their chunks."""
+    """Where the blocks of a slice start, relative to the start of their chunks."""
     move = job.copies.moves[part.move]
     group = job.copies.layout.group(move.tag)
     places: Numbers = (move.blocks[part.first : part.last] - group.first_block) * group.block_bytes + group.offset
@@ -43,17 +43,18 @@ def chunk_places(job: CopyJob, part: MoveSlice) -> Numbers:
 
 
 def chunk_batches(job: CopyJob, parts: Iterable[MoveSlice]) -> list[PageBatch]:
-    """Between pages and chunks."""
+    """Batches for copies between pages and chunks."""
     found: _Found = defaultdict(list)
     for part in parts:
         entries, places = np.arange(part.first, part.last), chunk_places(job, part)
         for runs in job.runs(part):
             found[part.move, Tiling(runs, runs.flat_stride)].append((entries, places + runs.flat_start))
-    return _batches(found)
+    return _grouped(found)
 
 
 def staged_batches(job: CopyJob, parts: Iterable[MoveSlice], starts: Iterable[int]) -> list[PageBatch]:
-    """Between pages and staging memory, where each part is packed: its layers and nothing else, from its start on."""
+    """Batches for copies between pages and staging memory, in which each slice is packed: only its layers, from its
+    start on."""
     found: _Found = defaultdict(list)
     for part, start in zip(parts, starts, strict=False):
         layer_bytes = job.copies.layout.group(job.copies.moves[part.move].tag).layer_bytes
@@ -63,19 +64,19 @@ def staged_batches(job: CopyJob, parts: Iterable[MoveSlice], starts: Iterable[in
         pitch = (part.high - part.low) * layer_bytes
         for runs in job.runs(part):
             found[part.move, Tiling(runs, pitch)].append((entries, places + runs.flat_start))
-    return _batches(found)
+    return _grouped(found)
 
 
 _Found: TypeAlias = "defaultdict[tuple[int, Tiling], list[tuple[Numbers, Numbers]]]"
 
 
-def _batches(found: _Found) -> list[PageBatch]:
-    """All that is cut alike in one line."""
+def _grouped(found: _Found) -> list[PageBatch]:
+    """One batch for all pages of a move with the same layout."""
     return [PageBatch(*key, *map(np.concatenate, zip(*some, strict=True))) for key, some in found.items()]
 
 
 def addresses(job: CopyJob, batch: PageBatch, *, staged: bool) -> tuple[Numbers, Numbers]:
-    """Where the pages of a line are, and where they go: in chunks, or from the start of staging memory on."""
+    """The addresses of a batch's pages, and their places: addresses in chunks, or offsets in staging memory."""
     move, runs = job.copies.moves[batch.move], batch.tiling.runs
     pages: Numbers = move.pages[batch.entries] * runs.page_stride
     pages += job.pools[batch.move] + runs.start

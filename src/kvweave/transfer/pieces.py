@@ -1,7 +1,8 @@
-"""Pieces: a copy plan cut into steps, so that copies overlap, memory for them stays bounded, and cancelling works.
+"""Pieces: a copy plan split into steps, so that copies overlap, their memory is bounded, and a transfer can be
+cancelled.
 
-by size      chunk after chunk, group after group; a page too large for a piece is cut between layers
-by layers    some layers of everything, then the next, for engines that compute one while the next arrives
+by size      chunk after chunk, group after group; a page larger than a piece is split between layers
+by layers    some layers of all chunks, then the next layers: engines compute one while the next is copied
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import numpy as np
 from kvweave.transfer.copy_plan import CopyPlan
 
 GROWTH = 8
-"""How much larger a piece may be than the one before: to make it ready takes less than to copy that one."""
+"""How many times larger a piece may be than the one before: preparing it then takes less than copying that one."""
 
 GRAINS = 8
-"""In the smallest piece: so much nearer pieces come to the sizes that are wanted."""
+"""Slices in the smallest piece: the more, the closer pieces come to the sizes asked for."""
 
 
 class MoveSlice(NamedTuple):
@@ -33,7 +34,7 @@ class MoveSlice(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Parts that are moved together. With it, everything of the model's layers below `layers` has been moved."""
+    """Slices that are moved together. After it, all of the model's layers below `layers` have been moved."""
 
     parts: tuple[MoveSlice, ...]
     num_bytes: int
@@ -41,8 +42,8 @@ class Piece(NamedTuple):
 
 
 def split_by_size(copies: CopyPlan, small: int, large: int, *, rising: bool) -> Iterator[Piece]:
-    """Pieces in the order of the chunks' bytes, from `small` ones to `large` ones, or the other way round: small where
-    nothing else goes on to hide behind."""
+    """Pieces in the order of the chunks' bytes. Sizes rise from `small` to `large` (or fall, without `rising`): the
+    piece at the start (or end) of a pipeline is small, since nothing else overlaps with it."""
     parts = list(_grains(copies, small))
     sizes = chain(_ramp(small, large), repeat(large))
     left = copies.num_bytes
@@ -80,7 +81,8 @@ def part_bytes(copies: CopyPlan, part: MoveSlice) -> int:
 def _packed(
     copies: CopyPlan, parts: list[MoveSlice], sizes: Iterator[int], *, from_the_end: bool = False
 ) -> Iterator[tuple[tuple[MoveSlice, ...], int]]:
-    """Parts put together up to each size in turn, the last ones first if so asked, and given in their order."""
+    """Slices combined until they reach each size in turn, from the last slice backwards if so asked; yielded in
+    their order."""
     weights = [part_bytes(copies, part) for part in parts]
     order = -1 if from_the_end else 1
     first = 0
@@ -90,7 +92,7 @@ def _packed(
 
 
 def _counts(weights: Iterable[int], sizes: Iterator[int]) -> Iterator[int]:
-    """How many weights in a row come up to each size, at least one."""
+    """How many consecutive weights sum to at most each size; at least one."""
     count, total, size = 0, 0, next(sizes)
     for weight in weights:
         if count and total + weight > size:
@@ -102,7 +104,7 @@ def _counts(weights: Iterable[int], sizes: Iterator[int]) -> Iterator[int]:
 
 
 def _joined(parts: Iterable[MoveSlice]) -> list[MoveSlice]:
-    """The same with those as one that continue one another."""
+    """The same slices, with those merged that continue one another."""
     joined: list[MoveSlice] = []
     for two in parts:
         one = joined[-1] if joined else None
@@ -116,8 +118,8 @@ def _joined(parts: Iterable[MoveSlice]) -> list[MoveSlice]:
 
 
 def _grains(copies: CopyPlan, small: int) -> Iterator[MoveSlice]:
-    """The smallest parts, in the order of the chunks' bytes: some pages of a chunk, or some layers of a page that is
-    larger than `small`."""
+    """The smallest slices, in the order of the chunks' bytes: some pages of a chunk, or some layers of a page larger
+    than `small`."""
     grain = small // GRAINS
     for number, start, end in _stretches(copies):
         group = copies.layout.group(copies.moves[number].tag)
@@ -141,7 +143,7 @@ def _stretches(copies: CopyPlan) -> list[tuple[int, int, int]]:
 
 
 def _between(copies: CopyPlan, number: int, start: int, end: int, size: int) -> Iterator[MoveSlice]:
-    """A move's share of the layers [start, end) of the model."""
+    """The slices of a move for the layers [start, end) of the model."""
     group = copies.layout.group(copies.moves[number].tag)
     low, high = (bisect_left(group.group.layers, layer) for layer in (start, end))
     if low == high:

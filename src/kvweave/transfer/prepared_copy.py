@@ -1,4 +1,5 @@
-"""Programs: drafts with the addresses of a job's pages and buffers, ready to be issued. Making them needs no device."""
+"""Prepared copies: templates bound to the addresses of a job's pages and buffers, ready to be issued. Needs no
+device."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class TabulatedCopy(Protocol):
 
 
 class BulkCopy(NamedTuple):
-    """Runs of bytes that a copy engine moves."""
+    """Runs of bytes for a copy engine."""
 
     targets: Numbers
     sources: Numbers
@@ -42,10 +43,10 @@ class BulkCopy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BoundCopy:
-    """A draft for the pages and buffers of a job, or of one that differs in these only.
+    """A template bound to the pages and buffers of a job.
 
-    What is not asked for is not worked out: copies between buffers and staging memory need no addresses of pages. The
-    kernel's table lies at `table_at`, if the job was prepared.
+    Addresses are computed when they are first needed: copies between buffers and staging memory need none of pages.
+    `table_at` is the address of the kernel's table, if the job was prepared.
     """
 
     template: CopyTemplate
@@ -58,20 +59,21 @@ class BoundCopy:
 
     @cached_property
     def address_table(self) -> Numbers:
-        """What the device makes the kernel's table of: line by line, the addresses of its pages and where they go."""
+        """What the device computes the kernel's table from: batch by batch, the addresses of pages and of their
+        places."""
         staged = bool(self.template.staged_bytes)
         found = [numbers for batch in self.template.batches for numbers in addresses(self.job, batch, staged=staged)]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     @cached_property
     def vector_bytes(self) -> int:
-        """The widest vector that starts at a multiple of itself everywhere: 16, 8, 4, 2 or 1."""
+        """The widest vector that is aligned everywhere: 16, 8, 4, 2 or 1 bytes."""
         ends = [] if self.template.staged_bytes else self.job.starts.tolist()
         return widest(reduce(or_, [*ends, *self.job.pools], self.template.bits))
 
 
 def _direct(job: CopyJob, parts: Iterable[MoveSlice]) -> Iterator[BulkCopy]:
-    """The pages between their pool and their chunks, by the copy engine."""
+    """Copies between pool and chunks by the copy engine."""
     for batch in chunk_batches(job, parts):
         pages, places = addresses(job, batch, staged=False)
         runs, pitch, _ = batch.tiling
@@ -83,7 +85,8 @@ def _direct(job: CopyJob, parts: Iterable[MoveSlice]) -> Iterator[BulkCopy]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCopy:
-    """Calls whose tables are on the device, where `tables` keeps them; all on one tape, if they are few."""
+    """Bound copies whose tables are on the device, kept alive by `tables`; recorded in one command buffer if they
+    are small."""
 
     bound_copies: tuple[BoundCopy, ...]
     tables: object

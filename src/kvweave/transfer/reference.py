@@ -1,4 +1,4 @@
-"""The reference copier: role by role and kernel block by kernel block, by the same views that kernels see. Slow."""
+"""The reference copier: copies each role of each kernel block through the views that kernels use. Slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PIECE_BYTES = 1 << 20
 
 
 class ReferenceCopier:
-    """Obviously right. It knows nothing of lanes, strides or runs: plan and chunk say where a role of a layer lies."""
+    """Correct by inspection: it uses no lanes, strides or runs, only the views of plan and chunk."""
 
     def prepare(self, job: CopyJob) -> CopyJob:
         return job
@@ -25,7 +25,7 @@ class ReferenceCopier:
             yield CopyStep(piece.num_bytes, piece.layers)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to free."""
 
 
 def _copy(job: CopyJob, part: MoveSlice) -> None:

@@ -1,12 +1,13 @@
-"""Runs: where the bytes of a page lie in its pool, and where they go in a chunk.
+"""Runs: where the bytes of a page lie in its pool, and in a chunk.
 
-In a pool a page is some runs of bytes, the same for every page of its group; in a chunk it is one. Run (block, unit):
+In a pool a page is several runs of bytes, at the same offsets for every page of its group; in a chunk it is one run.
+Run (block, unit):
 
     in the pool     start + page * page_stride + block * kernel_stride + unit * unit_stride
     in the chunk    flat_start + block * flat_stride + unit * unit_bytes         from where its block starts
 
-A unit is a lane of the pool, with those of its layers that are wanted; blocks are kernel blocks. Where neither pool nor
-chunk has anything between them they are one: a page of a page-major pool without padding is a single run.
+A unit is a lane of the pool, restricted to the layers of the slice; blocks are kernel blocks. Units or blocks that are
+adjacent on both sides are merged: a page of a page-major pool without padding is a single run.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class Runs:
 
 
 def runs_of(group: Group, pool: Pool, layer_bytes: int, first: int, last: int) -> tuple[Runs, ...]:
-    """The runs of the layers [first, last) of a group, counted within it: whole lanes, and parts of lanes beside.
+    """The runs of the layers [first, last) of a group, counted within it: whole lanes, and partial lanes before and
+    after.
 
-    `layer_bytes` are the group's, which are dear to ask it for.
+    `layer_bytes` is passed in because computing it from the group is slow.
     """
     per_lane = group.lane_layers
     if pool.lanes == 1 or last - first <= per_lane - first % per_lane:

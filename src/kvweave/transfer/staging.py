@@ -1,4 +1,4 @@
-"""Staging memory on the device: a few slots in turn, each with room for a piece and for the kernel's table."""
+"""Staging memory on the device: a few slots used in turn, each with room for a piece and the kernel's table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TABLE_NUMBERS = 1 << 15
 
 
 class Slot:
-    """A piece's memory: bytes and the kernel's table on the device, and on the host the sheet that it is made of. It is
-    `free` when that event, which each user records at its end, is over."""
+    """Memory for a piece: its bytes and the kernel's table on the device, and the address table on the host. The
+    event `free` is recorded by each user after its last command; the slot may be reused when the event is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,15 +30,17 @@ class Slot:
         return address
 
     def reserve(self, num_bytes: int) -> None:
-        """Have at least so many bytes; blocks only where it has less."""
+        """Have at least `num_bytes`; blocks only if it must be enlarged."""
         if self.memory.numel() < num_bytes:
             self.free.wait()
             self.memory = _numbers(num_bytes, torch.uint8, self._device)
 
     def tabulate(self, bound: TabulatedCopy, tabulator: Tabulator, commands: CommandBuffer, stream: int) -> int:
-        """Have the device make the table of a call; its address there. Blocks while the sheet before is in use.
+        """Record the commands that write the table of a copy; returns its address on the device. Blocks while the
+        address table is still in use.
 
-        A kernel reads the sheet where it is: copy engines would bring it after all that they were given before.
+        A kernel reads the address table from pinned memory: a copy by a copy engine would queue behind all earlier
+        copies.
         """
         self.free.wait()
         size, numbers = bound.address_table.size, TILE * bound.template.num_tiles
@@ -53,19 +55,19 @@ class Slot:
 
 
 def _numbers(count: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Memory on a device, or pinned on the host; not initialised."""
+    """Memory on a device, or pinned memory of the host; not initialised."""
     return torch.empty(count, dtype=dtype, device=device, pin_memory=device is None and count > 0)
 
 
 class Staging:
-    """Slots in turn. Whoever takes one records its `free` at the end."""
+    """Slots in turn. The user of a slot records its event `free` after its last command."""
 
     def __init__(self, device: torch.device, num_slots: int, slot_bytes: int) -> None:
         self._slots, self._slot_bytes = [Slot(device) for _ in range(num_slots)], slot_bytes
         self._device, self._next = device, 0
 
     def take(self, num_bytes: int, commands: CommandBuffer, stream: int) -> Slot:
-        """A slot of at least `num_bytes`, free for what comes next on `stream`."""
+        """A slot of at least `num_bytes`, which later work on `stream` may use."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         if num_bytes:
@@ -75,7 +77,7 @@ class Staging:
         return slot
 
     def close(self) -> None:
-        """Give the memory back, when nothing uses it any more."""
+        """Free the memory; waits until nothing uses it."""
         for slot in self._slots:
             slot.free.wait()
         self._slots = [Slot(self._device) for _ in self._slots]

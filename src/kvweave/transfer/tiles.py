@@ -1,9 +1,9 @@
-"""Tables for the copy kernel: a piece of a job as tiles, each of which one program of the kernel moves.
+"""Tables for the copy kernel: a piece as tiles, each moved by one program.
 
-    tile     where it is among the pages, where it is in the chunk or in staging memory, and how long it is
+A tile is its address in the page, its address in the chunk or in staging memory, and its length.
 
-All three are counted in words: the widest that all addresses, strides and sizes allow, up to 8 bytes. Pages of a kind
-are cut alike, so the device makes the table itself, of where pages are and of what one looks like.
+All three are in words: the widest, up to 8 bytes, that all addresses, strides and sizes are multiples of. Pages of a
+batch have the same layout, so the device computes the table from the addresses of the pages and the tiles of one page.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kvweave.transfer.copy_plan import Numbers
 from kvweave.transfer.runs import Runs
 
 TILE_BYTES = 8 << 10
-"""What one program of the kernel moves, at most."""
+"""Bytes that one program of the kernel moves, at most."""
 LINE_BYTES = 128
-"""Tiles of a run start at multiples of this from its start, so that none shares a cache line with the next."""
+"""Tiles of a run start at multiples of this from the start of the run, so that no two share a cache line."""
 WIDEST = 16
 TILE = 3
-"""Numbers that a tile takes."""
+"""Integers of a tile."""
 
 
 class Tiling(NamedTuple):
-    """How pages are cut: `runs` says how they lie here; there, their kernel blocks are `pitch` bytes apart, and units
-    `unit_pitch` (None: they lie side by side)."""
+    """The layout of a page on both sides: `runs` in the pool; in the chunk, kernel blocks are `pitch` bytes apart,
+    units `unit_pitch` (None: without gaps)."""
 
     runs: Runs
     pitch: int
@@ -35,12 +35,12 @@ class Tiling(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """Of a page."""
+        """Tiles of one page."""
         return self.runs.blocks * self.runs.units * _per_run(self.runs.unit_bytes)
 
     @property
     def bits(self) -> int:
-        """All strides and sizes, as one number that is a multiple of no more than they all are."""
+        """The bitwise or of all strides and sizes: a power of two divides it only if it divides all of them."""
         runs = self.runs
         here = runs.start | runs.page_stride | runs.kernel_stride | runs.unit_stride
         return here | runs.unit_bytes | self.pitch | (self.unit_pitch or 0)
@@ -48,8 +48,8 @@ class Tiling(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def tiles_of(tiling: Tiling) -> Numbers:
-    """`[tiles, TILE]`: the tiles of a page, in bytes from where it starts, here and there; those of a run are about
-    as long."""
+    """`[tiles, TILE]`: the tiles of a page, in bytes from its start in the pool and in the chunk; tiles of a run are
+    about equally long."""
     runs, pitch, unit_pitch = tiling
     apart = runs.unit_bytes if unit_pitch is None else unit_pitch
     parts = _per_run(runs.unit_bytes)
@@ -63,7 +63,7 @@ def tiles_of(tiling: Tiling) -> Numbers:
 
 
 def widest(bits: int) -> int:
-    """The largest power of two, up to 16, that divides every number of which `bits` has the bits."""
+    """The largest power of two, up to 16, that divides every number whose bits are in `bits`."""
     return (bits | WIDEST) & -(bits | WIDEST)
 
 

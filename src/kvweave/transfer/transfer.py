@@ -1,4 +1,4 @@
-"""A transfer under way: pending, then done, failed or cancelled, once and for all."""
+"""A transfer: pending, then done, failed or cancelled; that state is final."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvweave.transfer.copier import CopyStep, Direction
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 60.0
-"""Seconds that a wait lasts at most, where nobody says otherwise."""
+"""Default timeout of waits, in seconds."""
 POLL_S = 20e-6
 SPIN_WINDOW_S = 5e-3
-"""Seconds for which the end of the last two steps is looked for without a nap, which lasts 70 us at least."""
+"""For so many seconds after the last progress, waits for the last two steps spin: a sleep takes 70 us at least."""
 SPIN_S = 1e-3
-"""Seconds of it that nothing else is asked for."""
+"""Seconds of one call to `Completion.spin`."""
 IN_FLIGHT = 4
-"""Steps issued and not over, in the background: what a cancelled transfer may still do."""
+"""Steps in flight, in the background: as many may still run after a transfer is cancelled."""
 
 Progress = Callable[["Transfer"], None]
 
@@ -36,11 +36,11 @@ class TransferState(StrEnum):
 
 
 class Transfer:
-    """Handle of a transfer. Any thread may ask and wait.
+    """Handle of a transfer. Thread-safe.
 
-    It is `done` when every byte is where it belongs, and never before; it is `failed` or `cancelled` when it broke or
-    was stopped and nothing of it is on its way any more. `on_progress` is called after each step by the thread that
-    notices; if it raises, that is logged, and it is called no more.
+    It is `done` only when every byte is in place; it is `failed` or `cancelled` only when nothing of it is in flight
+    any more. `on_progress` is called after each step, by the thread that notices its end; an exception of the callback
+    is logged, and the callback is not called again.
     """
 
     error: BaseException | None = None
@@ -55,7 +55,7 @@ class Transfer:
         self._on_progress = on_progress
         self._lock = threading.RLock()
         self._changed: threading.Condition | None = None
-        """For those who sleep, if there are any."""
+        """For threads that wait for another thread to run the transfer; made when the first one waits."""
         self._issued: list[CopyStep] = []
         self._open: deque[CopyStep] = deque()
         self._started = self._moved = time.perf_counter()
@@ -74,7 +74,7 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        """How long it took, or has been under way; where work goes on by itself, until somebody noticed its end."""
+        """Seconds until the end, or until now. If no thread waits for the end, it is noticed by the next call."""
         return (self._ended or time.perf_counter()) - self._started
 
     def __repr__(self) -> str:
@@ -83,16 +83,17 @@ class Transfer:
     # ---- waiting
 
     def wait(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
-        """Block until it is done. Raises if it failed, was cancelled, or takes longer than `timeout` seconds."""
+        """Block until the transfer is done. Raises if it failed, was cancelled, or takes longer than `timeout`
+        seconds."""
         self._wait(lambda: self._state is not TransferState.PENDING, timeout)
         if self._state is not TransferState.DONE:
             self._raise()
 
     def wait_layer(self, layer: int, timeout: float = DEFAULT_TIMEOUT_S, stream: Any = None) -> None:
-        """All that `layer` (and any before it) is to hold is there for what comes next.
+        """Wait until everything for `layer` and the layers before it is in place.
 
-        On a CPU it blocks until then. On a GPU it blocks until the copy is issued, and what is put on `stream` (the
-        current one) from then on comes after it. That holds as often as it is called, also when all is done.
+        On a CPU it blocks until then. On a GPU it blocks until the copy is issued, and later work on `stream` (default:
+        the current one) waits for the copy. May be called repeatedly, also when the transfer is done.
         """
 
         def reached() -> bool:
@@ -107,7 +108,8 @@ class Transfer:
             completion.block_stream(stream)
 
     def cancel(self) -> bool:
-        """Stop it between two steps, if there is still one to come; whether it will be. `wait` says when it is."""
+        """Stop the transfer before its next step; returns whether it will be cancelled (False: all steps were
+        issued). `wait` returns when it has stopped."""
         with self._lock:
             self._cancel = self._cancel or (self._state is TransferState.PENDING and not self._all_issued)
             return self._cancel
@@ -115,7 +117,8 @@ class Transfer:
     # ---- for the one who carries it out
 
     def run(self, steps: Iterator[CopyStep], *, until_done: bool) -> None:
-        """Issue all steps; `until_done` also sees them through, few at a time. Errors become the transfer's."""
+        """Issue all steps. `until_done`: also wait for them, with few in flight at a time. An exception becomes the
+        transfer's error."""
         self._in_background = until_done
         try:
             while not self._cancel:
@@ -133,7 +136,7 @@ class Transfer:
                     self._poll()
                 if self.error is not None:
                     break
-        except BaseException as error:  # whatever it is, those who wait must hear of it
+        except BaseException as error:  # of any kind: otherwise waiting threads would wait until their timeout
             self.error = error
         with self._lock:
             self._all_issued = True
@@ -145,7 +148,7 @@ class Transfer:
     # ---- inside
 
     def _poll(self) -> None:
-        """Notice what is over."""
+        """Update the state from the steps that are done."""
         if self._state is not TransferState.PENDING:
             return
         steps, moved = self._open, 0
@@ -206,7 +209,7 @@ class Transfer:
                 self._pause()
 
     def _pause(self) -> None:
-        """Nap while there are steps to come, or nothing happens; before the end, look for it and do nothing else."""
+        """Wait a little: spin when the end is near, otherwise sleep."""
         with self._lock:
             completion = self._open[0].completion if 0 < len(self._open) <= 2 else None
         if completion is not None and time.perf_counter() - self._moved < SPIN_WINDOW_S:

@@ -1,4 +1,4 @@
-"""kvweave under transformers: any model generates on pages, and never computes a prefix twice."""
+"""kvweave under transformers: models generate on pages, and reuse every prefix that was computed before."""
 
 from kvweave.integrations.transformers.attach import attach, detach
 from kvweave.integrations.transformers.paged_cache import PagedCache

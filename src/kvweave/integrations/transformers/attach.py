@@ -1,4 +1,4 @@
-"""`attach(model)`: its own `generate`, and every pipeline over it, runs on pages; `detach(model)` is the way back."""
+"""`attach(model)`: `model.generate`, and every pipeline that calls it, runs on pages; `detach(model)` undoes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvweave.integrations.transformers.weave import KVWeave
 
 
 class PagedGenerate:
-    """Takes the place of `model.generate`. What pages cannot serve, transformers does, as if nobody had attached.
+    """Replaces `model.generate`. Calls that pages cannot serve are passed on to transformers unchanged.
 
     In a copy of the model, or in one that was saved and loaded, it is the model's own `generate` again.
     """
@@ -33,9 +33,9 @@ class PagedGenerate:
 
 
 def attach(model: Any, memory: int | str = "2GiB", **options: Any) -> KVWeave:
-    """Let `model.generate` reuse prefixes, with what `KVWeave` takes; returns the KVWeave.
+    """Make `model.generate` reuse prefixes; takes the options of `KVWeave`, and returns it.
 
-    `detach(model)` is the way back. Meanwhile `model.generate` takes a `namespace=` too.
+    `detach(model)` undoes it. Until then `model.generate` also takes `namespace=`.
     """
     holder = _holder(model)
     if "generate" in vars(holder):
@@ -48,7 +48,7 @@ def attach(model: Any, memory: int | str = "2GiB", **options: Any) -> KVWeave:
 
 
 def detach(model: Any) -> None:
-    """Give `model.generate` back to transformers, and the memory to the machine; a model that is not attached stays."""
+    """Restore `model.generate` and free the memory; does nothing for a model that is not attached."""
     holder = _holder(model)
     found = vars(holder).get("generate")
     if isinstance(found, PagedGenerate):
@@ -57,5 +57,5 @@ def detach(model: Any) -> None:
 
 
 def _holder(model: Any) -> Any:
-    """Where a model's attributes are: what `torch.compile` gave hands them to the model inside."""
+    """The object that holds a model's attributes: a wrapper of `torch.compile` passes them on to the model inside."""
     return getattr(model, "_orig_mod", model)

@@ -1,4 +1,4 @@
-"""A step: which tokens the rows of a batch are about to get, and where in the pages they and their past are.
+"""A step of a batch: the columns that are computed, and the slots of their rows and of the rows before them.
 
 Rows of a batch are aligned on the right, as transformers pads them:
 
@@ -22,7 +22,7 @@ Numbers = NDArray[np.int64]
 
 
 class BatchStep:
-    """The tokens of columns `[start, end)`; `rows` are the rows of the core's tables, `pads` the padding of each."""
+    """The tokens of columns `[start, end)`; `rows` are their rows in the core's tables, `pads` the padding of each."""
 
     def __init__(
         self, core: Cache, rows: Numbers, pads: Numbers, start: int, end: int, device: torch.device | str
@@ -38,7 +38,7 @@ class BatchStep:
         return self.end - self.start
 
     def new(self, tag: str) -> RowSlots:
-        """Where the rows of this step's tokens go."""
+        """The slots of this step's rows."""
         if tag not in self._new:
             self._new[tag] = self.cells(tag, self.start, self.end)
         return self._new[tag]
@@ -55,7 +55,7 @@ class BatchStep:
         return self._found[key]
 
     def cells(self, tag: str, first: int, last: int, tokens_per_row: int = 1) -> RowSlots:
-        """Each row by itself; padding, and what a window has passed, is in the NULL page."""
+        """The slot of each row; padding, and tokens that a window has passed, are in the NULL page."""
         per_block = self._per_block(tag, tokens_per_row)
         columns = np.arange(first, last)[None, :] - (self.pads // tokens_per_row)[:, None]
         slots, offsets = np.divmod(np.maximum(columns, 0), per_block)

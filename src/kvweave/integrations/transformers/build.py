@@ -1,4 +1,4 @@
-"""Layers by kind: for each class of transformers' layers, ours over the pages of an arena."""
+"""Cache layers by kind: for each layer class of transformers, our layer over the pages of an arena."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Build = Callable[[Arena, Entry], MakeLayer]
 
 
 def make_layer(model: str, arena: Arena, entry: Entry) -> MakeLayer:
-    """What makes the layer of an entry for each new past; the views of its memory are made once."""
+    """A function that makes the layer of an entry for each new cache; the views of its memory are made once."""
     kind = type(entry.reference).__name__
     if kind not in KINDS:
         raise CannotServe(model, f"layer {entry.layer} keeps its past in a {kind}, which is not known here")
@@ -31,7 +31,7 @@ def make_layer(model: str, arena: Arena, entry: Entry) -> MakeLayer:
 
 
 def attention_of(arena: Arena, entry: Entry) -> dict[str, Any]:
-    """The cache of keys and values, as the arguments of a layer; none, where the layer reads another's."""
+    """The arguments of a layer for its keys and values; none if the layer reads another layer's."""
     for cache in entry.caches:
         if cache.reach.per_token and len(cache.roles) == 2:
             return {"tag": cache.tag, "kept": keys_and_values(arena.layer(entry.layer, cache.tag))}
@@ -98,18 +98,18 @@ def compressed(arena: Arena, entry: Entry) -> MakeLayer:
 
 
 def counts_padding(served: Served) -> bool:
-    """Whether padding is part of what layers keep: the model's positions count it."""
+    """Whether padding is stored with the tokens, because the model's positions count it."""
     return not served.takes_positions and any(cache.reach.per_token for _, cache in served.spec.caches())
 
 
 def takes_no_padding(served: Served) -> bool:
-    """Whether tokens are taken several together, and padding with them."""
+    """Whether the model processes several tokens at a time, padding among them, so that padded batches are refused."""
     by_row = any(role.tokens_per_row > 1 for _, cache in served.spec.caches() for role in cache.roles)
     return by_row or any(type(entry.reference).__name__ in CHOOSES_BLOCKS for entry in served.entries)
 
 
 CHOOSES_BLOCKS = ("MiniMaxM3VLSparseCacheLayer",)
-"""Layers whose attention is to whole blocks of columns."""
+"""Layers whose attention selects whole blocks of columns."""
 
 KINDS: dict[str, Build] = {
     "DynamicLayer": attention,

@@ -1,4 +1,4 @@
-"""The rows of a past: sequences of the core, which fork, change places and become shorter as transformers asks."""
+"""The rows of a paged cache: sequences of the core, which are forked, reordered and truncated as transformers asks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from kvweave.tensor import carry_out
 
 
 class CacheRows(TransformersCache):  # type: ignore[misc]
-    """Rows aligned on the right: row i has `columns - pads[i]` tokens. Dropped without a close, the rows are closed."""
+    """Rows aligned on the right: row i has `columns - pads[i]` tokens. If the cache is garbage-collected, its rows
+    are closed."""
 
     def __init__(self, memory: PagedMemory, sequences: SequenceOf[Sequence], columns: int) -> None:
         self.memory, self.core, self.arena = memory, memory.core, memory.arena
@@ -29,7 +30,8 @@ class CacheRows(TransformersCache):  # type: ignore[misc]
         self._pads: Numbers = np.array([columns - sequence.length for sequence in sequences], np.int64)
         self._step = self._step_to(columns)
         layers = [make(self) for make in memory.make_layers]
-        TransformersCache.__init__(self, layers=layers)  # also beside a model's own class
+        # called by name: a model's own cache class may come first in the order of bases
+        TransformersCache.__init__(self, layers=layers)
         self._states = [layer for layer in self.layers if getattr(layer, "states", None)]
 
     def _step_to(self, end: int) -> BatchStep:
@@ -50,7 +52,7 @@ class CacheRows(TransformersCache):  # type: ignore[misc]
                 state.write_back()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes so many: beams, or several answers."""
+        """Repeat each row: for beams, or for several answers."""
         if repeats < 2:
             raise BadSequence(f"{len(self.sequences)} rows cannot be {repeats} times as many")
         with self.memory.core_lock:
@@ -60,7 +62,7 @@ class CacheRows(TransformersCache):  # type: ignore[misc]
             self._regroup(np.repeat(self._pads, repeats))
 
     def _forked(self, count: int = 1) -> list[Sequence]:
-        """So many twins of each row, those of a row side by side; all or nothing."""
+        """Fork each row `count` times, forks of a row side by side; all or nothing."""
         self.commit_pending()
         self._write_back()
         twins: list[Sequence] = []
@@ -76,7 +78,7 @@ class CacheRows(TransformersCache):  # type: ignore[misc]
         return twins
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i goes on as row `beam_idx[i]` was."""
+        """Row i continues from the state of row `beam_idx[i]`."""
         parents = beam_idx.tolist()
         with self.memory.core_lock:
             self.commit_pending()
@@ -85,7 +87,7 @@ class CacheRows(TransformersCache):  # type: ignore[misc]
             self._regroup(self._pads[parents])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these rows go on."""
+        """Keep these rows only, in this order."""
         chosen = np.arange(len(self.sequences))[indices.cpu().numpy()].tolist()
         with self.memory.core_lock:
             self._write_back()
@@ -102,7 +104,7 @@ class CacheRows(TransformersCache):  # type: ignore[misc]
                 state.unbind()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens; a negative count, as transformers has it."""
+        """Remove the last tokens; the count is negative, as in transformers."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes back {tokens_to_remove} tokens by a negative count only")
         if tokens_to_remove:

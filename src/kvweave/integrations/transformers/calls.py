@@ -1,8 +1,8 @@
-"""Calls of `generate`, read: which prompts they have, and whether pages can serve them.
+"""Calls of `generate`: their prompts, and whether pages can serve them.
 
-prompts    token ids, and a mask that is padding on the left
-aside      what pages have no answer to; transformers' own cache has, so it computes those, and nothing is cached
-BadTokens  prompts that are no lists of tokens: images, embeddings, positions of one's own
+prompts    token ids, and a mask with padding on the left
+fallback   calls that pages cannot serve: transformers' own cache serves them, and nothing is cached
+BadTokens  prompts that are not token ids: embeddings, or positions of the user's own
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from kvweave.integrations.transformers.support import CACHE_NAMES, Served
 DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 WHOLE_PROMPT = ("output_hidden_states", "output_attentions")
 OTHER_CACHES = ("quantized", "paged")
-"""Of `cache_implementation`: those that change the answer, or the loop. The others say where the same rows are kept."""
+"""Values of `cache_implementation` that change the answer, or the generation loop. Others only say where rows are
+stored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateCall:
-    """One call. `options` is what `model.generate` gets beside the prompts and a past.
+    """One call. `options` are for `model.generate`, beside the prompts and the cache.
 
-    Where `fallback` gives a reason, pages do not serve it.
+    If `fallback` gives a reason, transformers' own cache serves the call.
     """
 
     prompts: Prompts | None
@@ -56,7 +57,7 @@ class CallReader:
         self._forward = set(inspect.signature(model.forward).parameters)
 
     def read(self, inputs: tuple[Any, ...], options: dict[str, Any], namespace: Hashable = "") -> GenerateCall:
-        """Read a call; `BadTokens` where its prompts are no tokens."""
+        """Read a call; raises `BadTokens` if its prompts are not token ids."""
         options = {**dict(zip(self._positional, inputs, strict=False)), **options}
         mask = options.pop("attention_mask", None)
         fallback = self._fallback(options)
@@ -82,7 +83,7 @@ class CallReader:
         return GenerateCall(prompts, self._for_pages(options), namespace, extras, images, prefill)
 
     def prompts(self, ids: torch.Tensor, mask: torch.Tensor | None, pad: int | None = None) -> Prompts:
-        """The prompts of a batch; without a mask or a padding token there is no padding."""
+        """The prompts of a batch; without a mask and without a padding token there is no padding."""
         prompts = Prompts.read(ids, mask, pad)
         if any(prompts.pads) and self._takes_no_padding:
             raise BadTokens("this model takes tokens several together, padding among them: prompts of one length only")
@@ -93,7 +94,7 @@ class CallReader:
         return self._pad_token({})
 
     def _setting(self, options: dict[str, Any], name: str) -> Any:
-        """What holds: the option, else that of the config which was given, else the model's."""
+        """The value in effect: of the option, else of the given generation config, else of the model's."""
         if name in options:
             return options[name]
         configs = (options.get("generation_config"), self._model.generation_config)
@@ -101,7 +102,7 @@ class CallReader:
         return next((value for value in values if value is not None), None)
 
     def _fallback(self, options: dict[str, Any]) -> str:
-        """Why pages do not serve a call; '' if they do."""
+        """Why pages cannot serve a call; '' if they can."""
         config = options.get("generation_config")
         if options.get("use_cache") is False or getattr(config, "use_cache", None) is False:
             return "use_cache=False"
@@ -121,16 +122,17 @@ class CallReader:
         return ""
 
     def _pad_token(self, options: dict[str, Any]) -> int | None:
-        """The padding token of prompts; None where it ends answers too, and so cannot be told from them."""
+        """The padding token of prompts; None if it also ends answers, and so cannot be told from their last token."""
         pad, end = (self._setting(options, name) for name in ("pad_token_id", "eos_token_id"))
         ends = end.tolist() if isinstance(end, torch.Tensor) else end
         return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
 
     def _take_default(self, prompts: Prompts, options: dict[str, Any]) -> tuple[str, ...]:
-        """Take inputs out of the options that say nothing new; returns those that are zeros and yet count.
+        """Remove inputs that have their default values; returns the names of those that are zeros and change the result
+        all the same.
 
-        Zeros of `token_type_ids` are added to what some models compute (GPT-2): they are given to every forward, and
-        such prompts are kept apart. Zeros of `mm_token_type_ids` say that there is no image.
+        Some models (GPT-2) add an embedding for zeros of `token_type_ids`: these are passed to every forward, and such
+        prompts share prefixes only among themselves. Zeros of `mm_token_type_ids` mean that there is no image.
         """
         if (positions := options.pop("position_ids", None)) is not None and not _are_default(positions, prompts):
             raise BadTokens(
@@ -142,7 +144,8 @@ class CallReader:
         return (TYPES,) if _are_zeros(options.get(TYPES), prompts) else ()
 
     def _take_inputs(self, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Take the other inputs of the model out of the options; `BadTokens` for tensors that it has no name for."""
+        """Remove the model's other inputs from the options; raises `BadTokens` for tensors that its forward does not
+        take."""
         config = self._model.generation_config
         tensors = {n: v for n, v in options.items() if isinstance(v, torch.Tensor) and n not in self._named}
         inputs = {n: v for n, v in tensors.items() if not hasattr(config, n) and (n != TYPES or bool(v.any()))}
@@ -156,7 +159,7 @@ class CallReader:
         return inputs
 
     def _for_pages(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options beside a past: it is the cache, and prompts are computed before transformers has them."""
+        """The options for a call with our cache, whose prompts are computed before `generate` is called."""
         changed: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
         own = self._model.generation_config
         if options.get("generation_config") is None:
@@ -177,7 +180,7 @@ def _has_holes(ids: torch.Tensor, pad: int | None) -> bool:
 
 
 def _are_default(positions: object, prompts: Prompts) -> bool:
-    """Whether these are the positions of the tokens, on every axis; those of padding are nobody's."""
+    """Whether these are the default positions of the tokens, on every axis; those of padding do not matter."""
     if not isinstance(positions, torch.Tensor) or positions.shape[-1] != prompts.width:
         return False
     natural, mask = prompts.positions.to(positions.device), prompts.mask.to(positions.device)

@@ -1,4 +1,4 @@
-"""Who may use the core: one thread at a time, for as long as a request or a forward takes."""
+"""The lock of a core: one thread at a time uses it, for the duration of a request or a forward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvweave.cache import Cache, Sequence
 
 
 class CoreLock:
-    """A lock around a core, as a context: the thread that enters owns the core until it leaves. May be nested.
+    """A lock around a core, used as a context. Reentrant.
 
-    Rows of pasts that nobody closed are closed by whoever enters next: `drop` is called by the garbage collector, which
-    must not wait for a lock.
+    Rows of caches that were never closed are closed by the next thread that enters: `drop` is called by the garbage
+    collector, which must not wait for a lock.
     """
 
     def __init__(self, core: Cache) -> None:
@@ -22,7 +22,7 @@ class CoreLock:
         self._dropped: deque[list[Sequence]] = deque()
 
     def drop(self, sequences: list[Sequence]) -> None:
-        """The past that held these rows is gone."""
+        """Note that the cache that held these rows was garbage-collected."""
         self._dropped.append(sequences)
 
     def __enter__(self) -> CoreLock:

@@ -1,4 +1,4 @@
-"""Hooks around a model's forward: they tell a past which tokens are computed, and when they are."""
+"""Hooks around a model's forward: they tell a paged cache which tokens are being computed, and when they are done."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.support import Served
 
 COMPILED = (
-    "a past of kvweave cannot be followed through compiled code: call the model inside, which is `weave.model`, or"
+    "a cache of kvweave does not work through compiled code: call the model inside, which is `weave.model`, or"
     " `weave.generate`"
 )
 
 
 class ForwardHooks:
-    """Hooks for the pasts of one memory, which they do not keep alive.
+    """Hooks for the caches of one memory, to which they hold a weak reference.
 
-    A copy of them does nothing: a copy of a model, or one that was saved and loaded, is a model without pages.
+    A copy of the hooks does nothing: a copy of a model, or one that was saved and loaded, has no pages.
     """
 
     changes_no_answer = True
-    """Says to a `ModelWatch` that these hooks are not the user's."""
+    """Marks these hooks for `ModelWatch`, which otherwise takes hooks for the user's."""
 
     def __init__(self, memory: PagedMemory | None = None, served: Served | None = None) -> None:
         self._memory = weakref.ref(memory) if memory else _nobody
@@ -36,7 +36,7 @@ class ForwardHooks:
         return ForwardHooks, ()
 
     def register(self, models: list[Any]) -> list[Any]:
-        """Put them on a model and on those around it; whichever is called first begins the step."""
+        """Register them on a model and its wrappers; the outermost one that is called begins the step."""
         handles = []
         for model in models:
             handles.append(model.register_forward_pre_hook(self.before, with_kwargs=True))
@@ -44,7 +44,7 @@ class ForwardHooks:
         return handles
 
     def before(self, module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], Any] | None:
-        """Begin a step, if the model is called with a past of ours; its inputs are then given by name."""
+        """Begin a step if the model is called with a paged cache; its inputs are then passed by name."""
         if not any(isinstance(given, PagedCache) for given in (*args, *options.values())):
             return None
         if torch.compiler.is_compiling() or "_orig_mod" in module._modules:
@@ -55,9 +55,9 @@ class ForwardHooks:
             return None
         ids = named.get("input_ids")
         if ids is None:
-            raise BadTokens("a past of kvweave needs input_ids: tokens are what a prefix is found by")
+            raise BadTokens("a cache of kvweave needs input_ids: prefixes are found by tokens")
         if named.get("use_cache") is False:
-            raise BadCall("a past of kvweave was given with use_cache=False: leave one of them out")
+            raise BadCall("a cache of kvweave was given with use_cache=False: leave one of them out")
         named["use_cache"] = True
         if past.expects_prompts and ids.shape[1] > past.columns:
             named = self._without(past.columns, ids, named)
@@ -65,7 +65,7 @@ class ForwardHooks:
         return (), named
 
     def after(self, module: Any, _args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        """End the step that this module's call began; without an output, it has failed."""
+        """End the step that this module's call began; without an output, the step has failed."""
         past = self._own(options)
         if past is not None and past.computed_by is module:
             if output is None:
@@ -74,12 +74,13 @@ class ForwardHooks:
                 past.finish()
 
     def _own(self, options: dict[str, Any]) -> PagedCache | None:
-        """The past of a call, if it is of this memory."""
+        """The cache of a call, if it belongs to this memory."""
         past = options.get(self._cache_name)
         return past if isinstance(past, PagedCache) and past.memory is self._memory() else None
 
     def _without(self, length: int, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """A first call with whole prompts, as some ways to generate make it: only what comes after `length` is new."""
+        """The inputs of a first call with whole prompts, as some generation modes make it, without the first
+        `length` tokens."""
         changed = {**options, "input_ids": ids[:, length:]}
         for name in ("position_ids", "token_type_ids"):
             if changed.get(name) is not None and changed[name].shape[-1] == ids.shape[1]:
@@ -90,7 +91,7 @@ class ForwardHooks:
 
 
 def _names(module: Any, count: int) -> list[str]:
-    """What a module calls its first inputs."""
+    """The names of a module's first inputs."""
     return ["input_ids"] if count < 2 else list(inspect.signature(module.forward).parameters)
 
 

@@ -1,7 +1,8 @@
-"""A stage: one chunk's pages of every group on the host, between the arena (on any device) and the store's payloads.
+"""Host staging: one chunk's pages of every group in host memory, between the arena (on any device) and payloads of the
+store.
 
-arena  --hold-->  stage  --payload-->  store      pages look here as they do in the arena,
-arena  <--give--  stage  <---take----  store      payloads as the schema has them
+arena  --hold-->  host   --payload-->  store      pages have the layout of the arena,
+arena  <--give--  host   <---take----  store      payloads that of the schema
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvweave.tensor import Arena, HostMirror
 
 
 class HostStaging:
-    """Holds the pages of one chunk of each group at a time: what is put there takes the place of what was."""
+    """Holds the pages of one chunk of each group; new pages replace the ones before."""
 
     def __init__(self, arena: Arena, schema: Schema) -> None:
         plan, chunk = arena.plan, schema.chunk_tokens
@@ -29,22 +30,23 @@ class HostStaging:
         self._ids = {tag: np.arange(1, count + 1, dtype=np.int32) for tag, count in counts.items()}
         pools = {pool.name: self._host.pool(pool.name).numpy() for pool in self._host.plan.pools}
         pages = PagePayloads(schema, EngineMemory.of_plan(self._host.plan, pools))
-        first = {g.tag: np.resize(self._ids[g.tag], chunk // g.block_tokens) for g in groups}  # a state is at the end
+        # for states, all blocks of a chunk share the page at its end
+        first = {g.tag: np.resize(self._ids[g.tag], chunk // g.block_tokens) for g in groups}
         self._source, self._sink = pages.source(first), pages.sink(first)
 
     # ---- pages
 
     def hold(self, tag: str, pages: Ids) -> None:
-        """Take these pages of the arena, in order: those of a chunk, or a state's."""
+        """Copy these pages of the arena to the host: those of a chunk, in order, or a state's."""
         self._mirror.store(tag, pages, self._ids[tag])
 
     def give(self, tag: str, pages: Ids) -> None:
-        """Fill these pages of the arena; where one is NULL, what is held for its place stays here."""
+        """Copy to these pages of the arena; pages that are NULL are skipped."""
         wanted = np.flatnonzero(pages != NULL)
         self._mirror.load(tag, self._ids[tag][wanted], pages[wanted])
 
     def copy(self, tag: str) -> torch.Tensor:
-        """What is held, to be put back later."""
+        """A copy of what is held, for `put`."""
         return self._host.pages(tag)[1:].clone()
 
     def put(self, tag: str, copied: torch.Tensor) -> None:
@@ -53,11 +55,11 @@ class HostStaging:
     # ---- payloads
 
     def payload(self, shard: Shard) -> Bytes:
-        """A row of what is held, as the store keeps it."""
+        """The payload of a shard, from what is held."""
         return self._source(shard, 0)
 
     def take(self, shard: Shard, payload: Bytes) -> None:
-        """Write a row; the group's other rows stay."""
+        """Write a shard's payload; the other shards of the group stay as they are."""
         self._sink(shard, 0, payload)
 
     def close(self) -> None:

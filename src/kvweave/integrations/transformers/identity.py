@@ -1,4 +1,4 @@
-"""Who computed it: what must be equal, beside the tokens, for what one process stored to be used by another."""
+"""The identity of a model: what must be equal, beside the tokens, for stored KV to be shared between processes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from kvweave.store import Namespace, model_digest
 log = logging.getLogger(__name__)
 
 PROCESS = uuid.uuid4().hex
-"""Hooks on a model mean something in this process only: what they steered is not for others."""
+"""Identifies this process: what hooks on a model do is unknown to other processes, so KV computed with hooks is not
+shared."""
 
 
 class Identity:
-    """The architecture, the config, the weights and the adapters of a model, as they were when last looked at.
+    """Architecture, config, weights and adapters of a model, as of the last `look`.
 
-    `weights` names the weights (a commit, say); without it every byte of them is hashed, once, and again whenever the
-    watch has seen a change. A name is for the weights that it was given for: once they change, they are hashed too.
-    Where a model came from is no part of it.
+    `weights` names the weights (for example by a commit); without a name, all their bytes are hashed, and hashed again
+    when the watch has seen a change. A name is valid until the weights change; then they are hashed too. The path that
+    a model was loaded from is not part of its identity.
     """
 
     def __init__(self, model: Any, spec: ModelSpec, watch: ModelWatch, weights: str | None = None) -> None:
@@ -39,7 +40,7 @@ class Identity:
         self._weights = self._hashed() if weights is None else f"given {weights}"
 
     def look(self) -> None:
-        """See whether the model is still the one it was."""
+        """Update the identity if the model has changed."""
         before, self._version = self._version, self._watch.look()
         if before.weights != self._version.weights:
             self._weights = self._hashed()
@@ -51,7 +52,8 @@ class Identity:
         return digest
 
     def namespace(self, prompt: Prompt) -> Namespace:
-        """For prompts of one user's namespace and one kind: padding that layers count, frequencies, other inputs."""
+        """The namespace for prompts with the same padding, rotary frequencies and other inputs, in one namespace of
+        the user's."""
         version = self._version
         hooks = (PROCESS, version.hooks) if version.hooks else ()
         kind = (prompt.padding, prompt.rope_range, prompt.extras, version.is_training, hooks, version.autocast)
@@ -60,7 +62,7 @@ class Identity:
 
 
 def weights_digest(model: Any) -> str:
-    """A hash of every parameter and buffer that is saved with a model: name, dtype, shape and bytes."""
+    """A hash of all saved parameters and buffers of a model: names, dtypes, shapes and bytes."""
     saved = model.state_dict(keep_vars=True).items()
     tensors = sorted((name, tensor) for name, tensor in saved if isinstance(tensor, torch.Tensor) and tensor.numel())
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -81,7 +83,7 @@ def _digest(name: str, tensor: torch.Tensor) -> bytes:
 
 
 def text_of(name: Hashable) -> str:
-    """A namespace as text that is the same in every process, and that no other namespace has."""
+    """A user's namespace as text: the same in every process, and different for different namespaces."""
     if isinstance(name, str):
         return name
     if not _is_plain(name):

@@ -1,8 +1,8 @@
-"""Images of a prompt: what the model is given for them, and what they are found by.
+"""Images in prompts: the model's inputs for them, and the digest by which they are found.
 
-An image is compared by its content: prompts with another one part where the first image starts. Between images a
-prompt is not cut: it is computed up to the end of the last one in one forward, as transformers does (tokens of an image
-may see one another), or found beyond that.
+Images are compared by content: prompts with different images diverge where the first of these starts. Up to the end of
+its last image a prompt is computed in one forward, as transformers does (tokens of an image may attend to one another);
+a hit must end after it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transformers import GenerationMixin
 from kvweave.prefix import Span
 
 TYPES, IMAGE_TYPES = "token_type_ids", "mm_token_type_ids"
-"""Inputs that say which tokens stand for an image; zeros for text."""
+"""Inputs that say which tokens belong to an image; zeros for text."""
 INPUTS = ("pixel_values", "image_grid_thw", TYPES, IMAGE_TYPES)
 MODELS = ("gemma3", "llava", "qwen3_vl")
-"""Model types whose images are kept in pages: those that tests compare with transformers."""
+"""Model types whose images are served from pages: those that tests compare with transformers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images:
-    """The images of one prompt, under tokens from column `first` on and before `end`."""
+    """The images of one prompt, under the tokens of columns [first, end)."""
 
     inputs: Mapping[str, torch.Tensor] = field(repr=False)
     first: int
@@ -38,12 +38,12 @@ class Images:
         return Span(self.first, self.digest)
 
     def until(self, end: int) -> dict[str, torch.Tensor]:
-        """What a forward over the tokens before `end` is given."""
+        """The inputs of a forward over the tokens before `end`."""
         return {name: each[:, :end] if name in (TYPES, IMAGE_TYPES) else each for name, each in self.inputs.items()}
 
 
 def read_images(config: Any, ids: torch.Tensor, mask: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Images | str:
-    """The images of a call; or why they are left to transformers."""
+    """The images of a call; or the reason why transformers must serve them."""
     others = [name for name in inputs if name not in INPUTS]
     if others or "pixel_values" not in inputs or config.model_type not in MODELS:
         return f"{', '.join(others or inputs)}= was given"
@@ -66,10 +66,10 @@ def _digest(inputs: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def own_positions(model: Any, ids: torch.Tensor, mask: torch.Tensor, images: Images | None) -> torch.Tensor | None:
-    """The positions of a model that counts them in its own way, `[..., rows, width]`; None where they are 0, 1, 2, ...
+    """The positions `[..., rows, width]` of a model that computes them itself; None where they are 0, 1, 2, ...
 
-    Such models remember how far the last prompt's images moved the count, and go on from it when they are given a past:
-    asking for the positions of this prompt makes them forget.
+    Such models remember by how much the images of the last prompt shifted positions, and apply it when they are given a
+    cache: asking for the positions of this prompt resets that.
     """
     name = "_prepare_position_ids_for_generation"
     own = getattr(type(model), name, None)

@@ -1,4 +1,4 @@
-"""Inputs of a forward beside its tokens: whether they are those that the tokens alone would have."""
+"""Inputs of a forward beside its tokens: whether they have the values that `generate` would give them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from kvweave.integrations.transformers.batch_step import Numbers
 
 NO_INPUTS = ("input_ids", "labels", "logits_to_keep", "cache_position")
-"""Tensors that a forward may be given, and that change no row of a cache."""
+"""Tensors that may be passed to a forward without changing any row of the cache."""
 
 
 def are_default(inputs: Mapping[str, Any], pads: Numbers, start: int, end: int) -> bool:
-    """Whether a forward over columns `[start, end)` gets what `generate` would give it: then its rows are for anybody.
+    """Whether a forward over columns `[start, end)` has the inputs that `generate` would give it: then its rows can be
+    shared.
 
-    Row i has `pads[i]` columns of padding; its other tokens are all seen, and numbered from 0 on.
+    Row i has `pads[i]` columns of padding; all its other tokens are attended to, with positions from 0 on.
     """
     given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor | dict)}
     positions, mask = given.pop("position_ids", None), given.pop("attention_mask", None)
@@ -29,7 +30,7 @@ def are_default(inputs: Mapping[str, Any], pads: Numbers, start: int, end: int) 
 
 
 def _equal(given: Any, expected: torch.Tensor) -> bool:
-    """Whether all rows, and all axes, are as expected; what is not `[rows, columns]` is not."""
+    """Whether all rows, and all axes, are as expected; False for other shapes than `[rows, columns]`."""
     if not isinstance(given, torch.Tensor) or given.shape[-1] != expected.shape[-1]:
         return False
     if given.dim() > 1 and given.shape[-2] not in (1, len(expected)):

@@ -1,4 +1,4 @@
-"""A store for a model: opened where it is, or checked if it is open, before pages are planned for it."""
+"""The store of a model: opened, or checked if it is open already, before pages are planned."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from kvweave.spec import LayerCache, ModelSpec, Window
 from kvweave.store import AnyStore, Schema
 
 CHUNK_TOKENS = 256
-"""What is stored at once, where blocks divide it."""
+"""Tokens of a chunk, where blocks divide it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStore:
-    """An open store, whether it was opened here and so is closed here; the model, and how its pages are planned."""
+    """An open store; `is_ours`: it was opened here, and must be closed here. `served` has the spec for planning
+    pages."""
 
     store: AnyStore[Any]
     is_ours: bool
@@ -40,7 +41,7 @@ class ModelStore:
 
 
 def open_model_store(store: str | Path | AnyStore[Any], served: Served, plan: Plan, model: str) -> ModelStore:
-    """Open the store at a place for this model; or take the one that is open, if it is for this model and plan."""
+    """Open the store at a location for this model; or use an open one, checked to fit model and plan."""
     grid = math.lcm(*(group.block_tokens for group in plan.groups))
     is_ours = not isinstance(store, AnyStore)
     if isinstance(store, AnyStore):
@@ -68,9 +69,10 @@ def _check(given: Schema, spec: ModelSpec, grid: int) -> None:
 
 
 def in_chunks(spec: ModelSpec, chunk_tokens: int) -> ModelSpec:
-    """The same model, whose windows are kept so long that, from the end of a chunk, they begin with one.
+    """The same model with windows extended so that, seen from the end of a chunk, they begin at a chunk.
 
-    A chunk is stored whole or not at all: half of one would pass for the whole, for a prompt that ends earlier.
+    A chunk is stored completely or not at all: an incomplete one would be taken for complete by a prompt that ends
+    earlier.
     """
 
     def longer(cache: LayerCache) -> LayerCache:

@@ -1,4 +1,4 @@
-"""Opening prompts: what pages or the store have of them is found, the rest is computed."""
+"""Opening prompts: prefixes are found in pages or in the store, the rest is computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opener:
-    """Opens the prompts of one model, for a thread that owns the core."""
+    """Opens the prompts of one model, for a thread that holds the core's lock."""
 
     model: Any
     served: Served

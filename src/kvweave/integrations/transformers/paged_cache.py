@@ -1,9 +1,9 @@
-"""The past of a batch, as transformers knows it: a `Cache` whose rows are sequences of ours.
+"""The cache of a batch on pages: a transformers `Cache` whose rows are sequences of the core.
 
-begin     the model is called with new tokens: the last step is committed, room is made for these
+begin     the model is called with new tokens: the last step is committed, pages are allocated for these
 update    each layer writes its rows and reads those it needs
-finish    the model has returned: the tokens are there, but may still be taken back (`crop`)
-fail      or it has not: what the step wrote is void, and the past is of no more use
+finish    the model has returned: the rows are written, and may still be removed (`crop`)
+fail      the model has raised: the rows of the step are invalid, and the cache cannot be used any more
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvweave.integrations.transformers.watch import ModelVersion
 
 
 class PagedCache(CacheRows):
-    """What the rows of a batch have computed. Give it to `generate` or to the model as `past_key_values`.
+    """The KV of a batch. Pass it to `generate` or to the model as `past_key_values`.
 
-    Rows are aligned on the right: row i has `columns - pads[i]` tokens. It is a context: at its end the rows are
-    closed, and what they committed stays for others to find.
+    Rows are aligned on the right: row i has `columns - pads[i]` tokens. Use it as a context: at its end the rows are
+    closed, and what they committed stays for other prompts to find.
     """
 
     is_compileable = False
@@ -46,7 +46,7 @@ class PagedCache(CacheRows):
         rope_range: Range = (),
         made_for: ModelVersion | None = None,
     ) -> None:
-        """`made_for` is the model that the rows were computed by, if that is to be checked at every call."""
+        """`made_for` is the version of the model that computed the rows, if it is to be checked at every call."""
         super().__init__(memory, sequences, columns)
         self.store_batch = store_batch
         self.made_for = made_for
@@ -54,24 +54,28 @@ class PagedCache(CacheRows):
         self.first_token_at: float | None = None
         self.expects_prompts = False
         self.positions: torch.Tensor | None = None
-        """Those of the prompts, where a model counts them in its own way."""
+        """The positions of the prompts, for models that compute them themselves."""
         self.computed_by: object = None
-        """The module whose forward is running with this past."""
+        """The module whose forward is running with this cache."""
         self._had_gradients = False
         self._has_failed = self._uncommitted = False
         self._is_shared = True
-        """Whether what is computed is what any prompt with these tokens would have."""
+        """Whether the rows hold what any prompt with these tokens would compute, so that they can be shared."""
 
     # ---- a step
 
     def begin(self, inputs: Mapping[str, Any], module: object) -> None:
-        """`module` is about to compute `input_ids`, `[batch, n]`; more rows than there are, are beams of each.
+        """`module` is about to compute `input_ids`, `[batch, n]`. If they have more rows than the cache, each row is
+        repeated (beams).
 
-        The calling thread owns the core, without gradients, until `finish` or `fail`. On error nothing has begun.
+        Until `finish` or `fail` the calling thread holds the core's lock, without gradients. On error nothing has
+        begun.
         """
         if not self.is_open or self._has_failed:
-            why = "a call of the model with this past has failed" if self._has_failed else "this past is closed"
-            raise BadSequence(f"{why}: open another, or give generate all tokens without a past: pages find them")
+            why = "a call of the model with this cache has failed" if self._has_failed else "this cache is closed"
+            raise BadSequence(
+                f"{why}: open another, or pass all tokens to generate without a cache: pages are found by tokens"
+            )
         tokens: torch.Tensor = inputs["input_ids"]
         self.memory.core_lock.__enter__()
         length = self.sequences[0].length
@@ -95,14 +99,15 @@ class PagedCache(CacheRows):
     def _check_model(self) -> None:
         if self.made_for is not None and self.made_for != self.memory.watch.look():
             raise BadCall(
-                "the model has changed since this past was opened (weights, adapters, config or training): close it"
+                "the model has changed since this cache was opened (weights, adapters, config or training): close it"
                 " and open another"
             )
 
     def _see_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """From the first step on that depends on more than its tokens, nothing is for others.
+        """Stop sharing at the first step whose result depends on more than its tokens.
 
-        That is one whose rotary frequencies are not the prompt's, or, by hand, with a mask or positions of one's own.
+        That is a step with other rotary frequencies than the prompt's, or a call with a mask or positions of the user's
+        own.
         """
         rope, step = self.memory.rope, self._step
         longest = rope.forced_length or step.end - int(self._pads.min())
@@ -111,12 +116,12 @@ class PagedCache(CacheRows):
             self._is_shared &= are_default(inputs, self._pads, step.start, step.end)
 
     def _extend(self, tokens: Numbers) -> None:
-        """Room for the tokens. Those of the prompt are known to the core, and must be these."""
+        """Allocate pages for the tokens. Those of the prompt are known to the core, and must be the same."""
         known = min(*(s.num_tokens - s.length for s in self.sequences), tokens.shape[1])
         for sequence, row in zip(self.sequences, tokens, strict=True):
             prompt = sequence.run(sequence.length, sequence.length + known)
-            if not np.all((prompt == row[:known]) | (prompt < 0)):  # below 0 is the name of an image
-                raise BadTokens("these are not the tokens that this past was opened for: open another one")
+            if not np.all((prompt == row[:known]) | (prompt < 0)):  # numbers below 0 stand for images
+                raise BadTokens("these are not the tokens that this cache was opened for: open another one")
         if known:
             self._carry_out(self.core.extend(self._batch, known))
         if known < tokens.shape[1]:
@@ -124,16 +129,16 @@ class PagedCache(CacheRows):
 
     @property
     def step(self) -> BatchStep:
-        """The step that the model computes now."""
+        """The step that is being computed."""
         if self.computed_by is None:
             raise BadCall(
-                "a past of kvweave was used where its hooks do not run: call the model that KVWeave was made for, as"
+                "a cache of kvweave was used where its hooks do not run: call the model that KVWeave was made for, as"
                 " model(...), not model.forward(...), an inner model, or one whose KVWeave is closed"
             )
         return self._step
 
     def length_after(self, step: object) -> int:
-        """Columns, for a layer that has written `step` last."""
+        """Number of columns, for a layer whose last written step is `step`."""
         return self._step.end if step is self._step else self.columns
 
     def _bind(self) -> None:
@@ -148,7 +153,7 @@ class PagedCache(CacheRows):
         unwritten = [number for number, layer in enumerate(self.layers) if not _has_written(layer, self._step)]
         if unwritten:
             self.fail()
-            raise BadCall(f"the model has skipped layers {unwritten}: a past needs the rows of every layer")
+            raise BadCall(f"the model has skipped layers {unwritten}: a paged cache needs the rows of every layer")
         self.columns = self._step.end
         self.expects_prompts = False
         self._uncommitted = True
@@ -159,7 +164,7 @@ class PagedCache(CacheRows):
             self.first_token_at = time.perf_counter()
 
     def fail(self) -> None:
-        """The model has not computed the step that it began, if it began one."""
+        """The model did not compute the step that it began; does nothing if none was begun."""
         if self.computed_by is not None:
             self._has_failed = True
             self._leave()
@@ -171,7 +176,8 @@ class PagedCache(CacheRows):
         self.memory.core_lock.__exit__(None, None, None)
 
     def commit_pending(self) -> None:
-        """What was computed is true, and nobody takes it back: others may find it, if it is for others."""
+        """Commit what was computed, since no `crop` can remove it any more; other prompts may find it, if it is
+        shared."""
         if self._uncommitted:
             self._uncommitted = False
             self._carry_out(self.core.commit(self._batch, share=self._is_shared))
@@ -198,7 +204,7 @@ class PagedCache(CacheRows):
         return self.columns
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: what was computed is committed with the next step only, so it can be taken back until then."""
+        """Nothing to do: a step is committed when the next one begins, so it can be removed until then."""
 
     @property
     def batch_size(self) -> int:
@@ -209,7 +215,7 @@ class PagedCache(CacheRows):
         return True
 
     def reset(self) -> None:
-        raise BadSequence("a past is not emptied: close it, and open another")
+        raise BadSequence("a paged cache cannot be reset: close it, and open another")
 
     # ---- the end
 
@@ -218,7 +224,7 @@ class PagedCache(CacheRows):
         return bool(self.sequences)
 
     def close(self) -> None:
-        """Let go of the rows; what was computed and not taken back stays in the tree. Twice is once."""
+        """Close the rows; what they committed stays in the prefix tree. Calling it twice is fine."""
         self.fail()
         with self.memory.core_lock:
             try:
@@ -232,9 +238,9 @@ class PagedCache(CacheRows):
                     self.core.close(self.sequences.pop())
 
     def __deepcopy__(self, _memo: object) -> PagedCache:
-        """A past of the same rows that goes its own way, to be closed by itself; pages are shared until they differ."""
+        """A fork of all rows, to be closed separately; pages are shared until they differ."""
         if self.computed_by is not None or not self.is_open:
-            raise BadCall("a past is copied while it is open, and not while the model is called with it")
+            raise BadCall("a paged cache can be copied only while it is open and no forward runs with it")
         with self.memory.core_lock:
             twin = type(self)(self.memory, self._forked(), self.columns, self.store_batch, rope_range=self._rope_range)
         twin.made_for, twin.expects_prompts = self.made_for, self.expects_prompts
@@ -242,10 +248,12 @@ class PagedCache(CacheRows):
         return twin
 
     def __reduce__(self) -> Any:
-        raise BadCall("a past is pages of a running process and cannot be saved: its tokens can, and pages find them")
+        raise BadCall(
+            "a paged cache belongs to its process and cannot be pickled: keep its tokens, by which pages are found"
+        )
 
     def release_rows(self) -> None:
-        """Leave the rows, open, to whoever has them too."""
+        """Give up the rows without closing them: another cache has them."""
         self.fail()
         self.sequences.clear()
 
@@ -263,5 +271,5 @@ def _per_token(group: Any) -> bool:
 
 
 def _has_written(layer: Any, step: BatchStep) -> bool:
-    """Whether a layer that keeps keys and values has those of a step."""
+    """Whether a layer that stores keys and values has written those of a step."""
     return getattr(layer, "kept", None) is None or layer.written is step

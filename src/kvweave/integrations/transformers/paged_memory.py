@@ -1,4 +1,4 @@
-"""What all pasts of one model share: the core, the pages, and how its layers are made of them."""
+"""What all caches of one model share: the core, the arena, and the functions that make cache layers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.tensor import Arena
 
 MakeLayer = Callable[[Any], Any]
-"""Makes a layer for a past."""
+"""Makes a layer for a cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class PagedMemory:
-    """The memory of one model; its parts are used by the thread that has entered `core_lock`."""
+    """The memory of one model; used by the thread that holds `core_lock`."""
 
     core: Cache
     arena: Arena
@@ -30,7 +30,7 @@ class PagedMemory:
 
 
 class RowSaver(Protocol):
-    """What a past tells of its rows: which of them have come to where they are worth a copy, and before they end."""
+    """Saves rows of a cache to a store: told when rows reach the end of a chunk, and before they are closed."""
 
     num_loaded: int
     save_seconds: float

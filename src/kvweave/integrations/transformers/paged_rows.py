@@ -1,4 +1,4 @@
-"""Rows of a layer, for a whole batch at once: written where a step says, read back as attention wants them.
+"""Rows of a layer for a whole batch: written at the slots of a step, and read as attention needs them.
 
 A page holds `[heads, tokens, dim]`, so a read of any tokens of any rows is one index operation, and comes out as
 `[batch, heads, tokens, dim]` with each head's tokens in a run.
@@ -14,18 +14,18 @@ from kvweave.tensor import LayerView, RoleView
 
 
 class RowSlots(NamedTuple):
-    """Single rows, anywhere: pages, and offsets in them, `[batch, tokens]` each."""
+    """Single rows at any slots: pages and offsets in them, `[batch, tokens]` each."""
 
     pages: torch.Tensor
     offsets: torch.Tensor
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of `[heads, pages, tokens, dim]`, those rows as `[heads, batch, tokens, dim]`."""
+        """Those rows of `[heads, pages, tokens, dim]`, as `[heads, batch, tokens, dim]`."""
         return rows[:, self.pages, self.offsets]
 
 
 class BlockRun(NamedTuple):
-    """Whole blocks of one sequence: `num_rows` rows from the one after `skip` others on. Fewer and longer moves."""
+    """Rows in whole blocks of one sequence: `num_rows` rows after the first `skip`. Fewer and longer copies."""
 
     pages: torch.Tensor
     skip: int
@@ -36,11 +36,11 @@ class BlockRun(NamedTuple):
 
 
 WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8)
-"""What rows are moved as: the wider, the fewer moves."""
+"""Elements that rows are copied as: the wider, the fewer."""
 
 
 class PagedRows:
-    """Rows `[pages, tokens, heads, dim]` of one layer; those without heads are `[batch, tokens, dim]` outside."""
+    """Rows `[pages, tokens, heads, dim]` of one layer; rows without heads are `[batch, tokens, dim]` for callers."""
 
     def __init__(self, cells: torch.Tensor) -> None:
         self.cells, self.dtype = cells, cells.dtype
@@ -55,13 +55,13 @@ class PagedRows:
             self.cells[places.pages, places.offsets] = rows.transpose(1, 2) if self.has_heads else rows
 
     def read(self, places: RowSlots | BlockRun) -> torch.Tensor:
-        """The rows there, `[batch, heads, tokens, dim]`. A copy."""
+        """The rows at these slots, `[batch, heads, tokens, dim]`. A copy."""
         found = places.read(self._wide).view(self.dtype).transpose(0, 1)
         return found if self.has_heads else found.squeeze(1)
 
 
 def widest(cells: torch.Tensor) -> torch.Tensor:
-    """The same memory in the widest elements that its rows divide into."""
+    """The same memory in the widest elements that divide its rows."""
     size = cells.element_size()
     runs = [cells.storage_offset() * size, cells.shape[-1] * size, *(stride * size for stride in cells.stride()[:-1])]
     for dtype in WIDTHS:
@@ -83,7 +83,7 @@ class KVRows(Protocol):
 
 
 class AdjacentKV:
-    """Alike and side by side: the heads of the values follow those of the keys."""
+    """Keys and values of one shape and adjacent in memory: the heads of the values follow those of the keys."""
 
     def __init__(self, rows: PagedRows) -> None:
         self.rows = rows
@@ -97,7 +97,7 @@ class AdjacentKV:
 
 
 class SeparateKV:
-    """Of different widths: a latent and its rope."""
+    """Keys and values of different widths: a latent and its rope."""
 
     def __init__(self, keys: PagedRows, values: PagedRows) -> None:
         self.keys, self.values = keys, values
@@ -111,7 +111,7 @@ class SeparateKV:
 
 
 class SharedKV:
-    """One row is both."""
+    """Keys and values that are the same rows."""
 
     def __init__(self, rows: PagedRows) -> None:
         self.rows = rows
@@ -125,7 +125,7 @@ class SharedKV:
 
 
 def keys_and_values(layer: LayerView) -> KVRows:
-    """The two roles of a layer's attention, as they lie."""
+    """The keys and values of a layer, by their layout in memory."""
     key, value = layer.roles.values()
     if value.role.alias_of:
         return SharedKV(rows_of(key))

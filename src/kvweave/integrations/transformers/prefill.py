@@ -1,4 +1,4 @@
-"""Prefill: the rest of a prompt, computed piece by piece, up to the points where a snapshot is wanted."""
+"""Prefill: the rest of a prompt, computed in pieces that end where snapshots are wanted."""
 
 from __future__ import annotations
 

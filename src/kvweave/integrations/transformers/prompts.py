@@ -1,4 +1,4 @@
-"""Prompts: the rows of a padded batch as the tokens that they are."""
+"""Prompts: the rows of a padded batch as token sequences."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row: its tokens, of which the first `padding` are padding (0, where padding is left out), and whose it is.
+    """One row: its tokens, the first `padding` of which are padding (0, if padding is left out), and its namespace.
 
-    `rope_range` says with which rotary frequencies it is computed, `extras` which inputs it has beside its tokens, all
-    of them zeros. Rows that differ in any of these are kept apart.
+    `rope_range` says with which rotary frequencies it is computed, `extras` names its other inputs, which are all
+    zeros. Rows that differ in either do not share prefixes.
     """
 
     tokens: Tokens
@@ -31,7 +31,7 @@ class Prompt:
     extras: tuple[str, ...] = ()
     images: Images | None = field(default=None, compare=False)
     positions: torch.Tensor | None = field(default=None, compare=False)
-    """Where a model counts them in its own way, `[..., 1, tokens]`."""
+    """`[..., 1, tokens]`, for models that compute positions themselves."""
 
     @property
     def kind(self) -> Hashable:
@@ -48,7 +48,8 @@ class Prompts:
 
     @classmethod
     def read(cls, ids: torch.Tensor, mask: torch.Tensor | None, pad_token: int | None) -> Prompts:
-        """Without a mask, what equals the padding token is padding: as `generate` has it. Masks may be of any dtype."""
+        """Without a mask, tokens that equal the padding token are padding, as in `generate`. Masks may have any
+        dtype."""
         if mask is None:
             mask = torch.ones_like(ids) if pad_token is None else ids.ne(pad_token)
         if mask.shape != ids.shape or not ids.numel():
@@ -73,11 +74,11 @@ class Prompts:
 
     @property
     def positions(self) -> torch.Tensor:
-        """What transformers would number the tokens, `[rows, width]`; padding has 0."""
+        """The positions that transformers would compute, `[rows, width]`; those of padding are 0."""
         return (self.mask.cumsum(-1) - 1).clamp(min=0)
 
     def rows(self, name: Hashable, counts_padding: bool, extras: tuple[str, ...] = ()) -> list[Prompt]:
-        """Each row without its padding; where layers count padding, with it."""
+        """Each row without its padding; with it, where layers store padding."""
         tokens = self.ids.cpu().numpy()
         pairs = zip(tokens, self.pads, strict=True)
         if counts_padding:

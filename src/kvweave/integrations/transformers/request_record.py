@@ -1,4 +1,4 @@
-"""Records: what a request found, what it computed, and how long that took."""
+"""Records of requests: tokens found, tokens computed, and times."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvweave.cache.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One `generate`. Tokens are summed over its rows, padding apart; `first_token_seconds` is until the model has
-    computed the logits of the first new token."""
+    """One `generate`. Tokens are summed over its rows, without padding; `first_token_seconds` is the time until the
+    logits of the first new token were computed."""
 
     rows: int
     prompt_tokens: int
@@ -23,11 +23,11 @@ class RequestRecord:
     first_token_seconds: float
     seconds: float
     stored_tokens: int = 0
-    """Of those reused, the ones that came from the store."""
+    """Those of the reused tokens that came from the store."""
     save_seconds: float = 0.0
-    """Of all, what it took to hand the store what it lacked."""
+    """The part of `seconds` spent on saving to the store."""
     fallback: str = ""
-    """Why pages did not serve it, and transformers' own cache did."""
+    """Why transformers' own cache served the request instead of pages; "" if pages did."""
 
     @property
     def computed_tokens(self) -> int:
@@ -37,18 +37,18 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """What was asked of a store, and what came of it."""
+    """How a store was used."""
 
     lookups: int = 0
     loads: int = 0
     loaded_tokens: int = 0
     shortened: int = 0
-    """Loads that broke off: something was lost, damaged or late. What was left of the hit was tried once more."""
+    """Loads that stopped early, because a blob was lost, damaged or late. The rest of the hit was tried once more."""
     no_room: int = 0
-    """Hits for which memory had no pages: they were computed."""
+    """Hits for which there were no free pages: these tokens were computed."""
     saves: int = 0
     stored: int = 0
-    """Blobs that were new to the store."""
+    """Blobs that the store did not have."""
     dropped: int = 0
     late: int = 0
     failed: int = 0
@@ -58,9 +58,9 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class WeaveStats:
-    """All requests so far, the books of the core, and what the store was used for, where there is one.
+    """Sums over all requests, the statistics of the core, and the use of the store, if there is one.
 
-    `store_declined` says why a model that was given one takes nothing from it.
+    `store_declined` says why a model does not use the store it was given.
     """
 
     requests: int
@@ -76,7 +76,7 @@ class WeaveStats:
 
 
 class RequestRecords(Sequence[RequestRecord]):
-    """The last KEPT requests, and the sums of all."""
+    """The last `KEPT` requests, and sums over all."""
 
     KEPT = 1024
 

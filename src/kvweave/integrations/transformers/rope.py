@@ -1,10 +1,10 @@
-"""Rotary embeddings whose frequencies depend on how long the prompts of a call are: longrope, dynamic NTK.
+"""Rotary embeddings whose frequencies depend on the length of the prompts in a call: longrope, dynamic NTK.
 
-transformers looks at the largest position of a forward, over all rows, and rotates every key of that forward by it. So
-what is computed for a token depends on the longest prompt beside it, and there are two rules:
+transformers takes the largest position of a forward, over all rows, and rotates every key of that forward accordingly.
+So the KV of a token depends on the longest prompt in the batch, and there are two rules:
 
-    range      prompts share a prefix only if their calls have the same frequencies: `range_of` is part of the namespace
-    pretend    a piece of a prompt, or one row of a batch, is computed with the frequencies of the whole call
+    range      prompts share prefixes only if their calls have the same frequencies: `range_of` is part of the namespace
+    length     a piece of a prompt, or one row of a batch, is computed with the frequencies of the whole call
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 Range = tuple[int, ...]
-"""Calls of equal ranges have equal frequencies; () where they never change."""
+"""Calls with equal ranges have equal frequencies; () if they never change."""
 
 
 class LengthRope:
@@ -27,7 +27,7 @@ class LengthRope:
         self._modules = [module for module in model.modules() if _changing(module)]
         self._rules = sorted({rule for module in self._modules for rule in _rules(module)})
         self.forced_length: int | None = None
-        """The length that every forward is computed for now, whatever its positions are."""
+        """The length that every forward is computed for now, whatever its positions."""
 
     @property
     def is_there(self) -> bool:
@@ -35,13 +35,13 @@ class LengthRope:
         return bool(self._rules)
 
     def range_of(self, length: int) -> Range:
-        """Which frequencies a call has whose longest row is of so many tokens."""
+        """The range of a call whose longest row has `length` tokens."""
         return tuple(
             0 if length <= border else length if kind == "dynamic" else border + 1 for kind, border in self._rules
         )
 
     def restart(self) -> None:
-        """Forget the longest call so far, as a model that was just loaded: dynamic frequencies stay grown otherwise."""
+        """Reset the longest length seen: dynamic frequencies, once extended, would stay so."""
         for module in self._modules:
             for name, kind in _kinds(module).items():
                 if kind == "dynamic":
@@ -52,10 +52,10 @@ class LengthRope:
 
     @contextmanager
     def with_length(self, length: int) -> Iterator[None]:
-        """Forwards within have the frequencies of a call of so many tokens.
+        """Within this context, forwards use the frequencies of a call of `length` tokens.
 
-        The embedding is asked for one position more, the last one of such a call, and the answer for it is cut off;
-        but not for other threads, which may call the model meanwhile.
+        Hooks append one more position, the last one of such a call, to the input of the embedding, and remove its
+        output; but not in other threads, which may call the model meanwhile.
         """
         mine = threading.get_ident()
 
@@ -87,14 +87,14 @@ def _changing(module: Any) -> bool:
 
 
 def _kinds(module: Any) -> dict[str, str]:
-    """The kinds of a module's frequencies, by the type of layer that they are for ('' if for all)."""
+    """The rope types of a module, by the type of layer they are for ('' for all layers)."""
     given = getattr(module, "rope_type", None)
     named = given.items() if isinstance(given, dict) else [("", given)]
     return {name: "dynamic" if "dynamic" in str(kind) else str(kind) for name, kind in named if kind}
 
 
 def _rules(module: Any) -> Iterator[tuple[str, int]]:
-    """(kind, the longest call that has the original frequencies)."""
+    """(rope type, the longest length with the original frequencies)."""
     for name, kind in _kinds(module).items():
         if kind == "dynamic":
             yield kind, int(module.original_max_seq_len)

@@ -1,4 +1,4 @@
-"""Sessions: conversations that remember their tokens, so that each turn brings only what is new."""
+"""Sessions: conversations that keep their tokens, so that each turn passes only the new ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class Session:
-    """One conversation. `tokens` is all that was said so far, `[1, tokens]`; the pages are found by it, not held."""
+    """One conversation. `tokens` are all tokens so far, `[1, tokens]`; pages are found by them, and not held."""
 
     def __init__(self, generate: Callable[..., Any], device: torch.device) -> None:
         self._generate = generate
         self.tokens = torch.empty(1, 0, dtype=torch.long, device=device)
 
     def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Say `input_ids`, `[1, tokens]`, and remember the answer; returns the new tokens, `[1, tokens]`."""
+        """Append `input_ids`, `[1, tokens]`, generate, and append the answer; returns the new tokens, `[1, tokens]`."""
         said = torch.cat([self.tokens, input_ids.to(self.tokens.device)], dim=1)
         answer = self._generate(said, attention_mask=torch.ones_like(said), **options)
         self.tokens = getattr(answer, "sequences", answer)[:1]

@@ -1,10 +1,11 @@
-"""Keeping: prefixes come from a store, and are left to it, so that they survive the process and are shared.
+"""Synchronisation with a store: prefixes are loaded from it and saved to it, so that they outlive the process and are
+shared.
 
-    open      what memory lacks of a prompt and the store has is loaded
-    capture   a row has come to the end of a chunk: what windows and states hold there, they will soon have left
-    save      what the store lacks of the points that were captured; rows of full attention are in the pages still
+    open      load what the store has of a prompt and memory lacks
+    capture   at the end of a chunk, copy windows and states to the host, before the next step changes them
+    save      give the store what it lacks of the captured points; full attention is read from the pages then
 
-A store that is slow, broken or full costs a request its deadline at most, and never an answer.
+A store that is slow, broken or full delays a request by its deadline at most, and never fails it.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ from kvweave.tensor import Arena, carry_out
 log = logging.getLogger(__name__)
 
 TRIES = 3
-"""How often a prompt is loaded that turned out damaged, each time a shorter one."""
+"""How often a load is tried for one prompt; after damage, the next try has a shorter hit."""
 WORTH = 8
-"""A load brings all that a position needs, also what is here: for less than a share of 1 in so many it is not made."""
+"""A load transfers all that a position needs, also what is in memory. It must save at least 1 token in this many of
+those in memory."""
 WAITING_BYTES = 256 << 20
-"""What is captured and not saved yet, before it is saved in the midst of a prompt."""
+"""Captured bytes beyond which they are saved before the prompt is finished."""
 REMEMBERED = 1 << 16
-"""Points of which we know that the store has them."""
+"""Number of points known to be in the store."""
 
 Captured = dict[tuple[str, bytes], torch.Tensor]
 """Pages of chunks on the host, by group and by the digest of all tokens up to the chunk's end."""
 
 
 class StoreSync:
-    """A store, beside the core and the arena of one model. Used by one thread at a time."""
+    """A store, connected to the core and the arena of one model. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -80,12 +82,12 @@ class StoreSync:
         return self.identity.namespace(prompt)
 
     def hashed(self, sequence: Sequence) -> HashedPrompt:
-        """The tokens that a sequence has committed, as the store sees them."""
+        """The committed tokens of a sequence, hashed."""
         assert isinstance(sequence.namespace, Namespace), "a sequence that no visit opened"
         return self.store.prompt(sequence.tokens[: sequence.committed], sequence.namespace)
 
     def pages(self, sequence: Sequence, shard: Shard, chunk: int) -> Ids:
-        """The pages of a chunk of a sequence, in order; the live one of a state."""
+        """The pages of a chunk of a sequence, in order; for a state, its live page."""
         table: Ids = self.core.table(shard.tag)[sequence.row]
         count = self.chunk // self.core.plan.group(shard.tag).block_tokens
         return table[chunk * count : (chunk + 1) * count] if shard.reach.per_token else table[:1]
@@ -93,15 +95,15 @@ class StoreSync:
     # ---- what is worth it
 
     def is_worth_loading(self, sequence: Sequence, position: int) -> bool:
-        """Whether loading up to a position spares enough."""
+        """Whether loading up to a position saves enough tokens."""
         return position - sequence.length >= max(1, sequence.length // WORTH)
 
     def is_complete(self, sequence: Sequence) -> bool:
-        """Whether all that a sequence says it has is there."""
+        """Whether a sequence has no pages that were allocated and not filled."""
         return sequence.committed == sequence.length
 
     def spaced(self, start: int, last: int) -> Iterator[int]:
-        """The ends of chunks after `start` and before `last` where points are welcome."""
+        """The ends of chunks between `start` and `last` at which resume points are kept, by the spacing of the core."""
         point = self.spacing.after(start)
         while point < last:
             yield point
@@ -125,7 +127,7 @@ class StoreSync:
 
     @contextmanager
     def tolerating_failures(self) -> Iterator[None]:
-        """A store that fails is counted, and nothing more."""
+        """Count and log errors of the store, and go on."""
         try:
             yield
         except StoreError as error:
@@ -141,7 +143,7 @@ class StoreSync:
 
 
 class StoreBatch:
-    """One batch of prompts: what it got from the store, what it has for it, and how long it waited for that."""
+    """One batch of prompts: what is loaded for it, what is captured of it for the store, and the time spent waiting."""
 
     def __init__(self, store_sync: StoreSync) -> None:
         self.store_sync = store_sync
@@ -153,7 +155,8 @@ class StoreBatch:
     # ---- loading
 
     def open(self, prompt: Prompt) -> tuple[Sequence, list[int]]:
-        """A sequence with the longest prefix that memory or the store has, and the points at which to capture it."""
+        """Open a sequence with the longest prefix in memory or in the store; returns it with the lengths at which to
+        capture."""
         store_sync, core, namespace = self.store_sync, self.store_sync.core, self.store_sync.namespace(prompt)
         hashed = store_sync.store.prompt(prompt.tokens, namespace)
         branch = 0
@@ -173,7 +176,7 @@ class StoreBatch:
         return sequence, self._wanted(sequence, hashed, branch)
 
     def _ask(self, sequence: Sequence, hashed: HashedPrompt) -> int:
-        """Load what the store has, if that is worth it; returns how far the store knows the prompt's tokens."""
+        """Load from the store if that is worth it; returns up to which length the store has chunks of the prompt."""
         store_sync, chunk, left_s = self.store_sync, self.store_sync.chunk, self.store_sync.wait_s - self.load_seconds
         if left_s <= 0 or not store_sync.is_worth_loading(sequence, (hashed.num_tokens - 1) // chunk * chunk):
             return 0
@@ -200,7 +203,8 @@ class StoreBatch:
             self.store_sync.load_seconds += spent
 
     def _load(self, sequence: Sequence, hit: Any, until: float) -> None:
-        """All of the hit, committed; or the sequence is not true, and to be closed; or it is as it was."""
+        """Load and commit the whole hit, or return without a change. If a load stops early, `is_complete` is False
+        for the sequence, which must then be closed."""
         store_sync, start = self.store_sync, sequence.length
         try:
             if not store_sync.is_worth_loading(sequence, hit.position):
@@ -220,8 +224,8 @@ class StoreBatch:
     # ---- capturing
 
     def _wanted(self, sequence: Sequence, hashed: HashedPrompt, branch: int) -> list[int]:
-        """Where to capture what windows and states hold: the prompt's last chunk, where it leaves a path that was
-        taken before, and as far apart as points are kept in memory; but for what the store has."""
+        """The lengths at which to capture windows and states: the prompt's last chunk, the branch from an earlier
+        prompt, and points at the spacing of the core; except those that the store has."""
         store_sync, chunk, start = self.store_sync, self.store_sync.chunk, sequence.length
         last = (hashed.num_tokens - 1) // chunk * chunk
         points = {last, branch // chunk * chunk, *store_sync.spaced(start, last)} if store_sync.trailing else ()
@@ -229,10 +233,10 @@ class StoreBatch:
         return sorted(point for point in new if not store_sync.is_saved(hashed.prefixes[point // chunk - 1].tobytes()))
 
     def capture(self, sequence: Sequence) -> bytes | None:
-        """Copy to the host what windows and states of a sequence hold at its length, which is the end of a chunk.
+        """Copy the windows and states of a sequence to the host, at its length, which is the end of a chunk.
 
-        None if the store has it, as far as we know, or if some of a chunk is gone (NULL): one that is not whole would
-        pass for whole. Chunks that several points need are copied once.
+        Returns None if the store has this point already, or if pages of a chunk are gone (NULL): an incomplete chunk
+        would be taken for complete. Chunks that several points need are copied once.
         """
         store_sync = self.store_sync
         hashed = store_sync.hashed(sequence)
@@ -256,13 +260,14 @@ class StoreBatch:
         return point
 
     def due(self, sequences: SequenceOf[Sequence]) -> list[Sequence]:
-        """Those that stand at the end of a chunk, and will soon have left what they hold there."""
+        """The sequences at the end of a chunk, whose windows and states must be captured before the next step."""
         return (
             [each for each in sequences if each.length % self.store_sync.chunk == 0] if self.store_sync.trailing else []
         )
 
     def capture_answers(self, due: SequenceOf[Sequence], num_rows: int) -> None:
-        """Rows came to the end of a chunk while they generate: the last one of each is kept."""
+        """Capture rows that reached the end of a chunk while generating; of each row only the last such point is
+        kept."""
         self._answers.extend(point for sequence in due if (point := self.capture(sequence)))
         while len(self._answers) > num_rows:
             self._captured.pop(self._answers.popleft(), None)
@@ -270,7 +275,7 @@ class StoreBatch:
     # ---- saving
 
     def save(self, sequences: Iterable[Sequence]) -> None:
-        """Give the store what it lacks of all that was computed, or found in memory, so far."""
+        """Save what the store lacks of what was computed, or found in memory, so far."""
         for sequence in sequences:
             start = time.perf_counter()
             with self.store_sync.tolerating_failures():
@@ -300,7 +305,7 @@ class StoreBatch:
                 store_sync.remember(end)
 
     def _source(self, sequence: Sequence, ends: list[bytes], until: float) -> Source:
-        """Payloads of captured pages, and of the sequence's own where the reach is all that was ever said."""
+        """A source of captured pages; shards of full attention are read from the sequence's own pages."""
         staging, held = self.store_sync.staging, ("", -1)
         captured = {key: pages for each in self._captured.values() for key, pages in each.items()}
 
@@ -321,7 +326,7 @@ class StoreBatch:
 
 
 class PageLoader:
-    """Takes what is loaded for a sequence, and fills those of its pages that nobody else has."""
+    """A sink that fills the pages of a sequence, except those shared with others."""
 
     def __init__(self, store_sync: StoreSync, sequence: Sequence) -> None:
         self._store_sync, self._sequence = store_sync, sequence
@@ -329,7 +334,7 @@ class PageLoader:
         self._shards: Counter[tuple[str, int]] = Counter()
 
     def take(self, shard: Shard, chunk: int, payload: Bytes) -> None:
-        """A group's rows come one by one; when all of a chunk are there, its pages are filled."""
+        """The shards of a group come one by one; when a chunk has all of them, its pages are filled."""
         staging, key = self._store_sync.staging, (shard.tag, chunk)
         if key in self._waiting:
             staging.put(shard.tag, self._waiting.pop(key))
@@ -341,7 +346,7 @@ class PageLoader:
             staging.give(shard.tag, self._own(shard, chunk))
 
     def _own(self, shard: Shard, chunk: int) -> Ids:
-        """The pages of a chunk; NULL for those that were found in memory: they are everybody's."""
+        """The pages of a chunk; NULL for those that were found in memory, which others share."""
         pages = self._store_sync.pages(self._sequence, shard, chunk).copy()
         if shard.reach.per_token:
             first = chunk * self._store_sync.chunk
@@ -351,16 +356,17 @@ class PageLoader:
 
 
 class SaveTimeout(StoreError):
-    """There was no more time to copy what is to be saved."""
+    """The time for copying what is to be saved is over."""
 
 
 def _by_tag(schema: Schema) -> Iterator[Shard]:
-    """One row a group: what is asked of it the others would answer too."""
+    """One shard for each group: all shards of a group have its tag, reach and layers."""
     return (schema.shards[group.first] for group in schema.groups)
 
 
 def _release_hit(store: AnyStore[Any], hit: Any) -> None:
-    """A daemon holds what a hit needs until it is loaded: this one will not be."""
+    """A daemon keeps the blobs of a hit in its arena until the hit is loaded or released; this one will not be
+    loaded."""
     release = getattr(store, "release", None)
     if release:
         release(hit)

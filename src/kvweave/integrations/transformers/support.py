@@ -1,4 +1,4 @@
-"""What can be served: a model's layers as our spec has them, beside those that transformers itself would make."""
+"""Which models can be served: the layers of our spec, matched with the cache layers that transformers would make."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvweave.spec import LayerCache, ModelSpec
 from kvweave.spec.hf import from_config
 
 CACHE_NAMES = ("past_key_values", "cache_params")
-"""What models call their cache."""
+"""Names of the cache argument of a model's forward."""
 
 
 REFUSED = {
@@ -28,15 +28,16 @@ REFUSED = {
     "prophetnet": "it takes one token at a time once it has a cache",
     "unlimited_ocr_text": "its window begins where the prompt ends, so an answer is no prefix of the next prompt",
 }
-"""By model type: families of transformers whose past means something else than their tokens."""
+"""By model type, why a family cannot be served: its cache depends on more than the tokens."""
 
 SCANS_AFRESH = ("falcon_mamba", "jamba", "mamba", "zamba")
-"""Model types whose scan over several tokens starts from no state, whatever the cache holds: single tokens go on."""
+"""Model types whose scan over several tokens ignores the state in the cache; only single tokens continue from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One layer of transformers' cache: the layer of the model that fills it, what it keeps, and transformers' own."""
+    """One layer of transformers' cache: the model layer that fills it, the caches of our spec, and transformers' own
+    layer."""
 
     layer: int
     caches: tuple[LayerCache, ...]
@@ -45,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that can be served: its spec, the entries of its cache, and how its forward takes it."""
+    """A model that can be served: its spec, the layers of its cache, and what its forward accepts."""
 
     spec: ModelSpec
     entries: tuple[Entry, ...]
@@ -57,7 +58,8 @@ class Served:
 
 
 def wrapped(model: Any) -> list[Any]:
-    """A model and those that it wraps, outermost first: a PeftModel, what `torch.compile` gave, the model itself."""
+    """A model and the models that it wraps, outermost first: a PeftModel, a wrapper of `torch.compile`, the model
+    itself."""
     models = [model]
     while True:
         if "_orig_mod" in getattr(model, "_modules", {}):
@@ -71,7 +73,7 @@ def wrapped(model: Any) -> list[Any]:
 
 
 def uncompiled(model: Any) -> AbstractContextManager[Any]:
-    """Calls within run as they are written, also where `model.compile()` was called: pages are no tensors."""
+    """Within this context, `model.compile()` has no effect: compiled code cannot follow pages."""
     if model._compiled_call_impl is None:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -79,7 +81,7 @@ def uncompiled(model: Any) -> AbstractContextManager[Any]:
 
 
 def check_adapters(model: Any) -> None:
-    """Refuse adapters of PEFT whose effect on a token is not told by the tokens before it."""
+    """Refuse PEFT adapters whose effect on a token depends on more than the tokens before it."""
     for name, config in model.peft_config.items():
         if getattr(config, "is_prompt_learning", False):
             raise CannotServe(type(model).__name__, f"adapter {name!r} puts tokens of its own before each prompt")
@@ -88,7 +90,7 @@ def check_adapters(model: Any) -> None:
 
 
 def examine(model: Any) -> Served:
-    """Read a model; one that cannot be served is refused with the reason."""
+    """Examine a model; raises `CannotServe` with the reason."""
     name, config = type(model).__name__, model.config
     accepted = set(inspect.signature(model.forward).parameters)
     cache_name = next((known for known in CACHE_NAMES if known in accepted), None)
@@ -119,7 +121,7 @@ def examine(model: Any) -> Served:
 
 
 def _own_cache(model: Any) -> type | None:
-    """The cache class that a model's module defines, if it takes no other."""
+    """The cache class that a model's module defines, if the model accepts no other."""
     if model._supports_default_dynamic_cache():
         return None
     for value in vars(sys.modules[type(model).__module__]).values():
@@ -133,7 +135,8 @@ def _own_cache(model: Any) -> type | None:
 
 
 def _entries(name: str, spec: ModelSpec, cache: Any) -> tuple[Entry, ...]:
-    """An entry a layer, or an entry a cache where layers have several; layers that only read have none at the end."""
+    """One entry for each layer, or for each cache where layers have several; layers at the end that only read have
+    none."""
     references = list(cache.layers)
     keeping = [(index, cache) for index, cache in spec.caches()]
     if not references:
@@ -149,5 +152,5 @@ def _entries(name: str, spec: ModelSpec, cache: Any) -> tuple[Entry, ...]:
 
 
 def _general(caches: tuple[LayerCache, ...]) -> Any:
-    """The layer that transformers would make for such caches, where a cache of a model's own makes them later."""
+    """The layer that transformers would make for such caches, for models whose own cache class makes layers later."""
     return DynamicLayer() if any(cache.reach.per_token for cache in caches) else LinearAttentionLayer()

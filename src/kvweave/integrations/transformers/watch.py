@@ -1,14 +1,14 @@
-"""Watching a model: whether it still computes what it computed when its pages were filled.
+"""Change detection: whether a model still computes what it computed when its pages were filled.
 
-It is looked at once a request, so it must be cheap: no weight is read but a few. What is seen:
+It runs once a request, so it must be cheap: of the weights, only a few elements are read. It detects changes of:
 
-    weights    a tensor that was replaced (its address), changed in place (torch's version counter), or changed behind
-               torch's back (`weight.data.copy_(...)`): of up to PROBES tensors one element is compared
+    weights    a tensor that was replaced (its address), changed in place (torch's version counter), or changed without
+               the counter (`weight.data.copy_(...)`): of up to PROBES tensors one element is compared
     adapters   those in use, merged or disabled, and their scales
-    config     every field that says what is computed
+    config     every field that changes results
     training   dropout is on
-    hooks      somebody's hooks on a module: they may steer what it computes
-    autocast   what torch rounds to meanwhile
+    hooks      the user's hooks on a module: they may change its output
+    autocast   the dtype that torch computes in
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 PROBES = 64
-"""Tensors of which an element is read, evenly spread over the model."""
+"""Number of tensors of which one element is read, evenly spread over the model."""
 
 IGNORED_CONFIG_FIELDS = {
     "_name_or_path",
@@ -33,12 +33,13 @@ IGNORED_CONFIG_FIELDS = {
     "transformers_version",
     "use_cache",
 }
-"""Of a config: where it came from and how it was loaded. Dtypes are in the weights, and in the key of every row."""
+"""Config fields that do not change results: origin and loading. The dtype is that of the weights, and part of every
+shard's key."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """What a model computes: equal versions of one watch, equal answers. `weights` counts the changes seen."""
+    """What a model computes: equal versions of one watch mean equal results. `weights` counts the changes seen."""
 
     weights: int
     adapters: str
@@ -49,7 +50,7 @@ class ModelVersion:
 
 
 class ModelWatch:
-    """Looks at one model, again and again."""
+    """Detects changes of one model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -57,7 +58,7 @@ class ModelWatch:
         self._changes = -1
 
     def look(self) -> ModelVersion:
-        """The version of now. Reads no weight but the probes, and changes nothing."""
+        """The current version. Reads only the probed elements, and changes nothing."""
         modules = _modules(self._model)
         tensors = [tensor for module in modules for tensor in _kept(module) if tensor.numel()]
         seen = [(tensor.data_ptr(), version(tensor)) for tensor in tensors], _probe(tensors)
@@ -69,7 +70,7 @@ class ModelWatch:
 
 
 def _modules(model: Any) -> list[Any]:
-    """Every module once, as `model.modules()`, in a third of the time: this is done for each request."""
+    """All modules, as `model.modules()` but three times as fast: this runs once a request."""
     found, waiting = {}, [model]
     while waiting:
         module = waiting.pop()
@@ -80,7 +81,7 @@ def _modules(model: Any) -> list[Any]:
 
 
 def _kept(module: Any) -> Iterator[torch.Tensor]:
-    """The parameters and buffers that are saved with a module. Others are computed: rotary frequencies, masks."""
+    """The saved parameters and buffers of a module. Others are derived: rotary frequencies, masks."""
     for tensor in module._parameters.values():
         if tensor is not None:
             yield tensor
@@ -90,7 +91,7 @@ def _kept(module: Any) -> Iterator[torch.Tensor]:
 
 
 def _hooks(modules: list[Any]) -> tuple[int, ...]:
-    """The numbers of hooks, of which torch gives none twice; but for our own."""
+    """The ids of forward hooks, which torch never reuses; our own excepted."""
     with_some = (each for each in modules if each._forward_hooks or each._forward_pre_hooks)
     hooks = (hook for each in with_some for hook in (*each._forward_hooks.items(), *each._forward_pre_hooks.items()))
     return tuple(number for number, hook in hooks if not hasattr(getattr(hook, "__self__", None), "changes_no_answer"))
@@ -102,24 +103,24 @@ def _autocast(device: str) -> str:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Grows with every change in place; tensors made for inference alone do not count theirs."""
+    """Counts in-place changes; inference tensors do not count them, and give 0."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _probe(tensors: list[torch.Tensor]) -> list[int]:
-    """The bits of one element of each of some tensors; on a GPU they are fetched together."""
+    """The bits of one element of some tensors; on a GPU all are fetched in one copy."""
     step = max(1, len(tensors) // PROBES)
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors[::step]:
         if tensor.device.type != "meta":
-            with suppress(RuntimeError, NotImplementedError, TypeError):  # packed and quantized ones may not be read
+            with suppress(RuntimeError, NotImplementedError, TypeError):  # packed tensors may not allow it
                 middle = tensor.detach()[tuple(size // 2 for size in tensor.shape)]
                 found.setdefault(tensor.device, []).append(middle.reshape(()).double())
     return [bits for same in found.values() for bits in torch.stack(same).view(torch.int64).tolist()]
 
 
 def adapters(modules: list[Any]) -> str:
-    """Which adapters are in use, and how, as the layers that have them say; those of PEFT do."""
+    """The adapters in use and their settings, as reported by the layers that have them (PEFT's do)."""
     layers = [each for each in modules if "active_adapters" in vars(each) or hasattr(type(each), "active_adapters")]
     used = {_adapter(layer) for layer in layers if isinstance(layer.active_adapters, list | tuple)}
     return repr(sorted(used)) if used else ""

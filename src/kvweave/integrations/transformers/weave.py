@@ -1,4 +1,4 @@
-"""KVWeave: pages under a transformers model, so that `generate` never computes a prefix twice."""
+"""KVWeave: pages under a transformers model, so that `generate` reuses every prefix that was computed before."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DECLINED = "behind a prefix that was found it computes token by token, which takes longer than the prefix"
-"""Why models whose scan starts afresh take nothing from a store."""
+"""Why models whose scan ignores the cached state do not use a store."""
 
 
 class KVWeave:
     """Serves one model from `memory` bytes of pages, planned from its config. One `generate` at a time, in any thread.
 
-    `block_tokens` is how finely prefixes are found; prompts are computed `prefill_tokens` at once. What else a
-    `kvweave.Cache` takes (policy, retention, rows, max_tokens) goes through. `close` gives the memory back.
+    `block_tokens` is the granularity of reuse; prompts are computed `prefill_tokens` at a time. Other options of
+    `kvweave.Cache` (policy, retention, rows, max_tokens) are passed on. `close` frees the memory.
 
-    The model is looked at before each request: what it computed with other weights or adapters is not reused. A
-    PeftModel, or what `torch.compile` gave, stands for the model inside.
+    Before each request the model is checked for changes: KV that was computed with other weights or adapters is not
+    reused. A PeftModel or a wrapper of `torch.compile` stands for the model inside.
 
     With a `store` (a directory, a URL, or an open store: `kvweave.integrations.open_store`) prefixes outlive the
     process and are shared with processes that run the same model; `weights` names its weights, which otherwise are
@@ -100,13 +100,13 @@ class KVWeave:
 
     def _make_memory(self, rope: LengthRope) -> PagedMemory:
         name = type(self.model).__name__
-        with torch.inference_mode(False):  # tensors made for inference alone could not be written outside of it
+        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             arena = Arena(self.plan, str(self.model.device))
             layers = [make_layer(name, arena, entry) for entry in self.served.entries]
         return PagedMemory(self.core, arena, layers, CoreLock(self.core), rope, ModelWatch(self.model))
 
     def _open_store(self, store: str | Path | AnyStore[Any] | None) -> ModelStore | None:
-        """Open the store, or say why this model has no use for one."""
+        """Open the store; None, with a warning, if this model cannot use one."""
         self._declined = ""
         if store is None:
             return None
@@ -123,20 +123,22 @@ class KVWeave:
     # ---- generate
 
     def generate(self, *inputs: Any, **options: Any) -> Any:
-        """`model.generate`, and its answer; what an earlier prompt or answer shares with these prompts is not computed.
+        """As `model.generate`, with the same result; prefixes shared with earlier prompts or answers are not computed
+        again.
 
-        Takes `input_ids` (after the model, if you like), `attention_mask` and the options of `model.generate`.
-        `namespace` is what must be equal for a prefix to be shared: a tenant. What pages cannot serve (say
-        `use_cache=False`, or `past_key_values`) transformers computes as it is: `records[-1].fallback` says why.
+        Takes `input_ids` (the model may be given before it), `attention_mask` and the options of `model.generate`.
+        Prefixes are shared within one `namespace` (for example a tenant). Calls that pages cannot serve (with
+        `use_cache=False`, `past_key_values` and the like) are computed by transformers alone: `records[-1].fallback`
+        says why.
         """
         return self.answer(self.read_call(*inputs, **options))
 
     def read_call(self, *inputs: Any, namespace: Hashable = "", **options: Any) -> GenerateCall:
-        """What `generate` would do; `BadTokens` where it has no answer. Computes nothing."""
+        """Read a call of `generate` without computing anything; raises `BadTokens` if `generate` would."""
         return self._calls.read(tuple(item for item in inputs if item is not self.model), options, namespace)
 
     def answer(self, call: GenerateCall) -> Any:
-        """The answer to a call that was read."""
+        """Generate for a call that was read."""
         start = time.perf_counter()
         if call.prompts is None:
             answer = self._generate(**call.options)
@@ -153,15 +155,15 @@ class KVWeave:
             self.records.append(_record(call.prompts, past, answer, start))
         return answer
 
-    # ---- pasts
+    # ---- caches
 
     def past(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, namespace: Hashable = ""
     ) -> PagedCache:
-        """All but the last token of each prompt, found or computed, as a transformers cache.
+        """A transformers cache with all but the last token of each prompt, found or computed.
 
-        Give it to the model with the last tokens, or to `model.generate` with all of them. It is a context: close it,
-        so that its pages are free again.
+        Pass it to the model with the last tokens, or to `model.generate` with all tokens. Use it as a context, or close
+        it, to free its pages.
         """
         prompts = self._calls.prompts(input_ids, attention_mask, self._calls.pad_token())
         self._check_model()
@@ -173,19 +175,20 @@ class KVWeave:
     def remember(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, namespace: Hashable = ""
     ) -> None:
-        """Compute a prompt that others will begin with, such as a system prompt, so that the first of them finds it."""
-        one_more = input_ids[:, -1:]  # it is not computed: the last token never is
+        """Compute a prompt that later ones will begin with, such as a system prompt, so that the first of them is a
+        hit."""
+        one_more = input_ids[:, -1:]  # its last token is never computed, so it may be any token
         mask = None if attention_mask is None else torch.cat([attention_mask, attention_mask[:, -1:]], dim=1)
         self.past(torch.cat([input_ids, one_more], dim=1), mask, namespace=namespace).close()
 
     def session(self, namespace: Hashable = "") -> Session:
-        """A conversation, empty yet."""
+        """A new conversation."""
         return Session(partial(self.generate, namespace=namespace), self.model.device)
 
     def _check_model(self) -> None:
         if self.is_closed:
             raise BadCall("this KVWeave is closed: make another")
-        wrapped(self._outermost)  # adapters that came since may be of a kind that pages cannot serve
+        wrapped(self._outermost)  # adapters added since may be of a kind that cannot be served
         now = self.model.dtype, self.model.device
         if now != self._made_for:
             (dtype, device), (was, there) = now, self._made_for
@@ -198,16 +201,16 @@ class KVWeave:
 
     @property
     def store(self) -> AnyStore[Any] | None:
-        """The store that prefixes come from and go to, if there is one."""
+        """The store in use, if there is one."""
         return self._store_sync.store if self._store_sync else None
 
     def stats(self) -> WeaveStats:
-        """All requests so far, and the core's books of this moment."""
+        """Sums over all requests so far, and the core's current statistics."""
         usage = self._store_sync.usage() if self._store_sync else None
         return self.records.stats(self.core.stats(), usage, self._declined)
 
     def reset(self) -> None:
-        """Forget all that is cached."""
+        """Drop everything that is cached."""
         with self.memory.core_lock:
             self.core.reset()
 
@@ -216,7 +219,7 @@ class KVWeave:
         return bool(self.arena.is_closed)
 
     def close(self) -> None:
-        """Take the hooks off the model and give the memory back; twice is once."""
+        """Remove the hooks from the model and free the memory; calling it twice is fine."""
         self._unhook()
         if self._store_sync and not self.is_closed:
             self._store_sync.close()
@@ -234,7 +237,8 @@ class KVWeave:
 def plan_for(
     served: Served, memory: int | str, block_tokens: int | Mapping[str, int], context: int | None = None
 ) -> Plan:
-    """Layer-major, for a layer's pages are gathered by themselves; `context` is a length that must fit."""
+    """The plan for a model, layer-major: a layer's pages are gathered by themselves. `context` is a length that must
+    fit."""
     return make_plan(served.spec, memory, block_tokens=block_tokens, layout="layer_major", context=context)
 
 

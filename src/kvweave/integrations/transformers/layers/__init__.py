@@ -1,1 +1,1 @@
-"""Layers of a cache, as transformers' models want to find them; each answers for one kind."""
+"""Layers of a paged cache with the interface of transformers' cache layers, one module for each kind."""

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one group: `[batch, heads, tokens, dim]` in and out, widths as they come (MLA: two of them).
+    """Keys and values of one group, `[batch, heads, tokens, dim]`; their widths may differ (MLA).
 
-    With a `window`, as many tokens come back as transformers' own layer would hold.
+    With a `window`, as many tokens are returned as transformers' own layer would hold.
     """
 
     supports_early_init = False
@@ -28,7 +28,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = window is not None
         self.is_initialized = True
         self.written: object = None
-        """The step that was written last."""
+        """The step that was last written."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -40,14 +40,15 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
         if first == step.start:
             return key_states, value_states
         keys, values = self._read(first, step.end)
-        return keys.to(key_states.dtype), values.to(value_states.dtype)  # other than the pages' under autocast
+        # under autocast the dtype differs from that of the pages
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     def _read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.kept, "a layer that reads another's rows keeps none"
         return self.kept.read(self.past.step.places(self.tag, first, last))
 
     def _first(self, length: int) -> int:
-        """The first column that the token after `length` others sees."""
+        """The first column that the token after `length` others attends to."""
         return 0 if self.sliding_window is None else max(0, length - self.sliding_window + 1)
 
     # ---- what is held, for models that look into a layer
@@ -73,13 +74,13 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1 if self.sliding_window is None else self.sliding_window
 
     def lazy_initialization(self, *_: Any) -> None:
-        """The pages are there."""
+        """Nothing to do: the pages exist."""
 
 
 class IndexedLayer(AttentionLayer):
-    """Beside it an indexer's keys, in a group of their own; layers that share another's selection have none.
+    """Attention with an indexer's keys, in a group of their own; layers that reuse another layer's selection have none.
 
-    `positions` are those of all tokens, which one layer may keep for all indexers: `[axes, batch, tokens]`.
+    `positions` are those of all tokens, `[axes, batch, tokens]`; one layer may store them for all indexers.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Compressed attention (DeepSeek V4): a window of rows, and beyond it one row for each `rate` tokens.
+"""Compressed attention (DeepSeek V4): a window of rows, and beyond it one row for every `rate` tokens.
 
-Until `rate` tokens have come, what will become their row waits in a chunk; where rows overlap, what the last full chunk
-left for the next is a state. The model compresses; this layer only keeps.
+Until `rate` tokens have come, the inputs of their row are stored as a chunk; where rows overlap, what the last full
+chunk passes to the next is a state. The model computes rows; this layer stores them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compressor:
-    """What one compressor keeps: its rows, what waits to become one, and what overlaps with the next."""
+    """What one compressor keeps: its rows, the inputs of the next row, and the overlap with it."""
 
     rows: tuple[str, PagedRows]
     waiting: tuple[str, PagedRows]
@@ -44,7 +44,8 @@ class CompressedLayer(AttentionLayer):
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Keep what is to be compressed; returns all of it that makes whole rows, and where these start."""
+        """Store inputs of the compressor; returns all inputs that make complete rows, and the column where they
+        start."""
         step, rate = self.past.step, self.compress_rate
         tag, waiting = self._compressors[name].waiting
         waiting.write(step.new(tag), torch.stack([kv, gate], dim=1))
@@ -55,7 +56,7 @@ class CompressedLayer(AttentionLayer):
         return kv[:, :usable], gate[:, :usable], first
 
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
-        """Keep new rows `[batch, rows, dim]`; returns all there are."""
+        """Store new rows `[batch, rows, dim]`; returns all rows."""
         step, rate = self.past.step, self.compress_rate
         tag, rows = self._compressors[name].rows
         have, will = step.start // rate, step.end // rate
@@ -69,7 +70,7 @@ class CompressedLayer(AttentionLayer):
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the last full chunk left, if there was one; what this one leaves takes its place."""
+        """The overlap that the last full chunk left, if there was one; replaced by that of this chunk."""
         state = self._compressors[name].overlap
         assert state, "rows of this compressor do not overlap"
         before = state.tensor.clone().unbind(1) if self.past.step.start >= self.compress_rate else (None, None)

@@ -1,4 +1,4 @@
-"""Models with a cache class of their own (MiniMax): a past that is one of theirs too, and answers to its methods."""
+"""Models with a cache class of their own (MiniMax): a paged cache that is also an instance of that class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvweave.integrations.transformers.paged_cache import PagedCache
 
 
 class LinearCache(PagedCache):
-    """States asked for as `get_linear_cache`, and given back as `set_linear_cache`."""
+    """Answers `get_linear_cache` and `set_linear_cache` from the recurrent states."""
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
         state: torch.Tensor | None = self.get_recurrent_state(layer_idx)
@@ -24,11 +24,11 @@ class LinearCache(PagedCache):
 
 
 BY_CACHE_CLASS = {"MiniMaxCache": LinearCache}
-"""Ours, by the names of theirs."""
+"""Our classes, by the names of the models' classes."""
 
 
 def cache_class(own_cache: type | None) -> Any:
-    """The class of pasts for a model that takes only caches of its own class."""
+    """The cache class for a model; `own_cache` is the only class that the model accepts, if it has one."""
     if own_cache is None:
         return PagedCache
     return type(own_cache.__name__, (BY_CACHE_CLASS[own_cache.__name__], own_cache), {})

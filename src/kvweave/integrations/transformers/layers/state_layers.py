@@ -1,7 +1,7 @@
-"""Recurrent and convolution states: live storage that transformers' own layer code changes in place.
+"""Recurrent and convolution states: storage that transformers' own layer code updates in place.
 
-For one row the layer's tensors are views of the row's live page. The pages of several rows are not evenly spaced, so
-these get a working tensor, which is written back when the pages are looked at: a snapshot, a fork, the end.
+For one row the layer's tensors are views of the row's live page. The pages of several rows are not evenly spaced, so a
+batch gets a working tensor, which is written back before the pages are read: for a snapshot, a fork, or at the end.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PLACES = {
     "ple_conv_state": (CONV, 1),
     "ngram_state": (CONV, 2),
 }
-"""Under which name and number transformers' layers know the states that our specs name."""
+"""The attribute and index under which transformers' layers hold each state of our specs."""
 
 
 class LayerState:
-    """One state of one layer: `pages` are all there are, `tensor` is that of the batch, `[batch, ...]`."""
+    """One state of one layer: `pages` holds all of its pages, `tensor` the states of the batch, `[batch, ...]`."""
 
     def __init__(self, tag: str, name: str, pages: torch.Tensor) -> None:
         self.tag, self.name, self.pages = tag, name, pages
@@ -42,7 +42,7 @@ class LayerState:
         self._live: list[int] = []
 
     def bind(self, live: list[int], fresh: list[int]) -> bool:
-        """Make `tensor` that of these pages; `fresh` rows start from zeros. False where nothing changed."""
+        """Make `tensor` that of these pages; `fresh` rows start from zeros. Returns False if nothing changed."""
         if live == self._live and not fresh:
             return False
         self._live = live
@@ -56,12 +56,12 @@ class LayerState:
             self.pages[self._live] = self.tensor
 
     def unbind(self) -> None:
-        """Look at the pages again next time."""
+        """Drop the binding, so that the next `bind` reads the pages."""
         self._live = []
 
 
 class LinearLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """A recurrent layer; all it does is transformers' own code on our memory."""
+    """A recurrent layer: transformers' own code on our memory."""
 
     is_compileable = False
     is_croppable = False
@@ -71,7 +71,7 @@ class LinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.past, self.states = past, states
 
     def bind(self, live: Mapping[str, list[int]], fresh: list[int], has_past: bool) -> None:
-        """Before a step: the tensors are those of these pages, and hold something if there is a past."""
+        """Before a step: bind the tensors to these pages; they hold a state if there is a past."""
         for state in self.states:
             if state.bind(live[state.tag], fresh):
                 self._show(state)
@@ -87,7 +87,7 @@ class LinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         return super().update_recurrent_state(*state, **named)
 
     def _show(self, state: LayerState) -> None:
-        """Put the tensor of a state where transformers' code looks for it."""
+        """Assign the tensor of a state to the attribute where transformers' code expects it."""
         kind, number = PLACES[state.name]
         getattr(self, kind)[number] = state.tensor
         getattr(self, f"is_{kind}_initialized")[number] = True
@@ -104,4 +104,4 @@ class HybridLayer(LinearLayer, AttentionLayer):
         LinearLayer.__init__(self, past, states)
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """The pages are there."""
+        """Nothing to do: the pages exist."""
