@@ -156,10 +156,11 @@ class _TableShare:
         """Of the pages that are `there`; None: of all."""
         per_page = self._table.block_tokens // self._block_tokens
         for own, within, all_runs in self._segments_of(self._shard.tokens(chunk)[0] % self._table.block_tokens):
-            taken = slice(None) if there is None else there[own]
-            blocks = pages[own[taken]] * per_page + within[taken]
+            blocks = pages[own] if per_page == 1 else pages[own] * per_page + within
             for runs in all_runs:
-                held, kept = runs.held[:, taken] + blocks * runs.held_block, runs.kept[:, taken]
+                held, kept = runs.held + blocks * runs.held_block, runs.kept
+                if there is not None:
+                    held, kept = held[:, there[own]], kept[:, there[own]]
                 yield BlockCopy(runs.pool, held.ravel(), runs.held_strides, kept.ravel(), runs.kept_strides, runs.shape)
 
     def _segments_of(self, offset: int) -> list[_Segments]:
