@@ -111,6 +111,12 @@ def test_a_tail_does_not_pass_for_its_chunk() -> None:
     assert store.lookup(store.prompt(TOKENS[:500], namespace(hybrid()))).position == 0
 
 
+def test_before_a_window_is_full_its_first_chunk_is_needed_whole() -> None:
+    (group,) = Schema.of(one(Window(300)), parts=1, tails=True).groups
+    assert group.pieces(256, lambda *_: True).tolist() == [[0, 0]]
+    assert group.pieces(512, lambda *_: True).tolist() == [[1, 0], [0, 1]]
+
+
 def test_a_damaged_chunk_is_replaced_by_its_tail_if_there_is_one() -> None:
     tier = DictTier()
     store = opened(tier=tier)
