@@ -8,7 +8,7 @@ OUTSIDE := $(VENV)-servers
 # A process a core, and a thread a process: tiny matrices gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadgroup
 
-.PHONY: help demo test test-all test-gpu lint bench clean
+.PHONY: help demo test test-all test-gpu lint coverage wheel docs bench clean
 
 help:               ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -16,7 +16,7 @@ help:               ## this list
 $(VENV)/ready-core: pyproject.toml constraints.txt setup.py $(wildcard src/kvweave/*/native.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli]'
 	touch $@
 
 # torch first and alone: the pinned build is the CPU one, a range would pull the CUDA wheels.
@@ -27,7 +27,7 @@ $(VENV)/ready-dev: $(VENV)/ready-core
 
 $(VENV)/ready-demo: $(VENV)/ready-core
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[transformers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,transformers]'
 	touch $@
 
 # vLLM pins other versions, so it lives apart. Its torch is the CPU one too, for which there is no torchvision and kin.
@@ -72,12 +72,27 @@ GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/ready-dev) ## tests on a GPU: `make test-gpu GPU_PYTHON=python3`
 	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
 	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/tensor/test_cuda.py tests/tensor/test_pages.py tests/transfer/test_cuda.py \
-		tests/server/test_cuda.py tests/integrations/test_cuda.py
+		tests/server/test_cuda.py tests/integrations/test_cuda.py tests/attention/test_triton.py
 
 lint: $(VENV)/ready-dev           ## ruff and mypy, fixing what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/mypy
+
+coverage: $(VENV)/ready-dev       ## which lines the fast tests run; the figure, and htmlcov/ line by line
+	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered --cov-report=html
+
+wheel: $(VENV)/ready-dev          ## sdist and wheel into dist/, tried in fresh environments
+	rm -rf dist
+	$(BIN)/python -m build
+	KVWEAVE_DIST=dist $(BIN)/pytest tests/test_wheel.py
+
+docs: $(VENV)/ready-docs          ## the documentation, as pages in site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/ready-docs: $(VENV)/ready-core
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,docs]'
+	touch $@
 
 # Benches named core_* run beside vLLM, with the core compiled.
 BENCH := $(if $(filter core_%,$(NAME)),$(VLLM)/compiled,$(VENV)/ready-dev)
@@ -89,4 +104,4 @@ else
 endif
 
 clean:              ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VLLM) $(OUTSIDE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(OUTSIDE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage* build dist htmlcov site

@@ -143,7 +143,7 @@ def launches(one: Case, *, gather: bool) -> list[Callable[[], None]]:
     """Launches of the kernel alone, each for pages of its own, the tables on the device already."""
     from kvweave.transfer.command_buffer import CommandBuffer  # noqa: PLC0415
     from kvweave.transfer.copy_templates import CopyTuning  # noqa: PLC0415
-    from kvweave.transfer.cuda import CUDACopier  # noqa: PLC0415  (Triton is there with CUDA only)
+    from kvweave.transfer.cuda_copier import CUDACopier  # noqa: PLC0415  (Triton is there with CUDA only)
     from kvweave.transfer.driver import context_of, submit  # noqa: PLC0415
     from kvweave.transfer.kernel import launch  # noqa: PLC0415
 

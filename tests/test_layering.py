@@ -15,7 +15,7 @@ import kvweave
 
 ROOT = Path(kvweave.__file__).parent
 CORE = ("errors", "units", "host_memory", "spec", "plan", "pool", "prefix", "table", "cache")
-EDGES = ("copying", "tensor", "transfer", "store", "server", "integrations", "sim", "cli")
+EDGES = ("copying", "tensor", "transfer", "attention", "store", "server", "integrations", "sim", "cli", "__main__")
 ORDER = (*CORE, *EDGES)
 DATA = {"examples"}
 
@@ -111,7 +111,25 @@ def test_the_blocker_blocks(name: str) -> None:
     assert f"{name} is blocked" in result.stderr
 
 
-def test_the_core_imports_and_plans_with_numpy_alone() -> None:
+def test_the_simulator_replays_with_numpy_alone() -> None:
+    names = [name for name in MODULES if folder(name) == "sim"]
+    result = run(
+        f"""
+for name in {names!r}:
+    importlib.import_module(name)
+import kvweave, numpy
+from importlib.resources import files
+from kvweave.sim import Request, Trace, replay
+spec = kvweave.from_config(str(files("kvweave") / "examples" / "qwen3-next-80b.json"))
+trace = Trace("twice", "", 1, (Request(0.0, numpy.arange(4000, dtype=numpy.int32), 4000),) * 2)
+assert replay(trace, kvweave.make_plan(spec, "8GiB")).hit_tokens > 3000
+"""
+    )
+    assert len(names) > 15
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_core_imports_plans_and_caches_with_numpy_alone() -> None:
     core = [name for name in MODULES if folder(name) in ("", *CORE)]
     result = run(
         f"""
@@ -122,7 +140,24 @@ from importlib.resources import files
 spec = kvweave.from_config(str(files("kvweave") / "examples" / "qwen3-next-80b.json"))
 plan = kvweave.make_plan(spec, "8GiB")
 assert kvweave.explain(plan) and plan.sequences(32768) > 0
+with kvweave.Cache(plan) as cache:
+    for found in (0, 96):
+        sequence = cache.open(range(100))
+        assert sequence.num_cached == found
+        for length in (96, 100)[found > 0:]:
+            list(cache.extend(sequence, length - sequence.length)), list(cache.commit(sequence))
+        cache.close(sequence)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["--version"], 0), (["plan", "qwen3-next-80b"], 2), ([], 2)])
+def test_the_command_says_what_to_install(argv: list[str], code: int) -> None:
+    result = run(f"import kvweave.cli\nkvweave.cli.main({argv!r})")
+    assert result.returncode == code, result.stderr
+    if code:
+        assert result.stderr == "kvweave: error: the kvweave command needs typer: pip install 'kvweave[cli]'\n"
+    else:
+        assert result.stdout.startswith(f"kvweave {kvweave.__version__} (")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.errors import PlanError
-from kvweave.units import format_bytes, parse_bytes
+from kvweave.units import format_bytes, format_size, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,22 @@ def test_what_is_no_size_is_named(text: Any) -> None:
 )
 def test_a_size_is_written_for_people(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (0, "0 B"),
+        (1000, "1 KB"),
+        (1536, "1.50 KiB"),
+        (64 * 10**9, "64 GB"),
+        (80 * 2**30, "80 GiB"),
+        (2 * 10**12, "2 TB"),
+        (1500 * 10**9, "1,500 GB"),
+        (5 * 2**40, "5 TiB"),
+    ],
+)
+def test_sizes_are_said_as_people_write_them(size: int, says: str) -> None:
+    assert format_size(size) == says
+    if size:
+        assert parse_bytes(says.replace(",", "")) == size

@@ -10,7 +10,7 @@
             +-- AmbiguousDraft   ... or match several
     +-- CacheError           a cache cannot do what was asked of it
         +-- OutOfPages       not now: which groups lack pages, who does not fit, who could be preempted; later, yes
-        +-- BadOption        an argument of a cache or a retention that makes no sense
+        +-- BadOption        an argument of a cache, a retention or a simulation that makes no sense
         +-- BadTokens        a prompt that is no list of token ids
         +-- BadSequence      a sequence of another cache, a closed one, lengths that make no sense
         +-- NotSettled       steps in flight, drafts or copies are outstanding; says what to do first
@@ -22,6 +22,9 @@
         +-- NoDevice         the device asked for is not here
         +-- ArenaClosed      memory that was given back already
         +-- BadRows          rows, slots or pages that do not fit the cache they are for
+        +-- NoKernel         attention over a layer's pages that a backend cannot compute, with the reason
+    +-- TraceError           a trace cannot be read, or not be replayed as asked
+        +-- LengthsOnly      it says how long requests were, not what they share: no claim of reuse can be made
     +-- MissingExtra         a part of kvweave needs packages that are not installed; says how to get them
     +-- NotBuilt             a part of kvweave in C was not built where it was installed; says what to do
     +-- CannotServe          a model whose past cannot be kept in pages, with the reason
@@ -134,7 +137,7 @@ class OutOfPages(CacheError):
 
 
 class BadOption(CacheError, ValueError):
-    """An argument of a cache that makes no sense."""
+    """An argument of a cache, a retention or a simulation that makes no sense."""
 
 
 class BadTokens(CacheError, ValueError):
@@ -183,6 +186,14 @@ class ArenaClosed(TensorError, RuntimeError):
 
 class BadRows(TensorError, ValueError):
     """Rows, slots or pages that do not fit the cache they are for; nothing was written."""
+
+
+class NoKernel(TensorError, ValueError):
+    """A backend cannot attend to a layer's pages."""
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(f"{what} cannot be attended to in its pages: {reason}")
+        self.reason = reason
 
 
 class StoreError(KVWeaveError):
@@ -267,6 +278,14 @@ class TransferCancelled(TransferError):
 
 class TransferTimeout(TransferError, TimeoutError):
     """A transfer is not done yet. It goes on, and may be waited for again."""
+
+
+class TraceError(KVWeaveError, ValueError):
+    """A trace cannot be read, or cannot be replayed as asked."""
+
+
+class LengthsOnly(TraceError):
+    """A trace says how long its requests were and nothing of what they share."""
 
 
 class MissingExtra(KVWeaveError, ImportError):

@@ -36,3 +36,12 @@ def format_bytes(num_bytes: float) -> str:
         if abs(size) < 1024:
             return f"{size:,.2f} {unit}"
     return f"{size / 1024:,.2f} TiB"
+
+
+def format_size(num_bytes: int) -> str:
+    """As people write it: 64000000000 -> "64 GB", 85899345920 -> "80 GiB"; with decimals where neither is whole."""
+    for power, letter in reversed([*enumerate("KMGT", 1)]):
+        for unit, base in ((f"{letter}iB", 1024), (f"{letter}B", 1000)):
+            if num_bytes and num_bytes % base**power == 0:
+                return f"{num_bytes // base**power:,} {unit}"
+    return format_bytes(num_bytes).replace(".00 ", " ")

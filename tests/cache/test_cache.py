@@ -1389,10 +1389,15 @@ def test_a_namespace_of_which_nothing_is_left_is_gone() -> None:
 
 def test_whoever_opens_a_prompt_may_say_where_its_resume_points_are() -> None:
     cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8))
-    sequence, engine = cache.open(range(60), points=[21, 40, 999]), engine_of(cache)
+    sequence, engine = cache.open(range(60), points=[21, 40, 66]), engine_of(cache)
     engine.carry_out(cache.extend(sequence, 60, checkpoints=True))
     assert [checkpoint.position for checkpoint in sequence.checkpoints] == [20, 40]
     engine.step(sequence, 0)
     engine.carry_out(cache.commit(sequence))
     assert [cache.lookup([*range(length), 99]) for length in (19, 20, 39, 60)] == [0, 20, 20, 40]
+    engine.carry_out(cache.extend(sequence, 10, tokens=range(60, 70), checkpoints=True))
+    assert [checkpoint.position for checkpoint in sequence.checkpoints] == [64], "of what is generated, too"
+    engine.step(sequence, 60)
+    engine.carry_out(cache.commit(sequence))
+    assert cache.lookup([*range(68), 99]) == 64
     check_books(cache)

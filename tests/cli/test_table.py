@@ -86,7 +86,7 @@ def test_examples_lists_every_bundled_config(kvweave: Kvweave) -> None:
 
 
 def test_version_and_help(kvweave: Kvweave) -> None:
-    assert kvweave("--version").out == f"kvweave {__version__}\n"
+    assert kvweave("--version").out == f"kvweave {__version__} (interpreted core)\n"
     assert kvweave().out == kvweave("--help").out
     shown = kvweave("plan", "--help").out
     for words in ("Examples", "kvweave plan qwen3-next-80b", "80GiB", "Draft models", "--kernel-tokens"):

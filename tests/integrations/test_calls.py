@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -170,7 +171,7 @@ def test_types_of_tokens_that_are_all_zero() -> None:
 @parametrize
 def test_a_compiled_model_stands_for_the_one_inside(name: str) -> None:
     model = model_of(name)
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     with KVWeave(compiled, "16MiB") as weave:
         assert weave.model is model
         with weave.past(IDS) as past, torch.no_grad(), pytest.raises(BadCall, match="through compiled code"):

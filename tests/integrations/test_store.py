@@ -91,7 +91,7 @@ def test_a_padded_batch_after_a_restart(kind: str) -> None:
 def test_beams_after_a_restart(kind: str) -> None:
     model, tier = model_of(KINDS[kind]), DictTier()
     ids, options = prompt(2 * CHUNK - 5), greedy(12, num_beams=3, num_return_sequences=2)
-    theirs = plain(model, ids, **{"num_tokens": 12, "num_beams": 3, "num_return_sequences": 2})
+    theirs = plain(model, ids, num_tokens=12, num_beams=3, num_return_sequences=2)
     for _ in range(2):
         with started(model, tier) as weave:
             assert torch.equal(weave.generate(ids, **options).sequences, theirs.sequences)

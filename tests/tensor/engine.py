@@ -21,7 +21,7 @@ def sign(view: RoleView, marks: list[int]) -> torch.Tensor:
     size = view.role.shape[0] if view.role.parts else view.planes[0].tensor[0, 0].numel() * view.tensor.dtype.itemsize
     own = zlib.crc32(f"{view.layer} {view.group.tag} {view.role.name}".encode()) << 32
     seeds = np.array([mark % 2**64 for mark in marks], np.uint64) ^ np.uint64(own)
-    mixed = (seeds[:, None] + np.arange(size, dtype=np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (seeds[:, None] + np.arange(size).astype(np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
     flat = (mixed >> np.uint64(40)).astype(np.uint8)
     rows = torch.from_numpy(flat)
     return rows if view.role.parts else rows.view(view.tensor.dtype).view(len(marks), *view.planes[0].shape)

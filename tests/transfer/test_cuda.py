@@ -36,7 +36,7 @@ class TestSmallPieces(TestCUDA):
 
 def opened(**tuning: int) -> Iterator[Copier]:
     from kvweave.transfer.copy_templates import CopyTuning
-    from kvweave.transfer.cuda import CUDACopier
+    from kvweave.transfer.cuda_copier import CUDACopier
 
     made = CUDACopier(tuning=CopyTuning(**tuning))
     yield made
@@ -127,7 +127,7 @@ def test_a_transfer_comes_after_what_the_stream_does_and_layers_before_what_it_d
 
 def test_staging_is_bounded_reused_and_given_back() -> None:
     from kvweave.transfer.copy_templates import CopyTuning
-    from kvweave.transfer.cuda import CUDACopier
+    from kvweave.transfer.cuda_copier import CUDACopier
 
     made = planned(shrunk("llama-3.1-8b", layers=8), 2, 64, layout=Layout.LAYER_MAJOR, block_tokens=16)
     with World(made, 5, "cuda") as world:

@@ -73,7 +73,7 @@ class Cache:
         retention: Retention | None = None,
         admission_reserve: float = 0.0,
         rows: int = 256,
-        max_tokens: int = 1 << 20,
+        max_tokens: int = 1_048_576,
         max_drafts: int = 15,
         on_event: Callable[[Event], None] | None = None,
         track_infinite: bool = False,
@@ -135,8 +135,9 @@ class Cache:
 
         At least one token stays to be computed. `namespace` is what must be equal for KV to be shared (model, adapter,
         tenant). `drop_last_blocks` lets the hit, and the points that the prompt leaves, stop so many blocks of the grid
-        earlier, as drafts that need hidden states ask. `points` are the positions at which the prompt leaves resume
-        points, rounded down to the grid, instead of where the retention wants them.
+        earlier, as drafts that need hidden states ask. `points` are the positions, of the prompt or of what
+        is generated behind it, at which it leaves resume points (rounded down to the grid) instead of where the
+        retention wants them.
         """
         self._check_thread()
         prompt = self._prompt(tokens, spans)

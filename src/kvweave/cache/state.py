@@ -200,6 +200,7 @@ class CacheState:
         asked, spaced = {*ends, branch}, self.spacing.between(start, last)
         if sequence.given_points is not None:
             asked, spaced = {point // grid * grid for point in sequence.given_points}, []
+            last = max([start, *asked])
         sequence.asked_points = sorted(point for point in asked if start < point <= last)
         sequence.prompt_points = sorted({*spaced, *sequence.asked_points})
         sequence.last_point = last

@@ -12,7 +12,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kvweave import __version__
 from kvweave.cli.clear import clear_command
 from kvweave.cli.demo import demo_command
 from kvweave.cli.examples import examples_command
@@ -20,13 +19,14 @@ from kvweave.cli.inspect import inspect_command
 from kvweave.cli.plan_command import plan_command
 from kvweave.cli.run.command import run_command
 from kvweave.cli.serve import serve_command
+from kvweave.cli.simulate.simulate_command import simulate_command
+from kvweave.cli.version import version_line
 from kvweave.errors import KVWeaveError
 
 app = typer.Typer(
     name="kvweave",
     help="A KV-cache engine for LLMs whose layers differ: say what each layer keeps, and memory follows.",
     epilog="Start with: kvweave plan qwen3-next-80b",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -34,6 +34,7 @@ app.command("plan")(plan_command)
 app.command("run")(run_command)
 app.command("serve")(serve_command)
 app.command("inspect")(inspect_command)
+app.command("simulate")(simulate_command)
 app.command("clear")(clear_command)
 app.command("demo")(demo_command)
 app.command("examples")(examples_command)
@@ -45,7 +46,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
-        typer.echo(f"kvweave {__version__}")
+        typer.echo(version_line())
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

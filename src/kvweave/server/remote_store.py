@@ -31,7 +31,7 @@ from kvweave.server.remote_hit import PinnedHit, RemoteHit
 from kvweave.server.report import Report
 from kvweave.server.save_operation import ArenaLayout, SaveOperation
 from kvweave.store import AnyStore, HashedPrompt, Saved, Schema, Sink, Source, StoreStats
-from kvweave.store.base import ChunkRef, discard, in_thread
+from kvweave.store.any_store import ChunkRef, discard, in_thread
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
 from kvweave.store.tier_stack import Budget

@@ -15,7 +15,7 @@ from kvweave.server.arena_writer import ArenaBlob
 from kvweave.server.prompt_session import PromptSession, daemon_budget, key_of, reply_timeout
 from kvweave.server.protocol import MOST_PIECES, NO_ROOM, numbers, packed
 from kvweave.store import HashedPrompt, Schema, Source
-from kvweave.store.base import ChunkRef
+from kvweave.store.any_store import ChunkRef
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes
 from kvweave.store.tier_stack import Budget

@@ -1,6 +1,6 @@
 """KEEPING pages: content keys, self-describing blobs, tiers, and the stack that combines them."""
 
-from kvweave.store.base import AnyHit, AnyStore, Saved, StoreStats
+from kvweave.store.any_store import AnyHit, AnyStore, Saved, StoreStats
 from kvweave.store.catalog import Quota
 from kvweave.store.disk_tier import DiskTier
 from kvweave.store.engine_memory import EngineMemory, TableUse, region_view

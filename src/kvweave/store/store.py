@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store.base import AnyStore, ChunkRef, Saved, StoreStats, discard, in_thread
+from kvweave.store.any_store import AnyStore, ChunkRef, Saved, StoreStats, discard, in_thread
 from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck, header_bytes, owned_payload, seal
 from kvweave.store.keys import HashedPrompt

@@ -62,7 +62,8 @@ class Quantiser:
         dim = rows.shape[-1]
         block = self.block or dim
         padded = torch.nn.functional.pad(rows, (0, -dim % block))
-        return padded.unflatten(-1, (-1, block))
+        blocks: torch.Tensor = padded.unflatten(-1, (-1, block))
+        return blocks
 
     def _narrow(self, scaled: torch.Tensor) -> torch.Tensor:
         if self.dtype not in (DType.INT8, DType.INT4):
@@ -85,13 +86,11 @@ def pack(role: Role, rows: torch.Tensor, *, power_of_two: bool = False) -> dict[
 
     Columns go to the parts in order, scales excepted: 512 + 64 for an MLA row of 656 bytes, 128 for an indexer's 132.
     """
-    layout = _bytewise(role)
-    widths = {"row": layout.width} if layout else _widths(role)
-    if rows.dim() != 2 or rows.shape[1] != sum(widths.values()):
-        raise BadRows(f"role {role.name!r} packs rows of {sum(widths.values())} numbers, not {list(rows.shape)}")
-    if layout:
+    if rows.dim() != 2 or rows.shape[1] != packed_width(role):
+        raise BadRows(f"role {role.name!r} packs rows of {packed_width(role)} numbers, not {list(rows.shape)}")
+    if layout := _bytewise(role):
         return layout.pack(rows.float())
-    parts = {}
+    widths, parts = _widths(role), {}
     for part, columns in zip(widths, rows.split(list(widths.values()), dim=1), strict=True):
         dtype = next(p.dtype for p in role.parts if p.name == part)
         if dtype in LARGEST:
@@ -100,6 +99,12 @@ def pack(role: Role, rows: torch.Tensor, *, power_of_two: bool = False) -> dict[
         else:
             parts[part] = columns.to(torch_dtype(dtype))
     return parts
+
+
+def packed_width(role: Role) -> int:
+    """How many numbers a packed row stands for."""
+    layout = _bytewise(role)
+    return layout.width if layout else sum(_widths(role).values())
 
 
 def unpack(role: Role, parts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -152,7 +157,8 @@ class _MXFP4Row:
     def unpack(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         nibbles = torch.stack((parts["values"] & 0xF, parts["values"] >> 4), dim=-1).flatten(-2).long()
         numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=nibbles.device)[nibbles]
-        return (numbers.unflatten(-1, (-1, MX_BLOCK)) * _scales(parts["scale"]).unsqueeze(-1)).flatten(-2)
+        blocks: torch.Tensor = numbers.unflatten(-1, (-1, MX_BLOCK))
+        return (blocks * _scales(parts["scale"]).unsqueeze(-1)).flatten(-2)
 
 
 def _bytewise(role: Role) -> _V4Row | _MXFP4Row | None:

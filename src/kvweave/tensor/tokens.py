@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -34,13 +34,22 @@ def write_tokens(
 
 def gather_tokens(layer: LayerView, table_row: object, start: int, end: int) -> dict[str, torch.Tensor]:
     """The tokens [start, end) of a sequence as numbers, by role; scales are applied and left out of the result."""
+    return {name: _numbers(layer, name, token_slots(layer.role(name), table_row, start, end)) for name in _named(layer)}
+
+
+def read_tokens(layer: LayerView, slots: Slots, names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+    """The rows at `slots` as numbers, by role: of the roles named, or of all."""
+    return {name: _numbers(layer, name, slots) for name in names or _named(layer)}
+
+
+def _named(layer: LayerView) -> list[str]:
+    """The roles that are no scales of others."""
     scales = {scale.name for name in layer.roles if (scale := _scale_of(layer, name))}
-    return {name: _numbers(layer, name, table_row, start, end) for name in layer.roles if name not in scales}
+    return [name for name in layer.roles if name not in scales]
 
 
-def _numbers(layer: LayerView, name: str, table_row: object, start: int, end: int) -> torch.Tensor:
+def _numbers(layer: LayerView, name: str, slots: Slots) -> torch.Tensor:
     view = layer.role(name)
-    slots = token_slots(view, table_row, start, end)
     planes = read_planes(view, slots)
     if view.role.parts:
         return unpack(view.role, planes)

@@ -3,10 +3,10 @@
 from kvweave.transfer.check import check_layout
 from kvweave.transfer.copier import ChunkBuffer, Completion, Copier, CopyJob, CopyStep, Direction
 from kvweave.transfer.copy_plan import CopyPlan, Move, join, make_move, needed, whole_chunks
-from kvweave.transfer.cpu import CPUCopier
+from kvweave.transfer.cpu_copier import CPUCopier
 from kvweave.transfer.layout import ChunkGroup, ChunkLayout, LayerGroup
 from kvweave.transfer.mover import Mover, MoverStats
-from kvweave.transfer.reference import ReferenceCopier
+from kvweave.transfer.reference_copier import ReferenceCopier
 from kvweave.transfer.transfer import Transfer, TransferState
 
 __all__ = [

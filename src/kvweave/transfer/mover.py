@@ -13,7 +13,7 @@ from kvweave.tensor import Arena
 from kvweave.transfer.check import check_buffers, check_layout, check_pages, check_places
 from kvweave.transfer.copier import ChunkBuffer, Copier, CopyJob, Direction
 from kvweave.transfer.copy_plan import CopyPlan
-from kvweave.transfer.cpu import CPUCopier
+from kvweave.transfer.cpu_copier import CPUCopier
 from kvweave.transfer.layout import ChunkLayout
 from kvweave.transfer.transfer import Progress, Transfer
 
@@ -153,7 +153,7 @@ class Mover:
 def copier_for(arena: Arena) -> Copier:
     """The fastest copier for the device of an arena."""
     if arena.memory.device.type == "cuda":
-        from kvweave.transfer.cuda import CUDACopier  # noqa: PLC0415  (Triton is there with CUDA only)
+        from kvweave.transfer.cuda_copier import CUDACopier  # noqa: PLC0415  (Triton is there with CUDA only)
 
         return CUDACopier(arena.memory.device)
     return CPUCopier()

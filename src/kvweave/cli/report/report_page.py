@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Sequence
 from html import escape
 
 from kvweave.cli.format import count, format_blocks, format_kept, format_reach, format_size
+from kvweave.cli.report.html import Tile, data, document, figure, section, table, tiles
 from kvweave.cli.report.run_picture import drawings, svg
-from kvweave.cli.report.style import css
 from kvweave.cli.run.format_outcomes import format_seconds, format_speedup
 from kvweave.cli.run.outcome import RequestOutcome
 from kvweave.cli.run.run_request import RunResult
 from kvweave.cli.svg import plan_svg
 
-Tile = tuple[str, str, str]
-"""A number, what it is, and whether it is good, bad or neither."""
-
 
 def report_html(result: RunResult) -> str:
-    """The page, self-contained: no scripts, no fonts, no links."""
-    title = escape(f"kvweave run, {result.title}")
-    body = "\n".join([_head(result), _tiles(result), *_sections(result), _data(result)])
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{css()}</style>\n</head>\n'
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    """The page, self-contained."""
+    body = [_head(result), _tiles(result), *_sections(result), data("run", result.to_dict())]
+    return document(f"kvweave run, {result.title}", body)
 
 
 def _head(result: RunResult) -> str:
@@ -43,7 +33,7 @@ def _head(result: RunResult) -> str:
 
 def _tiles(result: RunResult) -> str:
     outcomes = result.outcomes
-    tiles: list[Tile] = [
+    shown: list[Tile] = [
         (f"{outcomes.reused_share:.1%}", f"of {outcomes.prompt_tokens:,} prompt tokens reused", "good"),
         (
             format_seconds(outcomes.first_token_seconds / max(1, len(outcomes.each))),
@@ -52,54 +42,43 @@ def _tiles(result: RunResult) -> str:
         ),
     ]
     if result.store is not None:
-        tiles.insert(1, (f"{outcomes.stored_tokens:,}", "tokens of them from the store", "good"))
+        shown.insert(1, (f"{outcomes.stored_tokens:,}", "tokens of them from the store", "good"))
     if outcomes.compared and outcomes.saved_seconds is not None:
         equal = ("all equal", f"{outcomes.new_tokens:,} generated tokens, with and without reuse", "good")
         unequal = (f"{len(outcomes.unequal)} differ", "answers, with and without reuse", "bad")
-        tiles += [
+        shown += [
             (format_speedup(outcomes.faster), "faster to the first token, over all requests", "good"),
             (format_seconds(outcomes.saved_seconds), "saved", ""),
             unequal if outcomes.unequal else equal,
         ]
-    cells = "".join(
-        f'<div class="tile {kind}"><b>{escape(b)}</b><span>{escape(s)}</span></div>' for b, s, kind in tiles
-    )
-    return f'<div class="tiles">{cells}</div>'
+    return tiles(shown)
 
 
 def _sections(result: RunResult) -> list[str]:
     drawn = drawings(result)
     return [
-        _section(
+        section(
             "Hits",
             "Each row is a request, in order. Only the orange part of a prompt was computed; the rest was found in"
             " pages that an earlier prompt or answer had left.",
-            _figure(svg(drawn["requests"])),
+            figure(svg(drawn["requests"])),
         ),
-        _section("Time", "Everything together, until the last token of each request.", _figure(svg(drawn["time"]))),
-        _section(
+        section("Time", "Everything together, until the last token of each request.", figure(svg(drawn["time"]))),
+        section(
             "Tree",
             "What is kept for the next request. Tokens run from left to right; each end is a resume point of one"
             " branch, and dark runs were found often. Point at a run to see its pages.",
-            _figure(svg(drawn["tree"])),
+            figure(svg(drawn["tree"])),
         ),
-        _section(
+        section(
             "Map",
             "Every super-page of the pools when all requests were done. A super-page belongs to one group at a time,"
             " which cuts it into its own pages; what is free may go to any group. Point at one to see whose it is.",
-            _figure(svg(drawn["map"])),
+            figure(svg(drawn["map"])),
         ),
-        _section("Plan", "What the layers keep, and how memory is cut for it.", _plan(result)),
-        _section("Numbers", "", f"<details><summary>All requests</summary>{_requests(result)}</details>"),
+        section("Plan", "What the layers keep, and how memory is cut for it.", _plan(result)),
+        section("Numbers", "", f"<details><summary>All requests</summary>{_requests(result)}</details>"),
     ]
-
-
-def _section(title: str, says: str, inner: str) -> str:
-    return f"<section>\n<h2>{title}</h2>\n" + (f"<p>{escape(says)}</p>\n" if says else "") + f"{inner}\n</section>"
-
-
-def _figure(drawn: str) -> str:
-    return f"<figure>{drawn}</figure>"
 
 
 def _plan(result: RunResult) -> str:
@@ -121,7 +100,7 @@ def _plan(result: RunResult) -> str:
     inline = re.sub(
         r'<svg xmlns="[^"]*" (viewBox="[^"]*") width="\d+" height="\d+"', r"<svg \1", plan_svg(result.answer)
     )
-    return _table(heads, rows) + _figure(inline)
+    return table(heads, rows) + figure(inline)
 
 
 def _requests(result: RunResult) -> str:
@@ -129,7 +108,7 @@ def _requests(result: RunResult) -> str:
     heads = ["request", "prompt tokens", "reused", *(["of these stored"] if stored else []), "computed", "new tokens"]
     heads += ["first token, s", "total, s"]
     heads += ["without: first token, s", "total, s", "faster", "equal"] if result.outcomes.compared else []
-    return _table(heads, (_numbers(outcome, stored) for outcome in result.outcomes.each))
+    return table(heads, (_numbers(outcome, stored) for outcome in result.outcomes.each))
 
 
 def _numbers(outcome: RequestOutcome, stored: bool) -> list[str]:
@@ -139,15 +118,3 @@ def _numbers(outcome: RequestOutcome, stored: bool) -> list[str]:
     times += [outcome.plain.first_token_seconds, outcome.plain.seconds] if outcome.plain else []
     cells = [outcome.who, *map(str, tokens), *(f"{seconds:.4f}" for seconds in times)]
     return [*cells, format_speedup(outcome.faster), "yes" if outcome.is_equal else "NO"] if outcome.plain else cells
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _data(result: RunResult) -> str:
-    """All numbers once more, for programs; nothing in it can end the element."""
-    numbers = json.dumps(result.to_dict()).replace("<", "\\u003c")
-    return f'<script type="application/json" id="run">{numbers}</script>'

@@ -44,6 +44,7 @@ def run_command(
     dtype: option.Dtype = "auto",
     device: option.Device = "cpu",
     report: option.Report = None,
+    record: option.Record = None,
     json: option.Json = False,
 ) -> None:
     """Run a model on pages: what an earlier prompt or answer shares with a prompt is not computed again.
@@ -76,6 +77,7 @@ def run_command(
             device=device,
             dtype=dtype,
             parameters=size,
+            record=record,
         )
     )
     if json:
@@ -85,6 +87,8 @@ def run_command(
     if report is not None:
         written(report, report_html(result))
         print(f"wrote {report}", file=sys.stderr)
+    if record is not None:
+        print(f"wrote {record}", file=sys.stderr)
     if result.outcomes.unequal:
         print("kvweave:", format_mismatches(result.outcomes, result.answer.dtype), file=sys.stderr)
         raise typer.Exit(1)

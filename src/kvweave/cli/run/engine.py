@@ -11,15 +11,19 @@ import torch
 
 from kvweave.cli.run.outcome import BaselineOutcome, RequestOutcome
 from kvweave.integrations.transformers import KVWeave
+from kvweave.sim import TraceWriter
 
 WARM_UP_TOKENS = 8
 
 
 class Engine:
-    """Asks a model, greedily. With `compare`, asks it again without reuse, each time."""
+    """Asks a model, greedily. With `compare`, asks it again without reuse, each time. `recording` is told of every
+    request."""
 
-    def __init__(self, weave: KVWeave, max_new_tokens: int, compare: bool) -> None:
-        self.weave, self.compare = weave, compare
+    def __init__(
+        self, weave: KVWeave, max_new_tokens: int, compare: bool, recording: TraceWriter | None = None
+    ) -> None:
+        self.weave, self.compare, self.recording = weave, compare, recording
         self.outcomes: list[RequestOutcome] = []
         pad = weave.model.generation_config.pad_token_id
         self._options: dict[str, Any] = {
@@ -38,6 +42,7 @@ class Engine:
 
     def ask(self, who: str, prompt: Sequence[int], streamer: Any = None) -> list[int]:
         """The answer to a prompt; what it took is added to `outcomes`."""
+        arrived = time.monotonic()
         ids = torch.tensor([list(prompt)], device=self.weave.model.device)
         mask = torch.ones_like(ids)
         answer = self.weave.generate(
@@ -58,6 +63,9 @@ class Engine:
             )
         )
         tokens: list[int] = answer.sequences[0, ids.shape[1] :].tolist()
+        if self.recording is not None:
+            session = who.partition(",")[0]
+            self.recording.write(prompt, tokens, session=session, cached=record.reused_tokens, arrived=arrived)
         return tokens
 
     def _plain(self, ids: torch.Tensor, mask: torch.Tensor, ours: Any) -> BaselineOutcome:

@@ -117,4 +117,13 @@ Report = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the requests as a trace for `kvweave simulate`: hashes of tokens, nothing of their text.",
+        dir_okay=False,
+        rich_help_panel=OUTPUT,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.", rich_help_panel=OUTPUT)]

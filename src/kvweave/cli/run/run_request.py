@@ -35,6 +35,7 @@ class RunRequest:
     device: str = "cpu"
     dtype: str = "auto"
     parameters: str = "24M"
+    record: Path | None = None
 
     def __post_init__(self) -> None:
         ways = [

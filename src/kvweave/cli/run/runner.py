@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from random import Random
 from typing import Any
@@ -18,6 +19,7 @@ from kvweave.cli.run.run_request import RunRequest, RunResult
 from kvweave.cli.run.workload import WORKLOADS, PromptWriter, play
 from kvweave.errors import ConfigError
 from kvweave.integrations.transformers import KVWeave, WeaveStats
+from kvweave.sim import TraceWriter
 
 OnProgress = Callable[[str], None]
 
@@ -32,13 +34,21 @@ def run(request: RunRequest, on_request: OnProgress, tell: OnProgress) -> RunRes
     options: dict[str, Any] = {"block_tokens": request.block_tokens, "store": request.store, "weights": request.weights}
     with KVWeave(loaded.model, request.memory, **options) as weave:
         _check_length(request, weave)
-        engine = Engine(weave, request.max_new_tokens, request.compare)
-        engine.warm_up()
-        said = _generate(request, loaded, engine, on_request, tell)
+        with _recording(request, weave) as recording:
+            engine = Engine(weave, request.max_new_tokens, request.compare, recording)
+            engine.warm_up()
+            said = _generate(request, loaded, engine, on_request, tell)
         answer = PlanResult(weave.plan, weave.served.spec, loaded.dtype)
         snapshot, outcomes = weave.core.contents(), RunOutcomes.of(engine.outcomes)
         store = _store(weave.stats())
     return RunResult(request, loaded.name, loaded.about, loaded.num_parameters, answer, outcomes, snapshot, store, said)
+
+
+def _recording(request: RunRequest, weave: KVWeave) -> AbstractContextManager[TraceWriter | None]:
+    if request.record is None:
+        return nullcontext()
+    retention = weave.core.state.retention
+    return TraceWriter(request.record, block_tokens=weave.core.grid, plan=weave.plan, retention=retention)
 
 
 def _store(stats: WeaveStats) -> dict[str, Any] | None:

@@ -73,7 +73,7 @@ def weights_digest(model: Any) -> str:
 def _digest(name: str, tensor: torch.Tensor) -> bytes:
     running = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
     try:
-        running.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        running.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise StoreError(
             f"cannot read {name} ({tensor.dtype} on {tensor.device}) to tell the model's weights from others ({error});"

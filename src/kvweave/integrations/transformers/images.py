@@ -61,7 +61,7 @@ def _digest(inputs: Mapping[str, torch.Tensor]) -> bytes:
         if name in inputs:
             tensor = inputs[name].detach().cpu().contiguous()
             running.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            running.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            running.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return running.digest()
 
 

@@ -20,7 +20,7 @@ from kvweave.plan import Place
 from kvweave.transfer.command_buffer import CommandBuffer
 from kvweave.transfer.copier import CopyJob, CopyStep, Direction
 from kvweave.transfer.copy_templates import CopyTuning, TemplateCache
-from kvweave.transfer.cpu import CPUCopier
+from kvweave.transfer.cpu_copier import CPUCopier
 from kvweave.transfer.driver import Event, ImmediateCommands, context_of, has_batches, is_idle, is_pinned, submit
 from kvweave.transfer.kernel import Tabulator, current_stream, launch
 from kvweave.transfer.prepared_copy import BoundCopy, PreparedCopy

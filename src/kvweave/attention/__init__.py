@@ -1,0 +1,18 @@
+"""COMPUTING on pages: attention that reads pages in place through block tables, and writes of new rows. Needs torch."""
+
+from kvweave.attention.base import Attention
+from kvweave.attention.choose import open_attention
+from kvweave.attention.options import AttentionOptions
+from kvweave.attention.states import read_states, write_states
+from kvweave.attention.step import Step, StepBuffers, make_step
+
+__all__ = [
+    "Attention",
+    "AttentionOptions",
+    "Step",
+    "StepBuffers",
+    "make_step",
+    "open_attention",
+    "read_states",
+    "write_states",
+]

@@ -1,0 +1,116 @@
+"""A step: the new tokens of some sequences, packed without padding, and where they and their past lie.
+
+    rows           0            1    2
+    queries        [ a a a a a ][ b ][ c c ]        query_starts  0 5 6 8
+    context        lengths[r] tokens, the new ones included: a row's queries are its last tokens
+
+A row may be a decode (one query) or a chunk of a prompt (many), in any order. A row of length 0 is padding: it sees
+nothing, and its outputs are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvweave.cache import Cache, Sequence
+from kvweave.errors import BadRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """Tensors of one device; by tag `tables`, kernel-block ids int32 `[rows, width]`, and `slots`, int64 `[tokens]`.
+
+    `max_queries` is the most queries a row may have, and is all that the host must know: 1 for a step of decodes only.
+    """
+
+    query_starts: torch.Tensor
+    lengths: torch.Tensor
+    tables: Mapping[str, torch.Tensor]
+    slots: Mapping[str, torch.Tensor]
+    max_queries: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    def __post_init__(self) -> None:
+        """What can be told from shapes alone, so that no device has to be waited for."""
+        for tag, table in self.tables.items():
+            kinds = [tensor.dtype for tensor in (self.query_starts, self.lengths, table)]
+            if kinds != [torch.int32] * 3 or not table.is_contiguous():
+                raise BadRows(f"a step has int32 starts, lengths and contiguous tables, not {kinds} for {tag!r}")
+            if len(self.query_starts) != self.num_rows + 1 or len(table) != self.num_rows:
+                raise BadRows(f"{self.num_rows} lengths, {len(self.query_starts)} starts, {len(table)} rows of {tag!r}")
+
+
+def make_step(
+    cache: Cache, sequences: SequenceOf[Sequence], counts: SequenceOf[int], device: torch.device | str = "cpu"
+) -> Step:
+    """The step that `cache.extend` has just made room for: `counts[i]` new tokens of `sequences[i]`."""
+    rows = np.array([sequence.row for sequence in sequences], np.int64)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    lengths = np.array([sequence.length for sequence in sequences], np.int32)
+    slots = cache.slot_mapping(sequences)
+    if (wrong := [tag for tag, found in slots.items() if len(found) != starts[-1]]) or len(counts) != len(rows):
+        raise BadRows(f"{starts[-1]} new tokens, but the last step has {[len(slots[tag]) for tag in wrong]}")
+    tables = {tag: cache.kernel_table(tag)[rows] for tag in slots}
+
+    def there(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Step(
+        there(starts),
+        there(lengths),
+        {tag: there(table) for tag, table in tables.items()},
+        {tag: there(found) for tag, found in slots.items()},
+        max(counts, default=0),
+    )
+
+
+class StepBuffers:
+    """A step at fixed addresses, which a captured graph reads: `load` copies another step into `step`.
+
+    `widths` are the widths of the tables by tag. Rows beyond those loaded have length 0 and a query each, as long as
+    there are tokens; those tokens have slot -1 and are not written.
+    """
+
+    def __init__(
+        self, rows: int, tokens: int, widths: Mapping[str, int], device: torch.device | str, max_queries: int = 1
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.step = Step(
+            zeros(rows + 1),
+            zeros(rows),
+            {tag: zeros(rows, width) for tag, width in widths.items()},
+            {tag: zeros(tokens, dtype=torch.int64) for tag in widths},
+            max_queries,
+        )
+        self._tokens = tokens
+        self._more = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
+
+    def load(self, step: Step, num_tokens: int) -> Step:
+        """Copy; returns the fixed one. The step must fit, and waits for no device."""
+        rows, mine = step.num_rows, self.step
+        widths = {tag: table.shape[1] for tag, table in step.tables.items()}
+        room = {tag: table.shape[1] for tag, table in mine.tables.items()}
+        if rows > mine.num_rows or num_tokens > self._tokens or step.max_queries > mine.max_queries:
+            raise BadRows(f"{rows} rows, {num_tokens} tokens, {step.max_queries} a row: more than these buffers hold")
+        if any(widths[tag] > room[tag] for tag in room):
+            raise BadRows(f"tables of widths {widths} do not fit buffers of {room}")
+        mine.query_starts[: rows + 1].copy_(step.query_starts, non_blocking=True)
+        left = self._more[: mine.num_rows - rows]
+        torch.clamp(left + num_tokens, max=self._tokens, out=mine.query_starts[rows + 1 :])
+        mine.lengths[:rows].copy_(step.lengths, non_blocking=True)
+        mine.lengths[rows:].zero_()
+        for tag, table in mine.tables.items():
+            table[:rows, : widths[tag]].copy_(step.tables[tag], non_blocking=True)
+            mine.slots[tag][:num_tokens].copy_(step.slots[tag], non_blocking=True)
+            mine.slots[tag][num_tokens:].fill_(-1)
+        return mine

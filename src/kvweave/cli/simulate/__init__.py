@@ -1,0 +1,1 @@
+"""`kvweave simulate`: what a cache would have saved on a trace."""

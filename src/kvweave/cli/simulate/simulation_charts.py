@@ -1,0 +1,176 @@
+"""Pictures of a simulation: the curve over memory, where tokens went, and both and occupancy over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvweave.cli.format import format_size as short_size
+from kvweave.cli.svg.draw import (
+    EMPTY,
+    FAINT,
+    HUES,
+    LINE,
+    MARGIN,
+    NULL,
+    PADDING,
+    WIDTH,
+    Drawing,
+    heading,
+    hues,
+    legend,
+    rect,
+    stack,
+    text,
+)
+from kvweave.sim import Cell, Simulation, TokenSplit
+from kvweave.units import format_size
+
+HEIGHT = 260.0
+LEFT, RIGHT = MARGIN + 60.0, WIDTH - MARGIN - 150.0
+PARTS = (
+    ("hit", HUES[2], "hit"),
+    ("no_point", HUES[4], "no point there"),
+    ("evicted", HUES[1], "evicted"),
+    ("never_seen", EMPTY, "never seen"),
+)
+"""What became of prompt tokens: the field, its colour, its words."""
+ORACLES = (
+    ("placement", HUES[0], "placement, LRU"),
+    ("belady", HUES[3], "Belady"),
+    ("both", HUES[5], "both"),
+    ("bound", PADDING, "bound"),
+)
+Curve = list[tuple[int, float]]
+
+
+def curve_drawing(simulation: Simulation) -> Drawing:
+    """Shares of prompt tokens hit over memory: policies, oracles, and the infinite cache."""
+    cells, prompt = simulation.cells, max(1, simulation.cells[0].split.prompt)
+    policies = list(dict.fromkeys(cell.policy for cell in cells))
+    found = [(name, HUES[(2 + 5 * at) % len(HUES)], "", _policy_curve(cells, name)) for at, name in enumerate(policies)]
+    for name, colour, words in ORACLES if cells[0].oracles else ():
+        found.append((words, colour, "6 4", _oracle_curve(cells, name, prompt)))
+    infinite = cells[0].split.overlap / prompt
+    found.append(("infinite", NULL, "2 4", [(cell.memory, infinite) for cell in cells if cell.policy == policies[0]]))
+    axes = Axes.of(sorted({cell.memory for cell in cells}), max(value for *_, curve in found for _, value in curve))
+    shapes = [*axes.shapes(), *(shape for one in found for shape in axes.curve(*one))]
+    keys = [(colour, name) for name, colour, _, _ in found]
+    said = "share of prompt tokens hit, by memory"
+    return stack([heading("Memory", said), legend(keys), Drawing(tuple(shapes), HEIGHT + 34)], 8)
+
+
+def _policy_curve(cells: Sequence[Cell], policy: str) -> Curve:
+    return [(cell.memory, cell.split.hit_rate) for cell in cells if cell.policy == policy]
+
+
+def _oracle_curve(cells: Sequence[Cell], name: str, prompt: int) -> Curve:
+    return [
+        (cell.memory, getattr(cell.oracles, name) / prompt)
+        for cell in cells
+        if cell.oracles is not None and cell.policy == cells[0].policy
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Memory to the right, by its logarithm; shares upwards."""
+
+    memories: tuple[int, ...]
+    most: float
+
+    @classmethod
+    def of(cls, memories: Sequence[int], most: float) -> Axes:
+        return cls(tuple(memories), max(0.1, math.ceil(most * 10) / 10))
+
+    def x(self, memory: int) -> float:
+        low, high = math.log(self.memories[0]), math.log(self.memories[-1])
+        return (LEFT + RIGHT) / 2 if low == high else LEFT + (RIGHT - LEFT) * (math.log(memory) - low) / (high - low)
+
+    def y(self, share: float) -> float:
+        return HEIGHT * (1 - share / self.most)
+
+    def shapes(self) -> list[str]:
+        shapes = []
+        for tenth in range(round(self.most * 10) + 1):
+            y = self.y(tenth / 10)
+            shapes.append(rect(LEFT, y, RIGHT - LEFT, 0.5, LINE))
+            shapes.append(text(LEFT - 10, y + 4, f"{tenth * 10}%", size=11, fill=FAINT, anchor="end"))
+        for memory in self.memories:
+            shapes.append(text(self.x(memory), HEIGHT + 20, format_size(memory), size=11, fill=FAINT, anchor="middle"))
+        return shapes
+
+    def curve(self, name: str, colour: str, dashes: str, points: Curve) -> list[str]:
+        """A line with its points, which say their numbers; its name at the end."""
+        at = [(self.x(memory), self.y(share)) for memory, share in points]
+        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+        line = f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"{dashed}/>'
+        dots = [
+            rect(x - 3, y - 3, 6, 6, colour, kind="share", tip=f"{name}, {format_size(memory)}: {share:.1%}")
+            for (x, y), (memory, share) in zip(at, points, strict=True)
+        ]
+        return [line, *dots]
+
+
+def split_drawing(simulation: Simulation) -> Drawing:
+    """A bar a policy and memory: where all prompt tokens went."""
+    shapes: list[str] = []
+    for number, cell in enumerate(simulation.cells):
+        y = 28.0 * number
+        shapes.append(text(LEFT + 120, y + 15, f"{format_size(cell.memory)}, {cell.policy}", size=12, anchor="end"))
+        shapes += _bar(cell.split, LEFT + 132, y, RIGHT - LEFT - 132, 20)
+        shapes.append(text(RIGHT + 8, y + 15, f"{cell.split.hit_rate:.1%} hit", size=12))
+    keys = [(colour, words) for _, colour, words in PARTS]
+    rows = Drawing(tuple(shapes), 28.0 * len(simulation.cells))
+    return stack([heading("Where prompt tokens went"), legend(keys), rows], 8)
+
+
+def _bar(split: TokenSplit, x: float, y: float, width: float, height: float) -> list[str]:
+    shapes = []
+    for name, colour, words in PARTS:
+        tokens = getattr(split, name)
+        part = width * tokens / max(1, split.prompt)
+        tip = f"{words}: {tokens:,} tokens, {tokens / max(1, split.prompt):.1%}"
+        shapes.append(rect(x, y, part, height, colour, kind=name, tip=tip))
+        x += part
+    return shapes
+
+
+def timeline_drawing(cell: Cell) -> Drawing:
+    """Prompt tokens by the time of their arrival, and what became of them."""
+    most = max((bucket.split.prompt for bucket in cell.timeline), default=1)
+    width = (RIGHT - LEFT) / max(1, len(cell.timeline))
+    shapes: list[str] = []
+    for number, bucket in enumerate(cell.timeline):
+        y = HEIGHT / 2
+        for name, colour, words in PARTS:
+            tokens = getattr(bucket.split, name)
+            height = HEIGHT / 2 * tokens / max(1, most)
+            y -= height
+            tip = f"from {bucket.start:,.0f} s: {words} {tokens:,} of {bucket.split.prompt:,} tokens"
+            shapes.append(rect(LEFT + number * width, y, width * 0.9, height, colour, kind=name, tip=tip))
+    for x, at in ((LEFT, 0), (RIGHT, -1)):
+        words = f"{cell.timeline[at].start:,.0f} s"
+        shapes.append(text(x, HEIGHT / 2 + 16, words, size=11, fill=FAINT, anchor="end" if at else "start"))
+    said = f"{format_size(cell.memory)}, {cell.policy}; prompt tokens by arrival"
+    return stack([heading("Over time", said), Drawing(tuple(shapes), HEIGHT / 2 + 20)], 8)
+
+
+def occupancy_drawing(cell: Cell) -> Drawing:
+    """Bytes cached by group, after requests."""
+    colours = hues(cell.groups)
+    most = max((sum(at.cached_bytes) for at in cell.occupancy), default=1) or 1
+    width = (RIGHT - LEFT) / max(1, len(cell.occupancy))
+    shapes: list[str] = []
+    for number, at in enumerate(cell.occupancy):
+        y = HEIGHT / 2
+        for tag, size in zip(cell.groups, at.cached_bytes, strict=True):
+            height = HEIGHT / 2 * size / most
+            y -= height
+            tip = f"after request {at.request:,}: {tag} {short_size(size)}"
+            shapes.append(rect(LEFT + number * width, y, width, height, colours[tag], kind="cached", tip=tip))
+    said = f"{format_size(cell.memory)}, {cell.policy}; at most {short_size(most)} cached"
+    keys = [(colours[tag], tag) for tag in cell.groups]
+    return stack([heading("Occupancy", said), legend(keys), Drawing(tuple(shapes), HEIGHT / 2 + 6)], 8)

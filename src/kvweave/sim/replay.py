@@ -1,0 +1,176 @@
+"""The replay: the requests of a trace through `kvweave.Cache` itself, one at a time, in the order of their arrival.
+
+Each is opened, computed in steps, committed, generates its output and is closed, as an engine would do it; ids alone
+are kept, so that no model, no weights and no tensor is needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.cache import Cache, Sequence
+from kvweave.errors import NeverFits, OutOfPages
+from kvweave.plan import Plan
+from kvweave.prefix import NEVER, Kind, Policy, Retention
+from kvweave.sim.foresight import Foresight
+from kvweave.sim.trace import Request, TokenIds, Trace
+
+STEP_TOKENS = 8192
+"""Tokens of a prompt that are computed in one step, where memory allows."""
+LEAST_STEP = 256
+SAMPLES = 200
+"""How often occupancy is looked at."""
+NO_POINTS = Retention(prompt_end=False, branches=False, every=0, decode_every=NEVER)
+
+Counts = NDArray[np.int64]
+OnRequest = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Bytes of cached pages by group, after a request."""
+
+    request: int
+    cached_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """What came of each request: tokens hit; tokens of which rows were there, hit or not; the kind of point that was
+    hit (-1: none); whether it was refused, for it never fits."""
+
+    hits: Counts
+    rows: Counts
+    kinds: NDArray[np.int8]
+    refused: NDArray[np.bool_]
+    occupancy: tuple[Occupancy, ...]
+    evicted_bytes: int
+    seconds: float
+
+    @property
+    def hit_tokens(self) -> int:
+        return int(self.hits.sum())
+
+    def hits_by_kind(self) -> dict[str, tuple[int, int]]:
+        """Requests and tokens that were hit at each kind of point; `between`: at none, windows happened to suffice."""
+        names = {int(kind): kind.name.lower() for kind in Kind} | {-1: "between"}
+        found = {}
+        for number, name in names.items():
+            mine = (self.kinds == number) & (self.hits > 0)
+            found[name] = (int(mine.sum()), int(self.hits[mine].sum()))
+        return {name: counts for name, counts in found.items() if counts[0]}
+
+
+def replay(
+    trace: Trace,
+    plan: Plan,
+    *,
+    policy: str | Policy = "lru",
+    retention: Retention | None = None,
+    placement: Foresight | None = None,
+    step_tokens: int = STEP_TOKENS,
+    on_request: OnRequest | None = None,
+) -> Replay:
+    """Replay a trace on a cache over `plan`. With `placement`, on the same grid, the cache leaves resume points only
+    where later requests will go on, and shares nothing behind the last of them."""
+    trace.check_content()
+    start = time.perf_counter()
+    retention = NO_POINTS if placement else retention
+    with Cache(plan, policy=policy, retention=retention, rows=2, max_tokens=max(1, trace.longest)) as cache:
+        replayer = _Replayer(cache, trace, step_tokens, placement)
+        every = max(1, len(trace.requests) // SAMPLES)
+        for number, request in enumerate(trace.requests):
+            replayer.request(number, request)
+            if number % every == 0:
+                replayer.look(number)
+            if on_request is not None:
+                on_request()
+        return replayer.outcome(time.perf_counter() - start)
+
+
+class _Replayer:
+    def __init__(self, cache: Cache, trace: Trace, step_tokens: int, placement: Foresight | None) -> None:
+        self.cache, self.trace, self.step_tokens, self.placement = cache, trace, step_tokens, placement
+        count = len(trace.requests)
+        self.hits, self.rows = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self.kinds, self.refused = np.full(count, -1, np.int8), np.zeros(count, np.bool_)
+        self.occupancy: list[Occupancy] = []
+        groups = cache.state.groups
+        self._sizes = [group.page_bytes if group.has_pages else 0 for group in groups]
+        self._has_points = bool(cache.state.windows or cache.state.states)
+        """Whether points matter; with rows alone every position is one."""
+
+    def request(self, number: int, request: Request) -> None:
+        tokens = self.trace.tokens(request)
+        prompt = tokens[: request.prompt_tokens]
+        if self._has_points:
+            self.kinds[number] = self._kind(prompt, request.namespace)
+        points = None if self.placement is None else self.placement.points_after(number)
+        sequence = self.cache.open(prompt, namespace=request.namespace, points=points)
+        self.hits[number] = sequence.num_cached
+        self.rows[number] = max(sequence.num_cached, sequence.branch)
+        try:
+            self._compute(sequence, tokens, points)
+        except (NeverFits, OutOfPages):
+            self.hits[number], self.rows[number] = 0, 0
+            self.kinds[number], self.refused[number] = -1, True
+        self.cache.close(sequence)
+
+    def _kind(self, prompt: TokenIds, namespace: str) -> int:
+        """The kind of the point that a prompt will hit; being hit makes a branch of it."""
+        tree = self.cache.state.prefix.tree
+        match = tree.match(namespace, prompt)
+        hit = tree.hit(match, len(prompt) - 1)
+        for node in reversed(match.nodes):
+            if node.start < hit <= node.end:
+                point = node.point_at(hit)
+                return -1 if point is None else int(point.kind)
+        return -1
+
+    def _compute(self, sequence: Sequence, tokens: TokenIds, points: list[int] | None) -> None:
+        """Compute a request; with points, what lies behind the last of them is shared with nobody."""
+        shared = len(tokens) if points is None else max([sequence.num_cached, *points])
+        if shared < len(tokens):
+            self._run(sequence, sequence.num_cached, shared, tokens)
+            self.cache.commit(sequence, share=False)
+        self._run(sequence, sequence.length, len(tokens), tokens)
+
+    def _run(self, sequence: Sequence, start: int, end: int, tokens: TokenIds) -> None:
+        """Compute the tokens [start, end): those of the prompt in steps, then those that are generated."""
+        start = self._steps(sequence, start, min(end, sequence.num_prompt))
+        if start < end:
+            self._extend(sequence, end - start, tokens[start:end])
+
+    def _steps(self, sequence: Sequence, start: int, end: int) -> int:
+        """Compute a part of the prompt; in shorter steps where windows have no room for long ones."""
+        step = self.step_tokens
+        while start < end:
+            try:
+                self._extend(sequence, min(step, end - start), None)
+                start += min(step, end - start)
+            except (NeverFits, OutOfPages):
+                step //= 2
+                if step < LEAST_STEP:
+                    raise
+        return start
+
+    def _extend(self, sequence: Sequence, count: int, tokens: TokenIds | None) -> None:
+        """One step; whoever iterates over copies has taken them over, and here there is nothing to copy."""
+        iter(self.cache.extend(sequence, count, tokens=tokens, checkpoints=True))
+        iter(self.cache.commit(sequence))
+
+    def look(self, number: int) -> None:
+        cached = self.cache.state.prefix.num_cached
+        sizes = tuple(count * size for count, size in zip(cached, self._sizes, strict=True))
+        self.occupancy.append(Occupancy(number, sizes))
+
+    def outcome(self, seconds: float) -> Replay:
+        evicted = self.cache.state.prefix.num_evicted
+        gone = sum(count * size for count, size in zip(evicted, self._sizes, strict=True))
+        columns = (self.hits, self.rows, self.kinds, self.refused)
+        return Replay(*columns, tuple(self.occupancy), gone, seconds)

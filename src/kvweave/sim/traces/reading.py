@@ -1,0 +1,64 @@
+"""How a trace is to be read, and how text becomes tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvweave.errors import ConfigError, MissingExtra
+from kvweave.sim.trace import Request, TokenIds, Trace, make_trace
+
+BYTES_PER_TOKEN = 4
+NO_TOKENIZER = f"no tokenizer was given: every {BYTES_PER_TOKEN} bytes of text are a token (--tokenizer names one)"
+
+Tokenize = Callable[[str], TokenIds]
+TextRequest = tuple[float, str, str, str]
+"""When it arrived, its prompt, its output, its session."""
+
+
+def tokens_of_bytes(text: str) -> TokenIds:
+    """Every 4 bytes are a token: about as many as a tokenizer makes of English, and equal prefixes stay equal."""
+    data = text.encode()
+    whole = np.frombuffer(data[: len(data) // BYTES_PER_TOKEN * BYTES_PER_TOKEN], "<u4")
+    return (whole & 0x7FFFFFFF).astype(np.int32)
+
+
+def load_tokenizer(path: str) -> Tokenize:
+    """The tokenizer in a local directory, by transformers."""
+    try:
+        from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise MissingExtra("a tokenizer", "transformers", error.name) from error
+    if not Path(path).exists():
+        raise ConfigError(f"--tokenizer: nothing is at {path!r}; it is a local directory, nothing is downloaded")
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """`way`: what is made of tails and outputs of traces of block ids. `tokenize`: None cuts text into bytes."""
+
+    way: str = "cont"
+    tokenize: Tokenize | None = None
+
+    def text_trace(self, name: str, format: str, asked: Iterable[TextRequest], invented: Sequence[str] = ()) -> Trace:
+        """A trace of texts; requests whose prompt has not one token are left out."""
+        found = [self._request(*one) for one in asked]
+        requests = [request for request in found if request.prompt_tokens]
+        notes = [*([] if self.tokenize else [NO_TOKENIZER]), *invented]
+        if len(requests) < len(found):
+            notes.append(f"{len(found) - len(requests):,} requests whose prompt has not one token are left out")
+        return make_trace(name, format, 1, requests, notes)
+
+    def _request(self, arrival: float, prompt: str, output: str, session: str) -> Request:
+        tokenize = self.tokenize or tokens_of_bytes
+        num_prompt = len(tokenize(prompt))
+        tokens = tokenize(
+            prompt + output
+        )  # as one text: a token may lie across the seam, as it does in the next prompt
+        return Request(arrival, tokens, num_prompt, len(tokens) - num_prompt, session)
