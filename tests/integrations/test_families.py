@@ -82,7 +82,7 @@ def check_prefixes(name: str, block_tokens: int, length: int) -> None:
     model, one, other, of_one, of_other = shared(name, length)
     room, grid = memory(model, block_tokens, length + NEW_TOKENS)
     options: dict[str, Any] = {"block_tokens": block_tokens, "retention": Retention(every=32)}
-    with KVWeave(model, min(20 * room, room + 2**28), rows=8, max_tokens=512, **options) as weave:
+    with KVWeave(model, min(20 * room, room + 2**28), rows=8, max_tokens=4096, **options) as weave:
         for ids, expected in ((one, of_one), (one, of_one), (other, of_other)):
             assert difference(weave.generate(ids, **greedy()), expected) < CLOSE
         cold, warm, left = weave.records
@@ -95,7 +95,7 @@ def check_prefixes(name: str, block_tokens: int, length: int) -> None:
 def check_pressure(name: str, length: int) -> None:
     """Memory for few prompts: others push one out, and it is computed again, the same."""
     model, one, _, of_one, _ = shared(name, length)
-    with KVWeave(model, 3 * memory(model, 16, length + NEW_TOKENS)[0], rows=8, max_tokens=512) as weave:
+    with KVWeave(model, 3 * memory(model, 16, length + NEW_TOKENS)[0], rows=8, max_tokens=4096) as weave:
         assert difference(weave.generate(one, **greedy()), of_one) < CLOSE
         crowd(weave.core, length)
         assert difference(weave.generate(one, **greedy()), of_one) < CLOSE

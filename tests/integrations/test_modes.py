@@ -94,6 +94,18 @@ def test_beams(kind: str, weave: KVWeave) -> None:
     assert weave.records[1].reused_tokens > 0
 
 
+def test_twenty_beam_searches_of_a_window_model_are_those_of_transformers() -> None:
+    """Beams part and die while their window moves on: no two of them write to one page."""
+    model = model_of("gemma3_text")
+    with KVWeave(model, "16MiB", rows=32, max_tokens=512) as weave:
+        for seed in range(20):
+            ids = prompt(20 + 7 * seed, seed)
+            options: dict[str, Any] = {"num_beams": 2 + seed % 4, "num_tokens": 24}
+            theirs = plain(model, ids, **options)
+            assert difference(weave.generate(ids, **greedy(**options)), theirs) < CLOSE, f"search {seed}"
+        assert weave.core.stats().sequences == 0
+
+
 @parametrize()
 def test_sampling_with_a_seed_several_answers_a_prompt(kind: str, weave: KVWeave) -> None:
     ids = prompt(53)
@@ -148,7 +160,7 @@ class Listener(BaseStreamer):  # type: ignore[misc]
 
 @parametrize(("full", "window", "states"))
 def test_streaming_from_a_thread(kind: str, weave: KVWeave) -> None:
-    ids, listener, theirs = prompt(53), Listener(), plain(model_of(KINDS[kind]), prompt(53))
+    ids, listener, theirs = prompt(93), Listener(), plain(model_of(KINDS[kind]), prompt(93))
     thread = Thread(target=weave.generate, args=(ids,), kwargs=greedy(streamer=listener))
     thread.start()
     thread.join()

@@ -277,7 +277,7 @@ def other_positions(weave: KVWeave) -> dict[str, Any]:
 
 
 def four_axes(weave: KVWeave) -> dict[str, Any]:
-    mask = torch.zeros(1, 1, 1, 53)
+    mask = torch.zeros(1, 1, 1, IDS.shape[1])
     mask[..., 3:20] = torch.finfo(torch.float32).min
     return {"attention_mask": mask}
 
@@ -300,11 +300,11 @@ def test_what_is_computed_with_inputs_of_ones_own_is_for_nobody_else(inputs: Cal
 def test_natural_inputs_by_hand_are_for_everybody() -> None:
     model = model_of("llama")
     with KVWeave(model, "16MiB", block_tokens=1) as weave, torch.no_grad():
-        natural = {"attention_mask": torch.ones_like(IDS), "position_ids": torch.tensor([[52]])}
+        natural = {"attention_mask": torch.ones_like(IDS), "position_ids": torch.tensor([[IDS.shape[1] - 1]])}
         with weave.past(IDS) as past:
             model(IDS[:, -1:], past_key_values=past, **natural)
         check(weave, torch.cat([IDS, prompt(4, seed=6)], dim=1))
-        assert weave.records[-1].reused_tokens == 53
+        assert weave.records[-1].reused_tokens == IDS.shape[1]
 
 
 @parametrize

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,7 +66,7 @@ def test_running_out_of_memory_leaves_nothing_allocated() -> None:
     ) as caught:
         Arena(made, memory)
     assert isinstance(caught.value, KVWeaveError)
-    assert caught.value.wanted_bytes == made.pool("window").num_bytes
+    assert caught.value.wanted_bytes == sum(pool.num_bytes for pool in made.pools), "none of it is touched yet"
     assert (memory.num_live, memory.live_bytes) == (0, 0)
 
 
@@ -78,7 +80,7 @@ def test_a_failure_that_is_no_shortage_is_not_called_one(monkeypatch: pytest.Mon
         raise RuntimeError("the driver is on fire")
 
     memory = Memory()
-    monkeypatch.setattr(torch, "empty", broken)
+    monkeypatch.setattr("kvweave.tensor.memory.mmap.mmap", broken)
     with pytest.raises(RuntimeError, match="on fire"):
         Arena(PLANS["dsa fp8"], memory)
     assert memory.num_live == 0
@@ -119,14 +121,18 @@ def test_the_null_page_of_every_group_is_zeros(name: str) -> None:
             assert not arena.pages(group.tag)[: group.pages_per_superpage].any()
 
 
-def test_host_pools_have_a_null_page_of_zeros_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(255))
-    made = make_plan(HYBRID, "1MB", own_pools={"full": PoolRequest(pages=3, place=Place.HOST)}, layout="layer_major")
-    with Arena(made) as arena:
-        assert not arena.pages("full")[0].any()
-        assert arena.pages("full")[1].all(), "only the NULL page is wiped on the host"
-        assert not arena.pages("state").any(), "device pools start as zeros"
+def test_memory_is_zeros_everywhere_and_is_taken_when_it_is_touched() -> None:
+    pools = {"full": PoolRequest(pages=3, place=Place.HOST), "window": PoolRequest(pages=3, place=Place.PINNED)}
+    with Arena(make_plan(HYBRID, "64MB", own_pools=pools), Memory("cpu")) as arena:
+        assert not any(arena.pool(pool.name).any() for pool in arena.plan.pools)
+    before = resident_bytes()
+    with Arena(make_plan(HYBRID, "256MB")) as arena:
+        assert arena.stats().num_bytes > 200 << 20
+        assert resident_bytes() - before < 64 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---- where views lie

@@ -244,12 +244,11 @@ class Cache:
             self._state.tokens.tell(rows, chosen, start, counts, ids)
         return self._hand_out(copies)
 
-    def can_extend(self, sequence: Sequence, n: int) -> bool:
-        """Whether `extend` would find room for `n` more tokens of a sequence now; changes nothing. Where windows are
+    def can_extend(self, sequences: Sequence | Batch | Iterable[Sequence], n: int) -> bool:
+        """Whether `extend` would find room for `n` more tokens of each sequence now; changes nothing. Where windows are
         short of pages, fewer tokens a step need fewer."""
         self._check_thread()
-        self._rows(sequence, check_copies=False)
-        return self._steps.can_extend(sequence, n)
+        return self._steps.can_extend(*self._rows(sequences, check_copies=False), n)
 
     def commit(
         self,

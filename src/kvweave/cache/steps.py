@@ -91,19 +91,23 @@ class Steps:
         counters.step_start[rows] = start
         return copies
 
-    def can_extend(self, sequence: Sequence, count: int) -> bool:
-        """Whether there would be room for `count` more tokens of a sequence; changes nothing."""
-        start = int(self.state.counters.lengths[sequence.row])
-        room = OneRow(self.state, sequence, start, start + count, start + count)
-        admits = bool(self.allocator.reserve) and start == sequence.num_cached
-        fits = room.longest <= self.state.max_tokens
-        return fits and self.allocator.lacking(self._demand(room, 1, room.stateful, 1), admits=admits) is None
+    def can_extend(self, rows: Rows, sequences: list[Sequence], count: int) -> bool:
+        """Whether there would be room for `count` more tokens of each row; changes nothing."""
+        start = self.state.counters.lengths[rows]
+        room = ManyRows(self.state, rows, sequences, start, start + count, start + count)
+        demand = self._demand(room, len(rows), room.stateful, 1)
+        admits = self._admits(room)
+        return room.longest <= self.state.max_tokens and self.allocator.lacking(demand, admits=admits) is None
+
+    def _admits(self, room: Room) -> bool:
+        """Whether a row that does not run yet is asking."""
+        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
 
     def _make_room(self, room: Room, drafts: int, in_step: bool, others: list[Sequence]) -> CopyBuilder | None:
         """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
         stateful = room.stateful
         snapshots = [self._snapshots_of(room, i, drafts, in_step) for i in stateful]
-        admits = bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
+        admits = self._admits(room)
         demand = self._demand(room, len(room.sequences), stateful, 1 + drafts)
         optional = sum(map(len, snapshots))
         if not optional or self.allocator.ensure(self._plus_states(demand, optional), admits=admits) is not None:

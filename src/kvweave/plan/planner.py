@@ -18,6 +18,10 @@ POOLS = ("auto", "uniform", "shared", "independent")
 COARSE = 4
 """How many of the largest blocks a step of prefix reuse may be before a plan warns."""
 
+SCATTERED = 8
+"""More than was ever seen: random prompts needed up to 6, whatever the window's length and the sizes of pages
+(tests/plan/test_context.py)."""
+
 PerGroup = int | Mapping[str, int]
 """One number for all groups, or numbers by tag."""
 
@@ -197,7 +201,7 @@ def _check_fits(draft: Plan, requests: Mapping[str, PoolRequest], context: int |
     tokens = 1 if context is None else context
     if tokens < 1:
         raise PlanError(f"context must be at least 1 token, got {tokens}")
-    need = {pool.name: draft.superpages_for(pool, tokens) for pool in draft.pools}
+    need = {pool.name: draft.superpages_for(pool, tokens) + _scattered(draft, pool, tokens) for pool in draft.pools}
     for pool in draft.pools:
         pages = _pages(pool, requests)
         if pages is not None and pages < need[pool.name]:
@@ -215,6 +219,17 @@ def _check_fits(draft: Plan, requests: Mapping[str, PoolRequest], context: int |
             smallest_bytes=smallest,
         )
     return floors
+
+
+def _scattered(draft: Plan, pool: Pool, num_tokens: int) -> int:
+    """Super-pages that a sequence holds beyond those that its pages would fill.
+
+    A window frees pages as it moves; where a super-page holds several of them, those that stay lie scattered.
+    """
+    groups = [group for group in draft.groups if group.pool == pool.name]
+    scatter = [g.cache.reach for g in groups if g.pages_per_superpage > 1 and g.cache.reach.per_token]
+    has_moved = any(reach.span is not None and num_tokens > reach.span for reach in scatter)
+    return SCATTERED if len(groups) > 1 and has_moved else 0
 
 
 def _pages(pool: Pool, requests: Mapping[str, PoolRequest]) -> int | None:

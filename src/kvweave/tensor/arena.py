@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 
 from kvweave.errors import ArenaClosed, UnknownName
-from kvweave.plan import Place, Plan, Pool
+from kvweave.plan import Place, Plan
 from kvweave.tensor.layer import LayerView, layer_view
 from kvweave.tensor.memory import Buffer, Memory
 from kvweave.tensor.names import ordered
@@ -42,7 +42,7 @@ class Arena:
     attention kinds.
 
     `memory` is a device ("cpu", "cuda"), or a `Memory` shared with other arenas. All or nothing: if one pool cannot be
-    allocated, none is kept. Device pools start as zeros; of host pools only the NULL super-page does.
+    allocated, none is kept. All pools start as zeros.
     """
 
     def __init__(self, plan: Plan, memory: Memory | str = "cpu") -> None:
@@ -57,8 +57,7 @@ class Arena:
                 where = f"pool {pool.name!r}"
                 self.memory.check(untouched + pool.num_bytes, pool.place, where)
                 self._buffers[pool.name] = self.memory.take(pool.num_bytes, pool.place, where)
-                _wipe(self._buffers[pool.name].tensor, pool)
-                untouched += 0 if pool.place is Place.DEVICE else pool.num_bytes
+                untouched += pool.num_bytes if self._buffers[pool.name].tensor.device.type == "cpu" else 0
         except BaseException:
             self.close()
             raise
@@ -128,9 +127,3 @@ class Arena:
     def _check_open(self) -> None:
         if self._closed:
             raise ArenaClosed("this arena is closed: its memory was given back")
-
-
-def _wipe(memory: torch.Tensor, pool: Pool) -> None:
-    """Zero what kernels may read before it was written."""
-    lanes = memory.view(pool.lanes, pool.num_superpages * pool.superpage_bytes)
-    (lanes if pool.place is Place.DEVICE else lanes[:, : pool.superpage_bytes]).zero_()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +12,12 @@ import torch
 from kvweave.errors import NoDevice, OutOfMemory
 from kvweave.host_memory import check_memory
 from kvweave.plan import Place
-from kvweave.spec.role import align_up
 from kvweave.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-SHORTAGE = ("allocate", "out of memory", "overflow")
-"""Substrings by which torch's allocators report a shortage; any other error is raised as it is."""
+SHORTAGE = ("allocate", "out of memory", "overflow", "too large")
+"""Substrings by which allocators report a shortage; any other error is raised as it is."""
 
 HUGE_PAGE = 2 << 20
 
@@ -55,17 +54,16 @@ class Memory:
         return sum(buffer.tensor.numel() for buffer in self._live)
 
     def take(self, num_bytes: int, place: Place, where: str) -> Buffer:
-        """Allocate `num_bytes`, contents undefined; `where` names the buffer in errors."""
+        """Allocate `num_bytes` zeros; `where` names the buffer in errors. Host memory that is not pinned is taken from
+        the machine page by page, as it is touched."""
         given = self._given(place, where)
         self.check(num_bytes, place, where)
         device = self.device if place is Place.DEVICE else torch.device("cpu")
         try:
-            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            tensor = _zeros(num_bytes, device, huge_pages=place is Place.DEVICE)
             if given is Place.PINNED:
                 _register(tensor)
-            if tensor.device.type == "cpu" and place is Place.DEVICE:
-                _prefer_huge_pages(tensor)
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, OSError, OverflowError) as error:
             if not any(word in str(error).lower() for word in SHORTAGE):
                 raise
             reason = f"{format_bytes(num_bytes)} of {self.device if place is Place.DEVICE else place} memory"
@@ -113,16 +111,19 @@ def _checked(device: str | torch.device) -> torch.device:
     return chosen
 
 
+def _zeros(num_bytes: int, device: torch.device, huge_pages: bool) -> torch.Tensor:
+    """On a host the kernel's zero pages, of 2 MiB if asked for: rows of keys lie far apart, and a processor finds few
+    pages without a walk. (torch.zeros would write all of it now.)"""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge_pages and num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 def _register(tensor: torch.Tensor) -> None:
     code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
     if int(code):
         raise RuntimeError(f"out of memory that may be pinned (CUDA error {int(code)})")
-
-
-def _prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask Linux for pages of 2 MiB before the memory is first touched: rows of keys lie far apart, and a processor
-    finds few pages without a walk. A kernel that does not know them answers with an error, which changes nothing."""
-    start = align_up(tensor.data_ptr(), mmap.PAGESIZE)
-    size = (tensor.data_ptr() + tensor.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)

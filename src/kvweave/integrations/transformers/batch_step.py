@@ -50,8 +50,12 @@ class BatchStep:
         """
         key = (tag, first, last, tokens_per_row)
         if key not in self._found:
-            one = len(self.rows) == 1 and not self.pads[0]
-            self._found[key] = (self._blocks if one else self.cells)(tag, first, last, tokens_per_row)
+            starts = first - self.pads // tokens_per_row
+            skips = starts % self._per_block(tag, tokens_per_row)
+            if (skips == skips[0]).all():
+                self._found[key] = self._blocks(tag, starts, last - first, tokens_per_row)
+            else:
+                self._found[key] = self.cells(tag, first, last, tokens_per_row)
         return self._found[key]
 
     def cells(self, tag: str, first: int, last: int, tokens_per_row: int = 1) -> RowSlots:
@@ -62,10 +66,13 @@ class BatchStep:
         pages = np.where(columns < 0, 0, self.core.table(tag)[self.rows[:, None], slots])
         return RowSlots(*self._on_device(np.stack([pages, offsets])).unbind(0))
 
-    def _blocks(self, tag: str, first: int, last: int, tokens_per_row: int) -> BlockRun:
+    def _blocks(self, tag: str, starts: Numbers, count: int, tokens_per_row: int) -> BlockRun:
+        """`count` rows of each sequence from `starts` on, where these are as deep in their blocks; as `cells`."""
         per_block = self._per_block(tag, tokens_per_row)
-        pages = self.core.table(tag)[int(self.rows[0]), first // per_block : -(-last // per_block)]
-        return BlockRun(self._on_device(pages), first % per_block, last - first)
+        skip = int(starts[0]) % per_block
+        slots = (starts // per_block)[:, None] + np.arange(-(-(skip + count) // per_block))
+        pages = np.where(slots < 0, 0, self.core.table(tag)[self.rows[:, None], np.maximum(slots, 0)])
+        return BlockRun(self._on_device(pages), skip, count)
 
     def _per_block(self, tag: str, tokens_per_row: int) -> int:
         return self.core.plan.group(tag).block_tokens // tokens_per_row

@@ -23,6 +23,7 @@ from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.support import CACHE_NAMES, Served
 
 DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+SEVERAL = ("num_beams", "num_return_sequences")
 WHOLE_PROMPT = ("output_hidden_states", "output_attentions")
 OTHER_CACHES = ("quantized", "paged")
 """Values of `cache_implementation` that change the answer, or the generation loop. Others only say where rows are
@@ -42,6 +43,8 @@ class GenerateCall:
     extras: tuple[str, ...] = ()
     images: Images | None = None
     prefill_tokens: int | None = None
+    is_one_loop: bool = False
+    """Whether its first forward is over the prompts' own rows and tokens: no beams, no drafts."""
     fallback: str = ""
 
 
@@ -80,7 +83,10 @@ class CallReader:
         if isinstance(images, str):
             return GenerateCall(None, whole, fallback=images)
         prefill = self._setting(options, "prefill_chunk_size")
-        return GenerateCall(prompts, self._for_pages(options), namespace, extras, images, prefill)
+        is_one_loop = not any(self._setting(options, name) for name in DRAFTS) and all(
+            (self._setting(options, name) or 1) == 1 for name in SEVERAL
+        )
+        return GenerateCall(prompts, self._for_pages(options), namespace, extras, images, prefill, is_one_loop)
 
     def prompts(self, ids: torch.Tensor, mask: torch.Tensor | None, pad: int | None = None) -> Prompts:
         """The prompts of a batch; without a mask and without a padding token there is no padding."""

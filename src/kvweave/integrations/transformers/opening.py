@@ -11,13 +11,13 @@ from kvweave.cache import Sequence
 from kvweave.integrations.transformers.images import Images, own_positions
 from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.paged_memory import PagedMemory
-from kvweave.integrations.transformers.prefill import prefill
+from kvweave.integrations.transformers.prefill import OpenRow, Pieces, is_last_piece, prefill
 from kvweave.integrations.transformers.prompts import Prompt, Prompts
 from kvweave.integrations.transformers.support import Served
 from kvweave.integrations.transformers.watch import ModelVersion
 
 if TYPE_CHECKING:
-    from kvweave.integrations.transformers.store_sync import StoreSync
+    from kvweave.integrations.transformers.store_sync import StoreBatch, StoreSync
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,42 +35,66 @@ class Opener:
         self,
         prompts: Prompts,
         namespace: Hashable,
-        prefill_tokens: int,
+        pieces: Pieces,
         extras: tuple[str, ...] = (),
         images: Images | None = None,
     ) -> PagedCache:
-        """Open a sequence a row and compute what is missing of all but the last token; all or nothing."""
+        """Open a sequence a row and compute what is missing, but for the last piece; all or nothing."""
         positions = (
             own_positions(self.model, prompts.ids, prompts.mask, images) if self.served.takes_positions else None
         )
-        rows, rope = prompts.rows(namespace, self.counts_padding, extras), self.memory.rope
-        longest = max(len(prompt.tokens) for prompt in rows)
+        rope = self.memory.rope
+        rows = prompts.rows(namespace, self.counts_padding, extras)
+        longest = max(len(row.tokens) for row in rows)
         rope_range = rope.range_of(longest)
         rope.restart()
+        if rope.is_there:  # such models (Phi-3) leave a cache aside that ends before the border, and their answer after
+            pieces = replace(pieces, generate_computes_last=False)
+        for number, row in enumerate(rows):
+            own = None if positions is None else positions[..., number : number + 1, -len(row.tokens) :]
+            rows[number] = replace(row, rope_range=rope_range, images=images, positions=own)
         store_batch = self.store_sync.store_batch() if self.store_sync and not images else None
-        version = None if store_batch else self.memory.watch.look()
-        sequences: list[Sequence] = []
+        version = None if store_batch else self.memory.watch.look()  # before there are hooks of ours to be seen
+        opened: list[OpenRow] = []
         try:
             with rope.with_length(longest):
-                for number, row in enumerate(rows):
-                    own = None if positions is None else positions[..., number : number + 1, -len(row.tokens) :]
-                    prompt = replace(row, rope_range=rope_range, images=images, positions=own)
-                    sequence, points = (
-                        store_batch.open(prompt) if store_batch else (self._open_one(prompt, version), ())
-                    )
-                    sequences.append(sequence)
-                    on_point = partial(store_batch.capture, sequence) if store_batch else bool
-                    past = self.cache_class(self.memory, [sequence], sequence.length, rope_range=rope_range)
-                    prefill(self.model, self.served, past, prompt, prefill_tokens, points, on_point)
+                self._open_rows(rows, store_batch, version, pieces, opened)
         except BaseException:
-            for sequence in sequences:
-                self.memory.core.close(sequence)
+            for each in opened:
+                self.memory.core.close(each.sequence)
             raise
-        opened: PagedCache = self.cache_class(
-            self.memory, sequences, prompts.width - 1, store_batch, rope_range=rope_range
+        sequences, left = [each.sequence for each in opened], opened[0].left
+        past: PagedCache = self.cache_class(
+            self.memory, sequences, prompts.width - left, store_batch, rope_range=rope_range
         )
-        opened.expects_prompts, opened.positions = True, positions
-        return opened
+        past.prompt_columns, past.positions = prompts.width, positions
+        return past
+
+    def _open_rows(
+        self,
+        rows: list[Prompt],
+        store_batch: StoreBatch | None,
+        version: ModelVersion | None,
+        pieces: Pieces,
+        opened: list[OpenRow],
+    ) -> None:
+        """Open rows into `opened`, and compute them: one after the other where one may find what another computed."""
+        core = self.memory.core
+        are_apart = len({row.tokens[: core.grid].tobytes() for row in rows}) == len(rows)
+        pieces_of_one = replace(pieces, generate_computes_last=pieces.generate_computes_last and len(rows) == 1)
+        for together in [rows] if are_apart else [[row] for row in rows]:
+            for row in together:
+                sequence, points = store_batch.open(row) if store_batch else (self._open_one(row, version), ())
+                opened.append(OpenRow(row, sequence, points))
+            if not are_apart or not is_last_piece(core, self.served, opened, pieces):
+                for each in opened[-len(together) :]:
+                    self._compute(each, store_batch, pieces_of_one)
+
+    def _compute(self, row: OpenRow, store_batch: StoreBatch | None, pieces: Pieces) -> None:
+        sequence = row.sequence
+        on_point = partial(store_batch.capture, sequence) if store_batch else bool
+        past = self.cache_class(self.memory, [sequence], sequence.length, rope_range=row.prompt.rope_range)
+        prefill(self.model, self.served, past, row, pieces, on_point)
 
     def _open_one(self, prompt: Prompt, version: ModelVersion | None) -> Sequence:
         """A hit is taken, unless it ends before the last image, or what is left is long and computed token by token."""

@@ -52,7 +52,8 @@ class PagedCache(CacheRows):
         self.made_for = made_for
         self._rope_range = rope_range
         self.first_token_at: float | None = None
-        self.expects_prompts = False
+        self.prompt_columns = 0
+        """Columns of the prompts, until the first step: some ways to generate begin with all of them."""
         self.positions: torch.Tensor | None = None
         """The positions of the prompts, for models that compute them themselves."""
         self.computed_by: object = None
@@ -155,7 +156,7 @@ class PagedCache(CacheRows):
             self.fail()
             raise BadCall(f"the model has skipped layers {unwritten}: a paged cache needs the rows of every layer")
         self.columns = self._step.end
-        self.expects_prompts = False
+        self.prompt_columns = 0
         self._uncommitted = True
         self._leave()
         if self.first_token_at is None:
@@ -243,7 +244,7 @@ class PagedCache(CacheRows):
             raise BadCall("a paged cache can be copied only while it is open and no forward runs with it")
         with self.memory.core_lock:
             twin = type(self)(self.memory, self._forked(), self.columns, self.store_batch, rope_range=self._rope_range)
-        twin.made_for, twin.expects_prompts = self.made_for, self.expects_prompts
+        twin.made_for, twin.prompt_columns = self.made_for, self.prompt_columns
         twin._has_failed, twin._uncommitted, twin._is_shared = self._has_failed, self._uncommitted, self._is_shared
         return twin
 

@@ -25,14 +25,14 @@ class RowSlots(NamedTuple):
 
 
 class BlockRun(NamedTuple):
-    """Rows in whole blocks of one sequence: `num_rows` rows after the first `skip`. Fewer and longer copies."""
+    """Rows in whole blocks, `[batch, blocks]`: of each `num_rows` rows after the first `skip`. Longer copies."""
 
     pages: torch.Tensor
     skip: int
     num_rows: int
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[:, self.pages].flatten(1, 2)[:, self.skip : self.skip + self.num_rows].unsqueeze(1)
+        return rows[:, self.pages].flatten(2, 3)[:, :, self.skip : self.skip + self.num_rows]
 
 
 WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8)

@@ -23,7 +23,7 @@ from kvweave.integrations.transformers.layers.model_caches import cache_class
 from kvweave.integrations.transformers.opening import Opener
 from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.paged_memory import PagedMemory
-from kvweave.integrations.transformers.prefill import retention
+from kvweave.integrations.transformers.prefill import Pieces, retention, uncut
 from kvweave.integrations.transformers.prompts import Prompts
 from kvweave.integrations.transformers.request_record import RequestRecord, RequestRecords, WeaveStats
 from kvweave.integrations.transformers.rope import LengthRope
@@ -46,7 +46,8 @@ DECLINED = "behind a prefix that was found it computes token by token, which tak
 class KVWeave:
     """Serves one model from `memory` bytes of pages, planned from its config. One `generate` at a time, in any thread.
 
-    `block_tokens` is the granularity of reuse; prompts are computed `prefill_tokens` at a time. Other options of
+    `block_tokens` is the granularity of reuse; prompts are computed `prefill_tokens` at a time. `context` is a length
+    (of a prompt and its answer) that must fit at least once: in less memory it is `NeverFits`. Other options of
     `kvweave.Cache` (policy, retention, rows, max_tokens) are passed on. `close` frees the memory.
 
     Before each request the model is checked for changes: KV that was computed with other weights or adapters is not
@@ -64,6 +65,7 @@ class KVWeave:
         *,
         block_tokens: int | Mapping[str, int] = 16,
         prefill_tokens: int = 4096,
+        context: int | None = None,
         store: str | Path | AnyStore[Any] | None = None,
         weights: str | None = None,
         store_wait_s: float = 5.0,
@@ -73,15 +75,17 @@ class KVWeave:
         self._outermost, self.model = models[0], models[-1]
         self.served = examine(self.model)
         self.prefill_tokens = prefill_tokens
-        self.plan = plan_for(self.served, memory, block_tokens)
+        self.plan = plan_for(self.served, memory, block_tokens, context)
         rope = LengthRope(self.model)
         self._calls = CallReader(self.model, self.served, rope)
         opened = self._open_store(store)
         try:
             unit = 1
             if opened:
-                self.plan, unit = plan_for(opened.served, memory, block_tokens), opened.store.schema.chunk_tokens
+                self.plan = plan_for(opened.served, memory, block_tokens, context)
+                unit = opened.store.schema.chunk_tokens
             self.core = Cache(self.plan, **{"retention": retention(self.served, unit), **cache_options})
+            self._uncut = 0 if "retention" in cache_options else uncut(self.served)
             self.memory = self._make_memory(rope)
             self._store_sync = opened.store_sync(self.model, self.memory, weights, store_wait_s) if opened else None
         except BaseException:
@@ -145,9 +149,9 @@ class KVWeave:
             self.records.append(_record_fallback(call, answer, start))
             return answer
         self._check_model()
-        opening = call.prompts, call.namespace, call.prefill_tokens or self.prefill_tokens, call.extras, call.images
+        pieces = Pieces(call.prefill_tokens or self.prefill_tokens, call.is_one_loop, self._uncut)
         with self.memory.core_lock, uncompiled(self.model):
-            with self._opener.open(*opening) as past:
+            with self._opener.open(call.prompts, call.namespace, pieces, call.extras, call.images) as past:
                 given = {**call.options, "attention_mask": call.prompts.mask, self.served.cache_name: past}
                 if past.positions is not None:
                     given["position_ids"] = past.positions
@@ -168,7 +172,7 @@ class KVWeave:
         prompts = self._calls.prompts(input_ids, attention_mask, self._calls.pad_token())
         self._check_model()
         with self.memory.core_lock, uncompiled(self.model):
-            past = self._opener.open(prompts, namespace, self.prefill_tokens)
+            past = self._opener.open(prompts, namespace, Pieces(self.prefill_tokens))
         past.made_for = self.memory.watch.look()
         return past
 
