@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,8 +122,8 @@ def step(case: Case, view: LayerView, device: str) -> Step:
 
 def dense(case: Case, queries: torch.Tensor) -> Callable[[], torch.Tensor]:
     """SDPA over keys and values of the tokens seen."""
-    shape, like = case.shape, {"dtype": queries.dtype, "device": queries.device}
-    keys = torch.randn(case.rows, shape.kv_heads, case.seen, shape.dim, **like)
+    shape = case.shape
+    keys = torch.randn(case.rows, shape.kv_heads, case.seen, shape.dim, dtype=queries.dtype, device=queries.device)
     values = keys[..., : shape.latent] if shape.latent else torch.randn_like(keys)
     q = queries.view(case.rows, case.queries, shape.heads, shape.dim).transpose(1, 2)
     mask = None
@@ -139,7 +139,7 @@ def dense(case: Case, queries: torch.Tensor) -> Callable[[], torch.Tensor]:
 # ---- clocks
 
 
-def on_cpu(acts: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
+def on_cpu(acts: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
     """The least CPU seconds of each, turn and turn about, after one call to warm up."""
     least = dict.fromkeys(acts, float("inf"))
     for act in acts.values():

@@ -32,7 +32,7 @@ from kvweave import Layer, LayerCache, ModelSpec, Role, make_plan
 from kvweave.errors import ServerError
 from kvweave.server import Client, RemoteStore, protocol
 from kvweave.spec import DType, Full, Segment, State, Window
-from kvweave.store import HashedPrompt, Namespace, PagePayloads, Schema, Shard, Sink
+from kvweave.store import EngineMemory, HashedPrompt, Namespace, PagePayloads, Schema, Shard, Sink
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 
@@ -143,7 +143,7 @@ def paged(store: RemoteStore, rounds: int) -> tuple[float, float]:
     """GB/s out of pools and back into them."""
     made = make_plan(gqa(), "768MiB", block_tokens=16, layout="layer_major")
     pools = {pool.name: np.ones(pool.num_bytes, np.uint8) for pool in made.pools}
-    pages = PagePayloads(store.schema, made, pools)
+    pages = PagePayloads(store.schema, EngineMemory.of_plan(made, pools))
     table = {"full": np.random.default_rng(0).permutation(np.arange(1, 1 + TOKENS // 16)).astype(np.int32)}
     size = TOKENS * 32 * 2 * 8 * 128 * 2 / 1e9
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.errors import PlanError
-from kvweave.units import format_bytes, format_size, parse_bytes
+from kvweave.units import DISK_BYTES, format_bytes, format_size, parse_bytes, parse_directory
 
 
 @pytest.mark.parametrize(
@@ -75,3 +76,22 @@ def test_sizes_are_said_as_people_write_them(size: int, says: str) -> None:
     assert format_size(size) == says
     if size:
         assert parse_bytes(says.replace(",", "")) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("/var/kv:100GiB", (Path("/var/kv"), 100 * 2**30)),
+        ("/var/kv", (Path("/var/kv"), DISK_BYTES)),
+        ("a:b", (Path("a:b"), DISK_BYTES)),
+        ("a:1/b", (Path("a:1/b"), DISK_BYTES)),
+        ("a:b:7", (Path("a:b"), 7)),
+    ],
+)
+def test_a_directory_may_say_how_much_it_holds(text: str, place: tuple[Path, int]) -> None:
+    assert parse_directory(text) == place
+
+
+def test_a_directory_of_a_size_that_is_none_is_refused_rather_than_made() -> None:
+    with pytest.raises(PlanError, match="cannot read '10XB'"):
+        parse_directory("/var/kv:10XB")

@@ -49,6 +49,9 @@
             +-- OverLimit    more than one message, or one connection, may ask for
             +-- LeaseExpired what was reserved was given back meanwhile; nothing became visible
 
+    KVWeaveWarning           something works, but hardly as it was meant
+    +-- CoarseReuse          a plan whose groups' blocks seldom end together, so that few prefixes can be reused
+
 Every message carries the numbers and the cure; an error leaves everything as it was.
 """
 
@@ -61,6 +64,14 @@ from typing import Any, NamedTuple
 
 class KVWeaveError(Exception):
     """Base of all errors that kvweave raises on purpose."""
+
+
+class KVWeaveWarning(UserWarning):
+    """Base of all warnings of kvweave."""
+
+
+class CoarseReuse(KVWeaveWarning):
+    """Blocks of a plan's groups seldom end at the same token, so prefixes are reused in large steps only."""
 
 
 class SpecError(KVWeaveError, ValueError):

@@ -1,12 +1,15 @@
-"""Bytes as people write them: "80GiB", "512 MB", 1024."""
+"""Bytes as people write them: "80GiB", "512 MB", 1024; and directories that may hold so many: "/var/kv:100GiB"."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
+from pathlib import Path
 
 from kvweave.errors import PlanError
 
+DISK_BYTES = 20 << 30
+"""Of a directory, where nobody says how much."""
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}{suffix}": 1024**power for power, letter in enumerate("kmgt", 1) for suffix in ("ib", "i", "")}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
@@ -24,6 +27,19 @@ def parse_bytes(size: int | str, *, what: str = "memory", least: int = 1) -> int
     if size < least:
         raise PlanError(f"{what} must {'be more than 0 bytes' if least else 'not be negative'}, got {size}")
     return size
+
+
+def parse_directory(text: str) -> tuple[Path, int]:
+    """`"/var/kv:100GiB"` -> the directory, and how much of it; 20 GiB where no size is given.
+
+    Of a colon that is followed by no digit, or by a further folder, the name itself is meant.
+    """
+    match = re.fullmatch(r"(.+):([0-9][^/]*)", text)
+    if not text or text.startswith(":"):
+        raise PlanError(f"a directory is DIR or DIR:SIZE, for example /var/kv:100GiB, not {text!r}")
+    if match is None:
+        return Path(text), DISK_BYTES
+    return Path(match[1]), parse_bytes(match[2], what="the size of a directory")
 
 
 def format_bytes(num_bytes: float) -> str:

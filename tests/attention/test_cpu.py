@@ -98,7 +98,18 @@ def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
     assert torch.equal(found[0, 0], values.to(dtype))
 
 
-def test_pages_elsewhere_are_refused() -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_infinities_and_tiny_numbers_of_pages_are_read_as_they_are(dtype: str) -> None:
+    world = World(Kind(heads=1, kv_heads=1, key_dim=16, value_dim=16, dtype=dtype), pages=4)
+    attention, slot = open_attention(world.view, backend="cpu"), world.first_page * 32
+    rows = torch.tensor([torch.inf, -torch.inf, 6e-8, -6e-8, 6.1e-5, 65504, -1, 0] * 2).to(world.view["key"].dtype)
+    attention.write(torch.zeros_like(rows).view(1, 1, -1), rows.view(1, 1, -1), torch.tensor([slot]))
+    step = world.step([1], [1])
+    step.tables["full"][0, 0] = slot // 16
+    assert torch.equal(attention.attend(torch.zeros(1, 1, 16), step)[0, 0], rows.float())
+
+
+def test_layers_and_queries_that_it_cannot_compute_with_are_refused() -> None:
     world = World(Kind())
     with pytest.raises(NoKernel, match="1024 are the most"):
         open_attention(World(Kind(key_dim=1040), pages=4).view, backend="cpu")

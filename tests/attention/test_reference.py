@@ -31,7 +31,8 @@ def test_the_reference_is_torch_on_gathered_rows(window: int | None) -> None:
         mask = (tokens <= positions) & (tokens > positions - (window or 1000))
         right = torch.nn.functional.scaled_dot_product_attention(
             queries[first : first + count].transpose(0, 1),
-            *(rows[name].transpose(0, 1) for name in ("key", "value")),
+            rows["key"].transpose(0, 1),
+            rows["value"].transpose(0, 1),
             attn_mask=mask,
             enable_gqa=True,
         )

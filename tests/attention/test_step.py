@@ -32,11 +32,12 @@ class Model:
         plan = make_plan(assemble("model", [(GQA(), r) for r in requests]), "4MB", block_tokens=16, kernel_tokens=8)
         self.core, self.arena = Cache(plan), Arena(plan)
         self.layers = [open_attention(self.arena.layer(layer)) for layer in range(len(REACHES))]
-        self.by_token, self.by_position = torch.randn(2, 2, 400, KV_HEADS, DIM)
+        self.by_token, self.by_position = torch.randn(2, 2, 400, KV_HEADS, DIM).unbind()
 
     def rows(self, layer: int, tokens: list[int]) -> torch.Tensor:
         """Keys and values of a prompt's tokens, `[2, tokens, heads, dim]`."""
-        return (self.by_token[:, tokens] + self.by_position[:, : len(tokens)]) * (layer + 1)
+        both: torch.Tensor = self.by_token[:, tokens] + self.by_position[:, : len(tokens)]
+        return both * (layer + 1)
 
     def run(self, prompts: dict[Sequence, list[int]], counts: list[int]) -> None:
         """One step, checked layer by layer."""

@@ -47,7 +47,11 @@ WRONG = {
     "pool twice": ((*LLAMA, "--pool", "full=3", "--pool", "full=4"), "full given twice"),
     "draft of another kind": ((*LLAMA, "--draft", "deepseek-v3-nextn"), "not among the target's (full)"),
     "own groups of no draft": ((*LLAMA, "--draft-own-groups"), "there is no --draft"),
-    "picture nowhere": ((*LLAMA, "--svg", "nowhere/memory.svg"), "cannot open nowhere/memory.svg"),
+    "picture in a file": ((*LLAMA, "--svg", f"{__file__}/memory.svg"), "cannot open"),
+    "memory and a gpu": ((*LLAMA, "--memory", "8GiB", "--gpu", "80GiB"), "--memory is for the cache alone"),
+    "weights of no gpu": ((*LLAMA, "--weights", "fp8"), "give --gpu, too"),
+    "a gpu below its weights": ((*LLAMA, "--gpu", "16GiB"), "--tp 2 would do"),
+    "weights that cannot be counted": (("plan", "zamba2-7b", "--gpu", "80GiB"), "for example --weights 16GiB"),
 }
 
 
@@ -69,7 +73,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(kvweave: Kvweave, what: str) -> N
         ("[]", "not an object"),
         ("{}", "num_hidden_layers is missing"),
         ('{"model_type": "llama", "num_hidden_layers": "many"}', "must be a whole number"),
-        ('{"model_type": "llama", "num_attention_heads": 0}', "config"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads must be at least 1, got 0"),
+        ('{"model_type": "bert", "num_hidden_layers": 2}', "bert is an encoder"),
     ],
 )
 def test_a_broken_config_is_one_line_too(kvweave: Kvweave, tmp_path: Path, text: str, words: str) -> None:
@@ -80,7 +85,7 @@ def test_a_broken_config_is_one_line_too(kvweave: Kvweave, tmp_path: Path, text:
 
 
 def test_a_message_of_several_lines_becomes_one(kvweave: Kvweave) -> None:
-    run = kvweave(*LLAMA, "--svg", "no\nsuch\nfolder/memory.svg")
+    run = kvweave(*LLAMA, "--svg", f"{__file__}/no\nsuch\nfolder/memory.svg")
     assert (run.code, run.err.count("\n")) == (2, 1)
 
 

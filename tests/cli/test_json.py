@@ -161,3 +161,9 @@ def test_one_page_size_is_what_it_is_compared_with(kvweave: Kvweave) -> None:
 def test_explain_adds_its_sentences_to_the_object(kvweave: Kvweave) -> None:
     assert "explain" not in kvweave("plan", "gemma-3-27b", "--json").json()
     assert "group window: 52 layers" in kvweave("plan", "gemma-3-27b", "--json", "--explain").json()["explain"]
+
+
+def test_the_steps_of_prefix_reuse_are_in_it_here_and_with_one_page_size(kvweave: Kvweave) -> None:
+    report = kvweave("plan", "deepseek-v4-flash", "--json").json()
+    assert (report["reuse_tokens"], report["one_page_size"]["reuse_tokens"]) == (128, 4096)
+    assert report["gpu"] is None

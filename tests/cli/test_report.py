@@ -15,10 +15,11 @@ import pytest
 from kvweave.cache.contents import CacheContents, Owner
 from kvweave.cli.report import report_html, run_svg
 from kvweave.cli.run import runner
-from kvweave.cli.run.outcome import RunOutcomes
+from kvweave.cli.run.format_outcomes import format_total
+from kvweave.cli.run.outcome import BaselineOutcome, RunOutcomes
 from kvweave.cli.run.run_request import RunRequest, RunResult
 from kvweave.cli.run.workload import WorkloadSize
-from kvweave.cli.svg.draw import WIDTH
+from kvweave.cli.svg.draw import NARROW, WIDE, Sheet
 from tests.cli.command import Kvweave
 from tests.cli.threads import one_thread  # noqa: F401
 
@@ -58,6 +59,11 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.words.append(data)
 
+    @classmethod
+    def wide(cls, text: str) -> Page:
+        """The page as a wide screen shows it: each picture once."""
+        return cls(re.sub(r'<svg class="narrow".*?</svg>', "", text, flags=re.DOTALL))
+
     def all(self, kind: str) -> list[dict[str, str | None]]:
         return [attributes for _, attributes in self.seen if attributes.get("class") == kind]
 
@@ -85,20 +91,19 @@ def test_the_page_is_well_formed_and_needs_nothing_else(result: RunResult) -> No
 def test_its_numbers_are_the_records(result: RunResult) -> None:
     text = report_html(result)
     assert numbers(text) == json.loads(json.dumps(result.to_dict()))
-    cells = [row.split("</td><td>") for row in re.findall(r"<tr><td>(.*?)</td></tr>", text)]
-    rows = {row[0]: row for row in cells if row[0].startswith("agent")}
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", text)]
+    rows = {row[0]: row for row in cells if row and row[0].startswith("agent")}
     assert len(rows) == SIZE.requests
     for outcome in result.outcomes.each:
         tokens = (outcome.prompt_tokens, outcome.reused_tokens, outcome.computed_tokens, outcome.new_tokens)
         assert rows[outcome.who][1:5] == [str(number) for number in tokens]
         assert rows[outcome.who][5] == f"{outcome.first_token_seconds:.4f}"
     assert f"{result.outcomes.reused_share:.1%}" in text
-    assert f"{result.outcomes.faster:.1f}x" in text
     assert "all equal" in text
 
 
 def test_bars_are_to_scale(result: RunResult) -> None:
-    page = Page(report_html(result))
+    page = Page.wide(report_html(result))
     reused, computed = ([float(bar["width"] or 0) for bar in page.all(kind)] for kind in ("reused", "computed"))
     whole = [one + other for one, other in zip(reused, computed, strict=True)]
     for outcome, bar, total in zip(result.outcomes.each, reused, whole, strict=True):
@@ -119,7 +124,7 @@ def test_the_map_shows_every_page_that_the_books_have(result: RunResult) -> None
     for pool, stats in zip(snapshot.pools, snapshot.stats.pools, strict=True):
         assert len(pool.superpages) == stats.superpages
         assert sum(s.tag is None for s in pool.superpages) == stats.free_superpages
-    drawn = [int(path["data-pages"] or 0) for path in Page(report_html(result)).all("pages")]
+    drawn = [int(path["data-pages"] or 0) for path in Page.wide(report_html(result)).all("pages")]
     pages = sum(group.cached + group.free for group in snapshot.stats.groups)
     assert sum(drawn) == pages + sum(pool.free_superpages for pool in snapshot.stats.pools)
 
@@ -131,15 +136,51 @@ def test_the_tree_begins_with_what_all_share(result: RunResult) -> None:
     assert first.branches == sum(branch.branches for branch in tree if branch.parent is None) == SIZE.parties
     found = sum(outcome.reused_tokens > 0 for outcome in result.outcomes.each)
     assert sum(branch.found for branch in tree if branch.parent is None) == found
-    runs = Page(report_html(result)).all("run")
-    assert len(runs) == len(tree)
+    text = report_html(result)
+    assert len(Page.wide(text).all("run")) == len(tree)
+    assert text.count('<td data-head="times found">') == len(tree), "and once more for those who have no pointer"
 
 
 def test_the_picture_is_an_svg_within_its_frame(result: RunResult) -> None:
     root = ElementTree.fromstring(run_svg(result))
     assert root.tag == f"{SVG}svg"
-    for rect in root.iter(f"{SVG}rect"):
-        assert 0 <= float(rect.attrib["x"]) <= float(rect.attrib["x"]) + float(rect.attrib["width"]) <= WIDTH + 0.01
+    assert all(is_on(WIDE, rect) for rect in root.iter(f"{SVG}rect"))
+
+
+@pytest.mark.parametrize("sheet", [WIDE, NARROW])
+def test_bars_stay_on_their_sheet_wide_or_narrow(result: RunResult, sheet: Sheet) -> None:
+    kind = "narrow" if sheet.is_narrow else "wide"
+    pictures = re.findall(rf'<svg class="{kind}".*?</svg>', report_html(result), flags=re.DOTALL)
+    assert len(pictures) == 5
+    assert all(is_on(sheet, rect) for picture in pictures for rect in ElementTree.fromstring(picture).iter("rect"))
+
+
+def is_on(sheet: Sheet, rect: ElementTree.Element) -> bool:
+    start, width = (float(rect.attrib[name]) for name in ("x", "width"))
+    return 0 <= start <= start + width <= sheet.width + 0.01
+
+
+@pytest.mark.parametrize(
+    ("scale", "first", "total", "kind"),
+    [
+        (2.0, "2.0x</b><span>faster until the first", "saved until the last", "good"),
+        (0.5, "2.0x</b><span>slower until the first", "lost until the last", "bad"),
+        (1.0, "1.0x</b><span>as fast until the first", "saved until the last", ""),
+    ],
+)
+def test_slower_is_called_slower_and_is_not_green(
+    result: RunResult, scale: float, first: str, total: str, kind: str
+) -> None:
+    """Against itself, `scale` times as long."""
+    outcomes = [
+        replace(o, plain=BaselineOutcome(o.first_token_seconds * scale, o.seconds * scale, None, 0.0))
+        for o in result.outcomes.each
+    ]
+    text = report_html(replace(result, outcomes=RunOutcomes.of(outcomes)))
+    assert f'<div class="tile {kind}"><b>{first}' in text
+    assert total in text
+    assert "<b>-" not in text
+    assert " -" not in "".join(format_total(RunOutcomes.of(outcomes)))
 
 
 def test_a_run_without_comparison_has_no_other_times(result: RunResult) -> None:
@@ -147,7 +188,7 @@ def test_a_run_without_comparison_has_no_other_times(result: RunResult) -> None:
     text = report_html(replace(result, outcomes=RunOutcomes(alone)))
     page = Page(text)
     assert not page.all("plain")
-    assert "without reuse" not in text
+    assert "with and without reuse" not in text
     assert numbers(text)["all_tokens_equal"] is None
 
 

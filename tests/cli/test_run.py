@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvweave.cli.run import runner
+from kvweave.cli.run import chat, runner
 from kvweave.cli.run.text import ByteTokenizer
 from kvweave.cli.run.workload import PromptWriter, WorkloadSize, agents, play
+from kvweave.cli.source import example_names
 from kvweave.integrations.transformers import KVWeave
 from tests.cli.command import Kvweave
 from tests.cli.threads import one_thread  # noqa: F401
@@ -120,6 +122,52 @@ def test_a_chat_reads_lines_through_a_pipe_until_it_is_quit(kvweave: Kvweave, mo
     assert len(said) == 2
     assert said[0].startswith("[0 of ")
     assert not said[1].startswith("[0 of ")
+
+
+def test_a_chat_says_its_model_first_and_only_sums_at_the_end(
+    kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    lines = kvweave(*QWEN, "--chat").out.splitlines()
+    assert lines[0] == "[qwen3-next-80b scaled to 2.1M]"
+    assert "".join(lines).count("random weights") == 1
+    assert lines[-1].startswith("The first token came after")
+
+
+def test_a_chat_in_which_nothing_is_said_ends_with_that(kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert kvweave(*GEMMA, "--chat").out.endswith("\nNothing was asked.\n")
+
+
+def test_the_end_of_a_typed_chat_ends_the_line_of_its_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(prompt: str) -> str:
+        print(prompt, end="")
+        raise EOFError
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(builtins, "input", ended)
+    assert list(chat.lines()) == []
+    assert capsys.readouterr().out == "you> \n"
+
+
+@pytest.mark.parametrize(("name", "size"), [("zamba2-7b", "2M"), ("gpt-oss-20b", "2M"), ("longcat-flash", "3M")])
+def test_a_scaled_model_is_one_that_runs(kvweave: Kvweave, name: str, size: str) -> None:
+    """Powers of two divide neither the 112 heads of Zamba 2 nor make 2,880 a width that kernels can read."""
+    options = ("--memory", "64MiB", "--max-new-tokens", "2", "--prompt", "hello", "--compare", "--json")
+    report = kvweave("run", name, "--size", size, *options).json()
+    assert report["parameters"] <= float(size[:-1]) * 1e6
+    assert report["all_tokens_equal"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["2M", "5M", "20M"])
+@pytest.mark.parametrize("name", example_names())
+def test_every_example_runs_at_every_size_or_is_refused_by_name(kvweave: Kvweave, name: str, size: str) -> None:
+    run = kvweave("run", name, "--size", size, "--memory", "256MiB", "--max-new-tokens", "2", "--prompt", "hello")
+    assert run.code == 0 or (run.code == 2 and run.err.count("\n") == 1), run.err
+    assert run.code == 0 or any(word in run.err for word in (name, "cannot be served"))
 
 
 def test_what_was_scaled_is_said_exactly(kvweave: Kvweave) -> None:
@@ -236,7 +284,9 @@ WRONG = {
     "no new tokens": ((*GEMMA[:-2], "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
     "no turns": ((*GEMMA, "--turns", "0"), "1 turn"),
     "no size": ((*GEMMA, "--size", "large"), "cannot read 'large' as a number of parameters"),
-    "too small a size": ((*GEMMA, "--size", "9"), "cannot be scaled down to 9 parameters"),
+    "too small a size": ((*GEMMA, "--size", "9"), "cannot be scaled down to 9 parameters: "),
+    "a size that its parts do not have": (("run", "mimo-v2-flash", "--size", "2M"), "is the least, give --size 2.2M"),
+    "a chat in JSON": ((*GEMMA, "--chat", "--json"), "--json must be alone"),
     "unknown dtype": ((*GEMMA, "--dtype", "float23"), "did you mean 'float32'?"),
     "weights for no store": ((*GEMMA, "--weights", "x"), "--store is not given"),
     "a store of an unknown kind": ((*GEMMA, "--store", "s33://bucket"), "did you mean 's3'?"),

@@ -15,7 +15,7 @@ from tests.store.models import truth
 
 WRONG = {
     "no size": (("--memory", "lots"), "cannot read 'lots' as a size"),
-    "a disk without a size": (("--disk", "/tmp/kv"), "a disk is DIR:SIZE"),
+    "a disk of no size": (("--disk", "/tmp/kv:10XB"), "cannot read '10XB' as a size"),
     "tcp without a token": (("--listen", "127.0.0.1:0"), "needs --token-file"),
     "no config": (("--config", "nowhere.toml"), "cannot open nowhere.toml"),
     "half of tls": (("--tls-key", "key.pem"), "go together"),

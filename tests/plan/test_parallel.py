@@ -87,9 +87,30 @@ def test_a_rank_keeps_its_heads(tp: int, bytes_per_token: int) -> None:
     assert made.parallel == Parallel(tp=tp, tp_rank=tp - 1)
 
 
+@pytest.mark.parametrize(
+    ("tp", "words"),
+    [
+        (3, "not divided by tp 3: each rank keeps all of them, and each is on 3 ranks; tp of 2, 4, 8 divides them"),
+        (12, "not divided by tp 12: each rank keeps 2 of them, and each is on 3 ranks"),
+        (16, "fewer than the 16 tp ranks: each rank keeps 1, and each is on 2 ranks"),
+    ],
+)
+def test_a_plan_says_what_its_ranks_do_not_divide(tp: int, words: str) -> None:
+    (note,) = make_plan(LLAMA, "1GiB", parallel=Parallel(tp=tp)).notes
+    assert note.startswith("group 'full': the 8 heads or groups of key, value are ")
+    assert words in note
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_a_plan_has_nothing_to_say_of_ranks_that_divide_its_heads(tp: int) -> None:
+    assert make_plan(LLAMA, "1GiB", parallel=Parallel(tp=tp)).notes == ()
+
+
 def test_latents_are_on_every_rank() -> None:
     latent = from_config({**CONFIG, "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64})
-    assert make_plan(latent, "1GiB", parallel=Parallel(tp=8)).bytes_per_token() == latent.bytes_per_token()
+    made = make_plan(latent, "1GiB", parallel=Parallel(tp=8))
+    assert made.bytes_per_token() == latent.bytes_per_token()
+    assert made.notes[-1] == "group 'latent' has no heads to divide: each of the 8 tp ranks keeps all of it"
 
 
 def test_convolutions_replicate_the_groups_that_do_not_divide() -> None:

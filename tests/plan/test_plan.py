@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 from fractions import Fraction
 from importlib.resources import files
 from typing import Any
@@ -11,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave import explain, from_config, make_plan
-from kvweave.errors import KVWeaveError, PlanError, UnknownName
+from kvweave import Cache, Parallel, explain, from_config, make_plan
+from kvweave.errors import CoarseReuse, KVWeaveError, PlanError, UnknownName
 from kvweave.plan import Layout, Plan, PoolRequest, one_page_size
 from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Role, State, Window
 from tests import strategies
@@ -172,6 +174,54 @@ def test_compressed_rows_cost_a_fraction_a_token() -> None:
     assert made.bytes_per_token() == Fraction(385025, 100)
 
 
+# ---- prefix reuse
+
+
+def blocks(full: int, other: int) -> Plan:
+    spec = ModelSpec("two", (Layer((FULL,)), Layer((replace(FULL, tag="other"),))))
+    return make_plan(spec, "10MB", block_tokens={"full": full, "other": other})
+
+
+@pytest.mark.parametrize(("full", "other", "tokens"), [(16, 16, 16), (16, 64, 64), (12, 8, 24)])
+def test_prefixes_are_reused_where_blocks_of_all_groups_end_together(full: int, other: int, tokens: int) -> None:
+    made = blocks(full, other)
+    assert made.reuse_tokens == tokens
+    cache = Cache(made)
+    with cache.open(range(5 * tokens)) as first:
+        cache.extend(first, 5 * tokens)
+        cache.commit(first, 5 * tokens)
+    assert cache.open([*range(2 * tokens), *[7] * tokens]).num_cached == 2 * tokens
+    assert cache.open([*range(2 * tokens - 1), *[7] * tokens]).num_cached == tokens
+
+
+def test_blocks_of_context_parallel_ranks_end_together_once_each_has_one() -> None:
+    split = replace(FULL, context_split=True)
+    assert make_plan(ModelSpec("one", (Layer((split,)),)), "10MB", parallel=Parallel(cp=3)).reuse_tokens == 48
+
+
+def test_a_plan_warns_of_blocks_that_seldom_end_together_and_names_the_cure() -> None:
+    with pytest.warns(CoarseReuse, match="divide one another"):
+        made = blocks(1024, 1023)
+    assert made.reuse_tokens == 1_047_552
+    assert "steps of 1,047,552 tokens, where blocks of full 1,024, other 1,023 tokens end together" in made.notes[-1]
+    assert made.notes[-1] in explain(made)
+
+
+def test_a_plan_does_not_warn_of_a_step_of_four_blocks() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert blocks(5, 4).reuse_tokens == 20
+    with pytest.warns(CoarseReuse):
+        blocks(6, 5)
+
+
+def test_a_window_beyond_the_context_is_said_to_be_full_attention() -> None:
+    spec = ModelSpec("mine", (Layer((WINDOW,)),), max_tokens=100)
+    assert "reaches 100 tokens back, and the model's context ends at 100" in make_plan(spec, "10MB").notes[-1]
+    assert make_plan(replace(spec, max_tokens=101), "10MB").notes == ()
+    assert make_plan(replace(spec, max_tokens=None), "10MB").notes == ()
+
+
 # ---- what it says of itself
 
 
@@ -181,8 +231,24 @@ def test_a_plan_explains_its_groups_its_padding_and_the_usual_scheme() -> None:
     for group in made.groups:
         assert f"group {group.tag}" in text
     usual = one_page_size(made)
-    for word in ("padding", "super-page", "one padded page size", f"{usual.block_tokens['full']}", "budget"):
+    for word in ("padding", "super-page", "one padded page size", f"{usual.block_tokens['full']:,}", "left over"):
         assert word in text
+
+
+def test_an_explanation_gives_reasons() -> None:
+    text = explain(make_plan(example("qwen3-next-80b"), "80GiB"))
+    for why in (
+        "a state has no tokens to cut by, so a page is one snapshot",
+        "pages differ in size, so groups take super-pages of 73.88 MiB",
+        "the smallest size found below 1%",
+        "prefixes are shared in steps of 16 tokens, where blocks of all groups end (full 16)",
+        "of which full 91%, state 9%",
+        "a state cannot be cut, so blocks grow (full from 16 to 1,056 tokens)",
+    ):
+        assert why in text
+    alone = explain(make_plan(example("llama-3.1-8b"), "80GiB"))
+    assert "one group has it, so a super-page is one of its pages" in alone
+    assert "as most kernels expect" in alone
 
 
 def test_notes_of_the_reader_and_of_the_planner_are_told() -> None:

@@ -17,11 +17,12 @@ def brute_force(groups: list[Present], grid: int, limit: int) -> int:
 
 
 def _can_go_on(group: Present, position: int) -> bool:
-    reach, size, blocks, _ = group
+    reach, size, blocks, _, tails, tail_start = group
     if not reach.per_token:
         return bool(blocks[position // size - 1])
     needed = [*range(min(reach.head, position)), *range(int(reach.tail(position)), position)]
-    return all(blocks[token // size] for token in needed)
+    partly = [] if tails is None else [token for token in needed if tails[token // size] and token % size >= tail_start]
+    return all(blocks[token // size] or token in partly for token in needed)
 
 
 def _random_reach(rng: np.random.Generator) -> Reach:
@@ -44,6 +45,19 @@ def test_the_joint_hit_equals_brute_force_on_random_groups() -> None:
         groups = [Present(_random_reach(rng), int(s), rng.random(tokens // s) < density**0.3) for s in sizes]
         limit = int(rng.integers(0, tokens + 1))
         assert joint_hit(groups, grid, limit) == brute_force(groups, grid, limit)
+
+
+def test_blocks_of_which_only_the_tail_is_there_equal_brute_force_over_tokens() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(4000):
+        size, count = int(rng.choice([2, 4, 8])), int(rng.integers(1, 12))
+        groups = []
+        for _ in range(2):
+            blocks = rng.random(count) < 0.7
+            tails = blocks | (rng.random(count) < 0.5)
+            groups.append(Present(_random_reach(rng), size, blocks, 0, tails, int(rng.integers(1, size))))
+        limit = int(rng.integers(0, count * size + 1))
+        assert joint_hit(groups, size, limit) == brute_force(groups, size, limit)
 
 
 def test_two_hundred_thousand_presence_patterns_of_a_window_a_state_and_full_attention() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.errors import ConfigError, KVWeaveError, UnknownName
+from kvweave.errors import KVWeaveError, PlanError, UnknownName
 from kvweave.server import Disk, Limits, Settings
 from kvweave.store import Quota
 
@@ -42,7 +42,7 @@ def test_a_file_says_everything_that_options_say_and_more(tmp_path: Path) -> Non
         ("memry = 1", "did you mean 'memory'"),
         ("memory = 'much'", "cannot read 'much'"),
         ("memory = 0", "more than 0"),
-        ("disk = '/var/kv'", "a disk is DIR:SIZE"),
+        ("disk = ''", "a directory is DIR or DIR:SIZE"),
         ("disk = 7", "expected text, got 7"),
         ("lease_s = 'long'", "expected a number"),
         ("lease_s = 0", "a lease of 0.0 s"),
@@ -66,7 +66,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, words: str) -> 
 
 def test_a_disk_may_have_a_colon_in_its_name() -> None:
     assert Disk.parse("/a:b:1GiB") == Disk(Path("/a:b"), 1 << 30)
-    with pytest.raises(ConfigError):
+    with pytest.raises(PlanError, match="DIR or DIR:SIZE"):
         Disk.parse(":1GiB")
 
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvweave.sim.bound import bound_tokens
@@ -75,8 +75,9 @@ def best(prompts: tuple[str, ...], geometry: Geometry, capacity: int) -> int:
 TINY = st.lists(st.text("ab", min_size=1, max_size=3), min_size=2, max_size=5).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(TINY, st.integers(0, 6))
+@example(("aa", "a", "aa"), 1)
 def test_with_rows_alone_belady_and_both_are_the_best_that_can_be_had(prompts: tuple[str, ...], capacity: int) -> None:
     most = best(prompts, ROWS, capacity)
     assert sum(hits(BOTH, ROWS, capacity, *prompts)) == most
@@ -85,7 +86,7 @@ def test_with_rows_alone_belady_and_both_are_the_best_that_can_be_had(prompts: t
     assert sum(hits(PLACEMENT, ROWS, capacity, *prompts)) <= most
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(TINY, st.integers(0, 12))
 def test_with_states_no_oracle_beats_the_best_and_the_bound_is_never_below_it(
     prompts: tuple[str, ...], capacity: int

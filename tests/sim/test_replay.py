@@ -72,7 +72,7 @@ def engine(trace: Trace, model: str, memory: int) -> list[int]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(trace=traces())
 def test_the_replay_hits_what_an_engine_hits_token_by_token(model: str, trace: Trace) -> None:
     assert replay(trace, plan_of(MODELS[model])).hits.tolist() == engine(trace, model, 1 << 20)

@@ -451,14 +451,14 @@ def test_a_family_that_keeps_something_else_is_refused_rather_than_mispriced(mod
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_hidden_layers": -4}, ("num_hidden_layers", "not be negative", "-4")),
+        ({"num_hidden_layers": -4}, ("num_hidden_layers", "at least 0", "-4")),
         ({"num_hidden_layers": "four"}, ("num_hidden_layers", "whole number", "'four'")),
         ({"num_hidden_layers": True}, ("num_hidden_layers", "whole number", "True")),
         ({"num_key_value_heads": 2.5}, ("num_key_value_heads", "whole number", "2.5")),
         ({"num_key_value_heads": 0}, ("cache 'full'", "0 bytes", "key (0, 128)")),
         ({"num_hidden_layers": 0}, ("no layers",)),
         ({"layer_types": "full"}, ("layer_types must be a list", "'full'")),
-        ({"num_attention_heads": 0}, ("model_type 'llama'", "ZeroDivisionError")),
+        ({"num_attention_heads": 0}, ("num_attention_heads", "at least 1", "got 0")),
     ],
 )
 def test_a_field_that_cannot_be_is_named_with_its_value(change: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -466,6 +466,27 @@ def test_a_field_that_cannot_be_is_named_with_its_value(change: dict[str, Any], 
         read({**LLAMA, **change})
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "whisper", "encoder_layers": 2, "decoder_layers": 2}, "whisper is an encoder-decoder"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder: .*cross-attention"),
+        ({"model_type": "bert"}, "bert is an encoder: .* no KV cache to plan"),
+        ({"model_type": "xlm-roberta", "is_decoder": False}, "is_decoder: true"),
+    ],
+)
+def test_a_model_with_an_encoder_is_refused_with_what_a_plan_would_leave_out(
+    config: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read({**LLAMA, **config})
+
+
+def test_a_decoder_of_an_encoder_family_is_read() -> None:
+    assert tags(read({**LLAMA, "model_type": "bert", "is_decoder": True})) == ["full"] * 4
+    assert tags(read({**LLAMA, "model_type": "bart", "is_encoder_decoder": False, "encoder_layers": 2})) == ["full"] * 4
 
 
 def broken(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -879,6 +900,11 @@ def test_nemotron_h_layers_are_letters_and_mlps_keep_nothing() -> None:
     assert kept(half, "state").role("ssm_state").dtype is DType.BFLOAT16
     with pytest.raises(ConfigError, match="'Q'"):
         read({**config, "hybrid_override_pattern": "M-Q"})
+
+
+def test_the_pattern_of_nemotron_h_says_how_many_layers_there_are() -> None:
+    config = example("nemotron-nano-9b-v2")
+    assert read({name: value for name, value in config.items() if name != "num_hidden_layers"}) == read(config)
 
 
 def test_falcon_h1_has_both_in_every_layer_and_its_own_inner_width() -> None:

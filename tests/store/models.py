@@ -9,7 +9,7 @@ import numpy as np
 from kvweave import Layer, LayerCache, ModelSpec, Parallel, Plan, Role, make_plan
 from kvweave.plan import Layout
 from kvweave.spec import DType, Full, Part, Reach, Segment, SinkWindow, State, Window
-from kvweave.store import Namespace, PagePayloads, Schema, Shard, model_digest
+from kvweave.store import EngineMemory, Namespace, PagePayloads, Schema, Shard, model_digest
 from kvweave.store.keys import Bytes
 
 CHUNK = 256
@@ -39,6 +39,7 @@ KINDS = {
         LayerCache("latent", Full(), (Role("latent", (12,), DType.BFLOAT16),)),
         LayerCache("indexer", Full(), (Role.packed("indexer", INDEXER, planar=True, align=16),), kernel_tokens=16),
     ),
+    "packed states": model(LayerCache("state", State(), (Role.packed("state", INDEXER, align=16),))),
     "states": model(LayerCache("state", State(), (CONV, SSM))),
     "compressed": model(LayerCache("c", Full(), (Role("compressed", (6,), DType.BFLOAT16, tokens_per_row=4),))),
 }
@@ -79,7 +80,7 @@ def rank(schema: Schema, spec: ModelSpec, tokens: int, *, tp: int = 1, at: int =
         ids = used * group.pages_per_superpage + np.arange(count)
         used += -(-count // group.pages_per_superpage)
         table[group.tag] = chance.permutation(ids).astype(np.int32)
-    return Rank(made, pools, table, PagePayloads(schema, made, pools))
+    return Rank(made, pools, table, PagePayloads(schema, EngineMemory.of_plan(made, pools)))
 
 
 def truth(shard: Shard, chunk: int) -> Bytes:

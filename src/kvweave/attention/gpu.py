@@ -94,11 +94,15 @@ class TritonAttention(Attention):
         if queries.stride(2) != 1:
             queries = queries.contiguous()
         group = queries.shape[1] // self.kv_heads
-        tuning = self.tuning or tuning_of(self.key_dim, self.value_dim, group, queries.dtype)
+        tuning = self.tuning or self._tuning(group, step.num_rows, queries.dtype)
         decode_queries = max(1, DECODE_ROWS // group)
         self._decode(queries, step, out, tuning, decode_queries)
         if step.max_queries > decode_queries:
             self._chunks(queries, step, out, tuning.chunk, decode_queries)
+
+    def _tuning(self, group: int, num_rows: int, dtype: torch.dtype) -> Tuning:
+        item_bytes = self.kv.keys[0].tensor.element_size()
+        return tuning_of(max(self.key_dim, self.value_dim), item_bytes, group, num_rows * self.kv_heads, dtype)
 
     def _decode(
         self, queries: torch.Tensor, step: Step, out: torch.Tensor, tuning: Tuning, decode_queries: int
@@ -108,10 +112,11 @@ class TritonAttention(Attention):
         tiles = -(-decode_queries * (heads // self.kv_heads) // tile.rows)
         programs = step.num_rows * tiles * self.kv_heads
         splits = self._splits(programs, step, tile, tuning.waves)
-        empty = {"dtype": torch.float32, "device": queries.device}
         shape = splits, step.num_rows, decode_queries, heads
-        sums = torch.empty((*shape, pad), **empty) if splits > 1 else out
-        stats = torch.empty((*shape, 2), **empty) if splits > 1 else out
+        sums = stats = out
+        if splits > 1:
+            sums = torch.empty((*shape, pad), dtype=torch.float32, device=queries.device)
+            stats = torch.empty((*shape, 2), dtype=torch.float32, device=queries.device)
         grid = step.num_rows * tiles, self.kv_heads, splits
         self._launch(tile, grid, queries, step, out, sums, stats, decode_queries, True)
         if splits > 1:

@@ -32,7 +32,7 @@ class ReferenceAttention(Attention):
         used = seen.any(0).nonzero().squeeze(1)
         keys, values = self._rows(blocks, used)
         group = queries.shape[1] // self.kv_heads
-        shown = queries.to(self.dtype).view(count, self.kv_heads, group, -1)
+        shown = queries.to(self.dtype).view(count, self.kv_heads, group, queries.shape[-1])
         scores = torch.einsum("qhgd,thd->hgqt", shown, keys) * self.scale
         if self.options.softcap:
             scores = torch.tanh(scores / self.options.softcap) * self.options.softcap

@@ -30,13 +30,20 @@ class Tuning:
     waves: float = 4
 
 
-def tuning_of(key_dim: int, value_dim: int, rows: int, dtype: torch.dtype) -> Tuning:
-    """By what was measured on an H200; `rows`: query heads that share a KV head."""
+FEW = 16
+"""Sequences times KV heads that are few: their programs read little each, and wait for memory."""
+
+
+def tuning_of(width: int, item_bytes: int, group: int, programs: int, dtype: torch.dtype) -> Tuning:
+    """For rows of `width` columns (key or value) of `item_bytes`, `group` query heads to a KV head, and `programs` that
+    a step of decodes has before it is split. By what was measured on an H200."""
     if dtype == torch.float32:
         return Tuning(Tile(16, 32, 4, 2), Tile(32, 32, 4, 1))
-    widest = max(key_dim, value_dim)
-    if widest > 256:
-        return Tuning(Tile(64, 64, 8, 2) if rows > 16 else Tile(16, 32, 4, 2), Tile(64, 64, 8, 2), waves=1)
-    if widest > 128:
-        return Tuning(Tile(16, 64, 4, 3), Tile(128, 64, 8, 2), waves=2)
+    if width > 256:
+        return Tuning(Tile(64, 64, 8, 2) if group > 16 else Tile(16, 32, 4, 2), Tile(64, 64, 8, 2), waves=1)
+    if width > 128:
+        few = programs <= FEW
+        return Tuning(Tile(16, 32, 4, 2) if few else Tile(16, 64, 4, 3), Tile(128, 64, 8, 2), waves=3 if few else 2)
+    if item_bytes == 1:
+        return Tuning(Tile(16, 128, 4, 2), Tile(128, 32, 4, 2), waves=2)
     return Tuning(Tile(16, 64, 4, 2), Tile(128, 32, 4, 2))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from kvweave.cli.clear import clear_command
 from kvweave.cli.demo import demo_command
@@ -23,21 +24,40 @@ from kvweave.cli.simulate.simulate_command import simulate_command
 from kvweave.cli.version import version_line
 from kvweave.errors import KVWeaveError
 
+
+def _bare(params: list[Any]) -> list[Any]:
+    """Flags are shown without a type: `--json`, not `--json <bool>`."""
+    for param in params:
+        param.metavar = "" if getattr(param, "is_flag", False) else param.metavar
+    return params
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _bare(super().get_params(ctx))
+
+
+class _Commands(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _bare(super().get_params(ctx))
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="kvweave",
     help="A KV-cache engine for LLMs whose layers differ: say what each layer keeps, and memory follows.",
     epilog="Start with: kvweave plan qwen3-next-80b",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("plan")(plan_command)
-app.command("run")(run_command)
-app.command("serve")(serve_command)
-app.command("inspect")(inspect_command)
-app.command("simulate")(simulate_command)
-app.command("clear")(clear_command)
-app.command("demo")(demo_command)
-app.command("examples")(examples_command)
+app.command("plan", cls=_Command)(plan_command)
+app.command("run", cls=_Command)(run_command)
+app.command("serve", cls=_Command)(serve_command)
+app.command("inspect", cls=_Command)(inspect_command)
+app.command("simulate", cls=_Command)(simulate_command)
+app.command("clear", cls=_Command)(clear_command)
+app.command("demo", cls=_Command)(demo_command)
+app.command("examples", cls=_Command)(examples_command)
 
 
 @app.callback(invoke_without_command=True)

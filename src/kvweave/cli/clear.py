@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvweave.cli.daemon_options import Connect, Json, Socket, TlsCa, TokenFile, connected
-from kvweave.cli.table import console, plain_table, plain_text
+from kvweave.cli.table import console, plain_table, plain_text, print_table
 from kvweave.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
@@ -104,10 +104,7 @@ def _clear(client: Client, tenant: str | None, model: str | None, wait_s: float)
 
 
 def _print(cleared: ClearReply) -> None:
-    table = plain_table()
-    table.add_column("tier", no_wrap=True)
-    table.add_column("cleared", justify="right", no_wrap=True)
-    table.add_column("state")
+    table = plain_table("tier", ">cleared", "~state")
     for tier in cleared.tiers:
         table.add_row(plain_text(tier.name), f"{tier.entries:,}", plain_text(tier.trouble or "done"))
-    console().print(table)
+    print_table(console(), table)

@@ -20,9 +20,10 @@ from kvweave.cli.report import report_html, run_svg
 from kvweave.cli.run.command import format_heading, run_with_progress
 from kvweave.cli.run.format_outcomes import format_mismatches, format_seconds, format_speedup
 from kvweave.cli.run.outcome import RunOutcomes
-from kvweave.cli.run.run_request import RunRequest, RunResult, written
+from kvweave.cli.run.run_request import RunRequest, RunResult
 from kvweave.cli.run.workload import WorkloadSize
-from kvweave.cli.table import console, plain_table
+from kvweave.cli.source import written
+from kvweave.cli.table import console, plain_table, print_table
 
 FOLDER = Path("kvweave-demo")
 STORE = FOLDER / "store"
@@ -70,12 +71,12 @@ def demo_command(
     )
     results = [_shown(out, model) for model in MODELS]
     out.print()
-    out.print(_table(results))
+    print_table(out, _table(results))
     out.print()
     out.print("Now a new process a model, whose memory is empty, hears the first agent's request again.", style="bold")
     again = [_restarted(model) for model in MODELS]
     out.print()
-    out.print(_restart_table(results, again))
+    print_table(out, _restart_table(results, again))
     out.print()
     for model in MODELS:
         out.print(f"Report: {_path(model, 'html').resolve()}", soft_wrap=True)
@@ -125,11 +126,8 @@ def _path(model: DemoModel, kind: str) -> Path:
 
 
 def _table(results: Sequence[RunResult]) -> Table:
-    table = plain_table()
-    table.add_column("\nmodel", style="bold cyan", no_wrap=True)
-    table.add_column("\nits layers mix")
-    for head in ("prompt tokens\nreused", "first token\nwithout", "\nwith reuse", "\nfaster", "all tokens\nequal"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = (">prompt tokens\nreused", ">first token\nwithout", ">\nwith reuse", ">\nspeedup", ">all tokens\nequal")
+    table = plain_table("\nmodel", "~\nits layers mix", *heads)
     for model, result in zip(MODELS, results, strict=True):
         table.add_row(result.name, model.mixes, *_cells(result.outcomes))
     return table
@@ -147,11 +145,8 @@ def _cells(outcomes: RunOutcomes) -> list[str]:
 
 
 def _restart_table(results: Sequence[RunResult], again: Sequence[dict[str, Any]]) -> Table:
-    table = plain_table()
-    table.add_column("\nmodel", style="bold cyan", no_wrap=True)
-    heads = ("prompt\ntokens", "reused\nfrom disk", "first token\ncold", "\nafter restart", "\nfaster")
-    for head in (*heads, "all tokens\nequal"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = (">prompt\ntokens", ">reused\nfrom disk", ">first token\ncold", ">\nafter restart", ">\nspeedup")
+    table = plain_table("\nmodel", *heads, ">all tokens\nequal")
     for result, run in zip(results, again, strict=True):
         (request,) = run["requests"]
         cold, warm = result.outcomes.each[0].first_token_seconds, request["first_token_seconds"]

@@ -8,8 +8,9 @@ from rich.table import Table
 
 from kvweave.cli.format import exact, format_size
 from kvweave.cli.plan_request import PlanRequest, PlanResult, answer
+from kvweave.cli.source import written
 from kvweave.cli.svg import plan_svg
-from kvweave.cli.table import console, plain_table
+from kvweave.cli.table import console, plain_table, print_table
 from kvweave.plan import one_page_size
 from kvweave.plan.plan import TYPICAL_TOKENS
 
@@ -25,7 +26,7 @@ MODELS = (
 )
 """Window, chunk, states, states that are huge, both in one layer, states and latents, a sparse indexer, all at once."""
 DRAWN = "qwen3-next-80b"
-_COMPARED = ("32k sequences", "padding", "largest block")
+_COMPARED = ("32k sequences", "padding", "reuse steps")
 
 
 def plan_demo(folder: Path) -> None:
@@ -34,25 +35,21 @@ def plan_demo(folder: Path) -> None:
     out = console()
     out.print("Eight models, 80 GiB each: one pool, and each group keeps its own page size.", style="bold")
     out.print()
-    out.print(_table(answers))
+    print_table(out, _table(answers))
     out.print()
     out.print(
         f'"one size" pads every group to one page size, as most engines do; padding and sequences are those of'
-        f" {TYPICAL_TOKENS:,} tokens. Prefixes are shared in whole blocks, so large blocks share less."
+        f" {TYPICAL_TOKENS:,} tokens. Prefixes are shared in steps of so many tokens: in small ones, more is shared."
     )
     out.print()
-    path = folder / f"kvweave-plan-{DRAWN}.svg"
-    path.write_text(plan_svg(answers[DRAWN]), encoding="utf-8")
+    path = written(folder / f"kvweave-plan-{DRAWN}.svg", plan_svg(answers[DRAWN]))
     out.print(f"A picture of {DRAWN} is in {path.resolve()}", soft_wrap=True)
     out.print(f"Go on with:  kvweave plan {DRAWN} --explain")
 
 
 def _table(answers: dict[str, PlanResult]) -> Table:
-    table = plain_table()
-    table.add_column("model", style="bold cyan", no_wrap=True)
-    table.add_column("groups (layers)", min_width=24)
-    for name in ("bytes\na token", "fixed bytes\na sequence", *(f"{what}\nhere / one size" for what in _COMPARED)):
-        table.add_column(name, justify="right", no_wrap=True)
+    compared = (f">{what}\nhere / one size" for what in _COMPARED)
+    table = plain_table("\nmodel", "~\ngroups (layers)", ">bytes\na token", ">fixed bytes\na sequence", *compared)
     for name, found in answers.items():
         table.add_row(name, *_cells(found))
     return table
@@ -61,12 +58,11 @@ def _table(answers: dict[str, PlanResult]) -> Table:
 def _cells(found: PlanResult) -> list[str]:
     plan = found.plan
     usual = one_page_size(plan)
-    rows = [group for group in plan.groups if group.cache.reach.per_token]
     return [
         ", ".join(f"{group.tag} ({len(group.layers)})" for group in plan.groups),
         f"{exact(plan.bytes_per_token()):,}",
         format_size(plan.window_bytes() + plan.state_bytes()),
         f"{plan.sequences(TYPICAL_TOKENS):,} / {plan.memory // usual.bytes_per_sequence:,}",
         f"{plan.padding_share():.2%} / {usual.padding_share:.2%}",
-        f"{max(group.block_tokens for group in rows):,} / {max(usual.block_tokens[group.tag] for group in rows):,}",
+        f"{plan.reuse_tokens:,} / {usual.reuse_tokens:,}",
     ]

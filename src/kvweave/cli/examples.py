@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from kvweave.cli.format import exact, format_size
 from kvweave.cli.source import example_names, read_config
-from kvweave.cli.table import console, plain_table
+from kvweave.cli.table import console, plain_table, print_table
 from kvweave.spec.hf import from_config
 
 
 def examples_command() -> None:
     """List the bundled example models; each name is a CONFIG for `kvweave plan`."""
-    table = plain_table()
-    table.add_column("example", style="bold cyan", no_wrap=True)
-    table.add_column("layers", justify="right")
-    table.add_column("groups (layers)")
-    table.add_column("bytes a token", justify="right")
-    table.add_column("bytes a sequence", justify="right")
+    table = plain_table("\nexample", ">\nlayers", "~\ngroups (layers)", ">bytes\na token", ">fixed bytes\na sequence")
     for name in example_names():
         spec = from_config(read_config(name))
         groups = ", ".join(f"{tag} ({len(layers)})" for tag, (_, layers) in spec.groups().items())
         fixed = format_size(spec.window_bytes() + spec.state_bytes())
         table.add_row(name, str(spec.num_layers), groups, f"{exact(spec.bytes_per_token()):,}", fixed)
-    console().print(table)
+    print_table(console(), table)

@@ -8,6 +8,7 @@ from itertools import groupby
 from kvweave.cli.plan_request import PlanResult
 from kvweave.plan import Group, Place, Plan
 from kvweave.spec import DType, Reach, Role, codec
+from kvweave.spec.model import holds_state
 from kvweave.units import format_bytes
 
 _SHORT_DTYPES = {
@@ -64,13 +65,49 @@ def format_role(group: Group, role: Role) -> str:
     return f"{' = '.join(names)}: {what}, {format_size(role.row_bytes * rows)}"
 
 
-def format_cost(plan: Plan) -> str:
-    """What a sequence costs: `73.69 MiB whatever its length, and 24,576 bytes a token`."""
-    fixed, per_token = plan.window_bytes() + plan.state_bytes(), plan.bytes_per_token()
-    growing = f"{exact(per_token):,} bytes a token"
-    if not fixed:
-        return growing
-    return f"{format_size(fixed)} whatever its length" + (f", and {growing}" if per_token else "")
+def format_cost(answer: PlanResult) -> str:
+    """What a sequence costs: `73.69 MiB of states, up to 416 MiB of windows, 24,576 bytes a token`."""
+    plan, most = answer.plan, answer.spec.max_tokens
+    windows = sum(window_bytes(group, most) for group in plan.groups if not holds_state(group.cache))
+    states, per_token = plan.state_bytes(), plan.bytes_per_token()
+    parts = [f"{format_size(states)} of states"] if states else []
+    parts += [f"up to {format_size(windows)} of windows"] if windows else []
+    parts += [f"{exact(per_token):,} bytes a token"] if per_token else []
+    return ", ".join(parts) or "nothing here"
+
+
+def window_bytes(group: Group, max_tokens: int | None) -> int:
+    """The most that a sequence keeps in a group that forgets: a window's rows, as far as the context goes; a state."""
+    span = group.cache.reach.span
+    if max_tokens is None or not group.cache.reach.per_token or not span:
+        return group.fixed_bytes
+    return group.fixed_bytes * min(span, max_tokens) // span
+
+
+def fits_words(answer: PlanResult) -> str:
+    """`97 x 32,768 tokens, 25 x 131,072 tokens, if none shares a prefix`, and where the model ends before that."""
+    fits = ", ".join(f"{answer.plan.sequences(length):,} x {length:,} tokens" for length in answer.lengths)
+    most = answer.spec.max_tokens
+    ends = f" (the model itself ends at {count(most, 'token')})" if most and most < max(answer.lengths) else ""
+    return f"{fits}, if none shares a prefix{ends}"
+
+
+def memory_words(answer: PlanResult) -> list[tuple[str, str]]:
+    """Where the bytes go, a name and a sentence a line: a GPU's, if one was named, then the cache's."""
+    plan, gpu = answer.plan, answer.gpu
+    lines = []
+    if gpu is not None:
+        lines = [
+            ("gpu", format_size(gpu.gpu)),
+            ("", f"- {format_size(gpu.weights)} weights ({gpu.weights_from})"),
+            ("", f"- {format_size(gpu.activations)} activations ({gpu.activations_from})"),
+            ("", f"- {format_size(gpu.reserve)} reserve ({gpu.reserve_from})"),
+        ]
+    whose = "left for the cache" if gpu else "for the cache alone"
+    reserve = f", {format_size(plan.reserve)} of it reserved" if plan.reserve else ""
+    host = f"; {format_size(plan.host_bytes)} on the host" if plan.host_bytes else ""
+    lines.append(("memory", f"{format_size(plan.memory)} {whose}, {format_size(plan.num_bytes)} used{reserve}{host}"))
+    return [*lines, *(("", words) for words in format_pools(plan))]
 
 
 def format_kept(group: Group) -> str:
@@ -81,8 +118,13 @@ def format_kept(group: Group) -> str:
     return "; ".join(f"{', '.join(names)} {rows}" for rows, names in runs)
 
 
-def format_reach(reach: Reach) -> str:
-    """`full`, `window 1,024`, `sink_window sinks 4 tokens 1,024`."""
+def format_reach(reach: Reach, max_tokens: int | None = None) -> str:
+    """`full`, `window 1,024`, `sink_window sinks 4 tokens 1,024`; and whether the context ends within it."""
+    beyond = reach.per_token and reach.span and max_tokens and reach.span >= max_tokens
+    return _reach_words(reach) + (" (beyond the context: full)" if beyond else "")
+
+
+def _reach_words(reach: Reach) -> str:
     numbers = {name: value for name, value in codec.to_dict(reach).items() if name != "kind"}
     if list(numbers) == ["tokens"]:
         return f"{reach.kind} {numbers['tokens']:,}"
@@ -119,10 +161,10 @@ def pools_kind(plan: Plan) -> str:
 
 
 def format_pools(plan: Plan) -> list[str]:
-    """A line a pool: `shared: 1,108 super-pages of 73.88 MiB in 1 lane = 79.94 GiB`."""
+    """A line a pool: `shared: 1,108 super-pages of 73.88 MiB = 79.94 GiB, page_major`."""
     return [
         f"{pool.name}: {count(pool.num_superpages, 'super-page')} of {format_size(pool.unit_bytes)}"
-        f" in {count(pool.lanes, 'lane')} = {format_size(pool.num_bytes)}"
+        f" = {format_size(pool.num_bytes)}, {plan.layout}"
         + ("" if pool.place is Place.DEVICE else f" in {pool.place} memory")
         for pool in plan.pools
     ]

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvweave.cli.daemon_options import Connect, Json, Socket, TlsCa, TokenFile, connected
 from kvweave.cli.format import count, format_size
-from kvweave.cli.table import console, plain_table, plain_text
+from kvweave.cli.table import console, plain_table, plain_text, print_table
 
 if TYPE_CHECKING:
     from kvweave.server import Description, Report
@@ -62,20 +62,12 @@ def _print(report: Report, description: Description) -> None:
     for table in (_tiers(report), _models(report, description), _prefixes(report), _clients(report)):
         if table.row_count:
             out.print()
-            out.print(table)
-
-
-def _table(*names: str, left: int = 1) -> Table:
-    table = plain_table()
-    for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number < left else "right", no_wrap=True)
-    return table
+            print_table(out, table)
 
 
 def _tiers(report: Report) -> Table:
-    table = _table(
-        "tier", "entries", "used", "of", "hits", "misses", "stored", "dropped", "damaged", "evicted", "state"
-    )
+    counts = (">entries", ">used", ">of", ">hits", ">misses", ">stored", ">dropped", ">damaged", ">evicted")
+    table = plain_table("tier", *counts, ">state")
     for executor in report.tiers:
         tier = executor.tier
         sizes = ("-" if number is None else format_size(number) for number in (tier.used_bytes, tier.capacity_bytes))
@@ -99,7 +91,7 @@ def _state(executor: TierExecutorStats) -> str:
 
 
 def _models(report: Report, description: Description) -> Table:
-    table = _table("model", "group", "reach", "layers", "parts", "a chunk", "lookups", "found", left=3)
+    table = plain_table("model", "group", "reach", ">layers", ">parts", ">a chunk", ">lookups", ">found")
     counted = {model.schema: model for model in report.models}
     for model in description.models:
         counts = counted.get(model.schema)
@@ -116,14 +108,15 @@ def _models(report: Report, description: Description) -> Table:
 
 
 def _prefixes(report: Report) -> Table:
-    table = _table("prefix", "model", "tokens", "uses", left=2)
+    table = plain_table("prefix", "model", ">tokens", ">uses")
     for prefix in report.prefixes[:10]:
         table.add_row(prefix.digest, plain_text(prefix.model or "-"), f"{prefix.tokens:,}", f"{prefix.uses:,}")
     return table
 
 
 def _clients(report: Report) -> Table:
-    table = _table("client", "process", "user", "for", "requests", "sequences", "leases", "reads", "writes")
+    counts = (">process", ">user", ">for", ">requests", ">sequences", ">leases", ">reads", ">writes")
+    table = plain_table("client", *counts)
     for client in report.clients:
         sizes = (format_size(client.leased_bytes), format_size(client.reserved_bytes))
         numbers = (client.requests, client.sequences, client.leases)

@@ -7,11 +7,14 @@ import sys
 import typer
 
 from kvweave.cli import plan_options as option
+from kvweave.cli.gpu import GpuRequest
 from kvweave.cli.json_report import json_report
 from kvweave.cli.option_syntax import PerTag, parse_pools
-from kvweave.cli.plan_request import PlanRequest, answer
+from kvweave.cli.plan_request import DEFAULT_MEMORY, PlanRequest, answer
+from kvweave.cli.source import written
 from kvweave.cli.svg import plan_svg
 from kvweave.cli.table import print_plan
+from kvweave.errors import PlanError
 from kvweave.plan import Parallel
 
 
@@ -21,8 +24,11 @@ def plan_command(
     dtype: option.Dtype = "auto",
     block_tokens: option.BlockTokens = None,
     kernel_tokens: option.KernelTokens = None,
-    memory: option.Memory = "80GiB",
-    reserve: option.Reserve = "0",
+    memory: option.Memory = None,
+    gpu: option.Gpu = None,
+    weights: option.Weights = None,
+    activations: option.Activations = None,
+    reserve: option.Reserve = None,
     pools: option.Pools = "auto",
     pool: option.OwnPools = None,
     layout: option.LayoutName = None,
@@ -45,7 +51,7 @@ def plan_command(
     [bold]Examples[/bold]
 
       kvweave plan qwen3-next-80b
-      kvweave plan ./my-model --memory 40GiB --dtype fp8 --tp 2
+      kvweave plan ./my-model --gpu 80GiB --dtype fp8 --tp 2
       kvweave plan deepseek-v3.2 --block-tokens 64 --block-tokens indexer=128
       kvweave plan gemma-3-27b --pool window=20% --svg memory.svg
       kvweave plan llama-3.1-8b --draft eagle3-llama-3.1-8b --json
@@ -53,7 +59,8 @@ def plan_command(
     found = answer(
         PlanRequest(
             config=config,
-            memory=memory,
+            memory=memory or DEFAULT_MEMORY,
+            gpu=_gpu(gpu, memory, weights, activations, reserve),
             parallel=Parallel(tp, cp, pp, pp_rank=pp_rank),
             block_tokens=PerTag.parse("--block-tokens", block_tokens or []),
             kernel_tokens=PerTag.parse("--kernel-tokens", kernel_tokens or []),
@@ -65,13 +72,23 @@ def plan_command(
             draft_own_groups=draft_own_groups,
             mtp=mtp,
             context=context,
-            reserve=reserve,
+            reserve="0" if gpu or reserve is None else reserve,
         )
     )
     if svg is not None:
-        svg.write_text(plan_svg(found), encoding="utf-8")
-        print(f"wrote {svg}", file=sys.stderr)
+        print(f"wrote {written(svg, plan_svg(found))}", file=sys.stderr)
     if json:
         typer.echo(json_report(found, with_explain=explain))
     else:
         print_plan(found, with_explain=explain)
+
+
+def _gpu(
+    gpu: str | None, memory: str | None, weights: str | None, activations: str | None, reserve: str | None
+) -> GpuRequest | None:
+    """The GPU to plan for, if one is named. Raises `PlanError` for options that contradict one another."""
+    if gpu is None and (weights or activations):
+        raise PlanError("--weights and --activations are subtracted from a GPU: give --gpu, too")
+    if gpu is not None and memory is not None:
+        raise PlanError("--memory is for the cache alone, --gpu for a GPU with weights on it: give one of them")
+    return None if gpu is None else GpuRequest(gpu, weights, activations, reserve)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvweave.cli.gpu import BITS, RESERVE_SHARE, STEP_TOKENS
 from kvweave.plan.planner import POOLS
 from kvweave.plan.pool import Layout
 from kvweave.spec.layer_caches import FLOATS, QUANTS
@@ -44,10 +45,49 @@ KernelTokens = Annotated[
     ),
 ]
 Memory = Annotated[
-    str,
-    typer.Option(metavar="SIZE", help="Memory for the cache: 80GiB, 512MiB, 64GB or bytes.", rich_help_panel=MEMORY),
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for the cache alone, weights apart: 80GiB, 512MiB, 64GB or bytes.",
+        show_default="80GiB",
+        rich_help_panel=MEMORY,
+    ),
 ]
-Reserve = Annotated[str, typer.Option(metavar="SIZE", help="Bytes of it to leave alone.", rich_help_panel=MEMORY)]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of a whole GPU instead: weights, activations and a reserve are subtracted, and shown.",
+        rich_help_panel=MEMORY,
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE|DTYPE",
+        help=f"With --gpu: all weights in bytes (140GiB), or their dtype ({', '.join(BITS)}).",
+        show_default="the safetensors beside CONFIG, else parameters counted from it in its dtype",
+        rich_help_panel=MEMORY,
+    ),
+]
+Activations = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="With --gpu: what a step needs beside weights and cache.",
+        show_default=f"an estimate for {STEP_TOKENS:,} tokens",
+        rich_help_panel=MEMORY,
+    ),
+]
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Bytes to leave alone.",
+        show_default=f"0, or {RESERVE_SHARE:.0%} with --gpu",
+        rich_help_panel=MEMORY,
+    ),
+]
 Pools = Annotated[
     str,
     typer.Option(metavar="KIND", help=f"How groups share memory: {', '.join(POOLS)}.", rich_help_panel=MEMORY),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvweave.cli.gpu import GpuBudget, GpuRequest, gpu_budget
 from kvweave.cli.option_syntax import PerTag, PoolOption
 from kvweave.cli.source import model_dtype, read_config
-from kvweave.errors import PlanError
+from kvweave.errors import CoarseReuse, PlanError
 from kvweave.plan import Parallel, Plan, PoolRequest, make_plan, merge_draft
 from kvweave.spec import ModelSpec
 from kvweave.spec.hf import from_config
 from kvweave.units import format_bytes
 
 LENGTHS = (4_096, 32_768, 131_072)
+DEFAULT_MEMORY = "80GiB"
 NOT_GIVEN = PerTag(None, {})
 
 
@@ -22,7 +25,9 @@ class PlanRequest:
     """The options of `kvweave plan`, read and typed."""
 
     config: str
-    memory: str = "80GiB"
+    memory: str = DEFAULT_MEMORY
+    gpu: GpuRequest | None = None
+    """A GPU to plan for, instead of `memory` for the cache alone."""
     parallel: Parallel = field(default_factory=Parallel)
     block_tokens: PerTag = NOT_GIVEN
     kernel_tokens: PerTag = NOT_GIVEN
@@ -39,12 +44,14 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A plan, the model it is for (before it was divided among ranks), and what keys and values are kept in."""
+    """A plan, the model it is for (before it was divided among ranks), and what keys and values are kept in; how the
+    memory came about, where a GPU was named."""
 
     plan: Plan
     spec: ModelSpec
     dtype: str
     context: int | None = None
+    gpu: GpuBudget | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -62,17 +69,20 @@ def answer(request: PlanRequest) -> PlanResult:
     if request.draft is not None:
         draft = from_config(read_config(request.draft), dtype=dtype)
         spec = merge_draft(spec, draft, own_groups=request.draft_own_groups)
-    made = _plan(request, spec)
+    gpu = gpu_budget(request.gpu, request.config, config, request.parallel) if request.gpu else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CoarseReuse)  # it is among the plan's notes, which are shown
+        made = _plan(request, spec, gpu.cache if gpu else request.memory)
     if not made.pools:
         raise PlanError(f"stage {made.parallel.pp_rank} of {made.parallel.pp} has no layer that keeps anything")
-    return PlanResult(made, spec, dtype, request.context)
+    return PlanResult(made, spec, dtype, request.context, gpu)
 
 
-def _plan(request: PlanRequest, spec: ModelSpec) -> Plan:
+def _plan(request: PlanRequest, spec: ModelSpec, memory: int | str) -> Plan:
     make = partial(
         make_plan,
         spec,
-        request.memory,
+        memory,
         block_tokens=request.block_tokens.blocks(spec),
         kernel_tokens=request.kernel_tokens.kernels(spec),
         pools=request.pools,

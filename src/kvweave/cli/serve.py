@@ -21,7 +21,11 @@ Memory = Annotated[
 ]
 DiskOption = Annotated[
     str | None,
-    typer.Option(metavar="DIR:SIZE", help="Keep it on disk too: it survives restarts.", rich_help_panel=STORAGE),
+    typer.Option(
+        metavar="DIR[:SIZE]",
+        help="Keep it on disk too, 20 GiB of it if no size is given: it survives restarts.",
+        rich_help_panel=STORAGE,
+    ),
 ]
 Redis = Annotated[
     str | None, typer.Option(metavar="URL", help="Keep it in a Redis server or cluster too.", rich_help_panel=STORAGE)
@@ -84,7 +88,9 @@ DrainS = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="A TOML file with these options, quotas and limits; options go before it."),
+    typer.Option(
+        metavar="FILE", help="A TOML file with these options, quotas and limits; the command line overrides it."
+    ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what is refused, too.")]
 

@@ -1,4 +1,4 @@
-"""CONFIG: a path on disk, or the name of a bundled example."""
+"""Files: a CONFIG, which is a path or the name of a bundled example; and what is written."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def model_dtype(config: dict[str, Any]) -> str:
     """The dtype that a config says its model runs in; bfloat16 where it says nothing, as the reader assumes."""
     model = language_model(config)
     return str(DType.parse(model.get("dtype") or model.get("torch_dtype") or DType.BFLOAT16))
+
+
+def written(path: Path, text: str) -> Path:
+    """Write a file, and its folder where that is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def _folder() -> Any:

@@ -1,5 +1,15 @@
 """COPYING host memory at memory bandwidth, with the interpreter lock released. In C where a compiler was found."""
 
 from kvweave.copying.blocks import IS_NATIVE, Bytes, StridedBlocks, copy, copy_blocks
+from kvweave.copying.payload import BlockCopy, HostPayloadCopier, PayloadCopier
 
-__all__ = ["IS_NATIVE", "Bytes", "StridedBlocks", "copy", "copy_blocks"]
+__all__ = [
+    "IS_NATIVE",
+    "BlockCopy",
+    "Bytes",
+    "HostPayloadCopier",
+    "PayloadCopier",
+    "StridedBlocks",
+    "copy",
+    "copy_blocks",
+]

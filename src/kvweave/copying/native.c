@@ -67,30 +67,65 @@ static void stream(char *to, const char *from, size_t size, const char *next)
 }
 #endif
 
-/* Where run number `run` of the job starts. */
-static char *run_at(const Job *job, const Side *side, uint64_t run)
+/* Where a run is among the others: counted up, since to divide takes longer than to copy a short run. */
+typedef struct {
+    Py_ssize_t block, plane, row;
+} Place;
+
+static Place place_of(const Job *job, uint64_t run)
 {
-    uint64_t row = run % job->rows, plane = run / job->rows % job->planes, block = run / job->rows / job->planes;
-    return (char *)(intptr_t)(side->starts[block] + plane * side->plane_stride + row * side->row_stride);
+    Place place = {run / job->rows / job->planes, run / job->rows % job->planes, run % job->rows};
+    return place;
+}
+
+static void step(const Job *job, Place *place)
+{
+    if (++place->row == job->rows) {
+        place->row = 0;
+        if (++place->plane == job->planes) {
+            place->plane = 0;
+            place->block++;
+        }
+    }
+}
+
+static char *run_at(const Side *side, const Place *place)
+{
+    return (char *)(intptr_t)(side->starts[place->block] + place->plane * side->plane_stride +
+                              place->row * side->row_stride);
+}
+
+/* Runs of one element, as where one side is the other's transpose: a call of memcpy each would be most of the time. */
+static void copy_short(char *to, const char *from, size_t size)
+{
+    switch (size) {
+    case 2: memcpy(to, from, 2); break;
+    case 4: memcpy(to, from, 4); break;
+    case 8: memcpy(to, from, 8); break;
+    default: memcpy(to, from, size);
+    }
 }
 
 static void *carry_out(void *given)
 {
     const Share *share = given;
     const Job *job = share->job;
-    for (uint64_t at = share->first; at < share->last;) {
-        uint64_t run = at / job->size, skip = at % job->size, size = job->size - skip;
+    uint64_t skip = share->first % job->size;
+    Place place = place_of(job, share->first / job->size);
+    for (uint64_t at = share->first; at < share->last; skip = 0) {
+        uint64_t size = job->size - skip;
         if (size > share->last - at)
             size = share->last - at;
-        char *to = run_at(job, &job->to, run) + skip;
-        const char *from = run_at(job, &job->from, run) + skip;
+        char *to = run_at(&job->to, &place) + skip;
+        const char *from = run_at(&job->from, &place) + skip;
         at += size;
+        step(job, &place);
 #if STREAMS
-        if (job->streaming)
-            stream(to, from, size, at < share->last ? run_at(job, &job->from, run + 1) : from);
+        if (job->streaming && job->size >= LINE)
+            stream(to, from, size, at < share->last ? run_at(&job->from, &place) : from);
         else
 #endif
-            memcpy(to, from, size);
+            copy_short(to, from, size);
     }
 #if STREAMS
     if (job->streaming)

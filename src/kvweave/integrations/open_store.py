@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvweave.errors import MissingExtra, PlanError, UnknownName
+from kvweave.errors import MissingExtra, UnknownName
 from kvweave.store import AnyStore, DiskTier, MemoryTier, Schema, Store, Tier, TierPolicy, TierStack
-from kvweave.units import parse_bytes
+from kvweave.units import parse_directory
 
-DISK_BYTES = 20 << 30
-"""Capacity of a directory without a size."""
 NEAR_BYTES = 1 << 30
 """Host memory in front of a tier on the network. A disk has the page cache instead."""
 
@@ -46,12 +44,7 @@ def _extra(what: str, extra: str) -> Iterator[None]:
 
 
 def _directory(where: str, schema: Schema) -> Store:
-    directory, colon, size = where.rpartition(":")
-    try:
-        place = (directory, parse_bytes(size)) if colon and directory else (where, DISK_BYTES)
-    except PlanError:  # the colon is part of the path
-        place = where, DISK_BYTES
-    return Store(schema, TierStack((DiskTier(*place), TierPolicy(write="back"))))
+    return Store(schema, TierStack((DiskTier(*parse_directory(where)), TierPolicy(write="back"))))
 
 
 def _daemon(socket: Path, schema: Schema, model: str) -> AnyStore[Any]:

@@ -28,6 +28,8 @@ class OnePageSize:
     block_tokens: dict[str, int]
     bytes_per_sequence: int
     padding_share: float
+    reuse_tokens: int
+    """The steps in which prefixes are shared: where blocks of all groups with rows end."""
 
 
 def one_page_size(plan: Plan, num_tokens: int = TYPICAL_TOKENS) -> OnePageSize:
@@ -51,7 +53,8 @@ def one_page_size(plan: Plan, num_tokens: int = TYPICAL_TOKENS) -> OnePageSize:
         pages = _resized(g, blocks[g.tag]).num_blocks_held(num_tokens)
         held += pages * page * size * -(-len(g.layers) // size)
         payload += pages * _rows_bytes(g, blocks[g.tag]) * len(g.layers)
-    return OnePageSize(num_tokens, page, size, blocks, held, 1 - payload / max(1, held))
+    steps = math.lcm(*(blocks[g.tag] * g.context_shards for g in groups if g.cache.reach.per_token))
+    return OnePageSize(num_tokens, page, size, blocks, held, 1 - payload / max(1, held), steps)
 
 
 def _one_group(groups: list[Group], num_tokens: int) -> OnePageSize:
@@ -61,7 +64,8 @@ def _one_group(groups: list[Group], num_tokens: int) -> OnePageSize:
     rows = sum(_rows_bytes(group, block) * len(group.layers) for group in groups)
     held = rows * _resized(groups[0], block).num_blocks_held(num_tokens)
     most = max(len(group.layers) for group in groups)
-    return OnePageSize(num_tokens, layer, most, {group.tag: block for group in groups}, held, 0.0)
+    blocks = {group.tag: block for group in groups}
+    return OnePageSize(num_tokens, layer, most, blocks, held, 0.0, block * groups[0].context_shards)
 
 
 def _layer_page(group: Group) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvweave.errors import PlanError, SpecError
-from kvweave.spec import ModelSpec
+from kvweave.spec import ModelSpec, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +46,28 @@ def shard(spec: ModelSpec, parallel: Parallel) -> ModelSpec:
     except SpecError as error:
         held = f"stage {parallel.pp_rank} of {parallel.pp} holds layers {stage.start} to {stage.stop - 1}"
         raise PlanError(f"{held}, but {error}; choose pp so that both are in one stage") from None
+
+
+def replicas(spec: ModelSpec, tp: int) -> Iterator[str]:
+    """What tensor-parallel ranks do not divide among them, a sentence a group and cause."""
+    for tag, (cache, _) in spec.groups().items():
+        if tp > 1 and not any(role.split for role in cache.roles):
+            yield f"group {tag!r} has no heads to divide: each of the {tp} tp ranks keeps all of it"
+        for units in sorted({segment.units for role in cache.roles for segment in role.split}):
+            names = ", ".join(role.name for role in cache.roles if any(s.units == units for s in role.split))
+            yield from _replicas(tag, names, units, tp)
+
+
+def _replicas(tag: str, names: str, units: int, tp: int) -> Iterator[str]:
+    kept = Segment(units).shard(tp).units
+    if kept * tp <= units:
+        return
+    what, copies = f"group {tag!r}: the {units} heads or groups of {names}", tp * kept // units
+    if tp % units == 0:
+        yield f"{what} are fewer than the {tp} tp ranks: each rank keeps {kept}, and each is on {copies} ranks"
+        return
+    degrees = ", ".join(str(degree) for degree in range(2, units + 1) if units % degree == 0)
+    yield (
+        f"{what} are not divided by tp {tp}: each rank keeps {'all' if kept == units else kept} of them, and each is on"
+        f" {copies} ranks; tp of {degrees} divides them"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -89,6 +90,11 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         return sum(pool.num_bytes for pool in self.pools if pool.place is not Place.DEVICE)
+
+    @property
+    def reuse_tokens(self) -> int:
+        """The granularity of prefix reuse: prefixes are found at its multiples, where a block of every group ends."""
+        return math.lcm(*(group.block_tokens * group.context_shards for group in self.groups))
 
     def stride_bytes(self, tag: str) -> int:
         """A page's share of its pool, over all lanes."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvweave.errors import NeverFits, PlanError, UnknownName
+from kvweave.errors import CoarseReuse, NeverFits, PlanError, UnknownName
 from kvweave.plan.group import Group
-from kvweave.plan.parallel import Parallel, shard
+from kvweave.plan.parallel import Parallel, replicas, shard
 from kvweave.plan.plan import TYPICAL_TOKENS, Plan
 from kvweave.plan.pool import Layout, Place, Pool, PoolRequest, cut, size
 from kvweave.spec import LayerCache, ModelSpec
 from kvweave.units import format_bytes, parse_bytes
 
 POOLS = ("auto", "uniform", "shared", "independent")
+COARSE = 4
+"""How many of the largest blocks a step of prefix reuse may be before a plan warns."""
 
 PerGroup = int | Mapping[str, int]
 """One number for all groups, or numbers by tag."""
@@ -42,7 +45,7 @@ def make_plan(
     """
     parallel = parallel or Parallel()
     budget, kept_back = parse_bytes(memory), parse_bytes(reserve, what="reserve", least=0)
-    notes = list(spec.notes)
+    notes = [*spec.notes, *replicas(spec, parallel.tp), *_beyond_the_context(spec)]
     mine = shard(spec, parallel)
     groups = _groups(mine, parallel, block_tokens, kernel_tokens, notes)
     requests = dict(own_pools or {})
@@ -66,11 +69,37 @@ def make_plan(
         digest=spec.digest(),
         notes=tuple(notes),
     )
+    draft = _warned(draft)
     need = _check_fits(draft, requests, context)
     demand = {
         pool.name: draft.superpages_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools
     }
     return replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand, need)))
+
+
+def _beyond_the_context(spec: ModelSpec) -> list[str]:
+    """Windows that a sequence never fills."""
+    spans = {tag: cache.reach.span for tag, (cache, _) in spec.groups().items() if cache.reach.per_token}
+    return [
+        f"group {tag!r} reaches {span:,} tokens back, and the model's context ends at {spec.max_tokens:,}: there it is"
+        " full attention, and grows with every token"
+        for tag, span in spans.items()
+        if span and spec.max_tokens and span >= spec.max_tokens
+    ]
+
+
+def _warned(plan: Plan) -> Plan:
+    """The plan with a note, and a warning, where prefixes can be reused in far larger steps than blocks."""
+    blocks = {group.tag: group.block_tokens * group.context_shards for group in plan.groups}
+    if plan.reuse_tokens <= COARSE * max(blocks.values()):
+        return plan
+    note = (
+        f"prefixes are reused in steps of {plan.reuse_tokens:,} tokens, where blocks of"
+        f" {', '.join(f'{tag} {tokens:,}' for tag, tokens in blocks.items())} tokens end together, and a shorter prompt"
+        " reuses nothing: choose block_tokens that divide one another"
+    )
+    warnings.warn(note, CoarseReuse, stacklevel=3)
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _groups(

@@ -46,26 +46,28 @@ def role_view(group: Group, pool: Pool, layer: int, role: Role) -> View:
         parts = tuple(view(f"{role.name}.{part.name}", *plane) for part, plane in _planes(role, rows))
         row_bytes = role.shape[0]
         whole = (rows * row_bytes,) if role.planar else (rows, row_bytes)
-        return replace(view(role.name, DType.UINT8, 0, whole, _contiguous(whole, 1)), parts=parts)
-    row, dtype = _as_bytes(role.shape, role.dtype)
+        return replace(view(role.name, DType.UINT8, 0, whole, contiguous(whole, 1)), parts=parts)
+    row, dtype = as_bytes(role.shape, role.dtype)
     shape = (*row[: role.token_axis], rows, *row[role.token_axis :]) if group.cache.reach.per_token else row
-    return view(role.name, dtype, 0, shape, _contiguous(shape, dtype.align_bytes))
+    return view(role.name, dtype, 0, shape, contiguous(shape, dtype.align_bytes))
 
 
 def _planes(role: Role, rows: int) -> list[tuple[Part, tuple[DType, int, tuple[int, ...], tuple[int, ...]]]]:
     """Each part's dtype, start, shape and strides within a kernel block."""
     planes, start = [], 0
     for part in role.parts:
-        shape, dtype = _as_bytes(part.shape, part.dtype)
+        shape, dtype = as_bytes(part.shape, part.dtype)
         row_stride = part.num_bytes if role.planar else role.shape[0]
-        planes.append((part, (dtype, start, (rows, *shape), (row_stride, *_contiguous(shape, dtype.align_bytes)))))
+        planes.append((part, (dtype, start, (rows, *shape), (row_stride, *contiguous(shape, dtype.align_bytes)))))
         start += part.num_bytes * rows if role.planar else part.num_bytes
     return planes
 
 
-def _as_bytes(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], DType]:
+def as_bytes(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], DType]:
+    """Shape and dtype as views show them: elements narrower than a byte as bytes."""
     return (shape, dtype) if dtype.bits >= 8 else ((*shape[:-1], shape[-1] * dtype.bits // 8), DType.UINT8)
 
 
-def _contiguous(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+    """The strides of a tensor without gaps."""
     return tuple(item_bytes * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

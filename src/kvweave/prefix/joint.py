@@ -25,6 +25,9 @@ class Present(NamedTuple):
     block_tokens: int
     blocks: NDArray[np.bool_]
     first: int = 0
+    tails: NDArray[np.bool_] | None = None
+    """Which blocks are present at least from their token `tail_start` on: enough where no earlier token is needed."""
+    tail_start: int = 0
 
 
 def joint_hit(groups: Iterable[Present], grid: int, limit: int, positions: NDArray[np.int64] | None = None) -> int:
@@ -48,7 +51,7 @@ def _span(group: Present) -> float:
 
 def resumable(group: Present, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether a group alone can go on from each position, all multiples of its block, none of them 0."""
-    reach, size, blocks, first = group
+    reach, size, blocks, first, tails, tail_start = group
     end = positions // size - first
     if len(positions) and end[-1] > len(blocks):
         return _beyond(group, positions)
@@ -58,6 +61,9 @@ def resumable(group: Present, positions: NDArray[np.int64]) -> NDArray[np.bool_]
     count = np.zeros(len(blocks) + 1, np.int64)
     np.cumsum(blocks, out=count[1:])
     whole: NDArray[np.bool_] = count[end] - count[start] == end - start
+    if tails is not None:
+        rest = count[end] - count[np.minimum(start + 1, end)] == end - start - 1
+        whole |= rest & tails[np.minimum(start, len(tails) - 1)] & (reach.tail(positions) % size >= tail_start)
     if reach.head:
         head = np.minimum(-(-reach.head // size), end)
         whole &= count[head] == head

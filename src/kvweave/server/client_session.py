@@ -176,11 +176,13 @@ class ClientSession:
         self._state.counts["unanswered"] += late
         if position < sequence.limit:
             self._state.missed(sequence, in_arena, None if late else present)
-        bits = np.packbits(_matrix(present, sequence)).tobytes()
+        matrix = _matrix(present, sequence)
+        bits = np.packbits(matrix).tobytes()
         if not request.lease or not position:
             return protocol.Found(position, bits, b"", late)
         shards = None if request.shards is None else numbers(request.shards, "<i4")
-        starts = self._lease(sequence, sequence.registered.needs(position, shards), request.lease, counted=True)
+        needed = sequence.registered.needs(position, shards, matrix)
+        starts = self._lease(sequence, needed, request.lease, counted=True)
         return protocol.Found(position, bits, b"" if starts is None else packed(starts), late)
 
     def _lease(

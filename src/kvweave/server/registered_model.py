@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -14,15 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import BadRequest, KVWeaveError
-from kvweave.prefix import Present, joint_hit
+from kvweave.prefix import joint_hit
 from kvweave.server.description import GroupDescription, ModelDescription, ShardDescription
 from kvweave.server.protocol import GroupInfo, Register, ShardInfo
 from kvweave.server.report import ModelReport, printable
 from kvweave.spec import DType, Reach, codec
 from kvweave.spec.reach import reach_class
-from kvweave.store import Schema, Shard
+from kvweave.store import Schema
 from kvweave.store.blob import blob_bytes, header_bytes
 from kvweave.store.keys import SHARD_ID_BYTES
+from kvweave.store.shard_group import ShardGroup
 
 MOST = 1 << 40
 
@@ -30,11 +32,7 @@ MOST = 1 << 40
 def registration(number: int, model: str, schema: Schema) -> Register:
     """The request that registers a schema."""
     shards = [ShardInfo(shard.id, blob_bytes(shard), shard.meta) for shard in schema.shards]
-    tags = [schema.shards[part.start].tag for _, part in schema.groups]
-    groups = [
-        GroupInfo(tag, part.stop - part.start, codec.to_dict(reach))
-        for tag, (reach, part) in zip(tags, schema.groups, strict=True)
-    ]
+    groups = [GroupInfo(g.tag, g.stop - g.first, codec.to_dict(g.reach)) for g in schema.groups]
     return Register(number, model, schema.chunk_tokens, shards, groups)
 
 
@@ -53,6 +51,7 @@ class _Meta(msgspec.Struct):
     roles: list[_Role]
     part: int
     parts: int
+    first_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,9 @@ class RegisteredModel:
         self.users = 0
         """Number of connections that use it."""
         self.counts: Counter[str] = Counter()
-        self._described = [_described(shard, request.chunk_tokens) for shard in request.shards]
-        self._groups = list(_groups(request))
-        self._needs = [Shard(tag, reach, (), (), 0, 1, request.chunk_tokens).needs for tag, reach, _ in self._groups]
+        metas = [_meta(shard, request.chunk_tokens) for shard in request.shards]
+        self._described = [_described(shard, meta) for shard, meta in zip(request.shards, metas, strict=True)]
+        self._groups = [*_groups(request, [meta.first_token for meta in metas])]
 
     @property
     def num_shards(self) -> int:
@@ -95,32 +94,27 @@ class RegisteredModel:
 
     def position(self, present: NDArray[np.bool_], limit: int) -> int:
         """The joint hit over `[shards, chunks]`."""
-        size = self.chunk_tokens
-        groups = [Present(reach, size, np.logical_and.reduce(present[shards])) for _, reach, shards in self._groups]
-        return joint_hit(groups, size, limit)
+        return joint_hit([group.presence(present) for group in self._groups], self.chunk_tokens, limit)
 
-    def needs(self, position: int, wanted: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        """Pieces `[n, 2]` that are needed to resume at `position`, of the wanted shards, shard by shard."""
-        pieces = [np.empty((0, 2), np.int64)]
-        for needs, (_, _, shards) in zip(self._needs, self._groups, strict=True):
-            chunks = np.fromiter(needs(position), np.int64)
-            numbers = np.arange(shards.start, shards.stop)
-            mine = numbers if wanted is None else numbers[np.isin(numbers, wanted)]
-            pieces.append(np.stack((np.repeat(mine, len(chunks)), np.tile(chunks, len(mine))), axis=1))
-        return np.concatenate(pieces)
+    def needs(self, position: int, wanted: NDArray[np.int64] | None, present: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Pieces `[n, 2]` that are needed to resume at `position`, of the wanted shards, shard by shard: tails where
+        they are `present` (`[shards, chunks]`) and complete chunks are not."""
+        each = (group.needs(position, present) for group in self._groups)
+        pieces = np.concatenate([np.empty((0, 2), np.int64), *each])
+        return pieces if wanted is None else pieces[np.isin(pieces[:, 0], wanted)]
 
     def report(self) -> ModelReport:
         numbers = {name: self.counts[name] for name in ("lookups", "tokens_asked", "tokens_found")}
         return ModelReport(self.model, self.digest.hex(), **numbers)
 
     def describe(self) -> ModelDescription:
-        groups = tuple(self._group(*group) for group in self._groups)
+        groups = tuple(self._group(group) for group in self._groups)
         return ModelDescription(self.model, self.digest.hex(), self.chunk_tokens, groups)
 
-    def _group(self, tag: str, reach: Reach, shards: slice) -> GroupDescription:
-        words = " ".join(str(value) for value in codec.to_dict(reach).values())
-        described = self._described[shards]
-        return GroupDescription(tag, words, described[0][0], tuple(shard for _, shard in described))
+    def _group(self, group: ShardGroup) -> GroupDescription:
+        words = " ".join(str(value) for value in codec.to_dict(group.reach).values())
+        described = self._described[group.first : group.stop]
+        return GroupDescription(group.tag, words, described[0][0], tuple(shard for _, shard in described))
 
 
 def digest(request: Register) -> bytes:
@@ -132,8 +126,8 @@ def digest(request: Register) -> bytes:
     return facts.digest()[:8]
 
 
-def _described(shard: ShardInfo, chunk_tokens: int) -> tuple[tuple[int, ...], ShardDescription]:
-    """The layers and the description of a shard. Raises `BadRequest` if its id is not the digest of its `meta`."""
+def _meta(shard: ShardInfo, chunk_tokens: int) -> _Meta:
+    """What a shard says of itself. Raises `BadRequest` if its id is not the digest of its `meta`."""
     if hashlib.sha256(b"kvweave row 1\0" + shard.meta).digest()[:SHARD_ID_BYTES] != shard.id:
         raise BadRequest(f"shard {shard.id.hex()} has another digest: this is a schema of another version of kvweave")
     try:
@@ -144,6 +138,11 @@ def _described(shard: ShardInfo, chunk_tokens: int) -> tuple[tuple[int, ...], Sh
         raise BadRequest(f"shard {shard.id.hex()} is of chunks of {meta.chunk_tokens} tokens, not {chunk_tokens}")
     if shard.blob_bytes != (size := _blob_bytes(shard, meta)):
         raise BadRequest(f"shard {shard.id.hex()} describes blobs of {size} bytes, but says {shard.blob_bytes}")
+    return meta
+
+
+def _described(shard: ShardInfo, meta: _Meta) -> tuple[tuple[int, ...], ShardDescription]:
+    """The layers and the description of a shard."""
     roles = tuple(f"{role.name} {[role.rows, *role.shape]} {role.dtype}" for role in meta.roles)
     return tuple(meta.layers), ShardDescription(shard.id.hex(), meta.part, meta.parts, shard.blob_bytes, roles)
 
@@ -157,14 +156,17 @@ def _blob_bytes(shard: ShardInfo, meta: _Meta) -> int:
     return header_bytes(RegisteredShard(shard.meta, 0, meta.chunk_tokens)) + len(meta.layers) * bits // 8
 
 
-def _groups(request: Register) -> list[tuple[str, Reach, slice]]:
-    groups, start = [], 0
+def _groups(request: Register, first_tokens: list[int]) -> Iterator[ShardGroup]:
+    start = 0
     for group in request.groups:
-        groups.append((group.tag, _reach(group), slice(start, start + group.num_shards)))
+        firsts = first_tokens[start : start + group.num_shards]
+        parts, tail = len(firsts) - sum(map(bool, firsts)), firsts[-1] if firsts else 0
+        if firsts not in ([0] * parts, [0] * parts + [tail] * parts) or not 0 <= tail < request.chunk_tokens:
+            raise BadRequest(f"group {group.tag!r}: shards that begin at tokens {firsts} are no chunks and their tails")
+        yield ShardGroup(group.tag, _reach(group), request.chunk_tokens, start, parts, tail)
         start += group.num_shards
     if start != len(request.shards):
         raise BadRequest(f"groups of {start} shards in all, but there are {len(request.shards)}")
-    return groups
 
 
 def _reach(group: GroupInfo) -> Reach:

@@ -90,14 +90,15 @@ class RemoteStore(AnyStore[RemoteHit]):
         if found.late:
             self._count(unanswered=1)
         shape, places = empty.present.shape, empty.places
-        present = np.unpackbits(np.frombuffer(found.present, np.uint8), count=empty.present.size).reshape(shape)
+        bits = np.unpackbits(np.frombuffer(found.present, np.uint8), count=empty.present.size)
+        present = bits.reshape(shape).astype(bool)
         if found.starts:
             at = np.array(
-                [*self._needs(found.position, range(shape[0]) if shards is None else sorted(shards))], np.int64
+                [*self._needs(found.position, range(shape[0]) if shards is None else shards, present)], np.int64
             )
             places[at[:, 0], at[:, 1]] = numbers(found.starts)
         until, held = asked_at + self.client.welcome.lease_s, number if found.starts else 0
-        return RemoteHit(empty.prompt, found.position, present.astype(bool), places, held, until, generation)
+        return RemoteHit(empty.prompt, found.position, present, places, held, until, generation)
 
     def load(
         self, hit: RemoteHit, sink: Sink, *, shards: Sequence[int] | None = None, budget_s: float | None = None
@@ -192,7 +193,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         wanted, in_arena = self._wanted(hit, shards)
         with self._or_miss(), self.client.again(arena=False, timeout_s=reply_timeout(budget)) as client:
             other = RemoteStore(self.schema, client, model=self._prompt_session.model, workers=1)
-            for batch in self._arena.batches([*self._needs(hit.position, wanted)]):
+            for batch in self._arena.batches([*self._needs(hit.position, wanted, hit.present)]):
                 for piece in other._fetch_to_arena(hit.prompt, batch, 0, budget)[0]:
                     in_arena[piece] = True
         return self._position(hit.prompt, in_arena, hit.position)
@@ -208,7 +209,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         wanted, in_arena = self._wanted(hit, shards)
         lease, generation, budget = self.client.number(), self.client.generation, Budget.of(budget_s)
         try:
-            for batch in self._arena.batches([*self._needs(hit.position, wanted)]):
+            for batch in self._arena.batches([*self._needs(hit.position, wanted, hit.present)]):
                 for piece in self._fetch_to_arena(hit.prompt, batch, lease, budget)[0]:
                     in_arena[piece] = True
             alive = self.client.ask(protocol.PinLeases([lease]), protocol.Alive, reply_timeout(budget)).leases
@@ -236,7 +237,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         shards: Sequence[int] | None = None,
         budget_s: float | None = None,
     ) -> Saved:
-        pieces, saving = self._to_keep(prompt, points, shards), SaveOperation(self._arena, self._copier, source)
+        pieces, saving = self._to_keep(prompt, source, points, shards), SaveOperation(self._arena, self._copier, source)
         with self._or_miss():
             saving.save(prompt, pieces, Budget.of(budget_s))
         self._unflushed |= saving.daemons

@@ -96,8 +96,9 @@ class ServerState:
     def missed(self, sequence: OpenSequence, in_arena: NDArray[np.bool_], present: NDArray[np.bool_] | None) -> None:
         """Count, for the arena and every tier, the blobs that the longest hit would have needed and that are
         missing. `present` is None if a tier did not answer."""
-        needed = sequence.registered.needs(sequence.limit, None)
-        at = needed[:, 1] * sequence.registered.num_shards + needed[:, 0]
+        num_shards, known = sequence.registered.num_shards, in_arena if present is None else present
+        needed = sequence.registered.needs(sequence.limit, None, known.reshape(-1, num_shards).T)
+        at = needed[:, 1] * num_shards + needed[:, 0]
         self.counts["memory misses"] += int(np.count_nonzero(~in_arena[at]))
         if present is not None:
             lacking = int(np.count_nonzero(~present[at]))

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvweave.errors import ConfigError, UnknownName
 from kvweave.store import Quota
-from kvweave.units import parse_bytes
+from kvweave.units import parse_bytes, parse_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,8 @@ class Disk:
 
     @classmethod
     def parse(cls, text: str) -> Disk:
-        """`/var/kv:100GiB`."""
-        directory, colon, size = text.rpartition(":")
-        if not colon or not directory:
-            raise ConfigError(f"a disk is DIR:SIZE, for example /var/kv:100GiB, not {text!r}")
-        return cls(Path(directory), parse_bytes(size, what="disk"))
+        """`/var/kv:100GiB`, or `/var/kv` for 20 GiB of it."""
+        return cls(*parse_directory(text))
 
 
 def address(text: str) -> tuple[str, int]:

@@ -21,9 +21,10 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Run:
-    """A run of blocks. `resumed_by` are the requests whose overlap with all before them ends where the run ends."""
+    """A run of blocks. `resumed_by` are the requests whose overlap with all before them ends where the run ends,
+    `reused_by` those whose overlap has the run in it."""
 
-    __slots__ = ("children", "digests", "end", "number", "parent", "resumed_by", "start")
+    __slots__ = ("children", "digests", "end", "number", "parent", "resumed_by", "reused_by", "start")
 
     def __init__(self, parent: Run | None, start: int, digests: Digests) -> None:
         self.parent = parent
@@ -32,13 +33,22 @@ class Run:
         self.digests = digests
         self.children: dict[int, Run] = {}
         self.resumed_by: list[int] = []
+        self.reused_by: list[int] = []
         self.number = -1
         """Counted in no particular order, once all are there."""
 
     def next_resume(self, request: int) -> int | None:
         """The next request after `request` that would go on from its end."""
-        at = bisect_right(self.resumed_by, request)
-        return self.resumed_by[at] if at < len(self.resumed_by) else None
+        return _after(self.resumed_by, request)
+
+    def next_reuse(self, request: int) -> int | None:
+        """The next request after `request` that has the run in common with earlier ones."""
+        return _after(self.reused_by, request)
+
+
+def _after(requests: list[int], request: int) -> int | None:
+    at = bisect_right(requests, request)
+    return requests[at] if at < len(requests) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +85,10 @@ class Foresight:
             Visit(_path(end), limit, overlap, request.prompt_tokens)
             for (end, limit, overlap), request in zip(ends, trace.requests, strict=True)
         )
+        for number, visit in enumerate(self.visits):
+            for run in visit.path:
+                if run.end <= visit.overlap:
+                    run.reused_by.append(number)
 
     @property
     def overlap_tokens(self) -> int:

@@ -94,10 +94,10 @@ class IdealCache:
     def _key(self, run: Run, number: int, visit: Visit, hit: int) -> int | None:
         """The key of the entry at the end of a run: the smallest goes first. None: no entry is made, or one that is
         there stays as it is."""
-        next_use = run.next_resume(number)
         if self.oracle.foresees_order:
+            next_use = run.next_reuse(number) if self.geometry.resumes_anywhere else run.next_resume(number)
             return -next_use if next_use is not None and self._is_point(run, number, visit, hit) else None
-        used = run is visit.path[-1] or run.end == hit or (run.end > hit and next_use is not None)
+        used = run is visit.path[-1] or run.end == hit or (run.end > hit and run.next_resume(number) is not None)
         return number if used else None
 
     def _is_point(self, run: Run, number: int, visit: Visit, hit: int) -> bool:

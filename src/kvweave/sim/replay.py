@@ -104,6 +104,8 @@ class _Replayer:
         self._sizes = [group.page_bytes if group.has_pages else 0 for group in groups]
         self._has_points = bool(cache.state.windows or cache.state.states)
         """Whether points matter; with rows alone every position is one."""
+        self._decode_step = cache.grid if cache.state.windows else max(1, trace.longest)
+        """Windows move on with every grid of tokens; else a whole output in one step is the same as token by token."""
 
     def request(self, number: int, request: Request) -> None:
         tokens = self.trace.tokens(request)
@@ -143,8 +145,10 @@ class _Replayer:
     def _run(self, sequence: Sequence, start: int, end: int, tokens: TokenIds) -> None:
         """Compute the tokens [start, end): those of the prompt in steps, then those that are generated."""
         start = self._steps(sequence, start, min(end, sequence.num_prompt))
-        if start < end:
-            self._extend(sequence, end - start, tokens[start:end])
+        while start < end:
+            until = min(end, (start // self._decode_step + 1) * self._decode_step)
+            self._extend(sequence, until - start, tokens[start:until])
+            start = until
 
     def _steps(self, sequence: Sequence, start: int, end: int) -> int:
         """Compute a part of the prompt; in shorter steps where windows have no room for long ones."""

@@ -3,7 +3,9 @@
 from kvweave.store.any_store import AnyHit, AnyStore, Saved, StoreStats
 from kvweave.store.catalog import Quota
 from kvweave.store.disk_tier import DiskTier
+from kvweave.store.engine_memory import EngineMemory, TableUse, region_view
 from kvweave.store.keys import HashedPrompt, Namespace
+from kvweave.store.layout_proof import prove_layout
 from kvweave.store.memory_tier import MemoryTier
 from kvweave.store.page_payloads import PagePayloads, Sink, Source
 from kvweave.store.shards import Schema, Shard, model_digest
@@ -17,6 +19,7 @@ __all__ = [
     "AnyStore",
     "DictTier",
     "DiskTier",
+    "EngineMemory",
     "HashedPrompt",
     "Hit",
     "MemoryTier",
@@ -30,10 +33,13 @@ __all__ = [
     "Source",
     "Store",
     "StoreStats",
+    "TableUse",
     "Tier",
     "TierExecutorStats",
     "TierPolicy",
     "TierStack",
     "TierStats",
     "model_digest",
+    "prove_layout",
+    "region_view",
 ]

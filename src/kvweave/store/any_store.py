@@ -13,10 +13,10 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.prefix import Present, Span, joint_hit
+from kvweave.prefix import Span, joint_hit
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
-from kvweave.store.page_payloads import Sink, Source
+from kvweave.store.page_payloads import PagedSource, Sink, Source
 from kvweave.store.shards import Schema, Shard
 from kvweave.store.tier_executor import TierExecutorStats
 from kvweave.store.tier_stack import Budget
@@ -119,7 +119,7 @@ class AnyStore(ABC, Generic[Found]):
         wanted = range(len(self.schema.shards)) if shards is None else shards
         present, given = hit.present.copy(), np.zeros(hit.present.shape, bool)
         while position:
-            pieces = [piece for piece in self._needs(position, wanted) if not given[piece]]
+            pieces = [piece for piece in self._needs(position, wanted, present) if not given[piece]]
             for piece, payload in self._fetch(hit, pieces, budget):
                 sink(self.schema.shards[piece[0]], piece[1], payload)
                 given[piece] = True
@@ -128,7 +128,7 @@ class AnyStore(ABC, Generic[Found]):
                 break
             for piece in lost:
                 present[piece] = False
-            position = 0 if budget.is_spent else self._position(hit.prompt, present, position - 1)
+            position = 0 if budget.is_spent else self._position(hit.prompt, present, position)
         self._count(loads=1, shortened=position < hit.position)
         return position
 
@@ -175,20 +175,29 @@ class AnyStore(ABC, Generic[Found]):
 
     def _position(self, prompt: HashedPrompt, present: NDArray[np.bool_], limit: int) -> int:
         size = self.schema.chunk_tokens
-        groups = [Present(reach, size, np.logical_and.reduce(present[shards])) for reach, shards in self.schema.groups]
+        groups = [group.presence(present) for group in self.schema.groups]
         return joint_hit(groups, size, min(limit, prompt.num_chunks * size))
 
-    def _needs(self, position: int, shards: Sequence[int] | range) -> Iterator[ChunkRef]:
-        return ((shard, chunk) for shard in shards for chunk in self.schema.shards[shard].needs(position))
+    def _needs(self, position: int, shards: Sequence[int] | range, present: NDArray[np.bool_]) -> Iterator[ChunkRef]:
+        """What going on from `position` needs of `shards`; tails where they are `present`, and whole chunks are not."""
+        wanted = frozenset(shards)
+        pieces = (piece for group in self.schema.groups for piece in group.needs(position, present).tolist())
+        return ((shard, chunk) for shard, chunk in pieces if shard in wanted)
 
     def _to_keep(
-        self, prompt: HashedPrompt, points: Sequence[int] | None, shards: Sequence[int] | None
+        self, prompt: HashedPrompt, source: Source, points: Sequence[int] | None, shards: Sequence[int] | None
     ) -> list[ChunkRef]:
-        """What resuming at `points` needs, chunk by chunk: earlier chunks are worth more."""
+        """What resuming at `points` needs, chunk by chunk: earlier chunks are worth more. A tail where the source does
+        not have the complete chunk."""
         size = self.schema.chunk_tokens
         ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
-        wanted = range(len(self.schema.shards)) if shards is None else shards
-        found = {(chunk, shard) for end in ends for shard, chunk in self._needs(end, wanted)}
+        wanted = frozenset(range(len(self.schema.shards)) if shards is None else shards)
+
+        def takes_tail(shard: int, chunk: int) -> bool:
+            return isinstance(source, PagedSource) and not source.holds(self.schema.shards[shard], chunk)
+
+        needs = (group.pieces(end, takes_tail).tolist() for end in ends for group in self.schema.groups)
+        found = {(chunk, shard) for pieces in needs for shard, chunk in pieces if shard in wanted}
         return [(shard, chunk) for chunk, shard in sorted(found)]
 
     def _count(self, **numbers: int) -> None:

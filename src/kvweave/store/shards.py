@@ -6,7 +6,7 @@ are one part of their own. The payload of a part has the same bytes on every ran
     layer 3: key [tokens, heads, dim] value [tokens, heads, dim]   layer 7: key ... value ...
 
 A rank of any tensor-parallel degree writes the parts that it holds completely, and reads the parts that overlap its
-own.
+own. A part of a window may have, beside complete chunks, their tails (`shard_group`), under keys of their own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ import numpy as np
 from kvweave.errors import StoreError
 from kvweave.spec import LayerCache, ModelSpec, Reach, Role, codec
 from kvweave.store.keys import SHARD_ID_BYTES, Bytes
+from kvweave.store.shard_group import ShardGroup, chunks_needed, tail_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +85,18 @@ class Shard:
     part: int
     parts: int
     chunk_tokens: int
+    first_token: int = 0
+    """Of a chunk, the first token that has rows here; 0: the chunk is whole."""
 
     def axis_slices(self, role: Role) -> tuple[AxisSlice, ...]:
         return axis_slices(role, self.parts, self.part)
 
+    def tokens(self, chunk: int) -> tuple[int, int]:
+        """The tokens of which a chunk's payload holds rows: first, and one past the last."""
+        return chunk * self.chunk_tokens + self.first_token, (chunk + 1) * self.chunk_tokens
+
     def num_rows(self, role: Role) -> int:
-        return self.chunk_tokens // role.tokens_per_row if self.reach.per_token else 1
+        return (self.chunk_tokens - self.first_token) // role.tokens_per_row if self.reach.per_token else 1
 
     @cached_property
     def meta(self) -> bytes:
@@ -107,6 +115,7 @@ class Shard:
         ]
         facts = {"tag": self.tag, "state": not self.reach.per_token, "layers": self.layers, "roles": roles}
         facts |= {"part": self.part, "parts": self.parts, "chunk_tokens": self.chunk_tokens}
+        facts |= {"first_token": self.first_token} if self.first_token else {}
         return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
 
     @cached_property
@@ -128,11 +137,7 @@ class Shard:
 
     def needs(self, position: int) -> Iterator[int]:
         """The chunks that are needed to resume at `position`, in order."""
-        end = position // self.chunk_tokens
-        head = min(-(-self.reach.head // self.chunk_tokens), end)
-        tail = int(self.reach.tail(position)) // self.chunk_tokens
-        yield from range(min(head, tail))
-        yield from range(tail, end)
+        return chunks_needed(self.reach, self.chunk_tokens, position)
 
     def held_by(self, ranks: int, rank: int) -> bool:
         """Whether this rank writes the part: it holds all of it, and no lower rank does."""
@@ -158,15 +163,19 @@ class Schema:
     parts: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, *, chunk_tokens: int = 256, parts: int = 8) -> Schema:
-        """`parts` must be a multiple of every tensor-parallel degree that writes: 8 serves 1, 2, 4 and 8."""
+    def of(cls, spec: ModelSpec, *, chunk_tokens: int = 256, parts: int = 8, tails: bool = False) -> Schema:
+        """`parts` must be a multiple of every tensor-parallel degree that writes: 8 serves 1, 2, 4 and 8.
+
+        With `tails`, of the chunk in which a window begins the rest may be stored, for engines that have freed what
+        lies before. Complete chunks have the same keys with and without.
+        """
         if chunk_tokens < 1 or parts < 1:
             raise StoreError(f"chunk_tokens and parts must be at least 1, got {chunk_tokens} and {parts}")
         shards = tuple(
             shard
             for cache, layers in spec.groups().values()
             if layers
-            for shard in _shards(cache, layers, chunk_tokens, parts)
+            for shard in _with_tails([*_shards(cache, layers, chunk_tokens, parts)], tails=tails)
         )
         if not shards:
             raise StoreError(f"model {spec.model_type!r} keeps nothing: there is nothing to store")
@@ -177,13 +186,14 @@ class Schema:
         return np.frombuffer(b"".join(shard.id for shard in self.shards), np.uint8).reshape(-1, SHARD_ID_BYTES)
 
     @cached_property
-    def groups(self) -> tuple[tuple[Reach, slice], ...]:
-        """The reach of each group, and the range of its shards."""
-        groups, start = [], 0
-        for index, shard in enumerate(self.shards):
-            if index + 1 == len(self.shards) or self.shards[index + 1].tag != shard.tag:
-                groups.append((shard.reach, slice(start, index + 1)))
-                start = index + 1
+    def groups(self) -> tuple[ShardGroup, ...]:
+        """The groups, in the order of their shards."""
+        groups, first = [], 0
+        for tag, run in groupby(self.shards, key=lambda shard: shard.tag):
+            shards = [*run]
+            parts = sum(not shard.first_token for shard in shards)
+            groups.append(ShardGroup(tag, shards[0].reach, self.chunk_tokens, first, parts, shards[-1].first_token))
+            first += len(shards)
         return tuple(groups)
 
     def written_by(self, ranks: int, rank: int) -> tuple[int, ...]:
@@ -210,6 +220,14 @@ def _shards(cache: LayerCache, layers: tuple[int, ...], chunk_tokens: int, most:
         parts = math.lcm(*(math.gcd(segment.units, most) for role in split for segment in role.split))
         for part in range(parts):
             yield Shard(cache.tag, cache.reach, layers, split, part, parts, chunk_tokens)
+
+
+def _with_tails(shards: list[Shard], *, tails: bool) -> list[Shard]:
+    """A group's shards, and behind them those of its tails, if it has any."""
+    reach, size = shards[0].reach, shards[0].chunk_tokens
+    unit = math.lcm(*(role.tokens_per_row for shard in shards for role in shard.roles))
+    first = tail_start(reach, size, unit) if tails else 0
+    return [*shards, *(replace(shard, first_token=first) for shard in shards if first)]
 
 
 def model_digest(spec: ModelSpec) -> str:

@@ -60,7 +60,8 @@ class Store(AnyStore[Hit]):
         if position >= longest or where.late:
             return
         shards = len(self.schema.shards)
-        needed = [chunk * shards + shard for shard, chunk in self._needs(longest, range(shards))]
+        present = (where.tiers != NOWHERE).reshape(-1, shards).T
+        needed = [chunk * shards + shard for shard, chunk in self._needs(longest, range(shards), present)]
         misses = int(np.count_nonzero(where.tiers[needed] == NOWHERE))
         for executor in self.tier_stack.executors:
             executor.count("misses", misses)
@@ -93,7 +94,7 @@ class Store(AnyStore[Hit]):
         shards: Sequence[int] | None = None,
         budget_s: float | None = None,
     ) -> Saved:
-        budget, pieces = Budget.of(budget_s), self._to_keep(prompt, points, shards)
+        budget, pieces = Budget.of(budget_s), self._to_keep(prompt, source, points, shards)
         every = prompt.keys(self.schema.ids)
         keys = [every[chunk * len(self.schema.shards) + shard] for shard, chunk in pieces]
         lacking = self.tier_stack.missing(keys, budget)

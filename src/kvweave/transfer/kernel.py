@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kvweave.transfer.command_buffer import CommandBuffer
-from kvweave.transfer.prepared_copy import BoundCopy
+from kvweave.transfer.prepared_copy import TabulatedCopy
 from kvweave.transfer.tiles import TILE, TILE_BYTES, Tiling, tiles_of
 
 STEP_BYTES = 4 << 10
@@ -130,7 +130,9 @@ class Tabulator:
         self._device = device
         self._pages: dict[Tiling, tuple[int, torch.Tensor]] = {}
 
-    def tabulate(self, commands: CommandBuffer, table: int, address_table: int, bound: BoundCopy, stream: int) -> None:
+    def tabulate(
+        self, commands: CommandBuffer, table: int, address_table: int, bound: TabulatedCopy, stream: int
+    ) -> None:
         """Record the commands that write the table of a copy, at an address on the device, from its address table in
         pinned memory."""
         shift = min(8, bound.vector_bytes).bit_length() - 1
@@ -149,7 +151,7 @@ class Tabulator:
         """The address of the tiles of one page, on the device."""
         if tiling not in self._pages:
             tiles = torch.from_numpy(tiles_of(tiling)).to(f"cuda:{self._device}")
-            self._pages[tiling] = tiles.data_ptr(), tiles
+            self._pages.setdefault(tiling, (tiles.data_ptr(), tiles))  # the first stays: another thread may use it
         return self._pages[tiling][0]
 
 

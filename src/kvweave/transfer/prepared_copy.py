@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import or_
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,6 +18,19 @@ from kvweave.transfer.copy_templates import CopyTemplate
 from kvweave.transfer.page_batches import addresses, chunk_batches
 from kvweave.transfer.pieces import MoveSlice
 from kvweave.transfer.tiles import widest
+
+
+class TabulatedCopy(Protocol):
+    """What the device makes the kernel's table of: how pages are cut, and where each is and goes."""
+
+    @property
+    def template(self) -> CopyTemplate: ...
+
+    @property
+    def address_table(self) -> Numbers: ...
+
+    @property
+    def vector_bytes(self) -> int: ...
 
 
 class BulkCopy(NamedTuple):
@@ -63,7 +76,7 @@ def _direct(job: CopyJob, parts: Iterable[MoveSlice]) -> Iterator[BulkCopy]:
     """Copies between pool and chunks by the copy engine."""
     for batch in chunk_batches(job, parts):
         pages, places = addresses(job, batch, staged=False)
-        runs, pitch = batch.tiling
+        runs, pitch, _ = batch.tiling
         for block in range(runs.blocks):
             here, there = pages + block * runs.kernel_stride, places + block * pitch
             to, source = (there, here) if job.direction is Direction.STORE else (here, there)

@@ -7,7 +7,7 @@ import torch
 from kvweave.transfer.command_buffer import CommandBuffer
 from kvweave.transfer.driver import Event, context_of
 from kvweave.transfer.kernel import Tabulator
-from kvweave.transfer.prepared_copy import BoundCopy
+from kvweave.transfer.prepared_copy import TabulatedCopy
 from kvweave.transfer.tiles import TILE
 
 ADDRESS_TABLE_NUMBERS = 1 << 12
@@ -35,7 +35,7 @@ class Slot:
             self.free.wait()
             self.memory = _numbers(num_bytes, torch.uint8, self._device)
 
-    def tabulate(self, bound: BoundCopy, tabulator: Tabulator, commands: CommandBuffer, stream: int) -> int:
+    def tabulate(self, bound: TabulatedCopy, tabulator: Tabulator, commands: CommandBuffer, stream: int) -> int:
         """Record the commands that write the table of a copy; returns its address on the device. Blocks while the
         address table is still in use.
 

@@ -26,10 +26,12 @@ TILE = 3
 
 
 class Tiling(NamedTuple):
-    """The layout of a page on both sides: `runs` in the pool; in the chunk, kernel blocks are `pitch` bytes apart."""
+    """The layout of a page on both sides: `runs` in the pool; in the chunk, kernel blocks are `pitch` bytes apart,
+    units `unit_pitch` (None: without gaps)."""
 
     runs: Runs
     pitch: int
+    unit_pitch: int | None = None
 
     @property
     def num_tiles(self) -> int:
@@ -40,20 +42,22 @@ class Tiling(NamedTuple):
     def bits(self) -> int:
         """The bitwise or of all strides and sizes: a power of two divides it only if it divides all of them."""
         runs = self.runs
-        return runs.start | runs.page_stride | runs.kernel_stride | runs.unit_stride | runs.unit_bytes | self.pitch
+        here = runs.start | runs.page_stride | runs.kernel_stride | runs.unit_stride
+        return here | runs.unit_bytes | self.pitch | (self.unit_pitch or 0)
 
 
 @lru_cache(maxsize=1024)
 def tiles_of(tiling: Tiling) -> Numbers:
     """`[tiles, TILE]`: the tiles of a page, in bytes from its start in the pool and in the chunk; tiles of a run are
     about equally long."""
-    runs, pitch = tiling
+    runs, pitch, unit_pitch = tiling
+    apart = runs.unit_bytes if unit_pitch is None else unit_pitch
     parts = _per_run(runs.unit_bytes)
     length = min(runs.unit_bytes, -(-runs.unit_bytes // (parts * LINE_BYTES)) * LINE_BYTES)
     block, unit, skip = np.ogrid[: runs.blocks, : runs.units, : parts * length : length]
     tiles = np.empty((runs.blocks, runs.units, parts, TILE), np.int64)
     tiles[..., 0] = block * runs.kernel_stride + unit * runs.unit_stride + skip
-    tiles[..., 1] = block * pitch + unit * runs.unit_bytes + skip
+    tiles[..., 1] = block * pitch + unit * apart + skip
     tiles[..., 2] = np.minimum(length, runs.unit_bytes - skip)
     return tiles.reshape(-1, TILE)
 

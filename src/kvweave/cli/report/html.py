@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
 from kvweave.cli.report.style import css
+from kvweave.cli.svg.draw import NARROW, WIDE, Drawing, Sheet
+from kvweave.cli.svg.draw import document as draw_svg
 
 Tile = tuple[str, str, str]
 """A number, what it is, and whether it is good, bad or neither."""
@@ -31,14 +33,26 @@ def section(title: str, says: str, inner: str) -> str:
     return f"<section>\n<h2>{title}</h2>\n" + (f"<p>{escape(says)}</p>\n" if says else "") + f"{inner}\n</section>"
 
 
-def figure(drawn: str) -> str:
-    return f"<figure>{drawn}</figure>"
+def figure(draw: Callable[[Sheet], Drawing]) -> str:
+    """A picture, drawn wide and narrow: the page shows the one for its width."""
+    drawn = [draw_svg(sheet, draw(sheet), alone=False) for sheet in (WIDE, NARROW)]
+    return f"<figure>{''.join(drawn)}</figure>"
+
+
+def details(title: str, table: str) -> str:
+    """What a picture shows only under a pointer, as a table that needs none."""
+    return f"<details><summary>{title}</summary>{table}</details>"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; on a narrow screen its rows become lists, each cell with the name of its column."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    cells = (
+        "".join(f'<td data-head="{escape(h)}">{escape(cell)}</td>' for h, cell in zip(heads, row, strict=True))
+        for row in rows
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def data(id: str, numbers: Any) -> str:

@@ -9,35 +9,32 @@ from kvweave.cache.contents import CacheContents, Owner, PoolMap, SuperPage
 from kvweave.cli.format import count
 from kvweave.cli.svg.draw import (
     EMPTY,
-    FAINT,
     INK,
-    MARGIN,
     PAPER,
-    WIDTH,
     Drawing,
+    Sheet,
     group,
     heading,
     legend,
     lighter,
+    paragraph,
     rect,
     stack,
-    text,
 )
 
 SIDES = (64.0, 48.0, 36.0, 26.0, 18.0, 12.0)
 """Sides of a super-page in pixels; the largest with which a pool is not too high is taken."""
 GAP = 4.0
 MOST_HEIGHT = 520.0
-ACROSS = WIDTH - 2 * MARGIN
 
 
-def map_drawing(snapshot: CacheContents, colours: Mapping[str, str]) -> Drawing:
-    pools = [_pool(pool, colours) for pool in snapshot.pools]
+def map_drawing(sheet: Sheet, snapshot: CacheContents, colours: Mapping[str, str]) -> Drawing:
+    pools = [_pool(sheet, pool, colours) for pool in snapshot.pools]
     said = "dark: shared by branches of the tree; light: one branch's alone"
-    return stack([heading("The pages at the end", said), _legend(snapshot, colours), *pools], 12)
+    return stack([heading(sheet, "The pages at the end", said), _legend(sheet, snapshot, colours), *pools], 12)
 
 
-def _legend(snapshot: CacheContents, colours: Mapping[str, str]) -> Drawing:
+def _legend(sheet: Sheet, snapshot: CacheContents, colours: Mapping[str, str]) -> Drawing:
     keys = []
     for pool in snapshot.pools:
         for tag in (tag for tag in colours if any(super_page.tag == tag for super_page in pool.superpages)):
@@ -48,30 +45,32 @@ def _legend(snapshot: CacheContents, colours: Mapping[str, str]) -> Drawing:
             if held := sum(s.count(Owner.HELD) for s in mine):
                 keys.append((INK, f"{tag}: {count(held, 'page')} held by requests"))
     free = sum(super_page.tag is None for pool in snapshot.pools for super_page in pool.superpages)
-    return legend([*keys, (EMPTY, f"free ({count(free, 'super-page')}, and pages within others)")])
+    return legend(sheet, [*keys, (EMPTY, f"free: {count(free, 'super-page')}, and pages within others")])
 
 
-def _pool(pool: PoolMap, colours: Mapping[str, str]) -> Drawing:
-    side = _side(len(pool.superpages))
-    columns = int(ACROSS // (side + GAP))
+def _pool(sheet: Sheet, pool: PoolMap, colours: Mapping[str, str]) -> Drawing:
+    side = _side(sheet, len(pool.superpages))
+    columns = _columns(sheet, side)
     rows = min(-(-len(pool.superpages) // columns), int(MOST_HEIGHT // (side + GAP)))
     drawn = _shortened(pool.superpages, rows * columns)
     free = [place for place, super_page in enumerate(drawn) if not super_page.tag]
-    shapes = [_squares(free, columns, (MARGIN, 20), side + GAP, EMPTY, GAP)]
+    shapes = [_squares(free, columns, (sheet.margin, 0), side + GAP, EMPTY, GAP)]
     for place, super_page in enumerate(drawn):
         row, column = divmod(place, columns)
-        shapes += _super(super_page, MARGIN + column * (side + GAP), 20 + row * (side + GAP), side, colours)
+        shapes += _super(super_page, sheet.margin + column * (side + GAP), row * (side + GAP), side, colours)
     left_out = len(pool.superpages) - len(drawn)
     more = f"; {left_out:,} more are not drawn, free ones first" if left_out else ""
-    title = text(
-        MARGIN, 12, f"pool {pool.name}: {count(len(pool.superpages), 'super-page')}{more}", size=12, fill=FAINT
-    )
-    return Drawing((title, *shapes), 20 + -(-len(drawn) // columns) * (side + GAP))
+    title = paragraph(sheet, [f"pool {pool.name}: {count(len(pool.superpages), 'super-page')}{more}"])
+    return stack([title, Drawing(tuple(shapes), -(-len(drawn) // columns) * (side + GAP))], 2)
 
 
-def _side(number: int) -> float:
+def _columns(sheet: Sheet, side: float) -> int:
+    return int((sheet.inner + GAP) // (side + GAP))
+
+
+def _side(sheet: Sheet, number: int) -> float:
     for side in SIDES:
-        if -(-number // int(ACROSS // (side + GAP))) * (side + GAP) <= MOST_HEIGHT:
+        if -(-number // _columns(sheet, side)) * (side + GAP) <= MOST_HEIGHT:
             return side
     return SIDES[-1]
 

@@ -36,13 +36,21 @@ p { margin: 4px 0 12px; color: var(--faint); max-width: 90ch }
 .tile, figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px }
 .tile b { display: block; font-size: 28px; line-height: 1.2 } .tile span { color: var(--faint); font-size: 14px }
 .good b { color: var(--good) } .bad b { color: var(--bad) }
-figure { margin: 8px 0; overflow-x: auto }
-figure svg { display: block; width: 100%; min-width: 760px; height: auto }
-.scroll { overflow-x: auto }
+figure { margin: 8px 0; overflow: hidden }
+figure svg { display: block; width: 100%; height: auto } figure svg.narrow { display: none }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 14px }
-th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--line); white-space: nowrap }
+th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--line) }
 th { color: var(--faint); font-weight: 500 } th:first-child, td:first-child { text-align: left }
-summary { cursor: pointer; color: var(--faint) }
+summary { cursor: pointer; color: var(--faint); padding: 4px 0 }
+@media (max-width: 900px) {
+  main { padding: 20px 12px 48px }
+  figure svg.wide { display: none } figure svg.narrow { display: block; max-width: 560px }
+  h1 { font-size: 22px; overflow-wrap: anywhere } p { overflow-wrap: anywhere }
+  .tile { flex-basis: 140px; padding: 10px 14px } .tile b { font-size: 22px }
+  thead { display: none } tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--line) }
+  td, td:first-child { display: flex; gap: 16px; justify-content: space-between; border: 0; padding: 2px 0 }
+  td::before { content: attr(data-head); color: var(--faint); flex: none } td:first-child { font-weight: 600 }
+}
 """
 
 

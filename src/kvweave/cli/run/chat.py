@@ -34,6 +34,8 @@ def lines() -> Iterator[str]:
         try:
             line = ask(PROMPT).strip()
         except EOFError:
+            if ask is input:
+                print()  # what is said next does not belong to the prompt
             return
         if line in QUIT:
             return

@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from kvweave.cli.report import report_html
 from kvweave.cli.run import run_options as option
 from kvweave.cli.run.format_outcomes import format_mismatches, format_store, format_total, requests_table
-from kvweave.cli.run.run_request import DEFAULT_SIZE, RunRequest, RunResult, written
+from kvweave.cli.run.run_request import DEFAULT_SIZE, RunRequest, RunResult
 from kvweave.cli.run.workload import WorkloadSize
-from kvweave.cli.table import console
-from kvweave.errors import MissingExtra
+from kvweave.cli.source import written
+from kvweave.cli.table import console, print_table
+from kvweave.errors import ConfigError, MissingExtra
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 """Set before torch is loaded, unless the user did: never the network; and threads that wait do not burn the cores, or a
@@ -60,6 +61,8 @@ def run_command(
       kvweave run ./my-model --chat --memory 4GiB --device cuda
       kvweave run gemma-3-27b --store /var/tmp/kv     (twice: the second run finds what the first computed)
     """
+    if chat and json:
+        raise ConfigError("--chat answers on stdout, where --json must be alone: give one of them")
     result = run_with_progress(
         RunRequest(
             source=model,
@@ -85,8 +88,7 @@ def run_command(
     else:
         print_result(result)
     if report is not None:
-        written(report, report_html(result))
-        print(f"wrote {report}", file=sys.stderr)
+        print(f"wrote {written(report, report_html(result))}", file=sys.stderr)
     if record is not None:
         print(f"wrote {record}", file=sys.stderr)
     if result.outcomes.unequal:
@@ -121,15 +123,16 @@ def run_with_progress(request: RunRequest) -> RunResult:
 
 def print_result(result: RunResult) -> None:
     out = console()
-    out.print(format_heading(result), style="bold")
-    for line in result.about:
-        out.print(line)
+    if not result.request.chat:  # which began with them
+        out.print(format_heading(result), style="bold")
+        for line in result.about:
+            out.print(line)
     for number, said in enumerate(result.said, 1):
         out.print()
         out.print(f"answer {number}: {said!r}", soft_wrap=True)
     out.print()
     if result.outcomes.each:
-        out.print(requests_table(result.outcomes, with_store=result.store is not None))
+        print_table(out, requests_table(result.outcomes, with_store=result.store is not None))
         out.print()
     for line in [*format_total(result.outcomes), *format_store(result)]:
         out.print(line)

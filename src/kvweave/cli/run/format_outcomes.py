@@ -18,6 +18,17 @@ def format_speedup(faster: float | None) -> str:
     return "-" if faster is None else f"{faster:.1f}x"
 
 
+def speed_words(faster: float) -> tuple[str, str]:
+    """How many times, and which way: `("1.5x", "faster")`, `("1.4x", "slower")`, `("1.0x", "as fast")`."""
+    times = f"{max(faster, 1 / faster):.1f}x"
+    return times, "as fast" if times == "1.0x" else "faster" if faster > 1 else "slower"
+
+
+def saved_words(seconds: float) -> tuple[str, str]:
+    """`("3.00 s", "saved")`, `("1.61 s", "lost")`."""
+    return format_seconds(abs(seconds)), "saved" if seconds >= 0 else "lost"
+
+
 def format_reuse(outcome: RequestOutcome) -> str:
     """One request in a line."""
     stored = f" ({outcome.stored_tokens:,} from the store)" if outcome.stored_tokens else ""
@@ -34,13 +45,11 @@ def format_reuse(outcome: RequestOutcome) -> str:
 
 def requests_table(outcomes: RunOutcomes, with_store: bool = False) -> Table:
     """A line a request; where there is a store, what came from memory and what from there."""
-    table = plain_table()
-    table.add_column("\nrequest", style="bold cyan", no_wrap=True)
-    heads = ["prompt\ntokens", *(["from\nmemory", "from\nstore"] if with_store else ["\nreused"])]
-    heads += ["\ncomputed", "first\ntoken", "\ntotal"]
-    heads += ["without reuse\nfirst token", "\ntotal", "\nfaster", "all tokens\nequal"] if outcomes.compared else []
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = [">prompt\ntokens", *([">from\nmemory", ">from\nstore"] if with_store else [">\nreused"])]
+    heads += [">\ncomputed", ">first\ntoken", ">\ntotal"]
+    if outcomes.compared:
+        heads += [">without reuse\nfirst token", ">\ntotal", ">\nspeedup", ">all tokens\nequal"]
+    table = plain_table("\nrequest", *heads)
     for outcome in outcomes.each:
         table.add_row(outcome.who, *_cells(outcome, with_store))
     return table
@@ -66,7 +75,9 @@ def _cells(outcome: RequestOutcome, with_store: bool) -> list[str]:
 
 def format_total(outcomes: RunOutcomes) -> list[str]:
     """What it came to, a sentence a line."""
-    count = max(1, len(outcomes.each))
+    count = len(outcomes.each)
+    if not count:
+        return ["Nothing was asked."]
     lines = [
         f"{outcomes.reused_tokens:,} of {outcomes.prompt_tokens:,} prompt tokens were reused"
         f" ({outcomes.reused_share:.1%}); {outcomes.prompt_tokens - outcomes.reused_tokens:,} were computed."
@@ -77,8 +88,7 @@ def format_total(outcomes: RunOutcomes) -> list[str]:
     plain = format_seconds(outcomes.plain_first_token_seconds / count)
     lines.append(
         f"The first token came after {mean} on average, {plain} without reuse:"
-        f" {format_speedup(outcomes.faster)} as fast."
-        f" {format_seconds(outcomes.saved_seconds)} saved in all."
+        f" {' '.join(speed_words(outcomes.faster))}. {' '.join(saved_words(outcomes.saved_seconds))} in all."
     )
     if not outcomes.unequal:
         lines.append(

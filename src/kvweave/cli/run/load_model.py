@@ -18,10 +18,15 @@ from kvweave.cli.run.text import ByteTokenizer, TextCodec, Tokenizer
 from kvweave.cli.source import read_config
 from kvweave.errors import ConfigError, NoDevice, UnknownName
 from kvweave.spec.hf import from_config
-from kvweave.spec.hf.fields import SAME_AS, language_model
+from kvweave.spec.hf.fields import SAME_AS, family_of, language_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DIVISORS = tuple(2**power for power in range(10))
+_POWERS = tuple(2**power for power in range(10))
+DIVISORS = (*_POWERS, *sorted(odd * power for odd in (3, 5, 7) for power in _POWERS[:7]))
+"""Powers of two divide most sizes; others are for those that have odd factors, as 112 heads do."""
+TRIED_TOKENS = 8
+_MISFITS = (ValueError, RuntimeError, AssertionError, TypeError, ArithmeticError, LookupError)
+"""How a family says that some of its sizes do not fit one another."""
 STRONG = 0.7
 """The spread of weights of width 1. So much that what a random model says depends on all that it was told."""
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
@@ -100,15 +105,10 @@ def _tokenizer(source: str) -> tuple[TextCodec, tuple[str, ...]]:
 
 
 def _random(source: str, most: int, dtype: str, seed: int) -> LoadedModel:
-    given = read_config(source)
-    config = _config(source, given)
-    scaled, scale = _scaled(source, config, most)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(scaled, **({} if dtype == "auto" else {"dtype": getattr(torch, dtype)}))
-    _untie(model)
-    model.generation_config = GenerationConfig(pad_token_id=0)  # no end: random weights end anywhere, or nowhere
+    config = _config(source, read_config(source))
+    model, scale = _scaled(source, config, most, dtype, seed)
     name = f"{Path(source).name.removesuffix('.json')} scaled to {_millions(model)}"
-    return LoadedModel(name, model, ByteTokenizer(), _about(config, scaled, scale, seed))
+    return LoadedModel(name, model, ByteTokenizer(), _about(config, model.config, scale, seed))
 
 
 def _millions(model: Any) -> str:
@@ -126,7 +126,7 @@ def _untie(model: Any) -> None:
 def _config(source: str, given: Mapping[str, Any]) -> Any:
     """The language model's config, with transformers' defaults where the example says nothing."""
     fields = dict(given if given.get("model_type") in CONFIG_MAPPING else language_model(given))
-    kind = fields.pop("model_type", "")
+    kind = fields.pop("model_type", "") or family_of(fields)
     known = kind if kind in CONFIG_MAPPING else SAME_AS.get(kind)
     if known not in CONFIG_MAPPING:
         raise ConfigError(
@@ -135,24 +135,47 @@ def _config(source: str, given: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(known, **fields).get_text_config(decoder=True)
 
 
-def _scaled(source: str, config: Any, most: int) -> tuple[Any, Scale]:
-    """The config with the smallest divisor that keeps within `most` parameters."""
+def _scaled(source: str, config: Any, most: int, dtype: str, seed: int) -> tuple[Any, Scale]:
+    """A model by the first divisor that keeps within `most` parameters, keeps the pattern, and makes one that runs."""
     kinds = pattern(from_config(config, store="transformers"))
     layers = layers_that_show(kinds)
-    smallest = 0
-    for divisor in DIVISORS:
+    larger: list[tuple[int, Any]] = []
+    for number, divisor in enumerate(DIVISORS):
+        if number == len(_POWERS) == len(larger):
+            break  # the largest power of two leaves too much, so all others do
         scale = Scale(divisor, layers, len(kinds))
         scaled = _remade(config, scale)
         try:
-            smallest = _num_parameters(scaled)
-        except (ValueError, RuntimeError, AssertionError, TypeError, ZeroDivisionError):
-            break  # some sizes of the family no longer fit one another
-        if smallest <= most and pattern(from_config(scaled, store="transformers")) == kinds[:layers]:
-            return scaled, scale
-    raise ConfigError(
-        f"{source}: cannot be scaled down to {most:,} parameters"
-        + (f"; {smallest:,} is the least: give --size" if smallest else "")
-    )
+            size = _num_parameters(scaled)
+            if size > most:
+                larger.append((size, scaled))
+            elif pattern(from_config(scaled, store="transformers")) == kinds[:layers]:
+                return _running(scaled, dtype, seed), scale
+        except _MISFITS:
+            continue
+    raise ConfigError(f"{source}: cannot be scaled down to {most:,} parameters: {_least(larger)}")
+
+
+def _least(larger: list[tuple[int, Any]]) -> str:
+    """What to ask for instead: the smallest of some configs that makes a model that runs."""
+    for size, scaled in sorted(larger, key=lambda entry: entry[0]):
+        try:
+            _running(scaled, "float32", 0)
+        except _MISFITS:
+            continue
+        return f"{size:,} is the least, give --size {-(-size // 10**5) / 10:g}M"
+    return "no smaller sizes of its parts fit one another"
+
+
+def _running(config: Any, dtype: str, seed: int) -> Any:
+    """A model with random weights that answered once. Raises one of `_MISFITS` where its sizes do not fit."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, **({} if dtype == "auto" else {"dtype": getattr(torch, dtype)}))
+    _untie(model)
+    model.generation_config = GenerationConfig(pad_token_id=0)  # no end: random weights end anywhere, or nowhere
+    with torch.inference_mode():
+        model.eval()(torch.arange(1, 1 + TRIED_TOKENS)[None])
+    return model
 
 
 def _remade(config: Any, scale: Scale) -> Any:

@@ -86,7 +86,7 @@ Store = Annotated[
     typer.Option(
         metavar="DIR_OR_URL",
         help="Keep prefixes there, and look for them there: the next run starts warm, and other processes share them."
-        " A directory (of one process at a time; DIR:SIZE, 20 GiB if not said); the socket of `kvweave serve` (many"
+        " DIR or DIR:SIZE (of one process at a time; 20 GiB if no size is given); the socket of `kvweave serve` (many"
         " processes); redis://, s3://, gs://, az:// or file://.",
         rich_help_panel=MODEL,
     ),

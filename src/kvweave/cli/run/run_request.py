@@ -100,10 +100,3 @@ class RunResult:
             "store": None if self.store is None else {"at": self.request.store, **self.store},
             **self.outcomes.to_dict(),
         }
-
-
-def written(path: Path, text: str) -> Path:
-    """Write a file, and its folder where that is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path

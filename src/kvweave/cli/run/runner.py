@@ -67,7 +67,7 @@ def _generate(
     request: RunRequest, loaded: LoadedModel, engine: Engine, on_request: OnProgress, tell: OnProgress
 ) -> tuple[str, ...]:
     if request.chat:
-        for about in loaded.about:
+        for about in (loaded.name, *loaded.about):
             tell(about)
         converse(engine, loaded.text, lines(), tell)
         return ()

@@ -8,7 +8,6 @@ from html import escape
 from kvweave.cli.format import count
 from kvweave.cli.format import format_size as short_size
 from kvweave.cli.report.html import Tile, data, document, figure, section, table, tiles
-from kvweave.cli.report.run_picture import svg
 from kvweave.cli.run.format_outcomes import format_seconds
 from kvweave.cli.simulate.simulation_charts import curve_drawing, occupancy_drawing, split_drawing, timeline_drawing
 from kvweave.sim import Cell, Simulation
@@ -57,17 +56,19 @@ def _sections(simulation: Simulation) -> list[str]:
         section(
             "Curve",
             "How much is hit with how much memory. Dashed: caches that know the future, with the same bytes; nothing"
-            " exceeds the bound. Point at a square to see its number.",
-            figure(svg(curve_drawing(simulation))),
+            " exceeds the bound.",
+            figure(lambda sheet: curve_drawing(sheet, simulation)),
         ),
         section(
             "Misses",
             "Evicted: seen before, but the rows are gone. No point there: rows are cached, but no state or window from"
             " which to go on.",
-            figure(svg(split_drawing(simulation))),
+            figure(lambda sheet: split_drawing(sheet, simulation)),
         ),
-        section("Timeline", "The last policy and memory of the table.", figure(svg(timeline_drawing(cell)))),
-        section("Occupancy", "", figure(svg(occupancy_drawing(cell)))),
+        section(
+            "Timeline", "The last policy and memory of the table.", figure(lambda sheet: timeline_drawing(sheet, cell))
+        ),
+        section("Occupancy", "", figure(lambda sheet: occupancy_drawing(sheet, cell))),
         section("Numbers", "", table(HEADS, (_row(cell) for cell in simulation.cells)) + _tiers(simulation)),
     ]
 

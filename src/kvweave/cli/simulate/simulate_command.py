@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from kvweave.cli.run.run_request import written
 from kvweave.cli.simulate import simulate_options as option
 from kvweave.cli.simulate.csv_rows import requests_csv
 from kvweave.cli.simulate.page import simulation_html
 from kvweave.cli.simulate.request import ModelRequest, Subject
 from kvweave.cli.simulate.simulation_table import print_load, print_simulation
+from kvweave.cli.source import written
 from kvweave.prefix import Retention
 from kvweave.sim import (
     Options,

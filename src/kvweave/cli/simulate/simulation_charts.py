@@ -12,11 +12,11 @@ from kvweave.cli.svg.draw import (
     FAINT,
     HUES,
     LINE,
-    MARGIN,
     NULL,
     PADDING,
-    WIDTH,
     Drawing,
+    Sheet,
+    bar_row,
     heading,
     hues,
     legend,
@@ -28,7 +28,6 @@ from kvweave.sim import Cell, Simulation, TokenSplit
 from kvweave.units import format_size
 
 HEIGHT = 260.0
-LEFT, RIGHT = MARGIN + 60.0, WIDTH - MARGIN - 150.0
 PARTS = (
     ("hit", HUES[2], "hit"),
     ("no_point", HUES[4], "no point there"),
@@ -45,7 +44,7 @@ ORACLES = (
 Curve = list[tuple[int, float]]
 
 
-def curve_drawing(simulation: Simulation) -> Drawing:
+def curve_drawing(sheet: Sheet, simulation: Simulation) -> Drawing:
     """Shares of prompt tokens hit over memory: policies, oracles, and the infinite cache."""
     cells, prompt = simulation.cells, max(1, simulation.cells[0].split.prompt)
     policies = list(dict.fromkeys(cell.policy for cell in cells))
@@ -54,11 +53,16 @@ def curve_drawing(simulation: Simulation) -> Drawing:
         found.append((words, colour, "6 4", _oracle_curve(cells, name, prompt)))
     infinite = cells[0].split.overlap / prompt
     found.append(("infinite", NULL, "2 4", [(cell.memory, infinite) for cell in cells if cell.policy == policies[0]]))
-    axes = Axes.of(sorted({cell.memory for cell in cells}), max(value for *_, curve in found for _, value in curve))
+    axes = Axes.of(sheet, sorted({cell.memory for cell in cells}), max(v for *_, curve in found for _, v in curve))
     shapes = [*axes.shapes(), *(shape for one in found for shape in axes.curve(*one))]
     keys = [(colour, name) for name, colour, _, _ in found]
     said = "share of prompt tokens hit, by memory"
-    return stack([heading("Memory", said), legend(keys), Drawing(tuple(shapes), HEIGHT + 34)], 8)
+    return stack([heading(sheet, "Memory", said), legend(sheet, keys), Drawing(tuple(shapes), HEIGHT + 34)], 8)
+
+
+def _sides(sheet: Sheet) -> tuple[float, float]:
+    """Where axes begin and end, with room for their numbers."""
+    return sheet.margin + 36.0, sheet.right - 20.0
 
 
 def _policy_curve(cells: Sequence[Cell], policy: str) -> Curve:
@@ -77,16 +81,19 @@ def _oracle_curve(cells: Sequence[Cell], name: str, prompt: int) -> Curve:
 class Axes:
     """Memory to the right, by its logarithm; shares upwards."""
 
+    left: float
+    right: float
     memories: tuple[int, ...]
     most: float
 
     @classmethod
-    def of(cls, memories: Sequence[int], most: float) -> Axes:
-        return cls(tuple(memories), max(0.1, math.ceil(most * 10) / 10))
+    def of(cls, sheet: Sheet, memories: Sequence[int], most: float) -> Axes:
+        return cls(*_sides(sheet), tuple(memories), max(0.1, math.ceil(most * 10) / 10))
 
     def x(self, memory: int) -> float:
         low, high = math.log(self.memories[0]), math.log(self.memories[-1])
-        return (LEFT + RIGHT) / 2 if low == high else LEFT + (RIGHT - LEFT) * (math.log(memory) - low) / (high - low)
+        share = 0.5 if low == high else (math.log(memory) - low) / (high - low)
+        return self.left + (self.right - self.left) * share
 
     def y(self, share: float) -> float:
         return HEIGHT * (1 - share / self.most)
@@ -95,8 +102,8 @@ class Axes:
         shapes = []
         for tenth in range(round(self.most * 10) + 1):
             y = self.y(tenth / 10)
-            shapes.append(rect(LEFT, y, RIGHT - LEFT, 0.5, LINE))
-            shapes.append(text(LEFT - 10, y + 4, f"{tenth * 10}%", size=11, fill=FAINT, anchor="end"))
+            shapes.append(rect(self.left, y, self.right - self.left, 0.5, LINE))
+            shapes.append(text(self.left - 6, y + 4, f"{tenth * 10}%", size=11, fill=FAINT, anchor="end"))
         for memory in self.memories:
             shapes.append(text(self.x(memory), HEIGHT + 20, format_size(memory), size=11, fill=FAINT, anchor="middle"))
         return shapes
@@ -114,17 +121,20 @@ class Axes:
         return [line, *dots]
 
 
-def split_drawing(simulation: Simulation) -> Drawing:
+def split_drawing(sheet: Sheet, simulation: Simulation) -> Drawing:
     """A bar a policy and memory: where all prompt tokens went."""
-    shapes: list[str] = []
-    for number, cell in enumerate(simulation.cells):
-        y = 28.0 * number
-        shapes.append(text(LEFT + 120, y + 15, f"{format_size(cell.memory)}, {cell.policy}", size=12, anchor="end"))
-        shapes += _bar(cell.split, LEFT + 132, y, RIGHT - LEFT - 132, 20)
-        shapes.append(text(RIGHT + 8, y + 15, f"{cell.split.hit_rate:.1%} hit", size=12))
+    rows = [
+        bar_row(
+            sheet,
+            (format_size(cell.memory), cell.policy),
+            (f"{cell.split.hit_rate:.1%} hit", ""),
+            20,
+            lambda x, y, split=cell.split: _bar(split, x, y, sheet.bar_width, 20),  # type: ignore[misc]
+        )
+        for cell in simulation.cells
+    ]
     keys = [(colour, words) for _, colour, words in PARTS]
-    rows = Drawing(tuple(shapes), 28.0 * len(simulation.cells))
-    return stack([heading("Where prompt tokens went"), legend(keys), rows], 8)
+    return stack([heading(sheet, "Where prompt tokens went"), legend(sheet, keys), stack(rows, 6)], 8)
 
 
 def _bar(split: TokenSplit, x: float, y: float, width: float, height: float) -> list[str]:
@@ -138,10 +148,11 @@ def _bar(split: TokenSplit, x: float, y: float, width: float, height: float) -> 
     return shapes
 
 
-def timeline_drawing(cell: Cell) -> Drawing:
+def timeline_drawing(sheet: Sheet, cell: Cell) -> Drawing:
     """Prompt tokens by the time of their arrival, and what became of them."""
     most = max((bucket.split.prompt for bucket in cell.timeline), default=1)
-    width = (RIGHT - LEFT) / max(1, len(cell.timeline))
+    left, right = _sides(sheet)
+    width = (right - left) / max(1, len(cell.timeline))
     shapes: list[str] = []
     for number, bucket in enumerate(cell.timeline):
         y = HEIGHT / 2
@@ -150,19 +161,20 @@ def timeline_drawing(cell: Cell) -> Drawing:
             height = HEIGHT / 2 * tokens / max(1, most)
             y -= height
             tip = f"from {bucket.start:,.0f} s: {words} {tokens:,} of {bucket.split.prompt:,} tokens"
-            shapes.append(rect(LEFT + number * width, y, width * 0.9, height, colour, kind=name, tip=tip))
-    for x, at in ((LEFT, 0), (RIGHT, -1)):
+            shapes.append(rect(left + number * width, y, width * 0.9, height, colour, kind=name, tip=tip))
+    for x, at in ((left, 0), (right, -1)):
         words = f"{cell.timeline[at].start:,.0f} s"
         shapes.append(text(x, HEIGHT / 2 + 16, words, size=11, fill=FAINT, anchor="end" if at else "start"))
     said = f"{format_size(cell.memory)}, {cell.policy}; prompt tokens by arrival"
-    return stack([heading("Over time", said), Drawing(tuple(shapes), HEIGHT / 2 + 20)], 8)
+    return stack([heading(sheet, "Over time", said), Drawing(tuple(shapes), HEIGHT / 2 + 20)], 8)
 
 
-def occupancy_drawing(cell: Cell) -> Drawing:
+def occupancy_drawing(sheet: Sheet, cell: Cell) -> Drawing:
     """Bytes cached by group, after requests."""
     colours = hues(cell.groups)
     most = max((sum(at.cached_bytes) for at in cell.occupancy), default=1) or 1
-    width = (RIGHT - LEFT) / max(1, len(cell.occupancy))
+    left, right = _sides(sheet)
+    width = (right - left) / max(1, len(cell.occupancy))
     shapes: list[str] = []
     for number, at in enumerate(cell.occupancy):
         y = HEIGHT / 2
@@ -170,7 +182,7 @@ def occupancy_drawing(cell: Cell) -> Drawing:
             height = HEIGHT / 2 * size / most
             y -= height
             tip = f"after request {at.request:,}: {tag} {short_size(size)}"
-            shapes.append(rect(LEFT + number * width, y, width, height, colours[tag], kind="cached", tip=tip))
+            shapes.append(rect(left + number * width, y, width, height, colours[tag], kind="cached", tip=tip))
     said = f"{format_size(cell.memory)}, {cell.policy}; at most {short_size(most)} cached"
     keys = [(colours[tag], tag) for tag in cell.groups]
-    return stack([heading("Occupancy", said), legend(keys), Drawing(tuple(shapes), HEIGHT / 2 + 6)], 8)
+    return stack([heading(sheet, "Occupancy", said), legend(sheet, keys), Drawing(tuple(shapes), HEIGHT / 2 + 6)], 8)

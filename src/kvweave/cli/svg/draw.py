@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
-WIDTH = 1200
-MARGIN = 40
 INK, FAINT, LINE, PAPER, WHITE = "#1f2933", "#616e7c", "#cbd2d9", "#fdfdfb", "#ffffff"
+ON_LIGHT = "#1c252f"
+"""Ink on light shapes, which stay light where a page is dark."""
 EMPTY, PADDING, NULL = "#ecedea", "#7b8794", "#3e4c59"
 HUES = ("#3b6fd6", "#e8833a", "#2a9d8f", "#b5489f", "#d1a02b", "#6a4fc4", "#c8473f", "#3f9b3f", "#2795b8", "#8a6d4b")
+FONTS = "'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 SHADES = (0.0, 0.42, 0.66, 0.22, 0.78)
 """How much white is mixed into a hue for the first role, the second, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """How wide a picture is, and what stays free at its sides. Narrow ones, for phones, put names above their bars."""
+
+    width: int
+    margin: int
+    is_narrow: bool = False
+
+    @property
+    def right(self) -> int:
+        return self.width - self.margin
+
+    @property
+    def inner(self) -> int:
+        return self.width - 2 * self.margin
+
+    @property
+    def bar_x(self) -> int:
+        """Where bars start that have a name."""
+        return self.margin if self.is_narrow else 180
+
+    @property
+    def bar_width(self) -> int:
+        return self.inner if self.is_narrow else 770
+
+
+WIDE, NARROW = Sheet(1200, 40), Sheet(400, 12, is_narrow=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +114,6 @@ def text(
     )
 
 
-def label(x: float, y: float, name: str, says: str = "") -> str:
-    """A name in bold, and what is said about it beside."""
-    beside = f'<tspan dx="10" font-weight="400" font-size="12" fill="{FAINT}">{escape(says)}</tspan>' if says else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="14" font-weight="600" fill="{INK}">{escape(name)}{beside}</text>'
-
-
 def line(x: float, top: float, bottom: float, colour: str = WHITE, opacity: float = 1.0) -> str:
     return f'<path d="M{x:.2f} {top:.2f}V{bottom:.2f}" stroke="{colour}" stroke-opacity="{opacity:g}"/>'
 
@@ -125,21 +150,71 @@ def stack(drawings: Iterable[Drawing], gap: float) -> Drawing:
     return Drawing(tuple(shapes), max(0.0, y - gap))
 
 
-def heading(words: str, beside: str = "") -> Drawing:
-    shapes = [text(MARGIN, 18, words, size=17, bold=True)]
-    if beside:
-        shapes.append(text(WIDTH - MARGIN, 18, beside, size=13, fill=FAINT, anchor="end"))
-    return Drawing(tuple(shapes), 30)
+def paragraph(
+    sheet: Sheet, sentences: Iterable[str], size: int = 12, fill: str = FAINT, x: float = 0, bold: bool = False
+) -> Drawing:
+    """Sentences below one another, each broken where the sheet ends; `x` is how far they are indented."""
+    letters = int((sheet.inner - x) / (0.54 * size))
+    lines = [line for sentence in sentences for line in textwrap.wrap(sentence, letters)]
+    step = size + 6
+    shapes = [
+        text(sheet.margin + x, size + step * at, words, size=size, fill=fill, bold=bold)
+        for at, words in enumerate(lines)
+    ]
+    return Drawing(tuple(shapes), step * len(lines))
 
 
-def legend(entries: Sequence[tuple[str, str]], y: float = 0) -> Drawing:
+def heading(sheet: Sheet, words: str, beside: str = "") -> Drawing:
+    """A title, and what is said of it on the right, or below it."""
+    title = Drawing((text(sheet.margin, 18, words, size=17, bold=True),), 30)
+    if sheet.is_narrow:
+        return stack([title, paragraph(sheet, [beside])], 0) if beside else title
+    said = [text(sheet.right, 18, beside, size=13, fill=FAINT, anchor="end")] if beside else []
+    return Drawing((*title.shapes, *said), 30)
+
+
+def bar_row(
+    sheet: Sheet,
+    left: tuple[str, str],
+    right: tuple[str, str],
+    height: float,
+    draw: Callable[[float, float], Iterable[str]],
+    swatch: str = "",
+) -> Drawing:
+    """A bar with a name on its left and numbers on its right; on a narrow sheet they are above it.
+
+    `left` and `right` are a word and what is said of it below; `draw(x, y)` draws the bar, `height` high, from there.
+    """
+    margin, end = sheet.margin, sheet.right if sheet.is_narrow else sheet.bar_x + sheet.bar_width + 16
+    anchor, y = ("end", 36.0) if sheet.is_narrow else ("start", 0.0)
+    start = margin + (22 if swatch else 0)
+    shapes = [rect(margin, 4, 13, 13, swatch)] if swatch else []
+    shapes += [text(start, 15, left[0], bold=True), text(margin, 31, left[1], size=12, fill=FAINT)]
+    shapes += [text(end, 15, right[0], bold=True, anchor=anchor)]
+    shapes += [text(end, 31, right[1], size=12, fill=FAINT, anchor=anchor)]
+    return Drawing((*shapes, *draw(sheet.bar_x, y)), y + max(height, 34.0))
+
+
+def legend(sheet: Sheet, entries: Sequence[tuple[str, str]]) -> Drawing:
     """Swatches with their words, as many to a line as fit."""
-    shapes, x, row = [], float(MARGIN), 0
+    shapes, x, row = [], float(sheet.margin), 0
     for fill, words in entries:
         width = 40 + 7.4 * len(words)
-        if x + width > WIDTH - MARGIN:
-            x, row = float(MARGIN), row + 1
-        shapes.append(rect(x, y + 22 * row, 13, 13, fill, stroke=LINE))
-        shapes.append(text(x + 20, y + 11 + 22 * row, words))
+        if x > sheet.margin and x + width > sheet.right:
+            x, row = float(sheet.margin), row + 1
+        shapes.append(rect(x, 22 * row, 13, 13, fill, stroke=LINE))
+        shapes.append(text(x + 20, 11 + 22 * row, words))
         x += width
-    return Drawing(tuple(shapes), y + 22 * row + 16)
+    return Drawing(tuple(shapes), 22 * row + 16)
+
+
+def document(sheet: Sheet, body: Drawing, *, alone: bool = True) -> str:
+    """An SVG document, or, if it is not `alone`, a part of an HTML page."""
+    height = round(body.height + 2 * sheet.margin)
+    size = f'viewBox="0 0 {sheet.width} {height}"'
+    size += f' xmlns="http://www.w3.org/2000/svg" width="{sheet.width}" height="{height}"' if alone else ""
+    kind = "" if alone else ' class="narrow"' if sheet.is_narrow else ' class="wide"'
+    return (
+        f'<svg{kind} {size} font-family="{FONTS}">\n{rect(0, 0, sheet.width, height, PAPER)}\n'
+        f'<g transform="translate(0 {sheet.margin})">\n' + "\n".join(body.shapes) + "\n</g>\n</svg>\n"
+    )

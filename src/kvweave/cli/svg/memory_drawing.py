@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from kvweave.cli.format import count, format_size
 from kvweave.cli.svg.draw import (
     EMPTY,
-    FAINT,
     INK,
     LINE,
-    MARGIN,
     NULL,
     PADDING,
+    PAPER,
     WHITE,
     Bar,
     Drawing,
+    Sheet,
+    bar_row,
     heading,
     legend,
     lighter,
@@ -28,8 +29,6 @@ from kvweave.cli.svg.draw import (
 from kvweave.cli.svg.sample_load import SampleLoad, members
 from kvweave.plan import Place, Plan, Pool
 
-BAR_X, BAR_WIDTH = 180, 770
-RIGHT_X = BAR_X + BAR_WIDTH + 16
 RESERVE = lighter(PADDING, 0.5)
 
 
@@ -43,10 +42,10 @@ class BarSegment:
     name: str
 
 
-def memory_drawing(plan: Plan, colours: Mapping[str, str], load: SampleLoad) -> Drawing:
+def memory_drawing(sheet: Sheet, plan: Plan, colours: Mapping[str, str], load: SampleLoad) -> Drawing:
     """Bars to scale, one for each place that has a pool."""
     places = [place for place in Place if any(pool.place is place for pool in plan.pools)]
-    bars = [_place(plan, place, colours, load) for place in places]
+    bars = [_place(sheet, plan, place, colours, load) for place in places]
     taken = {
         group.tag: load.superpages(group) * plan.pool(group.pool).unit_bytes for group in plan.groups if group.layers
     }
@@ -57,28 +56,27 @@ def memory_drawing(plan: Plan, colours: Mapping[str, str], load: SampleLoad) -> 
     keys += [(EMPTY, f"free in pools {format_size(free)}")] if free else []
     keys += [(RESERVE, f"reserve {format_size(plan.reserve)}")] if plan.reserve else []
     keys += [(PADDING, "padding (further down)")] if padding else []
-    return stack([stack([heading("Memory", f"filled as {load} would fill it"), *bars], 8), legend(keys)], 12)
+    top = stack([heading(sheet, "Memory", f"filled as {load} would fill it"), *bars], 8)
+    return stack([top, legend(sheet, keys)], 12)
 
 
-def _place(plan: Plan, place: Place, colours: Mapping[str, str], load: SampleLoad) -> Drawing:
+def _place(sheet: Sheet, plan: Plan, place: Place, colours: Mapping[str, str], load: SampleLoad) -> Drawing:
     pools = [pool for pool in plan.pools if pool.place is place]
     used = sum(pool.num_bytes for pool in pools)
     whole = plan.memory if place is Place.DEVICE else used
-    bar = Bar(BAR_X, 0, BAR_WIDTH, 34, whole)
     pieces = [BarSegment(0, used, EMPTY, ""), *_pieces(plan, pools, colours, load)]
     if place is Place.DEVICE and plan.reserve:
         pieces.append(BarSegment(whole - plan.reserve, plan.reserve, RESERVE, "reserve"))
-    shapes = [rect(bar.x, bar.y, bar.width, bar.height, WHITE, stroke=LINE)]
-    shapes += [shape for piece in pieces for shape in _drawn(bar, piece)]
     ends = [sum(pool.num_bytes for pool in pools[: number + 1]) for number in range(len(pools) - 1)]
-    shapes += [line(bar.x_of(end), bar.y - 4, bar.y + bar.height + 4, INK) for end in ends]
-    shapes += [
-        text(MARGIN, 15, str(place), bold=True),
-        text(MARGIN, 31, count(len(pools), "pool"), size=12, fill=FAINT),
-        text(RIGHT_X, 15, format_size(used), bold=True),
-        text(RIGHT_X, 31, f"in pools, of {format_size(whole)}", size=12, fill=FAINT),
-    ]
-    return Drawing(tuple(shapes), 38)
+
+    def draw(x: float, y: float) -> list[str]:
+        bar = Bar(x, y, sheet.bar_width, 34, whole)
+        shapes = [rect(bar.x, bar.y, bar.width, bar.height, PAPER, stroke=LINE)]
+        shapes += [shape for piece in pieces for shape in _drawn(bar, piece)]
+        return [*shapes, *(line(bar.x_of(end), bar.y - 4, bar.y + bar.height + 4, INK) for end in ends)]
+
+    left, right = (str(place), count(len(pools), "pool")), (format_size(used), f"in pools, of {format_size(whole)}")
+    return bar_row(sheet, left, right, 38, draw)
 
 
 def _pieces(plan: Plan, pools: list[Pool], colours: Mapping[str, str], load: SampleLoad) -> list[BarSegment]:

@@ -6,7 +6,21 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from kvweave.cli.format import count, format_layers, format_reach, format_role, format_size
-from kvweave.cli.svg.draw import FAINT, LINE, PADDING, Bar, Drawing, label, line, rect, shade, stack, text
+from kvweave.cli.svg.draw import (
+    FAINT,
+    INK,
+    LINE,
+    PADDING,
+    Bar,
+    Drawing,
+    Sheet,
+    line,
+    paragraph,
+    rect,
+    shade,
+    stack,
+    text,
+)
 from kvweave.plan import Group, Pool
 from kvweave.spec import Role
 
@@ -24,7 +38,7 @@ class Level:
     num_bytes: int
 
 
-def page_drawing(group: Group, pool: Pool, hue: str, x: float, width: float) -> Drawing:
+def page_drawing(sheet: Sheet, group: Group, pool: Pool, hue: str, x: float, width: float) -> Drawing:
     """A panel of `width` from `x` on. Each bar has its own scale: the whole of it is one piece of the bar above."""
     levels = _levels(group, pool)
     bars = [Bar(x, number * (BAR_HEIGHT + ZOOM_HEIGHT), width, BAR_HEIGHT, level.num_bytes) for number, level in levels]
@@ -33,7 +47,7 @@ def page_drawing(group: Group, pool: Pool, hue: str, x: float, width: float) -> 
         shapes.append(above.zoom_into(0, level.num_bytes / level.pieces, below))
         shapes.append(text(x + width, below.y - 6, _format_zoom(level, inner), size=11, fill=FAINT, anchor="end"))
     drawn = Drawing(tuple(shapes), bars[-1].y + BAR_HEIGHT + 6)
-    return stack([_title(group, hue, x, width), drawn, _roles_legend(group, hue, x)], 2)
+    return stack([_title(sheet, group, hue, x, width), drawn, _roles_legend(sheet, group, hue, x)], 2)
 
 
 def _levels(group: Group, pool: Pool) -> list[tuple[int, Level]]:
@@ -52,17 +66,17 @@ def _format_zoom(level: Level, inner: Level) -> str:
     return f"one {level.name}{inside}, {format_size(inner.num_bytes)}"
 
 
-def _title(group: Group, hue: str, x: float, width: float) -> Drawing:
+def _title(sheet: Sheet, group: Group, hue: str, x: float, width: float) -> Drawing:
     unit = count(group.block_tokens, "token") if group.cache.reach.per_token else "one snapshot"
     kernel = f", in kernel blocks of {group.kernel_tokens}" if group.kernel_blocks > 1 else ""
     layers = f"{count(len(group.layers), 'layer')}: {format_layers(group.layers)}"
     shapes = (
         rect(x, 4, 14, 14, hue),
-        label(x + 22, 16, group.tag, f"{format_reach(group.cache.reach)}; {unit} a page{kernel}"),
+        text(x + 22, 16, group.tag, size=14, bold=True),
         text(x + width, 16, format_size(group.payload_bytes), size=14, bold=True, anchor="end"),
-        text(x, 35, layers, size=12, fill=FAINT),
     )
-    return Drawing(shapes, 42)
+    said = paragraph(sheet, [f"{format_reach(group.cache.reach)}; {unit} a page{kernel}", layers], x=x - sheet.margin)
+    return stack([Drawing(shapes, 24), said], 0)
 
 
 def _pieces(group: Group, bar: Bar, level: Level, hue: str) -> list[str]:
@@ -112,10 +126,11 @@ def _runs(group: Group, role: Role) -> list[int]:
     return [role.row_bytes * rows // axis] * axis
 
 
-def _roles_legend(group: Group, hue: str, x: float) -> Drawing:
-    """A line a role, since some are too thin to be written on."""
-    shapes = []
+def _roles_legend(sheet: Sheet, group: Group, hue: str, x: float) -> Drawing:
+    """A role a line, since some are too thin to be written on."""
+    lines = []
     for number, role in enumerate(_own_roles(group)):
-        shapes.append(rect(x, 18.0 * number + 2, 12, 12, shade(hue, number), stroke=LINE))
-        shapes.append(text(x + 20, 18.0 * number + 12, format_role(group, role), size=12))
-    return Drawing(tuple(shapes), 18.0 * len(_own_roles(group)))
+        words = paragraph(sheet, [format_role(group, role)], fill=INK, x=x - sheet.margin + 20)
+        swatch = rect(x, 2, 12, 12, shade(hue, number), stroke=LINE)
+        lines.append(Drawing((swatch, *words.shapes), words.height))
+    return stack(lines, 0)

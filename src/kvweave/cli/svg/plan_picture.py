@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvweave.cli.format import format_cost, format_title
 from kvweave.cli.plan_request import PlanResult
-from kvweave.cli.svg.draw import FAINT, MARGIN, PAPER, WIDTH, Drawing, heading, hues, rect, stack, text
+from kvweave.cli.svg.draw import INK, WIDE, Drawing, Sheet, document, heading, hues, paragraph, stack
 from kvweave.cli.svg.memory_drawing import memory_drawing
 from kvweave.cli.svg.page_drawing import page_drawing
 from kvweave.cli.svg.pool_drawing import pool_drawing
@@ -15,7 +15,6 @@ from kvweave.plan import Plan
 from kvweave.plan.plan import TYPICAL_TOKENS
 
 GUTTER = 48
-FONTS = "'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 CAPTION = (
     "Bars are to scale from left to right. A super-page belongs to one group at a time, and is drawn for each.",
     "The first super-page of a pool is NULL: nobody's, and what tables name where there is nothing.",
@@ -26,44 +25,43 @@ CAPTION = (
 
 def plan_svg(answer: PlanResult) -> str:
     """An SVG document, 1200 wide, as high as it must be."""
+    return document(WIDE, plan_drawing(WIDE, answer))
+
+
+def plan_drawing(sheet: Sheet, answer: PlanResult) -> Drawing:
     plan = answer.plan
     colours = hues([group.tag for group in plan.groups])
     load = SampleLoad.of(plan, answer.context or TYPICAL_TOKENS)
-    body = stack(
+    return stack(
         [
-            _title(answer),
-            memory_drawing(plan, colours, load),
-            *(pool_drawing(plan, pool, colours, load) for pool in plan.pools),
-            _pages(plan, colours),
-            _caption(),
+            _title(sheet, answer),
+            memory_drawing(sheet, plan, colours, load),
+            *(pool_drawing(sheet, plan, pool, colours, load) for pool in plan.pools),
+            _pages(sheet, plan, colours),
+            paragraph(sheet, CAPTION),
         ],
         36,
     )
-    return _document(body)
 
 
-def _document(body: Drawing) -> str:
-    height = round(body.height + 2 * MARGIN)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-        f' font-family="{FONTS}">\n{rect(0, 0, WIDTH, height, PAPER)}\n'
-        f'<g transform="translate(0 {MARGIN})">\n' + "\n".join(body.shapes) + "\n</g>\n</svg>\n"
-    )
+def _title(sheet: Sheet, answer: PlanResult) -> Drawing:
+    title = paragraph(sheet, [format_title(answer)], size=16 if sheet.is_narrow else 24, fill=INK, bold=True)
+    return stack([title, paragraph(sheet, [f"A sequence keeps {format_cost(answer)}."], size=14)], 0)
 
 
-def _title(answer: PlanResult) -> Drawing:
-    title = text(MARGIN, 20, format_title(answer), size=24, bold=True)
-    return Drawing((title, text(MARGIN, 46, f"A sequence keeps {format_cost(answer.plan)}.", size=14, fill=FAINT)), 46)
-
-
-def _pages(plan: Plan, colours: Mapping[str, str]) -> Drawing:
-    """A panel a group, two to a row."""
+def _pages(sheet: Sheet, plan: Plan, colours: Mapping[str, str]) -> Drawing:
+    """A panel a group, two to a row where there is room."""
     groups = [group for group in plan.groups if group.layers]
-    columns = min(2, len(groups))
-    width = (WIDTH - 2 * MARGIN - GUTTER * (columns - 1)) / columns
+    columns = 1 if sheet.is_narrow else min(2, len(groups))
+    width = (sheet.inner - GUTTER * (columns - 1)) / columns
     panels = [
         page_drawing(
-            group, plan.pool(group.pool), colours[group.tag], MARGIN + (width + GUTTER) * (number % columns), width
+            sheet,
+            group,
+            plan.pool(group.pool),
+            colours[group.tag],
+            sheet.margin + (width + GUTTER) * (number % columns),
+            width,
         )
         for number, group in enumerate(groups)
     ]
@@ -72,9 +70,4 @@ def _pages(plan: Plan, colours: Mapping[str, str]) -> Drawing:
         Drawing(tuple(shape for panel in row for shape in panel.shapes), max(panel.height for panel in row))
         for row in rows
     ]
-    return stack([heading("One page of each group"), stack(drawn, 28)], 4)
-
-
-def _caption() -> Drawing:
-    shapes = [text(MARGIN, 12 + 18 * number, words, size=12, fill=FAINT) for number, words in enumerate(CAPTION)]
-    return Drawing(tuple(shapes), 18 * len(CAPTION))
+    return stack([heading(sheet, "One page of each group"), stack(drawn, 28)], 4)

@@ -12,7 +12,7 @@ import torch
 
 from kvweave.plan import Place
 from kvweave.pool import NULL, Ids
-from kvweave.store import PagePayloads, Schema, Shard
+from kvweave.store import EngineMemory, PagePayloads, Schema, Shard
 from kvweave.store.keys import Bytes
 from kvweave.tensor import Arena, HostMirror
 
@@ -29,7 +29,7 @@ class HostStaging:
         self._host = self._mirror.arena
         self._ids = {tag: np.arange(1, count + 1, dtype=np.int32) for tag, count in counts.items()}
         pools = {pool.name: self._host.pool(pool.name).numpy() for pool in self._host.plan.pools}
-        pages = PagePayloads(schema, self._host.plan, pools)
+        pages = PagePayloads(schema, EngineMemory.of_plan(self._host.plan, pools))
         # for states, all blocks of a chunk share the page at its end
         first = {g.tag: np.resize(self._ids[g.tag], chunk // g.block_tokens) for g in groups}
         self._source, self._sink = pages.source(first), pages.sink(first)

@@ -361,7 +361,7 @@ class SaveTimeout(StoreError):
 
 def _by_tag(schema: Schema) -> Iterator[Shard]:
     """One shard for each group: all shards of a group have its tag, reach and layers."""
-    return (shard for _, rows in schema.groups for shard in schema.shards[rows.start : rows.start + 1])
+    return (schema.shards[group.first] for group in schema.groups)
 
 
 def _release_hit(store: AnyStore[Any], hit: Any) -> None:

@@ -14,8 +14,9 @@ from kvweave.spec.role import Role
 
 
 def head_dim(fields: Fields) -> int:
-    given = fields.get("head_dim")
-    return fields.count("head_dim") if given else fields.count("hidden_size") // fields.count("num_attention_heads")
+    if fields.get("head_dim"):
+        return fields.count("head_dim")
+    return fields.count("hidden_size") // fields.count("num_attention_heads", least=1)
 
 
 def kv_heads(fields: Fields) -> int:
@@ -67,7 +68,7 @@ def owns_indexer(fields: Fields, layer: int) -> bool:
     types = fields.get("indexer_types") or fields.get("index_topk_pattern")
     if types is not None and layer < max(len(types), fields.num_layers):  # draft layers may be beyond the list
         return types[layer] in ("full", "F")
-    every, offset = fields.count("index_topk_freq", 1), fields.count("index_skip_topk_offset", 2)
+    every, offset = fields.count("index_topk_freq", 1, least=1), fields.count("index_skip_topk_offset", 2)
     return max(layer - offset + 1, 0) % every == 0
 
 
@@ -162,7 +163,7 @@ def mllama(fields: Fields, keep: Keep, layer: int) -> Caches:
 
 def modernbert(fields: Fields, keep: Keep, _layer: int, reach: Reach | None = None) -> Caches:
     """Every query head has keys of its own, whatever other fields a config carries."""
-    heads = fields.count("num_attention_heads")
+    heads = fields.count("num_attention_heads", least=1)
     return (keep.attention(heads, fields.count("hidden_size") // heads, reach=reach),)
 
 

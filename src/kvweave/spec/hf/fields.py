@@ -158,14 +158,15 @@ class Fields:
     def has(self, name: str) -> bool:
         return self.get(name) is not None
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, *, least: int = 0) -> int:
+        """A whole number; `least` is 1 for one that others are divided by."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             if value is None:
                 raise ConfigError(f"{self._who}: {self._missing(name)}")
             raise ConfigError(f"{self._who}: {name} must be a whole number, got {value!r}")
-        if value < 0:
-            raise ConfigError(f"{self._who}: {name} must not be negative, got {value}")
+        if value < least:
+            raise ConfigError(f"{self._who}: {name} must be at least {least}, got {value}")
         if self._find(self.config, name) is None and default is None:
             self._note(f"{name} = {value} is the default of {self.family}; config.json leaves it out")
         return value
@@ -177,8 +178,8 @@ class Fields:
 
     @property
     def num_layers(self) -> int:
-        """As the config says; else as many as it names kinds for."""
-        named = self._find(self.config, "layer_types")
+        """As the config says; else as many as it names kinds for, or letters of a pattern."""
+        named = self._find(self.config, "layer_types") or self._find(self.config, "hybrid_override_pattern")
         if named is not None and self._find(self.config, "num_hidden_layers") is None:
             return len(named)
         return self.count("num_hidden_layers")

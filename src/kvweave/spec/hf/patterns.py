@@ -115,7 +115,7 @@ def rope_layers(fields: Fields) -> list[bool]:
     given = fields.get("no_rope_layers")
     if given:
         return [bool(entry) for entry in given[: fields.num_layers]]
-    interval = fields.count("no_rope_layer_interval", 4)
+    interval = fields.count("no_rope_layer_interval", 4, least=1)
     return [(i + 1) % interval != 0 for i in range(fields.num_layers)]
 
 
@@ -130,7 +130,8 @@ def smollm3(fields: Fields) -> list[str]:
 
 def cohere2_moe(fields: Fields) -> list[str]:
     num_dense = fields.count("first_k_dense_replace", 0)
-    dense, rest = fields.count("prefix_dense_sliding_window_pattern", 1), fields.count("sliding_window_pattern", 4)
+    dense = fields.count("prefix_dense_sliding_window_pattern", 1, least=1)
+    rest = fields.count("sliding_window_pattern", 4, least=1)
     return choose(range(num_dense), lambda i: (i + 1) % dense, SLIDING, FULL) + choose(
         range(fields.num_layers - num_dense), lambda i: (i + 1) % rest, SLIDING, FULL
     )
@@ -142,7 +143,7 @@ def flint(fields: Fields) -> list[str]:
 
 
 def modernbert_decoder(fields: Fields) -> list[str]:
-    every = fields.count("global_attn_every_n_layers", 3)
+    every = fields.count("global_attn_every_n_layers", 3, least=1)
     return choose(range(fields.num_layers), lambda i: i % every, SLIDING, FULL)
 
 
@@ -161,7 +162,7 @@ def kimi_linear(fields: Fields) -> list[str]:
 
 
 def bailing_hybrid(fields: Fields) -> list[str]:
-    size = fields.count("layer_group_size")
+    size = fields.count("layer_group_size", least=1)
     return choose(range(fields.num_layers), lambda i: (i + 1) % size == 0, FULL, LINEAR)
 
 
@@ -186,12 +187,12 @@ def minimax_m3(fields: Fields) -> list[str]:
 
 
 def jamba(fields: Fields) -> list[str]:
-    period, offset = fields.count("attn_layer_period"), fields.count("attn_layer_offset")
+    period, offset = fields.count("attn_layer_period", least=1), fields.count("attn_layer_offset")
     return choose(range(fields.num_layers), lambda i: i % period == offset, FULL, LINEAR)
 
 
 def zamba(fields: Fields) -> list[str]:
-    period, offset = fields.count("attn_layer_period"), fields.count("attn_layer_offset")
+    period, offset = fields.count("attn_layer_period", least=1), fields.count("attn_layer_offset")
     rest = choose(range(fields.num_layers - 3), lambda i: i % period == offset, HYBRID, LINEAR)
     return [LINEAR, LINEAR, HYBRID, *rest]
 

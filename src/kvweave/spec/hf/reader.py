@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from kvweave.errors import ConfigError, KVWeaveError
 from kvweave.spec.dtypes import DType
-from kvweave.spec.hf.fields import Fields, class_defaults, language_model, load
+from kvweave.spec.hf.encoders import refuse_encoders
+from kvweave.spec.hf.fields import Fields, class_defaults, family_of, language_model, load
 from kvweave.spec.hf.kinds import FAMILIES, build_layer
 from kvweave.spec.hf.patterns import CONV, FULL, LEGACY, LINEAR, NOTHING, PATTERNS, SLIDING, layer_kinds
 from kvweave.spec.layer_caches import Caches, Keep, Store
@@ -23,8 +24,11 @@ def from_config(
     conventions: those of serving engines, or of transformers' own caches. `draft_layers` adds the MTP layers that
     come with the checkpoint. What was assumed is in the spec's `notes`.
     """
-    config = language_model(load(source))
+    whole = load(source)
+    config = language_model(whole)
     try:
+        if store == "engine":  # a model of transformers is there already, perhaps as a decoder alone
+            refuse_encoders(whole, family_of(config))
         return _read(Fields(config, notes=[]), dtype, store, draft_layers)
     except KVWeaveError:
         raise
@@ -148,7 +152,7 @@ def _sources(fields: Fields, kinds: list[str]) -> dict[int, int]:
         last = {kind: index for index, kind in enumerate(kinds[:own])}
         return {index: last[kinds[index]] for index in range(own, num_layers)}
     if fields.get("use_cla"):
-        factor = fields.count("cla_share_factor")
+        factor = fields.count("cla_share_factor", least=1)
         return {index: index - index % factor for index in range(num_layers) if index % factor}
     if given := fields.get("kv_source_layers"):
         return {index: source for index, source in enumerate(given) if source is not None and source != index}

@@ -47,7 +47,8 @@ def lightning(fields: Fields, keep: Keep, _layer: int) -> Caches:
 
 
 def mamba2(fields: Fields, keep: Keep, _layer: int) -> Caches:
-    heads, groups, state = fields.count("mamba_heads"), fields.count("mamba_groups", 1), fields.count("mamba_state")
+    heads = fields.count("mamba_heads", least=1)
+    groups, state = fields.count("mamba_groups", 1), fields.count("mamba_state")
     dim = fields.get("mamba_head_dim")
     if not isinstance(dim, int):  # "auto"
         dim = int(fields.get("mamba_d_ssm") or fields.get("mamba_expand") * fields.count("hidden_size")) // heads
@@ -74,7 +75,8 @@ def _mamba1(fields: Fields, keep: Keep, width: int) -> Caches:
 
 def zamba_mamba(fields: Fields, keep: Keep, _layer: int) -> Caches:
     """Mamba 1 with heads."""
-    heads, width = fields.count("n_mamba_heads"), int(fields.get("mamba_expand") * fields.count("hidden_size"))
+    heads = fields.count("n_mamba_heads", least=1)
+    width = int(fields.get("mamba_expand") * fields.count("hidden_size"))
     conv = keep.conv(fields.count("mamba_conv"), [Segment(width)])
     return (keep.state(conv, keep.ssm((heads, width // heads, fields.count("mamba_state")), ssm_dtype(fields, keep))),)
 
@@ -121,7 +123,7 @@ def hybrid(fields: Fields, keep: Keep, layer: int) -> Caches:
 def zamba_hybrid(fields: Fields, keep: Keep, layer: int) -> Caches:
     """Shared attention sees the input beside the hidden state: heads are twice as wide."""
     state = zamba_mamba if fields.family == "zamba" else mamba2
-    width = 2 * fields.count("hidden_size") // fields.count("num_attention_heads")
+    width = 2 * fields.count("hidden_size") // fields.count("num_attention_heads", least=1)
     dim = fields.get("attention_head_dim") or width
     return (keep.attention(kv_heads(fields), dim), *state(fields, keep, layer))
 

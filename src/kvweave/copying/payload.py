@@ -1,0 +1,73 @@
+"""Copies between an engine's pools and a payload, as data: whoever carries them out needs to know nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+from kvweave.copying.blocks import Bytes, Numbers, Shape, StridedBlocks, copy_blocks
+from kvweave.errors import BadCopy
+
+
+class BlockCopy(NamedTuple):
+    """Blocks of `shape` (planes, rows, bytes of a run): block i starts at `held[i]` of a pool, at `kept[i]` of the
+    payload, and its runs lie as far apart as either side's strides say."""
+
+    pool: str
+    held: Numbers
+    held_strides: tuple[int, int]
+    kept: Numbers
+    kept_strides: tuple[int, int]
+    shape: Shape
+
+    def check(self, pool_bytes: int, payload_bytes: int) -> None:
+        """Raises `BadCopy` if a block, of at least one, does not lie in memories of so many bytes."""
+        for name, size, starts, strides in (
+            ("pool", pool_bytes, self.held, self.held_strides),
+            ("payload", payload_bytes, self.kept, self.kept_strides),
+        ):
+            reach = strides[0] * (self.shape[0] - 1) + strides[1] * (self.shape[1] - 1) + self.shape[2]
+            first, last = starts.min(), starts.max() + reach
+            if first < 0 or last > size:
+                raise BadCopy(f"blocks span bytes {first} to {last} of a {name} of {size}: is a page number wrong?")
+
+
+class PayloadCopier(Protocol):
+    """Carries out copies; may be used by several threads. Both calls block until every byte is where it belongs."""
+
+    def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
+        """Out of the pools into a payload on the host."""
+        ...
+
+    def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
+        """Back."""
+        ...
+
+    def after_caller(self) -> PayloadCopier:
+        """One whose copies come after all that the caller's stream has to do now."""
+        ...
+
+
+class HostPayloadCopier:
+    """Pools in the host's memory."""
+
+    def __init__(self, pools: Mapping[str, Bytes]) -> None:
+        self._pools = pools
+
+    def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
+        for copy in copies:
+            copy_blocks(_kept(copy, payload), self._held(copy), copy.shape)
+
+    def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
+        for copy in copies:
+            copy_blocks(self._held(copy), _kept(copy, payload), copy.shape)
+
+    def after_caller(self) -> HostPayloadCopier:
+        return self
+
+    def _held(self, copy: BlockCopy) -> StridedBlocks:
+        return StridedBlocks([self._pools[copy.pool]], copy.held, copy.held_strides)
+
+
+def _kept(copy: BlockCopy, payload: Bytes) -> StridedBlocks:
+    return StridedBlocks([payload], copy.kept, copy.kept_strides)

@@ -1,0 +1,95 @@
+"""Payloads of a store straight out of an engine's pages on a GPU, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from kvweave.copying import BlockCopy, Bytes
+from kvweave.errors import BadCopy
+from kvweave.transfer.command_buffer import CommandBuffer
+from kvweave.transfer.driver import Event, context_of, submit
+from kvweave.transfer.kernel import Tabulator, current_stream, launch
+from kvweave.transfer.payload_tables import PayloadTable
+from kvweave.transfer.staging import Slot
+
+
+class _Channel(NamedTuple):
+    """A stream, and staging memory for one payload on its way."""
+
+    stream: torch.cuda.Stream
+    slot: Slot
+
+
+class CUDAPayloadCopier:
+    """Between pools on one GPU and payloads on the host, fast where these are pinned. A `PayloadCopier`.
+
+    A payload is gathered in staging memory in the order in which it is stored, and leaves by one copy; it comes by one,
+    and is scattered. Each call blocks until it is done; calls of several threads overlap, and have staging memory each.
+    """
+
+    def __init__(self, pools: Mapping[str, torch.Tensor]) -> None:
+        devices = {pool.device for pool in pools.values()}
+        if [device.type for device in devices] != ["cuda"]:
+            names = ", ".join(sorted(map(str, devices))) or "(none)"
+            raise BadCopy(f"pools must be on one GPU, not on {names}; describe the memory of each device apart")
+        (self._device,), self._pools = devices, pools
+        self._context, self._tabulator = context_of(self._device.index), Tabulator(self._device.index)
+        self._idle: deque[_Channel] = deque()
+        self._after: Event | None = None
+
+    def after_caller(self) -> CUDAPayloadCopier:
+        following = copy.copy(self)  # with the same channels
+        following._after = Event(self._context)
+        following._after.record(current_stream(self._device.index))
+        return following
+
+    def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
+        self._carry_out(copies, payload, gather=True)
+
+    def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
+        self._carry_out(copies, payload, gather=False)
+
+    def _carry_out(self, copies: Iterable[BlockCopy], payload: Bytes, *, gather: bool) -> None:
+        table = self._table(copies, payload)
+        if not table.template.batches:
+            return
+        channel = self._channel()
+        stream, slot = int(channel.stream.cuda_stream), channel.slot
+        slot.reserve(payload.nbytes)
+        commands, done = CommandBuffer(), Event(self._context)
+        if self._after is not None:
+            commands.wait(self._after, stream)
+        if not gather:
+            commands.copy(slot.address, payload.ctypes.data, payload.nbytes, stream)
+        tiles = slot.tabulate(table, self._tabulator, commands, stream)
+        launch(
+            commands, tiles, table.template.num_tiles, table.vector_bytes, slot.address, stream, self._device.index,
+            gather=gather,
+        )  # fmt: skip
+        if gather:
+            commands.copy(payload.ctypes.data, slot.address, payload.nbytes, stream)
+        commands.signal(stream)
+        submit(commands, self._context, 0, done)
+        done.wait()
+        self._idle.append(channel)  # a channel on which something broke is not used again
+
+    def _table(self, copies: Iterable[BlockCopy], payload: Bytes) -> PayloadTable:
+        addresses = {name: int(pool.data_ptr()) for name, pool in self._pools.items()}
+        sizes = {name: int(pool.nbytes) for name, pool in self._pools.items()}
+        return PayloadTable(copies, addresses, sizes, payload.nbytes)
+
+    def _channel(self) -> _Channel:
+        try:
+            return self._idle.pop()
+        except IndexError:  # all are in use
+            return _Channel(torch.cuda.Stream(self._device), Slot(self._device))
+
+
+def payload_copier(pools: Mapping[str, Any]) -> CUDAPayloadCopier | None:
+    """The copier for an engine's pools; None for memory of the host, for which the store has its own."""
+    return CUDAPayloadCopier(pools) if any(isinstance(pool, torch.Tensor) for pool in pools.values()) else None

@@ -1,0 +1,95 @@
+"""On a GPU: payloads come straight out of an engine's pages, and back, as on the host. Skipped where there is none."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvweave.errors import BadCopy
+from kvweave.store import EngineMemory, PagePayloads, Schema
+from tests.store.engines import LAYOUTS, SPEC, Engine, Truth
+
+CHUNK, TOKENS = 64, 256
+SCHEMA = Schema.of(SPEC, chunk_tokens=CHUNK, parts=2, tails=True)
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+def on_device(engine: Engine) -> tuple[PagePayloads, dict[str, torch.Tensor]]:
+    """The same engine, its memory copied to the GPU."""
+    from kvweave.transfer.payload_copier import payload_copier
+
+    pools = {name: torch.from_numpy(pool).cuda() for name, pool in engine.memory.pools.items()}
+    memory: EngineMemory = replace(engine.memory, pools=pools)
+    return PagePayloads(SCHEMA, memory, payload_copier(pools)), pools
+
+
+def came_back(engine: Engine, pools: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    torch.cuda.synchronize()
+    for name, pool in pools.items():
+        engine.memory.pools[name][:] = pool.cpu().numpy()
+    return engine.snapshot()
+
+
+@on_gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("block", [16, 48, 160])
+def test_payloads_on_a_gpu_are_those_of_the_host(layout: str, block: int) -> None:
+    truth = Truth(TOKENS, CHUNK)
+    for rank in range(2):
+        engine = Engine(SCHEMA, layout, block, TOKENS, 2, rank)
+        engine.compute(truth, states=range(4))
+        pages, pools = on_device(engine)
+        computed, source = engine.snapshot(), pages.source(engine.tables)
+        for number, chunk in product(pages.writes, range(4)):
+            assert np.array_equal(source(SCHEMA.shards[number], chunk), truth.payload(SCHEMA.shards[number], chunk))
+        for pool in pools.values():
+            pool.fill_(0xA5)
+        sink = pages.sink(engine.tables)
+        for number, chunk in product(pages.reads, range(4)):
+            sink(SCHEMA.shards[number], chunk, truth.payload(SCHEMA.shards[number], chunk))
+        assert came_back(engine, pools) == computed
+
+
+@on_gpu
+def test_pages_on_a_gpu_that_are_not_there_are_not_written() -> None:
+    truth, engine = Truth(TOKENS, CHUNK), Engine(SCHEMA, LAYOUTS[0], 32, TOKENS)
+    engine.lose_windows(TOKENS - 74)
+    pages, pools = on_device(engine)
+    sink = pages.sink(engine.tables)
+    for number in pages.reads:
+        if SCHEMA.shards[number].tag == "window":
+            sink(SCHEMA.shards[number], 2, truth.payload(SCHEMA.shards[number], 2))
+    came_back(engine, pools)
+    for layer in (3, 4, 5):
+        assert (engine.arrays[f"kv {layer}"][0].view(np.uint8) == 0xA5).all()
+
+
+@on_gpu
+def test_several_threads_gather_at_once_and_after_what_the_stream_still_writes() -> None:
+    truth, engine = Truth(TOKENS, CHUNK), Engine(SCHEMA, LAYOUTS[0], 16, TOKENS)
+    pages, pools = on_device(engine)
+    engine.compute(truth, states=range(4))
+    computed = {name: torch.from_numpy(pool).cuda() for name, pool in engine.memory.pools.items()}
+    torch.cuda._sleep(50_000_000)
+    for name, pool in pools.items():
+        pool.copy_(computed[name])
+    source: Any = pages.source(engine.tables)
+    pieces = [*product(pages.writes, range(4))] * 4
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda piece: source(SCHEMA.shards[piece[0]], piece[1]), pieces))
+    for (number, chunk), payload in zip(pieces, found, strict=True):
+        assert np.array_equal(payload, truth.payload(SCHEMA.shards[number], chunk))
+
+
+@on_gpu
+def test_pools_on_two_devices_are_refused() -> None:
+    from kvweave.transfer.payload_copier import payload_copier
+
+    with pytest.raises(BadCopy, match="pools must be on one GPU"):
+        payload_copier({"a": torch.zeros(8, dtype=torch.uint8).cuda(), "b": torch.zeros(8, dtype=torch.uint8)})
