@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -312,6 +313,18 @@ def test_an_admission_reserve_keeps_room_for_running_sequences() -> None:
     with pytest.raises(OutOfPages):
         cache.extend(cache.open([2] * 12), 12)
     cache.extend(running, 12, tokens=[1] * 12)
+
+
+@pytest.mark.parametrize("trailing", [(), (group("window", Window(6)),), (group("state", State()),)])
+def test_several_sequences_can_be_extended_just_as_far_as_extend_goes(trailing: tuple[Any, ...]) -> None:
+    cache = Cache(plan_of(group("full", Full()), *trailing, pages=11))
+    sequences = [cache.open([number] * 40) for number in range(3)]
+    fits = [count for count in range(1, 40) if cache.can_extend(sequences, count)]
+    assert fits == list(range(1, fits[-1] + 1))
+    assert cache.can_extend(sequences[0], fits[-1] + 1), "one alone could go further"
+    with pytest.raises(OutOfPages):
+        cache.extend(sequences, fits[-1] + 1)
+    list(cache.extend(sequences, fits[-1]))
 
 
 def test_super_pages_move_between_groups_as_demand_moves() -> None:
