@@ -112,7 +112,7 @@ class PromptSession:
         first += self._closing(self._room(prompt))
         number = self._sequences[name] = self.client.number()
         self._keys[number] = prompt.num_chunks * len(self._register.shards)
-        tenant, prefixes = prompt.namespace.tenant_id, prompt.prefixes.tobytes()
+        tenant, prefixes = prompt.tenant_id, prompt.prefixes.tobytes()
         return [*first, protocol.Open(number, self._schema, tenant, prompt.num_tokens, prefixes)]
 
     def _room(self, prompt: HashedPrompt) -> int:
@@ -145,9 +145,9 @@ def daemon_budget(budget: Budget) -> float | None:
 def _name(prompt: HashedPrompt) -> bytes:
     """What makes two prompts the same to the daemon."""
     last = prompt.prefixes[-1].tobytes() if prompt.num_chunks else b""
-    return prompt.namespace.tenant_id + prompt.num_tokens.to_bytes(8, "little") + last
+    return prompt.tenant_id + prompt.num_tokens.to_bytes(8, "little") + last
 
 
 def key_of(prompt: HashedPrompt, shard: Shard, chunk: int) -> bytes:
-    key: bytes = prompt.namespace.tenant_id + prompt.prefixes[chunk].tobytes() + shard.id
+    key: bytes = prompt.tenant_id + prompt.prefixes[chunk].tobytes() + shard.id
     return key

@@ -11,6 +11,7 @@ from kvweave.store.store import Hit, Store
 from kvweave.store.tier import DictTier, Tier, TierStats
 from kvweave.store.tier_executor import TierExecutorStats, TierPolicy
 from kvweave.store.tier_stack import TierStack
+from kvweave.store.weights import weights_digest
 
 __all__ = [
     "AnyHit",
@@ -36,4 +37,5 @@ __all__ = [
     "TierStack",
     "TierStats",
     "model_digest",
+    "weights_digest",
 ]

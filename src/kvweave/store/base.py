@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.prefix import Present, Span, joint_hit
+from kvweave.prefix import Present, Span, TokenIds, joint_hit
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
 from kvweave.store.page_payloads import Sink, Source
@@ -93,7 +93,7 @@ class AnyStore(ABC, Generic[Found]):
         self._sizes = [blob_bytes(shard) for shard in schema.shards]
         self._counts, self._lock = Counter[str](), threading.Lock()
 
-    def prompt(self, tokens: object, namespace: Namespace, spans: Sequence[Span] = ()) -> HashedPrompt:
+    def prompt(self, tokens: TokenIds, namespace: Namespace, spans: Sequence[Span] = ()) -> HashedPrompt:
         """Hash a prompt once, for any number of calls."""
         return prompt(tokens, namespace, self.schema.chunk_tokens, spans)
 
