@@ -15,7 +15,7 @@ import kvweave
 
 ROOT = Path(kvweave.__file__).parent
 CORE = ("errors", "units", "host_memory", "spec", "plan", "pool", "prefix", "table", "cache")
-EDGES = ("copying", "tensor", "transfer", "store", "server", "integrations", "sim", "cli")
+EDGES = ("operation", "copying", "tensor", "transfer", "store", "server", "integrations", "sim", "cli")
 ORDER = (*CORE, *EDGES)
 DATA = {"examples"}
 
