@@ -1,7 +1,7 @@
 """Work that goes on while its caller does something else: one idiom for lookups, loads, saves and copies.
 
-    submit   returns a handle at once      poll    the handles that have ended since, without waiting
-    wait     until one has ended           cancel  stop what has not begun
+submit   returns a handle at once      poll    the handles that have ended since, without waiting
+wait     until one has ended           cancel  stop what has not begun
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ class Completions:
         """Not to be reported: whoever waits has it."""
         with self._lock:
             self._operations.pop(id(operation), None)
+
+    def pending(self) -> list[AnyOperation]:
+        """All that were added, and not reported yet."""
+        with self._lock:
+            return [*self._operations.values()]
 
     def poll(self) -> list[AnyOperation]:
         """Those that have ended since the last time, in the order in which they were added. Never waits."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 
-from kvweave.errors import ServerError, ServerGone
+from kvweave.errors import ServerGone
 from kvweave.server import protocol
 from kvweave.server.client import Client
 from kvweave.server.registered_model import registration
 from kvweave.store import HashedPrompt, Schema, Shard
+from kvweave.store.keys import Bytes
 from kvweave.store.tier_stack import UNLIMITED, Budget
 
 ANSWER_S = 0.02
@@ -26,14 +27,25 @@ class PromptSession:
     always what this connection was told.
     """
 
-    def __init__(self, client: Client, schema: Schema, model: str) -> None:
+    def __init__(self, client: Client, schema: Schema, model: str, arena_of: Client | None = None) -> None:
         self.client, self.model = client, model
+        self._arena_of = arena_of or client
         self._schema = client.number()
         self._register = registration(self._schema, model, schema)
         self._generation = 0
         self._sequences: OrderedDict[bytes, int] = OrderedDict()
         self._leases: dict[int, int] = {}
         self._keys: dict[int, int] = {}
+
+    def arena(self, generation: int) -> Bytes:
+        """The memory in which places lie that came over the connection of this generation. Raises `ServerGone`."""
+        asked, mapped = self.client.mapped, self._arena_of.mapped
+        if mapped.welcome.boot != asked.welcome.boot:  # the daemon is another one by now, and so is its arena
+            self._arena_of.ask(protocol.Ping(), protocol.Done)
+            mapped = self._arena_of.mapped
+        if asked.generation != generation or mapped.welcome.boot != asked.welcome.boot:
+            raise ServerGone("the connection was lost, and what was held with it")
+        return mapped.arena
 
     def ask(
         self,
@@ -46,52 +58,68 @@ class PromptSession:
 
         A question about what a certain connection holds names its `generation`: over another one it is not asked.
         """
-        return self._ask(prompt, lambda sequence: [make(sequence)], budget, generation)
+        (answer,), asked = self._ask([prompt], lambda _, sequence: [make(sequence)], budget, generation)
+        return answer, asked
 
     def lease(
-        self, prompt: HashedPrompt, make: Callable[[int, int], protocol.Message], budget: Budget
-    ) -> tuple[protocol.Answer, int, int]:
-        """As `ask`, for a question that takes a lease, the prompt's only one: the last one it had is given back."""
-        lease = self.client.number()
+        self, prompts: Sequence[HashedPrompt], make: Callable[[int, int], protocol.Message], budget: Budget
+    ) -> tuple[list[protocol.Answer], int, list[int]]:
+        """As `ask`, for prompts in one round trip, and questions that take a lease, each prompt's only one: the last
+        one it had is given back."""
+        leases = [self.client.number() for _ in prompts]
 
-        def questions(sequence: int) -> list[protocol.Message]:
+        def questions(number: int, sequence: int) -> list[protocol.Message]:
             before = self._leases.get(sequence)
-            self._leases[sequence] = lease
-            return [make(sequence, lease), *([protocol.Release([before])] if before else [])]
+            self._leases[sequence] = leases[number]
+            return [make(sequence, leases[number]), *([protocol.Release([before])] if before else [])]
 
-        return *self._ask(prompt, questions, budget), lease
+        return *self._ask(prompts, questions, budget), leases
+
+    def ask_all(
+        self, prompts: Sequence[HashedPrompt], make: Callable[[int], protocol.Message], budget: Budget
+    ) -> tuple[list[protocol.Answer], int]:
+        """As `ask`, for prompts in one round trip."""
+        return self._ask(prompts, lambda _, sequence: [make(sequence)], budget)
 
     def _ask(
         self,
-        prompt: HashedPrompt,
-        make: Callable[[int], list[protocol.Message]],
+        prompts: Sequence[HashedPrompt],
+        make: Callable[[int, int], list[protocol.Message]],
         budget: Budget,
         generation: int | None = None,
-    ) -> tuple[protocol.Answer, int]:
-        before: list[protocol.Message] = []
+    ) -> tuple[list[protocol.Answer], int]:
+        introductions: list[tuple[int, int, protocol.Message]] = []
+        places: list[int] = []
 
         def questions() -> list[protocol.Message]:
+            said: list[protocol.Message] = []
+            introductions.clear()
+            places.clear()
             if generation not in (None, self.client.generation):
-                return []
-            before[:] = self._introduce(prompt)
-            return [*before, *make(self._sequences[_name(prompt)])]
+                return said
+            for number, prompt in enumerate(prompts):
+                before = self._introduce(prompt)
+                introductions.extend((len(said) + i, number, message) for i, message in enumerate(before))
+                said += before
+                places.append(len(said))
+                said += make(number, self._sequences[_name(prompt)])
+            return said
 
         answers, asked = self.client.exchange(questions, reply_timeout(budget))
         if not answers:
             raise ServerGone("the connection was lost, and what was held with it")
-        for question, answer in zip(before, answers, strict=False):
-            self._check_said(prompt, question, answer)
-        return answers[len(before)], asked
+        told = [answers[place] for place in places]
+        for place, number, question in introductions:
+            if isinstance(answers[place], protocol.Failed):
+                told[number] = answers[place]
+                self._not_said(prompts[number], question)
+        return told, asked
 
-    def _check_said(self, prompt: HashedPrompt, question: protocol.Message, answer: protocol.Answer) -> None:
+    def _not_said(self, prompt: HashedPrompt, question: protocol.Message) -> None:
         """What the daemon did not take is said again by the next question."""
-        try:
-            self.client.check(answer, protocol.Done)
-        except ServerError:
-            self._keys.pop(self._sequences.pop(_name(prompt), 0), None)
-            if question is self._register:
-                self._generation = 0
-            raise
+        self._keys.pop(self._sequences.pop(_name(prompt), 0), None)
+        if question is self._register:
+            self._generation = 0
 
     def forget(self) -> None:
         """Close all sequences: what is asked next is introduced anew."""

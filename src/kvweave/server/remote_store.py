@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
@@ -28,28 +26,50 @@ from kvweave.server.prompt_session import GRACE_S, PromptSession, daemon_budget,
 from kvweave.server.protocol import NOT_IN_ARENA, numbers, packed
 from kvweave.server.remote_hit import PinnedHit, RemoteHit
 from kvweave.server.report import Report
-from kvweave.server.save_operation import ArenaLayout, SaveOperation
-from kvweave.store import AnyStore, HashedPrompt, Saved, Schema, Shard, Sink, Source, StoreStats
-from kvweave.store.base import ChunkRef, in_thread
-from kvweave.store.forking import register_after_fork
+from kvweave.server.save_operation import ArenaLayout, GatheredReservation, SaveOperation
+from kvweave.store import AnyStore, GatheredSave, HashedPrompt, Operation, Schema, Sink, Source, StoreStats
+from kvweave.store.base import no_matter
 from kvweave.store.keys import Bytes
+from kvweave.store.operations import ChunkRef
+from kvweave.store.results import SaveOutcome
 from kvweave.store.tier_stack import Budget
 
 log = logging.getLogger("kvweave.server")
+LOOKUPS_AT_ONCE = 16
+"""Prompts of one round trip: the daemon answers them in order, and others wait for as long."""
 
 
 class RemoteStore(AnyStore[RemoteHit]):
-    """KV of one model's chunks in a daemon. Many threads may use it; `workers` of its own copy large blobs."""
+    """KV of one model's chunks in a daemon. Many threads may use it; `workers` of its own copy large blobs.
+
+    What is submitted has connections of its own, made when they are first needed: one for loads, one for saves, so that
+    a lookup never waits for either at the daemon.
+    """
 
     def __init__(self, schema: Schema, client: Client | str | Path, *, model: str = "", workers: int = 2) -> None:
         super().__init__(schema)
         self.client = client if isinstance(client, Client) else Client(client, name=f"{model} {os.getpid()}".strip())
         self._prompt_session = PromptSession(self.client, schema, model)
+        self._beside: dict[str, PromptSession] = {}
         self._copier = ArenaCopier(schema, workers)
-        self._arena = ArenaLayout(self._prompt_session, schema)
         self._unflushed: set[bytes] = set()
         self._refusals: set[str] = set()
-        register_after_fork(self)
+
+    def _session(self, kind: str) -> PromptSession:
+        """The connection for loads, or for saves; the client's own until something was submitted."""
+        return self._beside.get(kind, self._prompt_session)
+
+    def _begin(self, kind: str) -> None:
+        """Make a connection for what is submitted; where that cannot be, the client's own serves it."""
+        if kind != "lookup" and kind not in self._beside:
+            with suppress(ServerError):
+                client = self.client.again(arena=False)
+                session = PromptSession(client, self.schema, self._prompt_session.model, self.client)
+                if self._beside.setdefault(kind, session) is not session:
+                    client.close()
+
+    def _arena(self, kind: str) -> ArenaLayout:
+        return ArenaLayout(self._session(kind), self.schema)
 
     # ---- reading
 
@@ -66,97 +86,144 @@ class RemoteStore(AnyStore[RemoteHit]):
 
         Without a lease, or beyond the leases' share of the arena, it may be evicted before it is loaded: `load` asks
         again for what it needs, and shortens if that is gone."""
-        shape = (len(self.schema.shards), prompt.num_chunks)
-        hit = RemoteHit(prompt, 0, np.zeros(shape, bool), np.full(shape, NOT_IN_ARENA, np.int64))
-        if prompt.num_chunks:
-            with self._or_miss():
-                hit = self._lookup(hit, shards, Budget.of(budget_s), lease=lease)
-        self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=hit.position)
-        return hit
+        return self._lookup_all([prompt], shards, Budget.of(budget_s), lease=lease)[0]
 
-    def _lookup(self, empty: RemoteHit, shards: Sequence[int] | None, budget: Budget, *, lease: bool) -> RemoteHit:
+    def _lookup_all(
+        self, prompts: Sequence[HashedPrompt], shards: Sequence[int] | None, budget: Budget, *, lease: bool
+    ) -> list[RemoteHit]:
+        hits = [self._no_hit(prompt) for prompt in prompts]
+        asked = [number for number, hit in enumerate(hits) if hit.prompt.num_chunks]
+        for first in range(0, len(asked), LOOKUPS_AT_ONCE):
+            some = asked[first : first + LOOKUPS_AT_ONCE]
+            with self.or_miss(), self._latency["lookup"].timed():
+                found = self._lookup(prompts=[prompts[i] for i in some], shards=shards, budget=budget, lease=lease)
+                for number, hit in zip(some, found, strict=True):
+                    hits[number] = hit
+        for hit in hits:
+            self._count(lookups=1, tokens_asked=hit.prompt.num_tokens, tokens_found=hit.position)
+        return hits
+
+    def _no_hit(self, prompt: HashedPrompt) -> RemoteHit:
+        shape = (len(self.schema.shards), prompt.num_chunks)
+        return RemoteHit(prompt, 0, np.zeros(shape, bool), np.full(shape, NOT_IN_ARENA, np.int64))
+
+    def _lookup(
+        self, prompts: Sequence[HashedPrompt], shards: Sequence[int] | None, budget: Budget, *, lease: bool
+    ) -> list[RemoteHit]:
         asked_at, wanted = time.monotonic(), None if shards is None else packed(sorted(shards), "<i4")
 
         def question(sequence: int, number: int = 0) -> protocol.Message:
             return protocol.Lookup(sequence, number, wanted, daemon_budget(budget))
 
+        leases = [0] * len(prompts)
         if lease:
-            answer, generation, number = self._prompt_session.lease(empty.prompt, question, budget)
+            answers, generation, leases = self._prompt_session.lease(prompts, question, budget)
         else:
-            (answer, generation), number = self._prompt_session.ask(empty.prompt, question, budget), 0
-        found = self.client.check(answer, protocol.Found)
+            answers, generation = self._prompt_session.ask_all(prompts, question, budget)
+        until = asked_at + self.client.welcome.lease_s
+        hits = [self._no_hit(prompt) for prompt in prompts]
+        for number, answer in enumerate(answers):
+            with self.or_miss():
+                found = self.client.check(answer, protocol.Found)
+                held = replace(hits[number], lease=leases[number], until=until, generation=generation)
+                hits[number] = self._found(held, found, shards)
+        return hits
+
+    def _found(self, empty: RemoteHit, found: protocol.Found, shards: Sequence[int] | None) -> RemoteHit:
         if found.late:
             self._count(unanswered=1)
         shape, places = empty.present.shape, empty.places
         present = np.unpackbits(np.frombuffer(found.present, np.uint8), count=empty.present.size).reshape(shape)
         if found.starts:
-            at = np.array(
-                [*self._needs(found.position, range(shape[0]) if shards is None else sorted(shards))], np.int64
-            )
+            wanted = range(shape[0]) if shards is None else sorted(shards)
+            at = np.array([*self._needs(found.position, wanted)], np.int64)
             places[at[:, 0], at[:, 1]] = numbers(found.starts)
-        until, held = asked_at + self.client.welcome.lease_s, number if found.starts else 0
-        return RemoteHit(empty.prompt, found.position, present.astype(bool), places, held, until, generation)
+        held = empty.lease if found.starts else 0
+        return replace(empty, position=found.position, present=present.astype(bool), lease=held)
 
-    def load(
-        self, hit: RemoteHit, sink: Sink, *, shards: Sequence[int] | None = None, budget_s: float | None = None
+    def _load(
+        self,
+        hit: RemoteHit,
+        sink: Sink,
+        start: int,
+        shards: Sequence[int] | None,
+        budget: Budget,
+        arrived: Callable[[ChunkRef], None],
     ) -> int:
-        budget = Budget.of(budget_s)
         try:
-            return super().load(hit, sink, shards=shards, budget_s=budget_s)
+            return super()._load(hit, sink, start, shards, budget, arrived)
         finally:
-            self._release(hit, budget)
+            self._release(self.client, hit.lease, hit.generation, budget)
 
     def load_into(
-        self, hit: RemoteHit, target: Target, *, shards: Sequence[int] | None = None, budget_s: float | None = None
+        self,
+        hit: RemoteHit,
+        target: Target,
+        *,
+        start: int = 0,
+        shards: Sequence[int] | None = None,
+        budget_s: float | None = None,
     ) -> int:
         """As `load`, but straight into memory that `target` names: one copy less. Beyond the position that is returned
         it may hold anything."""
-        return self.load(replace(hit, target=target), _ignore, shards=shards, budget_s=budget_s)
+        return self.load(replace(hit, target=target), no_matter, start=start, shards=shards, budget_s=budget_s)
 
     def release(self, hit: RemoteHit, *, budget_s: float | None = None) -> None:
         """Let the daemon evict what a hit held; may be called twice."""
-        self._release(hit, Budget.of(budget_s))
+        self._release(self.client, hit.lease, hit.generation, Budget.of(budget_s))
 
-    def _release(self, hit: RemoteHit | PinnedHit, budget: Budget) -> None:
-        if hit.lease and hit.generation == self.client.generation:
+    @staticmethod
+    def _release(client: Client, lease: int, generation: int, budget: Budget) -> None:
+        if lease and generation == client.generation:
             with suppress(ServerError):
-                self.client.ask(protocol.Release([hit.lease]), protocol.Done, reply_timeout(budget))
+                client.ask(protocol.Release([lease]), protocol.Done, reply_timeout(budget))
 
     def _fetch(self, hit: RemoteHit, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
         held = hit.generation == self.client.generation and time.monotonic() < hit.until
         near = {piece: int(hit.places[piece]) for piece in pieces if held and hit.places[piece] != NOT_IN_ARENA}
-        yield from self._copies(hit, near, hit.until, hit.generation, budget)
+        with self.or_miss():
+            yield from self._copies(self._prompt_session, hit, near, hit.until, hit.generation, budget)
         backing = [piece for piece in pieces if piece not in near]
-        if backing:
-            self._release(hit, budget)  # what is copied must not take the room that the rest needs
-        for batch in self._arena.batches(backing):
+        if backing:  # what is copied must not take the room that the rest needs
+            self._release(self.client, hit.lease, hit.generation, budget)
+        session = self._session("load")
+        for batch in ArenaLayout(session, self.schema).batches(backing):
             if budget.is_spent:
                 return
-            with self._or_miss():
-                lease, until = self.client.number(), time.monotonic() + self.client.welcome.lease_s
-                places, generation = self._fetch_to_arena(hit.prompt, batch, lease, budget)
-                yield from self._copies(hit, places, until, generation, budget)
-                self._release(replace(hit, lease=lease, generation=generation), budget)
+            with self.or_miss():
+                lease, until = session.client.number(), time.monotonic() + session.client.welcome.lease_s
+                places, generation = self._fetch_to_arena(session, hit.prompt, batch, lease, budget)
+                yield from self._copies(session, hit, places, until, generation, budget)
+                self._release(session.client, lease, generation, budget)
 
+    @staticmethod
     def _fetch_to_arena(
-        self, prompt: HashedPrompt, pieces: Sequence[ChunkRef], lease: int, budget: Budget
+        session: PromptSession, prompt: HashedPrompt, pieces: Sequence[ChunkRef], lease: int, budget: Budget
     ) -> tuple[dict[ChunkRef, int], int]:
         """Where those that could be had are now, and the generation of the connection that holds them."""
 
         def question(sequence: int) -> protocol.Message:
             return protocol.Fetch(sequence, lease, packed(pieces, "<i4"), daemon_budget(budget))
 
-        answer, generation = self._prompt_session.ask(prompt, question, budget)
-        starts = numbers(self.client.check(answer, protocol.Places).starts).tolist()
+        answer, generation = session.ask(prompt, question, budget)
+        starts = numbers(session.client.check(answer, protocol.Places).starts).tolist()
         return {piece: start for piece, start in zip(pieces, starts, strict=True) if start != NOT_IN_ARENA}, generation
 
     def _copies(
-        self, hit: RemoteHit, places: dict[ChunkRef, int], until: float, generation: int, budget: Budget
+        self,
+        session: PromptSession,
+        hit: RemoteHit,
+        places: dict[ChunkRef, int],
+        until: float,
+        generation: int,
+        budget: Budget,
     ) -> Iterator[tuple[ChunkRef, Bytes]]:
         """What is whole. Of what is not the daemon is told, unless the place may have been somebody else's by then."""
-        arena = self.client.arena  # if it is another one by now, nothing in it will pass for what is wanted
+        if not places:
+            return
+        arena, layout = session.arena(generation), ArenaLayout(session, self.schema)
         in_time = takewhile(lambda _: not budget.is_spent, places.items())
-        jobs = (self._arena.job(arena, hit.prompt, *piece, start) for piece, start in in_time)
+        jobs = (layout.job(arena, hit.prompt, *piece, start) for piece, start in in_time)
         damaged = []
         for piece, (_, payload) in zip(places, self._copier.reads(jobs, hit.target), strict=False):
             if payload is None:
@@ -164,11 +231,9 @@ class RemoteStore(AnyStore[RemoteHit]):
             else:
                 yield piece, payload
         if damaged and time.monotonic() < until:
-            with self._or_miss():
+            with self.or_miss():
                 what = packed(damaged, "<i4")
-                self._prompt_session.ask(
-                    hit.prompt, lambda sequence: protocol.Damaged(sequence, what), budget, generation
-                )
+                session.ask(hit.prompt, lambda sequence: protocol.Damaged(sequence, what), budget, generation)
 
     def _wanted(self, hit: RemoteHit, shards: Sequence[int] | None) -> tuple[Sequence[int], NDArray[np.bool_]]:
         """The rows that matter, and what is near if nothing of them is: all of the others."""
@@ -179,16 +244,17 @@ class RemoteStore(AnyStore[RemoteHit]):
 
     def prefetch(
         self, hit: RemoteHit, *, shards: Sequence[int] | None = None, budget_s: float | None = None
-    ) -> Future[int]:
+    ) -> Operation[int]:
         """Bring what a hit needs into the arena, over a connection of its own; the position that then is near."""
-        return in_thread("kvweave-prefetch", self._prefetched, hit, shards, Budget.of(budget_s))
+        operation: Operation[int] = self._operations.new("load", None, budget_s)
+        return self._operations.start(operation, lambda: (self._prefetched(hit, shards, operation.budget), ()))
 
     def _prefetched(self, hit: RemoteHit, shards: Sequence[int] | None, budget: Budget) -> int:
         wanted, near = self._wanted(hit, shards)
-        with self._or_miss(), self.client.again(arena=False, timeout_s=reply_timeout(budget)) as client:
-            other = RemoteStore(self.schema, client, model=self._prompt_session.model, workers=1)
-            for batch in self._arena.batches([*self._needs(hit.position, wanted)]):
-                for piece in other._fetch_to_arena(hit.prompt, batch, 0, budget)[0]:
+        with self.or_miss(), self.client.again(arena=False, timeout_s=reply_timeout(budget)) as client:
+            session = PromptSession(client, self.schema, self._prompt_session.model)
+            for batch in ArenaLayout(session, self.schema).batches([*self._needs(hit.position, wanted)]):
+                for piece in self._fetch_to_arena(session, hit.prompt, batch, 0, budget)[0]:
                     near[piece] = True
         return self._position(hit.prompt, near, hit.position)
 
@@ -203,8 +269,8 @@ class RemoteStore(AnyStore[RemoteHit]):
         wanted, near = self._wanted(hit, shards)
         lease, generation, budget = self.client.number(), self.client.generation, Budget.of(budget_s)
         try:
-            for batch in self._arena.batches([*self._needs(hit.position, wanted)]):
-                for piece in self._fetch_to_arena(hit.prompt, batch, lease, budget)[0]:
+            for batch in self._arena("pin").batches([*self._needs(hit.position, wanted)]):
+                for piece in self._fetch_to_arena(self._prompt_session, hit.prompt, batch, lease, budget)[0]:
                     near[piece] = True
             alive = self.client.ask(protocol.PinLeases([lease]), protocol.Alive, reply_timeout(budget)).leases
             if self.client.generation != generation:
@@ -212,30 +278,40 @@ class RemoteStore(AnyStore[RemoteHit]):
             if lease not in alive:
                 raise LeaseExpired("what was brought had its time before it was pinned; nothing is pinned")
         except ServerError:
-            self._release(PinnedHit(0, lease, self.client.generation), budget)
+            self._release(self.client, lease, self.client.generation, budget)
             raise
         return PinnedHit(self._position(hit.prompt, near, hit.position), lease, generation)
 
     def unpin(self, pin: PinnedHit, *, budget_s: float | None = None) -> None:
         """Let the daemon evict it; may be called twice."""
-        self._release(pin, Budget.of(budget_s))
+        self._release(self.client, pin.lease, pin.generation, Budget.of(budget_s))
 
     # ---- writing
 
-    def save(
+    def _save(
         self,
         prompt: HashedPrompt,
         source: Source,
-        *,
-        points: Sequence[int] | None = None,
-        shards: Sequence[int] | None = None,
-        budget_s: float | None = None,
-    ) -> Saved:
-        pieces, saving = self._to_keep(prompt, points, shards), SaveOperation(self._arena, self._copier, source)
-        with self._or_miss():
-            saving.save(prompt, pieces, Budget.of(budget_s))
+        pieces: Sequence[ChunkRef],
+        budget: Budget,
+        gathered: Callable[[], None],
+    ) -> SaveOutcome:
+        saving = SaveOperation(self._arena("save"), self._copier, source)
+        with self.or_miss():
+            saving.save(prompt, pieces, budget, gathered)
+        self.note_saved(saving)
+        return saving.outcome(pieces)
+
+    def _gather(self, prompt: HashedPrompt, source: Source, pieces: Sequence[ChunkRef], budget: Budget) -> GatheredSave:
+        saving = SaveOperation(self._arena("save"), self._copier, source)
+        made = GatheredReservation(saving, pieces, self)
+        with self.or_miss():
+            made.hold(saving.gather(prompt, pieces, budget))
+        return made
+
+    def note_saved(self, saving: SaveOperation) -> None:
+        """Which daemons a flush must find again."""
         self._unflushed |= saving.daemons
-        return Saved(saving.stored, saving.present, len(pieces) - saving.stored - saving.present)
 
     # ---- the rest
 
@@ -250,30 +326,29 @@ class RemoteStore(AnyStore[RemoteHit]):
         ).description
 
     def stats(self, *, budget_s: float | None = None) -> StoreStats:
-        with self._or_miss():
+        with self.or_miss():
             return self._stats(self.report(budget_s=budget_s).tiers)
         return self._stats(())
 
     def flush(self, wait_s: float = 60.0) -> bool:
         """Wait until what was saved since the last time is in the daemon's persistent tiers. False, too, if some of it
         was saved to a daemon that ended since: it may have died with it. Others may ask meanwhile."""
-        with self._or_miss(), self.client.again(arena=False, timeout_s=wait_s) as client:
+        with self.or_miss(), self.client.again(arena=False, timeout_s=wait_s) as client:
             saved = {*self._unflushed}
             done = client.ask(protocol.Flush(wait_s), protocol.Done, wait_s + GRACE_S).count
             self._unflushed -= saved
             return bool(done) and saved <= {client.welcome.boot}
         return False
 
-    def close(self, wait_s: float = 60.0) -> None:  # noqa: ARG002 - what is queued the daemon writes
-        """Give back what is held; what was saved is the daemon's."""
+    def close(self, wait_s: float = 60.0) -> None:
+        """Do what was submitted, and give back what is held; what was saved is the daemon's."""
+        self._operations.close(wait_s)
+        for session in self._beside.values():
+            session.client.close()
         self.client.close()
         self._copier.close()
 
-    def after_fork(self) -> None:
-        """In a forked child: whoever held the lock is not here any more."""
-        self._lock = threading.Lock()
-
-    def _or_miss(self) -> _OrMiss:
+    def or_miss(self) -> _OrMiss:
         return _OrMiss(self)
 
     @property
@@ -304,7 +379,3 @@ class _OrMiss:
             return False
         self._store._missed(error)
         return True
-
-
-def _ignore(shard: Shard, chunk: int, payload: Bytes) -> None:
-    """A sink for what is where it shall be already."""
