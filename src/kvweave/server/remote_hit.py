@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.server.arena_copier import Target
-from kvweave.store import HashedPrompt
+from kvweave.store import HashedPrompt, Schema
+from kvweave.store.ticket import VALID_S, write_ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,13 @@ class RemoteHit:
     """`[shards, chunks]`"""
     places: NDArray[np.int64]
     """`[shards, chunks]`: where in the arena, `NOT_IN_ARENA` for what is not there."""
+    schema: Schema
     lease: int = 0
     until: float = 0.0
     generation: int = 0
     target: Target | None = None
+
+    def ticket(self, valid_s: float | None = None) -> bytes:
+        left_s = self.until - time.monotonic() if self.lease else VALID_S
+        seconds = left_s if valid_s is None else valid_s
+        return write_ticket(self.schema, self.prompt, self.position, self.present, seconds)

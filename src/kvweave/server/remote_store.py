@@ -32,6 +32,7 @@ from kvweave.store.base import no_matter
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.results import SaveOutcome
+from kvweave.store.ticket import TicketContent
 from kvweave.store.tier_stack import Budget
 
 log = logging.getLogger("kvweave.server")
@@ -105,7 +106,10 @@ class RemoteStore(AnyStore[RemoteHit]):
 
     def _no_hit(self, prompt: HashedPrompt) -> RemoteHit:
         shape = (len(self.schema.shards), prompt.num_chunks)
-        return RemoteHit(prompt, 0, np.zeros(shape, bool), np.full(shape, NOT_IN_ARENA, np.int64))
+        return RemoteHit(prompt, 0, np.zeros(shape, bool), np.full(shape, NOT_IN_ARENA, np.int64), self.schema)
+
+    def _redeemed(self, content: TicketContent) -> RemoteHit:
+        return replace(self._no_hit(content.prompt), position=content.position, present=content.present)
 
     def _lookup(
         self, prompts: Sequence[HashedPrompt], shards: Sequence[int] | None, budget: Budget, *, lease: bool
@@ -247,16 +251,17 @@ class RemoteStore(AnyStore[RemoteHit]):
     ) -> Operation[int]:
         """Bring what a hit needs into the arena, over a connection of its own; the position that then is near."""
         operation: Operation[int] = self._operations.new("load", None, budget_s)
-        return self._operations.start(operation, lambda: (self._prefetched(hit, shards, operation.budget), ()))
+        return self._operations.start(operation, lambda: self._prefetched(hit, shards, operation.budget))
 
-    def _prefetched(self, hit: RemoteHit, shards: Sequence[int] | None, budget: Budget) -> int:
+    def _prefetched(self, hit: RemoteHit, shards: Sequence[int] | None, budget: Budget) -> tuple[int, list[ChunkRef]]:
         wanted, near = self._wanted(hit, shards)
         with self.or_miss(), self.client.again(arena=False, timeout_s=reply_timeout(budget)) as client:
             session = PromptSession(client, self.schema, self._prompt_session.model)
             for batch in ArenaLayout(session, self.schema).batches([*self._needs(hit.position, wanted)]):
                 for piece in self._fetch_to_arena(session, hit.prompt, batch, 0, budget)[0]:
                     near[piece] = True
-        return self._position(hit.prompt, near, hit.position)
+        failed = [piece for piece in self._needs(hit.position, wanted) if not near[piece]]
+        return self._position(hit.prompt, near, hit.position), failed
 
     def pin(self, hit: RemoteHit, *, shards: Sequence[int] | None = None, budget_s: float | None = None) -> PinnedHit:
         """Bring what a hit needs into the arena, and keep it there until `unpin`, or until this connection ends.

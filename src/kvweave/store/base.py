@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.errors import StoreError
 from kvweave.prefix import Present, Span, TokenIds, joint_hit
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
@@ -19,9 +21,11 @@ from kvweave.store.page_payloads import Sink, Source
 from kvweave.store.results import GatheredSave, Saved, StoreStats
 from kvweave.store.shards import Schema
 from kvweave.store.submitting import Found, SubmittingStore
+from kvweave.store.ticket import TicketContent, blank_ticket, read_ticket
 from kvweave.store.tier_executor import TierExecutorStats
 from kvweave.store.tier_stack import Budget
 
+log = logging.getLogger("kvweave.store")
 GATHER_BYTES = 256 << 20
 """What one save gathers at most: so much that asking takes no time beside copying."""
 
@@ -86,6 +90,8 @@ class AnyStore(SubmittingStore[Found]):
                 sink(self.schema.shards[piece[0]], piece[1], payload)
                 given[piece] = True
                 arrived(piece)
+                if budget.is_cancelled:
+                    break
             lost = [piece for piece in pieces if not given[piece]]
             if not lost:
                 break
@@ -99,6 +105,24 @@ class AnyStore(SubmittingStore[Found]):
     @abstractmethod
     def _fetch(self, hit: Found, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
         """Those payloads that could be had whole, in any order."""
+
+    def redeem(self, ticket: bytes) -> Found:
+        """The hit that a ticket stands for (`hit.ticket()`), in any process whose store has the same schema; nobody is
+        asked. One that is damaged, of another schema, or too old is a hit of nothing.
+
+        It holds no lease: what the process that looked it up holds stays until that one releases it, and `load` takes
+        its own for what it reads, and shortens if something is gone.
+        """
+        try:
+            content = read_ticket(self.schema, ticket)
+        except StoreError as error:
+            log.warning("a ticket is refused, and is a miss: %s", error)
+            self._count(refused_tickets=1)
+            content = blank_ticket(self.schema)
+        return self._redeemed(content)
+
+    @abstractmethod
+    def _redeemed(self, content: TicketContent) -> Found: ...
 
     @abstractmethod
     def prefetch(
@@ -193,7 +217,7 @@ class AnyStore(SubmittingStore[Found]):
             self._counts.update(numbers)
 
     def _stats(self, tiers: tuple[TierExecutorStats, ...]) -> StoreStats:
-        names = ("lookups", "tokens_asked", "tokens_found", "loads", "shortened", "unanswered")
+        names = ("lookups", "tokens_asked", "tokens_found", "loads", "shortened", "unanswered", "refused_tickets")
         with self._lock:
             numbers = {name: self._counts[name] for name in names}
         latency = {kind: histogram.stats() for kind, histogram in self._latency.items()}

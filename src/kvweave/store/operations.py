@@ -32,12 +32,16 @@ class CancellableBudget(Budget):
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
+    def is_cancelled(self) -> bool:
+        return self.cancelled.is_set()
+
+    @property
     def left_s(self) -> float | None:
-        return 0.0 if self.cancelled.is_set() else super().left_s
+        return 0.0 if self.is_cancelled else super().left_s
 
     @property
     def is_spent(self) -> bool:
-        return self.cancelled.is_set() or super().is_spent
+        return self.is_cancelled or super().is_spent
 
 
 class Operation(Generic[T]):
@@ -125,7 +129,7 @@ class Operation(Generic[T]):
             self.error = error
             self.end(OperationState.FAILED, self._wanted)
             return
-        cut_short = self.budget.cancelled.is_set() and (failed or self.kind == "lookup")
+        cut_short = self.budget.is_cancelled and (failed or self.kind == "lookup")
         self.end(OperationState.CANCELLED if cut_short else OperationState.DONE, failed)
 
     def end(self, state: OperationState, failed: Iterable[ChunkRef] = ()) -> None:

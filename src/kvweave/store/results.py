@@ -30,6 +30,11 @@ class AnyHit(Protocol):
         """`[shards, chunks]`"""
         ...
 
+    def ticket(self, valid_s: float | None = None) -> bytes:
+        """The hit for another process, which redeems it at a store of the same schema (`AnyStore.redeem`): 32 bytes for
+        each chunk, and some more. Good for `valid_s`; by default for a minute, or as long as a lease holds."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -52,6 +57,8 @@ class StoreStats:
     """Loads that ended before their hit: something was lost, damaged or late in between."""
     unanswered: int
     """Questions that were not answered in time, in whole or by some tier: what they did not find may be there."""
+    refused_tickets: int
+    """Tickets that were damaged, of another schema, or too old."""
     tiers: tuple[TierExecutorStats, ...]
     latency: Mapping[str, HistogramStats]
     """Of lookups, loads and saves, as their callers saw them."""

@@ -18,6 +18,7 @@ from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Source
 from kvweave.store.results import GatheredSave, Saved, SaveOutcome, StoreStats
 from kvweave.store.shards import Schema
+from kvweave.store.ticket import VALID_S, TicketContent, write_ticket
 from kvweave.store.tier import Blob
 from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, TierLookup, TierStack
 
@@ -32,11 +33,16 @@ class Hit:
     """`[shards, chunks]`: the nearest tier of each, -1 for none."""
     keys: list[bytes]
     """Chunk by chunk, row by row."""
+    schema: Schema
 
     @property
     def present(self) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = self.tiers != NOWHERE
         return found
+
+    def ticket(self, valid_s: float | None = None) -> bytes:
+        seconds = VALID_S if valid_s is None else valid_s
+        return write_ticket(self.schema, self.prompt, self.position, self.present, seconds)
 
 
 class _Piece(NamedTuple):
@@ -67,7 +73,7 @@ class Store(AnyStore[Hit]):
             position = self._position(prompt, tiers != NOWHERE, prompt.num_tokens - 1)
         self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=position, unanswered=where.late)
         self._count_misses(prompt, position, where)
-        return Hit(prompt, position, tiers, keys)
+        return Hit(prompt, position, tiers, keys, self.schema)
 
     def _lookup_all(
         self,
@@ -78,6 +84,10 @@ class Store(AnyStore[Hit]):
         lease: bool,  # noqa: ARG002
     ) -> list[Hit]:
         return [self._lookup(prompt, budget) for prompt in prompts]
+
+    def _redeemed(self, content: TicketContent) -> Hit:
+        tiers = np.where(content.present, 0, NOWHERE).astype(np.int8)  # which tier it was may have changed
+        return Hit(content.prompt, content.position, tiers, content.prompt.keys(self.schema.ids), self.schema)
 
     def _count_misses(self, prompt: HashedPrompt, position: int, where: TierLookup) -> None:
         """What the longest hit would have needed, and no tier has, was a miss in every tier that answered."""
@@ -108,9 +118,10 @@ class Store(AnyStore[Hit]):
     ) -> Operation[int]:
         """Bring what a hit needs into the tiers that take what others give, in a thread of its own."""
         operation: Operation[int] = self._operations.new("load", None, budget_s)
+        operation.expect(self._needs(hit.position, range(len(self.schema.shards)) if shards is None else shards))
 
         def work() -> tuple[int, Sequence[ChunkRef]]:
-            return self._load(hit, no_matter, 0, shards, operation.budget, no_matter), ()
+            return self._load(hit, no_matter, 0, shards, operation.budget, operation.arrived), operation.missing
 
         return self._operations.start(operation, work)
 

@@ -45,7 +45,7 @@ class SubmittingStore(ABC, Generic[Found]):
 
         def work() -> tuple[list[Found], list[ChunkRef]]:
             hits = self._lookup_all(prompts, shards, operation.budget, lease=lease)
-            if operation.budget.cancelled.is_set():
+            if operation.budget.is_cancelled:
                 for hit in hits:
                     self.release(hit)
             return hits, []
@@ -123,7 +123,7 @@ class SubmittingStore(ABC, Generic[Found]):
 
     # ---- what is done there
 
-    def _begin(self, kind: str) -> None:  # noqa: B027 - most stores have nothing to prepare
+    def _begin(self, kind: str) -> None:
         """Before a load or a save that was submitted, in its thread."""
 
     @abstractmethod

@@ -63,6 +63,11 @@ class Budget:
         return seconds if self.left_s is None else max(0.0, min(seconds, self.left_s))
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether nothing more is wanted, not even what is there already."""
+        return False
+
+    @property
     def is_spent(self) -> bool:
         return self.until is not None and time.monotonic() >= self.until
 
