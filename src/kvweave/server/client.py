@@ -12,6 +12,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,7 @@ from kvweave.store.keys import Bytes
 
 A = TypeVar("A", bound=Message)
 Questions = Sequence[Message] | Callable[[], Sequence[Message]]
+TOLD = 64
 HELLO_S = 2.0
 """How long a daemon that is there takes at most to say its first word."""
 
@@ -67,6 +69,7 @@ class Client:
         self._channel: Channel | None = None
         self._retry_at = 0.0
         self._to_undo: list[Message] = []
+        self._to_tell: deque[Message] = deque(maxlen=TOLD)
         self._mapped = unmapped()
         register_after_fork(self)
         with self._lock:
@@ -108,8 +111,9 @@ class Client:
         try:
             channel.check()
             made = questions() if callable(questions) else questions
-            undoing, self._to_undo = self._to_undo, []
-            requests = channel.send([*undoing, *made], until)[len(undoing) :]
+            first, self._to_undo = [*self._to_undo, *self._to_tell], []
+            self._to_tell.clear()
+            requests = channel.send([*first, *made], until)[len(first) :]
             return Replies(channel.receive(requests, until), self.generation)
         except ServerTimeout:
             self._to_undo += [message for question in made if (message := protocol.undo(question))]
@@ -133,6 +137,10 @@ class Client:
         if not isinstance(answer, kind):
             raise ServerError(f"{kind.__name__} expected, the daemon answered {type(answer).__name__}")
         return answer
+
+    def tell(self, message: Message) -> None:
+        """Send it along with the next question; its answer does not matter. Of many, the last ones."""
+        self._to_tell.append(message)
 
     def number(self) -> int:
         """One that was not used yet on any connection of this client."""
@@ -254,6 +262,7 @@ class Client:
     def after_fork(self) -> None:
         """In a forked child: the connection, and what is held over it, are the parent's."""
         self._lock, self._to_undo = threading.RLock(), []
+        self._to_tell.clear()
         self._hang_up()
         self._mapped.dma.disown()
 

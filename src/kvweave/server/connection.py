@@ -120,16 +120,16 @@ class Connection(asyncio.Protocol):
     def _take(self, message: bytes) -> None:
         self._requests += 1
         self._state.counts["requests"] += 1
-        request = request_id(message) if self._handlers else None
+        request, began = request_id(message) if self._handlers else None, time.monotonic()
         try:
             answer = self._answer(message)
         except Exception as error:
             self._fail(error, request, end=not self._handlers)
             return
         if isinstance(answer, Awaitable):
-            self._wait(self._later(answer, request))
+            self._wait(self._later(answer, request, began))
         elif answer is not None:
-            self._send(answer, request)
+            self._told(answer, request, began)
 
     def _answer(self, message: bytes) -> Answer | Awaitable[Answer] | None:
         if self._refusal:
@@ -151,9 +151,15 @@ class Connection(asyncio.Protocol):
             raise BadRequest(f"{type(question).__name__}: {why}")
         return handler(question)
 
-    async def _later(self, answer: Awaitable[Answer], request: int | None) -> None:
+    def _told(self, answer: Answer, request: int | None, began: float) -> None:
+        self._send(answer, request)
+        if isinstance(answer, protocol.Found):
+            seconds = time.monotonic() - began
+            self._state.observations.took("lookup", seconds, self._name, self._session.last_tokens)
+
+    async def _later(self, answer: Awaitable[Answer], request: int | None, began: float) -> None:
         try:
-            self._send(await answer, request)
+            self._told(await answer, request, began)
         except Exception as error:
             self._fail(error, request)
 
@@ -186,6 +192,7 @@ class Connection(asyncio.Protocol):
             protocol.Describe: lambda ask: protocol.DescribeReply(self._state.describe(ask.model)),
             protocol.Clear: self._clear,
             protocol.Flush: self._flush,
+            protocol.Observed: self._observed,
         }
         if self._local:
             self._handlers |= self._session.handlers()
@@ -215,6 +222,10 @@ class Connection(asyncio.Protocol):
         for name, trouble in cleared.kept_by.items():
             log.warning("not all of %s is cleared: %s", name, trouble)
         return cleared
+
+    def _observed(self, ask: protocol.Observed) -> Answer:
+        self._state.observations.took(ask.kind, ask.seconds, self._name, ask.num_tokens)
+        return protocol.Done()
 
     async def _flush(self, ask: protocol.Flush) -> Answer:
         done = await self._state.in_thread("flush", self._state.backing.flush, max(0.0, min(ask.wait_s, 3600.0)))

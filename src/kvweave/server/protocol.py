@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerE
 from kvweave.server.description import Description
 from kvweave.server.report import Report, TierCleared
 
-VERSION = 2
+VERSION = 3
 LENGTH_BYTES = ID_BYTES = 4
 MESSAGE_BYTES = 4 << 20
 """The longest message: the digests of 32 million tokens in chunks of 256."""
@@ -149,18 +149,18 @@ class Release(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Places to write these pieces at, under a ticket."""
+    """Places to write these pieces at, under a number."""
 
     sequence: Number
-    ticket: Number
+    reservation: Number
     pieces: bytes
     budget_s: float | None = None
 
 
 class Commit(Message, frozen=True):
-    """Everything of a ticket is written: show it. `abandon`: show nothing, and give the places back."""
+    """Everything that was reserved is written: show it. `abandon`: show nothing, and give the places back."""
 
-    ticket: Number
+    reservation: Number
     abandon: bool = False
     budget_s: float | None = None
 
@@ -176,6 +176,14 @@ class Flush(Message, frozen=True):
     """Answer when what was committed so far is in the persistent tiers."""
 
     wait_s: float = 60.0
+
+
+class Observed(Message, frozen=True):
+    """How long a load or save took at the client, of a prompt of so many tokens. Said with the next question."""
+
+    kind: Literal["load", "save"]
+    seconds: Annotated[float, Meta(ge=0, le=86400)]
+    num_tokens: Number = 0
 
 
 class StatsRequest(Message, frozen=True, tag="stats"):
@@ -278,23 +286,18 @@ class Failed(Message, frozen=True):
 
 Question = (
     Hello | Ping | Register | Open | Close | Lookup | Fetch | Prefetch | Renew | PinLeases | Release | Reserve | Commit
-    | Damaged | Flush | StatsRequest | Describe | Clear
+    | Damaged | Flush | Observed | StatsRequest | Describe | Clear
 )  # fmt: skip
 Answer = Welcome | Done | Found | Places | Alive | StatsReply | DescribeReply | ClearReply | Failed
 
 ERRORS = {error.__name__: error for error in (ServerError, Refused, BadRequest, OverLimit, LeaseExpired)}
 
 
-RELEASED = {bytes.fromhex("6750a87457f087cc"): bytes.fromhex("b7b2d55543cfb6d0")}
-"""By the shape of their messages, what builds say that hashed names and docstrings too: they are still understood."""
-
-
 def _digest() -> bytes:
     """A hash of the shape of all messages: a client and a daemon that would misread one another refuse to talk."""
     roots, parts = msgspec.json.schema_components([Question, Answer])
     encoded = msgspec.json.encode(_shape(roots, parts), order="deterministic")
-    shape = hashlib.sha256(encoded).digest()[:8]
-    return RELEASED.get(shape, shape)
+    return hashlib.sha256(encoded).digest()[:8]
 
 
 def _shape(schema: Any, parts: Mapping[str, Any]) -> Any:
@@ -333,7 +336,7 @@ def undo(question: Message) -> Message | None:
     """What gives back whatever a question may have taken whose answer nobody waited for."""
     if isinstance(question, Lookup | Fetch) and question.lease:
         return Release([question.lease])
-    return Commit(question.ticket, abandon=True) if isinstance(question, Reserve) else None
+    return Commit(question.reservation, abandon=True) if isinstance(question, Reserve) else None
 
 
 def numbers(data: bytes, kind: str = "<i8") -> NDArray[np.int64]:

@@ -314,6 +314,10 @@ class RemoteStore(AnyStore[RemoteHit]):
             made.hold(saving.gather(prompt, pieces, budget))
         return made
 
+    def _took(self, kind: str, seconds: float, prompt: HashedPrompt) -> None:
+        super()._took(kind, seconds, prompt)
+        self.client.tell(protocol.Observed("load" if kind == "load" else "save", seconds, prompt.num_tokens))
+
     def note_saved(self, saving: SaveOperation) -> None:
         """Which daemons a flush must find again."""
         self._unflushed |= saving.daemons

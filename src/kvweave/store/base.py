@@ -99,7 +99,7 @@ class AnyStore(SubmittingStore[Found]):
                 present[piece] = False
             position = start if budget.is_spent else self._position(hit.prompt, present, position - 1)
         self._count(loads=1, shortened=position < hit.position)
-        self._latency["load"].observe(time.monotonic() - began)
+        self._took("load", time.monotonic() - began, hit.prompt)
         return max(start, position)
 
     @abstractmethod
@@ -152,8 +152,7 @@ class AnyStore(SubmittingStore[Found]):
         writes (`PagePayloads.writes`). `start`: chunks that end before it were saved already, and are not asked about.
         """
         pieces = self._to_keep(prompt, points, shards, start)
-        with self._latency["save"].timed():
-            return self._save(prompt, source, pieces, Budget.of(budget_s), no_matter).saved
+        return self._timed_save(prompt, source, pieces, Budget.of(budget_s), no_matter).saved
 
     def gather(
         self,

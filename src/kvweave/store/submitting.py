@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -100,8 +101,7 @@ class SubmittingStore(ABC, Generic[Found]):
 
         def work() -> SaveOutcome:
             self._begin("save")
-            with self._latency["save"].timed():
-                return self._save(prompt, source, pieces, operation.budget, operation.gathered)
+            return self._timed_save(prompt, source, pieces, operation.budget, operation.gathered)
 
         if not self._operations.submit(operation, work):
             operation.run(lambda: SaveOutcome(Saved(dropped=len(pieces)), pieces))
@@ -125,6 +125,23 @@ class SubmittingStore(ABC, Generic[Found]):
 
     def _begin(self, kind: str) -> None:
         """Before a load or a save that was submitted, in its thread."""
+
+    def _timed_save(
+        self,
+        prompt: HashedPrompt,
+        source: Source,
+        pieces: Sequence[ChunkRef],
+        budget: Budget,
+        gathered: Callable[[], None],
+    ) -> SaveOutcome:
+        began = time.monotonic()
+        outcome = self._save(prompt, source, pieces, budget, gathered)
+        self._took("save", time.monotonic() - began, prompt)
+        return outcome
+
+    def _took(self, kind: str, seconds: float, prompt: HashedPrompt) -> None:  # noqa: ARG002 - a daemon wants to know
+        """A load or a save is done."""
+        self._latency[kind].observe(seconds)
 
     @abstractmethod
     def release(self, hit: Found, *, budget_s: float | None = None) -> None: ...

@@ -149,6 +149,7 @@ class TierStack:
         hits = sum(blob is not None for blob in blobs)
         executor.count("hits", hits)
         executor.count("misses", len(batch) - hits)
+        executor.count("read_bytes", sum(blob.nbytes for blob in blobs if blob is not None))
         yield from ((i, blob) for (i, _), blob in zip(batch, blobs, strict=True) if blob is not None)
 
     def _promote(self, number: int, key: bytes, blob: Bytes) -> None:
@@ -198,6 +199,8 @@ class TierStack:
             stored = executor.tier.put(keys, blobs)
             executor.count("stored", sum(stored))
             executor.count("dropped", len(stored) - sum(stored))
+            kept = zip(blobs, stored, strict=True)
+            executor.count("written_bytes", sum(blob.num_bytes for blob, is_kept in kept if is_kept))
             return stored
 
         future = executor.start(executor.writes, store, wait_s)

@@ -1,0 +1,69 @@
+"""How long requests take, which were the slowest, and what each tenant finds: what an operator asks first.
+
+Lookups are timed by the daemon; loads and saves by the clients, who copy by themselves, and say so later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from kvweave.server.report import SlowRequest, TenantReport
+from kvweave.store import Quota
+from kvweave.store.histogram import Histogram, HistogramStats
+from kvweave.store.keys import tenant_id
+from kvweave.store.submitting import LATENCIES
+
+SLOWEST, SLOW_S = 20, 600.0
+"""So many, of the last ten minutes."""
+TENANTS = 64
+"""Tenants that are counted apart; the others are counted together, since every one is a line for Prometheus."""
+OTHERS = "others"
+
+
+class Observations:
+    """Belongs to the loop's thread."""
+
+    def __init__(self, quotas: Mapping[str, Quota]) -> None:
+        self._latency = {kind: Histogram() for kind in LATENCIES}
+        self._slowest: list[tuple[float, float, SlowRequest]] = []
+        self._names = {tenant_id(name): name for name in quotas}
+        self._tenants: dict[str, Counter[str]] = {}
+
+    def took(self, kind: str, seconds: float, client: str, num_tokens: int) -> None:
+        """A request, with the tokens of its prompt."""
+        self._latency[kind].observe(seconds)
+        if len(self._slowest) == SLOWEST and seconds <= self._slowest[-1][0]:
+            return
+        now = time.monotonic()
+        recent = [each for each in self._slowest if now - each[1] < SLOW_S]
+        recent.append((seconds, now, SlowRequest(kind, client, num_tokens, seconds, 0.0)))
+        self._slowest = sorted(recent, key=lambda each: -each[0])[:SLOWEST]
+
+    def asked(self, tenant: bytes, numbers: Mapping[str, int]) -> None:
+        """A tenant's lookup: tokens that it asked for, and found."""
+        name = self._names.get(tenant, tenant.hex())
+        if name not in self._tenants and len(self._tenants) >= TENANTS:
+            name = OTHERS
+        self._tenants.setdefault(name, Counter()).update(numbers)
+
+    # ---- telling
+
+    def latency(self) -> dict[str, HistogramStats]:
+        return {kind: histogram.stats() for kind, histogram in self._latency.items()}
+
+    def slowest(self) -> tuple[SlowRequest, ...]:
+        now = time.monotonic()
+        ages = ((slow, now - at) for _, at, slow in self._slowest)
+        return tuple(
+            SlowRequest(slow.kind, slow.client, slow.num_tokens, slow.seconds, age)
+            for slow, age in ages
+            if age < SLOW_S
+        )
+
+    def tenants(self) -> tuple[TenantReport, ...]:
+        return tuple(
+            TenantReport(name, counts["lookups"], counts["tokens_asked"], counts["tokens_found"])
+            for name, counts in self._tenants.items()
+        )
