@@ -185,7 +185,7 @@ class ClientSession:
         """Where pieces are, under a lease; None if leases have no room for them, which only `counted` ones need."""
         pinned = self._arena.pin(sequence.keys_at(pieces))
         self._state.counts["memory hits"] += len(pinned.slots)
-        num_bytes = self._arena.pinned_bytes(pinned.slots)
+        num_bytes = int(pinned.lengths[pinned.starts != NOT_IN_ARENA].sum())
         if not lease:
             self._arena.unpin(pinned.slots)
             return pinned.starts

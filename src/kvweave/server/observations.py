@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kvweave.server.report import SlowRequest, TenantReport
 from kvweave.store import Quota
@@ -27,19 +28,22 @@ class Observations:
 
     def __init__(self, quotas: Mapping[str, Quota]) -> None:
         self._latency = {kind: Histogram() for kind in LATENCIES}
-        self._slowest: list[tuple[float, float, SlowRequest]] = []
+        self._slowest: list[SlowRequest] = []
+        """The slowest first; their `age_s` is the time at which they were told, until somebody asks."""
         self._names = {tenant_id(name): name for name in quotas}
         self._tenants: dict[str, Counter[str]] = {}
 
     def took(self, kind: str, seconds: float, client: str, num_tokens: int) -> None:
         """A request, with the tokens of its prompt."""
         self._latency[kind].observe(seconds)
-        if len(self._slowest) == SLOWEST and seconds <= self._slowest[-1][0]:
-            return
-        now = time.monotonic()
-        recent = [each for each in self._slowest if now - each[1] < SLOW_S]
-        recent.append((seconds, now, SlowRequest(kind, client, num_tokens, seconds, 0.0)))
-        self._slowest = sorted(recent, key=lambda each: -each[0])[:SLOWEST]
+        self._forget_old()
+        if len(self._slowest) < SLOWEST or seconds > self._slowest[-1].seconds:
+            request = SlowRequest(kind, client, num_tokens, seconds, time.monotonic())
+            self._slowest = sorted([*self._slowest, request], key=lambda each: -each.seconds)[:SLOWEST]
+
+    def _forget_old(self) -> None:
+        least = time.monotonic() - SLOW_S
+        self._slowest = [each for each in self._slowest if each.age_s > least]
 
     def asked(self, tenant: bytes, numbers: Mapping[str, int]) -> None:
         """A tenant's lookup: tokens that it asked for, and found."""
@@ -54,13 +58,8 @@ class Observations:
         return {kind: histogram.stats() for kind, histogram in self._latency.items()}
 
     def slowest(self) -> tuple[SlowRequest, ...]:
-        now = time.monotonic()
-        ages = ((slow, now - at) for _, at, slow in self._slowest)
-        return tuple(
-            SlowRequest(slow.kind, slow.client, slow.num_tokens, slow.seconds, age)
-            for slow, age in ages
-            if age < SLOW_S
-        )
+        self._forget_old()
+        return tuple(replace(each, age_s=time.monotonic() - each.age_s) for each in self._slowest)
 
     def tenants(self) -> tuple[TenantReport, ...]:
         return tuple(
