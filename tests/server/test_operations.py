@@ -209,6 +209,20 @@ def test_what_is_redeemed_stays_while_the_lookup_holds_it(tmp_path: Path) -> Non
         worker.close()
 
 
+def test_hits_and_pins_are_contexts_that_let_go(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon, store(tmp_path / "kv.sock") as client:
+        client.save(prompt(0), truth, points=POINTS)
+        pins = daemon.state.arena._catalog.pins
+        with client.lookup(prompt(0)) as hit:
+            assert hit.position == 1024
+            assert pins.any()
+        assert not pins.any()
+        with client.pin(client.lookup(prompt(0), lease=False)) as pinned:
+            assert pinned.position == 1024
+            assert pins.any()
+        assert not pins.any()
+
+
 def test_a_long_prompt_goes_through_as_well(tmp_path: Path) -> None:
     """More keys than the daemon looks at in one step."""
     with serving(settings(tmp_path)):

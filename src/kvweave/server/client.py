@@ -27,6 +27,7 @@ from kvweave.server.heartbeat import HeartbeatReader
 from kvweave.server.mapping import MappedArena, map_arena, unmapped
 from kvweave.server.peer import check_server
 from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Answer, Message
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
 
@@ -44,7 +45,7 @@ class Replies(NamedTuple):
     generation: int
 
 
-class Client:
+class Client(ClosedAtEnd):
     """A daemon at `address`: the path of its Unix socket, or `HOST:PORT` (with `token`; no arena then).
 
     Many threads may ask; one question is under way at a time, and the others' time runs while they wait. When the
@@ -265,9 +266,3 @@ class Client:
         self._to_tell.clear()
         self._hang_up()
         self._mapped.dma.disown()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -106,7 +106,8 @@ class RemoteStore(AnyStore[RemoteHit]):
 
     def _no_hit(self, prompt: HashedPrompt) -> RemoteHit:
         shape = (len(self.schema.shards), prompt.num_chunks)
-        return RemoteHit(prompt, 0, np.zeros(shape, bool), np.full(shape, NOT_IN_ARENA, np.int64), self.schema)
+        places = np.full(shape, NOT_IN_ARENA, np.int64)
+        return RemoteHit(prompt, 0, np.zeros(shape, bool), places, self.schema, self.release)
 
     def _redeemed(self, content: TicketContent) -> RemoteHit:
         return replace(self._no_hit(content.prompt), position=content.position, present=content.present)
@@ -270,7 +271,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         time before it was pinned, and `ServerGone`; then nothing is pinned. A hit of nothing is a pin of nothing.
         """
         if not hit.position:
-            return PinnedHit(0, 0, 0)
+            return PinnedHit(0, 0, 0, self.unpin)
         wanted, near = self._wanted(hit, shards)
         lease, generation, budget = self.client.number(), self.client.generation, Budget.of(budget_s)
         try:
@@ -285,7 +286,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         except ServerError:
             self._release(self.client, lease, self.client.generation, budget)
             raise
-        return PinnedHit(self._position(hit.prompt, near, hit.position), lease, generation)
+        return PinnedHit(self._position(hit.prompt, near, hit.position), lease, generation, self.unpin)
 
     def unpin(self, pin: PinnedHit, *, budget_s: float | None = None) -> None:
         """Let the daemon evict it; may be called twice."""

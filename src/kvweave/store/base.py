@@ -7,7 +7,6 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from kvweave.errors import StoreError
 from kvweave.prefix import Present, Span, TokenIds, joint_hit
 from kvweave.store.blob import blob_bytes
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
 from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Sink, Source
@@ -30,19 +30,13 @@ GATHER_BYTES = 256 << 20
 """What one save gathers at most: so much that asking takes no time beside copying."""
 
 
-class AnyStore(SubmittingStore[Found]):
+class AnyStore(SubmittingStore[Found], ClosedAtEnd):
     """KV of one model's chunks, wherever it is kept. May be used by many threads."""
 
     def __init__(self, schema: Schema) -> None:
         super().__init__(schema)
         self._sizes = [blob_bytes(shard) for shard in schema.shards]
         self._counts = Counter[str]()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def prompt(self, tokens: TokenIds, namespace: Namespace, spans: Sequence[Span] = ()) -> HashedPrompt:
         """Hash a prompt once, for any number of calls; `HashedPrompt.extend` hashes what it grew by."""

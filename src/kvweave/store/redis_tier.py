@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvweave.errors import ConfigError, TierError, TierFull
 from kvweave.store.batches import batches
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.tier import ALL, UNREADABLE, Blob, ChecksumObserver, KeyFilter, TierStats, fill, joined
 
@@ -27,7 +28,7 @@ TRIP_BYTES = 4 << 20
 """Values of one round trip: the line is busy for longer than the way takes, and the client slower with more."""
 
 
-class RedisTier:
+class RedisTier(ClosedAtEnd):
     """Blobs under `prefix` + key. `url` is `redis://`, `rediss://` or `unix://`: a server, or any node of a cluster.
 
     Nothing is asked before the first use, so it may come up later. `cluster` says what it is; by default it is asked.

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import TierError, Vanished
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import ALL, Blob, ChecksumObserver, KeyFilter, Tier, TierStats
 
 log = logging.getLogger("kvweave.store")
 
 
-class ReopeningTier:
+class ReopeningTier(ClosedAtEnd):
     """The tier that `open_tier` opens. While that fails with `TierError`, everything that is asked of it does.
 
     How often it is tried is a matter of the lane's breaker. Any other error, a mistake in what was configured, is

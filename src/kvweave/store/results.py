@@ -30,6 +30,12 @@ class AnyHit(Protocol):
         """`[shards, chunks]`"""
         ...
 
+    def __enter__(self) -> Self:
+        """As a context it lets go at the end whatever it holds."""
+        ...
+
+    def __exit__(self, *_: object) -> None: ...
+
     def ticket(self, valid_s: float | None = None) -> bytes:
         """The hit for another process, which redeems it at a store of the same schema (`AnyStore.redeem`): 32 bytes for
         each chunk, and some more. Good for `valid_s`; by default for a minute, or as long as a lease holds."""

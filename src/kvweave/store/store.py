@@ -40,6 +40,12 @@ class Hit:
         found: NDArray[np.bool_] = self.tiers != NOWHERE
         return found
 
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held: it may be evicted at any time, and is then a miss."""
+
     def ticket(self, valid_s: float | None = None) -> bytes:
         seconds = VALID_S if valid_s is None else valid_s
         return write_ticket(self.schema, self.prompt, self.position, self.present, seconds)

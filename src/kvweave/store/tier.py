@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.store import checksums
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import SHARD_ID_BYTES, Bytes
 
 ABSENT, UNREADABLE = -1, -2
@@ -111,7 +112,7 @@ class Tier(Protocol):
         ...
 
 
-class DictTier:
+class DictTier(ClosedAtEnd):
     """The twin: everything in a dictionary, no quota."""
 
     kind = "dict"

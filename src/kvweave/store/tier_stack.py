@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvweave.errors import PartlyRead, StoreError, TierError
 from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import ABSENT, UNREADABLE, Blob, Tier, whole
@@ -75,7 +76,7 @@ class Budget:
 UNLIMITED = Budget(None)
 
 
-class TierStack:
+class TierStack(ClosedAtEnd):
     """Tiers and how each is used, near ones first. Never raises in the serving path: trouble is a miss, and counted."""
 
     def __init__(self, *tiers: Tier | tuple[Tier, TierPolicy]) -> None:
