@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from kvweave.errors import LeaseExpired, ServerError, ServerGone, ServerTimeout
 from kvweave.server import protocol
 from kvweave.server.arena_copier import ArenaCopier, Target
+from kvweave.server.arena_reads import ArenaReads, fetch_to_arena, release_lease
 from kvweave.server.client import Client
 from kvweave.server.description import Description
 from kvweave.server.prompt_session import GRACE_S, PromptSession, daemon_budget, reply_timeout
@@ -53,6 +53,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         self._prompt_session = PromptSession(self.client, schema, model)
         self._beside: dict[str, PromptSession] = {}
         self._copier = ArenaCopier(schema, workers)
+        self._reads = ArenaReads(schema, self._copier, self.or_miss)
         self._unflushed: set[bytes] = set()
         self._refusals: set[str] = set()
 
@@ -62,7 +63,7 @@ class RemoteStore(AnyStore[RemoteHit]):
 
     def _begin(self, kind: str) -> None:
         """Make a connection for what is submitted; where that cannot be, the client's own serves it."""
-        if kind != "lookup" and kind not in self._beside:
+        if kind not in self._beside:
             with suppress(ServerError):
                 client = self.client.again(arena=False)
                 session = PromptSession(client, self.schema, self._prompt_session.model, self.client)
@@ -140,7 +141,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         shape, places = empty.present.shape, empty.places
         present = np.unpackbits(np.frombuffer(found.present, np.uint8), count=empty.present.size).reshape(shape)
         if found.starts:
-            wanted = range(shape[0]) if shards is None else sorted(shards)
+            wanted = sorted(self._shard_numbers(shards))
             at = np.array([*self._needs(found.position, wanted)], np.int64)
             places[at[:, 0], at[:, 1]] = numbers(found.starts)
         held = empty.lease if found.starts else 0
@@ -158,7 +159,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         try:
             return super()._load(hit, sink, start, shards, budget, arrived)
         finally:
-            self._release(self.client, hit.lease, hit.generation, budget)
+            release_lease(self.client, hit.lease, hit.generation, budget)
 
     def load_into(
         self,
@@ -175,74 +176,21 @@ class RemoteStore(AnyStore[RemoteHit]):
 
     def release(self, hit: RemoteHit, *, budget_s: float | None = None) -> None:
         """Let the daemon evict what a hit held; may be called twice."""
-        self._release(self.client, hit.lease, hit.generation, Budget.of(budget_s))
-
-    @staticmethod
-    def _release(client: Client, lease: int, generation: int, budget: Budget) -> None:
-        if lease and generation == client.generation:
-            with suppress(ServerError):
-                client.ask(protocol.Release([lease]), protocol.Done, reply_timeout(budget))
+        release_lease(self.client, hit.lease, hit.generation, Budget.of(budget_s))
 
     def _fetch(self, hit: RemoteHit, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
         held = hit.generation == self.client.generation and time.monotonic() < hit.until
         near = {piece: int(hit.places[piece]) for piece in pieces if held and hit.places[piece] != NOT_IN_ARENA}
         with self.or_miss():
-            yield from self._copies(self._prompt_session, hit, near, hit.until, hit.generation, budget)
+            yield from self._reads.copies(self._prompt_session, hit, near, hit.until, hit.generation, budget)
         backing = [piece for piece in pieces if piece not in near]
         if backing:  # what is copied must not take the room that the rest needs
-            self._release(self.client, hit.lease, hit.generation, budget)
-        session = self._session("load")
-        for batch in ArenaLayout(session, self.schema).batches(backing):
-            if budget.is_spent:
-                return
-            with self.or_miss():
-                lease, until = session.client.number(), time.monotonic() + session.client.welcome.lease_s
-                places, generation = self._fetch_to_arena(session, hit.prompt, batch, lease, budget)
-                yield from self._copies(session, hit, places, until, generation, budget)
-                self._release(session.client, lease, generation, budget)
-
-    @staticmethod
-    def _fetch_to_arena(
-        session: PromptSession, prompt: HashedPrompt, pieces: Sequence[ChunkRef], lease: int, budget: Budget
-    ) -> tuple[dict[ChunkRef, int], int]:
-        """Where those that could be had are now, and the generation of the connection that holds them."""
-
-        def question(sequence: int) -> protocol.Message:
-            return protocol.Fetch(sequence, lease, packed(pieces, "<i4"), daemon_budget(budget))
-
-        answer, generation = session.ask(prompt, question, budget)
-        starts = numbers(session.client.check(answer, protocol.Places).starts).tolist()
-        return {piece: start for piece, start in zip(pieces, starts, strict=True) if start != NOT_IN_ARENA}, generation
-
-    def _copies(
-        self,
-        session: PromptSession,
-        hit: RemoteHit,
-        places: dict[ChunkRef, int],
-        until: float,
-        generation: int,
-        budget: Budget,
-    ) -> Iterator[tuple[ChunkRef, Bytes]]:
-        """What is whole. Of what is not the daemon is told, unless the place may have been somebody else's by then."""
-        if not places:
-            return
-        arena, layout = session.arena(generation), ArenaLayout(session, self.schema)
-        in_time = takewhile(lambda _: not budget.is_spent, places.items())
-        jobs = (layout.job(arena, hit.prompt, *piece, start) for piece, start in in_time)
-        damaged = []
-        for piece, (_, payload) in zip(places, self._copier.reads(jobs, hit.target), strict=False):
-            if payload is None:
-                damaged.append(piece)
-            else:
-                yield piece, payload
-        if damaged and time.monotonic() < until:
-            with self.or_miss():
-                what = packed(damaged, "<i4")
-                session.ask(hit.prompt, lambda sequence: protocol.Damaged(sequence, what), budget, generation)
+            release_lease(self.client, hit.lease, hit.generation, budget)
+        yield from self._reads.fetched(self._session("load"), hit, backing, budget)
 
     def _wanted(self, hit: RemoteHit, shards: Sequence[int] | None) -> tuple[Sequence[int], NDArray[np.bool_]]:
         """The rows that matter, and what is near if nothing of them is: all of the others."""
-        wanted = range(len(self.schema.shards)) if shards is None else shards
+        wanted = self._shard_numbers(shards)
         near = np.zeros_like(hit.present)
         near[[shard for shard in range(len(near)) if shard not in wanted]] = True
         return wanted, near
@@ -259,7 +207,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         with self.or_miss(), self.client.again(arena=False, timeout_s=reply_timeout(budget)) as client:
             session = PromptSession(client, self.schema, self._prompt_session.model)
             for batch in ArenaLayout(session, self.schema).batches([*self._needs(hit.position, wanted)]):
-                for piece in self._fetch_to_arena(session, hit.prompt, batch, 0, budget)[0]:
+                for piece in fetch_to_arena(session, hit.prompt, batch, 0, budget)[0]:
                     near[piece] = True
         failed = [piece for piece in self._needs(hit.position, wanted) if not near[piece]]
         return self._position(hit.prompt, near, hit.position), failed
@@ -276,7 +224,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         lease, generation, budget = self.client.number(), self.client.generation, Budget.of(budget_s)
         try:
             for batch in self._arena("pin").batches([*self._needs(hit.position, wanted)]):
-                for piece in self._fetch_to_arena(self._prompt_session, hit.prompt, batch, lease, budget)[0]:
+                for piece in fetch_to_arena(self._prompt_session, hit.prompt, batch, lease, budget)[0]:
                     near[piece] = True
             alive = self.client.ask(protocol.PinLeases([lease]), protocol.Alive, reply_timeout(budget)).leases
             if self.client.generation != generation:
@@ -284,13 +232,13 @@ class RemoteStore(AnyStore[RemoteHit]):
             if lease not in alive:
                 raise LeaseExpired("what was brought had its time before it was pinned; nothing is pinned")
         except ServerError:
-            self._release(self.client, lease, self.client.generation, budget)
+            release_lease(self.client, lease, self.client.generation, budget)
             raise
         return PinnedHit(self._position(hit.prompt, near, hit.position), lease, generation, self.unpin)
 
     def unpin(self, pin: PinnedHit, *, budget_s: float | None = None) -> None:
         """Let the daemon evict it; may be called twice."""
-        self._release(self.client, pin.lease, pin.generation, Budget.of(budget_s))
+        release_lease(self.client, pin.lease, pin.generation, Budget.of(budget_s))
 
     # ---- writing
 

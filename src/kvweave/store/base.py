@@ -75,7 +75,7 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         arrived: Callable[[ChunkRef], None],
     ) -> int:
         began, position = time.monotonic(), hit.position
-        wanted = range(len(self.schema.shards)) if shards is None else shards
+        wanted = self._shard_numbers(shards)
         present, given = hit.present.copy(), np.zeros(hit.present.shape, bool)
         present[:, : start // self.schema.chunk_tokens] = True
         while position > start:
@@ -201,7 +201,7 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         """What going on from `points` needs, chunk by chunk: the first ones are worth most."""
         size = self.schema.chunk_tokens
         ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
-        wanted = range(len(self.schema.shards)) if shards is None else shards
+        wanted = self._shard_numbers(shards)
         found = {(chunk, shard) for end in ends for shard, chunk in self._needs(end, wanted, start)}
         return [(shard, chunk) for chunk, shard in sorted(found)]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
@@ -47,7 +48,8 @@ class CancellableBudget(Budget):
 class Operation(Generic[T]):
     """The handle of a lookup, load or save. `request` is whatever its caller knows it by.
 
-    `failed` are the pieces (row, chunk) that a load did not get, or a save did not keep: known when it has ended.
+    `failed` are the pieces (row, chunk) that a load did not get, or a save did not keep: known when it has ended, and
+    empty for one that was cancelled before it began.
     """
 
     error: BaseException | None = None
@@ -62,7 +64,8 @@ class Operation(Generic[T]):
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._unstarted: Callable[[], bool] = lambda: False
         self._taken: Callable[[], None] = lambda: None
-        self._wanted: set[ChunkRef] = set()
+        self._wanted: set[ChunkRef] | None = None
+        self._left: Counter[int] = Counter()
 
     def __repr__(self) -> str:
         return f"<Operation {self.id}: {self.kind} {self._state}, request {self.request!r}>"
@@ -83,7 +86,7 @@ class Operation(Generic[T]):
     def has_shard(self, number: int) -> bool:
         """Of a load: whether all of a row is where it belongs. A row is a group's layers, or some of their heads: a
         layer may run when all rows of its group are there. What a shorter hit needs is known when it is done."""
-        return self.is_done or not any(shard == number for shard, _ in [*self._wanted])
+        return self.is_done or (self._wanted is not None and not self._left[number])
 
     def wait(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         """Block until it is done. Raises if it failed, was cancelled, or takes longer than `timeout` seconds."""
@@ -109,14 +112,18 @@ class Operation(Generic[T]):
     # ---- for the one who carries it out
 
     def expect(self, pieces: Iterable[ChunkRef]) -> None:
-        self._wanted |= {*pieces}
+        wanted = {*pieces}
+        self._left.update(shard for shard, _ in wanted)
+        self._wanted = wanted
 
     def arrived(self, piece: ChunkRef) -> None:
-        self._wanted.discard(piece)
+        if self._wanted and piece in self._wanted:
+            self._wanted.remove(piece)
+            self._left[piece[0]] -= 1
 
     @property
     def missing(self) -> list[ChunkRef]:
-        return sorted(self._wanted)
+        return sorted(self._wanted or ())
 
     def gathered(self) -> None:
         self._gathered = True
@@ -127,7 +134,7 @@ class Operation(Generic[T]):
             self._result, failed = work()
         except BaseException as error:  # it belongs to whoever waits
             self.error = error
-            self.end(OperationState.FAILED, self._wanted)
+            self.end(OperationState.FAILED, self.missing)
             return
         cut_short = self.budget.is_cancelled and (failed or self.kind == "lookup")
         self.end(OperationState.CANCELLED if cut_short else OperationState.DONE, failed)

@@ -124,7 +124,7 @@ class Store(AnyStore[Hit]):
     ) -> Operation[int]:
         """Bring what a hit needs into the tiers that take what others give, in a thread of its own."""
         operation: Operation[int] = self._operations.new("load", None, budget_s)
-        operation.expect(self._needs(hit.position, range(len(self.schema.shards)) if shards is None else shards))
+        operation.expect(self._needs(hit.position, self._shard_numbers(shards)))
 
         def work() -> tuple[int, Sequence[ChunkRef]]:
             return self._load(hit, no_matter, 0, shards, operation.budget, operation.arrived), operation.missing

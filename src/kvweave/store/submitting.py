@@ -72,10 +72,9 @@ class SubmittingStore(ABC, Generic[Found]):
         """`load`, in a thread of the store's, which calls `sink`; returns at once. Rows come one after the other, in
         the order of `shards`: `Operation.has_shard` says which are there."""
         operation: Operation[int] = self._operations.new("load", request, budget_s)
-        wanted = range(len(self.schema.shards)) if shards is None else shards
-        operation.expect(self._needs(hit.position, wanted, start))
 
         def work() -> tuple[int, list[ChunkRef]]:
+            operation.expect(self._needs(hit.position, self._shard_numbers(shards), start))
             self._begin("load")
             position = self._load(hit, sink, start, shards, operation.budget, operation.arrived)
             return position, operation.missing
@@ -97,13 +96,14 @@ class SubmittingStore(ABC, Generic[Found]):
         """`save`, in a thread of the store's, which asks `source`; returns at once. The source's memory is in use until
         `Operation.is_gathered`. Too many that wait: it has ended by then, and everything is dropped."""
         operation: Operation[Saved] = self._operations.new("save", request, budget_s)
-        pieces = self._to_keep(prompt, points, shards, start)
 
         def work() -> SaveOutcome:
             self._begin("save")
+            pieces = self._to_keep(prompt, points, shards, start)
             return self._timed_save(prompt, source, pieces, operation.budget, operation.gathered)
 
         if not self._operations.submit(operation, work):
+            pieces = self._to_keep(prompt, points, shards, start)
             operation.run(lambda: SaveOutcome(Saved(dropped=len(pieces)), pieces))
         return operation
 
@@ -120,6 +120,9 @@ class SubmittingStore(ABC, Generic[Found]):
         """In a forked child: whoever held the lock is not here any more."""
         self._lock = threading.Lock()
         self._operations.after_fork()
+
+    def _shard_numbers(self, shards: Sequence[int] | None) -> Sequence[int]:
+        return range(len(self.schema.shards)) if shards is None else shards
 
     # ---- what is done there
 
