@@ -6,12 +6,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from kvweave.operation import OperationState
 from kvweave.server import Daemon, Disk, RemoteStore
 from kvweave.server.open_sequence import STEP_KEYS
 from kvweave.store import AnyStore, DictTier, HashedPrompt, Saved, TierPolicy, TierStack
@@ -34,6 +37,9 @@ class TestBehindADaemon(EngineContract):
         made = store(daemon.settings.socket)
         yield made
         made.close()
+
+    def one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvweave.server.save_operation.GATHER_BYTES", 1)
 
     def without_lease(self) -> dict[str, Any]:
         return {"lease": False}
@@ -100,9 +106,11 @@ def test_lookups_do_not_wait_for_loads_that_wait_for_a_tier(tmp_path: Path) -> N
 
 def _eventually(holds: Any) -> bool:
     until = time.monotonic() + WAIT_S
-    while not holds() and time.monotonic() < until:
+    while time.monotonic() < until:
+        if holds():
+            return True
         time.sleep(0.005)
-    return bool(holds())
+    return False
 
 
 def test_what_was_submitted_to_a_daemon_that_died_is_a_miss_and_the_next_one_is_used(tmp_path: Path) -> None:
@@ -120,23 +128,58 @@ def test_what_was_submitted_to_a_daemon_that_died_is_a_miss_and_the_next_one_is_
         assert lost.failed
         assert client.submit_lookup([prompt(0)]).result(WAIT_S)[0].position == 0
     with spawned(socket, *options):
-        assert _eventually(lambda: client.submit_lookup([prompt(0)]).result(WAIT_S)[0].position == 1024)
+        assert _eventually(lambda: client.submit_save(prompt(2), truth, points=[512]).result(WAIT_S).stored)
+        assert client.submit_lookup([prompt(0)]).result(WAIT_S)[0].position == 1024
         assert client.submit_load(client.lookup(prompt(0)), verify).result(WAIT_S) == 1024
         assert client.submit_save(prompt(1), truth, points=POINTS).result(WAIT_S).dropped == 0
         assert client.load(client.lookup(prompt(1)), verify) == 1024
         client.close()
 
 
+class SlowIndex(DictTier):
+    """Takes its time to say what it has."""
+
+    def __init__(self) -> None:
+        super().__init__("slow")
+        self.go_on, self.began = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        self.began.set()
+        assert self.go_on.wait(WAIT_S)
+        return super().contains(keys)
+
+
 def test_a_cancelled_lookup_holds_nothing(tmp_path: Path) -> None:
-    with serving(settings(tmp_path)) as daemon:
+    tier = SlowIndex()
+    with serving(settings(tmp_path), TierStack((tier, TierPolicy(deadline_s=WAIT_S)))) as daemon:
         client = store(tmp_path / "kv.sock")
-        client.save(prompt(0), truth, points=POINTS)
-        lookup = client.submit_lookup([prompt(0)])
-        lookup.cancel()
-        polled(client, 1)
-        if lookup.state == "cancelled":
-            assert not daemon.state.arena._catalog.pins.any()
+        client.save(prompt_of(client), truth, points=[1024])
+        assert client.flush()
+        tier.go_on.clear()
+        tier.began.clear()
+        lookup = client.submit_lookup([prompt_of(client, tokens=2000)])  # of which the arena has the first half
+        assert tier.began.wait(WAIT_S)
+        assert lookup.cancel()
+        tier.go_on.set()
+        assert polled(client, 1) == [lookup]
+        assert lookup.state is OperationState.CANCELLED
+        assert not daemon.state.arena._catalog.pins.any()
         client.close()
+
+
+def test_what_was_brought_for_a_load_is_let_go(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon, store(tmp_path / "kv.sock") as client:
+        client.save(prompt(0), truth, points=POINTS)
+        sink = Taken()
+        sink.go_on.clear()
+        load = client.submit_load(client.lookup(prompt(0), lease=False), sink)
+        assert sink.began.wait(WAIT_S)
+        assert daemon.state.arena._catalog.pins.any()
+        load.cancel()
+        sink.go_on.set()
+        assert polled(client, 1) == [load]
+        assert _eventually(lambda: not daemon.state.arena._catalog.pins.any())
 
 
 def test_a_commit_after_the_lease_keeps_nothing(tmp_path: Path) -> None:

@@ -210,6 +210,29 @@ class EngineContract:
         assert save.result(WAIT_S).dropped == 0
         assert save.is_gathered
 
+    def test_a_source_is_free_only_when_the_last_batch_is_copied(
+        self, store: AnyStore[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.one_by_one(monkeypatch)
+        free: list[bool] = []
+        submitted, save = threading.Event(), None
+
+        def source(shard: Shard, chunk: int) -> Bytes:
+            assert submitted.wait(WAIT_S)
+            assert save is not None
+            free.append(save.is_gathered)
+            return truth(shard, chunk)
+
+        save = store.submit_save(prompt_of(store), source, points=[1024])
+        submitted.set()
+        assert save.result(WAIT_S).dropped == 0
+        assert len(free) > 1
+        assert not any(free)
+
+    def one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let every piece be a batch of its own."""
+        raise NotImplementedError
+
     # ---- only what is lacking
 
     @pytest.mark.parametrize(
@@ -243,6 +266,18 @@ class EngineContract:
         self.lose(store, prompt, 3)
         assert store.load(hit, Taken(), start=300) == 512
         assert store.load(hit, Taken(), start=600) == 600
+
+    def test_a_shorter_hit_counts_what_the_caller_has(self, store: AnyStore[Any]) -> None:
+        """At 768 the window needs chunks 1 and 2, of which the store never had the first."""
+        prompt, sink = prompt_of(store), Taken()
+        states = [number for number, shard in enumerate(store.schema.shards) if shard.tag == "state"]
+        store.save(prompt, truth, points=[1024])
+        store.save(prompt, truth, points=[768], shards=states)
+        hit = store.lookup(prompt, **self.without_lease())
+        self.lose(store, prompt, 3)
+        assert store.load(hit, sink, start=512) == 768
+        assert [sink.chunks(tag) for tag in ("full", "window", "state")] == [[2], [2], [2]]
+        assert store.load(hit, Taken(), start=0) == 0
 
     def without_lease(self) -> dict[str, Any]:
         return {}

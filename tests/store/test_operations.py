@@ -39,6 +39,9 @@ class TestEmbedded(EngineContract):
         yield made
         made.close()
 
+    def one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvweave.store.batches.BATCH_BYTES", 1)
+
     def lose(self, store: AnyStore[Any], prompt: HashedPrompt, chunk: int) -> None:
         assert isinstance(store, Store)
         number = len(SCHEMA.shards)
