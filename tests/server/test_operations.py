@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -102,6 +103,24 @@ def test_lookups_do_not_wait_for_loads_that_wait_for_a_tier(tmp_path: Path) -> N
         assert load.result(WAIT_S) == 1024
         client.close()
         assert _eventually(lambda: not daemon.report().clients), "its connections end with it"
+
+
+def test_what_was_submitted_to_a_frozen_daemon_ends_without_a_budget(tmp_path: Path) -> None:
+    """By the heartbeat, which connections beside the store's own see as well."""
+    with spawned(tmp_path / "kv.sock", "--memory", "4MiB") as process:
+        client = store(tmp_path / "kv.sock")
+        assert client.submit_save(prompt(0), truth, points=POINTS).result(WAIT_S).dropped == 0
+        hit = client.lookup(prompt(0), lease=False)
+        assert client.submit_load(hit, verify).result(WAIT_S) == 1024
+        process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        load, save = client.submit_load(hit, verify), client.submit_save(prompt(1), truth, points=POINTS)
+        assert load.result(WAIT_S) == 0
+        assert save.result(WAIT_S) == Saved(dropped=len(save.failed))
+        assert time.monotonic() - began < 6, "nobody looked at the heartbeat"
+        process.send_signal(signal.SIGCONT)
+        assert _eventually(lambda: client.submit_load(hit, verify).result(WAIT_S) == 1024)
+        client.close()
 
 
 def _eventually(holds: Any) -> bool:

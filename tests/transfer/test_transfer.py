@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvweave.errors import ArenaClosed, BadCopy, TransferCancelled, TransferFailed, TransferTimeout
-from kvweave.operation import OperationState
+from kvweave.operation import AnyOperation, Completions, OperationState
 from kvweave.plan import Layout
 from kvweave.transfer import (
     ChunkLayout,
@@ -112,6 +112,17 @@ def test_a_transfer_is_pending_until_its_last_mark_is_over() -> None:
     transfer.wait(0)
     took = transfer.seconds
     assert took == transfer.seconds > 0
+
+
+def test_a_transfer_is_polled_like_every_other_operation() -> None:
+    gate, completions = Gate(), Completions()
+    transfer = run([CopyStep(10, 0, gate)], 10)
+    assert isinstance(transfer, AnyOperation)
+    completions.add(transfer)
+    assert completions.poll() == []
+    gate.is_open = True
+    assert completions.poll() == [transfer]
+    assert completions.poll() == []
 
 
 def test_waiting_has_an_end_and_may_be_repeated() -> None:

@@ -47,6 +47,7 @@ class Replies(NamedTuple):
 
 class Client(ClosedAtEnd):
     """A daemon at `address`: the path of its Unix socket, or `HOST:PORT` (with `token`; no arena then).
+    `arena`: whether it is mapped.
 
     Many threads may ask; one question is under way at a time, and the others' time runs while they wait. When the
     daemon is gone, `ServerGone` comes at once for `cool_s`, then it is tried again. What it holds is lost with the
@@ -195,7 +196,7 @@ class Client(ClosedAtEnd):
         return self._tls.wrap_socket(there, server_hostname=host) if self._tls else there
 
     def _hello(self, channel: Channel, until: float) -> None:
-        hello = protocol.Hello(VERSION, DIGEST, self._name, self._token, self._with_arena and channel.is_local)
+        hello = protocol.Hello(VERSION, DIGEST, self._name, self._token, channel.is_local)
         welcomed = channel.greet(hello, until)
         mapped = self._mapped._replace(generation=self.generation + 1, welcome=welcomed.welcome)
         self._mapped = self._map(channel, mapped, welcomed) if welcomed.descriptors else mapped
@@ -205,6 +206,8 @@ class Client(ClosedAtEnd):
         arena, heartbeat = welcomed.descriptors
         try:
             channel.heartbeat = HeartbeatReader(heartbeat)
+            if not self._with_arena:
+                return mapped
             if self.arena.nbytes and welcomed.welcome.boot == self.welcome.boot and not mapped.dma.is_closed:
                 return mapped
             return map_arena(mapped, arena)
