@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave import Layer, LayerCache, ModelSpec, Role
+from kvweave.prefix import TokenIds
 from kvweave.spec import DType, Full, Segment, State, Window
 from kvweave.store import DiskTier, MemoryTier, Namespace, Schema, Shard, Store, TierPolicy, TierStack
 from kvweave.store.blob import BlobCheck, blob_bytes, seal
@@ -85,7 +86,7 @@ def lookups(rounds: int) -> dict[str, dict[str, float]]:
         assert all(tier.put(keys, [whole(b"x")] * len(keys)))
         for kind, prompt in (("array", tokens), ("list", listed)):
 
-            def ask(store: Store = store, prompt: object = prompt) -> None:
+            def ask(store: Store = store, prompt: TokenIds = prompt) -> None:
                 assert store.lookup(store.prompt(prompt, HERE)).position == NUM_TOKENS
 
             found[kind][str(shards)] = 1e3 * best(ask, 10 * rounds)

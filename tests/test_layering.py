@@ -15,7 +15,19 @@ import kvweave
 
 ROOT = Path(kvweave.__file__).parent
 CORE = ("errors", "units", "host_memory", "spec", "plan", "pool", "prefix", "table", "cache")
-EDGES = ("copying", "tensor", "transfer", "attention", "store", "server", "integrations", "sim", "cli", "__main__")
+EDGES = (
+    "operation",
+    "copying",
+    "tensor",
+    "transfer",
+    "attention",
+    "store",
+    "server",
+    "integrations",
+    "sim",
+    "cli",
+    "__main__",
+)
 ORDER = (*CORE, *EDGES)
 DATA = {"examples"}
 

@@ -28,11 +28,13 @@
     +-- MissingExtra         a part of kvweave needs packages that are not installed; says how to get them
     +-- NotBuilt             a part of kvweave in C was not built where it was installed; says what to do
     +-- CannotServe          a model whose past cannot be kept in pages, with the reason
+    +-- OperationCancelled   what was submitted was cancelled before it was done
+    +-- OperationTimeout     what was submitted is not done yet; it goes on, and may be waited for again
     +-- TransferError        pages cannot be moved
         +-- BadCopy          pages, chunks, buffers or layouts that do not fit together; nothing moved
         +-- TransferFailed   it broke on the way; what it was to fill holds nothing of use
-        +-- TransferCancelled  somebody cancelled it; likewise
-        +-- TransferTimeout  it is not done yet; it goes on, and may be waited for again
+        +-- TransferCancelled  somebody cancelled it; likewise. An OperationCancelled, too
+        +-- TransferTimeout  it is not done yet. An OperationTimeout, too
     +-- StoreError           a store cannot be had, or be used as asked
         +-- TierError        a tier failed at something; the others go on
             +-- TierFull     its disk or server has no room, whatever its quota says
@@ -271,6 +273,14 @@ class LeaseExpired(ServerError):
     """What was reserved was given back meanwhile; nothing of it became visible."""
 
 
+class OperationCancelled(KVWeaveError):
+    """What was submitted was cancelled: it did what it did, and does no more."""
+
+
+class OperationTimeout(KVWeaveError, TimeoutError):
+    """What was submitted is not done yet. It goes on, and may be waited for again."""
+
+
 class TransferError(KVWeaveError):
     """Pages cannot be moved."""
 
@@ -283,11 +293,11 @@ class TransferFailed(TransferError, RuntimeError):
     """A transfer broke on the way: what it was to fill holds nothing of use."""
 
 
-class TransferCancelled(TransferError):
+class TransferCancelled(TransferError, OperationCancelled):
     """A transfer was cancelled: what it was to fill holds nothing of use."""
 
 
-class TransferTimeout(TransferError, TimeoutError):
+class TransferTimeout(TransferError, OperationTimeout):
     """A transfer is not done yet. It goes on, and may be waited for again."""
 
 

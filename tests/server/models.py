@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvweave.prefix import TokenIds
 from kvweave.server import Daemon, RemoteStore, Settings
 from kvweave.store import HashedPrompt, Schema, Shard, TierStack
 from kvweave.store.blob import blob_bytes
@@ -110,7 +111,7 @@ def prompt(first: int = 0, tenant: str = "") -> HashedPrompt:
     return store_prompt(tokens, tenant)
 
 
-def store_prompt(tokens: object, tenant: str = "") -> HashedPrompt:
+def store_prompt(tokens: TokenIds, tenant: str = "") -> HashedPrompt:
     from kvweave.store.keys import prompt as make
 
     return make(tokens, namespace(SPEC, tenant=tenant), SCHEMA.chunk_tokens)

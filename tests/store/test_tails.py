@@ -82,6 +82,20 @@ def test_an_engine_that_has_only_the_window_saves_a_point_and_finds_it() -> None
     assert [(first, chunk) for tag, first, chunk in given if tag == "window"] == [(213, 2), (0, 3)]
 
 
+def test_tails_are_saved_and_loaded_by_what_is_submitted_too() -> None:
+    store = opened()
+    prompt, source, given = store.prompt(TOKENS, namespace(hybrid())), Kept(1024 - 299), list[tuple[str, int, int]]()
+    assert store.submit_save(prompt, source, points=[1024]).result().dropped == 0
+    load = store.submit_load(
+        store.redeem(store.lookup(prompt).ticket()),
+        lambda shard, chunk, _: given.append((shard.tag, shard.first_token, chunk)),
+        start=600,
+    )
+    assert (load.result(), load.failed) == (1024, ())
+    assert given == [("full", 0, 2), ("full", 0, 3), ("window", 213, 2), ("window", 0, 3), ("state", 0, 3)]
+    assert store.load(store.lookup(prompt), lambda *_: None, start=1024) == 1024
+
+
 def test_whole_chunks_are_saved_where_they_are_there_and_serve_as_tails() -> None:
     store = opened()
     prompt, source = store.prompt(TOKENS, namespace(hybrid())), Kept(0)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvweave.errors import BadCopy
+from kvweave.operation import OperationState
 from kvweave.plan import Layout, Plan
 from kvweave.pool import NULL
 from kvweave.transfer import (
@@ -21,7 +22,6 @@ from kvweave.transfer import (
     Mover,
     ReferenceCopier,
     Transfer,
-    TransferState,
     make_move,
     needed,
     whole_chunks,
@@ -67,7 +67,7 @@ class CopierContract:
 
     def over(self, transfer: Transfer) -> None:
         transfer.wait(20)
-        assert (transfer.state, transfer.bytes_done) == (TransferState.DONE, transfer.num_bytes)
+        assert (transfer.state, transfer.bytes_done) == (OperationState.DONE, transfer.num_bytes)
 
     def there_and_back(self, copier: Copier, one: World, other: World, num_chunks: int, **how: Any) -> None:
         """Sign pages of one arena, store them, load them into other pages of another, and read them there."""
@@ -176,7 +176,7 @@ class CopierContract:
         made = hybrid(Layout.LAYER_MAJOR)
         with World(made, 8, self.device) as world, Mover(world.arena, copier, background=background) as mover:
             transfer = mover.load(CopyPlan(ChunkLayout.of(made, 16), (), ()), [])
-            assert transfer.state is TransferState.DONE
+            assert transfer.state is OperationState.DONE
             transfer.wait(0)
             transfer.wait_layer(3, 0)
 

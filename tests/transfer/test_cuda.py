@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvweave.operation import OperationState
 from kvweave.plan import Layout, Place, PoolRequest
-from kvweave.transfer import ChunkLayout, Copier, Direction, Mover, TransferState, whole_chunks
+from kvweave.transfer import ChunkLayout, Copier, Direction, Mover, whole_chunks
 from tests.tensor.models import HYBRID
 from tests.transfer.contract import CopierContract, example, hybrid
 from tests.transfer.worlds import World, buffers, chunk_tokens, in_rows, planned, shrunk
@@ -122,7 +123,7 @@ def test_a_transfer_comes_after_what_the_stream_does_and_layers_before_what_it_d
             found.append((key[torch.from_numpy(others["full"].astype(np.int64)).cuda()] == 3).all())
         assert all(bool(one) for one in found)
         load.wait(20)
-        assert load.state is TransferState.DONE
+        assert load.state is OperationState.DONE
 
 
 def test_staging_is_bounded_reused_and_given_back() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvweave.errors import ArenaClosed, BadCopy, TransferCancelled, TransferFailed, TransferTimeout
+from kvweave.operation import AnyOperation, Completions, OperationState
 from kvweave.plan import Layout
 from kvweave.transfer import (
     ChunkLayout,
@@ -22,7 +23,6 @@ from kvweave.transfer import (
     Direction,
     Mover,
     Transfer,
-    TransferState,
     make_move,
     whole_chunks,
 )
@@ -104,14 +104,25 @@ def sizes(world: World, count: int) -> list[int]:
 def test_a_transfer_is_pending_until_its_last_mark_is_over() -> None:
     gates = [Gate(), Gate()]
     transfer = run([CopyStep(10, 0, gates[0]), CopyStep(5, 1, gates[1])], 15)
-    assert (transfer.state, transfer.bytes_done) == (TransferState.PENDING, 0)
+    assert (transfer.state, transfer.bytes_done) == (OperationState.PENDING, 0)
     gates[1].is_open = True
-    assert (transfer.state, transfer.bytes_done) == (TransferState.PENDING, 0), "steps end in order"
+    assert (transfer.state, transfer.bytes_done) == (OperationState.PENDING, 0), "steps end in order"
     gates[0].is_open = True
-    assert (transfer.state, transfer.bytes_done) == (TransferState.DONE, 15)
+    assert (transfer.state, transfer.bytes_done) == (OperationState.DONE, 15)
     transfer.wait(0)
     took = transfer.seconds
     assert took == transfer.seconds > 0
+
+
+def test_a_transfer_is_polled_like_every_other_operation() -> None:
+    gate, completions = Gate(), Completions()
+    transfer = run([CopyStep(10, 0, gate)], 10)
+    assert isinstance(transfer, AnyOperation)
+    completions.add(transfer)
+    assert completions.poll() == []
+    gate.is_open = True
+    assert completions.poll() == [transfer]
+    assert completions.poll() == []
 
 
 def test_waiting_has_an_end_and_may_be_repeated() -> None:
@@ -121,7 +132,7 @@ def test_waiting_has_an_end_and_may_be_repeated() -> None:
     with pytest.raises(TransferTimeout, match="load of 10 bytes: 0 moved after .*wait again, or cancel"):
         transfer.wait(0.05)
     assert time.perf_counter() - begun < 5
-    assert transfer.state is TransferState.PENDING
+    assert transfer.state is OperationState.PENDING
     gate.is_open = True
     transfer.wait(1)
 
@@ -136,13 +147,13 @@ def test_a_broken_mark_is_a_failure_and_never_done() -> None:
             transfer.wait(1)
         with pytest.raises(TransferFailed):
             transfer.wait_layer(0, 1)
-    assert (transfer.state, transfer.bytes_done) == (TransferState.FAILED, 0)
+    assert (transfer.state, transfer.bytes_done) == (OperationState.FAILED, 0)
 
 
 def test_an_error_on_the_way_is_a_failure_once_what_was_issued_is_over() -> None:
     gate = Gate()
     transfer = run([CopyStep(10, 1, gate)], 15, ValueError("no such page"))
-    assert transfer.state is TransferState.PENDING, "a step is still writing"
+    assert transfer.state is OperationState.PENDING, "a step is still writing"
     gate.is_open = True
     with pytest.raises(TransferFailed, match="no such page"):
         transfer.wait(1)
@@ -184,7 +195,7 @@ def test_progress_is_told_and_may_break() -> None:
     transfer = run([CopyStep(5, 0), CopyStep(5, 0), CopyStep(5, 1)], 15, on_progress=tell)
     transfer.wait(1)
     assert seen == [5, 10]
-    assert transfer.state is TransferState.DONE
+    assert transfer.state is OperationState.DONE
 
 
 def test_in_the_background_a_transfer_can_be_waited_for_and_cancelled() -> None:
@@ -199,7 +210,7 @@ def test_in_the_background_a_transfer_can_be_waited_for_and_cancelled() -> None:
         copier.go.release()
         with pytest.raises(TransferCancelled, match=r"store was cancelled after \d+ of \d+ bytes"):
             transfer.wait(5)
-        assert transfer.state is TransferState.CANCELLED
+        assert transfer.state is OperationState.CANCELLED
         with pytest.raises(TransferCancelled):
             transfer.wait_layer(0, 5)
         mover.close()
@@ -221,7 +232,7 @@ def test_a_single_step_does_not_wait_for_what_the_background_is_busy_with() -> N
             copier.go.release()
             try:
                 mover.start(replace(job, is_single=True)).wait(5)
-                assert first.state is TransferState.PENDING
+                assert first.state is OperationState.PENDING
             finally:
                 gate.is_open = True
             first.wait(5)
@@ -230,7 +241,7 @@ def test_a_single_step_does_not_wait_for_what_the_background_is_busy_with() -> N
 def test_what_is_over_cannot_be_cancelled() -> None:
     transfer = run([CopyStep(15, 1)], 15)
     assert not transfer.cancel()
-    assert transfer.state is TransferState.DONE
+    assert transfer.state is OperationState.DONE
 
 
 def test_a_queued_transfer_can_be_cancelled_before_it_starts() -> None:
@@ -256,7 +267,7 @@ def test_a_waiter_sleeps_until_the_layer_is_issued() -> None:
             transfer.wait_layer(0, 0.05)
         copier.go.release()
         transfer.wait_layer(1, 5)
-        assert transfer.state is TransferState.PENDING
+        assert transfer.state is OperationState.PENDING
         copier.go.release()
         transfer.wait_layer(5, 5)
         transfer.wait(5)

@@ -5,7 +5,7 @@ from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.policy import POLICIES, EvictionCandidate, Policy
 from kvweave.prefix.prefix_cache import PrefixCache
-from kvweave.prefix.prompt import ContentTokens, Span, as_tokens
+from kvweave.prefix.prompt import ContentTokens, Span, TokenIds, as_tokens
 from kvweave.prefix.replica import Replica
 from kvweave.prefix.retention import NEVER, Retention, Spacing
 
@@ -26,6 +26,7 @@ __all__ = [
     "Spacing",
     "Span",
     "StatePages",
+    "TokenIds",
     "Tokens",
     "as_tokens",
     "joint_hit",

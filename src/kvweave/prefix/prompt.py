@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ try:
 except ImportError:  # no C compiler was there: numpy does it, ten times slower
     _take = None  # type: ignore[assignment]
 
+TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+"""What is taken for a prompt's tokens: a list, or an array of one axis of any whole type."""
 MOST_CONTENTS = 1 << 16
 """Contents that are remembered; one that was forgotten is a new one when it comes again, and hits nothing old."""
 

@@ -103,6 +103,9 @@ class BackingTiers:
                     (self._arena.commit if is_fine else self._arena.abandon)(want.key, start, want.num_bytes)
                 executor.count("hits", sum(fine))
                 executor.count("misses", len(fine) - sum(fine))
+                executor.count(
+                    "read_bytes", sum(place.nbytes for place, good in zip(places, fine, strict=True) if good)
+                )
         finally:
             for want, start in left:
                 self._arena.abandon(want.key, start, want.num_bytes)
@@ -143,6 +146,8 @@ class BackingTiers:
         stored = executor.tier.put([key for key, _, _ in entries], blobs)
         executor.count("stored", sum(stored))
         executor.count("dropped", len(stored) - sum(stored))
+        kept = zip(entries, stored, strict=True)
+        executor.count("written_bytes", sum(length for (_, _, length), is_kept in kept if is_kept))
         return stored
 
     def _kept(self, slots: Places, _: Future[list[bool]]) -> None:

@@ -12,6 +12,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,11 +27,14 @@ from kvweave.server.heartbeat import HeartbeatReader
 from kvweave.server.mapping import MappedArena, map_arena, unmapped
 from kvweave.server.peer import check_server
 from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Message, Reply
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
 
 A = TypeVar("A", bound=Message)
 Requests = Sequence[Message] | Callable[[], Sequence[Message]]
+TOLD = 64
+"""Messages that wait for the next request, at most; older ones are dropped."""
 HELLO_S = 2.0
 """Seconds that a running daemon takes for its first reply, at most."""
 
@@ -42,8 +46,9 @@ class Exchange(NamedTuple):
     generation: int
 
 
-class Client:
+class Client(ClosedAtEnd):
     """A daemon at `address`: the path of its Unix socket, or `HOST:PORT` (with `token`; without the arena).
+    `arena`: whether the arena is mapped.
 
     Thread-safe; one request is in flight at a time, and waiting for one's turn counts against the deadline. While the
     daemon is gone, calls raise `ServerGone` at once for `cool_s`, then connecting is tried again. Leases and sequences
@@ -67,6 +72,7 @@ class Client:
         self._channel: Channel | None = None
         self._retry_at = 0.0
         self._to_undo: list[Message] = []
+        self._to_tell: deque[Message] = deque(maxlen=TOLD)
         self._mapped = unmapped()
         register_after_fork(self)
         with self._lock:
@@ -109,8 +115,9 @@ class Client:
         try:
             channel.check()
             made = requests() if callable(requests) else requests
-            undoing, self._to_undo = self._to_undo, []
-            request_ids = channel.send([*undoing, *made], until)[len(undoing) :]
+            first, self._to_undo = [*self._to_undo, *self._to_tell], []
+            self._to_tell.clear()
+            request_ids = channel.send([*first, *made], until)[len(first) :]
             return Exchange(channel.receive(request_ids, until), self.generation)
         except ServerTimeout:
             self._to_undo += [message for request in made if (message := protocol.undo(request))]
@@ -134,6 +141,10 @@ class Client:
         if not isinstance(reply, kind):
             raise ServerError(f"{kind.__name__} expected, the daemon answered {type(reply).__name__}")
         return reply
+
+    def tell(self, message: Message) -> None:
+        """Send a message along with the next request; its reply is ignored. The last `TOLD` messages are kept."""
+        self._to_tell.append(message)
 
     def number(self) -> int:
         """A number that this client has not used on any connection."""
@@ -187,7 +198,7 @@ class Client:
         return self._tls.wrap_socket(there, server_hostname=host) if self._tls else there
 
     def _hello(self, channel: Channel, until: float) -> None:
-        hello = protocol.Hello(VERSION, DIGEST, self._name, self._token, self._with_arena and channel.is_local)
+        hello = protocol.Hello(VERSION, DIGEST, self._name, self._token, channel.is_local)
         welcomed = channel.greet(hello, until)
         mapped = self._mapped._replace(generation=self.generation + 1, welcome=welcomed.welcome)
         self._mapped = self._map(channel, mapped, welcomed) if welcomed.descriptors else mapped
@@ -197,6 +208,8 @@ class Client:
         arena, heartbeat = welcomed.descriptors
         try:
             channel.heartbeat = HeartbeatReader(heartbeat)
+            if not self._with_arena:
+                return mapped
             if self.arena.nbytes and welcomed.welcome.boot == self.welcome.boot and not mapped.dma.is_closed:
                 return mapped
             return map_arena(mapped, arena)
@@ -258,11 +271,6 @@ class Client:
     def after_fork(self) -> None:
         """In a forked child: the connection, and what is held over it, belong to the parent."""
         self._lock, self._to_undo = threading.RLock(), []
+        self._to_tell.clear()
         self._hang_up()
         self._mapped.dma.disown()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

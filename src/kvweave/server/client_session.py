@@ -32,13 +32,15 @@ Handler = Callable[[Any], Reply | Awaitable[Reply]]
 
 
 class ClientSession:
-    """A client's schemas, sequences, leases and tickets."""
+    """A client's schemas, sequences, leases and reservations."""
 
     def __init__(self, state: ServerState) -> None:
         limits = state.settings.limits
         self._state, self._arena, self._limits = state, state.arena, limits
         self._schemas: dict[int, RegisteredModel] = {}
         self._sequences: dict[int, OpenSequence] = {}
+        self.last_tokens = 0
+        """Of the prompt that was looked up last."""
         self._most_bytes, self._most_pinned, most_leased = (
             int(state.arena.num_bytes * share) for share in (limits.reserve_share, limits.pin_share, limits.lease_share)
         )
@@ -173,6 +175,7 @@ class ClientSession:
         late: bool,
     ) -> Reply:
         self._state.asked(sequence, position)
+        self.last_tokens = sequence.num_tokens
         self._state.counts["unanswered"] += late
         if position < sequence.limit:
             self._state.missed(sequence, in_arena, None if late else present)
@@ -192,10 +195,13 @@ class ClientSession:
         need."""
         pinned = self._arena.pin(sequence.keys_at(pieces))
         self._state.counts["memory hits"] += len(pinned.slots)
+        num_bytes = int(pinned.lengths[pinned.starts != NOT_IN_ARENA].sum())
         if not lease:
             self._arena.unpin(pinned.slots)
-        elif not self.leases.lease(lease, pinned.slots, counted=counted):
+            return pinned.starts
+        if not self.leases.lease(lease, pinned.slots, counted=counted):
             return None
+        self._state.counts["memory read_bytes"] += num_bytes
         return pinned.starts
 
     def _fetch(self, request: protocol.Fetch) -> Reply | Awaitable[Reply]:
@@ -236,12 +242,12 @@ class ClientSession:
         pieces = sequence.pieces(request.pieces)
         keys, lengths = sequence.keys_at(pieces), sequence.lengths_at(pieces)
         self._check_bytes(lengths, self.leases.reserved_bytes)
-        if self.leases.holds(request.ticket) or len(self.leases) >= self._limits.leases:
-            raise OverLimit(f"ticket {request.ticket} is held already, or too many are; commit first")
+        if self.leases.holds(request.reservation) or len(self.leases) >= self._limits.leases:
+            raise OverLimit(f"reservation {request.reservation} is held already, or too many are; commit first")
         starts = self._arena.reserve(keys, lengths)
         if (starts == NO_ROOM).any() and (starts < 0).all() and self._arena.is_held:
             return self._reserve_later(request, keys, lengths)
-        return self._reserved(request.ticket, keys, starts, lengths)
+        return self._reserved(request.reservation, keys, starts, lengths)
 
     async def _reserve_later(self, request: protocol.Reserve, keys: Sequence[bytes], lengths: Sequence[int]) -> Reply:
         """No piece had room. A client that waits here holds nothing that another could wait for, so there is no
@@ -251,12 +257,14 @@ class ClientSession:
             await self._state.change(until - time.monotonic())
             starts = self._arena.reserve(keys, lengths)
             if (starts != NO_ROOM).any() or time.monotonic() >= until:
-                return self._reserved(request.ticket, keys, starts, lengths)
+                return self._reserved(request.reservation, keys, starts, lengths)
 
-    def _reserved(self, ticket: int, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: Sequence[int]) -> Reply:
+    def _reserved(
+        self, reservation: int, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: Sequence[int]
+    ) -> Reply:
         extents = [each for each in zip(keys, starts.tolist(), lengths, strict=True) if each[1] >= 0]
         if extents:
-            self.leases.reserve(ticket, extents)
+            self.leases.reserve(reservation, extents)
         return protocol.Places(packed(starts))
 
     def _check_bytes(self, lengths: Sequence[int], held: int = 0) -> None:
@@ -267,11 +275,13 @@ class ClientSession:
 
     def _commit(self, request: protocol.Commit) -> Reply | Awaitable[Reply]:
         if request.abandon:
-            count = self.leases.abandon(request.ticket)
+            count = self.leases.abandon(request.reservation)
             self._state.changed()
             return protocol.Done(count)
-        keys = self.leases.commit(request.ticket)
+        extents = self.leases.commit(request.reservation)
+        keys = [key for key, _, _ in extents]
         self._state.counts["memory stored"] += len(keys)
+        self._state.counts["memory written_bytes"] += sum(length for _, _, length in extents)
         self._state.changed()
         return self._keep(keys, request.budget_s) if self._state.backing.executors else protocol.Done(len(keys))
 

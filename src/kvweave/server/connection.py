@@ -121,16 +121,16 @@ class Connection(asyncio.Protocol):
     def _take(self, message: bytes) -> None:
         self._requests += 1
         self._state.counts["requests"] += 1
-        request_id = read_request_id(message) if self._handlers else None
+        request_id, began = read_request_id(message) if self._handlers else None, time.monotonic()
         try:
             reply = self._reply(message)
         except Exception as error:
             self._fail(error, request_id, end=not self._handlers)
             return
         if isinstance(reply, Awaitable):
-            self._wait(self._later(reply, request_id))
+            self._wait(self._later(reply, request_id, began))
         elif reply is not None:
-            self._send(reply, request_id)
+            self._send_timed(reply, request_id, began)
 
     def _reply(self, message: bytes) -> Reply | Awaitable[Reply] | None:
         if self._refusal:
@@ -152,9 +152,16 @@ class Connection(asyncio.Protocol):
             raise BadRequest(f"{type(request).__name__}: {why}")
         return handler(request)
 
-    async def _later(self, reply: Awaitable[Reply], request_id: int | None) -> None:
+    def _send_timed(self, reply: Reply, request_id: int | None, began: float) -> None:
+        """Send a reply; the time that a lookup took is observed."""
+        self._send(reply, request_id)
+        if isinstance(reply, protocol.Found):
+            seconds = time.monotonic() - began
+            self._state.observations.took("lookup", seconds, self._name, self._session.last_tokens)
+
+    async def _later(self, reply: Awaitable[Reply], request_id: int | None, began: float) -> None:
         try:
-            self._send(await reply, request_id)
+            self._send_timed(await reply, request_id, began)
         except Exception as error:
             self._fail(error, request_id)
 
@@ -187,6 +194,7 @@ class Connection(asyncio.Protocol):
             protocol.Describe: lambda request: protocol.DescribeReply(self._state.describe(request.model)),
             protocol.Clear: self._clear,
             protocol.Flush: self._flush,
+            protocol.Observed: self._observed,
         }
         if self._local:
             self._handlers |= self._session.handlers()
@@ -216,6 +224,10 @@ class Connection(asyncio.Protocol):
         for name, trouble in cleared.kept_by.items():
             log.warning("not all of %s is cleared: %s", name, trouble)
         return cleared
+
+    def _observed(self, request: protocol.Observed) -> Reply:
+        self._state.observations.took(request.kind, request.seconds, self._name, request.num_tokens)
+        return protocol.Done()
 
     async def _flush(self, request: protocol.Flush) -> Reply:
         done = await self._state.in_thread("flush", self._state.backing.flush, max(0.0, min(request.wait_s, 3600.0)))

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
+
+import msgspec
 
 from kvweave.errors import Busy, ConfigError, OverLimit, Refused, ServerError
 from kvweave.server.connection import Connection
-from kvweave.server.http import HttpPage
+from kvweave.server.http import HTML, JSON, HttpPage, HttpReply
 from kvweave.server.listener import Listener
 from kvweave.server.metrics import metrics
 from kvweave.server.report import Report
@@ -31,6 +34,7 @@ from kvweave.units import format_bytes
 
 log = logging.getLogger("kvweave.server")
 HTTP_AT_ONCE = 32
+DASHBOARD = (files("kvweave.server") / "dashboard.html").read_text(encoding="utf-8")
 REFUSED_AT_ONCE = 64
 EXTRAS = "pip install 'kvweave[redis]', 'kvweave[object]' or 'kvweave[mooncake]'"
 
@@ -132,12 +136,16 @@ class Daemon:
     def report(self) -> Report:
         return self.state.report([connection.report() for connection in self._connections])
 
-    def _page(self, path: str) -> tuple[int, str]:
+    def _page(self, path: str) -> HttpReply:
         if path == "/metrics":
-            return 200, metrics(self.report())
+            return HttpReply(200, metrics(self.report()))
         if path in ("/health", "/healthz"):
-            return (503, "stopping\n") if self.state.stopping else (200, "ok\n")
-        return 404, "there are /metrics and /health\n"
+            return HttpReply(503, "stopping\n") if self.state.stopping else HttpReply(200, "ok\n")
+        if path in ("/", "/dashboard"):
+            return HttpReply(200, DASHBOARD, HTML)
+        if path == "/report.json":
+            return HttpReply(200, msgspec.json.encode(self.report()).decode(), JSON)
+        return HttpReply(404, "there are / (a dashboard), /report.json, /metrics and /health\n")
 
     # ---- the end
 

@@ -1,4 +1,4 @@
-"""What one connection holds: extents it reads (leases) and extents it writes (tickets). Both expire."""
+"""What one connection holds: extents it reads (leases) and extents it writes (reservations). Both expire."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LeaseQuota:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class Reservation:
     """Extents that are reserved until a time."""
 
     extents: tuple[Extent, ...]
@@ -42,16 +42,16 @@ class Ticket:
 
 
 class Leases:
-    """The leases and tickets of a connection, under numbers that the client chose."""
+    """The leases and reservations of a connection, under numbers that the client chose."""
 
     def __init__(self, arena: SharedArena, lease_s: float, most: int, share: LeaseQuota, most_bytes: int) -> None:
         self._arena, self._lease_s, self._most = arena, lease_s, most
         self._share, self._most_bytes, self._counted = share, most_bytes, 0
         self._leases: dict[int, Lease] = {}
-        self._tickets: dict[int, Ticket] = {}
+        self._reservations: dict[int, Reservation] = {}
 
     def __len__(self) -> int:
-        return len(self._leases) + len(self._tickets)
+        return len(self._leases) + len(self._reservations)
 
     @property
     def leased_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Leases:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(length for ticket in self._tickets.values() for _, _, length in ticket.extents)
+        return sum(length for reservation in self._reservations.values() for _, _, length in reservation.extents)
 
     # ---- reading
 
@@ -124,36 +124,36 @@ class Leases:
     # ---- writing
 
     def reserve(self, number: int, extents: Sequence[Extent]) -> None:
-        self._tickets[number] = Ticket(tuple(extents), time.monotonic() + self._lease_s)
+        self._reservations[number] = Reservation(tuple(extents), time.monotonic() + self._lease_s)
 
     def holds(self, number: int) -> bool:
-        return number in self._tickets
+        return number in self._reservations
 
-    def commit(self, number: int) -> list[bytes]:
-        """Make all blobs of a ticket visible; returns their keys."""
-        ticket = self._tickets.pop(number, None)
-        if ticket is None:
-            raise LeaseExpired(f"ticket {number}: expired or unknown; nothing became visible")
-        for extent in ticket.extents:
+    def commit(self, number: int) -> tuple[Extent, ...]:
+        """Make all blobs of a reservation visible; returns their extents."""
+        reservation = self._reservations.pop(number, None)
+        if reservation is None:
+            raise LeaseExpired(f"reservation {number}: expired or unknown; nothing became visible")
+        for extent in reservation.extents:
             self._arena.commit(*extent)
-        return [key for key, _, _ in ticket.extents]
+        return reservation.extents
 
     def abandon(self, number: int) -> int:
-        ticket = self._tickets.pop(number, None)
-        for extent in ticket.extents if ticket else ():
+        reservation = self._reservations.pop(number, None)
+        for extent in reservation.extents if reservation else ():
             self._arena.abandon(*extent)
-        return len(ticket.extents) if ticket else 0
+        return len(reservation.extents) if reservation else 0
 
     # ---- the end
 
     def expire(self, now: float) -> int:
-        """Release all leases and tickets that have expired; returns how many."""
+        """Release all leases and reservations that have expired; returns how many."""
         leases = [number for number, lease in self._leases.items() if lease.until <= now]
-        tickets = [number for number, ticket in self._tickets.items() if ticket.until <= now]
+        reservations = [number for number, reservation in self._reservations.items() if reservation.until <= now]
         self.release(leases)
-        for number in tickets:
+        for number in reservations:
             self.abandon(number)
-        return len(leases) + len(tickets)
+        return len(leases) + len(reservations)
 
     def give_back(self) -> int:
         """Release everything."""

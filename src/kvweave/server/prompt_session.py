@@ -4,14 +4,15 @@ digests, once."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 
-from kvweave.errors import ServerError, ServerGone
+from kvweave.errors import ServerGone
 from kvweave.server import protocol
 from kvweave.server.client import Client
 from kvweave.server.registered_model import registration
 from kvweave.store import HashedPrompt, Schema, Shard
+from kvweave.store.keys import Bytes
 from kvweave.store.tier_stack import UNLIMITED, Budget
 
 REPLY_MARGIN_S = 0.02
@@ -27,14 +28,25 @@ class PromptSession:
     is always that of the current connection.
     """
 
-    def __init__(self, client: Client, schema: Schema, model: str) -> None:
+    def __init__(self, client: Client, schema: Schema, model: str, arena_of: Client | None = None) -> None:
         self.client, self.model = client, model
+        self._arena_of = arena_of or client
         self._schema = client.number()
         self._register = registration(self._schema, model, schema)
         self._generation = 0
         self._sequences: OrderedDict[bytes, int] = OrderedDict()
         self._leases: dict[int, int] = {}
         self._keys: dict[int, int] = {}
+
+    def arena(self, generation: int) -> Bytes:
+        """The memory in which places lie that came over the connection of this generation. Raises `ServerGone`."""
+        asked, mapped = self.client.mapped, self._arena_of.mapped
+        if mapped.welcome.boot != asked.welcome.boot:  # the daemon is another one by now, and so is its arena
+            self._arena_of.ask(protocol.Ping(), protocol.Done)
+            mapped = self._arena_of.mapped
+        if asked.generation != generation or mapped.welcome.boot != asked.welcome.boot:
+            raise ServerGone("the connection was lost, and what was held with it")
+        return mapped.arena
 
     def ask(
         self,
@@ -48,53 +60,68 @@ class PromptSession:
         A request about something held by a certain connection gives its `generation`; if that connection is lost, it is
         not sent.
         """
-        return self._ask(prompt, lambda sequence: [make(sequence)], budget, generation)
+        (reply,), asked = self._ask([prompt], lambda _, sequence: [make(sequence)], budget, generation)
+        return reply, asked
 
     def lease(
-        self, prompt: HashedPrompt, make: Callable[[int, int], protocol.Message], budget: Budget
-    ) -> tuple[protocol.Reply, int, int]:
-        """As `ask`, for a request that takes a lease. A prompt has one lease at a time: its previous one is
-        released."""
-        lease = self.client.number()
+        self, prompts: Sequence[HashedPrompt], make: Callable[[int, int], protocol.Message], budget: Budget
+    ) -> tuple[list[protocol.Reply], int, list[int]]:
+        """As `ask`, for prompts in one round trip and requests that take a lease. A prompt has one lease at a time: its
+        previous one is released."""
+        leases = [self.client.number() for _ in prompts]
 
-        def requests(sequence: int) -> list[protocol.Message]:
+        def requests(number: int, sequence: int) -> list[protocol.Message]:
             before = self._leases.get(sequence)
-            self._leases[sequence] = lease
-            return [make(sequence, lease), *([protocol.Release([before])] if before else [])]
+            self._leases[sequence] = leases[number]
+            return [make(sequence, leases[number]), *([protocol.Release([before])] if before else [])]
 
-        return *self._ask(prompt, requests, budget), lease
+        return *self._ask(prompts, requests, budget), leases
+
+    def ask_all(
+        self, prompts: Sequence[HashedPrompt], make: Callable[[int], protocol.Message], budget: Budget
+    ) -> tuple[list[protocol.Reply], int]:
+        """As `ask`, for prompts in one round trip."""
+        return self._ask(prompts, lambda _, sequence: [make(sequence)], budget)
 
     def _ask(
         self,
-        prompt: HashedPrompt,
-        make: Callable[[int], list[protocol.Message]],
+        prompts: Sequence[HashedPrompt],
+        make: Callable[[int, int], list[protocol.Message]],
         budget: Budget,
         generation: int | None = None,
-    ) -> tuple[protocol.Reply, int]:
-        before: list[protocol.Message] = []
+    ) -> tuple[list[protocol.Reply], int]:
+        introductions: list[tuple[int, int, protocol.Message]] = []
+        places: list[int] = []
 
         def requests() -> list[protocol.Message]:
+            said: list[protocol.Message] = []
+            introductions.clear()
+            places.clear()
             if generation not in (None, self.client.generation):
-                return []
-            before[:] = self._introduce(prompt)
-            return [*before, *make(self._sequences[_name(prompt)])]
+                return said
+            for number, prompt in enumerate(prompts):
+                before = self._introduce(prompt)
+                introductions.extend((len(said) + i, number, message) for i, message in enumerate(before))
+                said += before
+                places.append(len(said))
+                said += make(number, self._sequences[_name(prompt)])
+            return said
 
         replies, asked = self.client.exchange(requests, reply_timeout(budget))
         if not replies:
             raise ServerGone("the connection was lost, and what was held with it")
-        for request, reply in zip(before, replies, strict=False):
-            self._check_said(prompt, request, reply)
-        return replies[len(before)], asked
+        found = [replies[place] for place in places]
+        for place, number, request in introductions:
+            if isinstance(replies[place], protocol.Failed):
+                found[number] = replies[place]
+                self._not_said(prompts[number], request)
+        return found, asked
 
-    def _check_said(self, prompt: HashedPrompt, request: protocol.Message, reply: protocol.Reply) -> None:
+    def _not_said(self, prompt: HashedPrompt, request: protocol.Message) -> None:
         """Forget what the daemon did not accept, so that the next request sends it again."""
-        try:
-            self.client.check(reply, protocol.Done)
-        except ServerError:
-            self._keys.pop(self._sequences.pop(_name(prompt), 0), None)
-            if request is self._register:
-                self._generation = 0
-            raise
+        self._keys.pop(self._sequences.pop(_name(prompt), 0), None)
+        if request is self._register:
+            self._generation = 0
 
     def forget(self) -> None:
         """Close all sequences; later requests open them again."""
@@ -115,7 +142,7 @@ class PromptSession:
         first += self._closing(self._room(prompt))
         number = self._sequences[name] = self.client.number()
         self._keys[number] = prompt.num_chunks * len(self._register.shards)
-        tenant, prefixes = prompt.namespace.tenant_id, prompt.prefixes.tobytes()
+        tenant, prefixes = prompt.tenant_id, prompt.prefixes.tobytes()
         return [*first, protocol.Open(number, self._schema, tenant, prompt.num_tokens, prefixes)]
 
     def _room(self, prompt: HashedPrompt) -> int:
@@ -149,9 +176,9 @@ def daemon_budget(budget: Budget) -> float | None:
 def _name(prompt: HashedPrompt) -> bytes:
     """What identifies a prompt to the daemon."""
     last = prompt.prefixes[-1].tobytes() if prompt.num_chunks else b""
-    return prompt.namespace.tenant_id + prompt.num_tokens.to_bytes(8, "little") + last
+    return prompt.tenant_id + prompt.num_tokens.to_bytes(8, "little") + last
 
 
 def key_of(prompt: HashedPrompt, shard: Shard, chunk: int) -> bytes:
-    key: bytes = prompt.namespace.tenant_id + prompt.prefixes[chunk].tobytes() + shard.id
+    key: bytes = prompt.tenant_id + prompt.prefixes[chunk].tobytes() + shard.id
     return key

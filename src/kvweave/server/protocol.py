@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerE
 from kvweave.server.description import Description
 from kvweave.server.report import Report, TierCleared
 
-VERSION = 2
+VERSION = 3
 LENGTH_BYTES = ID_BYTES = 4
 MESSAGE_BYTES = 4 << 20
 """The longest message: the digests of 32 million tokens in chunks of 256."""
@@ -45,7 +45,7 @@ class Message(Struct, frozen=True, array_like=True, tag=str.lower):
     """Base of all messages."""
 
 
-# ---- questions
+# ---- requests
 
 
 class Hello(Message, frozen=True):
@@ -151,18 +151,18 @@ class Release(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Reserves places to write these pieces, under a ticket."""
+    """Reserves places to write these pieces, under a number."""
 
     sequence: Number
-    ticket: Number
+    reservation: Number
     pieces: bytes
     budget_s: float | None = None
 
 
 class Commit(Message, frozen=True):
-    """Makes the blobs of a ticket visible. `abandon`: frees its places instead."""
+    """Makes the blobs of a reservation visible. `abandon`: frees its places instead."""
 
-    ticket: Number
+    reservation: Number
     abandon: bool = False
     budget_s: float | None = None
 
@@ -178,6 +178,14 @@ class Flush(Message, frozen=True):
     """Asks for a reply when everything committed so far is in the persistent tiers."""
 
     wait_s: float = 60.0
+
+
+class Observed(Message, frozen=True):
+    """How long a load or save took at the client, and the length of its prompt. Sent along with the next request."""
+
+    kind: Literal["load", "save"]
+    seconds: Annotated[float, Meta(ge=0, le=86400)]
+    num_tokens: Number = 0
 
 
 class StatsRequest(Message, frozen=True, tag="stats"):
@@ -198,7 +206,7 @@ class Clear(Message, frozen=True):
     wait_s: float = 60.0
 
 
-# ---- answers
+# ---- replies
 
 
 class Welcome(Message, frozen=True):
@@ -282,23 +290,18 @@ class Failed(Message, frozen=True):
 
 Request = (
     Hello | Ping | Register | Open | Close | Lookup | Fetch | Prefetch | Renew | PinLeases | Release | Reserve | Commit
-    | Damaged | Flush | StatsRequest | Describe | Clear
+    | Damaged | Flush | Observed | StatsRequest | Describe | Clear
 )  # fmt: skip
 Reply = Welcome | Done | Found | Places | Alive | StatsReply | DescribeReply | ClearReply | Failed
 
 ERRORS = {error.__name__: error for error in (ServerError, Refused, BadRequest, OverLimit, LeaseExpired)}
 
 
-RELEASED = {bytes.fromhex("6750a87457f087cc"): bytes.fromhex("b7b2d55543cfb6d0")}
-"""Earlier builds hashed class names and docstrings too. By the shape of their messages, the digest that they expect."""
-
-
 def _digest() -> bytes:
     """A hash of the shape of all messages: a client and a daemon that would misread one another refuse to talk."""
     roots, parts = msgspec.json.schema_components([Request, Reply])
     encoded = msgspec.json.encode(_shape(roots, parts), order="deterministic")
-    shape = hashlib.sha256(encoded).digest()[:8]
-    return RELEASED.get(shape, shape)
+    return hashlib.sha256(encoded).digest()[:8]
 
 
 def _shape(schema: Any, parts: Mapping[str, Any]) -> Any:
@@ -337,7 +340,7 @@ def undo(request: Message) -> Message | None:
     """The request that releases what an unanswered request may have taken."""
     if isinstance(request, Lookup | Fetch) and request.lease:
         return Release([request.lease])
-    return Commit(request.ticket, abandon=True) if isinstance(request, Reserve) else None
+    return Commit(request.reservation, abandon=True) if isinstance(request, Reserve) else None
 
 
 def numbers(data: bytes, kind: str = "<i8") -> NDArray[np.int64]:

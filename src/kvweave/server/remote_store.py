@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -23,34 +20,59 @@ from numpy.typing import NDArray
 from kvweave.errors import LeaseExpired, ServerError, ServerGone, ServerTimeout
 from kvweave.server import protocol
 from kvweave.server.arena_copier import ArenaCopier, Target
+from kvweave.server.arena_reads import ArenaReads, fetch_to_arena, release_lease
 from kvweave.server.client import Client
 from kvweave.server.description import Description
 from kvweave.server.prompt_session import GRACE_S, PromptSession, daemon_budget, reply_timeout
 from kvweave.server.protocol import NOT_IN_ARENA, numbers, packed
 from kvweave.server.remote_hit import PinnedHit, RemoteHit
 from kvweave.server.report import Report
-from kvweave.server.save_operation import ArenaLayout, SaveOperation
-from kvweave.store import AnyStore, HashedPrompt, Saved, Schema, Sink, Source, StoreStats
-from kvweave.store.any_store import ChunkRef, discard, in_thread
-from kvweave.store.forking import register_after_fork
+from kvweave.server.save_operation import ArenaLayout, GatheredReservation, SaveOperation
+from kvweave.store import AnyStore, GatheredSave, HashedPrompt, Operation, Schema, Sink, Source, StoreStats
+from kvweave.store.any_store import discard
 from kvweave.store.keys import Bytes
+from kvweave.store.operations import ChunkRef
+from kvweave.store.results import SaveOutcome
+from kvweave.store.ticket import TicketContent
 from kvweave.store.tier_stack import Budget
 
 log = logging.getLogger("kvweave.server")
+LOOKUPS_AT_ONCE = 16
+"""Prompts that are looked up in one round trip, at most: requests of other clients wait until all are answered."""
 
 
 class RemoteStore(AnyStore[RemoteHit]):
-    """The KV of one model's chunks in a daemon. Thread-safe; large blobs are copied by `workers` threads."""
+    """The KV of one model's chunks in a daemon. Thread-safe; large blobs are copied by `workers` threads.
+
+    Submitted operations have connections of their own, made when they are first needed: one for loads and one for
+    saves, so that a lookup never waits for either at the daemon.
+    """
 
     def __init__(self, schema: Schema, client: Client | str | Path, *, model: str = "", workers: int = 2) -> None:
         super().__init__(schema)
         self.client = client if isinstance(client, Client) else Client(client, name=f"{model} {os.getpid()}".strip())
         self._prompt_session = PromptSession(self.client, schema, model)
+        self._beside: dict[str, PromptSession] = {}
         self._copier = ArenaCopier(schema, workers)
-        self._arena = ArenaLayout(self._prompt_session, schema)
+        self._reads = ArenaReads(schema, self._copier, self.or_miss)
         self._unflushed: set[bytes] = set()
         self._refusals: set[str] = set()
-        register_after_fork(self)
+
+    def _session(self, kind: str) -> PromptSession:
+        """The connection for loads, or for saves; the client's own until something was submitted."""
+        return self._beside.get(kind, self._prompt_session)
+
+    def _begin(self, kind: str) -> None:
+        """Make a connection for what is submitted; where that cannot be, the client's own serves it."""
+        if kind not in self._beside:
+            with suppress(ServerError):
+                client = self.client.again(arena=False)
+                session = PromptSession(client, self.schema, self._prompt_session.model, self.client)
+                if self._beside.setdefault(kind, session) is not session:
+                    client.close()
+
+    def _arena(self, kind: str) -> ArenaLayout:
+        return ArenaLayout(self._session(kind), self.schema)
 
     # ---- reading
 
@@ -68,135 +90,132 @@ class RemoteStore(AnyStore[RemoteHit]):
         Without a lease, or when the quota of leases is used up, blobs may be evicted before they are loaded: `load`
         then fetches them again, and falls back to a shorter hit if they are gone.
         """
-        shape = (len(self.schema.shards), prompt.num_chunks)
-        hit = RemoteHit(prompt, 0, np.zeros(shape, bool), np.full(shape, NOT_IN_ARENA, np.int64))
-        if prompt.num_chunks:
-            with self._or_miss():
-                hit = self._lookup(hit, shards, Budget.of(budget_s), lease=lease)
-        self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=hit.position)
-        return hit
+        return self._lookup_all([prompt], shards, Budget.of(budget_s), lease=lease)[0]
 
-    def _lookup(self, empty: RemoteHit, shards: Sequence[int] | None, budget: Budget, *, lease: bool) -> RemoteHit:
+    def _lookup_all(
+        self, prompts: Sequence[HashedPrompt], shards: Sequence[int] | None, budget: Budget, *, lease: bool
+    ) -> list[RemoteHit]:
+        hits = [self._no_hit(prompt) for prompt in prompts]
+        asked = [number for number, hit in enumerate(hits) if hit.prompt.num_chunks]
+        for first in range(0, len(asked), LOOKUPS_AT_ONCE):
+            some = asked[first : first + LOOKUPS_AT_ONCE]
+            with self.or_miss(), self._latency["lookup"].timed():
+                found = self._lookup(prompts=[prompts[i] for i in some], shards=shards, budget=budget, lease=lease)
+                for number, hit in zip(some, found, strict=True):
+                    hits[number] = hit
+        for hit in hits:
+            self._count(lookups=1, tokens_asked=hit.prompt.num_tokens, tokens_found=hit.position)
+        return hits
+
+    def _no_hit(self, prompt: HashedPrompt) -> RemoteHit:
+        shape = (len(self.schema.shards), prompt.num_chunks)
+        places = np.full(shape, NOT_IN_ARENA, np.int64)
+        return RemoteHit(prompt, 0, np.zeros(shape, bool), places, self.schema, self.release)
+
+    def _redeemed(self, content: TicketContent) -> RemoteHit:
+        return replace(self._no_hit(content.prompt), position=content.position, present=content.present)
+
+    def _lookup(
+        self, prompts: Sequence[HashedPrompt], shards: Sequence[int] | None, budget: Budget, *, lease: bool
+    ) -> list[RemoteHit]:
         asked_at, wanted = time.monotonic(), None if shards is None else packed(sorted(shards), "<i4")
 
         def request(sequence: int, number: int = 0) -> protocol.Message:
             return protocol.Lookup(sequence, number, wanted, daemon_budget(budget))
 
+        leases = [0] * len(prompts)
         if lease:
-            reply, generation, number = self._prompt_session.lease(empty.prompt, request, budget)
+            replies, generation, leases = self._prompt_session.lease(prompts, request, budget)
         else:
-            (reply, generation), number = self._prompt_session.ask(empty.prompt, request, budget), 0
-        found = self.client.check(reply, protocol.Found)
+            replies, generation = self._prompt_session.ask_all(prompts, request, budget)
+        until = asked_at + self.client.welcome.lease_s
+        hits = [self._no_hit(prompt) for prompt in prompts]
+        for number, reply in enumerate(replies):
+            with self.or_miss():
+                found = self.client.check(reply, protocol.Found)
+                held = replace(hits[number], lease=leases[number], until=until, generation=generation)
+                hits[number] = self._found(held, found, shards)
+        return hits
+
+    def _found(self, empty: RemoteHit, found: protocol.Found, shards: Sequence[int] | None) -> RemoteHit:
         if found.late:
             self._count(unanswered=1)
         shape, places = empty.present.shape, empty.places
         bits = np.unpackbits(np.frombuffer(found.present, np.uint8), count=empty.present.size)
         present = bits.reshape(shape).astype(bool)
         if found.starts:
-            at = np.array(
-                [*self._needs(found.position, range(shape[0]) if shards is None else shards, present)], np.int64
-            )
+            at = np.array([*self._needs(found.position, self._shard_numbers(shards), present)], np.int64)
             places[at[:, 0], at[:, 1]] = numbers(found.starts)
-        until, held = asked_at + self.client.welcome.lease_s, number if found.starts else 0
-        return RemoteHit(empty.prompt, found.position, present, places, held, until, generation)
+        held = empty.lease if found.starts else 0
+        return replace(empty, position=found.position, present=present, lease=held)
 
-    def load(
-        self, hit: RemoteHit, sink: Sink, *, shards: Sequence[int] | None = None, budget_s: float | None = None
+    def _load(
+        self,
+        hit: RemoteHit,
+        sink: Sink,
+        start: int,
+        shards: Sequence[int] | None,
+        budget: Budget,
+        arrived: Callable[[ChunkRef], None],
     ) -> int:
-        budget = Budget.of(budget_s)
         try:
-            return super().load(hit, sink, shards=shards, budget_s=budget_s)
+            return super()._load(hit, sink, start, shards, budget, arrived)
         finally:
-            self._release(hit, budget)
+            release_lease(self.client, hit.lease, hit.generation, budget)
 
     def load_into(
-        self, hit: RemoteHit, target: Target, *, shards: Sequence[int] | None = None, budget_s: float | None = None
+        self,
+        hit: RemoteHit,
+        target: Target,
+        *,
+        start: int = 0,
+        shards: Sequence[int] | None = None,
+        budget_s: float | None = None,
     ) -> int:
         """As `load`, but directly into memory that `target` returns, which saves a copy. What it holds beyond the
         returned position is undefined."""
-        return self.load(replace(hit, target=target), discard, shards=shards, budget_s=budget_s)
+        return self.load(replace(hit, target=target), discard, start=start, shards=shards, budget_s=budget_s)
 
     def release(self, hit: RemoteHit, *, budget_s: float | None = None) -> None:
         """Let the daemon evict what a hit holds; calling it twice is fine."""
-        self._release(hit, Budget.of(budget_s))
-
-    def _release(self, hit: RemoteHit | PinnedHit, budget: Budget) -> None:
-        if hit.lease and hit.generation == self.client.generation:
-            with suppress(ServerError):
-                self.client.ask(protocol.Release([hit.lease]), protocol.Done, reply_timeout(budget))
+        release_lease(self.client, hit.lease, hit.generation, Budget.of(budget_s))
 
     def _fetch(self, hit: RemoteHit, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
         held = hit.generation == self.client.generation and time.monotonic() < hit.until
         in_arena = {piece: int(hit.places[piece]) for piece in pieces if held and hit.places[piece] != NOT_IN_ARENA}
-        yield from self._copies(hit, in_arena, hit.until, hit.generation, budget)
+        with self.or_miss():
+            yield from self._reads.copies(self._prompt_session, hit, in_arena, hit.until, hit.generation, budget)
         missing = [piece for piece in pieces if piece not in in_arena]
-        if missing:
-            self._release(hit, budget)  # the lease must not hold arena space that the remaining blobs need
-        for batch in self._arena.batches(missing):
-            if budget.is_spent:
-                return
-            with self._or_miss():
-                lease, until = self.client.number(), time.monotonic() + self.client.welcome.lease_s
-                places, generation = self._fetch_to_arena(hit.prompt, batch, lease, budget)
-                yield from self._copies(hit, places, until, generation, budget)
-                self._release(replace(hit, lease=lease, generation=generation), budget)
-
-    def _fetch_to_arena(
-        self, prompt: HashedPrompt, pieces: Sequence[ChunkRef], lease: int, budget: Budget
-    ) -> tuple[dict[ChunkRef, int], int]:
-        """The places of the pieces that could be fetched, and the generation of the connection that holds them."""
-
-        def request(sequence: int) -> protocol.Message:
-            return protocol.Fetch(sequence, lease, packed(pieces, "<i4"), daemon_budget(budget))
-
-        reply, generation = self._prompt_session.ask(prompt, request, budget)
-        starts = numbers(self.client.check(reply, protocol.Places).starts).tolist()
-        return {piece: start for piece, start in zip(pieces, starts, strict=True) if start != NOT_IN_ARENA}, generation
-
-    def _copies(
-        self, hit: RemoteHit, places: dict[ChunkRef, int], until: float, generation: int, budget: Budget
-    ) -> Iterator[tuple[ChunkRef, Bytes]]:
-        """The payloads that are intact. Damaged ones are reported to the daemon, unless the lease had expired: then
-        the extent may hold another blob."""
-        arena = self.client.arena  # after a reconnect this may be another daemon's arena: its blobs fail the check
-        in_time = takewhile(lambda _: not budget.is_spent, places.items())
-        jobs = (self._arena.job(arena, hit.prompt, *piece, start) for piece, start in in_time)
-        damaged = []
-        for piece, (_, payload) in zip(places, self._copier.reads(jobs, hit.target), strict=False):
-            if payload is None:
-                damaged.append(piece)
-            else:
-                yield piece, payload
-        if damaged and time.monotonic() < until:
-            with self._or_miss():
-                what = packed(damaged, "<i4")
-                self._prompt_session.ask(
-                    hit.prompt, lambda sequence: protocol.Damaged(sequence, what), budget, generation
-                )
+        if missing:  # the lease must not hold arena space that the remaining blobs need
+            release_lease(self.client, hit.lease, hit.generation, budget)
+        yield from self._reads.fetched(self._session("load"), hit, missing, budget)
 
     def _wanted(self, hit: RemoteHit, shards: Sequence[int] | None) -> tuple[Sequence[int], NDArray[np.bool_]]:
         """The wanted shards, and flags `[shards, chunks]` in which all shards that this rank does not read are
         marked as present."""
-        wanted = range(len(self.schema.shards)) if shards is None else shards
+        wanted = self._shard_numbers(shards)
         in_arena = np.zeros_like(hit.present)
         in_arena[[shard for shard in range(len(in_arena)) if shard not in wanted]] = True
         return wanted, in_arena
 
     def prefetch(
         self, hit: RemoteHit, *, shards: Sequence[int] | None = None, budget_s: float | None = None
-    ) -> Future[int]:
+    ) -> Operation[int]:
         """Fetch what a hit needs into the arena, over a separate connection; the result is the position that the
         arena then has."""
-        return in_thread("kvweave-prefetch", self._prefetched, hit, shards, Budget.of(budget_s))
+        operation: Operation[int] = self._operations.new("load", None, budget_s)
+        return self._operations.start(operation, lambda: self._prefetched(hit, shards, operation.budget))
 
-    def _prefetched(self, hit: RemoteHit, shards: Sequence[int] | None, budget: Budget) -> int:
+    def _prefetched(self, hit: RemoteHit, shards: Sequence[int] | None, budget: Budget) -> tuple[int, list[ChunkRef]]:
         wanted, in_arena = self._wanted(hit, shards)
-        with self._or_miss(), self.client.again(arena=False, timeout_s=reply_timeout(budget)) as client:
-            other = RemoteStore(self.schema, client, model=self._prompt_session.model, workers=1)
-            for batch in self._arena.batches([*self._needs(hit.position, wanted, hit.present)]):
-                for piece in other._fetch_to_arena(hit.prompt, batch, 0, budget)[0]:
+        pieces = [*self._needs(hit.position, wanted, hit.present)]
+        with self.or_miss(), self.client.again(arena=False, timeout_s=reply_timeout(budget)) as client:
+            session = PromptSession(client, self.schema, self._prompt_session.model)
+            for batch in ArenaLayout(session, self.schema).batches(pieces):
+                for piece in fetch_to_arena(session, hit.prompt, batch, 0, budget)[0]:
                     in_arena[piece] = True
-        return self._position(hit.prompt, in_arena, hit.position)
+        failed = [piece for piece in pieces if not in_arena[piece]]
+        return self._position(hit.prompt, in_arena, hit.position), failed
 
     def pin(self, hit: RemoteHit, *, shards: Sequence[int] | None = None, budget_s: float | None = None) -> PinnedHit:
         """Fetch what a hit needs into the arena, and keep it there until `unpin`, or until this connection ends.
@@ -205,12 +224,12 @@ class RemoteStore(AnyStore[RemoteHit]):
         pinned, and `ServerGone`; in each case nothing is pinned. Pinning an empty hit does nothing.
         """
         if not hit.position:
-            return PinnedHit(0, 0, 0)
+            return PinnedHit(0, 0, 0, self.unpin)
         wanted, in_arena = self._wanted(hit, shards)
         lease, generation, budget = self.client.number(), self.client.generation, Budget.of(budget_s)
         try:
-            for batch in self._arena.batches([*self._needs(hit.position, wanted, hit.present)]):
-                for piece in self._fetch_to_arena(hit.prompt, batch, lease, budget)[0]:
+            for batch in self._arena("pin").batches([*self._needs(hit.position, wanted, hit.present)]):
+                for piece in fetch_to_arena(self._prompt_session, hit.prompt, batch, lease, budget)[0]:
                     in_arena[piece] = True
             alive = self.client.ask(protocol.PinLeases([lease]), protocol.Alive, reply_timeout(budget)).leases
             if self.client.generation != generation:
@@ -218,30 +237,44 @@ class RemoteStore(AnyStore[RemoteHit]):
             if lease not in alive:
                 raise LeaseExpired("the lease expired before it was pinned; nothing is pinned")
         except ServerError:
-            self._release(PinnedHit(0, lease, self.client.generation), budget)
+            release_lease(self.client, lease, self.client.generation, budget)
             raise
-        return PinnedHit(self._position(hit.prompt, in_arena, hit.position), lease, generation)
+        return PinnedHit(self._position(hit.prompt, in_arena, hit.position), lease, generation, self.unpin)
 
     def unpin(self, pin: PinnedHit, *, budget_s: float | None = None) -> None:
         """Let the daemon evict what was pinned; calling it twice is fine."""
-        self._release(pin, Budget.of(budget_s))
+        release_lease(self.client, pin.lease, pin.generation, Budget.of(budget_s))
 
     # ---- writing
 
-    def save(
+    def _save(
         self,
         prompt: HashedPrompt,
         source: Source,
-        *,
-        points: Sequence[int] | None = None,
-        shards: Sequence[int] | None = None,
-        budget_s: float | None = None,
-    ) -> Saved:
-        pieces, saving = self._to_keep(prompt, source, points, shards), SaveOperation(self._arena, self._copier, source)
-        with self._or_miss():
-            saving.save(prompt, pieces, Budget.of(budget_s))
+        pieces: Sequence[ChunkRef],
+        budget: Budget,
+        gathered: Callable[[], None],
+    ) -> SaveOutcome:
+        saving = SaveOperation(self._arena("save"), self._copier, source)
+        with self.or_miss():
+            saving.save(prompt, pieces, budget, gathered)
+        self.note_saved(saving)
+        return saving.outcome(pieces)
+
+    def _gather(self, prompt: HashedPrompt, source: Source, pieces: Sequence[ChunkRef], budget: Budget) -> GatheredSave:
+        saving = SaveOperation(self._arena("save"), self._copier, source)
+        made = GatheredReservation(saving, pieces, self)
+        with self.or_miss():
+            made.hold(saving.gather(prompt, pieces, budget))
+        return made
+
+    def _took(self, kind: str, seconds: float, prompt: HashedPrompt) -> None:
+        super()._took(kind, seconds, prompt)
+        self.client.tell(protocol.Observed("load" if kind == "load" else "save", seconds, prompt.num_tokens))
+
+    def note_saved(self, saving: SaveOperation) -> None:
+        """Remember which daemons have the saved blobs: `flush` must find the same ones again."""
         self._unflushed |= saving.daemons
-        return Saved(saving.stored, saving.present, len(pieces) - saving.stored - saving.present)
 
     # ---- the rest
 
@@ -256,7 +289,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         ).description
 
     def stats(self, *, budget_s: float | None = None) -> StoreStats:
-        with self._or_miss():
+        with self.or_miss():
             return self._stats(self.report(budget_s=budget_s).tiers)
         return self._stats(())
 
@@ -264,23 +297,22 @@ class RemoteStore(AnyStore[RemoteHit]):
         """Wait until everything saved since the last flush is in the daemon's persistent tiers. False also if a
         daemon ended since: what it had not written is lost. Uses a separate connection, so that other calls are not
         delayed."""
-        with self._or_miss(), self.client.again(arena=False, timeout_s=wait_s) as client:
+        with self.or_miss(), self.client.again(arena=False, timeout_s=wait_s) as client:
             saved = {*self._unflushed}
             done = client.ask(protocol.Flush(wait_s), protocol.Done, wait_s + GRACE_S).count
             self._unflushed -= saved
             return bool(done) and saved <= {client.welcome.boot}
         return False
 
-    def close(self, wait_s: float = 60.0) -> None:  # noqa: ARG002 - the daemon finishes queued writes
-        """Release what is held, and disconnect. Saved blobs stay in the daemon."""
+    def close(self, wait_s: float = 60.0) -> None:
+        """Finish submitted operations, release what is held, and disconnect. Saved blobs stay in the daemon."""
+        self._operations.close(wait_s)
+        for session in self._beside.values():
+            session.client.close()
         self.client.close()
         self._copier.close()
 
-    def after_fork(self) -> None:
-        """In a forked child: the thread that held the lock does not exist."""
-        self._lock = threading.Lock()
-
-    def _or_miss(self) -> _OrMiss:
+    def or_miss(self) -> _OrMiss:
         return _OrMiss(self)
 
     @property

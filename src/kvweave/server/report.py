@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvweave.store import TierExecutorStats
+from kvweave.store.histogram import HistogramStats
 
 
 def printable(text: str) -> str:
@@ -49,6 +50,27 @@ class ClientReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantReport:
+    """What a tenant asked for. Its name where it has a quota, else its digest; many tenants' as one beyond a bound."""
+
+    tenant: str
+    lookups: int
+    tokens_asked: int
+    tokens_found: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRequest:
+    """A lookup as the daemon saw it, a load or save as its client did: how long it took, and how long ago."""
+
+    kind: str
+    client: str
+    num_tokens: int
+    seconds: float
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class TierCleared:
     """The result of clearing a tier: the number of deleted entries, and why others may remain, if so."""
 
@@ -75,12 +97,19 @@ class Report:
     requests: int
     failures: int
     expired: int
-    """Leases and tickets that expired."""
+    """Leases and reservations that expired."""
     returned: int
-    """Leases and tickets that were released because their connection ended."""
+    """Leases and reservations that were released because their connection ended."""
     models: tuple[ModelReport, ...]
     prefixes: tuple[PrefixReport, ...]
     clients: tuple[ClientReport, ...]
+    tenants: tuple[TenantReport, ...]
+    latency: dict[str, HistogramStats]
+    """Of lookups, loads and saves."""
+    slowest: tuple[SlowRequest, ...]
+    """Of the last minutes, the slowest first."""
+    waiting: dict[str, int]
+    """Requests that wait for a thread of the daemon's: those that read from tiers, that write, that flush."""
 
     @property
     def hit_rate(self) -> float:

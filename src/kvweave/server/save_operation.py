@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import NamedTuple, Protocol
 
-from kvweave.errors import LeaseExpired, ServerError, ServerGone
+from kvweave.errors import LeaseExpired, ServerError
 from kvweave.server import protocol
 from kvweave.server.arena_copier import ArenaCopier
 from kvweave.server.arena_writer import ArenaBlob
 from kvweave.server.prompt_session import PromptSession, daemon_budget, key_of, reply_timeout
 from kvweave.server.protocol import MOST_PIECES, NO_ROOM, numbers, packed
-from kvweave.store import HashedPrompt, Schema, Source
-from kvweave.store.any_store import ChunkRef
+from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Source
+from kvweave.store.any_store import GATHER_BYTES
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes
-from kvweave.store.tier_stack import Budget
-
-AT_ONCE_BYTES = 256 << 20
-"""Bytes that one request reserves or fetches: enough that its round trip is short beside the copy."""
+from kvweave.store.operations import ChunkRef
+from kvweave.store.results import SaveOutcome
+from kvweave.store.tier_stack import UNLIMITED, Budget
 
 
 class ArenaLayout:
@@ -36,7 +35,7 @@ class ArenaLayout:
         return ArenaBlob(arena[start : start + self._sizes[number]], shard, chunk, key_of(prompt, shard, chunk))
 
     def batches(self, pieces: Sequence[ChunkRef]) -> Iterator[list[ChunkRef]]:
-        most, batch, size = min(AT_ONCE_BYTES, self.prompt_session.client.welcome.reserve_bytes), list[ChunkRef](), 0
+        most, batch, size = min(GATHER_BYTES, self.prompt_session.client.welcome.reserve_bytes), list[ChunkRef](), 0
         for piece in pieces:
             if batch and (size + self._sizes[piece[0]] > most or len(batch) == MOST_PIECES):
                 yield batch
@@ -47,69 +46,134 @@ class ArenaLayout:
             yield batch
 
 
-class _Ticket(NamedTuple):
-    """A reservation: its number, its end, and the generation of its connection."""
+class ReservedBatch(NamedTuple):
+    """Reserved places: their number, their end, the generation of their connection, and the pieces with and without
+    room."""
 
     number: int
     until: float
     generation: int
+    pieces: list[ChunkRef]
+    jobs: list[ArenaBlob]
+    without_room: list[ChunkRef]
 
 
 class SaveOperation:
     """One save: pieces that were stored, pieces that were present already, and the `boot` ids of the daemons that
-    have them."""
+    have them.
+
+    Every step may raise `ServerError`; what was counted up to then stays valid.
+    """
 
     def __init__(self, arena: ArenaLayout, copier: ArenaCopier, source: Source) -> None:
-        self._arena, self._client, self._copier, self._source = arena, arena.prompt_session.client, copier, source
-        self.stored = self.present = 0
+        self._arena, self._session, self._copier, self._source = arena, arena.prompt_session, copier, source
+        self._client = self._session.client
+        self.stored: set[ChunkRef] = set()
+        self.present: set[ChunkRef] = set()
         self.daemons: set[bytes] = set()
 
-    def save(self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget) -> None:
-        """Raises `ServerError`; the counts up to then stay valid."""
+    def outcome(self, wanted: Sequence[ChunkRef]) -> SaveOutcome:
+        failed = [piece for piece in wanted if piece not in self.stored and piece not in self.present]
+        return SaveOutcome(Saved(len(self.stored), len(self.present), len(failed)), failed)
+
+    def save(
+        self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget, gathered: Callable[[], None]
+    ) -> None:
+        """Save batch by batch, as far as there is room and time. Calls `gathered` when everything is copied."""
         pieces = deque(wanted)
         while pieces and not budget.is_spent:
             batch = next(self._arena.batches(pieces))
-            left = self._save(prompt, batch, budget)
             for _ in batch:
                 pieces.popleft()
-            pieces.extendleft(reversed(left))
+            reserved = self.reserve(prompt, batch, budget)
+            is_written = self.write(reserved, budget)
+            if not pieces and not reserved.without_room:
+                gathered()
+            if is_written and self.commit(reserved, budget):  # visible blobs may be evicted, which makes room
+                pieces.extendleft(reversed(reserved.without_room))
 
-    def _save(self, prompt: HashedPrompt, batch: Sequence[ChunkRef], budget: Budget) -> list[ChunkRef]:
-        """Write a batch as far as there is room; returns the pieces to try again, now that those written may be
-        evicted."""
+    def gather(self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget) -> ReservedBatch | None:
+        """Copy the first batch into places that are not visible yet; None if nothing could be copied."""
+        batch = next(self._arena.batches(wanted), [])
+        reserved = self.reserve(prompt, batch, budget) if batch else None
+        return reserved if reserved and self.write(reserved, budget) else None
+
+    def reserve(self, prompt: HashedPrompt, batch: list[ChunkRef], budget: Budget) -> ReservedBatch:
         number, until = self._client.number(), time.monotonic() + self._client.welcome.lease_s
         until = until if budget.until is None else min(until, budget.until)
 
         def request(sequence: int) -> protocol.Message:
             return protocol.Reserve(sequence, number, packed(batch, "<i4"), daemon_budget(budget))
 
-        reply, generation = self._arena.prompt_session.ask(prompt, request, budget)
+        reply, generation = self._session.ask(prompt, request, budget)
         starts: list[int] = numbers(self._client.check(reply, protocol.Places).starts).tolist()
-        mapped = self._client.mapped
-        if mapped.generation != generation:
-            raise ServerGone("the connection was lost, and what was reserved with it")
-        places = [(piece, at) for piece, at in zip(batch, starts, strict=True) if at >= 0]
-        granted = [self._arena.job(mapped.arena, prompt, *piece, at) for piece, at in places]
-        left = [piece for piece, at in zip(batch, starts, strict=True) if at == NO_ROOM]
-        stored = self._write(granted, _Ticket(number, until, generation), budget) if granted else 0
-        self.stored += stored
-        self.present += len(batch) - len(granted) - len(left)
-        return left if stored else []
+        arena, places = self._session.arena(generation), [*zip(batch, starts, strict=True)]
+        granted = [(piece, at) for piece, at in places if at >= 0]
+        jobs = [self._arena.job(arena, prompt, *piece, at) for piece, at in granted]
+        self.present |= {piece for piece, at in places if at < 0 and at != NO_ROOM}
+        without_room = [piece for piece, at in places if at == NO_ROOM]
+        return ReservedBatch(number, until, generation, [piece for piece, _ in granted], jobs, without_room)
 
-    def _write(self, jobs: Sequence[ArenaBlob], ticket: _Ticket, budget: Budget) -> int:
-        """Write and commit; returns how many became visible: all or none."""
+    def write(self, reserved: ReservedBatch, budget: Budget) -> bool:
+        """Returns whether all of a non-empty batch was written; if not, its places are freed."""
         fine = False
         try:
-            fine = self._copier.writes(jobs, self._source, ticket.until)
+            fine = self._copier.writes(reserved.jobs, self._source, reserved.until) if reserved.jobs else False
         finally:
-            if ticket.generation == self._client.generation and not fine:
-                with suppress(ServerError):
-                    self._client.ask(protocol.Commit(ticket.number, abandon=True), protocol.Done, reply_timeout(budget))
-        if not fine or ticket.generation != self._client.generation:
-            return 0
+            if not fine:
+                self.abandon(reserved, budget)
+        return fine
+
+    def commit(self, reserved: ReservedBatch, budget: Budget) -> bool:
+        """Returns whether the batch became visible: all or none."""
+        if reserved.generation != self._client.generation:
+            return False
         with suppress(LeaseExpired):
-            commit, boot = protocol.Commit(ticket.number, budget_s=daemon_budget(budget)), self._client.welcome.boot
-            stored = self._client.ask(commit, protocol.Done, reply_timeout(budget)).count
+            commit, boot = protocol.Commit(reserved.number, budget_s=daemon_budget(budget)), self._client.welcome.boot
+            self._client.ask(commit, protocol.Done, reply_timeout(budget))
+            self.stored |= {*reserved.pieces}
             self.daemons.add(boot)
-            return stored
-        return 0
+            return True
+        return False
+
+    def abandon(self, reserved: ReservedBatch, budget: Budget) -> None:
+        if reserved.jobs and reserved.generation == self._client.generation:
+            with suppress(ServerError):
+                self._client.ask(protocol.Commit(reserved.number, abandon=True), protocol.Done, reply_timeout(budget))
+
+
+class SaveObserver(Protocol):
+    """The store that a save reports to."""
+
+    def or_miss(self) -> AbstractContextManager[None]: ...
+
+    def note_saved(self, saving: SaveOperation) -> None: ...
+
+
+class GatheredReservation(GatheredSave):
+    """Payloads that are in the arena, and not visible yet."""
+
+    def __init__(self, saving: SaveOperation, wanted: Sequence[ChunkRef], store: SaveObserver) -> None:
+        self._saving, self._wanted, self._store = saving, wanted, store
+        self._reserved: ReservedBatch | None = None
+        self.failed = tuple(wanted)
+
+    def hold(self, reserved: ReservedBatch | None) -> None:
+        self._reserved = reserved
+        held = {*reserved.pieces} if reserved else set()
+        self.failed = tuple(piece for piece in self._saving.outcome(self._wanted).failed if piece not in held)
+
+    def commit(self, *, budget_s: float | None = None) -> Saved:
+        reserved, self._reserved = self._reserved, None
+        with self._store.or_miss():
+            if reserved:
+                self._saving.commit(reserved, Budget.of(budget_s))
+        outcome = self._saving.outcome(self._wanted)
+        self.failed = tuple(outcome.failed)
+        self._store.note_saved(self._saving)
+        return outcome.saved
+
+    def abandon(self) -> None:
+        reserved, self._reserved = self._reserved, None
+        if reserved:
+            self._saving.abandon(reserved, UNLIMITED)

@@ -21,6 +21,7 @@ from kvweave.server.description import Description, TierDescription
 from kvweave.server.heartbeat import Heartbeat
 from kvweave.server.leases import LeaseQuota
 from kvweave.server.model_registry import ModelRegistry
+from kvweave.server.observations import Observations
 from kvweave.server.open_sequence import OpenSequence
 from kvweave.server.protocol import VERSION
 from kvweave.server.report import ClientReport, PrefixReport, Report, TierCleared
@@ -28,6 +29,7 @@ from kvweave.server.settings import Settings
 from kvweave.server.shared_arena import SharedArena
 from kvweave.store import TierExecutorStats, TierStack
 from kvweave.store.tier import KeyFilter
+from kvweave.store.tier_executor import COUNTED
 
 T = TypeVar("T")
 THREADS = {"read": 16, "write": 16, "flush": 4}
@@ -54,6 +56,7 @@ class ServerState:
         self.models = ModelRegistry()
         self.leased = LeaseQuota(int(arena.num_bytes * LEASED_SHARE))
         self._uses: dict[tuple[bytes, bytes], PrefixReport] = {}
+        self.observations = Observations(settings.quotas)
         self._began = time.monotonic()
 
     # ---- waiting
@@ -90,6 +93,7 @@ class ServerState:
         numbers = {"lookups": 1, "tokens_asked": sequence.num_tokens, "tokens_found": position}
         self.counts.update(numbers)
         sequence.registered.counts.update(numbers)
+        self.observations.asked(sequence.tenant, numbers)
         if position:
             self._used(sequence, position)
 
@@ -154,6 +158,10 @@ class ServerState:
             models=tuple(registered.report() for registered in self.models.named(None)),
             prefixes=tuple(prefixes),
             clients=tuple(clients),
+            tenants=self.observations.tenants(),
+            latency=self.observations.latency(),
+            slowest=self.observations.slowest(),
+            waiting={kind: threads._work_queue.qsize() for kind, threads in self._threads.items()},
             **{name: self.counts[name] for name in numbers},
         )
 
@@ -175,10 +183,9 @@ class ServerState:
         )
 
     def tiers(self) -> tuple[TierExecutorStats, ...]:
-        names = ("hits", "misses", "stored", "dropped", "damaged")
-        counts = {name: self.counts[f"memory {name}"] for name in names}
+        counts = {name: self.counts[f"memory {name}"] for name in COUNTED}
         arena = TierExecutorStats(
-            self.arena.stats(), **counts, late=0, failed=0, skipped=0, retried=0, open=False, last_error=""
+            self.arena.stats(), **counts, queued_reads=0, queued_writes=0, open=False, last_error=""
         )
         return (arena, *self.backing.stats())
 

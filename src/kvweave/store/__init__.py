@@ -1,18 +1,21 @@
 """KEEPING pages: content keys, self-describing blobs, tiers, and the stack that combines them."""
 
-from kvweave.store.any_store import AnyHit, AnyStore, Saved, StoreStats
+from kvweave.store.any_store import AnyStore
 from kvweave.store.catalog import Quota
 from kvweave.store.disk_tier import DiskTier
 from kvweave.store.engine_memory import EngineMemory, TableUse, region_view
 from kvweave.store.keys import HashedPrompt, Namespace
 from kvweave.store.layout_proof import prove_layout
 from kvweave.store.memory_tier import MemoryTier
+from kvweave.store.operations import Operation
 from kvweave.store.page_payloads import PagePayloads, Sink, Source
+from kvweave.store.results import AnyHit, GatheredSave, Saved, StoreStats
 from kvweave.store.shards import Schema, Shard, model_digest
 from kvweave.store.store import Hit, Store
 from kvweave.store.tier import DictTier, Tier, TierStats
 from kvweave.store.tier_executor import TierExecutorStats, TierPolicy
 from kvweave.store.tier_stack import TierStack
+from kvweave.store.weights import weights_digest
 
 __all__ = [
     "AnyHit",
@@ -20,10 +23,12 @@ __all__ = [
     "DictTier",
     "DiskTier",
     "EngineMemory",
+    "GatheredSave",
     "HashedPrompt",
     "Hit",
     "MemoryTier",
     "Namespace",
+    "Operation",
     "PagePayloads",
     "Quota",
     "Saved",
@@ -42,4 +47,5 @@ __all__ = [
     "model_digest",
     "prove_layout",
     "region_view",
+    "weights_digest",
 ]

@@ -2,105 +2,48 @@
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
+import logging
+import time
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.prefix import Span, joint_hit
+from kvweave.errors import StoreError
+from kvweave.prefix import Span, TokenIds, joint_hit
 from kvweave.store.blob import blob_bytes
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
+from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import PagedSource, Sink, Source
-from kvweave.store.shards import Schema, Shard
+from kvweave.store.results import GatheredSave, Saved, StoreStats
+from kvweave.store.shards import Schema
+from kvweave.store.submitting import Found, SubmittingStore
+from kvweave.store.ticket import TicketContent, blank_ticket, read_ticket
 from kvweave.store.tier_executor import TierExecutorStats
 from kvweave.store.tier_stack import Budget
 
-ChunkRef = tuple[int, int]
-"""The number of a shard in the schema, and of a chunk."""
+log = logging.getLogger("kvweave.store")
+GATHER_BYTES = 256 << 20
+"""Bytes that one save gathers, or one request reserves or fetches, at most: enough that a round trip is short beside
+the copy."""
 
 
-def discard(shard: Shard, chunk: int, payload: Bytes) -> None:
-    """A sink that drops what it is given: for payloads that only pass through the tiers, or are in place already."""
-
-
-class AnyHit(Protocol):
-    """The tokens before `position` can be loaded; 0: nothing was found."""
-
-    @property
-    def prompt(self) -> HashedPrompt: ...
-
-    @property
-    def position(self) -> int: ...
-
-    @property
-    def present(self) -> NDArray[np.bool_]:
-        """`[shards, chunks]`"""
-        ...
-
-
-Found = TypeVar("Found", bound=AnyHit)
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """The result of a save: blobs that were stored (or queued), that were present already, and that were dropped."""
-
-    stored: int = 0
-    present: int = 0
-    dropped: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Requests and tokens since the store was opened, and the statistics of every tier."""
-
-    lookups: int
-    tokens_asked: int
-    tokens_found: int
-    loads: int
-    shortened: int
-    """Loads that ended before the position of their hit, because a blob was lost, damaged or late."""
-    unanswered: int
-    """Requests that the store, or one of its tiers, did not answer in time: what was not found may be stored all the
-    same."""
-    tiers: tuple[TierExecutorStats, ...]
-
-
-T = TypeVar("T")
-
-
-def in_thread(name: str, work: Callable[..., T], *args: object) -> Future[T]:
-    """Run in a thread of its own. The future is already running, so that `cancel()` returns False."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(work(*args))
-        except BaseException as error:  # re-raised by `result()`
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
-
-
-class AnyStore(ABC, Generic[Found]):
+class AnyStore(SubmittingStore[Found], ClosedAtEnd):
     """The KV of one model's chunks. Thread-safe."""
 
     def __init__(self, schema: Schema) -> None:
-        self.schema = schema
+        super().__init__(schema)
         self._sizes = [blob_bytes(shard) for shard in schema.shards]
-        self._counts, self._lock = Counter[str](), threading.Lock()
+        self._counts = Counter[str]()
 
-    def prompt(self, tokens: object, namespace: Namespace, spans: Sequence[Span] = ()) -> HashedPrompt:
-        """Hash a prompt; the result can be used for any number of calls."""
+    def prompt(self, tokens: TokenIds, namespace: Namespace, spans: Sequence[Span] = ()) -> HashedPrompt:
+        """Hash a prompt; use it for any number of calls. `HashedPrompt.extend` hashes appended tokens."""
         return prompt(tokens, namespace, self.schema.chunk_tokens, spans)
+
+    # ---- reading
 
     @abstractmethod
     def lookup(self, prompt: HashedPrompt, *, budget_s: float | None = None) -> Found:
@@ -108,42 +51,90 @@ class AnyStore(ABC, Generic[Found]):
         nothing."""
 
     def load(
-        self, hit: Found, sink: Sink, *, shards: Sequence[int] | None = None, budget_s: float | None = None
+        self,
+        hit: Found,
+        sink: Sink,
+        *,
+        start: int = 0,
+        shards: Sequence[int] | None = None,
+        budget_s: float | None = None,
     ) -> int:
         """Pass to `sink` what the groups need at the hit; returns the position that was reached.
 
         If blobs turn out to be lost, damaged or late, that is the longest position that the others allow; all that it
         needs was passed to `sink`. `shards` are the numbers of those that this rank reads (`PagePayloads.reads`).
+        `start`: the caller can resume there already; chunks that end before it are not fetched, and the result is not
+        smaller.
         """
-        budget, position = Budget.of(budget_s), hit.position
-        wanted = range(len(self.schema.shards)) if shards is None else shards
+        return self._load(hit, sink, start, shards, Budget.of(budget_s), discard)
+
+    def _load(
+        self,
+        hit: Found,
+        sink: Sink,
+        start: int,
+        shards: Sequence[int] | None,
+        budget: Budget,
+        arrived: Callable[[ChunkRef], None],
+    ) -> int:
+        began, position = time.monotonic(), hit.position
+        wanted = self._shard_numbers(shards)
         present, given = hit.present.copy(), np.zeros(hit.present.shape, bool)
-        while position:
-            pieces = [piece for piece in self._needs(position, wanted, present) if not given[piece]]
+        present[:, : start // self.schema.chunk_tokens] = True
+        order = {shard: at for at, shard in enumerate(shards or ())}  # an engine names first what it runs first
+        while position > start:
+            pieces = [piece for piece in self._needs(position, wanted, present, start) if not given[piece]]
+            pieces.sort(key=lambda piece: order.get(piece[0], 0))
             for piece, payload in self._fetch(hit, pieces, budget):
                 sink(self.schema.shards[piece[0]], piece[1], payload)
                 given[piece] = True
+                arrived(piece)
+                if budget.is_cancelled:
+                    break
             lost = [piece for piece in pieces if not given[piece]]
             if not lost:
                 break
             for piece in lost:
                 present[piece] = False
-            position = 0 if budget.is_spent else self._position(hit.prompt, present, position)
+            position = start if budget.is_spent else self._position(hit.prompt, present, position)
         self._count(loads=1, shortened=position < hit.position)
-        return position
+        self._took("load", time.monotonic() - began, hit.prompt)
+        return max(start, position)
 
     @abstractmethod
     def _fetch(self, hit: Found, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
         """The payloads that could be read and verified, in any order."""
 
+    def redeem(self, ticket: bytes) -> Found:
+        """The hit that a ticket stands for (`hit.ticket()`), in any process whose store has the same schema. No tier or
+        daemon is asked. A ticket that is damaged, of another schema, or too old is an empty hit.
+
+        The hit holds no lease: the lease of the process that did the lookup stays until it is released. `load`
+        takes leases of its own, and falls back to a shorter position if blobs are gone.
+        """
+        try:
+            content = read_ticket(self.schema, ticket)
+        except StoreError as error:
+            log.warning("a ticket is refused, and is a miss: %s", error)
+            self._count(refused_tickets=1)
+            content = blank_ticket(self.schema)
+        return self._redeemed(content)
+
+    @abstractmethod
+    def _redeemed(self, content: TicketContent) -> Found: ...
+
     @abstractmethod
     def prefetch(
         self, hit: Found, *, shards: Sequence[int] | None = None, budget_s: float | None = None
-    ) -> Future[int]:
-        """Load what a hit needs into the tiers with `promote`; the future's result is the position that can then be
-        loaded from them."""
+    ) -> Operation[int]:
+        """Load what a hit needs into the tiers with `promote`; the operation's result is the position that can then be
+        loaded from them. It runs in a thread of its own, and `poll` does not report it."""
 
-    @abstractmethod
+    def release(self, hit: Found, *, budget_s: float | None = None) -> None:
+        """Release what a hit holds; calling it twice is fine."""
+
+    # ---- writing
+
     def save(
         self,
         prompt: HashedPrompt,
@@ -151,14 +142,41 @@ class AnyStore(ABC, Generic[Found]):
         *,
         points: Sequence[int] | None = None,
         shards: Sequence[int] | None = None,
+        start: int = 0,
         budget_s: float | None = None,
     ) -> Saved:
         """Store what the groups need to resume at `points` (multiples of the chunk size; default: the end of the last
         chunk).
 
         `source` is asked only for payloads that the store lacks. `shards` are the numbers of those that this rank
-        writes (`PagePayloads.writes`).
+        writes (`PagePayloads.writes`). `start`: chunks that end before it were saved already, and are skipped.
         """
+        pieces = self._to_keep(prompt, source, points, shards, start)
+        return self._timed_save(prompt, source, pieces, Budget.of(budget_s), discard).saved
+
+    def gather(
+        self,
+        prompt: HashedPrompt,
+        source: Source,
+        *,
+        points: Sequence[int] | None = None,
+        shards: Sequence[int] | None = None,
+        start: int = 0,
+        budget_s: float | None = None,
+    ) -> GatheredSave:
+        """The first half of a save: copy the payloads that the store lacks, so that the source's memory may be reused.
+
+        At most `GATHER_BYTES`, or what a daemon reserves for one connection; the rest is in `failed`. With a daemon,
+        `commit` must be called within the lease.
+        """
+        return self._gather(prompt, source, self._to_keep(prompt, source, points, shards, start), Budget.of(budget_s))
+
+    @abstractmethod
+    def _gather(
+        self, prompt: HashedPrompt, source: Source, pieces: Sequence[ChunkRef], budget: Budget
+    ) -> GatheredSave: ...
+
+    # ---- the rest
 
     @abstractmethod
     def stats(self) -> StoreStats: ...
@@ -169,7 +187,7 @@ class AnyStore(ABC, Generic[Found]):
 
     @abstractmethod
     def close(self, wait_s: float = 60.0) -> None:
-        """Finish queued writes, and free all resources."""
+        """Finish submitted operations and queued writes, and free all resources."""
 
     # ---- what the formula says
 
@@ -178,26 +196,35 @@ class AnyStore(ABC, Generic[Found]):
         groups = [group.presence(present) for group in self.schema.groups]
         return joint_hit(groups, size, min(limit, prompt.num_chunks * size))
 
-    def _needs(self, position: int, shards: Sequence[int] | range, present: NDArray[np.bool_]) -> Iterator[ChunkRef]:
-        """What going on from `position` needs of `shards`; tails where they are `present`, and whole chunks are not."""
-        wanted = frozenset(shards)
+    def _needs(
+        self, position: int, shards: Sequence[int] | range, present: NDArray[np.bool_], start: int = 0
+    ) -> Iterator[ChunkRef]:
+        """What going on from `position` needs of `shards`; tails where they are `present`, and whole chunks are not.
+        Chunks that end before `start` are left out."""
+        wanted, first = frozenset(shards), start // self.schema.chunk_tokens
         pieces = (piece for group in self.schema.groups for piece in group.needs(position, present).tolist())
-        return ((shard, chunk) for shard, chunk in pieces if shard in wanted)
+        return ((shard, chunk) for shard, chunk in pieces if shard in wanted and chunk >= first)
 
     def _to_keep(
-        self, prompt: HashedPrompt, source: Source, points: Sequence[int] | None, shards: Sequence[int] | None
+        self,
+        prompt: HashedPrompt,
+        source: Source,
+        points: Sequence[int] | None,
+        shards: Sequence[int] | None,
+        start: int,
     ) -> list[ChunkRef]:
         """What resuming at `points` needs, chunk by chunk: earlier chunks are worth more. A tail where the source does
         not have the complete chunk."""
         size = self.schema.chunk_tokens
         ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
-        wanted = frozenset(range(len(self.schema.shards)) if shards is None else shards)
+        wanted = frozenset(self._shard_numbers(shards))
 
         def takes_tail(shard: int, chunk: int) -> bool:
             return isinstance(source, PagedSource) and not source.holds(self.schema.shards[shard], chunk)
 
         needs = (group.pieces(end, takes_tail).tolist() for end in ends for group in self.schema.groups)
-        found = {(chunk, shard) for pieces in needs for shard, chunk in pieces if shard in wanted}
+        first = start // size
+        found = {(chunk, shard) for each in needs for shard, chunk in each if shard in wanted and chunk >= first}
         return [(shard, chunk) for chunk, shard in sorted(found)]
 
     def _count(self, **numbers: int) -> None:
@@ -205,7 +232,13 @@ class AnyStore(ABC, Generic[Found]):
             self._counts.update(numbers)
 
     def _stats(self, tiers: tuple[TierExecutorStats, ...]) -> StoreStats:
-        names = ("lookups", "tokens_asked", "tokens_found", "loads", "shortened", "unanswered")
+        names = ("lookups", "tokens_asked", "tokens_found", "loads", "shortened", "unanswered", "refused_tickets")
         with self._lock:
             numbers = {name: self._counts[name] for name in names}
-        return StoreStats(**numbers, tiers=tiers)
+        latency = {kind: histogram.stats() for kind, histogram in self._latency.items()}
+        return StoreStats(**numbers, tiers=tiers, latency=latency, operations=len(self._operations.completions))
+
+
+def discard(*_: object) -> None:
+    """A sink that drops what it is given: for payloads that only pass through the tiers, or are in place already. Also
+    the callback of callers that wait for the end."""

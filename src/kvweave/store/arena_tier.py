@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvweave.errors import StoreError, TierError, Unreadable
 from kvweave.store.catalog import Catalog, Quota
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.extents import ExtentAllocator
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
@@ -50,7 +51,7 @@ class Journal(Protocol):
     def close(self) -> None: ...
 
 
-class ArenaTier:
+class ArenaTier(ClosedAtEnd):
     """Blobs in extents of `medium`, of at most `capacity` bytes in total."""
 
     kind: str

@@ -66,6 +66,11 @@ class JobQueue:
         future.add_done_callback(lambda _: self._finished(number))
         return future
 
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Reads and writes that no thread has begun; a snapshot, without the lock."""
+        return len(self._reads), len(self._writes)
+
     def _finished(self, number: int) -> None:
         with self._changed:
             self._unfinished.pop(number, None)

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import TierError, Vanished
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import ALL, Blob, ChecksumObserver, KeyFilter, Tier, TierStats
 
 log = logging.getLogger("kvweave.store")
 
 
-class ReopeningTier:
+class ReopeningTier(ClosedAtEnd):
     """Wraps the tier that `open_tier` opens. While opening fails with `TierError`, every request raises it.
 
     The circuit breaker limits how often opening is tried. Any other error is a mistake in the configuration and is

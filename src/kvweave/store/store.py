@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store.any_store import AnyStore, ChunkRef, Saved, StoreStats, discard, in_thread
+from kvweave.store.any_store import GATHER_BYTES, AnyStore, discard
 from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck, header_bytes, owned_payload, seal
 from kvweave.store.keys import HashedPrompt
+from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Source
+from kvweave.store.results import GatheredSave, Saved, SaveOutcome, StoreStats
 from kvweave.store.shards import Schema
+from kvweave.store.ticket import VALID_S, TicketContent, write_ticket
+from kvweave.store.tier import Blob
 from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, TierLookup, TierStack
 
 
@@ -29,11 +33,30 @@ class Hit:
     """`[shards, chunks]`: the nearest tier of each, -1 for none."""
     keys: list[bytes]
     """Chunk by chunk, shard by shard."""
+    schema: Schema
 
     @property
     def present(self) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = self.tiers != NOWHERE
         return found
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """An embedded store holds nothing for a hit: blobs may be evicted at any time, and are then misses."""
+
+    def ticket(self, valid_s: float | None = None) -> bytes:
+        seconds = VALID_S if valid_s is None else valid_s
+        return write_ticket(self.schema, self.prompt, self.position, self.present, seconds)
+
+
+class _Piece(NamedTuple):
+    """A chunk of a shard that is to be stored, and its key."""
+
+    shard: int
+    chunk: int
+    key: bytes
 
 
 class Store(AnyStore[Hit]):
@@ -46,13 +69,31 @@ class Store(AnyStore[Hit]):
     # ---- reading
 
     def lookup(self, prompt: HashedPrompt, *, budget_s: float | None = None) -> Hit:
-        keys = prompt.keys(self.schema.ids)
-        where = self.tier_stack.where(keys, Budget.of(budget_s))
-        tiers = where.tiers.reshape(prompt.num_chunks, len(self.schema.shards)).T
-        position = self._position(prompt, tiers != NOWHERE, prompt.num_tokens - 1)
+        return self._lookup(prompt, Budget.of(budget_s))
+
+    def _lookup(self, prompt: HashedPrompt, budget: Budget) -> Hit:
+        with self._latency["lookup"].timed():
+            keys = prompt.keys(self.schema.ids)
+            where = self.tier_stack.where(keys, budget)
+            tiers = where.tiers.reshape(prompt.num_chunks, len(self.schema.shards)).T
+            position = self._position(prompt, tiers != NOWHERE, prompt.num_tokens - 1)
         self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=position, unanswered=where.late)
         self._count_misses(prompt, position, where)
-        return Hit(prompt, position, tiers, keys)
+        return Hit(prompt, position, tiers, keys, self.schema)
+
+    def _lookup_all(
+        self,
+        prompts: Sequence[HashedPrompt],
+        shards: Sequence[int] | None,  # noqa: ARG002 - nothing is leased
+        budget: Budget,
+        *,
+        lease: bool,  # noqa: ARG002
+    ) -> list[Hit]:
+        return [self._lookup(prompt, budget) for prompt in prompts]
+
+    def _redeemed(self, content: TicketContent) -> Hit:
+        tiers = np.where(content.present, 0, NOWHERE).astype(np.int8)  # which tier it was may have changed
+        return Hit(content.prompt, content.position, tiers, content.prompt.keys(self.schema.ids), self.schema)
 
     def _count_misses(self, prompt: HashedPrompt, position: int, where: TierLookup) -> None:
         """Count what the longest hit would have needed and no tier has as a miss of every tier."""
@@ -79,37 +120,63 @@ class Store(AnyStore[Hit]):
         tier = max(0, int(hit.tiers[number, chunk]))
         return BlobRequest(key, self._sizes[number], partial(BlobCheck, shard, chunk, key), tier)
 
-    def prefetch(self, hit: Hit, *, shards: Sequence[int] | None = None, budget_s: float | None = None) -> Future[int]:
+    def prefetch(
+        self, hit: Hit, *, shards: Sequence[int] | None = None, budget_s: float | None = None
+    ) -> Operation[int]:
         """Load what a hit needs into the tiers with `promote`, in a thread of its own."""
-        return in_thread("kvweave-prefetch", partial(self.load, hit, discard, shards=shards, budget_s=budget_s))
+        operation: Operation[int] = self._operations.new("load", None, budget_s)
+        operation.expect(self._needs(hit.position, self._shard_numbers(shards), hit.present))
+
+        def work() -> tuple[int, Sequence[ChunkRef]]:
+            return self._load(hit, discard, 0, shards, operation.budget, operation.arrived), operation.missing
+
+        return self._operations.start(operation, work)
 
     # ---- writing
 
-    def save(
+    def _save(
         self,
         prompt: HashedPrompt,
         source: Source,
-        *,
-        points: Sequence[int] | None = None,
-        shards: Sequence[int] | None = None,
-        budget_s: float | None = None,
-    ) -> Saved:
-        budget, pieces = Budget.of(budget_s), self._to_keep(prompt, source, points, shards)
+        pieces: Sequence[ChunkRef],
+        budget: Budget,
+        gathered: Callable[[], None],
+    ) -> SaveOutcome:
+        keys, todo = self._lacking(prompt, pieces, budget)
+        turns = [*batches(todo, lambda piece: self._sizes[piece.shard])]
+        failed: list[ChunkRef] = []
+        for number, batch in enumerate(turns, 1):
+            blobs = self._sealed(batch, source)
+            if number == len(turns):
+                gathered()
+            failed += self._put(batch, blobs, budget)
+        self.tier_stack.touch(keys)
+        return SaveOutcome(Saved(len(todo) - len(failed), len(keys) - len(todo), len(failed)), failed)
+
+    def _gather(self, prompt: HashedPrompt, source: Source, pieces: Sequence[ChunkRef], budget: Budget) -> GatheredSave:
+        keys, todo = self._lacking(prompt, pieces, budget)
+        taken = next(batches(todo, lambda piece: self._sizes[piece.shard], GATHER_BYTES), [])
+        return _GatheredBlobs(self, keys, todo, self._sealed(taken, source))
+
+    def _lacking(
+        self, prompt: HashedPrompt, pieces: Sequence[ChunkRef], budget: Budget
+    ) -> tuple[list[bytes], list[_Piece]]:
+        """The keys of all pieces, and the pieces that some tier lacks."""
         every = prompt.keys(self.schema.ids)
         keys = [every[chunk * len(self.schema.shards) + shard] for shard, chunk in pieces]
         lacking = self.tier_stack.missing(keys, budget)
-        todo = [(*pieces[i], keys[i]) for i in np.flatnonzero(lacking).tolist()]
-        turns = batches(todo, lambda piece: self._sizes[piece[0]])
-        kept = sum(self._put(batch, source, budget) for batch in turns)
-        self.tier_stack.touch(keys)
-        return Saved(kept, len(keys) - len(todo), len(todo) - kept)
+        return keys, [_Piece(*pieces[i], keys[i]) for i in np.flatnonzero(lacking).tolist()]
 
-    def _put(self, batch: Sequence[tuple[int, int, bytes]], source: Source, budget: Budget) -> int:
+    def _sealed(self, batch: Sequence[_Piece], source: Source) -> list[Blob]:
         shards = self.schema.shards
-        blobs = [
+        return [
             seal(shards[shard], chunk, key, owned_payload(source(shards[shard], chunk))) for shard, chunk, key in batch
         ]
-        return int(self.tier_stack.put([key for _, _, key in batch], blobs, budget).sum())
+
+    def _put(self, batch: Sequence[_Piece], blobs: Sequence[Blob], budget: Budget) -> list[ChunkRef]:
+        """Those that were not kept."""
+        kept = self.tier_stack.put([key for _, _, key in batch], blobs, budget)
+        return [(shard, chunk) for (shard, chunk, _), is_kept in zip(batch, kept, strict=True) if not is_kept]
 
     # ---- the rest
 
@@ -120,5 +187,28 @@ class Store(AnyStore[Hit]):
         return self.tier_stack.flush(wait_s)
 
     def close(self, wait_s: float = 60.0) -> None:
-        """Finish queued writes, and close every tier."""
-        self.tier_stack.close(wait_s)
+        """Finish submitted operations and queued writes, and close every tier."""
+        budget = Budget.of(wait_s)
+        self._operations.close(wait_s)
+        self.tier_stack.close(budget.within(wait_s))
+
+
+class _GatheredBlobs(GatheredSave):
+    """Blobs in memory of their own: of the pieces that the store lacks, the first ones."""
+
+    def __init__(self, store: Store, keys: list[bytes], lacking: Sequence[_Piece], blobs: list[Blob]) -> None:
+        self._store, self._keys, self._lacking, self._blobs = store, keys, lacking, blobs
+        self.failed = tuple((shard, chunk) for shard, chunk, _ in lacking[len(blobs) :])
+
+    def commit(self, *, budget_s: float | None = None) -> Saved:
+        blobs, self._blobs = self._blobs, []
+        budget, present = Budget.of(budget_s), len(self._keys) - len(self._lacking)
+        pairs = [*batches(zip(self._lacking, blobs, strict=False), lambda pair: pair[1].num_bytes)]
+        turns = [([piece for piece, _ in batch], [blob for _, blob in batch]) for batch in pairs]
+        lost = [piece for turn in turns for piece in self._store._put(*turn, budget)]
+        self.failed += tuple(lost)
+        self._store.tier_stack.touch(self._keys)
+        return Saved(len(blobs) - len(lost), present, len(self._lacking) - len(blobs) + len(lost))
+
+    def abandon(self) -> None:
+        self._blobs = []

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.store import checksums
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import SHARD_ID_BYTES, Bytes
 
 ABSENT, UNREADABLE = -1, -2
@@ -112,7 +113,7 @@ class Tier(Protocol):
         ...
 
 
-class DictTier:
+class DictTier(ClosedAtEnd):
     """The in-memory twin: a dictionary without a limit."""
 
     kind = "dict"

@@ -24,6 +24,11 @@ from kvweave.store.jobs import JobQueue, run_now
 from kvweave.store.tier import Tier, TierStats
 
 T = TypeVar("T")
+COUNTED = (
+    "hits", "misses", "stored", "dropped", "damaged", "late", "failed", "skipped", "retried", "read_bytes",
+    "written_bytes",
+)  # fmt: skip
+"""What is counted of the questions to a tier, and of their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,11 @@ class TierExecutorStats:
     failed: int
     skipped: int
     retried: int
+    read_bytes: int
+    written_bytes: int
+    queued_reads: int
+    queued_writes: int
+    """What waits for a thread of the tier's now."""
     open: bool
     last_error: str
 
@@ -168,7 +178,10 @@ class TierExecutor:
     def stats(self) -> TierExecutorStats:
         with self._lock:
             count = dict(self._counts)
-        names = ("hits", "misses", "stored", "dropped", "damaged", "late", "failed", "skipped", "retried")
-        numbers = {name: count.get(name, 0) for name in names}
+        numbers = {name: count.get(name, 0) for name in COUNTED}
+        queued_reads, queued_writes = self._jobs.queued
         is_open = any(breaker.is_open for breaker in (self.lookups, self.reads, self.writes))
-        return TierExecutorStats(self.tier.stats(), **numbers, open=is_open, last_error=self._last_error)
+        return TierExecutorStats(
+            self.tier.stats(), **numbers, queued_reads=queued_reads, queued_writes=queued_writes,
+            open=is_open, last_error=self._last_error,
+        )  # fmt: skip

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvweave.errors import PartlyRead, StoreError, TierError
 from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck
+from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import ABSENT, UNREADABLE, Blob, Tier, whole
@@ -64,6 +65,11 @@ class Budget:
         return seconds if self.left_s is None else max(0.0, min(seconds, self.left_s))
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether nothing more is wanted, not even what is there already."""
+        return False
+
+    @property
     def is_spent(self) -> bool:
         return self.until is not None and time.monotonic() >= self.until
 
@@ -71,7 +77,7 @@ class Budget:
 UNLIMITED = Budget(None)
 
 
-class TierStack:
+class TierStack(ClosedAtEnd):
     """Tiers with their policies, near ones first. Reads and writes never raise: a failing tier is a miss, and
     counted."""
 
@@ -147,6 +153,7 @@ class TierStack:
         hits = sum(blob is not None for blob in blobs)
         executor.count("hits", hits)
         executor.count("misses", len(batch) - hits)
+        executor.count("read_bytes", sum(blob.nbytes for blob in blobs if blob is not None))
         yield from ((i, blob) for (i, _), blob in zip(batch, blobs, strict=True) if blob is not None)
 
     def _promote(self, number: int, key: bytes, blob: Bytes) -> None:
@@ -197,6 +204,8 @@ class TierStack:
             stored = executor.tier.put(keys, blobs)
             executor.count("stored", sum(stored))
             executor.count("dropped", len(stored) - sum(stored))
+            kept = zip(blobs, stored, strict=True)
+            executor.count("written_bytes", sum(blob.num_bytes for blob, is_kept in kept if is_kept))
             return stored
 
         future = executor.start(executor.writes, store, wait_s)

@@ -7,7 +7,7 @@ from kvweave.transfer.cpu_copier import CPUCopier
 from kvweave.transfer.layout import ChunkGroup, ChunkLayout, LayerGroup
 from kvweave.transfer.mover import Mover, MoverStats
 from kvweave.transfer.reference_copier import ReferenceCopier
-from kvweave.transfer.transfer import Transfer, TransferState
+from kvweave.transfer.transfer import Transfer
 
 __all__ = [
     "CPUCopier",
@@ -26,7 +26,6 @@ __all__ = [
     "MoverStats",
     "ReferenceCopier",
     "Transfer",
-    "TransferState",
     "check_layout",
     "join",
     "make_move",

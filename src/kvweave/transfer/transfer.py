@@ -1,4 +1,4 @@
-"""A transfer: pending, then done, failed or cancelled; that state is final."""
+"""A transfer: an `operation.AnyOperation` that counts bytes and layers; its last state is final."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from typing import Any
 
 from kvweave.errors import TransferCancelled, TransferError, TransferFailed, TransferTimeout
+from kvweave.operation import OperationState
 from kvweave.transfer.copier import CopyStep, Direction
 
 log = logging.getLogger(__name__)
@@ -28,13 +28,6 @@ IN_FLIGHT = 4
 Progress = Callable[["Transfer"], None]
 
 
-class TransferState(StrEnum):
-    PENDING = "pending"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
 class Transfer:
     """Handle of a transfer. Thread-safe.
 
@@ -44,7 +37,7 @@ class Transfer:
     """
 
     error: BaseException | None = None
-    _state = TransferState.PENDING
+    _state = OperationState.PENDING
     _all_issued = _cancel = _in_background = False
     _bytes_done = 0
     _ended = 0.0
@@ -63,9 +56,13 @@ class Transfer:
     # ---- asking
 
     @property
-    def state(self) -> TransferState:
+    def state(self) -> OperationState:
         self._poll()
         return self._state
+
+    @property
+    def is_done(self) -> bool:
+        return self.state is not OperationState.PENDING
 
     @property
     def bytes_done(self) -> int:
@@ -85,8 +82,8 @@ class Transfer:
     def wait(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         """Block until the transfer is done. Raises if it failed, was cancelled, or takes longer than `timeout`
         seconds."""
-        self._wait(lambda: self._state is not TransferState.PENDING, timeout)
-        if self._state is not TransferState.DONE:
+        self._wait(lambda: self._state is not OperationState.PENDING, timeout)
+        if self._state is not OperationState.DONE:
             self._raise()
 
     def wait_layer(self, layer: int, timeout: float = DEFAULT_TIMEOUT_S, stream: Any = None) -> None:
@@ -97,7 +94,7 @@ class Transfer:
         """
 
         def reached() -> bool:
-            return self._state is not TransferState.PENDING or any(step.layers > layer for step in self._issued)
+            return self._state is not OperationState.PENDING or any(step.layers > layer for step in self._issued)
 
         self._wait(reached, timeout)
         self._raise()
@@ -111,7 +108,7 @@ class Transfer:
         """Stop the transfer before its next step; returns whether it will be cancelled (False: all steps were
         issued). `wait` returns when it has stopped."""
         with self._lock:
-            self._cancel = self._cancel or (self._state is TransferState.PENDING and not self._all_issued)
+            self._cancel = self._cancel or (self._state is OperationState.PENDING and not self._all_issued)
             return self._cancel
 
     # ---- for the one who carries it out
@@ -141,7 +138,7 @@ class Transfer:
         with self._lock:
             self._all_issued = True
         self._poll()
-        while until_done and self._state is TransferState.PENDING:
+        while until_done and self._state is OperationState.PENDING:
             self._pause()
             self._poll()
 
@@ -149,7 +146,7 @@ class Transfer:
 
     def _poll(self) -> None:
         """Update the state from the steps that are done."""
-        if self._state is not TransferState.PENDING:
+        if self._state is not OperationState.PENDING:
             return
         steps, moved = self._open, 0
         with self._lock:
@@ -164,7 +161,7 @@ class Transfer:
             if moved or is_ended:
                 self._moved = time.perf_counter()
                 self._notify()
-            if is_ended and self._state is TransferState.PENDING:
+            if is_ended and self._state is OperationState.PENDING:
                 self._state, self._ended = self._outcome(), self._moved
             report = self._on_progress if moved else None
         if report is not None:
@@ -178,15 +175,15 @@ class Transfer:
         if self._changed is not None:
             self._changed.notify_all()
 
-    def _outcome(self) -> TransferState:
+    def _outcome(self) -> OperationState:
         if self.error is not None:
-            return TransferState.FAILED
+            return OperationState.FAILED
         if self._bytes_done < self.num_bytes:
             if not self._cancel:
                 self.error = TransferFailed(f"only {self._bytes_done} of {self.num_bytes} bytes were moved")
-                return TransferState.FAILED
-            return TransferState.CANCELLED
-        return TransferState.DONE
+                return OperationState.FAILED
+            return OperationState.CANCELLED
+        return OperationState.DONE
 
     def _wait(self, is_done: Callable[[], bool], timeout: float) -> None:
         deadline = time.perf_counter() + timeout
@@ -218,11 +215,11 @@ class Transfer:
             time.sleep(POLL_S)
 
     def _raise(self) -> None:
-        if self._state is TransferState.FAILED:
+        if self._state is OperationState.FAILED:
             if isinstance(self.error, TransferError):
                 raise self.error
             raise TransferFailed(f"{self.direction} of {self.num_bytes} bytes failed: {self.error}") from self.error
-        if self._state is TransferState.CANCELLED:
+        if self._state is OperationState.CANCELLED:
             raise TransferCancelled(
                 f"{self.direction} was cancelled after {self._bytes_done} of {self.num_bytes} bytes"
             )

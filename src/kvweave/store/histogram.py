@@ -1,0 +1,62 @@
+"""Histograms of durations: counts in fixed buckets, which can be summed over processes and time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+BUCKETS_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramStats:
+    """How many took at most `BUCKETS_S[i]` seconds and more than the bucket before; the last: longer than all of them.
+    And the seconds of all together."""
+
+    counts: tuple[int, ...] = (0,) * (len(BUCKETS_S) + 1)
+    seconds: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def quantile(self, share: float) -> float:
+        """Seconds within which so many were done, as far as the buckets tell; infinity beyond them, 0 for none."""
+        left = share * self.count
+        for bound, number in zip((*BUCKETS_S, float("inf")), self.counts, strict=True):
+            left -= number
+            if left <= 0 < self.count:
+                return bound
+        return 0.0
+
+
+class Histogram:
+    """Counts. Any thread may observe."""
+
+    def __init__(self) -> None:
+        self._counts, self._seconds = [0] * (len(BUCKETS_S) + 1), 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, seconds: float) -> None:
+        with self._lock:
+            self._counts[bisect_left(BUCKETS_S, seconds)] += 1
+            self._seconds += seconds
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Observe how long a block takes, however it ends."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.observe(time.monotonic() - began)
+
+    def stats(self) -> HistogramStats:
+        with self._lock:
+            return HistogramStats(tuple(self._counts), self._seconds)

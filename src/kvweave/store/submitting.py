@@ -1,0 +1,190 @@
+"""The methods of every store that never wait: submit, poll, cancel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.operation import AnyOperation, Completions
+from kvweave.store.forking import register_after_fork
+from kvweave.store.histogram import Histogram
+from kvweave.store.keys import HashedPrompt
+from kvweave.store.operations import ChunkRef, Operation, OperationQueue
+from kvweave.store.page_payloads import Sink, Source
+from kvweave.store.results import AnyHit, Saved, SaveOutcome
+from kvweave.store.shards import Schema
+from kvweave.store.tier_stack import Budget
+
+Found = TypeVar("Found", bound=AnyHit)
+LATENCIES = ("lookup", "load", "save")
+
+
+class SubmittingStore(ABC, Generic[Found]):
+    """Lookups, loads and saves in threads of the store."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self._operations = OperationQueue()
+        self._latency = {kind: Histogram() for kind in LATENCIES}
+        self._lock = threading.Lock()
+        register_after_fork(self)
+
+    def submit_lookup(
+        self,
+        prompts: Sequence[HashedPrompt],
+        *,
+        request: Hashable = None,
+        shards: Sequence[int] | None = None,
+        lease: bool = True,
+        budget_s: float | None = None,
+    ) -> Operation[list[Found]]:
+        """Look up several prompts together; returns at once. `shards` and `lease` are for stores that lease."""
+        operation: Operation[list[Found]] = self._operations.new("lookup", request, budget_s)
+
+        def work() -> tuple[list[Found], list[ChunkRef]]:
+            hits = self._lookup_all(prompts, shards, operation.budget, lease=lease)
+            if operation.budget.is_cancelled:
+                for hit in hits:
+                    self.release(hit)
+            return hits, []
+
+        self._operations.submit(operation, work)
+        return operation
+
+    @abstractmethod
+    def _lookup_all(
+        self, prompts: Sequence[HashedPrompt], shards: Sequence[int] | None, budget: Budget, *, lease: bool
+    ) -> list[Found]: ...
+
+    def submit_load(
+        self,
+        hit: Found,
+        sink: Sink,
+        *,
+        start: int = 0,
+        shards: Sequence[int] | None = None,
+        request: Hashable = None,
+        budget_s: float | None = None,
+    ) -> Operation[int]:
+        """`load`, in a thread of the store's, which calls `sink`; returns at once. Shards are passed one after the
+        other, in the order of `shards`: `Operation.has_shard` says which are complete."""
+        operation: Operation[int] = self._operations.new("load", request, budget_s)
+
+        def work() -> tuple[int, list[ChunkRef]]:
+            operation.expect(self._needs(hit.position, self._shard_numbers(shards), hit.present, start))
+            self._begin("load")
+            position = self._load(hit, sink, start, shards, operation.budget, operation.arrived)
+            return position, operation.missing
+
+        self._operations.submit(operation, work)
+        return operation
+
+    def submit_save(
+        self,
+        prompt: HashedPrompt,
+        source: Source,
+        *,
+        points: Sequence[int] | None = None,
+        shards: Sequence[int] | None = None,
+        start: int = 0,
+        request: Hashable = None,
+        budget_s: float | None = None,
+    ) -> Operation[Saved]:
+        """`save`, in a thread of the store's, which asks `source`; returns at once. The source's memory is in use until
+        `Operation.is_gathered`. If too many saves are queued, it has ended on return, and everything is dropped."""
+        operation: Operation[Saved] = self._operations.new("save", request, budget_s)
+
+        def work() -> SaveOutcome:
+            self._begin("save")
+            pieces = self._to_keep(prompt, source, points, shards, start)
+            return self._timed_save(prompt, source, pieces, operation.budget, operation.gathered)
+
+        if not self._operations.submit(operation, work):
+            pieces = self._to_keep(prompt, source, points, shards, start)
+            operation.run(lambda: SaveOutcome(Saved(dropped=len(pieces)), pieces))
+        return operation
+
+    def poll(self) -> list[AnyOperation]:
+        """Operations of all kinds that ended since the last call, in whatever state, each once. Never waits. Transfers
+        that are added to `completions` are reported here, too."""
+        return self._operations.completions.poll()
+
+    @property
+    def completions(self) -> Completions:
+        return self._operations.completions
+
+    def after_fork(self) -> None:
+        """In a forked child: the thread that held the lock does not exist."""
+        self._lock = threading.Lock()
+        self._operations.after_fork()
+
+    def _shard_numbers(self, shards: Sequence[int] | None) -> Sequence[int]:
+        return range(len(self.schema.shards)) if shards is None else shards
+
+    # ---- run in these threads
+
+    def _begin(self, kind: str) -> None:
+        """Called in its thread before a submitted load or save."""
+
+    def _timed_save(
+        self,
+        prompt: HashedPrompt,
+        source: Source,
+        pieces: Sequence[ChunkRef],
+        budget: Budget,
+        gathered: Callable[[], None],
+    ) -> SaveOutcome:
+        began = time.monotonic()
+        outcome = self._save(prompt, source, pieces, budget, gathered)
+        self._took("save", time.monotonic() - began, prompt)
+        return outcome
+
+    def _took(self, kind: str, seconds: float, prompt: HashedPrompt) -> None:  # noqa: ARG002 - reported to a daemon
+        """Record how long a load or a save took."""
+        self._latency[kind].observe(seconds)
+
+    @abstractmethod
+    def release(self, hit: Found, *, budget_s: float | None = None) -> None: ...
+
+    @abstractmethod
+    def _load(
+        self,
+        hit: Found,
+        sink: Sink,
+        start: int,
+        shards: Sequence[int] | None,
+        budget: Budget,
+        arrived: Callable[[ChunkRef], None],
+    ) -> int: ...
+
+    @abstractmethod
+    def _save(
+        self,
+        prompt: HashedPrompt,
+        source: Source,
+        pieces: Sequence[ChunkRef],
+        budget: Budget,
+        gathered: Callable[[], None],
+    ) -> SaveOutcome:
+        """Calls `gathered` when everything is copied out of the source, if that is before the end."""
+
+    @abstractmethod
+    def _needs(
+        self, position: int, shards: Sequence[int] | range, present: NDArray[np.bool_], start: int = 0
+    ) -> Iterator[ChunkRef]: ...
+
+    @abstractmethod
+    def _to_keep(
+        self,
+        prompt: HashedPrompt,
+        source: Source,
+        points: Sequence[int] | None,
+        shards: Sequence[int] | None,
+        start: int,
+    ) -> list[ChunkRef]: ...

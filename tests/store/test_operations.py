@@ -1,0 +1,175 @@
+"""The embedded store as engines use it; and what is its own: bounds, and the end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvweave.errors import OperationCancelled
+from kvweave.operation import AnyOperation, Completions, OperationState
+from kvweave.store import (
+    AnyStore,
+    DictTier,
+    HashedPrompt,
+    MemoryTier,
+    Saved,
+    Schema,
+    Store,
+    TierPolicy,
+    TierStack,
+    any_store,
+    operations,
+)
+from kvweave.store.blob import blob_bytes
+from kvweave.store.tier import whole
+from tests.store.engine_contract import SPEC, WAIT_S, EngineContract, Taken, polled, prompt_of
+from tests.store.models import truth
+
+SCHEMA = Schema.of(SPEC, parts=2)
+
+
+class TestEmbedded(EngineContract):
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        made = Store(SCHEMA, TierStack((MemoryTier("16MiB"), TierPolicy(inline=True))))
+        yield made
+        made.close()
+
+    def one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvweave.store.batches.BATCH_BYTES", 1)
+
+    def lose(self, store: AnyStore[Any], prompt: HashedPrompt, chunk: int) -> None:
+        assert isinstance(store, Store)
+        number = len(SCHEMA.shards)
+        store.tier_stack.delete(prompt.keys(SCHEMA.ids)[chunk * number : (chunk + 1) * number])
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    made = Store(SCHEMA, TierStack((DictTier(), TierPolicy(inline=True))))
+    yield made
+    made.close()
+
+
+def test_saves_beyond_the_bound_are_dropped_at_once_and_reported(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "SAVES", 2)
+    go_on = threading.Event()
+
+    def source(*args: Any) -> Any:
+        assert go_on.wait(WAIT_S)
+        return truth(*args)
+
+    saves = [store.submit_save(prompt_of(store, number), source, points=[1024]) for number in range(8)]
+    dropped = [save for save in saves if save.is_done]
+    assert len(dropped) >= 8 - 2 - 2, "two run, and two wait"
+    assert all(save.result() == Saved(dropped=len(save.failed)) != Saved() for save in dropped)
+    go_on.set()
+    kept = [save for save in saves if save not in dropped]
+    assert all(save.result(WAIT_S).dropped == 0 for save in kept)
+
+
+def test_closing_does_what_was_submitted(store: Store) -> None:
+    tier = store.tier_stack.executors[0].tier
+    saves = [store.submit_save(prompt_of(store, number), truth) for number in range(5)]
+    store._operations.close(WAIT_S)
+    assert all(save.result(0).dropped == 0 for save in saves)
+    assert tier.stats().entries
+    assert store.submit_lookup([prompt_of(store)]).result(WAIT_S)[0].position == 1024, "it can be used again"
+
+
+def test_a_forked_child_has_operations_of_its_own(store: Store) -> None:
+    go_on = threading.Event()
+
+    def source(*args: Any) -> Any:
+        assert go_on.wait(WAIT_S)
+        return truth(*args)
+
+    mine = store.submit_save(prompt_of(store), source)
+    child = os.fork()
+    if not child:
+        try:
+            fine = store.poll() == [] and store.submit_lookup([]).result(WAIT_S) == []
+            os._exit(0 if fine else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    go_on.set()
+    assert polled(store, 1) == [mine]
+
+
+def test_no_more_is_gathered_than_may_be(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = max(map(blob_bytes, SCHEMA.shards))
+    monkeypatch.setattr("kvweave.store.store.GATHER_BYTES", 4 * size)
+    gathered = store.gather(prompt_of(store), truth)
+    wanted = len(store._to_keep(prompt_of(store), truth, None, None, 0))
+    assert 0 < len(gathered.failed) < wanted
+    saved = gathered.commit()
+    assert (saved.stored, saved.dropped) == (wanted - len(gathered.failed), len(gathered.failed))
+    assert store.save(prompt_of(store), truth).present == saved.stored
+    assert any_store.GATHER_BYTES == 256 << 20
+
+
+def test_a_budget_ends_what_was_submitted_in_time(store: Store) -> None:
+    store.save(prompt_of(store), truth)
+    load = store.submit_load(store.lookup(prompt_of(store)), Taken(), budget_s=0.0)
+    assert load.result(WAIT_S) == 0
+    assert len(load.failed) > 0
+    assert load.state is OperationState.DONE, "late is not cancelled"
+
+
+def test_a_cancelled_lookup_is_no_answer(store: Store) -> None:
+    go_on = threading.Event()
+    tier = store.tier_stack.executors[0].tier
+    contains = tier.contains
+
+    def slow(keys: Any) -> Any:
+        assert go_on.wait(WAIT_S)
+        return contains(keys)
+
+    tier.contains = slow  # type: ignore[method-assign]
+    lookup = store.submit_lookup([prompt_of(store)])
+    lookup.cancel()
+    go_on.set()
+    with pytest.raises(OperationCancelled):
+        lookup.result(WAIT_S)
+
+
+def test_completions_take_whatever_is_an_operation() -> None:
+    class Copy:
+        error: BaseException | None = None
+        is_done = False
+
+        @property
+        def state(self) -> OperationState:
+            return OperationState.DONE if self.is_done else OperationState.PENDING
+
+        def wait(self, timeout: float = 1.0) -> None: ...
+
+        def cancel(self) -> bool:
+            return False
+
+    first, second, completions = Copy(), Copy(), Completions()
+    assert isinstance(first, AnyOperation)
+    completions.add(first)
+    completions.add(second)
+    assert completions.poll() == []
+    second.is_done = True
+    assert completions.poll() == [second]
+    assert completions.poll() == []
+    first.is_done = True
+    completions.discard(first)
+    assert (completions.poll(), len(completions)) == ([], 0)
+
+
+def test_an_entry_that_somebody_forged_is_a_miss_for_a_ticket_too(store: Store) -> None:
+    prompt = prompt_of(store)
+    store.save(prompt, truth, points=[512, 1024])
+    ticket = store.lookup(prompt).ticket()
+    key, tier = prompt.keys(SCHEMA.ids)[3 * len(SCHEMA.shards)], store.tier_stack.executors[0].tier
+    tier.delete([key])
+    tier.put([key], [whole(bytes(blob_bytes(SCHEMA.shards[0])))])
+    assert store.load(store.redeem(ticket), Taken()) == 512
