@@ -12,7 +12,7 @@ from kvweave.tensor import LayerView
 
 BACKENDS = {
     "cpu": "kvweave.attention.cpu:CPUAttention",
-    "triton": "kvweave.attention.gpu:TritonAttention",
+    "triton": "kvweave.attention.triton_attention:TritonAttention",
     "reference": "kvweave.attention.reference:ReferenceAttention",
 }
 AUTO = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}

@@ -18,7 +18,7 @@ Width = Callable[[float], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class BarLayout:
     """Where the two bars of a row are: tokens and seconds, side by side, or one below the other."""
 
     tokens: tuple[float, float, float]
@@ -29,7 +29,7 @@ class Places:
     is_low: bool
 
     @classmethod
-    def of(cls, sheet: Sheet, is_low: bool) -> Places:
+    def of(cls, sheet: Sheet, is_low: bool) -> BarLayout:
         if sheet.is_narrow:
             below, bar = (0.0, 5.0) if is_low else (18.0, 12.0)
             width = float(sheet.inner)
@@ -44,20 +44,20 @@ class Places:
 
 def requests_drawing(sheet: Sheet, outcomes: RunOutcomes) -> Drawing:
     """A row a request: bars of tokens, and of seconds."""
-    places = Places.of(sheet, len(outcomes.each) > MANY)
+    layout = BarLayout.of(sheet, len(outcomes.each) > MANY)
     most_tokens = max((outcome.prompt_tokens for outcome in outcomes.each), default=1)
     longest = max((max(_times(outcome)) for outcome in outcomes.each), default=1.0)
     top = 0.0 if sheet.is_narrow else 26.0
     shapes: list[str] = []
     for number, outcome in enumerate(outcomes.each):
-        y = top + number * places.row_height
-        shapes += [] if places.is_low else _words(sheet, places, y, outcome, most_tokens, longest)
-        shapes += _tokens(places, y, outcome, most_tokens)
-        shapes += _seconds(places, y, outcome, longest)
+        y = top + number * layout.row_height
+        shapes += [] if layout.is_low else _labels(sheet, layout, y, outcome, most_tokens, longest)
+        shapes += _tokens(layout, y, outcome, most_tokens)
+        shapes += _seconds(layout, y, outcome, longest)
     if not sheet.is_narrow:
-        shapes.append(text(places.tokens[0], 14, "tokens of the prompt", size=12, fill=FAINT))
-        shapes.append(text(places.seconds[0], 14, "time to first token", size=12, fill=FAINT))
-    rows = Drawing(tuple(shapes), top + places.row_height * len(outcomes.each))
+        shapes.append(text(layout.tokens[0], 14, "tokens of the prompt", size=12, fill=FAINT))
+        shapes.append(text(layout.seconds[0], 14, "time to first token", size=12, fill=FAINT))
+    rows = Drawing(tuple(shapes), top + layout.row_height * len(outcomes.each))
     said = f"{outcomes.reused_tokens:,} of {outcomes.prompt_tokens:,} prompt tokens reused"
     return stack([heading(sheet, "Requests", said), legend(sheet, _keys(outcomes)), rows], 8)
 
@@ -72,8 +72,8 @@ def _times(outcome: RequestOutcome) -> list[float]:
     return [outcome.first_token_seconds, *([outcome.plain.first_token_seconds] if outcome.plain else [])]
 
 
-def _words(
-    sheet: Sheet, places: Places, y: float, outcome: RequestOutcome, most_tokens: float, longest: float
+def _labels(
+    sheet: Sheet, layout: BarLayout, y: float, outcome: RequestOutcome, most_tokens: float, longest: float
 ) -> list[str]:
     """The request's name, its tokens and its speed: around its bars, or above them."""
     tokens = f"{outcome.reused_tokens:,} / {outcome.prompt_tokens:,}"
@@ -84,8 +84,8 @@ def _words(
             text(sheet.margin, y + 12, outcome.who, size=12, bold=True),
             text(sheet.right, y + 12, beside, size=12, fill=FAINT, anchor="end"),
         ]
-    (x, _, width), (times_x, _, times_width) = places.tokens, places.seconds
-    middle = y + places.row_height / 2 + 4
+    (x, _, width), (times_x, _, times_width) = layout.tokens, layout.seconds
+    middle = y + layout.row_height / 2 + 4
     end, times_end = (width * outcome.prompt_tokens / most_tokens, times_width * max(_times(outcome)) / longest)
     return [
         text(x - 12, middle, outcome.who, size=12, anchor="end"),
@@ -94,14 +94,14 @@ def _words(
     ]
 
 
-def _tokens(places: Places, y: float, outcome: RequestOutcome, most_tokens: float) -> list[str]:
-    x, below, width = places.tokens
+def _tokens(layout: BarLayout, y: float, outcome: RequestOutcome, most_tokens: float) -> list[str]:
+    x, below, width = layout.tokens
     reused, computed, stored = (
         width * tokens / most_tokens
         for tokens in (outcome.reused_tokens, outcome.computed_tokens, outcome.stored_tokens)
     )
     tip = f"{outcome.who}: {outcome.reused_tokens:,} reused, {outcome.computed_tokens:,} computed"
-    top, height = y + below, places.bar_height
+    top, height = y + below, layout.bar_height
     shapes = [
         rect(x, top, reused, height, REUSED, kind="reused", tip=tip),
         rect(x + reused, top, computed, height, COMPUTED, kind="computed", tip=tip),
@@ -112,10 +112,10 @@ def _tokens(places: Places, y: float, outcome: RequestOutcome, most_tokens: floa
     return shapes
 
 
-def _seconds(places: Places, y: float, outcome: RequestOutcome, longest: float) -> list[str]:
-    x, below, width = places.seconds
+def _seconds(layout: BarLayout, y: float, outcome: RequestOutcome, longest: float) -> list[str]:
+    x, below, width = layout.seconds
     times = _times(outcome)
-    thick = places.bar_height / len(times)
+    thick = layout.bar_height / len(times)
     return [
         rect(
             x, y + below + number * thick, max(1, width * seconds / longest), thick, fill,
