@@ -69,6 +69,12 @@ def test_what_follows_a_hit_is_one_forward(name: str) -> None:
         assert check(weave, ids) == [20] + [1] * (NEW_TOKENS - 1)
 
 
+def test_what_is_left_may_be_longer_than_what_was_found() -> None:
+    with KVWeave(model_of("llama"), "32MiB", rows=8, max_tokens=512) as weave:
+        weave.remember(prompt(16))
+        assert check(weave, torch.cat([prompt(16), prompt(40, seed=1)], dim=1))[0] == 40
+
+
 @pytest.mark.parametrize("name", SIX)
 def test_cold_prompts_of_one_length_are_one_forward_and_found_again(name: str) -> None:
     ids = torch.cat([prompt(64, seed) for seed in range(3)])

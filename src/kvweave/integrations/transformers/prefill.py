@@ -52,7 +52,7 @@ class OpenRow:
         return len(self.prompt.tokens) - self.sequence.length
 
     @property
-    def is_seen(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether what is left is tokens only, and nobody wants to look on the way."""
         images, length = self.prompt.images, self.sequence.length
         return not any(point > length for point in self.points) and not (images and length < images.end)
@@ -61,7 +61,7 @@ class OpenRow:
 def is_last_piece(core: Cache, served: Served, rows: SequenceOf[OpenRow], pieces: Pieces) -> bool:
     """Whether `generate` is to compute all that is left of these rows, in its first forward; at the least one token."""
     left, sequences = rows[0].left, [row.sequence for row in rows]
-    if any(row.left != left or not row.is_seen for row in rows):
+    if any(row.left != left or not row.is_plain for row in rows):
         return False
     if left == 1:
         return True
