@@ -113,10 +113,11 @@ def test_prompts_share_what_they_start_with_and_answers_are_shown(kvweave: Kvwea
 
 
 def test_a_chat_reads_lines_through_a_pipe_until_it_is_quit(kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello, who are you?\n\nand what do you keep?\n/quit\nnot heard\n"))
+    first = "hello, who are you, and how many of the tokens that I say are so many that you keep a state of them?"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{first}\n\nand what do you keep?\n/quit\nnot heard\n"))
     run = kvweave(*QWEN, "--chat", "--compare")
     assert run.code == 0, run.err
-    assert "you> hello, who are you?" in run.out
+    assert f"you> {first}" in run.out
     assert "not heard" not in run.out
     said = [line for line in run.out.splitlines() if "prompt tokens reused, first token after" in line]
     assert len(said) == 2
