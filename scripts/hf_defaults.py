@@ -16,9 +16,13 @@ HF = Path(__file__).parents[1] / "src" / "kvweave" / "spec" / "hf"
 SKIPPED = re.compile(r"vision|audio|speech|video|encoder|image|qformer|vit|codec|wav|decoder_config|talker")
 
 
+NOT_CACHES = {"encoders.py", "parameters.py"}
+"""They ask what a config itself says: whether it is an encoder's, how many weights it has."""
+
+
 def asked_fields() -> set[str]:
-    """Every quoted name in the reader's sources."""
-    text = "".join(path.read_text() for path in sorted(HF.glob("*.py")))
+    """Every quoted name in the sources of the reader of caches."""
+    text = "".join(path.read_text() for path in sorted(HF.glob("*.py")) if path.name not in NOT_CACHES)
     return set(re.findall(r'"([a-zA-Z0-9_]+)"', text)) - {"model_type", "layer_types", "dtype", "torch_dtype"}
 
 

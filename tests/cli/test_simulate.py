@@ -66,7 +66,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(kvweave: Kvweave, trace:
     path = tmp_path / "report.html"
     assert kvweave("simulate", str(trace), *ASK, "--memory", "4GiB", "--report", str(path)).code == 0
     page = path.read_text(encoding="utf-8")
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 8, "four pictures, wide and narrow"
     assert not re.search(r'(?:src|href)="|@import|url\(', page)
     data = re.search(r'<script type="application/json" id="simulation">(.*?)</script>', page, re.DOTALL)
     assert data is not None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvweave
 from kvweave import Cache, make_plan
 from kvweave.cache import Sequence
 from kvweave.errors import ConfigError, NeverFits
@@ -20,7 +21,7 @@ from kvweave.prefix import Retention
 from kvweave.spec import ModelSpec
 from kvweave.spec.hf import from_config
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(kvweave.__file__).parent / "examples"
 NAMES = (
     "gemma-3-27b", "gpt-oss-120b", "qwen3-next-80b", "deepseek-v4-flash", "llama-4-scout",
     "inkling", "mimo-v2-flash",  # with Gemma 3: several pages of a window share a super-page, and scatter
