@@ -33,7 +33,7 @@ def interrupted(after_s: float) -> Iterator[None]:
         raise Interrupt
 
     before = signal.signal(signal.SIGALRM, strike)
-    signal.setitimer(signal.ITIMER_REAL, after_s)
+    signal.setitimer(signal.ITIMER_REAL, after_s, 0.5)  # again, where the first was lost in a destructor
     try:
         yield
     except Interrupt:
