@@ -2,7 +2,7 @@
 
 - the core (`COMPILED`): some thirty Python files, through mypyc to one C file. Of 40 seconds of one core, mypy takes 13
   and the C compiler 20;
-- `NATIVE`: small C files, for what touches every byte of the host's memory or every token of a list, and for CUDA's
+- `NATIVE`: small C files, for what touches every byte of the host's memory, every page of a run or token of a list, and for CUDA's
   driver, for which Python does not stand in.
 
 Without a C compiler, or with KVWEAVE_PURE=1, the wheel is pure Python. A line of the build (`pip install -v`)
@@ -22,7 +22,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 COMPILED = ("pool", "prefix", "table", "cache")
-NATIVE = ("prefix", "copying", "store", "transfer", "attention")
+NATIVE = ("pool", "prefix", "copying", "store", "transfer", "attention")
 BUILDS = {"bdist_wheel", "build", "build_ext", "editable_wheel", "install"}
 """The commands that need the extensions; pip runs this file twice more, for metadata alone."""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvweave.cache import Cache, Copy, Sequence
 from kvweave.pool import NULL, PagedGroup, PagePool
-from kvweave.pool.pages import TREE
+from kvweave.pool.holders import TREE
 from kvweave.prefix import Node
 
 GARBAGE = -1
@@ -263,7 +263,7 @@ def _check_group(cache: Cache, group: PagedGroup, pool: PagePool, pins: list[Any
     assert len(cached) == state.prefix.num_cached[group.number], f"{tag}: {len(cached)} pages are cached"
     held: Counter[int] = Counter()
     for row, sequence in state.by_row.items():
-        held.update(table.held(row).tolist())
+        held.update(page for page in table.held(row).tolist() if page)
         held.update(page for _, run in sequence.parked.get(group.number, ()) for page in run.tolist())
         if group.is_state:
             nth = state.states.index(group)

@@ -82,7 +82,7 @@ def test_a_page_that_two_rows_release_in_one_call_loses_both_references() -> Non
     pool = window_pool()
     pages, window = pool.allocate("window", 3), pool.groups["window"]
     window.share(pages[:1])
-    assert sorted(window.release(pages[[0, 1, 0]], may_repeat=True).tolist()) == sorted(pages[:2].tolist())
+    assert sorted(window.release(pages[[0, 1, 0]]).tolist()) == sorted(pages[:2].tolist())
     assert window.holders.sum() == window.holders[pages[2]] == 1
 
 
@@ -148,7 +148,7 @@ def test_a_page_that_several_rows_release_at_once_becomes_evictable_once() -> No
     pages, window = pool.allocate("window", 1), pool.groups["window"]
     window.share(pages)
     window.enter_cache(pages)
-    assert window.release(pages[[0, 0]], may_repeat=True).tolist() == []
+    assert window.release(pages[[0, 0]]).tolist() == []
     assert window.num_evictable == 1
 
 

@@ -165,7 +165,7 @@ class PageAllocator:
         spread, slots = _spread(rows, first, passed)
         pages = table.pages[spread, slots]
         table.write_many(spread, slots, np.zeros(len(slots), np.int32))
-        self.state.release(group, pages, may_repeat=True)
+        self.state.release(group, pages)
 
     def _reclaim(self) -> None:
         """Let every sequence hold no more than its next token needs."""

@@ -399,9 +399,7 @@ class Cache:
     def publish(self) -> None:
         """Put everything committed into the tree now; whoever opens a prompt has what it needs published anyway."""
         self._check_thread()
-        for sequence in list(self._state.by_row.values()):
-            self._publisher.publish(sequence)
-            self._state.set_next_event(sequence)
+        self._publisher.publish_all()
 
     def reset(self) -> None:
         """Forget all that is cached; sequences and pins must be gone."""

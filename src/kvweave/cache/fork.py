@@ -11,7 +11,7 @@ from kvweave.cache.sequence import FIELDS, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.errors import CannotTruncate, NotSettled
-from kvweave.pool import NULL, Ids, PagedGroup
+from kvweave.pool import Ids, PagedGroup
 
 
 class Forks:
@@ -115,7 +115,7 @@ class Forks:
             shared = int(table.published[source]) if group.is_full else length // group.slot_tokens
         pages = table.pages[source, :blocks].copy()
         if group.is_window:
-            state.share(group, pages[:shared][pages[:shared] != NULL])
+            state.share(group, pages[:shared])
         if blocks > shared:
             fresh = state.allocate(group, blocks - shared)
             for src, dst in zip(pages[shared:].tolist(), fresh.tolist(), strict=True):
@@ -189,7 +189,7 @@ class Forks:
             pages: Ids = table.pages[row, keep:blocks].copy()
             table.erase(row, keep, blocks)
             table.blocks[row] = min(keep, blocks)
-            state.release(group, pages[pages != NULL])
+            state.release(group, pages)
         sequence.num_prompt = state.counters.prompts[row] = min(sequence.num_prompt, length)
         self.cut(sequence, length)
 

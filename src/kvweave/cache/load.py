@@ -8,7 +8,7 @@ from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
-from kvweave.pool import NULL, Ids, PagedGroup
+from kvweave.pool import Ids, PagedGroup
 from kvweave.prefix import Node, Point, Tokens
 from kvweave.prefix.tree import Match
 
@@ -69,7 +69,7 @@ class Loader:
     def _set_counters(self, sequence: Sequence, position: int) -> None:
         state, row = self.state, sequence.row
         counters = state.counters
-        counters.lengths[row] = counters.committed[row] = counters.step_start[row] = position
+        counters.lengths[row] = counters.committed[row] = counters.findable[row] = counters.step_start[row] = position
         counters.drafts[row], counters.prompts[row] = 0, sequence.num_prompt
         state.set_next_stop(sequence)
         state.set_next_event(sequence)
@@ -93,8 +93,7 @@ class Loader:
         if group.is_full:
             table.published[row] = blocks
         else:
-            named = table.pages[row, :blocks]
-            self.state.share(group, named[named != NULL])
+            self.state.share(group, table.pages[row, :blocks])
 
     def leave_row(self, sequence: Sequence) -> None:
         """Let go of all pages that a row holds, and of the states of its hit."""
@@ -182,5 +181,5 @@ class Loader:
             if passed > old:
                 pages = table.pages[row, old:passed].copy()
                 table.erase(row, old, passed)
-                state.release(group, pages[pages != NULL])
+                state.release(group, pages)
             table.first[row] = first

@@ -83,6 +83,15 @@ class Publisher:
 
     # ---- publish
 
+    def publish_all(self) -> None:
+        """Publish every sequence that has more than others can find."""
+        state, counters = self.state, self.state.counters
+        for row in np.flatnonzero(counters.committed - counters.findable >= state.grid).tolist():
+            sequence = state.by_row.get(row)
+            if sequence is not None and (sequence.snapshots or not state.states):
+                self.publish(sequence)
+                state.set_next_event(sequence)
+
     def publish(self, sequence: Sequence, *, without_point: bool = False) -> None:
         """Put what is committed into the tree, up to the last resume point; or all of it, `without_point` there."""
         state, start = self.state, sequence.node.end
@@ -94,6 +103,7 @@ class Publisher:
             return
         self.leave(sequence)
         self._lead_to(sequence, end, points, self._held_pages(sequence))
+        state.counters.findable[sequence.row] = end
         self.stand(sequence)
         state.release_parked(sequence)
         for group in state.full:

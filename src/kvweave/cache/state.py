@@ -24,8 +24,8 @@ class RowCounters:
     length up to which `extend` has nothing to do but to count; `next_stop`: the first length at which it has to do
     with states. `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at
     which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that it
-    needs are not let go. `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected.
-    `prompts`: lengths of the prompts.
+    needs are not let go. `findable`: tokens that are in the tree. `step_start`: the length before the last step.
+    `drafts`: tokens of it that may be rejected. `prompts`: lengths of the prompts.
     """
 
     NAMES = (
@@ -36,6 +36,7 @@ class RowCounters:
         "next_event",
         "next_point",
         "hold",
+        "findable",
         "step_start",
         "drafts",
         "prompts",
@@ -49,6 +50,7 @@ class RowCounters:
         self.next_event: Counts = np.zeros(rows, np.int64)
         self.next_point: Counts = np.zeros(rows, np.int64)
         self.hold: Counts = np.zeros(rows, np.int64)
+        self.findable: Counts = np.zeros(rows, np.int64)
         self.step_start: Counts = np.zeros(rows, np.int64)
         self.drafts: Counts = np.zeros(rows, np.int64)
         self.prompts: Counts = np.zeros(rows, np.int64)
@@ -253,11 +255,11 @@ class CacheState:
             if pool:
                 pool.free_one(group.tag, page)
 
-    def release(self, group: PagedGroup, pages: Ids, may_repeat: bool = False) -> None:
-        """Tables let go of pages that they held, without NULLs; those that nobody else holds are free."""
+    def release(self, group: PagedGroup, pages: Ids) -> None:
+        """Tables let go of pages that they held, of windows NULLs among them; those that nobody else holds are free."""
         pool = self.pool_of[group.number]
         if pool and len(pages):
-            pool.free(group.tag, pool.groups[group.tag].release(pages, may_repeat) if group.is_window else pages)
+            pool.free(group.tag, pool.groups[group.tag].release(pages) if group.is_window else pages)
 
     def release_parked(self, sequence: Sequence) -> None:
         """Points that were not published yet need pages no more."""
@@ -266,7 +268,7 @@ class CacheState:
         sequence.parked = {}
 
     def share(self, group: PagedGroup, pages: Ids) -> None:
-        """A table names pages of a window that others hold, without NULLs."""
+        """A table names pages of a window that others hold; NULLs are passed over."""
         pool = self.pool_of[group.number]
         if pool and len(pages):
             pool.groups[group.tag].share(pages)

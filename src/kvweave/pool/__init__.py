@@ -1,7 +1,8 @@
 """WHO holds a page: free stacks, counted references, super-pages that move between groups."""
 
 from kvweave.pool.group import PagedGroup
+from kvweave.pool.holders import Ids
 from kvweave.pool.page_pool import PagePool
-from kvweave.pool.pages import NULL, GroupPages, Ids, PageStack
+from kvweave.pool.pages import NULL, GroupPages, PageStack
 
 __all__ = ["NULL", "GroupPages", "Ids", "PagePool", "PageStack", "PagedGroup"]

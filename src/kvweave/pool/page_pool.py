@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kvweave.plan import Group, Pool
-from kvweave.pool.pages import GroupPages, Ids, PageStack
+from kvweave.pool.holders import Ids
+from kvweave.pool.pages import GroupPages, PageStack
 
 Wanted = Mapping[str, int]
 """Pages by tag."""

@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.plan import Group
+from kvweave.pool import holders
+from kvweave.pool.holders import NAMES, Ids
 
-Ids = NDArray[np.int32]
 NULL = 0
-TREE = 1 << 32
-NAMES = TREE - 1
 
 
 class PageStack:
@@ -70,10 +69,8 @@ class PageStack:
 class GroupPages:
     """The pages of one group in its pool.
 
-    Where pages are shared one by one (windows: `counts_holders`), `holders` counts two kinds of holders in one number,
-    for they are always asked together: the block tables and pins that name a page, and, times `TREE`, the runs of the
-    prefix tree that hold it (several, where prompts part inside a grid block). Other pages have one owner. Pages of the
-    tree that nobody else names or needs are `num_evictable`.
+    Where pages are shared one by one (windows: `counts_holders`), `holders` counts who holds each (see `holders.py`).
+    Other pages have one owner. Pages of the tree that nobody else names or needs are `num_evictable`.
 
     Where a page is a whole super-page (`is_whole`), its free ones are the pool's.
     """
@@ -95,47 +92,29 @@ class GroupPages:
         """Super-pages it lacks to have `count` free pages."""
         return max(0, -(-(count - self.free.size) // self.per_superpage))
 
-    # ---- shared page by page: windows
+    # ---- shared page by page: windows. NULLs are passed over
 
     def share(self, pages: Ids) -> None:
         """One more table names each of `pages`."""
-        holders = self.holders[pages]
-        self.holders[pages] = holders + 1
-        unnamed = pages[holders & NAMES == 0]
-        if len(unnamed):
-            self.count_evictable(unnamed, -1)
+        self.num_evictable -= holders.share(self.holders, pages, self.evictable_in, self.per_superpage)
 
     def enter_cache(self, pages: Ids) -> int:
         """The tree holds `pages` too, which tables name; returns how many of them it did not hold before."""
-        holders = self.holders[pages]
-        self.holders[pages] = holders + TREE
-        return int(np.count_nonzero(holders < TREE))
+        return holders.enter(self.holders, pages, self.evictable_in, self.per_superpage)
 
-    def release(self, pages: Ids, may_repeat: bool = False) -> Ids:
-        """Tables let go of `pages`, each once, or as often as it is in there; returns those that nobody holds now."""
-        holders = self.holders[pages] - 1
-        if may_repeat and np.count_nonzero(holders):
-            np.subtract.at(self.holders, pages, 1)
-            pages = np.unique(pages)
-            holders = self.holders[pages]
-        else:
-            self.holders[pages] = holders
-        if not np.count_nonzero(holders):
-            return pages
-        in_tree = pages[(holders & NAMES == 0) & (holders > 0)]
-        if len(in_tree):
-            self.count_evictable(in_tree, 1)
-        gone: Ids = pages[holders == 0]
-        return gone
+    def release(self, pages: Ids) -> Ids:
+        """Tables let go of `pages`, of each as often as it is in there; returns those that nobody holds now."""
+        out = np.empty(len(pages), np.int32)
+        num_gone, num_unnamed = holders.release(self.holders, pages, self.evictable_in, self.per_superpage, out)
+        self.num_evictable += num_unnamed
+        return out[:num_gone]
 
     def leave_cache(self, pages: Ids) -> tuple[Ids, int]:
-        """The tree lets go of `pages`, each once; returns those that nobody holds now, and how many left the tree."""
-        holders = self.holders[pages] - TREE
-        self.holders[pages] = holders
-        gone: Ids = pages[holders == 0]
-        if len(gone):
-            self.count_evictable(gone, -1)
-        return gone, int(np.count_nonzero(holders < TREE))
+        """The tree lets go of `pages`; returns those that nobody holds now, and how many left the tree."""
+        out = np.empty(len(pages), np.int32)
+        num_gone, num_left = holders.leave(self.holders, pages, self.evictable_in, self.per_superpage, out)
+        self.num_evictable -= num_gone
+        return out[:num_gone], num_left
 
     def is_shared(self, page: int) -> bool:
         """Whether a page that a table names has another holder."""

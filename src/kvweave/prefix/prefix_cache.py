@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvweave.pool import NULL, GroupPages, Ids, PagedGroup, PagePool
+from kvweave.pool import GroupPages, Ids, PagedGroup, PagePool
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
@@ -184,7 +184,7 @@ class PrefixCache:
             if not node.pins:
                 self._pages(group).count_evictable(pages[group.number], 1)
         for group in self.tree.windows:
-            self._enter_windows(group, pages[group.number][pages[group.number] != NULL])
+            self._enter_windows(group, pages[group.number])
 
     def fill(self, node: Node, group: PagedGroup, first: int, pages: Ids) -> None:
         """Put a window's pages into gaps of a run, from block `first` on; whose they were holds them too."""
@@ -471,7 +471,7 @@ class PrefixCache:
             self._pool(group).free(group.tag, gone)
             self.num_evicted[group.number] += len(gone)
         for group in self.tree.windows:
-            self._leave_windows(group, pages[group.number][pages[group.number] != NULL])
+            self._leave_windows(group, pages[group.number])
 
     def clear(self) -> None:
         """Forget everything; nobody may hold anything."""

@@ -116,11 +116,9 @@ class BlockTable:
         return np.where(pages[:, None] == NULL, np.int32(NULL), ids)
 
     def held(self, row: int) -> Ids:
-        """The pages that a row holds itself, without NULLs: of windows and states all it names, of full groups those
-        that are not in the tree."""
-        start = int(self.published[row]) if self.group.is_full else 0
-        pages = self.pages[row, start : int(self.blocks[row])]
-        held: Ids = pages[pages != NULL]
+        """The pages that a row holds itself: of full groups those that are not in the tree, of windows and states all
+        it names, NULLs among them. A view."""
+        held: Ids = self.pages[row, int(self.published[row]) if self.group.is_full else 0 : int(self.blocks[row])]
         return held
 
     def slots(self, rows: Counts, positions: Counts, cp_rank: int) -> Counts:

@@ -1,0 +1,89 @@
+"""Who holds each page of a window, counted for many pages in one call: in C, or in numpy where it was not compiled.
+
+A page's count is one number for two kinds of holders, since they are always asked together: the block tables and pins
+that name it, and, times `TREE`, the runs of the prefix tree that hold it. Pages in the tree that nobody names are
+evictable; `evictable_in` counts them by super-page (it is empty where a page is a whole super-page). NULL pages are
+passed over, and a page may be there several times.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["NAMES", "TREE", "Ids", "NumpyHolders", "enter", "leave", "release", "share"]
+
+Ids = NDArray[np.int32]
+Counts = NDArray[np.int64]
+TREE = 1 << 32
+NAMES = TREE - 1
+
+
+class NumpyHolders:
+    """The functions of `_native`, for machines without a C compiler, and for tests to compare with."""
+
+    @staticmethod
+    def share(holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int) -> int:
+        """One more table names each of `pages`; returns how many of them nobody named before."""
+        pages = pages[pages > 0]
+        unnamed = np.unique(pages[holders[pages] & NAMES == 0])
+        np.add.at(holders, pages, 1)
+        _count(evictable_in, unnamed, per_superpage, -1)
+        return len(unnamed)
+
+    @staticmethod
+    def enter(holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int) -> int:
+        """The tree holds `pages` too, which tables name; returns how many of them it did not hold before."""
+        pages = pages[pages > 0]
+        entered = np.unique(pages[holders[pages] < TREE])
+        np.add.at(holders, pages, TREE)
+        return len(entered)
+
+    @staticmethod
+    def release(
+        holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int, out: Ids
+    ) -> tuple[int, int]:
+        """A table lets go of each of `pages`; `out` gets those that nobody holds now. Returns how many these are, and
+        how many the tree alone holds now."""
+        pages = pages[pages > 0]
+        np.subtract.at(holders, pages, 1)
+        last = _last_mentions(pages)
+        left = holders[last]
+        unnamed = last[(left & NAMES == 0) & (left > 0)]
+        _count(evictable_in, unnamed, per_superpage, 1)
+        return _put(out, last[left == 0]), len(unnamed)
+
+    @staticmethod
+    def leave(holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int, out: Ids) -> tuple[int, int]:
+        """The tree lets go of each of `pages`; `out` gets those that nobody holds now. Returns how many these are, and
+        how many the tree does not hold any more."""
+        pages = pages[pages > 0]
+        np.subtract.at(holders, pages, TREE)
+        last = _last_mentions(pages)
+        gone = last[holders[last] == 0]
+        _count(evictable_in, gone, per_superpage, -1)
+        return _put(out, gone), int(np.count_nonzero(holders[last] < TREE))
+
+
+def _last_mentions(pages: Ids) -> Ids:
+    """Each page once, in the order in which they are mentioned for the last time."""
+    _, at = np.unique(pages[::-1], return_index=True)
+    last: Ids = pages[np.sort(len(pages) - 1 - at)]
+    return last
+
+
+def _count(evictable_in: Counts, pages: Ids, per_superpage: int, sign: int) -> None:
+    if len(evictable_in):
+        np.add.at(evictable_in, pages // per_superpage, sign)
+
+
+def _put(out: Ids, pages: Ids) -> int:
+    out[: len(pages)] = pages
+    return len(pages)
+
+
+try:
+    from kvweave.pool._native import enter, leave, release, share
+except ImportError:  # no C compiler was there
+    share, enter = NumpyHolders.share, NumpyHolders.enter
+    release, leave = NumpyHolders.release, NumpyHolders.leave

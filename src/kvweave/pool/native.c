@@ -1,0 +1,155 @@
+/* Counts who holds the pages of a window, many pages in one call. `holders.py` says what each function does. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#define TREE (INT64_C(1) << 32)
+#define NAMES (TREE - 1)
+
+/* The arguments that all functions have: counts by page, pages, counts by super-page (or none), pages of a super-page. */
+typedef struct {
+    Py_buffer holders, pages, evictable, out;
+    Py_ssize_t size;
+} Call;
+
+static inline void count_evictable(const Call *call, int32_t page, int64_t sign)
+{
+    if (call->evictable.len)
+        ((int64_t *)call->evictable.buf)[page / call->size] += sign;
+}
+
+static void end(Call *call)
+{
+    PyBuffer_Release(&call->holders);
+    PyBuffer_Release(&call->pages);
+    PyBuffer_Release(&call->evictable);
+    PyBuffer_Release(&call->out);
+}
+
+/* Every page has a counter, every counter a place: checked here, so that no loop has to. */
+static int check(Call *call, int has_out)
+{
+    const int32_t *pages = call->pages.buf;
+    Py_ssize_t count = call->pages.len / 4, most = call->holders.len / 8;
+    int fits = call->size > 0 && (!has_out || call->out.len >= call->pages.len);
+    for (Py_ssize_t i = 0; i < count; i++)
+        fits &= pages[i] >= 0 && pages[i] < most;
+    if (fits && call->evictable.len && (most - 1) / call->size >= call->evictable.len / 8)
+        fits = 0;
+    if (!fits)
+        PyErr_SetString(PyExc_IndexError, "a page has no counter");
+    return fits;
+}
+
+static int begin(PyObject *args, Call *call, int has_out)
+{
+    memset(call, 0, sizeof *call);
+    int parsed = has_out ? PyArg_ParseTuple(args, "w*y*w*nw*", &call->holders, &call->pages, &call->evictable,
+                                            &call->size, &call->out)
+                         : PyArg_ParseTuple(args, "w*y*w*n", &call->holders, &call->pages, &call->evictable, &call->size);
+    if (parsed && check(call, has_out))
+        return 1;
+    if (parsed)
+        end(call);
+    return 0;
+}
+
+static PyObject *share(PyObject *self, PyObject *args)
+{
+    Call call;
+    (void)self;
+    if (!begin(args, &call, 0))
+        return NULL;
+    int64_t *holders = call.holders.buf;
+    const int32_t *pages = call.pages.buf;
+    Py_ssize_t count = call.pages.len / 4, unnamed = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (pages[i] && !(holders[pages[i]]++ & NAMES)) {
+            count_evictable(&call, pages[i], -1);
+            unnamed++;
+        }
+    end(&call);
+    return PyLong_FromSsize_t(unnamed);
+}
+
+static PyObject *enter(PyObject *self, PyObject *args)
+{
+    Call call;
+    (void)self;
+    if (!begin(args, &call, 0))
+        return NULL;
+    int64_t *holders = call.holders.buf;
+    const int32_t *pages = call.pages.buf;
+    Py_ssize_t count = call.pages.len / 4, entered = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (pages[i]) {
+            entered += holders[pages[i]] < TREE;
+            holders[pages[i]] += TREE;
+        }
+    end(&call);
+    return PyLong_FromSsize_t(entered);
+}
+
+static PyObject *release(PyObject *self, PyObject *args)
+{
+    Call call;
+    (void)self;
+    if (!begin(args, &call, 1))
+        return NULL;
+    int64_t *holders = call.holders.buf;
+    const int32_t *pages = call.pages.buf;
+    int32_t *out = call.out.buf;
+    Py_ssize_t count = call.pages.len / 4, gone = 0, unnamed = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!pages[i])
+            continue;
+        int64_t left = --holders[pages[i]];
+        if (!left)
+            out[gone++] = pages[i];
+        else if (!(left & NAMES)) {
+            count_evictable(&call, pages[i], 1);
+            unnamed++;
+        }
+    }
+    end(&call);
+    return Py_BuildValue("nn", gone, unnamed);
+}
+
+static PyObject *leave(PyObject *self, PyObject *args)
+{
+    Call call;
+    (void)self;
+    if (!begin(args, &call, 1))
+        return NULL;
+    int64_t *holders = call.holders.buf;
+    const int32_t *pages = call.pages.buf;
+    int32_t *out = call.out.buf;
+    Py_ssize_t count = call.pages.len / 4, gone = 0, left_tree = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!pages[i])
+            continue;
+        int64_t left = holders[pages[i]] -= TREE;
+        left_tree += left < TREE;
+        if (!left) {
+            out[gone++] = pages[i];
+            count_evictable(&call, pages[i], -1);
+        }
+    }
+    end(&call);
+    return Py_BuildValue("nn", gone, left_tree);
+}
+
+static PyMethodDef methods[] = {
+    {"share", share, METH_VARARGS, "share(holders, pages, evictable_in, per_superpage) -> newly named"},
+    {"enter", enter, METH_VARARGS, "enter(holders, pages, evictable_in, per_superpage) -> newly in the tree"},
+    {"release", release, METH_VARARGS, "release(holders, pages, evictable_in, per_superpage, out) -> gone, unnamed"},
+    {"leave", leave, METH_VARARGS, "leave(holders, pages, evictable_in, per_superpage, out) -> gone, left"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModule_Create(&module);
+}

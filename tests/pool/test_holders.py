@@ -1,0 +1,77 @@
+"""Holders of pages counted in C equal those counted in numpy, whatever the pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.pool.holders import NAMES, TREE, NumpyHolders
+
+native = pytest.importorskip("kvweave.pool._native", reason="the part in C was not compiled")
+
+SIZE = 4
+PAGES = 24
+Runs = list[tuple[str, list[int]]]
+runs = st.lists(
+    st.tuples(st.sampled_from(["share", "enter", "release", "leave"]), st.lists(st.integers(0, PAGES - 1), max_size=9)),
+    max_size=30,
+)
+
+
+class Side:
+    """Counts of one implementation, and pages that became free, in order."""
+
+    def __init__(self, functions: object, per_superpage: int) -> None:
+        self.functions, self.size = functions, per_superpage
+        self.holders = np.ones(PAGES, np.int64)  # each was allocated for a table
+        self.holders[0] = 0
+        self.evictable_in = np.zeros(PAGES // SIZE if per_superpage > 1 else 0, np.int64)
+
+    def run(self, name: str, pages: list[int]) -> tuple[object, ...]:
+        given = np.array(pages, np.int32)
+        outs = [np.full(len(given), -1, np.int32)] if name in ("release", "leave") else []
+        found = getattr(self.functions, name)(self.holders, given, self.evictable_in, self.size, *outs)
+        gone = outs[0][: found[0]].tolist() if outs else []
+        return found, gone, self.holders.tolist(), self.evictable_in.tolist()
+
+
+def possible(name: str, pages: list[int], holders: np.ndarray) -> list[int]:
+    """Those of `pages` whose holders can be asked for it: nobody lets go of what it does not hold, and the tree takes
+    only what tables name."""
+    left, fine = {page: int(holders[page]) for page in pages}, []
+    for page in pages:
+        enough = {"share": left[page], "enter": left[page] & NAMES, "release": left[page] & NAMES, "leave": left[page] >= TREE}
+        if page == 0 or enough[name]:
+            left[page] += {"share": 1, "enter": TREE, "release": -1, "leave": -TREE}[name]
+            fine.append(page)
+    return fine
+
+
+@given(runs, st.sampled_from([1, SIZE]))
+def test_counts_in_c_and_in_numpy_are_equal_after_any_calls(calls: Runs, per_superpage: int) -> None:
+    ours, oracle = Side(native, per_superpage), Side(NumpyHolders, per_superpage)
+    for name, pages in calls:
+        fine = possible(name, pages, oracle.holders)
+        assert ours.run(name, fine) == oracle.run(name, fine)
+
+
+def test_evictable_pages_are_those_that_the_tree_alone_holds() -> None:
+    for functions in (native, NumpyHolders):
+        side = Side(functions, SIZE)
+        assert side.run("enter", [5, 6])[0] == 2
+        assert side.run("release", [5, 0, 6, 7])[:2] == ((1, 2), [7])
+        assert side.evictable_in.tolist() == [0, 2, 0, 0, 0, 0]
+        assert side.run("share", [6])[0] == 1
+        assert side.run("leave", [5, 6])[:2] == ((1, 2), [5])
+        assert side.evictable_in.tolist() == [0, 0, 0, 0, 0, 0]
+        assert side.holders[[5, 6, 7]].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("pages", [[PAGES], [-1], [2, 1000]])
+def test_a_page_without_a_counter_is_an_index_error_and_counts_nothing(pages: list[int]) -> None:
+    side = Side(native, SIZE)
+    with pytest.raises(IndexError, match="no counter"):
+        side.run("share", pages)
+    assert side.holders.sum() == PAGES - 1
