@@ -2,8 +2,8 @@
 
 - the core (`COMPILED`): some thirty Python files, through mypyc to one C file. Of 40 seconds of one core, mypy takes 13
   and the C compiler 20;
-- `NATIVE`: small C files, for what touches every byte of the host's memory, every page of a run or token of a list, and for CUDA's
-  driver, for which Python does not stand in.
+- `NATIVE`: small C files, for what touches every byte of the host's memory, every page of a run or every token of a
+  list, and for CUDA's driver, for which Python does not stand in.
 
 Without a C compiler, or with KVWEAVE_PURE=1, the wheel is pure Python. A line of the build (`pip install -v`)
 says so, and so does `kvweave --version`. In an editable install the core's files are interpreted as they are.

@@ -32,7 +32,8 @@ class Side:
     def run(self, name: str, pages: list[int]) -> tuple[object, ...]:
         given = np.array(pages, np.int32)
         outs = [np.full(len(given), -1, np.int32)] if name in ("release", "leave") else []
-        found = getattr(self.functions, name)(self.holders, given, self.evictable_in, self.size, *outs)
+        more = [] if name == "enter" else [self.evictable_in, self.size]
+        found = getattr(self.functions, name)(self.holders, given, *more, *outs)
         gone = outs[0][: found[0]].tolist() if outs else []
         return found, gone, self.holders.tolist(), self.evictable_in.tolist()
 
@@ -42,7 +43,8 @@ def possible(name: str, pages: list[int], holders: np.ndarray) -> list[int]:
     only what tables name."""
     left, fine = {page: int(holders[page]) for page in pages}, []
     for page in pages:
-        enough = {"share": left[page], "enter": left[page] & NAMES, "release": left[page] & NAMES, "leave": left[page] >= TREE}
+        named = left[page] & NAMES
+        enough = {"share": left[page], "enter": named, "release": named, "leave": left[page] >= TREE}
         if page == 0 or enough[name]:
             left[page] += {"share": 1, "enter": TREE, "release": -1, "leave": -TREE}[name]
             fine.append(page)

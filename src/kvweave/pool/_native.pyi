@@ -4,9 +4,7 @@ from numpy.typing import NDArray
 def share(
     holders: NDArray[int64], pages: NDArray[int32], evictable_in: NDArray[int64], per_superpage: int, /
 ) -> int: ...
-def enter(
-    holders: NDArray[int64], pages: NDArray[int32], evictable_in: NDArray[int64], per_superpage: int, /
-) -> int: ...
+def enter(holders: NDArray[int64], pages: NDArray[int32], /) -> int: ...
 def release(
     holders: NDArray[int64],
     pages: NDArray[int32],

@@ -32,7 +32,7 @@ class NumpyHolders:
         return len(unnamed)
 
     @staticmethod
-    def enter(holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int) -> int:
+    def enter(holders: Counts, pages: Ids) -> int:
         """The tree holds `pages` too, which tables name; returns how many of them it did not hold before."""
         pages = pages[pages > 0]
         entered = np.unique(pages[holders[pages] < TREE])
@@ -40,9 +40,7 @@ class NumpyHolders:
         return len(entered)
 
     @staticmethod
-    def release(
-        holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int, out: Ids
-    ) -> tuple[int, int]:
+    def release(holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int, out: Ids) -> tuple[int, int]:
         """A table lets go of each of `pages`; `out` gets those that nobody holds now. Returns how many these are, and
         how many the tree alone holds now."""
         pages = pages[pages > 0]

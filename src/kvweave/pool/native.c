@@ -41,13 +41,13 @@ static int check(Call *call, int has_out)
     return fits;
 }
 
-static int begin(PyObject *args, Call *call, int has_out)
+/* `format` says how many of the arguments a function takes. */
+static int begin(PyObject *args, Call *call, const char *format)
 {
     memset(call, 0, sizeof *call);
-    int parsed = has_out ? PyArg_ParseTuple(args, "w*y*w*nw*", &call->holders, &call->pages, &call->evictable,
-                                            &call->size, &call->out)
-                         : PyArg_ParseTuple(args, "w*y*w*n", &call->holders, &call->pages, &call->evictable, &call->size);
-    if (parsed && check(call, has_out))
+    call->size = 1;
+    int parsed = PyArg_ParseTuple(args, format, &call->holders, &call->pages, &call->evictable, &call->size, &call->out);
+    if (parsed && check(call, strlen(format) > 7))
         return 1;
     if (parsed)
         end(call);
@@ -58,7 +58,7 @@ static PyObject *share(PyObject *self, PyObject *args)
 {
     Call call;
     (void)self;
-    if (!begin(args, &call, 0))
+    if (!begin(args, &call, "w*y*w*n"))
         return NULL;
     int64_t *holders = call.holders.buf;
     const int32_t *pages = call.pages.buf;
@@ -76,7 +76,7 @@ static PyObject *enter(PyObject *self, PyObject *args)
 {
     Call call;
     (void)self;
-    if (!begin(args, &call, 0))
+    if (!begin(args, &call, "w*y*"))
         return NULL;
     int64_t *holders = call.holders.buf;
     const int32_t *pages = call.pages.buf;
@@ -94,7 +94,7 @@ static PyObject *release(PyObject *self, PyObject *args)
 {
     Call call;
     (void)self;
-    if (!begin(args, &call, 1))
+    if (!begin(args, &call, "w*y*w*nw*"))
         return NULL;
     int64_t *holders = call.holders.buf;
     const int32_t *pages = call.pages.buf;
@@ -119,7 +119,7 @@ static PyObject *leave(PyObject *self, PyObject *args)
 {
     Call call;
     (void)self;
-    if (!begin(args, &call, 1))
+    if (!begin(args, &call, "w*y*w*nw*"))
         return NULL;
     int64_t *holders = call.holders.buf;
     const int32_t *pages = call.pages.buf;
@@ -141,7 +141,7 @@ static PyObject *leave(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"share", share, METH_VARARGS, "share(holders, pages, evictable_in, per_superpage) -> newly named"},
-    {"enter", enter, METH_VARARGS, "enter(holders, pages, evictable_in, per_superpage) -> newly in the tree"},
+    {"enter", enter, METH_VARARGS, "enter(holders, pages) -> newly in the tree"},
     {"release", release, METH_VARARGS, "release(holders, pages, evictable_in, per_superpage, out) -> gone, unnamed"},
     {"leave", leave, METH_VARARGS, "leave(holders, pages, evictable_in, per_superpage, out) -> gone, left"},
     {NULL, NULL, 0, NULL},

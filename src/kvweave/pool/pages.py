@@ -100,7 +100,7 @@ class GroupPages:
 
     def enter_cache(self, pages: Ids) -> int:
         """The tree holds `pages` too, which tables name; returns how many of them it did not hold before."""
-        return holders.enter(self.holders, pages, self.evictable_in, self.per_superpage)
+        return holders.enter(self.holders, pages)
 
     def release(self, pages: Ids) -> Ids:
         """Tables let go of `pages`, of each as often as it is in there; returns those that nobody holds now."""
