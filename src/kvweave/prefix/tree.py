@@ -108,8 +108,25 @@ class Tree:
                 break
         if self.states:
             return low
+        if self._has_windows_of(nodes, limit):
+            return limit
         positions = np.arange(low // self.grid + 1, limit // self.grid + 1) * self.grid
         return joint_hit([self._present(group, nodes) for group in self.windows], self.grid, limit, positions) or low
+
+    def _has_windows_of(self, nodes: list[Node], position: int) -> bool:
+        """Whether a path has all window pages that going on from a position needs: a short way to most answers, which
+        leaves heads out."""
+        for group in self.windows:
+            low, high, at = group.first_block(position), position // group.slot_tokens, len(nodes) - 1
+            if group.head_blocks:
+                return False
+            while high > low:
+                start = nodes[at].start // group.slot_tokens
+                run = nodes[at].pages[group.number][max(low - start, 0) : max(high - start, 0)]
+                if np.count_nonzero(run) < len(run):
+                    return False
+                high, at = min(high, start), at - 1
+        return True
 
     def _present(self, group: PagedGroup, nodes: list[Node]) -> Present:
         arrays = [node.pages[group.number] for node in nodes]
