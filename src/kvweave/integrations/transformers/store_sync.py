@@ -208,11 +208,11 @@ class StoreBatch:
         store_sync, start = self.store_sync, sequence.length
         try:
             if not store_sync.is_worth_loading(sequence, hit.position):
-                return _release_hit(store_sync.store, hit)
+                return store_sync.store.release(hit)
             store_sync.core.load_to(sequence, hit.position)
         except (OutOfPages, NeverFits):
             store_sync.counts["no_room"] += 1
-            return _release_hit(store_sync.store, hit)
+            return store_sync.store.release(hit)
         take = PageLoader(store_sync, sequence).take
         if store_sync.store.load(hit, take, budget_s=max(0.0, until - time.monotonic())) < hit.position:
             store_sync.counts["shortened"] += 1
@@ -362,11 +362,3 @@ class SaveTimeout(StoreError):
 def _by_tag(schema: Schema) -> Iterator[Shard]:
     """One shard for each group: all shards of a group have its tag, reach and layers."""
     return (schema.shards[group.first] for group in schema.groups)
-
-
-def _release_hit(store: AnyStore[Any], hit: Any) -> None:
-    """A daemon keeps the blobs of a hit in its arena until the hit is loaded or released; this one will not be
-    loaded."""
-    release = getattr(store, "release", None)
-    if release:
-        release(hit)
