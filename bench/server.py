@@ -67,8 +67,8 @@ def best(work: Callable[[], object], rounds: int) -> float:
     return min(times)
 
 
-def daemon(socket: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", "from kvweave.cli import main; main()", "serve", "--memory", "1GiB"]
+def daemon(socket: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", "from kvweave.cli import main; main()", "serve", "--memory", "1GiB", *options]
     process = subprocess.Popen([*command, "--socket", str(socket)], stderr=subprocess.DEVNULL)
     while True:
         try:
@@ -192,12 +192,28 @@ def peer(rounds: int) -> tuple[dict[str, float], str]:
 
 def lines(socket: Path, rounds: int) -> Iterator[dict[str, object]]:
     theirs, where = peer(rounds)
-    process = daemon(socket)
+    apart = socket.with_name("inbox.sock")
+    processes = [daemon(socket), daemon(apart, "--inbox", "64MiB")]
     try:
         yield from ours(Client(socket), theirs, f"LMCache {where}", rounds)
+        yield from inboxes(Client(socket), Client(apart), rounds)
     finally:
-        process.terminate()
-        process.wait()
+        for process in processes:
+            process.terminate()
+            process.wait()
+
+
+def inboxes(client: Client, apart: Client, rounds: int) -> Iterator[dict[str, object]]:
+    """What it costs that clients cannot write to the arena."""
+    schema, speeds = Schema.of(gqa(), chunk_tokens=CHUNK), dict[Client, list[dict[str, float]]]()
+    memory = Flat(schema)
+    for _ in range(rounds):
+        for each in (client, apart):
+            speeds.setdefault(each, []).append(flat(RemoteStore(schema, each, workers=2), memory, 2, 2))
+    for what in ("store", "load"):
+        through, straight = (max(each[what] for each in speeds[one]) for one in (apart, client))
+        claim = f"daemon {what}, flat, 2 threads, clients read-only (--inbox 64MiB); beside a writable arena"
+        yield line(claim, through, straight, "GB/s", lower=False)
 
 
 def ours(client: Client, theirs: dict[str, float], where: str, rounds: int) -> Iterator[dict[str, object]]:

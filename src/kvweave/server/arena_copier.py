@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write
-from kvweave.store import Schema, Shard, Source, checksums
+from kvweave.store import Schema, Shard, Source
 from kvweave.store.blob import BlobCheck
 from kvweave.store.files import aligned
 from kvweave.store.forking import register_after_fork
@@ -28,12 +28,7 @@ THREADED_BYTES = 1 << 20
 
 def read(place: Bytes, shard: Shard, chunk: int, key: bytes, payload: Bytes) -> bool:
     """Copy a payload out of the arena; returns whether the copy is intact."""
-    check = BlobCheck(shard, chunk, key)
-    head, stop = place[: check.head_bytes].copy(), check.head_bytes + shard.payload_bytes
-    payload_sum = checksums.copy(payload, place[check.head_bytes : stop])
-    if payload_sum is not None:
-        check.observe(payload_sum)
-    return check.matches_header(head)
+    return BlobCheck(shard, chunk, key).copied(place, payload) is not None
 
 
 class ArenaCopier:

@@ -49,7 +49,7 @@ class Daemon:
             raise ConfigError(f"{settings.token_file} is empty: a token is at least one character")
         self._lock = _own(settings.socket)
         try:
-            arena = SharedArena(settings.memory, quotas=settings.quotas)
+            arena = SharedArena(settings.memory, quotas=settings.quotas, read_only=bool(settings.inbox))
             self.state = ServerState(settings, arena, backing or _backing_tiers(settings))
         except BaseException:
             self._lock.release()
