@@ -45,9 +45,9 @@ class PagePayloads:
         """The shards of which this rank needs something."""
         return self._schema.read_by(self.parallel.tp, self.parallel.tp_rank)
 
-    def source(self, tables: Tables) -> Source:
-        """The payloads of a sequence's chunks; the source also implements `PagedSource` and `FillableSource`."""
-        return _Gather(self, tables, self._copier.after_caller())
+    def source(self, tables: Tables) -> Gather:
+        """The payloads of a sequence's chunks."""
+        return Gather(self, tables, self._copier.after_caller())
 
     def sink(self, tables: Tables) -> Sink:
         """A sink that writes payloads into the pages of a sequence. Rows whose page is NULL are skipped.
@@ -81,8 +81,8 @@ class FillableSource(Protocol):
     def fill(self, shard: Shard, chunk: int, out: Bytes) -> None: ...
 
 
-class _Gather:
-    """The payloads of the chunks of one sequence."""
+class Gather:
+    """A source: the payloads of the chunks of one sequence. A `PagedSource` and a `FillableSource`, too."""
 
     def __init__(self, pages: PagePayloads, tables: Tables, copier: PayloadCopier) -> None:
         self._pages, self._tables, self._copier = pages, tables, copier
