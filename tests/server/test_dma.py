@@ -106,7 +106,7 @@ def test_memory_that_cuda_refuses_is_ordinary_memory_and_a_line_in_the_log(
     registration = DMARegistration(memory)
     with caplog.at_level(logging.WARNING):
         assert not registration.register(0)
-    assert "cannot register the arena (code 2)" in caplog.text
+    assert "cannot register memory (code 2)" in caplog.text
     registration.close()
 
 

@@ -1,7 +1,7 @@
 """COPYING host memory at memory bandwidth, with the interpreter lock released. In C where a compiler was found."""
 
 from kvweave.copying.blocks import IS_NATIVE, Bytes, StridedBlocks, copy, copy_blocks
-from kvweave.copying.payload import BlockCopy, HostPayloadCopier, PayloadCopier
+from kvweave.copying.payload import BlockCopy, HostPayloadCopier, PayloadCopier, StagedCopier
 
 __all__ = [
     "IS_NATIVE",
@@ -9,6 +9,7 @@ __all__ = [
     "Bytes",
     "HostPayloadCopier",
     "PayloadCopier",
+    "StagedCopier",
     "StridedBlocks",
     "copy",
     "copy_blocks",

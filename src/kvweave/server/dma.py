@@ -40,11 +40,11 @@ class DMARegistration:
             with cuda.device(device):
                 code = int(cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, flags))
             if code:
-                log.warning("CUDA cannot register the arena (code %d): copies to GPUs take a way round", code)
+                log.warning("CUDA cannot register memory (code %d): copies to GPUs take a way round", code)
                 return False
             self._undo = weakref.finalize(memory, _unregister, memory.ctypes.data)
             self._undo.atexit = False  # CUDA is shut down before exit handlers run
-        log.info("%s of the arena are registered for DMA", format_bytes(memory.nbytes))
+        log.info("%s are registered for DMA", format_bytes(memory.nbytes))
         return True
 
     @property

@@ -17,11 +17,11 @@ from kvweave.server.prompt_session import PromptSession, daemon_budget, key_of, 
 from kvweave.server.protocol import MOST_PIECES, NO_ROOM, numbers, packed
 from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Source
 from kvweave.store.any_store import GATHER_BYTES
+from kvweave.store.batches import batches
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.results import SaveOutcome
-from kvweave.store.striped_file import SECTOR
 from kvweave.store.tier_stack import UNLIMITED, Budget
 
 
@@ -45,16 +45,11 @@ class ArenaLayout:
         """What the blobs of these pieces take in an inbox."""
         return inbox_starts([self._sizes[number] for number, _ in pieces])[-1]
 
-    def batches(self, pieces: Sequence[ChunkRef], most_bytes: int = GATHER_BYTES) -> Iterator[list[ChunkRef]]:
-        most, batch, size = min(most_bytes, self.prompt_session.client.welcome.reserve_bytes), list[ChunkRef](), 0
-        for piece in pieces:
-            if batch and (size + self._sizes[piece[0]] > most or len(batch) == MOST_PIECES):
-                yield batch
-                batch, size = [], 0
-            batch.append(piece)
-            size += -(-self._sizes[piece[0]] // SECTOR) * SECTOR
-        if batch:
-            yield batch
+    def batches(self, pieces: Sequence[ChunkRef], inbox_bytes: int = 0) -> Iterator[list[ChunkRef]]:
+        """Pieces for one request each, as far as they fit into an inbox, if there is one; a larger one is alone."""
+        most = min(GATHER_BYTES, self.prompt_session.client.welcome.reserve_bytes, inbox_bytes or GATHER_BYTES)
+        least = -(-most // MOST_PIECES)  # so that a batch has no more than so many
+        return batches(pieces, lambda piece: max(least, self.num_bytes([piece])), most)
 
 
 class ReservedBatch(NamedTuple):
@@ -113,7 +108,7 @@ class SaveOperation:
     def _batches(self, pieces: Sequence[ChunkRef]) -> Iterator[list[ChunkRef]]:
         """What is saved at once: no more than the inbox holds, where there is one. Raises `OverLimit`."""
         inbox_bytes = self._client.welcome.inbox_bytes
-        for batch in self._arena.batches(pieces, min(GATHER_BYTES, inbox_bytes or GATHER_BYTES)):
+        for batch in self._arena.batches(pieces, inbox_bytes):
             if inbox_bytes and (size := self._arena.num_bytes(batch)) > inbox_bytes:
                 raise OverLimit(f"a blob of {size} bytes, an inbox of {inbox_bytes}: take a larger --inbox")
             yield batch
