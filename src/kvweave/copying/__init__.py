@@ -1,6 +1,6 @@
 """COPYING host memory at memory bandwidth, with the interpreter lock released. In C where a compiler was found."""
 
-from kvweave.copying.blocks import IS_NATIVE, Bytes, StridedBlocks, copy, copy_blocks
+from kvweave.copying.blocks import IS_NATIVE, Bytes, Numbers, StridedBlocks, copy, copy_blocks
 from kvweave.copying.payload import BlockCopy, HostPayloadCopier, PayloadCopier, StagedCopier
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "BlockCopy",
     "Bytes",
     "HostPayloadCopier",
+    "Numbers",
     "PayloadCopier",
     "StagedCopier",
     "StridedBlocks",

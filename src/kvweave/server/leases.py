@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvweave.copying import Numbers
 from kvweave.errors import BadRequest, LeaseExpired, OverLimit
-from kvweave.server.shared_arena import Places, SharedArena
+from kvweave.server.shared_arena import SharedArena
 
 FOREVER = float("inf")
 Extent = tuple[bytes, int, int]
@@ -20,7 +21,7 @@ Extent = tuple[bytes, int, int]
 class Lease:
     """Slots that are pinned until a time; `counted` of their bytes are charged to the quota of lookups."""
 
-    slots: Places
+    slots: Numbers
     until: float
     num_bytes: int
     counted: int = 0
@@ -64,7 +65,7 @@ class Leases:
 
     # ---- reading
 
-    def lease(self, number: int, slots: Places, *, counted: bool = False) -> bool:
+    def lease(self, number: int, slots: Numbers, *, counted: bool = False) -> bool:
         """Hold pinned slots under a number, in addition to those it holds already. Raises `OverLimit`, and unpins them,
         if the connection has too many leases.
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvweave.copying import Numbers
 from kvweave.errors import ConfigError, OutOfMemory
 from kvweave.host_memory import check_memory
 from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, PRESENT, WRITING
@@ -24,7 +24,6 @@ from kvweave.store import MemoryTier, Quota
 from kvweave.store.keys import Bytes
 from kvweave.store.striped_file import SECTOR
 
-Places = NDArray[np.int64]
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 FUTURE_WRITE = 0x0010
 """F_SEAL_FUTURE_WRITE: processes that are passed the file can only read it."""
@@ -33,9 +32,9 @@ FUTURE_WRITE = 0x0010
 class Pinned(NamedTuple):
     """The catalog slots that are held; the start of each key (`NOT_IN_ARENA` where it is absent) and its length."""
 
-    slots: Places
-    starts: Places
-    lengths: Places
+    slots: Numbers
+    starts: Numbers
+    lengths: Numbers
 
 
 class SharedArena(MemoryTier):
@@ -56,7 +55,7 @@ class SharedArena(MemoryTier):
 
     # ---- writing
 
-    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Places:
+    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Numbers:
         """Where each blob may be written; or `PRESENT`, `WRITING` (by another client), or `NO_ROOM`, even after
         eviction."""
         with self._lock:
@@ -98,7 +97,7 @@ class SharedArena(MemoryTier):
             np.add.at(catalog.pins, held, 1)
             return Pinned(held, np.where(slots >= 0, catalog.starts[slots], NOT_IN_ARENA), catalog.lengths[slots])
 
-    def unpin(self, slots: Places) -> None:
+    def unpin(self, slots: Numbers) -> None:
         """Unpin; an extent whose key was removed is freed with its last pin."""
         catalog = self._catalog
         with self._lock:
@@ -115,7 +114,7 @@ class SharedArena(MemoryTier):
         """Whether there are extents that cannot be evicted now, but may be later."""
         return bool(self._writing) or bool(self._catalog.pins.any())
 
-    def pinned_bytes(self, slots: Places) -> int:
+    def pinned_bytes(self, slots: Numbers) -> int:
         return int(self._catalog.sizes[slots].sum())
 
     def close(self) -> None:
