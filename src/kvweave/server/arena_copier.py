@@ -55,6 +55,8 @@ class ArenaCopier:
         self.workers = max(1, workers)
         self._largest = max(shard.payload_bytes for shard in schema.shards)
         self._scratch: deque[Bytes] = deque()
+        self._registered: list[DMARegistration] = []
+        """Of scratch buffers, in a process that uses CUDA."""
         self._pool = ThreadPoolExecutor(self.workers, "kvweave-copy")
         register_after_fork(self)
 
@@ -128,7 +130,8 @@ class ArenaCopier:
         except IndexError:  # all buffers are in use
             memory, device = aligned(self._largest), device_in_use()
             if device is not None:
-                DMARegistration(memory).register(device)
+                self._registered.append(registration := DMARegistration(memory))
+                registration.register(device)
             return memory
 
     def _run(self, shard: Shard, work: Finish) -> Finish:
@@ -142,8 +145,12 @@ class ArenaCopier:
         return shard.payload_bytes >= THREADED_BYTES and self.workers > 1
 
     def after_fork(self) -> None:
-        """In a forked child, which has none of the threads."""
+        """In a forked child, which has none of the threads, and cannot use CUDA."""
+        for registration in self._registered:
+            registration.disown()
         self._pool, self._scratch = ThreadPoolExecutor(self.workers, "kvweave-copy"), deque()
 
     def close(self) -> None:
         self._pool.shutdown()
+        for registration in self._registered:
+            registration.close()
