@@ -3,6 +3,7 @@ only what is intact gets into pages. A copier of the host that stages stands in 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvweave.copying import BlockCopy, HostPayloadCopier, StagedCopier
+from kvweave.errors import BadCopy
 from kvweave.server import Daemon, RemoteStore
 from kvweave.store import EngineMemory, PagePayloads
 from kvweave.store.keys import Bytes
@@ -110,4 +112,22 @@ def test_what_was_read_after_the_lease_is_lost_and_no_damage(tmp_path: Path, mon
             assert client.load(hit, sink) == 0
         assert daemon.state.counts["memory damaged"] == 0
         assert client.load(client.lookup(prompt()), sink) == TOKENS
+        client.close()
+
+
+def test_no_copy_outlives_a_load_that_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.server.arena_copier.THREADED_BYTES", 1)
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, copier) = saved(daemon), engine()
+        ended: list[int] = []
+
+        def slow() -> None:
+            time.sleep(0.05)
+            ended.append(1)
+            raise BadCopy("no such page")
+
+        copier.between = slow
+        with pytest.raises(BadCopy):
+            client.load(client.lookup(prompt()), pages.sink(made.table))
+        assert len(ended) == len(copier.seen) > 1
         client.close()

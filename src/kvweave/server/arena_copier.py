@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write
@@ -83,7 +84,8 @@ class ArenaCopier:
                 yield from self._finished(*flying.popleft(), target)
         finally:
             for _, _, finish in flying:
-                finish()
+                with suppress(Exception):  # one is on its way to the caller; no copy may outlive the call
+                    finish()
 
     def _finished(
         self, job: ArenaBlob, memory: Bytes, finish: Finish, target: Destination | None
