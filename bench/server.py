@@ -9,7 +9,7 @@ Run: make bench NAME=server, with LMCache in an environment of its own beside th
 
     python3 -m venv /work/venv-lmcache; pip install torch==2.13.0; pip install lmcache==0.5.6
 
-Another place is named by LMCACHE_PYTHON. Without it the figures published in issue 6 stand in, and the lines say so.
+Another place is named by LMCACHE_PYTHON. Without it figures of a quiet machine stand in, and the lines say so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 
 PEER = Path(os.environ.get("LMCACHE_PYTHON", "/work/venv-lmcache/bin/python"))
-PUBLISHED = {"round trip": 236.0, "store": 0.88, "load": 2.5, "lookup": 12.1}
+QUIET = {"round trip": 236.0, "store": 0.88, "load": 2.5, "lookup": 12.1}
 CHUNK, TOKENS, LONG = 256, 2048, 131_072
 HERE = Namespace("bench")
 
@@ -67,8 +67,8 @@ def best(work: Callable[[], object], rounds: int) -> float:
     return min(times)
 
 
-def daemon(socket: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", "from kvweave.cli import main; main()", "serve", "--memory", "1GiB"]
+def daemon(socket: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", "from kvweave.cli import main; main()", "serve", "--memory", "1GiB", *options]
     process = subprocess.Popen([*command, "--socket", str(socket)], stderr=subprocess.DEVNULL)
     while True:
         try:
@@ -187,17 +187,33 @@ def peer(rounds: int) -> tuple[dict[str, float], str]:
             reply: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
             return reply, "in this run"
         print(done.stderr[-2000:], file=sys.stderr)
-    return PUBLISHED, "as published in issue 6; it could not be run here"
+    return QUIET, "on a quiet machine; it could not be run here"
 
 
 def lines(socket: Path, rounds: int) -> Iterator[dict[str, object]]:
     theirs, where = peer(rounds)
-    process = daemon(socket)
+    apart = socket.with_name("inbox.sock")
+    processes = [daemon(socket), daemon(apart, "--inbox", "64MiB")]
     try:
         yield from ours(Client(socket), theirs, f"LMCache {where}", rounds)
+        yield from inboxes(Client(socket), Client(apart), rounds)
     finally:
-        process.terminate()
-        process.wait()
+        for process in processes:
+            process.terminate()
+            process.wait()
+
+
+def inboxes(client: Client, apart: Client, rounds: int) -> Iterator[dict[str, object]]:
+    """What it costs that clients cannot write to the arena."""
+    schema, speeds = Schema.of(gqa(), chunk_tokens=CHUNK), dict[Client, list[dict[str, float]]]()
+    memory = Flat(schema)
+    for _ in range(rounds):
+        for each in (client, apart):
+            speeds.setdefault(each, []).append(flat(RemoteStore(schema, each, workers=2), memory, 2, 2))
+    for what in ("store", "load"):
+        through, straight = (max(each[what] for each in speeds[one]) for one in (apart, client))
+        claim = f"daemon {what}, flat, 2 threads, clients read-only (--inbox 64MiB); beside a writable arena"
+        yield line(claim, through, straight, "GB/s", lower=False)
 
 
 def ours(client: Client, theirs: dict[str, float], where: str, rounds: int) -> Iterator[dict[str, object]]:

@@ -95,7 +95,7 @@ def lookup(bench: Any, tokens: int) -> float:
         key = helpers._make_key((number, *range(1, tokens)), f"l{number}", 0, tokens)
         began = time.perf_counter()
         assert helpers._send_lookup(bench._req_client, key, tp_size=1)
-        helpers._poll_prefetch_status(bench._req_client, key.read_request_id)
+        helpers._poll_prefetch_status(bench._req_client, key.request_id)
         times.append(time.perf_counter() - began)
     return 1e3 * min(times)
 

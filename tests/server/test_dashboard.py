@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import pytest
 from kvweave.server import Daemon, Disk
 from kvweave.server.daemon import DASHBOARD
 from kvweave.server.metrics import metrics
+from kvweave.server.report import ClientReport, ModelReport, PrefixReport, Report, SlowRequest, TenantReport
+from kvweave.store import TierExecutorStats, TierStats
 from kvweave.store.histogram import BUCKETS_S
 from tests.server.models import POINTS, prompt, serving, settings, store, verify
 from tests.server.test_metrics import get
@@ -71,6 +74,24 @@ def test_the_page_is_one_file_that_asks_nobody_else(daemon: Daemon) -> None:
     assert status == 200
     assert json.loads(report)["tenants"][0]["tokens_found"] == 3 * 1024
     assert get(daemon, "/report.json", "POST")[0] == 405
+
+
+def names(record: type) -> set[str]:
+    return {field.name for field in fields(record)}
+
+
+def test_the_page_shows_only_what_reports_have() -> None:
+    assert {*re.findall(r"\breport\.(\w+)", DASHBOARD)} <= names(Report) | {"json"}
+    records = {
+        "tiers": TierExecutorStats, "models": ModelReport, "prefixes": PrefixReport, "clients": ClientReport,
+        "tenants": TenantReport, "slowest": SlowRequest,
+    }  # fmt: skip
+    for call in DASHBOARD.split("table(")[1:]:
+        listed = re.search(r"report\.(\w+)(?:\.slice\(0, \d+\))?\.map\(\((\w)\) =>", call)
+        if listed:
+            assert {*re.findall(rf"\b{listed[2]}\.(\w+)", call)} <= names(records.pop(listed[1])), listed[1]
+    assert not records, "a table is gone"
+    assert {*re.findall(r"\bt\.tier\.(\w+)", DASHBOARD)} <= names(TierStats)
 
 
 def test_a_browser_may_run_nothing_that_came_in_by_a_name(daemon: Daemon) -> None:

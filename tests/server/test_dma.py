@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 
 from kvweave.server import Client, protocol
-from kvweave.server.dma import DMARegistration
-from tests.server.models import serving, settings
+from kvweave.server.dma import PORTABLE, READ_ONLY, DMARegistration
+from tests.server.models import POINTS, SCHEMA, SPEC, prompt, serving, settings, store
+from tests.store.models import rank
 
 
 class Cuda:
     """What is asked of `torch.cuda`, and what was done."""
 
     def __init__(self, code: int = 0) -> None:
-        self.code, self.registered, self.devices = code, dict[int, int](), list[int]()
+        self.code, self.registered, self.devices, self.flags = code, dict[int, int](), list[int](), list[int]()
         self.is_available: Callable[[], bool] = lambda: True
         self.is_initialized: Callable[[], bool] = lambda: True
         self.current_device: Callable[[], int] = lambda: 3
@@ -38,7 +39,7 @@ class Cuda:
         return self
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        assert flags == 1
+        self.flags.append(flags)
         if not self.code:
             self.registered[address] = num_bytes
         return self.code
@@ -66,7 +67,7 @@ def test_a_connection_registers_the_whole_arena_and_its_end_undoes_it(tmp_path: 
     with serving(settings(tmp_path)), Client(tmp_path / "kv.sock") as client:
         until(lambda: client.is_registered)
         assert cuda.registered == {client.arena.ctypes.data: client.arena.nbytes}
-        assert cuda.devices == [3]
+        assert (cuda.devices, cuda.flags) == ([3], [PORTABLE])
         assert client.register()  # it is already
         client.close()
         assert not cuda.registered
@@ -74,6 +75,24 @@ def test_a_connection_registers_the_whole_arena_and_its_end_undoes_it(tmp_path: 
         client.ask(protocol.Ping(), protocol.Done)  # connects anew
         until(lambda: client.is_registered)
     assert not cuda.registered
+
+
+def test_an_arena_that_can_only_be_read_is_registered_as_such(tmp_path: Path, cuda: Cuda) -> None:
+    with serving(settings(tmp_path, inbox=1 << 20)), Client(tmp_path / "kv.sock") as client:
+        until(lambda: client.is_registered)
+        assert cuda.flags == [PORTABLE | READ_ONLY]
+
+
+def test_what_is_saved_passes_through_registered_memory_that_is_used_again(tmp_path: Path, cuda: Cuda) -> None:
+    made = rank(SCHEMA, SPEC, 1024, block_tokens=64)
+    with serving(settings(tmp_path)):
+        saving = store(tmp_path / "kv.sock", workers=1)
+        until(lambda: saving.client.is_registered)
+        for number in range(3):
+            assert saving.save(prompt(number), made.pages.source(made.table), points=POINTS).dropped == 0
+        assert len(cuda.registered) == 2, "the arena, and one buffer"
+        saving.close()
+        assert not cuda.registered
 
 
 def test_an_arena_that_is_lost_stays_registered_while_somebody_may_copy_from_it(tmp_path: Path, cuda: Cuda) -> None:
@@ -106,7 +125,7 @@ def test_memory_that_cuda_refuses_is_ordinary_memory_and_a_line_in_the_log(
     registration = DMARegistration(memory)
     with caplog.at_level(logging.WARNING):
         assert not registration.register(0)
-    assert "cannot register the arena (code 2)" in caplog.text
+    assert "cannot register memory (code 2)" in caplog.text
     registration.close()
 
 

@@ -201,6 +201,26 @@ def test_blobs_are_moved_in_c_where_it_was_built(
     file.close()
 
 
+@pytest.mark.parametrize("kind", [BufferedFile, DirectFile])
+def test_a_thread_has_one_set_of_buffers_however_often_it_reads_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BufferedFile]
+) -> None:
+    made: list[bool] = []
+
+    class Counted(checksums.IOBuffers):
+        def __init__(self, *, direct: bool) -> None:
+            super().__init__(direct=direct)
+            made.append(direct)
+
+    monkeypatch.setattr(checksums, "IOBuffers", Counted)
+    file, blob = kind(tmp_path / "blobs", writable=True), Blob(bytes_of(600_000), 4096, lambda _: bytes(4096))
+    for _ in range(3):
+        file.write(0, blob)
+        assert file.read(0, aligned(4096 + 600_000))
+    file.close()
+    assert len(made) == 1
+
+
 def test_what_a_thread_had_under_way_is_given_back_with_it(tmp_path: Path) -> None:
     def contexts() -> int:
         return Path("/proc/self/maps").read_text().count("[aio]")

@@ -13,6 +13,7 @@ import torch
 
 from kvweave.errors import BadCopy
 from kvweave.store import EngineMemory, PagePayloads, Schema
+from kvweave.store.page_payloads import StagedScatter
 from tests.store.engines import LAYOUTS, SPEC, Engine, Truth
 
 CHUNK, TOKENS = 64, 256
@@ -68,6 +69,28 @@ def test_pages_on_a_gpu_that_are_not_there_are_not_written() -> None:
     came_back(engine, pools)
     for layer in (3, 4, 5):
         assert (engine.arrays[f"kv {layer}"][0].view(np.uint8) == 0xA5).all()
+
+
+@on_gpu
+@pytest.mark.parametrize("fine", [True, False])
+def test_a_payload_on_its_way_to_a_gpu_is_judged_before_pages_are_written(fine: bool) -> None:
+    truth, engine = Truth(TOKENS, CHUNK), Engine(SCHEMA, LAYOUTS[0], 16, TOKENS)
+    engine.compute(truth, states=range(4))
+    expected = engine.snapshot() if fine else {}
+    engine.poison()
+    pages, pools = on_device(engine)
+    expected = expected or engine.snapshot()
+    sink = pages.sink(engine.tables)
+    assert isinstance(sink, StagedScatter)
+    for number, chunk in product(pages.reads, range(4)):
+        payload = truth.payload(SCHEMA.shards[number], chunk)
+
+        def judged(payload: Any = payload) -> bool:
+            payload[:] = 0xEE  # it was read by then
+            return fine
+
+        assert sink.land(SCHEMA.shards[number], chunk, payload, judged) is fine
+    assert came_back(engine, pools) == expected
 
 
 @on_gpu

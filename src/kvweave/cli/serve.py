@@ -51,6 +51,14 @@ Group = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="A group whose members may connect, too.", rich_help_panel=ACCESS),
 ]
+Inbox = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Let clients map the arena read-only, and save through so much memory each, which the daemon copies in.",
+        rich_help_panel=ACCESS,
+    ),
+]
 Http = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Serve /metrics and /health there.", rich_help_panel=ACCESS),
@@ -104,6 +112,7 @@ def serve_command(
     object: Object = None,
     socket: Socket = None,
     group: Group = None,
+    inbox: Inbox = None,
     http: Http = None,
     listen: Listen = None,
     token_file: TokenFile = None,
@@ -131,7 +140,7 @@ def serve_command(
 
     settings = (Settings.read(config) if config else Settings()).changed(
         memory=memory, disk=disk, redis=redis, mooncake=mooncake, object=object, socket=socket, group=group,
-        http=http, listen=listen, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key,
+        inbox=inbox, http=http, listen=listen, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key,
         lease_s=lease, drain_s=drain,
     )  # fmt: skip
     level = logging.DEBUG if verbose else logging.INFO

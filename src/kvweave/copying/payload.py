@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvweave.copying.blocks import Bytes, Numbers, Shape, StridedBlocks, copy_blocks
 from kvweave.errors import BadCopy
@@ -45,6 +45,15 @@ class PayloadCopier(Protocol):
 
     def after_caller(self) -> PayloadCopier:
         """One whose copies come after all that the caller's stream has to do now."""
+        ...
+
+
+@runtime_checkable
+class StagedCopier(PayloadCopier, Protocol):
+    """Copies through memory of its own, so that a payload which others may change is checked between the two halves."""
+
+    def land(self, copies: Iterable[BlockCopy], payload: Bytes, is_intact: Callable[[], bool]) -> bool:
+        """Copy the payload, call `is_intact`, and write the pools only if that is so; returns whether it was."""
         ...
 
 

@@ -6,21 +6,25 @@ checksum is correct. So an expired lease costs a miss, never wrong data.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write
-from kvweave.store import Schema, Shard, Source, checksums
+from kvweave.server.dma import DMARegistration, device_in_use
+from kvweave.store import Schema, Shard, Source
 from kvweave.store.blob import BlobCheck
 from kvweave.store.files import aligned
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
-from kvweave.store.page_payloads import FillableSource
+from kvweave.store.page_payloads import FillableSource, StagedScatter
 
 Target = Callable[[Shard, int], Bytes]
 """Returns memory for the payload of a shard's chunk: contiguous, and of its length."""
+Destination = Target | StagedScatter
 Finish = Callable[[], bool]
 THREADED_BYTES = 1 << 20
 """Smaller blobs are copied by the caller's thread: handing them to another takes longer."""
@@ -28,12 +32,21 @@ THREADED_BYTES = 1 << 20
 
 def read(place: Bytes, shard: Shard, chunk: int, key: bytes, payload: Bytes) -> bool:
     """Copy a payload out of the arena; returns whether the copy is intact."""
+    return BlobCheck(shard, chunk, key).copied(place, payload) is not None
+
+
+def land(place: Bytes, shard: Shard, chunk: int, key: bytes, sink: StagedScatter, until: float) -> bool:
+    """Copy a payload from the arena to a sink's pages; returns whether it was intact, and the lease not over (`until`).
+
+    The blob is checked after it was read. Under a lease no other blob is written there; a client that writes without
+    one damages the blob for good, so what was wrong when it was read is found wrong.
+    """
     check = BlobCheck(shard, chunk, key)
-    head, stop = place[: check.head_bytes].copy(), check.head_bytes + shard.payload_bytes
-    payload_sum = checksums.copy(payload, place[check.head_bytes : stop])
-    if payload_sum is not None:
-        check.observe(payload_sum)
-    return check.matches_header(head)
+
+    def is_intact() -> bool:
+        return check.passes(place) and time.monotonic() < until
+
+    return sink.land(shard, chunk, place[check.head_bytes :], is_intact)
 
 
 class ArenaCopier:
@@ -43,31 +56,39 @@ class ArenaCopier:
         self.workers = max(1, workers)
         self._largest = max(shard.payload_bytes for shard in schema.shards)
         self._scratch: deque[Bytes] = deque()
+        self._registered: list[DMARegistration] = []
+        """Of scratch buffers, in a process that uses CUDA."""
         self._pool = ThreadPoolExecutor(self.workers, "kvweave-copy")
         register_after_fork(self)
 
-    def reads(self, jobs: Iterable[ArenaBlob], target: Target | None) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
+    def reads(
+        self, jobs: Iterable[ArenaBlob], target: Destination | None, until: float
+    ) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
         """The payloads that are intact, None for the others; several copies are in flight.
 
-        A payload is valid until the next one is asked for, unless it was copied into memory of `target`.
+        A payload is valid until the next one is asked for, unless it was copied into memory of `target`, or into its
+        pages: straight out of the arena, where nobody but a broken client writes before `until`.
         """
         flying: deque[tuple[ArenaBlob, Bytes, Finish]] = deque()
         try:
             for job in jobs:
-                memory = target(job.shard, job.chunk) if target else self._memory()
-                flying.append(
-                    (job, memory, self._run(job.shard, partial(read, *job, memory[: job.shard.payload_bytes])))
-                )
+                if isinstance(target, StagedScatter):
+                    memory, work = job.place, partial(land, *job, target, until)
+                else:
+                    memory = target(job.shard, job.chunk) if target else self._memory()
+                    work = partial(read, *job, memory[: job.shard.payload_bytes])
+                flying.append((job, memory, self._run(job.shard, work)))
                 if len(flying) > self.workers:
-                    yield from self._land(*flying.popleft(), target)
+                    yield from self._finished(*flying.popleft(), target)
             while flying:
-                yield from self._land(*flying.popleft(), target)
+                yield from self._finished(*flying.popleft(), target)
         finally:
             for _, _, finish in flying:
-                finish()
+                with suppress(Exception):  # one is on its way to the caller; no copy may outlive the call
+                    finish()
 
-    def _land(
-        self, job: ArenaBlob, memory: Bytes, finish: Finish, target: Target | None
+    def _finished(
+        self, job: ArenaBlob, memory: Bytes, finish: Finish, target: Destination | None
     ) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
         yield job, memory[: job.shard.payload_bytes] if finish() else None
         if target is None:
@@ -109,7 +130,11 @@ class ArenaCopier:
         try:
             return self._scratch.pop()
         except IndexError:  # all buffers are in use
-            return aligned(self._largest)
+            memory, device = aligned(self._largest), device_in_use()
+            if device is not None:
+                self._registered.append(registration := DMARegistration(memory))
+                registration.register(device)
+            return memory
 
     def _run(self, shard: Shard, work: Finish) -> Finish:
         """Start work; the returned function waits for its end."""
@@ -122,8 +147,12 @@ class ArenaCopier:
         return shard.payload_bytes >= THREADED_BYTES and self.workers > 1
 
     def after_fork(self) -> None:
-        """In a forked child, which has none of the threads."""
+        """In a forked child, which has none of the threads, and cannot use CUDA."""
+        for registration in self._registered:
+            registration.disown()
         self._pool, self._scratch = ThreadPoolExecutor(self.workers, "kvweave-copy"), deque()
 
     def close(self) -> None:
         self._pool.shutdown()
+        for registration in self._registered:
+            registration.close()

@@ -61,7 +61,7 @@ class ArenaReads:
         in_time = takewhile(lambda _: not budget.is_spent, places.items())
         jobs = (layout.job(arena, hit.prompt, *piece, start) for piece, start in in_time)
         damaged = []
-        for piece, (_, payload) in zip(places, self._copier.reads(jobs, hit.target), strict=False):
+        for piece, (_, payload) in zip(places, self._copier.reads(jobs, hit.target, until), strict=False):
             if payload is None:
                 damaged.append(piece)
             else:

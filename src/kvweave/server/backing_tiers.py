@@ -18,10 +18,11 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.copying import Numbers
 from kvweave.errors import PartlyRead
 from kvweave.server.description import TierDescription
 from kvweave.server.report import TierCleared
-from kvweave.server.shared_arena import Places, SharedArena
+from kvweave.server.shared_arena import SharedArena
 from kvweave.store import TierExecutorStats, TierStack
 from kvweave.store.batches import batches
 from kvweave.store.tier import KeyFilter, whole
@@ -150,7 +151,7 @@ class BackingTiers:
         executor.count("written_bytes", sum(length for (_, _, length), is_kept in kept if is_kept))
         return stored
 
-    def _kept(self, slots: Places, _: Future[list[bool]]) -> None:
+    def _kept(self, slots: Numbers, _: Future[list[bool]]) -> None:
         self._arena.unpin(slots)
         self._changed()
 

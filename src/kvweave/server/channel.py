@@ -20,8 +20,8 @@ from kvweave.server.framing import FrameBuffer
 from kvweave.server.heartbeat import BEAT_S, HeartbeatReader
 from kvweave.server.protocol import ERRORS, ID_BYTES, Message, Reply, frame, read_request_id
 
-DESCRIPTORS = 2
-"""File descriptors that come with `Welcome`: the arena, and the heartbeat."""
+DESCRIPTORS = 3
+"""File descriptors that come with `Welcome`: the arena, the heartbeat, and an inbox where there are inboxes."""
 
 
 class Handshake(NamedTuple):
@@ -57,7 +57,7 @@ class Channel:
             reply: Reply = protocol.read_reply(self._message(until))
             if isinstance(reply, protocol.Failed):
                 raise ERRORS.get(reply.error, ServerError)(reply.message)
-            if not isinstance(reply, protocol.Welcome) or len(descriptors) != (DESCRIPTORS if hello.arena else 0):
+            if not isinstance(reply, protocol.Welcome) or len(descriptors) != _num_descriptors(hello, reply):
                 raise BadRequest("the daemon sent no welcome, or no arena: this is not a kvweave daemon")
         except BaseException:
             for descriptor in descriptors:
@@ -130,6 +130,10 @@ class Channel:
     def close(self) -> None:
         self.is_closed = True
         self._socket.close()
+
+
+def _num_descriptors(hello: protocol.Hello, welcome: protocol.Welcome) -> int:
+    return (DESCRIPTORS if welcome.inbox_bytes else DESCRIPTORS - 1) if hello.arena else 0
 
 
 def _left(until: float) -> float:

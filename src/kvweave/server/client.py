@@ -24,7 +24,7 @@ from kvweave.errors import ServerError, ServerGone, ServerTimeout
 from kvweave.server import protocol
 from kvweave.server.channel import Channel, Handshake
 from kvweave.server.heartbeat import HeartbeatReader
-from kvweave.server.mapping import MappedArena, map_arena, unmapped
+from kvweave.server.mapping import NO_BYTES, MappedArena, map_arena, map_inbox, unmapped
 from kvweave.server.peer import check_server
 from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Message, Reply
 from kvweave.store.closing import ClosedAtEnd
@@ -74,6 +74,8 @@ class Client(ClosedAtEnd):
         self._to_undo: list[Message] = []
         self._to_tell: deque[Message] = deque(maxlen=TOLD)
         self._mapped = unmapped()
+        self.inbox_lock = threading.Lock()
+        """Held by the thread that writes to the inbox, until the daemon has copied what is there."""
         register_after_fork(self)
         with self._lock:
             self._connect(time.monotonic() + timeout_s)
@@ -205,9 +207,10 @@ class Client(ClosedAtEnd):
 
     def _map(self, channel: Channel, mapped: MappedArena, welcomed: Handshake) -> MappedArena:
         """Map the files that the daemon passed; if the daemon is still the same one, its arena stays mapped."""
-        arena, heartbeat = welcomed.descriptors
+        arena, heartbeat, *inbox = welcomed.descriptors
         try:
             channel.heartbeat = HeartbeatReader(heartbeat)
+            mapped = mapped._replace(inbox=map_inbox(inbox[0], welcomed.welcome.inbox_bytes) if inbox else NO_BYTES)
             if not self._with_arena:
                 return mapped
             if self.arena.nbytes and welcomed.welcome.boot == self.welcome.boot and not mapped.dma.is_closed:
@@ -232,7 +235,7 @@ class Client(ClosedAtEnd):
 
     @property
     def arena(self) -> Bytes:
-        """The daemon's arena. Copies to a GPU may read it directly."""
+        """The daemon's arena, read-only where there are inboxes. Copies to a GPU may read it directly."""
         return self._mapped.arena
 
     @property
@@ -270,7 +273,7 @@ class Client(ClosedAtEnd):
 
     def after_fork(self) -> None:
         """In a forked child: the connection, and what is held over it, belong to the parent."""
-        self._lock, self._to_undo = threading.RLock(), []
+        self._lock, self.inbox_lock, self._to_undo = threading.RLock(), threading.Lock(), []
         self._to_tell.clear()
         self._hang_up()
         self._mapped.dma.disown()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvweave.errors import BadRequest, OverLimit
 from kvweave.server import protocol
+from kvweave.server.inbox import Inbox, places_of
 from kvweave.server.leases import Leases
 from kvweave.server.open_sequence import STEP_KEYS, OpenSequence, Pieces
 from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, Reply, numbers, packed
@@ -39,6 +40,8 @@ class ClientSession:
         self._state, self._arena, self._limits = state, state.arena, limits
         self._schemas: dict[int, RegisteredModel] = {}
         self._sequences: dict[int, OpenSequence] = {}
+        self._inbox: Inbox | None = None
+        self._is_over = False
         self.last_tokens = 0
         """Of the prompt that was looked up last."""
         self._most_bytes, self._most_pinned, most_leased = (
@@ -63,11 +66,19 @@ class ClientSession:
             protocol.PinLeases: lambda request: protocol.Alive(self.leases.pin(request.leases, self._most_pinned)),
             protocol.Release: self._release,
             protocol.Reserve: self._reserve,
+            protocol.CopyIn: self._copy_in,
             protocol.Commit: self._commit,
             protocol.Damaged: self._damaged,
         }
 
+    def open_inbox(self) -> Inbox | None:
+        """The inbox of this connection, for its client; None where clients write to the arena."""
+        if self._state.settings.inbox:
+            self._inbox = Inbox(self._state.settings.inbox)
+        return self._inbox
+
     def give_back(self) -> int:
+        self._is_over = True
         held = self.leases.give_back()
         self._sequences.clear()
         for schema in self._schemas.values():
@@ -264,8 +275,32 @@ class ClientSession:
     ) -> Reply:
         extents = [each for each in zip(keys, starts.tolist(), lengths, strict=True) if each[1] >= 0]
         if extents:
-            self.leases.reserve(reservation, extents)
+            self.leases.reserve(reservation, extents, is_written=not self._state.settings.inbox)
         return protocol.Places(packed(starts))
+
+    def _copy_in(self, request: protocol.CopyIn) -> Awaitable[Reply]:
+        sequence, inbox = self._sequence(request.sequence), self._inbox
+        if inbox is None:
+            raise BadRequest("this connection has no inbox: it writes to the arena itself")
+        wants = sequence.wants_at(sequence.pieces(request.pieces))
+        # shielded: when the connection ends, the thread still writes to the extents
+        return asyncio.shield(self._copied_in(inbox, request.reservation, wants))
+
+    async def _copied_in(self, inbox: Inbox, reservation: int, wants: Sequence[BlobRequest]) -> Reply:
+        extents, is_intact = self.leases.take(reservation), False
+        try:
+            starts = places_of(extents, wants)
+            places = [self._arena.view(start, want.num_bytes) for start, want in zip(starts, wants, strict=True)]
+            is_intact = await self._state.in_thread("copy", inbox.copy, wants, places)
+        finally:
+            if is_intact and not self._is_over:
+                self.leases.reserve(reservation, extents)
+            else:
+                self.leases.free(extents)
+                self._state.changed()
+        if not is_intact:
+            raise BadRequest(f"reservation {reservation}: a blob in the inbox is not what its key says; it is given up")
+        return protocol.Done(len(extents))
 
     def _check_bytes(self, lengths: Sequence[int], held: int = 0) -> None:
         """Raise `OverLimit` for more bytes than one request may have; a single blob is limited by the arena alone."""

@@ -205,14 +205,18 @@ class Connection(asyncio.Protocol):
         limits = settings.limits
         most = int(arena.num_bytes * limits.reserve_share)
         reply = protocol.Welcome(
-            VERSION, self._state.boot, arena.num_bytes, settings.lease_s, most, limits.sequences, limits.keys
-        )
+            VERSION, self._state.boot, arena.num_bytes, settings.lease_s, most, limits.sequences, limits.keys,
+            settings.inbox,
+        )  # fmt: skip
         if not with_arena or self._transport is None:
             self._send(reply, None)
             return
         # asyncio's transport cannot pass descriptors; nothing was written to it before, so the order is kept
+        descriptors, inbox = [arena.fd, self._state.heartbeat.fd], self._session.open_inbox()
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as direct:
-            socket.send_fds(direct, [frame(reply)], [arena.fd, self._state.heartbeat.fd])
+            socket.send_fds(direct, [frame(reply)], [*descriptors, inbox.fd] if inbox else descriptors)
+        if inbox:
+            inbox.close_file()
 
     async def _clear(self, request: protocol.Clear) -> Reply:
         wait_s = max(0.0, min(request.wait_s, 3600.0))

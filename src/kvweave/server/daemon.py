@@ -49,7 +49,7 @@ class Daemon:
             raise ConfigError(f"{settings.token_file} is empty: a token is at least one character")
         self._lock = _own(settings.socket)
         try:
-            arena = SharedArena(settings.memory, quotas=settings.quotas)
+            arena = SharedArena(settings.memory, quotas=settings.quotas, read_only=bool(settings.inbox))
             self.state = ServerState(settings, arena, backing or _backing_tiers(settings))
         except BaseException:
             self._lock.release()
@@ -160,9 +160,8 @@ class Daemon:
         if self._sweeper:
             self._sweeper.cancel()
         began = time.monotonic()
-        loop = (
-            asyncio.get_running_loop()
-        )  # the loop's default threads: those of `ServerState` may be blocked by a client's long flush
+        loop = asyncio.get_running_loop()
+        # the loop's default threads: those of `ServerState` may be blocked by a client's long flush
         done = await loop.run_in_executor(None, self.state.backing.drain, self.settings.drain_s)
         if self.state.backing.executors:
             log.info("%s after %.1f s", "drained" if done else "not drained", time.monotonic() - began)

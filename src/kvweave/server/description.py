@@ -58,13 +58,15 @@ class TierDescription:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The whole description. `reserve_bytes`, `pin_bytes` and `limits` are for each connection."""
+    """The whole description. `inbox_bytes`, `reserve_bytes`, `pin_bytes` and `limits` are for each connection."""
 
     version: str
     protocol: int
     arena_bytes: int
     lease_s: float
     drain_s: float
+    inbox_bytes: int
+    """0: clients map the arena writable, and write to it themselves."""
     reserve_bytes: int
     pin_bytes: int
     limits: Limits

@@ -13,8 +13,9 @@ from kvweave.store.keys import Bytes
 from kvweave.units import format_bytes
 
 log = logging.getLogger("kvweave.server")
-PORTABLE = 1
-"""cudaHostRegisterPortable: for every GPU of the process, not only the current one."""
+PORTABLE, READ_ONLY = 1, 8
+"""cudaHostRegisterPortable: for every GPU of the process, not only the current one. cudaHostRegisterReadOnly: memory
+that is mapped read-only must be registered so."""
 
 
 class DMARegistration:
@@ -35,14 +36,15 @@ class DMARegistration:
         with self._lock:
             if self.is_registered or self._closed or memory is None or cuda is None:
                 return self.is_registered
+            flags = PORTABLE if memory.flags.writeable else PORTABLE | READ_ONLY
             with cuda.device(device):
-                code = int(cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, PORTABLE))
+                code = int(cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, flags))
             if code:
-                log.warning("CUDA cannot register the arena (code %d): copies to GPUs take a way round", code)
+                log.warning("CUDA cannot register memory (code %d): copies to GPUs take a way round", code)
                 return False
             self._undo = weakref.finalize(memory, _unregister, memory.ctypes.data)
             self._undo.atexit = False  # CUDA is shut down before exit handlers run
-        log.info("%s of the arena are registered for DMA", format_bytes(memory.nbytes))
+        log.info("%s are registered for DMA", format_bytes(memory.nbytes))
         return True
 
     @property

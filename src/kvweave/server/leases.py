@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvweave.errors import LeaseExpired, OverLimit
-from kvweave.server.shared_arena import Places, SharedArena
+from kvweave.copying import Numbers
+from kvweave.errors import BadRequest, LeaseExpired, OverLimit
+from kvweave.server.shared_arena import SharedArena
 
 FOREVER = float("inf")
 Extent = tuple[bytes, int, int]
@@ -20,7 +21,7 @@ Extent = tuple[bytes, int, int]
 class Lease:
     """Slots that are pinned until a time; `counted` of their bytes are charged to the quota of lookups."""
 
-    slots: Places
+    slots: Numbers
     until: float
     num_bytes: int
     counted: int = 0
@@ -35,10 +36,11 @@ class LeaseQuota:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Extents that are reserved until a time."""
+    """Extents that are reserved until a time. `is_written`: their blobs may become visible."""
 
     extents: tuple[Extent, ...]
     until: float
+    is_written: bool
 
 
 class Leases:
@@ -63,7 +65,7 @@ class Leases:
 
     # ---- reading
 
-    def lease(self, number: int, slots: Places, *, counted: bool = False) -> bool:
+    def lease(self, number: int, slots: Numbers, *, counted: bool = False) -> bool:
         """Hold pinned slots under a number, in addition to those it holds already. Raises `OverLimit`, and unpins them,
         if the connection has too many leases.
 
@@ -123,26 +125,41 @@ class Leases:
 
     # ---- writing
 
-    def reserve(self, number: int, extents: Sequence[Extent]) -> None:
-        self._reservations[number] = Reservation(tuple(extents), time.monotonic() + self._lease_s)
+    def reserve(self, number: int, extents: Sequence[Extent], *, is_written: bool = True) -> None:
+        """`is_written`: the client writes to the arena itself, or the daemon has done so."""
+        self._reservations[number] = Reservation(tuple(extents), time.monotonic() + self._lease_s, is_written)
+
+    def take(self, number: int) -> tuple[Extent, ...]:
+        """Take a reservation's extents over: it does not expire until it is given back by `reserve`."""
+        reservation = self._reservations.pop(number, None)
+        if reservation is None:
+            raise LeaseExpired(f"reservation {number}: expired or unknown; nothing is reserved")
+        return reservation.extents
 
     def holds(self, number: int) -> bool:
         return number in self._reservations
 
     def commit(self, number: int) -> tuple[Extent, ...]:
         """Make all blobs of a reservation visible; returns their extents."""
-        reservation = self._reservations.pop(number, None)
+        reservation = self._reservations.get(number)
         if reservation is None:
             raise LeaseExpired(f"reservation {number}: expired or unknown; nothing became visible")
+        if not reservation.is_written:
+            raise BadRequest(f"reservation {number}: its blobs are not in the arena yet; CopyIn comes first")
+        del self._reservations[number]
         for extent in reservation.extents:
             self._arena.commit(*extent)
         return reservation.extents
 
     def abandon(self, number: int) -> int:
         reservation = self._reservations.pop(number, None)
-        for extent in reservation.extents if reservation else ():
-            self._arena.abandon(*extent)
+        self.free(reservation.extents if reservation else ())
         return len(reservation.extents) if reservation else 0
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        """Free reserved extents whose blobs shall not become visible."""
+        for extent in extents:
+            self._arena.abandon(*extent)
 
     # ---- the end
 

@@ -13,46 +13,57 @@ from kvweave.server.dma import DMARegistration, device_in_use
 from kvweave.server.protocol import VERSION
 from kvweave.store.keys import Bytes
 
-POPULATE_WRITE = 23
+POPULATE_READ, POPULATE_WRITE = 22, 23
 """madvise: create the page tables now, instead of at the first access to each page."""
+NO_BYTES = np.empty(0, np.uint8)
 WARM_BYTES = 8 << 20
 
 
 class MappedArena(NamedTuple):
-    """The state of a connection: its generation, the daemon's welcome, and the arena, which may be registered for
-    DMA."""
+    """The state of a connection: its generation, the daemon's welcome, the arena, which may be registered for DMA, and
+    the inbox, if there is one."""
 
     generation: int
     welcome: protocol.Welcome
     arena: Bytes
     dma: DMARegistration
+    inbox: Bytes
 
 
 def unmapped() -> MappedArena:
     """The state before the first connection."""
-    nothing = np.empty(0, np.uint8)
-    return MappedArena(0, protocol.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0), nothing, DMARegistration(nothing))
+    welcome = protocol.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0)
+    return MappedArena(0, welcome, NO_BYTES, DMARegistration(NO_BYTES), NO_BYTES)
 
 
 def map_arena(mapped: MappedArena, descriptor: int) -> MappedArena:
-    """Map the arena that the daemon passed. Page tables are created, and CUDA registration is done, in the
-    background."""
-    memory = mmap.mmap(descriptor, mapped.welcome.arena_bytes)
+    """Map the arena that the daemon passed, read-only where there are inboxes. Page tables are created, and CUDA
+    registration is done, in the background."""
+    access = mmap.PROT_READ if mapped.welcome.inbox_bytes else mmap.PROT_READ | mmap.PROT_WRITE
+    memory = mmap.mmap(descriptor, mapped.welcome.arena_bytes, prot=access)
     arena = np.frombuffer(memory, np.uint8)
     dma = DMARegistration(arena)
-    threading.Thread(target=_warm, args=(memory, dma, device_in_use()), name="kvweave-warm", daemon=True).start()
+    advice = POPULATE_WRITE if arena.flags.writeable else POPULATE_READ
+    threading.Thread(
+        target=_warm, args=(memory, advice, dma, device_in_use()), name="kvweave-warm", daemon=True
+    ).start()
     return mapped._replace(arena=arena, dma=dma)
 
 
-def _warm(memory: mmap.mmap, dma: DMARegistration, device: int | None) -> None:
-    _populate(memory)
+def map_inbox(descriptor: int, num_bytes: int) -> Bytes:
+    """Map the inbox that the daemon passed: each connection has another one."""
+    return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+
+
+def _warm(memory: mmap.mmap, advice: int, dma: DMARegistration, device: int | None) -> None:
+    _populate(memory, advice)
     if device is not None:
         dma.register(device)
 
 
-def _populate(memory: mmap.mmap) -> None:
+def _populate(memory: mmap.mmap, advice: int) -> None:
     for start in range(0, len(memory), WARM_BYTES):
         try:
-            memory.madvise(POPULATE_WRITE, start, min(WARM_BYTES, len(memory) - start))
+            memory.madvise(advice, start, min(WARM_BYTES, len(memory) - start))
         except OSError:  # an older kernel: pages are mapped at their first access
             return

@@ -48,6 +48,13 @@ class PromptSession:
             raise ServerGone("the connection was lost, and what was held with it")
         return mapped.arena
 
+    def inbox(self, generation: int) -> Bytes:
+        """The inbox of the connection of this generation. Raises `ServerGone`."""
+        mapped = self.client.mapped
+        if mapped.generation != generation:
+            raise ServerGone("the connection was lost, and what was reserved with it")
+        return mapped.inbox
+
     def ask(
         self,
         prompt: HashedPrompt,

@@ -25,7 +25,7 @@ from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerE
 from kvweave.server.description import Description
 from kvweave.server.report import Report, TierCleared
 
-VERSION = 3
+VERSION = 4
 LENGTH_BYTES = ID_BYTES = 4
 MESSAGE_BYTES = 4 << 20
 """The longest message: the digests of 32 million tokens in chunks of 256."""
@@ -159,6 +159,15 @@ class Reserve(Message, frozen=True):
     budget_s: float | None = None
 
 
+class CopyIn(Message, frozen=True):
+    """Asks the daemon to copy all blobs of a reservation out of the connection's inbox, where they lie in the order of
+    `pieces`. Only where there are inboxes; there nothing can be committed without it."""
+
+    sequence: Number
+    reservation: Number
+    pieces: bytes
+
+
 class Commit(Message, frozen=True):
     """Makes the blobs of a reservation visible. `abandon`: frees its places instead."""
 
@@ -211,7 +220,8 @@ class Clear(Message, frozen=True):
 
 class Welcome(Message, frozen=True):
     """`boot` is unique to each start of the daemon. The limits are those of one connection: reserved bytes, open
-    sequences, and their keys (shards x chunks)."""
+    sequences, and their keys (shards x chunks). `inbox_bytes`: the size of the connection's inbox; 0: it writes to the
+    arena itself."""
 
     version: int
     boot: bytes
@@ -220,6 +230,7 @@ class Welcome(Message, frozen=True):
     reserve_bytes: int
     max_sequences: int
     max_keys: int
+    inbox_bytes: int = 0
 
 
 class Done(Message, frozen=True):
@@ -289,8 +300,8 @@ class Failed(Message, frozen=True):
 
 
 Request = (
-    Hello | Ping | Register | Open | Close | Lookup | Fetch | Prefetch | Renew | PinLeases | Release | Reserve | Commit
-    | Damaged | Flush | Observed | StatsRequest | Describe | Clear
+    Hello | Ping | Register | Open | Close | Lookup | Fetch | Prefetch | Renew | PinLeases | Release | Reserve | CopyIn
+    | Commit | Damaged | Flush | Observed | StatsRequest | Describe | Clear
 )  # fmt: skip
 Reply = Welcome | Done | Found | Places | Alive | StatsReply | DescribeReply | ClearReply | Failed
 

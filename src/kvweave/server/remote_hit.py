@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.server.arena_copier import Target
+from kvweave.server.arena_copier import Destination
 from kvweave.store import HashedPrompt, Schema
 from kvweave.store.ticket import VALID_S, write_ticket
 
@@ -58,7 +58,7 @@ class RemoteHit(HeldByDaemon):
     lease: int = 0
     until: float = 0.0
     generation: int = 0
-    target: Target | None = None
+    target: Destination | None = None
 
     def let_go(self) -> None:
         self.release(self)

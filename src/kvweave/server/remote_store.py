@@ -32,6 +32,7 @@ from kvweave.store import AnyStore, GatheredSave, HashedPrompt, Operation, Schem
 from kvweave.store.any_store import discard
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
+from kvweave.store.page_payloads import StagedScatter
 from kvweave.store.results import SaveOutcome
 from kvweave.store.ticket import TicketContent
 from kvweave.store.tier_stack import Budget
@@ -158,6 +159,8 @@ class RemoteStore(AnyStore[RemoteHit]):
         budget: Budget,
         arrived: Callable[[ChunkRef], None],
     ) -> int:
+        if isinstance(sink, StagedScatter):
+            hit, sink = replace(hit, target=sink), discard
         try:
             return super()._load(hit, sink, start, shards, budget, arrived)
         finally:

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple, Protocol
 
-from kvweave.errors import LeaseExpired, ServerError
+from kvweave.errors import LeaseExpired, OverLimit, ServerError
 from kvweave.server import protocol
 from kvweave.server.arena_copier import ArenaCopier
 from kvweave.server.arena_writer import ArenaBlob
+from kvweave.server.inbox import inbox_starts
 from kvweave.server.prompt_session import PromptSession, daemon_budget, key_of, reply_timeout
 from kvweave.server.protocol import MOST_PIECES, NO_ROOM, numbers, packed
 from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Source
 from kvweave.store.any_store import GATHER_BYTES
+from kvweave.store.batches import batches
 from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
@@ -34,22 +36,27 @@ class ArenaLayout:
         shard = self._shards[number]
         return ArenaBlob(arena[start : start + self._sizes[number]], shard, chunk, key_of(prompt, shard, chunk))
 
-    def batches(self, pieces: Sequence[ChunkRef]) -> Iterator[list[ChunkRef]]:
-        most, batch, size = min(GATHER_BYTES, self.prompt_session.client.welcome.reserve_bytes), list[ChunkRef](), 0
-        for piece in pieces:
-            if batch and (size + self._sizes[piece[0]] > most or len(batch) == MOST_PIECES):
-                yield batch
-                batch, size = [], 0
-            batch.append(piece)
-            size += self._sizes[piece[0]]
-        if batch:
-            yield batch
+    def in_inbox(self, inbox: Bytes, prompt: HashedPrompt, pieces: Sequence[ChunkRef]) -> list[ArenaBlob]:
+        """The blobs of these pieces in an inbox."""
+        starts = inbox_starts([self._sizes[number] for number, _ in pieces])
+        return [self.job(inbox, prompt, *piece, at) for piece, at in zip(pieces, starts, strict=False)]
+
+    def num_bytes(self, pieces: Sequence[ChunkRef]) -> int:
+        """What the blobs of these pieces take in an inbox."""
+        return inbox_starts([self._sizes[number] for number, _ in pieces])[-1]
+
+    def batches(self, pieces: Sequence[ChunkRef], inbox_bytes: int = 0) -> Iterator[list[ChunkRef]]:
+        """Pieces for one request each, as far as they fit into an inbox, if there is one; a larger one is alone."""
+        most = min(GATHER_BYTES, self.prompt_session.client.welcome.reserve_bytes, inbox_bytes or GATHER_BYTES)
+        least = -(-most // MOST_PIECES)  # so that a batch has no more than so many
+        return batches(pieces, lambda piece: max(least, self.num_bytes([piece])), most)
 
 
 class ReservedBatch(NamedTuple):
-    """Reserved places: their number, their end, the generation of their connection, and the pieces with and without
-    room."""
+    """Reserved places of a prompt's pieces: their number, their end, the generation of their connection, and the pieces
+    with and without room."""
 
+    prompt: HashedPrompt
     number: int
     until: float
     generation: int
@@ -82,7 +89,7 @@ class SaveOperation:
         """Save batch by batch, as far as there is room and time. Calls `gathered` when everything is copied."""
         pieces = deque(wanted)
         while pieces and not budget.is_spent:
-            batch = next(self._arena.batches(pieces))
+            batch = next(self._batches(pieces))
             for _ in batch:
                 pieces.popleft()
             reserved = self.reserve(prompt, batch, budget)
@@ -94,9 +101,17 @@ class SaveOperation:
 
     def gather(self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget) -> ReservedBatch | None:
         """Copy the first batch into places that are not visible yet; None if nothing could be copied."""
-        batch = next(self._arena.batches(wanted), [])
+        batch = next(self._batches(wanted), [])
         reserved = self.reserve(prompt, batch, budget) if batch else None
         return reserved if reserved and self.write(reserved, budget) else None
+
+    def _batches(self, pieces: Sequence[ChunkRef]) -> Iterator[list[ChunkRef]]:
+        """What is saved at once: no more than the inbox holds, where there is one. Raises `OverLimit`."""
+        inbox_bytes = self._client.welcome.inbox_bytes
+        for batch in self._arena.batches(pieces, inbox_bytes):
+            if inbox_bytes and (size := self._arena.num_bytes(batch)) > inbox_bytes:
+                raise OverLimit(f"a blob of {size} bytes, an inbox of {inbox_bytes}: take a larger --inbox")
+            yield batch
 
     def reserve(self, prompt: HashedPrompt, batch: list[ChunkRef], budget: Budget) -> ReservedBatch:
         number, until = self._client.number(), time.monotonic() + self._client.welcome.lease_s
@@ -107,22 +122,48 @@ class SaveOperation:
 
         reply, generation = self._session.ask(prompt, request, budget)
         starts: list[int] = numbers(self._client.check(reply, protocol.Places).starts).tolist()
-        arena, places = self._session.arena(generation), [*zip(batch, starts, strict=True)]
-        granted = [(piece, at) for piece, at in places if at >= 0]
-        jobs = [self._arena.job(arena, prompt, *piece, at) for piece, at in granted]
+        places = [*zip(batch, starts, strict=True)]
+        granted = [piece for piece, at in places if at >= 0]
         self.present |= {piece for piece, at in places if at < 0 and at != NO_ROOM}
+        if self._client.welcome.inbox_bytes:
+            jobs = self._arena.in_inbox(self._session.inbox(generation), prompt, granted)
+        else:
+            arena = self._session.arena(generation)
+            jobs = [self._arena.job(arena, prompt, *piece, at) for piece, at in places if at >= 0]
         without_room = [piece for piece, at in places if at == NO_ROOM]
-        return ReservedBatch(number, until, generation, [piece for piece, _ in granted], jobs, without_room)
+        return ReservedBatch(prompt, number, until, generation, granted, jobs, without_room)
 
     def write(self, reserved: ReservedBatch, budget: Budget) -> bool:
         """Returns whether all of a non-empty batch was written; if not, its places are freed."""
         fine = False
+        through = self._through_inbox if self._client.welcome.inbox_bytes else self._written
         try:
-            fine = self._copier.writes(reserved.jobs, self._source, reserved.until) if reserved.jobs else False
+            fine = through(reserved) if reserved.jobs else False
         finally:
             if not fine:
                 self.abandon(reserved, budget)
         return fine
+
+    def _written(self, reserved: ReservedBatch) -> bool:
+        return self._copier.writes(reserved.jobs, self._source, reserved.until)
+
+    def _through_inbox(self, reserved: ReservedBatch) -> bool:
+        """Write to the inbox, when no other thread does, and let the daemon copy what is there."""
+        lock, budget = self._client.inbox_lock, Budget(reserved.until)
+        if not lock.acquire(timeout=max(0.0, reserved.until - time.monotonic())):
+            return False
+        try:
+            if not self._written(reserved):
+                return False
+            pieces = packed(reserved.pieces, "<i4")
+
+            def request(sequence: int) -> protocol.Message:
+                return protocol.CopyIn(sequence, reserved.number, pieces)
+
+            reply, _ = self._session.ask(reserved.prompt, request, budget, reserved.generation)
+            return self._client.check(reply, protocol.Done).count == len(reserved.pieces)
+        finally:
+            lock.release()
 
     def commit(self, reserved: ReservedBatch, budget: Budget) -> bool:
         """Returns whether the batch became visible: all or none."""

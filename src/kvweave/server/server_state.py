@@ -32,9 +32,9 @@ from kvweave.store.tier import KeyFilter
 from kvweave.store.tier_executor import COUNTED
 
 T = TypeVar("T")
-THREADS = {"read": 16, "write": 16, "flush": 4}
-"""Threads that wait for tiers, by kind of work: writers waiting for a queue, and long flushes and clears, must not
-use up the threads of readers. Beyond these numbers, requests of a kind queue up."""
+THREADS = {"read": 16, "write": 16, "flush": 4, "copy": 4}
+"""Threads by kind of work. Writers waiting for a tier's queue, and long flushes and clears, must not use up the threads
+of readers, nor those that copy out of inboxes. Beyond these numbers, requests of a kind queue up."""
 PREFIXES, SHOWN = 4096, 20
 LEASED_SHARE = 0.5
 """The share of the arena that the leases of all lookups may hold."""
@@ -66,7 +66,7 @@ class ServerState:
         self.heartbeat.run(loop)
 
     async def in_thread(self, kind: str, work: Callable[..., T], *args: object) -> T:
-        """Run work that waits for a tier, in a thread of this kind (`THREADS`)."""
+        """Run work that blocks in a thread of this kind (`THREADS`)."""
         return await asyncio.get_running_loop().run_in_executor(self._threads[kind], work, *args)
 
     def notify(self) -> None:
@@ -174,6 +174,7 @@ class ServerState:
             arena_bytes=self.arena.num_bytes,
             lease_s=settings.lease_s,
             drain_s=settings.drain_s,
+            inbox_bytes=settings.inbox,
             reserve_bytes=int(self.arena.num_bytes * settings.limits.reserve_share),
             pin_bytes=int(self.arena.num_bytes * settings.limits.pin_share),
             limits=settings.limits,

@@ -71,6 +71,8 @@ class Settings:
     """The options of `kvweave serve`."""
 
     memory: int = 8 << 30
+    inbox: int = 0
+    """Bytes through which a connection saves, while it maps the arena read-only; 0: it writes to the arena."""
     disk: Disk | None = None
     redis: str | None = None
     object: str | None = None
@@ -97,6 +99,8 @@ class Settings:
             raise ConfigError("--tls-cert and --tls-key go together")
         if self.tls_cert and not self.listen:
             raise ConfigError("--tls-cert is for --listen, which is not given")
+        if self.inbox > self.memory // 4:
+            raise ConfigError(f"inboxes of {self.inbox} bytes: a quarter of the arena's {self.memory} at most")
         if not 0 < self.lease_s <= 3600 or self.drain_s < 0:
             raise ConfigError(f"a lease of {self.lease_s} s (0 to 3600), {self.drain_s} s to drain (0 or more)")
 
@@ -169,6 +173,7 @@ def _table(name: str, data: Any) -> Mapping[str, Any]:
 
 _READ: dict[str, Any] = {
     "memory": _memory,
+    "inbox": lambda value: parse_bytes(value, what="inbox"),
     "disk": lambda value: Disk.parse(_text(value)),
     "redis": _text,
     "object": _text,

@@ -15,35 +15,38 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvweave.errors import OutOfMemory
+from kvweave.copying import Numbers
+from kvweave.errors import ConfigError, OutOfMemory
 from kvweave.host_memory import check_memory
 from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, PRESENT, WRITING
 from kvweave.store import MemoryTier, Quota
 from kvweave.store.keys import Bytes
 from kvweave.store.striped_file import SECTOR
 
-Places = NDArray[np.int64]
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FUTURE_WRITE = 0x0010
+"""F_SEAL_FUTURE_WRITE: processes that are passed the file can only read it."""
 
 
 class Pinned(NamedTuple):
     """The catalog slots that are held; the start of each key (`NOT_IN_ARENA` where it is absent) and its length."""
 
-    slots: Places
-    starts: Places
-    lengths: Places
+    slots: Numbers
+    starts: Numbers
+    lengths: Numbers
 
 
 class SharedArena(MemoryTier):
-    """A memory tier in an anonymous file, whose descriptor can be passed to other processes."""
+    """A memory tier in an anonymous file, whose descriptor can be passed to other processes: to `read_only` ones, if
+    so."""
 
-    def __init__(self, capacity: int, *, quotas: Mapping[str, Quota] | None = None) -> None:
+    def __init__(self, capacity: int, *, quotas: Mapping[str, Quota] | None = None, read_only: bool = False) -> None:
         self.num_bytes = -(-capacity // SECTOR) * SECTOR
         check_memory("arena", self.num_bytes)
         self.fd = _memory_file(self.num_bytes)
         memory = np.frombuffer(mmap.mmap(self.fd, self.num_bytes), np.uint8)
+        add_seals(self.fd, SIZE_SEALS | (FUTURE_WRITE if read_only else 0))
         super().__init__(buffer=memory, quotas=quotas, align=SECTOR)
         self._bytes = memory
 
@@ -52,7 +55,7 @@ class SharedArena(MemoryTier):
 
     # ---- writing
 
-    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Places:
+    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Numbers:
         """Where each blob may be written; or `PRESENT`, `WRITING` (by another client), or `NO_ROOM`, even after
         eviction."""
         with self._lock:
@@ -94,7 +97,7 @@ class SharedArena(MemoryTier):
             np.add.at(catalog.pins, held, 1)
             return Pinned(held, np.where(slots >= 0, catalog.starts[slots], NOT_IN_ARENA), catalog.lengths[slots])
 
-    def unpin(self, slots: Places) -> None:
+    def unpin(self, slots: Numbers) -> None:
         """Unpin; an extent whose key was removed is freed with its last pin."""
         catalog = self._catalog
         with self._lock:
@@ -111,7 +114,7 @@ class SharedArena(MemoryTier):
         """Whether there are extents that cannot be evicted now, but may be later."""
         return bool(self._writing) or bool(self._catalog.pins.any())
 
-    def pinned_bytes(self, slots: Places) -> int:
+    def pinned_bytes(self, slots: Numbers) -> int:
         return int(self._catalog.sizes[slots].sum())
 
     def close(self) -> None:
@@ -121,12 +124,20 @@ class SharedArena(MemoryTier):
 
 
 def _memory_file(num_bytes: int) -> int:
-    """An anonymous file with its memory allocated, which no process that has it can truncate."""
+    """An anonymous file with its memory allocated."""
     descriptor = os.memfd_create("kvweave-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     except OSError as error:
         os.close(descriptor)
         raise OutOfMemory("arena", wanted_bytes=num_bytes, reason=str(error.strerror)) from error
     return descriptor
+
+
+def add_seals(descriptor: int, seals: int) -> None:
+    """Seal an anonymous file, for good. Raises `ConfigError` where the kernel has no such seal."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(f"the kernel cannot seal memory ({error.strerror}): read-only arenas need 5.1") from error

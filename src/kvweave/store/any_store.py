@@ -166,8 +166,8 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
     ) -> GatheredSave:
         """The first half of a save: copy the payloads that the store lacks, so that the source's memory may be reused.
 
-        At most `GATHER_BYTES`, or what a daemon reserves for one connection; the rest is in `failed`. With a daemon,
-        `commit` must be called within the lease.
+        At most `GATHER_BYTES`, or what a daemon reserves for one connection, or its inbox holds; the rest is in
+        `failed`. With a daemon, `commit` must be called within the lease.
         """
         return self._gather(prompt, source, self._to_keep(prompt, source, points, shards, start), Budget.of(budget_s))
 

@@ -105,6 +105,15 @@ class BlobCheck:
             self.observe(checksums.checksum(blob[self.head_bytes :]))
         return self.matches_header(blob)
 
+    def copied(self, blob: Bytes, payload: Bytes) -> Bytes | None:
+        """Copy the blob's payload to `payload`; returns its header if the copy is intact. Others may write to the blob
+        meanwhile: the copy is checked, not the blob."""
+        head = blob[: self.head_bytes].copy()
+        payload_sum = checksums.copy(payload, blob[self.head_bytes :])
+        assert payload_sum is not None, "a copy without an end ended early"
+        self.observe(payload_sum)
+        return head if self.matches_header(head) else None
+
     def matches_header(self, head: Bytes) -> bool:
         """Whether the header is the one for the observed checksum; False if none was observed."""
         if self._payload_sum is None:

@@ -82,7 +82,7 @@ class BufferedFile:
     @property
     def _io_buffers(self) -> checksums.IOBuffers:
         """The I/O buffers of this thread."""
-        if not hasattr(self._local, "desk"):
+        if not hasattr(self._local, "io_buffers"):
             self._local.io_buffers = checksums.IOBuffers(direct=bool(self.flags))
         io_buffers: checksums.IOBuffers = self._local.io_buffers
         return io_buffers

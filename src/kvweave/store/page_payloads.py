@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from kvweave.copying import HostPayloadCopier, PayloadCopier
+from kvweave.copying import BlockCopy, HostPayloadCopier, PayloadCopier, StagedCopier
 from kvweave.errors import StoreError
 from kvweave.store.engine_memory import EngineMemory
 from kvweave.store.files import aligned
@@ -45,9 +45,9 @@ class PagePayloads:
         """The shards of which this rank needs something."""
         return self._schema.read_by(self.parallel.tp, self.parallel.tp_rank)
 
-    def source(self, tables: Tables) -> Source:
-        """The payloads of a sequence's chunks; the source also implements `PagedSource` and `FillableSource`."""
-        return _Gather(self, tables, self._copier.after_caller())
+    def source(self, tables: Tables) -> Gather:
+        """The payloads of a sequence's chunks."""
+        return Gather(self, tables, self._copier.after_caller())
 
     def sink(self, tables: Tables) -> Sink:
         """A sink that writes payloads into the pages of a sequence. Rows whose page is NULL are skipped.
@@ -55,12 +55,17 @@ class PagePayloads:
         A load that returns less than its hit may need window pages that these tables do not have: see `holds`.
         """
         copier = self._copier.after_caller()
+        if isinstance(copier, StagedCopier):
+            return StagedScatter(self, tables, copier)
 
         def write(shard: Shard, chunk: int, payload: Bytes) -> None:
-            copies = self._copies[shard.id].copies(chunk, tables, whole=not shard.reach.per_token)
-            copier.scatter(copies, payload)
+            copier.scatter(self.sink_copies(shard, chunk, tables), payload)
 
         return write
+
+    def sink_copies(self, shard: Shard, chunk: int, tables: Tables) -> Iterator[BlockCopy]:
+        """The copies that write a chunk's payload into pages: of states all, else those whose page is there."""
+        return self._copies[shard.id].copies(chunk, tables, whole=not shard.reach.per_token)
 
     def holds(self, shard: Shard, chunk: int, tables: Tables) -> bool:
         """Whether there is a page for every row of a chunk."""
@@ -81,8 +86,23 @@ class FillableSource(Protocol):
     def fill(self, shard: Shard, chunk: int, out: Bytes) -> None: ...
 
 
-class _Gather:
-    """The payloads of the chunks of one sequence."""
+class StagedScatter:
+    """A sink for memory that is reached through a copier's own, as that of a GPU is."""
+
+    def __init__(self, pages: PagePayloads, tables: Tables, copier: StagedCopier) -> None:
+        self._pages, self._tables, self._copier = pages, tables, copier
+
+    def __call__(self, shard: Shard, chunk: int, payload: Bytes) -> None:
+        self._copier.scatter(self._pages.sink_copies(shard, chunk, self._tables), payload)
+
+    def land(self, shard: Shard, chunk: int, payload: Bytes, is_intact: Callable[[], bool]) -> bool:
+        """As a call, for a payload that others may write to: it is copied first, then `is_intact` must say that it was
+        right until then, and only then pages are written. May be called by several threads."""
+        return self._copier.land(self._pages.sink_copies(shard, chunk, self._tables), payload, is_intact)
+
+
+class Gather:
+    """A source: the payloads of the chunks of one sequence. A `PagedSource` and a `FillableSource`, too."""
 
     def __init__(self, pages: PagePayloads, tables: Tables, copier: PayloadCopier) -> None:
         self._pages, self._tables, self._copier = pages, tables, copier

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.copying import BlockCopy
+from kvweave.copying import BlockCopy, Numbers
 from kvweave.errors import StoreError
 from kvweave.plan import Parallel, View
 from kvweave.plan.view import as_bytes, contiguous
@@ -27,7 +27,6 @@ from kvweave.store.shards import AxisSlice, Shard, axis_slices
 
 Tables = Mapping[str, NDArray[np.int32]]
 """By the engine's name of the table: the page of each block of a sequence; for states, of the snapshot at its end."""
-Numbers = NDArray[np.int64]
 
 
 class ShardCopies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,14 @@ class _Channel(NamedTuple):
     stream: torch.cuda.Stream
     slot: Slot
 
+    @property
+    def number(self) -> int:
+        """The stream, as the driver knows it."""
+        return int(self.stream.cuda_stream)
+
 
 class CUDAPayloadCopier:
-    """Between pools on one GPU and payloads on the host, fast where these are pinned. A `PayloadCopier`.
+    """Between pools on one GPU and payloads on the host, fast where these are pinned. A `StagedCopier`.
 
     A payload is gathered in staging memory in the order in which it is stored, and leaves by one copy; it comes by one,
     and is scattered. Each call blocks until it is done; calls of several threads overlap, and have staging memory each.
@@ -49,45 +54,60 @@ class CUDAPayloadCopier:
         return following
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
-        self._carry_out(copies, payload, gather=True)
+        table = self._table(copies, payload)
+        if table.template.batches:
+            commands, channel = CommandBuffer(), self._channel(payload.nbytes)
+            self._launch(commands, channel, table, gather=True)
+            commands.copy(payload.ctypes.data, channel.slot.address, payload.nbytes, channel.number)
+            self._carry_out(commands, channel)
+            self._idle.append(channel)  # a channel on which something broke is not used again
 
     def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
-        self._carry_out(copies, payload, gather=False)
+        self.land(copies, payload, lambda: True)
 
-    def _carry_out(self, copies: Iterable[BlockCopy], payload: Bytes, *, gather: bool) -> None:
+    def land(self, copies: Iterable[BlockCopy], payload: Bytes, is_intact: Callable[[], bool]) -> bool:
         table = self._table(copies, payload)
         if not table.template.batches:
-            return
-        channel = self._channel()
-        stream, slot = int(channel.stream.cuda_stream), channel.slot
-        slot.reserve(payload.nbytes)
-        commands, done = CommandBuffer(), Event(self._context)
+            return is_intact()
+        commands, channel = CommandBuffer(), self._channel(payload.nbytes)
+        commands.copy(channel.slot.address, payload.ctypes.data, payload.nbytes, channel.number)
+        self._carry_out(commands, channel)
+        fine = is_intact()
+        if fine:
+            commands = CommandBuffer()
+            self._launch(commands, channel, table, gather=False)
+            self._carry_out(commands, channel)
+        self._idle.append(channel)
+        return fine
+
+    def _launch(self, commands: CommandBuffer, channel: _Channel, table: PayloadTable, *, gather: bool) -> None:
         if self._after is not None:
-            commands.wait(self._after, stream)
-        if not gather:
-            commands.copy(slot.address, payload.ctypes.data, payload.nbytes, stream)
-        tiles = slot.tabulate(table, self._tabulator, commands, stream)
+            commands.wait(self._after, channel.number)
+        tiles = channel.slot.tabulate(table, self._tabulator, commands, channel.number)
         launch(
-            commands, tiles, table.template.num_tiles, table.vector_bytes, slot.address, stream, self._device.index,
-            gather=gather,
+            commands, tiles, table.template.num_tiles, table.vector_bytes, channel.slot.address, channel.number,
+            self._device.index, gather=gather,
         )  # fmt: skip
-        if gather:
-            commands.copy(payload.ctypes.data, slot.address, payload.nbytes, stream)
-        commands.signal(stream)
+
+    def _carry_out(self, commands: CommandBuffer, channel: _Channel) -> None:
+        """Submit, and wait for the end."""
+        done = Event(self._context)
+        commands.signal(channel.number)
         submit(commands, self._context, 0, done)
         done.wait()
-        self._idle.append(channel)  # a channel on which something broke is not used again
 
     def _table(self, copies: Iterable[BlockCopy], payload: Bytes) -> PayloadTable:
         addresses = {name: int(pool.data_ptr()) for name, pool in self._pools.items()}
         sizes = {name: int(pool.nbytes) for name, pool in self._pools.items()}
         return PayloadTable(copies, addresses, sizes, payload.nbytes)
 
-    def _channel(self) -> _Channel:
+    def _channel(self, num_bytes: int) -> _Channel:
         try:
-            return self._idle.pop()
+            channel = self._idle.pop()
         except IndexError:  # all are in use
-            return _Channel(torch.cuda.Stream(self._device), Slot(self._device))
+            channel = _Channel(torch.cuda.Stream(self._device), Slot(self._device))
+        channel.slot.reserve(num_bytes)
+        return channel
 
 
 def payload_copier(pools: Mapping[str, Any]) -> CUDAPayloadCopier | None:

@@ -2,7 +2,7 @@
 shared.
 
     open      load what the store has of a prompt and memory lacks
-    capture   at the end of a chunk, copy windows and states to the host, before the next step changes them
+    capture   at the end of a chunk, copy windows and states, before the next step changes them
     save      give the store what it lacks of the captured points; full attention is read from the pages then
 
 A store that is slow, broken or full delays a request by its deadline at most, and never fails it.
@@ -19,17 +19,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvweave.cache import Cache, Sequence
 from kvweave.errors import NeverFits, OutOfPages, StoreError
-from kvweave.integrations.transformers.host_staging import HostStaging
+from kvweave.integrations.transformers.arena_payloads import ArenaPayloads
 from kvweave.integrations.transformers.identity import Identity
 from kvweave.integrations.transformers.prompts import Prompt
 from kvweave.integrations.transformers.request_record import StoreUsage
-from kvweave.pool import NULL, Ids
 from kvweave.prefix import Spacing
-from kvweave.store import AnyStore, HashedPrompt, Namespace, Schema, Shard, Source
+from kvweave.store import AnyStore, HashedPrompt, Namespace, Shard, Source
 from kvweave.store.keys import Bytes
 from kvweave.tensor import Arena, carry_out
 
@@ -45,8 +43,8 @@ WAITING_BYTES = 256 << 20
 REMEMBERED = 1 << 16
 """Number of points known to be in the store."""
 
-Captured = dict[tuple[str, bytes], torch.Tensor]
-"""Pages of chunks on the host, by group and by the digest of all tokens up to the chunk's end."""
+Captured = dict[tuple[bytes, bytes], Bytes]
+"""Payloads of chunks, by shard and by the digest of all tokens up to the chunk's end."""
 
 
 class StoreSync:
@@ -64,9 +62,8 @@ class StoreSync:
     ) -> None:
         self.store, self.core, self.arena, self.identity, self.wait_s = store, core, arena, identity, wait_s
         self.chunk = store.schema.chunk_tokens
-        self.staging = HostStaging(arena, store.schema)
-        self.rows_of = Counter(shard.tag for shard in store.schema.shards)
-        self.trailing = [shard for shard in _by_tag(store.schema) if shard.reach.span is not None]
+        self.payloads = ArenaPayloads(core, arena, store.schema)
+        self.trailing = [shard for shard in store.schema.shards if shard.reach.span is not None]
         apart, widens = core.spacing.tokens, core.spacing.widens
         self.spacing = Spacing(-(-apart // self.chunk) * self.chunk, widens)
         self.counts: Counter[str] = Counter()
@@ -85,12 +82,6 @@ class StoreSync:
         """The committed tokens of a sequence, hashed."""
         assert isinstance(sequence.namespace, Namespace), "a sequence that no visit opened"
         return self.store.prompt(sequence.tokens[: sequence.committed], sequence.namespace)
-
-    def pages(self, sequence: Sequence, shard: Shard, chunk: int) -> Ids:
-        """The pages of a chunk of a sequence, in order; for a state, its live page."""
-        table: Ids = self.core.table(shard.tag)[sequence.row]
-        count = self.chunk // self.core.plan.group(shard.tag).block_tokens
-        return table[chunk * count : (chunk + 1) * count] if shard.reach.per_token else table[:1]
 
     # ---- what is worth it
 
@@ -138,7 +129,7 @@ class StoreSync:
         return StoreUsage(**self.counts, load_seconds=self.load_seconds, save_seconds=self.save_seconds)
 
     def close(self) -> None:
-        self.staging.close()
+        del self.payloads  # and its references to the arena's memory
         self._close()
 
 
@@ -208,13 +199,13 @@ class StoreBatch:
         store_sync, start = self.store_sync, sequence.length
         try:
             if not store_sync.is_worth_loading(sequence, hit.position):
-                return _release_hit(store_sync.store, hit)
+                return store_sync.store.release(hit)
             store_sync.core.load_to(sequence, hit.position)
         except (OutOfPages, NeverFits):
             store_sync.counts["no_room"] += 1
-            return _release_hit(store_sync.store, hit)
-        take = PageLoader(store_sync, sequence).take
-        if store_sync.store.load(hit, take, budget_s=max(0.0, until - time.monotonic())) < hit.position:
+            return store_sync.store.release(hit)
+        sink, left_s = store_sync.payloads.sink(sequence), max(0.0, until - time.monotonic())
+        if store_sync.store.load(hit, sink, budget_s=left_s) < hit.position:
             store_sync.counts["shortened"] += 1
             return None
         store_sync.counts["loads"] += 1
@@ -233,7 +224,7 @@ class StoreBatch:
         return sorted(point for point in new if not store_sync.is_saved(hashed.prefixes[point // chunk - 1].tobytes()))
 
     def capture(self, sequence: Sequence) -> bytes | None:
-        """Copy the windows and states of a sequence to the host, at its length, which is the end of a chunk.
+        """Copy the windows and states of a sequence, at its length, which is the end of a chunk.
 
         Returns None if the store has this point already, or if pages of a chunk are gone (NULL): an incomplete chunk
         would be taken for complete. Chunks that several points need are copied once.
@@ -244,15 +235,14 @@ class StoreBatch:
         if store_sync.is_saved(point) or point in self._captured:
             return None
         known = {key: copied for each in self._captured.values() for key, copied in each.items()}
-        captured: Captured = {}
+        captured, source = Captured(), store_sync.payloads.source(sequence)
         for shard in store_sync.trailing:
             for chunk in shard.needs(sequence.length):
-                key, pages = (shard.tag, hashed.prefixes[chunk].tobytes()), store_sync.pages(sequence, shard, chunk)
+                key = shard.id, hashed.prefixes[chunk].tobytes()
                 if key not in known:
-                    if not pages.all():
+                    if not source.holds(shard, chunk):
                         return None
-                    store_sync.staging.hold(shard.tag, pages)
-                    known[key] = store_sync.staging.copy(shard.tag)
+                    known[key] = source(shard, chunk)
                 captured[key] = known[key]
         self._captured[point] = captured
         if sum(copied.nbytes for copied in known.values()) > WAITING_BYTES:
@@ -305,68 +295,18 @@ class StoreBatch:
                 store_sync.remember(end)
 
     def _source(self, sequence: Sequence, ends: list[bytes], until: float) -> Source:
-        """A source of captured pages; shards of full attention are read from the sequence's own pages."""
-        staging, held = self.store_sync.staging, ("", -1)
-        captured = {key: pages for each in self._captured.values() for key, pages in each.items()}
+        """A source of captured payloads; those of full attention come from the sequence's own pages."""
+        pages = self.store_sync.payloads.source(sequence)
+        captured = {key: copied for each in self._captured.values() for key, copied in each.items()}
 
         def payload(shard: Shard, chunk: int) -> Bytes:
-            nonlocal held
             if time.monotonic() > until:
                 raise SaveTimeout(f"what is to be saved could not be copied within {self.store_sync.wait_s} s")
-            if held != (shard.tag, chunk):
-                pages = captured.get((shard.tag, ends[chunk]))
-                if pages is not None:
-                    staging.put(shard.tag, pages)
-                else:
-                    staging.hold(shard.tag, self.store_sync.pages(sequence, shard, chunk))
-                held = shard.tag, chunk
-            return staging.payload(shard)
+            copied = captured.get((shard.id, ends[chunk]))
+            return pages(shard, chunk) if copied is None else copied
 
         return payload
 
 
-class PageLoader:
-    """A sink that fills the pages of a sequence, except those shared with others."""
-
-    def __init__(self, store_sync: StoreSync, sequence: Sequence) -> None:
-        self._store_sync, self._sequence = store_sync, sequence
-        self._waiting: dict[tuple[str, int], torch.Tensor] = {}
-        self._shards: Counter[tuple[str, int]] = Counter()
-
-    def take(self, shard: Shard, chunk: int, payload: Bytes) -> None:
-        """The shards of a group come one by one; when a chunk has all of them, its pages are filled."""
-        staging, key = self._store_sync.staging, (shard.tag, chunk)
-        if key in self._waiting:
-            staging.put(shard.tag, self._waiting.pop(key))
-        staging.take(shard, payload)
-        self._shards[key] += 1
-        if self._shards[key] < self._store_sync.rows_of[shard.tag]:
-            self._waiting[key] = staging.copy(shard.tag)
-        else:
-            staging.give(shard.tag, self._own(shard, chunk))
-
-    def _own(self, shard: Shard, chunk: int) -> Ids:
-        """The pages of a chunk; NULL for those that were found in memory, which others share."""
-        pages = self._store_sync.pages(self._sequence, shard, chunk).copy()
-        if shard.reach.per_token:
-            first = chunk * self._store_sync.chunk
-            starts = first + np.arange(len(pages)) * (self._store_sync.chunk // len(pages))
-            pages[starts < self._sequence.num_cached] = NULL
-        return pages
-
-
 class SaveTimeout(StoreError):
     """The time for copying what is to be saved is over."""
-
-
-def _by_tag(schema: Schema) -> Iterator[Shard]:
-    """One shard for each group: all shards of a group have its tag, reach and layers."""
-    return (schema.shards[group.first] for group in schema.groups)
-
-
-def _release_hit(store: AnyStore[Any], hit: Any) -> None:
-    """A daemon keeps the blobs of a hit in its arena until the hit is loaded or released; this one will not be
-    loaded."""
-    release = getattr(store, "release", None)
-    if release:
-        release(hit)

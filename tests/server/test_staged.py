@@ -1,0 +1,133 @@
+"""Loads into memory that is reached through staging memory, as a GPU's: payloads come straight out of the arena, and
+only what is intact gets into pages. A copier of the host that stages stands in for the GPU's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvweave.copying import BlockCopy, HostPayloadCopier, StagedCopier
+from kvweave.errors import BadCopy
+from kvweave.server import Daemon, RemoteStore
+from kvweave.store import EngineMemory, PagePayloads
+from kvweave.store.keys import Bytes
+from tests.server.models import POINTS, SCHEMA, SPEC, prompt, serving, settings, store
+from tests.store.models import Rank, fill, rank, share, truth
+
+TOKENS = 1024
+
+
+class StagingCopier(HostPayloadCopier):
+    """Notes where payloads were, and lets a test do something between its two halves."""
+
+    def __init__(self, pools: dict[str, Bytes]) -> None:
+        super().__init__(pools)
+        self.seen: list[Bytes] = []
+        self.between: Callable[[], None] = lambda: None
+
+    def after_caller(self) -> StagingCopier:
+        return self
+
+    def land(self, copies: Iterable[BlockCopy], payload: Bytes, is_intact: Callable[[], bool]) -> bool:
+        self.seen.append(payload)
+        staged = payload.copy()
+        self.between()
+        fine = is_intact()
+        if fine:
+            self.scatter(copies, staged)
+        return fine
+
+
+def engine() -> tuple[Rank, PagePayloads, StagingCopier]:
+    made = rank(SCHEMA, SPEC, TOKENS, block_tokens=64)
+    copier = StagingCopier(made.pools)
+    assert isinstance(copier, StagedCopier)
+    return made, PagePayloads(SCHEMA, EngineMemory.of_plan(made.plan, made.pools), copier), copier
+
+
+def saved(daemon: Daemon) -> RemoteStore:
+    client = store(daemon.settings.socket)
+    assert client.save(prompt(), truth, points=POINTS).dropped == 0
+    return client
+
+
+def computed() -> dict[tuple[int, str, str], list[bytes]]:
+    made, _, _ = engine()
+    fill(SCHEMA, made, TOKENS // SCHEMA.chunk_tokens)
+    return share(made)
+
+
+@pytest.mark.parametrize("options", [{}, {"inbox": 1 << 20}], ids=["writable", "read-only"])
+def test_payloads_come_straight_out_of_the_arena(tmp_path: Path, options: dict[str, int]) -> None:
+    with serving(settings(tmp_path, **options)) as daemon:
+        client, (made, pages, copier) = saved(daemon), engine()
+        assert client.load(client.lookup(prompt()), pages.sink(made.table)) == TOKENS
+        assert copier.seen
+        assert all(np.shares_memory(payload, client.client.arena) for payload in copier.seen)
+        for place, rows in computed().items():
+            kept = slice(None) if place[1] == "full" else slice(-1, None)
+            assert share(made)[place][kept] == rows[kept], place
+        client.close()
+
+
+def test_a_damaged_blob_gets_into_no_page_and_is_removed(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, _) = saved(daemon), engine()
+        hit = client.lookup(prompt())
+        full = [number for number, shard in enumerate(SCHEMA.shards) if shard.tag == "full"]
+        client.client.arena[hit.places[full[0], 3] + 5000] ^= 1
+        for pool in made.pools.values():
+            pool[:] = 0x55
+        assert client.load(hit, pages.sink(made.table)) == 512
+        assert daemon.state.counts["memory damaged"] == 1
+        assert (pages.source(made.table)(SCHEMA.shards[full[0]], 3) == 0x55).all(), "a page was written"
+        client.close()
+
+
+def test_what_was_overwritten_while_it_was_read_gets_into_no_page(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, copier) = saved(daemon), engine()
+        hit = client.lookup(prompt())
+        arena = client.client.arena
+
+        def overwrite() -> None:
+            arena[:] = 0xEE
+
+        copier.between = overwrite
+        assert client.load(hit, pages.sink(made.table)) == 0
+        client.close()
+
+
+def test_what_was_read_after_the_lease_is_lost_and_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, _) = saved(daemon), engine()
+        hit, sink = client.lookup(prompt()), pages.sink(made.table)
+        far = hit.until + 1.0
+        with monkeypatch.context() as patched:
+            patched.setattr("kvweave.server.arena_copier.time.monotonic", lambda: far)
+            assert client.load(hit, sink) == 0
+        assert daemon.state.counts["memory damaged"] == 0
+        assert client.load(client.lookup(prompt()), sink) == TOKENS
+        client.close()
+
+
+def test_no_copy_outlives_a_load_that_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.server.arena_copier.THREADED_BYTES", 1)
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, copier) = saved(daemon), engine()
+        ended: list[int] = []
+
+        def slow() -> None:
+            time.sleep(0.05)
+            ended.append(1)
+            raise BadCopy("no such page")
+
+        copier.between = slow
+        with pytest.raises(BadCopy):
+            client.load(client.lookup(prompt()), pages.sink(made.table))
+        assert len(ended) == len(copier.seen) > 1
+        client.close()
