@@ -180,6 +180,10 @@ class RemoteStore(AnyStore[RemoteHit]):
         """Let the daemon evict what a hit holds; calling it twice is fine."""
         release_lease(self.client, hit.lease, hit.generation, Budget.of(budget_s))
 
+    def release_later(self, hit: RemoteHit) -> None:
+        if hit.lease and hit.generation == self.client.generation:
+            self.client.tell(protocol.Release([hit.lease]))
+
     def _fetch(self, hit: RemoteHit, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
         held = hit.generation == self.client.generation and time.monotonic() < hit.until
         in_arena = {piece: int(hit.places[piece]) for piece in pieces if held and hit.places[piece] != NOT_IN_ARENA}

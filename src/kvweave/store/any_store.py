@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,8 +131,16 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         """Load what a hit needs into the tiers with `promote`; the operation's result is the position that can then be
         loaded from them. It runs in a thread of its own, and `poll` does not report it."""
 
+    def shorten(self, hit: Found, limit: int) -> Found:
+        """The longest hit of at most `limit` tokens, by what the lookup found: no tier is asked. For engines that can
+        resume at some positions only. It holds what the longer one held."""
+        return replace(hit, position=self._position(hit.prompt, hit.present, min(limit, hit.position)))  # type: ignore[type-var]
+
     def release(self, hit: Found, *, budget_s: float | None = None) -> None:
         """Release what a hit holds; calling it twice is fine."""
+
+    def release_later(self, hit: Found) -> None:
+        """As `release`, but along with the next request to a daemon: never waits."""
 
     # ---- writing
 

@@ -1,0 +1,257 @@
+"""The scheduler's side: which requests load what, and which pages are saved in a step. No call waits for a store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvweave.integrations.vllm.connector_settings import ConnectorSettings
+from kvweave.integrations.vllm.engine_groups import EngineGroup, hit_alignment
+from kvweave.integrations.vllm.load_or_compute import Speeds
+from kvweave.integrations.vllm.request_state import RequestState
+from kvweave.integrations.vllm.step_messages import LoadJob, SaveJob, Slices, StepJobs, TableSlice, WorkerReport
+from kvweave.store import AnyHit, AnyStore, Operation
+
+log = logging.getLogger("kvweave.vllm")
+IDLE_WAIT_S = 0.005
+"""What a request's first lookup may take of the scheduler's time while nothing is running."""
+BlockIds = Sequence[Sequence[int]]
+"""By the engine's group: the block table of a request."""
+Offers = Mapping[str, Sequence[tuple[int, int, int]]]
+"""By request: (group, block, tokens) of snapshots that are valid at the end of this step."""
+
+
+class Scheduled(NamedTuple):
+    """A request of this step: tokens computed before it, and in it."""
+
+    request: str
+    num_computed: int
+    num_new: int
+
+
+@dataclass(slots=True)
+class RunningSave:
+    """A save that was sent to the workers, and in how many of them it is still going on."""
+
+    request: str
+    start: int
+    pinned: list[int]
+    gathering: int
+    running: int
+
+
+class SchedulerSide:
+    """Bookkeeping of requests. `pin` and `unpin` keep blocks from being reused while they are saved."""
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        store: AnyStore[Any],
+        groups: Sequence[EngineGroup],
+        pin: Callable[[Sequence[int]], None],
+        unpin: Callable[[Sequence[int]], None],
+        num_workers: int,
+    ) -> None:
+        self._settings, self._store, self._groups = settings, store, groups
+        self._pin, self._unpin, self._num_workers = pin, unpin, num_workers
+        self._alignment, self._chunk = hit_alignment(groups), store.schema.chunk_tokens
+        self._states = [group for group in groups if group.is_state]
+        self._requests: dict[str, RequestState] = {}
+        self._loads: list[LoadJob] = []
+        self._saving: dict[int, RunningSave] = {}
+        self._next_save, self._is_idle = 0, True
+        self.speeds = Speeds()
+        self.counts = Counter[str]()
+
+    # ---- a request's way in
+
+    def add(self, request: str, state: RequestState) -> None:
+        self._requests[request] = state
+        if not state.settings.skip_load:
+            self._look_up(request, state)
+
+    def match(self, request: str, num_computed: int) -> int | None:
+        """Tokens that can be loaded beyond those that the engine has; None: ask again, the lookup is on its way."""
+        state = self._requests.get(request)
+        if state is None or state.settings.skip_load:
+            return 0
+        if state.lookup is None and (state.hit is None or state.is_hit_old):
+            self._look_up(request, state)
+        if state.lookup is not None and not self._found(state, state.lookup):
+            return None
+        assert state.hit is not None
+        state.start = num_computed
+        num_tokens = state.hit.position - num_computed
+        if num_tokens < max(1, self._settings.min_load_tokens):
+            return 0
+        if not self._settings.always_load and not self.speeds.is_load_faster("store"):
+            self.counts["computed_instead"] += 1
+            return 0
+        return num_tokens
+
+    def _look_up(self, request: str, state: RequestState) -> None:
+        prompt = state.hash_up_to(len(state.tokens) if self._settings.save_generated else state.num_prompt_tokens)
+        state.hit = None
+        state.lookup = self._store.submit_lookup([prompt], request=request, budget_s=self._settings.lookup_timeout_s)
+
+    def _found(self, state: RequestState, lookup: Operation[list[Any]]) -> bool:
+        if not lookup.is_done and not self._is_idle:
+            return False
+        try:
+            (hit,) = lookup.result(timeout=IDLE_WAIT_S)
+        except TimeoutError:
+            return False
+        state.lookup, state.found_at = None, time.monotonic()
+        state.saved = max(state.saved, hit.position)
+        state.hit = self._aligned(hit, hit.position if state.limit is None else min(state.limit, hit.position))
+        self.counts.update(lookups=1, tokens_found=state.hit.position)
+        return True
+
+    def _aligned(self, hit: AnyHit, limit: int) -> AnyHit:
+        """The longest hit up to `limit` at a position that the engine can resume at."""
+        while hit.position > limit or hit.position % self._alignment:
+            hit = self._store.shorten(hit, min(hit.position, limit) // self._alignment * self._alignment)
+            limit = min(limit, hit.position)
+        return hit
+
+    def allocated(self, request: str, block_ids: BlockIds, num_external: int) -> None:
+        """The engine has blocks for what `match` promised; with 0 it takes nothing of it."""
+        state = self._requests.get(request)
+        if state is None or state.hit is None or not num_external:
+            return
+        position, tables = state.start + num_external, dict[str, TableSlice]()
+        for group in self._groups:
+            ids, size = block_ids[group.number], group.block_tokens
+            last = -(-position // size)
+            if group.is_state:
+                tables[group.table] = _slice(position // self._chunk - 1, ids[last - 1 : last])
+            else:  # before `start` there are blocks of the engine's own cache, which others may be reading
+                tables[group.table] = _slice(state.start // size, ids[state.start // size : last])
+        self._loads.append(LoadJob(request, state.hit.ticket(), state.start, position, tables))
+        state.loading, state.hit = state.hit, None
+        self.counts.update(loads=1, tokens_loaded=num_external)
+
+    # ---- each step
+
+    def step(
+        self, scheduled: Iterable[Scheduled], tables: Callable[[str], BlockIds | None], offers: Offers
+    ) -> StepJobs:
+        """The jobs of a step; to be called once it is decided what is computed in it."""
+        self._store.poll()  # operations are asked for by their handles; forget those that nobody waits for
+        saves, self._is_idle = [], True
+        for each in scheduled:
+            self._is_idle = False
+            state = self._requests.get(each.request)
+            if state is not None and not state.settings.skip_save:
+                points, snapshots = self._points(state, each, offers.get(each.request, ()))
+                if points and (block_ids := tables(each.request)) is not None:
+                    saves.append(self._save(each.request, state, points, block_ids, snapshots))
+        loads, self._loads = tuple(self._loads), []
+        return StepJobs(loads, tuple(saves))
+
+    def _points(
+        self, state: RequestState, each: Scheduled, offers: Sequence[tuple[int, int, int]]
+    ) -> tuple[list[int], dict[int, dict[int, int]]]:
+        """Where the request can be resumed after this step and is not saved: chunk ends; of models with states those
+        at which vLLM offers all of them, by position and group."""
+        known = len(state.tokens) if self._settings.save_generated else state.num_prompt_tokens
+        end = min(each.num_computed + each.num_new, known)
+        if end // self._chunk * self._chunk <= state.saved:
+            return [], {}
+        if not self._states:
+            first = max(state.saved // self._chunk + 1, -(-each.num_computed // self._chunk))
+            return [chunk * self._chunk for chunk in range(first, end // self._chunk + 1)], {}
+        snapshots: dict[int, dict[int, int]] = {}
+        for group, block, tokens in offers:
+            if block and state.saved < tokens <= end and tokens % self._chunk == 0:
+                snapshots.setdefault(tokens, {})[group] = block
+        whole = {tokens: blocks for tokens, blocks in snapshots.items() if len(blocks) == len(self._states)}
+        return sorted(whole), whole
+
+    def _save(
+        self,
+        request: str,
+        state: RequestState,
+        points: Sequence[int],
+        block_ids: BlockIds,
+        snapshots: Mapping[int, Mapping[int, int]],
+    ) -> SaveJob:
+        start, end, tables = state.saved, points[-1], dict[str, TableSlice]()
+        for group in self._groups:
+            if group.is_state:
+                pages = np.zeros(end // self._chunk, np.int32)
+                for tokens, blocks in snapshots.items():
+                    pages[tokens // self._chunk - 1] = blocks[group.number]
+                tables[group.table] = TableSlice(0, pages)
+            else:
+                first = max(start, int(group.reach.tail(points[0]))) // self._chunk * self._chunk // group.block_tokens
+                tables[group.table] = _slice(first, block_ids[group.number][first : -(-end // group.block_tokens)])
+        state.hash_up_to(end)
+        number, self._next_save = self._next_save, self._next_save + 1
+        workers = self._num_workers
+        self._saving[number] = RunningSave(request, start, self._pinned(tables), workers, workers)
+        state.saved = end
+        self.counts.update(saves=1, tokens_saved=end - start)
+        return SaveJob(number, state.hashed(end), start, tuple(points), tables)
+
+    def _pinned(self, tables: Slices) -> list[int]:
+        """Pin the blocks of a save: each once, whatever becomes of the request."""
+        blocks = sorted({page for table in tables.values() for page in table.pages.tolist()} - {0})
+        self._pin(blocks)
+        return blocks
+
+    def report(self, report: WorkerReport) -> None:
+        """What the workers say has ended."""
+        for number, count in report.gathered.items():
+            save = self._saving[number]
+            save.gathering -= count
+            if not save.gathering:
+                self._unpin(save.pinned[::-1])
+                save.pinned = []
+        for number in report.failed_saves:
+            save = self._saving[number]
+            self.counts["failed_saves"] += 1
+            if state := self._requests.get(save.request):  # later chunks are of no use without it: save it again
+                state.saved = min(save.start, state.saved)
+        for number, count in report.ended.items():
+            self._saving[number].running -= count
+            if not self._saving[number].running:
+                del self._saving[number]
+        for request, position in report.reached.items():
+            self.counts["short_loads"] += 1
+            if state := self._requests.get(request):
+                state.limit, state.saved = position, 0
+
+    def loaded(self, requests: Iterable[str]) -> None:
+        """Loads of all workers have ended, well or not."""
+        for request in requests:
+            if (state := self._requests.get(request)) and state.loading is not None:
+                self._store.release_later(state.loading)
+                state.loading = None
+
+    # ---- the end
+
+    def finished(self, request: str) -> None:
+        state = self._requests.pop(request, None)
+        if state is None:
+            return
+        if state.lookup is not None:
+            state.lookup.cancel()
+        for hit in (state.hit, state.loading):
+            if hit is not None:
+                self._store.release_later(hit)
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether saves are under way that keep blocks from being reused."""
+        return any(save.gathering for save in self._saving.values())
+
+
+def _slice(first: int, pages: Sequence[int]) -> TableSlice:
+    return TableSlice(first, np.asarray(pages, np.int32))

@@ -1,0 +1,149 @@
+"""A real vLLM engine on the CPU, in this process, with or without our connector."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+LogProbs = tuple[tuple[tuple[int, float], ...], ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one prompt."""
+
+    cached: int
+    tokens: tuple[int, ...]
+    logprobs: LogProbs = field(repr=False)
+
+    def difference(self, other: Answer) -> float:
+        """The largest difference of a log-probability; infinity where tokens differ."""
+        if self.tokens != other.tokens:
+            return float("inf")
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return max(abs(dict(mine)[t] - p) for mine, theirs in pairs for t, p in theirs if t in dict(mine))
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    """Pseudo-random, none of them special."""
+    return [3 + (seed * 7919 + i * i * 31 + i * 17) % 500 for i in range(length)]
+
+
+class Engine:
+    """One engine. Greedy, eight tokens, with log-probabilities."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Of the connector's scheduler side."""
+        counts: Mapping[str, int] = self.scheduler.connector._scheduler.counts
+        return counts
+
+    def ask(self, *prompts: Sequence[int], new_tokens: int = 8, params: Any = None, **options: Any) -> list[Answer]:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(
+            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=4, extra_args=extra
+        )
+        salt = options.pop("salt", None)
+        inputs = [{"prompt_token_ids": [*each], **({"cache_salt": salt} if salt else {})} for each in prompts]
+        outputs = self.llm.generate(inputs, sampling, use_tqdm=False, **options)
+        return [_answer(output) for output in outputs]
+
+    def one(self, prompt: Sequence[int], **options: Any) -> Answer:
+        (answer,) = self.ask(prompt, **options)
+        return answer
+
+    def settle(self) -> None:
+        """Until every save is in the store."""
+        connector = self.scheduler.connector
+        for _ in range(1000):
+            if connector is None or not connector._scheduler._saving:
+                return
+            self.core.step()
+            time.sleep(0.002)
+        raise AssertionError("saves never ended")
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, when everything is saved."""
+        self.settle()
+        assert self.llm.reset_prefix_cache()
+
+
+def without_checkpoints() -> None:
+    """vLLM 0.32's CPU kernel for Mamba-2 cannot take snapshots within a prefill, but the engine counts on them: every
+    prompt of more than a block would end in an IndexError. Snapshots at the ends of steps remain."""
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    declared = MambaMixer2.get_kv_cache_spec
+    if declared.__name__ != "without":
+
+        def without(self: Any, config: Any) -> Any:
+            return replace(declared(self, config), num_prefill_checkpoint_blocks=0)
+
+        MambaMixer2.get_kv_cache_spec = without
+
+
+def _answer(output: Any) -> Answer:
+    (made,) = output.outputs
+    logprobs = tuple(tuple(sorted((t, each.logprob) for t, each in step.items())) for step in made.logprobs)
+    return Answer(output.num_cached_tokens or 0, tuple(made.token_ids), logprobs)
+
+
+@contextmanager
+def engine(model: Path, store: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
+    """An engine of `model`; `store` is the connector's extra config."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    without_checkpoints()
+    transfer = None
+    if store is not None:
+        transfer = KVTransferConfig(
+            kv_connector="KVWeaveConnector",
+            kv_connector_module_path="kvweave.integrations.vllm",
+            kv_role="kv_both",
+            kv_connector_extra_config={"always_load": True, **store},
+        )
+    usual = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 2048, "dtype": "auto"}
+    llm: Any = LLM(
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        disable_log_stats=True,
+        enable_prefix_caching=True,
+        kv_transfer_config=transfer,
+        **{**usual, **options},
+    )
+    made = Engine(llm)
+    try:
+        yield made
+    finally:
+        made.core.shutdown()
+        del made.llm, made.core, made, llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
