@@ -61,16 +61,26 @@ class Engine:
         counts: Mapping[str, int] = self.scheduler.connector._scheduler.counts
         return counts
 
-    def ask(self, *prompts: Sequence[int], new_tokens: int = 8, params: Any = None, **options: Any) -> list[Answer]:
+    @staticmethod
+    def sampling(new_tokens: int = 8, params: Mapping[str, Any] | None = None) -> Any:
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": params} if params else None
-        sampling = SamplingParams(
+        return SamplingParams(
             temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=4, extra_args=extra
         )
-        salt = options.pop("salt", None)
+
+    def ask(
+        self,
+        *prompts: Sequence[int],
+        new_tokens: int = 8,
+        params: Mapping[str, Any] | None = None,
+        salt: str | None = None,
+        **options: Any,
+    ) -> list[Answer]:
+        """All at once. `params` are the requests' `kv_transfer_params`."""
         inputs = [{"prompt_token_ids": [*each], **({"cache_salt": salt} if salt else {})} for each in prompts]
-        outputs = self.llm.generate(inputs, sampling, use_tqdm=False, **options)
+        outputs = self.llm.generate(inputs, self.sampling(new_tokens, params), use_tqdm=False, **options)
         return [_answer(output) for output in outputs]
 
     def one(self, prompt: Sequence[int], **options: Any) -> Answer:
@@ -130,20 +140,23 @@ def engine(model: Path, store: Mapping[str, Any] | None = None, **options: Any) 
             kv_connector_extra_config={"always_load": True, **store},
         )
     usual = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 2048, "dtype": "auto"}
-    llm: Any = LLM(
-        model=str(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        disable_log_stats=True,
-        enable_prefix_caching=True,
-        kv_transfer_config=transfer,
-        **{**usual, **options},
-    )
-    made = Engine(llm)
+    made = None
     try:
+        llm: Any = LLM(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            disable_log_stats=True,
+            enable_prefix_caching=True,
+            kv_transfer_config=transfer,
+            **{**usual, **options},
+        )
+        made = Engine(llm)
         yield made
     finally:
-        made.core.shutdown()
-        del made.llm, made.core, made, llm
+        if made is not None:
+            made.core.shutdown()
+            del made.llm, made.core, llm
+        del made
         gc.collect()
         cleanup_dist_env_and_memory()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 VOCABULARY = 512
 WINDOW = 128
@@ -120,4 +122,18 @@ def checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
                 parameter.uniform_(-0.2, 0.2)
     path = folder / f"{name}-{seed}"
     model.save_pretrained(path)
+    return path
+
+
+def adapter(path: Path, seed: int) -> Path:
+    """A LoRA adapter for the keys of "llama"."""
+    path.mkdir()
+    facts = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["k_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps({**facts, "base_model_name_or_path": "llama"}))
+    random, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(4):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.k_proj"
+        tensors[f"{prefix}.lora_A.weight"] = torch.rand((8, 64), generator=random) - 0.5
+        tensors[f"{prefix}.lora_B.weight"] = torch.rand((64, 8), generator=random) - 0.5
+    save_file(tensors, path / "adapter_model.safetensors")
     return path

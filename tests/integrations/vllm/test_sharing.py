@@ -1,0 +1,33 @@
+"""What one engine wrote, another reads: other blocks, other processes, other degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-all has it in an environment of its own")
+from tests.integrations.vllm.engines import engine, tokens
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "lfm2"])
+def test_blocks_of_128_are_read_as_blocks_of_32_and_64_after_a_restart(
+    name: str, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    store, prompt = {"store": f"{tmp_path}:100MiB", "chunk_tokens": 32}, tokens(700)
+    with engine(model(name), store, block_size=128) as writer:
+        written = writer.one(prompt)
+        writer.settle()
+    for block_size in (32, 64):
+        with engine(model(name), store, block_size=block_size) as reader:
+            loaded = reader.one(prompt)
+            own = reader.one(prompt)
+            assert loaded.cached == 640
+            assert own.cached in (640, 672)
+            assert loaded.tokens == written.tokens
+            if own.cached == loaded.cached:
+                assert loaded.logprobs == own.logprobs
+            assert loaded.difference(written) < 1e-3
