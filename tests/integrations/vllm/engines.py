@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,7 +140,8 @@ def engine(model: Path, store: Mapping[str, Any] | None = None, **options: Any) 
             kv_role="kv_both",
             kv_connector_extra_config={"always_load": True, **store},
         )
-    usual = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 2048, "dtype": "auto"}
+    dtype = json.loads((model / "config.json").read_text())["dtype"]  # by itself vLLM makes float32 bfloat16
+    usual = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 2048, "dtype": dtype}
     made = None
     try:
         llm: Any = LLM(

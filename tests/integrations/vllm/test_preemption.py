@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-3
 
 
-CROWDS = {"gemma3": (130, 100, 200), "lfm2": (52, 300, 100), "llama": (44, 300, 100)}
+CROWDS = {"gemma3": (130, 100, 200), "granite_hybrid": (30, 240, 60), "llama": (44, 300, 100)}
 """Blocks of the engine, and the lengths of prompts and answers of which it cannot hold eight to their ends."""
 
 
