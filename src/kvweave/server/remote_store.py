@@ -202,6 +202,12 @@ class RemoteStore(AnyStore[RemoteHit]):
         in_arena[[shard for shard in range(len(in_arena)) if shard not in wanted]] = True
         return wanted, in_arena
 
+    def farthest_tier(self, hit: RemoteHit) -> str:
+        """ "memory" for the daemon's arena; what lies behind it the daemon alone knows, and is "backing"."""
+        pieces = [*self._needs(hit.position, range(len(self.schema.shards)), hit.present)]
+        in_arena = all(hit.places[piece] != NOT_IN_ARENA for piece in pieces)
+        return "" if not pieces else "memory" if in_arena else "backing"
+
     def prefetch(
         self, hit: RemoteHit, *, shards: Sequence[int] | None = None, budget_s: float | None = None
     ) -> Operation[int]:

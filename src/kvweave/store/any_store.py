@@ -136,6 +136,10 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         resume at some positions only. It holds what the longer one held."""
         return replace(hit, position=self._position(hit.prompt, hit.present, min(limit, hit.position)))  # type: ignore[type-var]
 
+    @abstractmethod
+    def farthest_tier(self, hit: Found) -> str:
+        """The kind of the farthest tier that a load of this hit reads, by what the lookup found; "" if it is empty."""
+
     def release(self, hit: Found, *, budget_s: float | None = None) -> None:
         """Release what a hit holds; calling it twice is fine."""
 

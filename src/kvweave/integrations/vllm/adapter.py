@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvweave.copying import PayloadCopier
 from kvweave.errors import CannotServe, KVWeaveError
-from kvweave.integrations.vllm.binding import Binder, log
+from kvweave.integrations.vllm.binding import Binder
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer
 from kvweave.integrations.vllm.layouts import ATTENTION, latent, state_views
@@ -34,6 +36,7 @@ from kvweave.spec import Chunk, Full, ModelSpec, Reach, State, Window
 from kvweave.spec.hf import from_config
 from kvweave.store import Namespace, model_digest
 
+log = logging.getLogger("kvweave.vllm")
 KNOWN_VERSIONS = ("0.32",)
 REACHES: Mapping[type, Callable[[Any], Reach]] = {
     FullAttentionSpec: lambda _: Full(),
@@ -223,6 +226,12 @@ def namespace(config: Any, settings: ConnectorSettings, spec: ModelSpec) -> Name
         kv_dtype="" if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         multimodal=str(model.mm_processor_kwargs or "") if hasattr(model, "mm_processor_kwargs") else "",
     )
+
+
+def hit_source(tier: str) -> CacheHitSource:
+    """vLLM's word for a tier."""
+    known = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+    return known.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
 
 def has_tokens(request: Any) -> bool:

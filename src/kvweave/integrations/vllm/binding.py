@@ -9,19 +9,18 @@ A layer that the spec or the table of layouts does not know is stored as opaque 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvweave.errors import CannotServe
 from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer
 from kvweave.integrations.vllm.layouts import Views, attention_views, state_views
 from kvweave.plan import Parallel
 from kvweave.spec import DType, Layer, LayerCache, ModelSpec, Role, Segment
 from kvweave.store import EngineMemory, TableUse
 
-log = logging.getLogger("kvweave.vllm")
 Tensors = dict[tuple[int, str, str], Any]
 
 
@@ -31,8 +30,13 @@ class Bound:
 
     spec: ModelSpec
     memory: EngineMemory
-    opaque: tuple[str, ...]
+    opaque: tuple[EngineLayer, ...]
     """Layers that are stored as opaque pages."""
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens that a chunk must not split: of opaque pages, a page."""
+        return math.lcm(*(role.tokens_per_row for _, cache in self.spec.caches() for role in cache.roles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +56,18 @@ class Binder:
         caches: dict[int, list[LayerCache]] = {}
         tensors: Tensors = {}
         tables: dict[tuple[int, str], TableUse] = {}
-        opaque: list[str] = []
+        opaque: list[EngineLayer] = []
         for group in groups:
             for layer in (by_name[name] for name in group.layers):
                 bound = self._known(group, layer)
                 if bound is None:
-                    opaque.append(layer.name)
+                    opaque.append(layer)
                     bound = self._opaque(group, layer)
                 cache, views = bound
                 caches.setdefault(layer.index, []).append(cache)
                 tensors |= {(layer.index, cache.tag, role): view for role, view in views.items()}
                 block_tokens = self.chunk_tokens if group.is_state else group.block_tokens
                 tables[layer.index, cache.tag] = TableUse(group.table, block_tokens)
-        if opaque:
-            log.warning(
-                "stored as opaque pages, which only vLLM %s with the same kernel, block size and tensor-parallel degree"
-                " can read: %s", self.version, ", ".join(f"{name} ({by_name[name].kind})" for name in opaque)
-            )  # fmt: skip
         model_type = self.spec.model_type if self.spec else "opaque"
         kept = tuple(Layer(tuple(caches.get(index, ()))) for index in range(max(caches) + 1))
         memory = EngineMemory.of_tensors(tensors, tables, parallel=self.parallel)
@@ -108,18 +107,23 @@ class Binder:
     # ---- others
 
     def _opaque(self, group: EngineGroup, layer: EngineLayer) -> tuple[LayerCache, Views]:
-        """A page as bytes, tied to everything that its bytes may depend on."""
-        pages = layer.raw.flatten(1).view(_torch_uint8())
-        size = math.prod(pages.shape[1:])
-        name = f"{layer.kind} {self.version} block {group.block_tokens} tp {self.parallel.tp} {size}"
-        rows = 1 if group.is_state else group.block_tokens
-        shape, split = (self.parallel.tp * size,), (Segment(self.parallel.tp, size),)
-        role = Role(name, shape, DType.UINT8, tokens_per_row=rows, split=split)
-        views = {name: pages if group.is_state else pages.unsqueeze(1)}
+        """A kernel's block as bytes, tied to everything that its bytes may depend on."""
+        blocks = _block_bytes(layer)
+        size, tp, version = blocks.shape[1], self.parallel.tp, self.version.replace(".", "-")
+        name = f"{layer.kind} {version} block {group.block_tokens} tp {tp} {size}"
+        num_tokens = 1 if group.is_state else group.block_tokens // layer.blocks_per_page
+        role = Role(name, (tp * size,), DType.UINT8, tokens_per_row=num_tokens, split=(Segment(tp, size),))
+        views = {name: blocks if group.is_state else blocks.unsqueeze(1)}
         return LayerCache(f"opaque.{group.reach.kind}.{size}", group.reach, (role,)), views
 
 
-def _torch_uint8() -> Any:
-    import torch  # noqa: PLC0415 - the engine's; tests of other parts need none
+def _block_bytes(layer: EngineLayer) -> Any:
+    """`[blocks, bytes]`, in the order of memory, whatever the order of axes."""
+    import torch  # noqa: PLC0415 - the engine's
 
-    return torch.uint8
+    raw = layer.raw
+    sizes, strides = raw.shape[1:], raw.stride()[1:]
+    if sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1 != math.prod(sizes):
+        raise CannotServe(f"{layer.name} ({layer.kind})", f"a block of {tuple(sizes)} has gaps: strides {strides}")
+    flat = raw.as_strided((raw.shape[0], math.prod(sizes)), (raw.stride()[0], 1))
+    return flat.view(torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvweave.errors import CannotServe
 from kvweave.integrations.vllm import adapter
+from kvweave.integrations.vllm.connector_metrics import ConnectorPromMetrics, ConnectorStats
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings, RequestSettings
 from kvweave.integrations.vllm.engine_groups import chunk_tokens
 from kvweave.integrations.vllm.open_engine_store import close_engine_store, open_engine_store
@@ -52,6 +54,7 @@ class StoredSpec(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What a worker stores: the scheduler's side looks up the same."""
 
     spec: ModelSpec
+    chunk_tokens: int
 
 
 class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -79,6 +82,12 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Bind this worker's tensors, prove their layouts, and open the store."""
         layers = adapter.engine_layers(self._config, self._kv_cache_config, self._groups, kv_caches)
         bound = adapter.binder(self._config, self._chunk_tokens).bind(self._groups, layers)
+        if self._chunk_tokens % bound.unit_tokens:
+            self._chunk_tokens = math.lcm(self._chunk_tokens, bound.unit_tokens)
+            bound = adapter.binder(self._config, self._chunk_tokens).bind(self._groups, layers)
+        for layer in bound.opaque:
+            log.warning("%s (%s) is stored as opaque pages: only the same kernel, block size, degree and version of"
+                        " vLLM can read them", layer.name, layer.kind)  # fmt: skip
         schema = self._schema(bound.spec)
         pages = PagePayloads(schema, bound.memory, adapter.copier(bound.memory.pools))
         proved = prove(schema, pages, bound, self._groups, layers, adapter.row_writer(self._config))
@@ -93,13 +102,13 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return open_engine_store(self._settings, schema, str(self._config.model_config.model))
 
     def get_handshake_metadata(self) -> StoredSpec | None:
-        return StoredSpec(self._spec) if self._spec else None
+        return StoredSpec(self._spec, self._chunk_tokens) if self._spec else None
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, StoredSpec]) -> None:
-        specs = {each.spec for each in metadata.values()}
+        specs = {(each.spec, each.chunk_tokens) for each in metadata.values()}
         if len(specs) != 1:
             raise CannotServe(f"an engine of {len(metadata)} workers", f"they store {len(specs)} different specs")
-        (spec,) = specs
+        ((spec, self._chunk_tokens),) = specs
         self._namespaces = NamespaceMaker(adapter.namespace(self._config, self._settings, spec))
         self._store = self._open(self._schema(spec))
         self._scheduler = SchedulerSide(
@@ -143,6 +152,7 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is None:
             return
+        self._scheduler.stepped()
         if isinstance(meta := connector_output.kv_connector_worker_meta, WorkerMetadata):
             self._scheduler.report(meta.report)
         self._scheduler.loaded(connector_output.finished_recving or ())
@@ -157,6 +167,28 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_block_frees(self) -> bool:
         return self.has_pending_push_work()
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        if self._scheduler is None or not num_external_tokens:
+            return {}
+        return {adapter.hit_source(self._scheduler.source_of(request.request_id)): num_external_tokens}
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
+        """Groups whose blocks a load writes completely; of a window's first block it writes the end only, and what
+        lies before must be zeros, not what another layer left there."""
+        return tuple(group.number for group in self._groups if group.reach.span is None)
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        counts = self._scheduler.take_counts() if self._scheduler else {}
+        return ConnectorStats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> ConnectorPromMetrics:
+        return ConnectorPromMetrics(*args)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -33,7 +33,7 @@ def prove(
 
     Called before any request: no page is in use. Those that were written are zeroed again.
     """
-    by_name = {layer.name: layer for layer in layers}
+    by_name, opaque = {layer.name: layer for layer in layers}, {layer.name for layer in bound.opaque}
     tags = {(view.layer, view.role): view.tag for view in bound.memory.views}
     tables, first = dict[str, Pages](), 1
     written: dict[tuple[int, str, str], NDArray[Any]] = {}
@@ -41,7 +41,7 @@ def prove(
         count = 1 if group.is_state else -(-schema.chunk_tokens // group.block_tokens)
         tables[group.table] = used = np.arange(first, first + count, dtype=np.int32)
         first += count
-        for layer in (by_name[name] for name in group.layers if name not in bound.opaque):
+        for layer in (by_name[name] for name in group.layers if name not in opaque):
             for role, rows in write(group, layer, used, schema.chunk_tokens).items():
                 written[layer.index, tags[layer.index, role], role] = rows
     proved = prove_layout(schema, pages, tables, written)

@@ -25,12 +25,16 @@ class RequestState:
     prompt: HashedPrompt
     lookup: Operation[list[Any]] | None = None
     hit: AnyHit | None = None
+    asked_at: float = 0.0
     found_at: float = 0.0
+    source: str = ""
+    """The farthest tier that the hit comes from."""
     start: int = 0
     """What the engine itself had when it last asked."""
     limit: int | None = None
     """After a load that fell short: no hit beyond what it reached."""
     loading: AnyHit | None = None
+    num_loading: int = 0
     saved: int = 0
     """Up to here everything is stored, or being saved."""
 

@@ -66,8 +66,10 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._saving: dict[int, RunningSave] = {}
         self._next_save, self._is_idle = 0, True
+        self._step_began, self._step_tokens = 0.0, 0
         self.speeds = Speeds()
-        self.counts = Counter[str]()
+        self.counts, self.seconds = Counter[str](), dict.fromkeys(("lookup_seconds", "load_seconds"), 0.0)
+        self._taken: dict[str, float] = {}
 
     # ---- a request's way in
 
@@ -90,14 +92,14 @@ class SchedulerSide:
         num_tokens = state.hit.position - num_computed
         if num_tokens < max(1, self._settings.min_load_tokens):
             return 0
-        if not self._settings.always_load and not self.speeds.is_load_faster("store"):
+        if not self._settings.always_load and not self.speeds.is_load_faster(state.source):
             self.counts["computed_instead"] += 1
             return 0
         return num_tokens
 
     def _look_up(self, request: str, state: RequestState) -> None:
         prompt = state.hash_up_to(len(state.tokens) if self._settings.save_generated else state.num_prompt_tokens)
-        state.hit = None
+        state.hit, state.asked_at = None, time.monotonic()
         state.lookup = self._store.submit_lookup([prompt], request=request, budget_s=self._settings.lookup_timeout_s)
 
     def _found(self, state: RequestState, lookup: Operation[list[Any]]) -> bool:
@@ -110,7 +112,9 @@ class SchedulerSide:
         state.lookup, state.found_at = None, time.monotonic()
         state.saved = max(state.saved, hit.position)
         state.hit = self._aligned(hit, hit.position if state.limit is None else min(state.limit, hit.position))
+        state.source = self._store.farthest_tier(state.hit)
         self.counts.update(lookups=1, tokens_found=state.hit.position)
+        self.seconds["lookup_seconds"] += state.found_at - state.asked_at
         return True
 
     def _aligned(self, hit: AnyHit, limit: int) -> AnyHit:
@@ -134,7 +138,7 @@ class SchedulerSide:
             else:  # before `start` there are blocks of the engine's own cache, which others may be reading
                 tables[group.table] = _slice(state.start // size, ids[state.start // size : last])
         self._loads.append(LoadJob(request, state.hit.ticket(), state.start, position, tables))
-        state.loading, state.hit = state.hit, None
+        state.loading, state.hit, state.num_loading = state.hit, None, num_external
         self.counts.update(loads=1, tokens_loaded=num_external)
 
     # ---- each step
@@ -144,14 +148,15 @@ class SchedulerSide:
     ) -> StepJobs:
         """The jobs of a step; to be called once it is decided what is computed in it."""
         self._store.poll()  # operations are asked for by their handles; forget those that nobody waits for
-        saves, self._is_idle = [], True
+        saves, num_new, self._is_idle = [], 0, True
         for each in scheduled:
-            self._is_idle = False
+            self._is_idle, num_new = False, num_new + each.num_new
             state = self._requests.get(each.request)
             if state is not None and not state.settings.skip_save:
                 points, snapshots = self._points(state, each, offers.get(each.request, ()))
                 if points and (block_ids := tables(each.request)) is not None:
                     saves.append(self._save(each.request, state, points, block_ids, snapshots))
+        self._step_began, self._step_tokens = time.monotonic(), num_new
         loads, self._loads = tuple(self._loads), []
         return StepJobs(loads, tuple(saves))
 
@@ -223,10 +228,19 @@ class SchedulerSide:
             self._saving[number].running -= count
             if not self._saving[number].running:
                 del self._saving[number]
+        for request, seconds in report.load_seconds.items():
+            self.seconds["load_seconds"] += seconds
+            if state := self._requests.get(request):
+                self.speeds.observe_load(state.source, state.num_loading, seconds)
         for request, position in report.reached.items():
             self.counts["short_loads"] += 1
             if state := self._requests.get(request):
                 state.limit, state.saved = position, 0
+
+    def stepped(self) -> None:
+        """The output of a step is there. With several steps in flight its time is too long, by one step at most."""
+        self.speeds.observe_compute(self._step_tokens, time.monotonic() - self._step_began)
+        self._step_tokens = 0
 
     def loaded(self, requests: Iterable[str]) -> None:
         """Loads of all workers have ended, well or not."""
@@ -234,6 +248,18 @@ class SchedulerSide:
             if (state := self._requests.get(request)) and state.loading is not None:
                 self._store.release_later(state.loading)
                 state.loading = None
+
+    def source_of(self, request: str) -> str:
+        """The farthest tier that a request is being loaded from."""
+        state = self._requests.get(request)
+        return state.source if state else ""
+
+    def take_counts(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        now: dict[str, float] = {**self.counts, **self.seconds}
+        added = {name: number - self._taken.get(name, 0) for name, number in now.items()}
+        self._taken = now
+        return {name: number for name, number in added.items() if number}
 
     # ---- the end
 
