@@ -97,8 +97,8 @@ $(VENV)/ready-docs: $(VENV)/ready-core
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,docs]'
 	touch $@
 
-# Benches named core_* run beside vLLM, with the core compiled.
-BENCH := $(if $(filter core_%,$(NAME)),$(VLLM)/compiled,$(VENV)/ready-dev)
+# Benches named core_*, and vllm, run beside vLLM, with the core compiled.
+BENCH := $(if $(filter core_% vllm,$(NAME)),$(VLLM)/compiled,$(VENV)/ready-dev)
 bench: $(BENCH)     ## list the claims; `make bench NAME=padding` runs one
 ifdef NAME
 	$(dir $(BENCH))bin/python -m bench.$(NAME)

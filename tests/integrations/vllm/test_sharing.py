@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-all has it in an environment of its own")
 from tests.integrations.vllm.engines import engine, tokens
+from tests.server.models import spawned
 
 pytestmark = pytest.mark.slow
 
@@ -31,3 +32,22 @@ def test_blocks_of_128_are_read_as_blocks_of_32_and_64_after_a_restart(
             if own.cached == loaded.cached:
                 assert loaded.logprobs == own.logprobs
             assert loaded.difference(written) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+@pytest.mark.parametrize(("writes", "reads"), [(2, 1), (1, 2)])
+def test_what_two_ranks_wrote_one_reads_and_the_other_way(
+    name: str, writes: int, reads: int, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    prompt = tokens(700)
+    with spawned(tmp_path / "kv.sock", "--memory", "64MiB"):
+        store = {"socket": str(tmp_path / "kv.sock"), "chunk_tokens": 64}
+        with engine(model(name), store, tensor_parallel_size=writes, block_size=32) as writer:
+            written = writer.one(prompt)
+            writer.settle()
+        with engine(model(name), store, tensor_parallel_size=reads, block_size=64) as reader:
+            loaded = reader.one(prompt)
+            own = reader.one(prompt)
+    assert loaded.cached == own.cached > 0
+    assert loaded.logprobs == own.logprobs
+    assert loaded.difference(written) < 1e-2  # what the degrees differ by themselves

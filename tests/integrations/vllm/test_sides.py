@@ -122,7 +122,7 @@ class FakeEngine:
         group = GROUPS[tag]
         pages = table[group.number]
         if group.is_state:
-            return self.memory["state"][pages[position // BLOCK - 1]]
+            return np.array(self.memory["state"][pages[position // BLOCK - 1]])
         tail = int(group.reach.tail(position))
         return np.array([self.memory[tag][pages[p // BLOCK], p % BLOCK] for p in range(tail, position)])
 
