@@ -82,8 +82,8 @@ def test_settings_that_are_unknown_or_of_another_type_are_refused_by_name() -> N
 
 
 def test_a_request_whose_parameters_are_not_understood_is_served_without_them() -> None:
-    given = {"kvweave.tenant": "a", "kvweave.skip_save": True, "kvweave.pin": "yes", "kvweave.x": 1, "remote": 2}
+    given = {"kvweave.tenant": "a", "kvweave.skip_save": True, "kvweave.skip_load": "yes", "kvweave.x": 1, "remote": 2}
     settings, wrong = RequestSettings.of(given, "usual")
     assert settings == RequestSettings("a", skip_save=True)
-    assert [words.partition("=")[0] for words in wrong] == ["kvweave.pin", "kvweave.x"]
+    assert [words.partition("=")[0] for words in wrong] == ["kvweave.skip_load", "kvweave.x"]
     assert RequestSettings.of(None, "usual") == (RequestSettings("usual"), [])

@@ -63,8 +63,6 @@ class RequestSettings:
     tenant: str = ""
     skip_save: bool = False
     skip_load: bool = False
-    pin: bool = False
-    """Keep what it saved in the daemon's arena until this engine ends."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None, tenant: str) -> tuple[RequestSettings, list[str]]:
