@@ -92,7 +92,7 @@ class Engine:
         """Until every save is in the store."""
         connector = self.scheduler.connector
         for _ in range(1000):
-            if connector is None or not connector._scheduler._saving:
+            if connector is None or not connector._scheduler.saves:
                 return
             self.core.step()
             time.sleep(0.002)

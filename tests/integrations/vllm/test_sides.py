@@ -14,6 +14,7 @@ from kvweave.integrations.vllm.connector_settings import ConnectorSettings, Requ
 from kvweave.integrations.vllm.engine_groups import EngineGroup
 from kvweave.integrations.vllm.load_or_compute import TRY_EVERY, Speeds
 from kvweave.integrations.vllm.request_state import RequestState
+from kvweave.integrations.vllm.running_saves import RunningSaves
 from kvweave.integrations.vllm.scheduler_side import Scheduled, SchedulerSide
 from kvweave.integrations.vllm.step_messages import WorkerReport
 from kvweave.integrations.vllm.worker_side import WorkerSide
@@ -60,7 +61,8 @@ class FakeEngine:
         self.pages = PagePayloads(schema, EngineMemory.of_tensors(tensors, tables))
         chosen = ConnectorSettings(store="x", always_load=True, min_load_tokens=1, **settings)
         self.pinned = Counter[int]()
-        self.scheduler = SchedulerSide(chosen, self.store, self.groups, self.pinned.update, self.pinned.subtract, 1)
+        saves = RunningSaves(self.pinned.update, self.pinned.subtract, 1)
+        self.scheduler = SchedulerSide(chosen, self.store, self.groups, saves)
         self.worker = WorkerSide(chosen, self.store, self.pages)
         self._next = 1
 
@@ -103,7 +105,7 @@ class FakeEngine:
         self.worker.start_saves(jobs.saves)
         waiting, failed = {job.request for job in jobs.loads}, set[str]()
         until = time.monotonic() + 20
-        while waiting or self.scheduler._saving:
+        while waiting or self.scheduler.saves:
             assert time.monotonic() < until
             results = self.worker.take_loads()
             self.scheduler.report(self.worker.take_report())
@@ -237,7 +239,7 @@ def test_a_request_that_ends_early_leaves_nothing_behind(tier: DictTier) -> None
     engine.scheduler.finished("a")
     assert engine.match("a") == 0
     engine.scheduler.finished("a")
-    assert not engine.scheduler.has_pins
+    assert not engine.scheduler.saves.has_pins
 
 
 def test_reports_of_workers_add_up() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import vllm
-from numpy.typing import NDArray
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -26,11 +27,11 @@ from kvweave.copying import PayloadCopier
 from kvweave.errors import CannotServe, KVWeaveError
 from kvweave.integrations.vllm.binding import Binder
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
-from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer
-from kvweave.integrations.vllm.layouts import ATTENTION, latent, state_views
+from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer, saved_blocks
+from kvweave.integrations.vllm.kernel_rows import KernelRows
 from kvweave.integrations.vllm.probe import WriteRows
 from kvweave.integrations.vllm.request_keys import AdapterFile, rotary_settings, weights_name
-from kvweave.integrations.vllm.step_messages import Pages
+from kvweave.integrations.vllm.running_saves import SavedRange
 from kvweave.plan import Parallel
 from kvweave.spec import Chunk, Full, ModelSpec, Reach, State, Window
 from kvweave.spec.hf import from_config
@@ -144,56 +145,9 @@ def _declared_spec(config: Any) -> ModelSpec | None:
 
 
 def row_writer(config: Any) -> WriteRows:
-    """Writes random rows as the model would: attention by the backend's own kernel, states through the views that
-    their kernels use. Numbers are small and whole, so that every dtype has them exactly."""
-    modules, dtype = config.compilation_config.static_forward_context, config.model_config.dtype
-    generator = torch.Generator().manual_seed(16)
-
-    def random(*shape: int) -> Any:
-        return torch.randint(-8, 9, shape, generator=generator).to(dtype)
-
-    def write(group: EngineGroup, layer: EngineLayer, pages: Pages, num_tokens: int) -> Mapping[str, NDArray[Any]]:
-        if group.is_state:
-            return _write_states(layer, int(pages[0]), random)
-        module, device = modules[layer.name], layer.raw.device
-        slots = torch.from_numpy(_slots(pages, group.block_tokens, num_tokens)).to(device)
-        if ATTENTION[layer.kind] is latent:
-            rows, rank = random(num_tokens, layer.raw.shape[3]), module.kv_lora_rank
-            parts = rows[:, :rank].contiguous().to(device), rows[:, None, rank:].contiguous().to(device)
-            module.impl.do_kv_cache_update(*parts, module.kv_cache, slots, module.kv_cache_dtype, module._k_scale)
-            return {"latent": _as_stored(rows, layer.raw, module)}
-        width, heads = module.head_size, layer.raw.shape[1]
-        key, value = (random(num_tokens, heads, dim) for dim in (width, layer.raw.shape[3] - width))
-        module.impl.do_kv_cache_update(module, key.to(device), value.to(device), module.kv_cache, slots)
-        return {"key": _as_stored(key, layer.raw, module), "value": _as_stored(value, layer.raw, module)}
-
-    return write
-
-
-def _slots(pages: Pages, block_tokens: int, num_tokens: int) -> NDArray[np.int64]:
-    tokens = np.arange(num_tokens)
-    return pages[tokens // block_tokens].astype(np.int64) * block_tokens + tokens % block_tokens
-
-
-def _write_states(layer: EngineLayer, page: int, random: Callable[..., Any]) -> Mapping[str, NDArray[Any]]:
-    states = [random(1, *tensor.shape[1:]).to(tensor.dtype) for tensor in layer.tensors]
-    for tensor, state in zip(layer.tensors, states, strict=True):
-        tensor[page] = state[0].to(tensor.device)
-    views = state_views(layer.kind, states, channels_first=is_conv_state_dim_first()) or {}
-    return {role: _bits(view) for role, view in views.items()}
-
-
-def _as_stored(rows: Any, cache: Any, module: Any) -> NDArray[Any]:
-    """What the kernel should have made of them: quantised, where the cache is."""
-    fp8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-    return _bits(rows.to(fp8.get(module.kv_cache_dtype, cache.dtype)))
-
-
-def _bits(tensor: Any) -> NDArray[Any]:
-    """As whole numbers of the same size: numpy lacks some of torch's dtypes."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits: NDArray[Any] = tensor.contiguous().view(whole).numpy()
-    return bits
+    """Writes rows as the engine's own kernels do."""
+    modules = config.compilation_config.static_forward_context
+    return KernelRows(modules, config.model_config.dtype, channels_first=is_conv_state_dim_first()).write
 
 
 # ---- the scheduler's side
@@ -232,6 +186,39 @@ def hit_source(tier: str) -> CacheHitSource:
     """vLLM's word for a tier."""
     known = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
     return known.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+
+def publishes_events(config: Any) -> bool:
+    events = config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
+def stored_events(cache_config: Any, groups: Sequence[EngineGroup], saved: SavedRange) -> Iterator[BlockStored]:
+    """vLLM's events for what is stored now: its own block hashes, group by group."""
+    for group in groups:
+        spec = cache_config.kv_cache_groups[group.number].kv_cache_spec
+        facts = {
+            "block_size": group.block_tokens,
+            "lora_id": None,
+            "lora_name": saved.state.adapter,
+            "medium": MEDIUM_STORAGE,
+            "group_idx": group.number,
+            "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+            "kv_cache_spec_sliding_window": getattr(spec, "sliding_window", None),
+            "ownership": "kvweave",
+        }
+        for first, stop in saved_blocks(group, saved.start, saved.points):
+            made = [_hash(cache_config, group, saved, block) for block in range(first - 1, stop)]
+            tokens = list(saved.state.tokens[first * group.block_tokens : stop * group.block_tokens])
+            yield BlockStored(block_hashes=made[1:], parent_block_hash=made[0], token_ids=tokens, **facts)
+
+
+def _hash(cache_config: Any, group: EngineGroup, saved: SavedRange, block: int) -> Any:
+    """A group's block has the hash of its last tokens; before the first there is none."""
+    if block < 0:
+        return None
+    last = (block + 1) * group.block_tokens // cache_config.hash_block_size - 1
+    return maybe_convert_block_hash(saved.state.block_hashes[last])
 
 
 def has_tokens(request: Any) -> bool:

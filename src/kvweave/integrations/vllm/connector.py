@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvweave.integrations.vllm.open_engine_store import close_engine_store, open
 from kvweave.integrations.vllm.probe import prove
 from kvweave.integrations.vllm.request_keys import NamespaceMaker, spans_of
 from kvweave.integrations.vllm.request_state import RequestState
+from kvweave.integrations.vllm.running_saves import RunningSaves
 from kvweave.integrations.vllm.scheduler_side import Scheduled, SchedulerSide
 from kvweave.integrations.vllm.step_messages import StepJobs, WorkerReport
 from kvweave.integrations.vllm.worker_side import WorkerSide
@@ -111,9 +112,9 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ((spec, self._chunk_tokens),) = specs
         self._namespaces = NamespaceMaker(adapter.namespace(self._config, self._settings, spec))
         self._store = self._open(self._schema(spec))
-        self._scheduler = SchedulerSide(
-            self._settings, self._store, self._groups, self._pins.pin, self._pins.unpin, len(metadata)
-        )
+        saves = RunningSaves(self._pins.pin, self._pins.unpin, len(metadata))
+        saves.keep_saved = adapter.publishes_events(self._config)
+        self._scheduler = SchedulerSide(self._settings, self._store, self._groups, saves)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pins = adapter.BlockPins(gpu_block_pool)
@@ -126,9 +127,11 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings, wrong = RequestSettings.of(request.kv_transfer_params, self._settings.tenant)
         for complaint in wrong:
             log.warning("request %s: not understood: %s", request.request_id, complaint)
-        namespace = self._namespaces.of(settings, request.cache_salt, adapter.adapter_file(request))
+        lora = adapter.adapter_file(request)
+        namespace = self._namespaces.of(settings, request.cache_salt, lora)
         prompt = self._store.prompt(request.prompt_token_ids, namespace, spans_of(request.mm_features))
-        state = RequestState(settings, request.all_token_ids, request.num_prompt_tokens, prompt)
+        length, name = request.num_prompt_tokens, lora.name if lora else None
+        state = RequestState(settings, request.all_token_ids, length, prompt, request.block_hashes, name)
         self._scheduler.add(request.request_id, state)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -163,10 +166,16 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_pins
+        return self._scheduler is not None and self._scheduler.saves.has_pins
 
     def has_pending_block_frees(self) -> bool:
         return self.has_pending_push_work()
+
+    def take_events(self) -> Iterable[Any]:
+        if self._scheduler is None or not self._scheduler.saves.saved:
+            return ()
+        saved, self._scheduler.saves.saved = self._scheduler.saves.saved, []
+        return [event for each in saved for event in adapter.stored_events(self._kv_cache_config, self._groups, each)]
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         if self._scheduler is None or not num_external_tokens:

@@ -61,3 +61,14 @@ def hit_alignment(groups: Sequence[EngineGroup]) -> int:
 def chunk_tokens(groups: Sequence[EngineGroup]) -> int:
     """The default, or a divisor of it at whose multiples the engine takes snapshots of its states."""
     return math.gcd(CHUNK_TOKENS, *(group.block_tokens for group in groups if group.is_state))
+
+
+def saved_blocks(group: EngineGroup, start: int, points: Sequence[int]) -> list[tuple[int, int]]:
+    """The engine's complete blocks of a group (first, one past the last) that a save from `start` on has stored: of
+    states those that end at a point."""
+    size = group.block_tokens
+    if group.is_state:
+        return [(point // size - 1, point // size) for point in points if point % size == 0]
+    first = max(start, int(group.reach.tail(points[0])))
+    ranges = [(-(-first // size), points[-1] // size)]
+    return [(first, stop) for first, stop in ranges if first < stop]

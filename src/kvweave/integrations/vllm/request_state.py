@@ -23,6 +23,9 @@ class RequestState:
     """All tokens, prompt and generated: grows."""
     num_prompt_tokens: int
     prompt: HashedPrompt
+    block_hashes: Sequence[bytes] = ()
+    """The engine's own, for those who follow its events: grows."""
+    adapter: str | None = None
     lookup: Operation[list[Any]] | None = None
     hit: AnyHit | None = None
     asked_at: float = 0.0

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,8 @@ from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.engine_groups import EngineGroup, hit_alignment
 from kvweave.integrations.vllm.load_or_compute import Speeds
 from kvweave.integrations.vllm.request_state import RequestState
-from kvweave.integrations.vllm.step_messages import LoadJob, SaveJob, Slices, StepJobs, TableSlice, WorkerReport
+from kvweave.integrations.vllm.running_saves import RunningSaves, SavedRange
+from kvweave.integrations.vllm.step_messages import LoadJob, SaveJob, StepJobs, TableSlice, WorkerReport
 from kvweave.store import AnyHit, AnyStore, Operation
 
 log = logging.getLogger("kvweave.vllm")
@@ -35,37 +35,22 @@ class Scheduled(NamedTuple):
     num_new: int
 
 
-@dataclass(slots=True)
-class RunningSave:
-    """A save that was sent to the workers, and in how many of them it is still going on."""
-
-    request: str
-    start: int
-    pinned: list[int]
-    gathering: int
-    running: int
-
-
 class SchedulerSide:
-    """Bookkeeping of requests. `pin` and `unpin` keep blocks from being reused while they are saved."""
+    """Bookkeeping of requests."""
 
     def __init__(
         self,
         settings: ConnectorSettings,
         store: AnyStore[Any],
         groups: Sequence[EngineGroup],
-        pin: Callable[[Sequence[int]], None],
-        unpin: Callable[[Sequence[int]], None],
-        num_workers: int,
+        saves: RunningSaves,
     ) -> None:
         self._settings, self._store, self._groups = settings, store, groups
-        self._pin, self._unpin, self._num_workers = pin, unpin, num_workers
         self._alignment, self._chunk = hit_alignment(groups), store.schema.chunk_tokens
         self._states = [group for group in groups if group.is_state]
         self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadJob] = []
-        self._saving: dict[int, RunningSave] = {}
-        self._next_save, self._is_idle = 0, True
+        self.saves, self._is_idle = saves, True
         self._step_began, self._step_tokens = 0.0, 0
         self.speeds = Speeds()
         self.counts, self.seconds = Counter[str](), dict.fromkeys(("lookup_seconds", "load_seconds"), 0.0)
@@ -155,7 +140,7 @@ class SchedulerSide:
             if state is not None and not state.settings.skip_save:
                 points, snapshots = self._points(state, each, offers.get(each.request, ()))
                 if points and (block_ids := tables(each.request)) is not None:
-                    saves.append(self._save(each.request, state, points, block_ids, snapshots))
+                    saves.append(self._save(state, points, block_ids, snapshots))
         self._step_began, self._step_tokens = time.monotonic(), num_new
         loads, self._loads = tuple(self._loads), []
         return StepJobs(loads, tuple(saves))
@@ -181,7 +166,6 @@ class SchedulerSide:
 
     def _save(
         self,
-        request: str,
         state: RequestState,
         points: Sequence[int],
         block_ids: BlockIds,
@@ -198,36 +182,15 @@ class SchedulerSide:
                 first = max(start, int(group.reach.tail(points[0]))) // self._chunk * self._chunk // group.block_tokens
                 tables[group.table] = _slice(first, block_ids[group.number][first : -(-end // group.block_tokens)])
         state.hash_up_to(end)
-        number, self._next_save = self._next_save, self._next_save + 1
-        workers = self._num_workers
-        self._saving[number] = RunningSave(request, start, self._pinned(tables), workers, workers)
+        number = self.saves.begin(SavedRange(state, start, tuple(points)), tables)
         state.saved = end
         self.counts.update(saves=1, tokens_saved=end - start)
         return SaveJob(number, state.hashed(end), start, tuple(points), tables)
 
-    def _pinned(self, tables: Slices) -> list[int]:
-        """Pin the blocks of a save: each once, whatever becomes of the request."""
-        blocks = sorted({page for table in tables.values() for page in table.pages.tolist()} - {0})
-        self._pin(blocks)
-        return blocks
-
     def report(self, report: WorkerReport) -> None:
         """What the workers say has ended."""
-        for number, count in report.gathered.items():
-            save = self._saving[number]
-            save.gathering -= count
-            if not save.gathering:
-                self._unpin(save.pinned[::-1])
-                save.pinned = []
-        for number in report.failed_saves:
-            save = self._saving[number]
-            self.counts["failed_saves"] += 1
-            if state := self._requests.get(save.request):  # later chunks are of no use without it: save it again
-                state.saved = min(save.start, state.saved)
-        for number, count in report.ended.items():
-            self._saving[number].running -= count
-            if not self._saving[number].running:
-                del self._saving[number]
+        self.saves.report(report)
+        self.counts["failed_saves"] += len(report.failed_saves)
         for request, seconds in report.load_seconds.items():
             self.seconds["load_seconds"] += seconds
             if state := self._requests.get(request):
@@ -272,11 +235,6 @@ class SchedulerSide:
         for hit in (state.hit, state.loading):
             if hit is not None:
                 self._store.release_later(hit)
-
-    @property
-    def has_pins(self) -> bool:
-        """Whether saves are under way that keep blocks from being reused."""
-        return any(save.gathering for save in self._saving.values())
 
 
 def _slice(first: int, pages: Sequence[int]) -> TableSlice:
