@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from kvweave.errors import MissingExtra
 
-__all__ = ["KVWeaveConnector"]
+__all__ = ["KVWeaveConnector", "KVWeaveTier"]
+_MODULES = {"KVWeaveConnector": "connector", "KVWeaveTier": "offloading_tier"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "KVWeaveConnector":
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from kvweave.integrations.vllm.connector import KVWeaveConnector  # noqa: PLC0415
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
-        raise MissingExtra("the connector for vLLM", "vllm", error.name) from error
-    return KVWeaveConnector
+        raise MissingExtra("kvweave inside vLLM", "vllm", error.name) from error
