@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvweave.integrations.vllm.binding import Binder, Bound
-from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer, chunk_tokens, hit_alignment
+from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer, chunk_tokens, hit_alignment, saved_blocks
 from kvweave.integrations.vllm.layouts import attention_views, state_views
 from kvweave.plan import Parallel
 from kvweave.spec import Chunk, DType, Full, LayerCache, ModelSpec, Reach, Role, Segment, State, Window
@@ -63,6 +63,9 @@ def test_states_are_turned_to_channels_and_keys_first() -> None:
     assert turned is not None
     assert torch.equal(turned["conv_state"], conv.transpose(1, 2))
     assert torch.equal(turned["ssm_state"], ssm.transpose(2, 3))
+    on_cpu = state_views("GDN_ATTN on the CPU", [conv, ssm], channels_first=False)
+    assert on_cpu is not None
+    assert on_cpu["ssm_state"] is ssm
     plain = state_views("MAMBA2", [conv, ssm], channels_first=True)
     assert plain is not None
     assert plain["conv_state"] is conv
@@ -76,6 +79,10 @@ def test_positions_and_chunks_follow_the_groups() -> None:
     assert chunk_tokens([full, window]) == 64
     assert chunk_tokens([full, state]) == 16
     assert chunk_tokens([full, small]) == 32
+    assert saved_blocks(full, 32, [64, 128]) == [(1, 4)]
+    assert saved_blocks(full, 32, [40]) == []
+    assert saved_blocks(EngineGroup(1, 32, Window(33), ()), 0, [128]) == [(3, 4)]
+    assert saved_blocks(small, 32, [64, 80, 128]) == [(1, 2), (3, 4)]
 
 
 def spec(reach: Reach = Full(), dim: int = KEY) -> ModelSpec:  # noqa: B008 - frozen

@@ -29,6 +29,7 @@ from kvweave.integrations.vllm.binding import Binder
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer, saved_blocks
 from kvweave.integrations.vllm.kernel_rows import KernelRows
+from kvweave.integrations.vllm.layouts import ON_CPU
 from kvweave.integrations.vllm.probe import WriteRows
 from kvweave.integrations.vllm.request_keys import AdapterFile, rotary_settings, weights_name
 from kvweave.integrations.vllm.running_saves import SavedRange
@@ -112,13 +113,16 @@ def engine_layers(
             raw, module = caches[name], modules[name]
             tensors = tuple(module.kv_cache) if group.is_state else (raw,)
             per_page = raw.shape[0] // cache_config.num_blocks
-            layers.append(EngineLayer(name, extract_layer_index(name), _kind(module, group), tensors, raw, per_page))
+            kind = _state_kind(module, raw) if group.is_state else _attention_kind(module)
+            layers.append(EngineLayer(name, extract_layer_index(name), kind, tensors, raw, per_page))
     return layers
 
 
-def _kind(module: Any, group: EngineGroup) -> str:
-    if group.is_state:
-        return str(module.mamba_type.name)
+def _state_kind(module: Any, cache: Any) -> str:
+    return f"{module.mamba_type.name}{ON_CPU if cache.device.type == 'cpu' else ''}"
+
+
+def _attention_kind(module: Any) -> str:
     backend = module.get_attn_backend().get_name()
     variant = getattr(module, "isa", None) or getattr(getattr(module, "impl", None), "isa", None)
     return f"{backend} {variant}" if variant else str(backend)

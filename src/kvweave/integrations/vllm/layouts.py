@@ -4,7 +4,8 @@
     [B, H, N, K|V]      as registered                      FlashAttention, FlashInfer, Triton, FlexAttention
     [B, H, N, K|V]      each head: K as [D, N], then V     the CPU's, but for AMX, which packs tiles
     [B, 1, N, C]        as registered                      MLA: one latent for all heads
-    [B, *state]         convolution as [columns, channels] or the other way; delta nets keep [heads, value, key]
+    [B, *state]         convolutions as [columns, channels] or the other way; delta nets as [heads, value, key], the
+                        CPU's as [heads, key, value], whatever is registered
 
 What a view claims is proved when the engine starts (`probe`). A kernel that is not in the tables is not guessed at:
 its pages are stored as they are (`binding.opaque_cache`).
@@ -66,6 +67,9 @@ STATES: Mapping[str, tuple[str, ...]] = {
 """By kind of state: the roles, in vLLM's order."""
 VALUE_FIRST = frozenset({"GDN_ATTN"})
 """Kinds whose recurrent state is `[heads, value, key]`; ours is `[heads, key, value]`."""
+ON_CPU = " on the CPU"
+"""After the kind of a state whose kernels are the CPU's: its delta nets keep `[heads, key, value]`, though registered
+the other way round."""
 
 
 def attention_views(kind: str, cache: Any, key_dim: int) -> Views | None:
@@ -78,7 +82,7 @@ def attention_views(kind: str, cache: Any, key_dim: int) -> Views | None:
 
 def state_views(kind: str, states: Sequence[Any], *, channels_first: bool) -> Views | None:
     """`channels_first`: convolutions are `[channels, columns]`, as vLLM's setting says."""
-    names = STATES.get(kind, ())
+    names = STATES.get(kind.removesuffix(ON_CPU), ())
     if len(names) != len(states):
         return None
     views = dict(zip(names, states, strict=True))
