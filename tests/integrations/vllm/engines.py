@@ -21,7 +21,8 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
-LogProbs = tuple[tuple[tuple[int, float], ...], ...]
+LogProb = tuple[tuple[int, float], ...]
+"""Of one step: the likeliest tokens."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,23 @@ class Answer:
 
     cached: int
     tokens: tuple[int, ...]
-    logprobs: LogProbs = field(repr=False)
+    logprobs: tuple[LogProb, ...] = field(repr=False)
 
     def difference(self, other: Answer) -> float:
         """The largest difference of a log-probability; infinity where tokens differ."""
         if self.tokens != other.tokens:
             return float("inf")
-        pairs = zip(self.logprobs, other.logprobs, strict=True)
-        return max(abs(dict(mine)[t] - p) for mine, theirs in pairs for t, p in theirs if t in dict(mine))
+        return max(map(_difference, self.logprobs, other.logprobs))
+
+    def first_difference(self, other: Answer) -> float:
+        """The same of the first token alone, whichever it is."""
+        return _difference(self.logprobs[0], other.logprobs[0])
+
+
+def _difference(mine: LogProb, theirs: LogProb) -> float:
+    """Over the tokens that both name; infinity if there are none."""
+    both = dict(mine).keys() & dict(theirs).keys()
+    return max((abs(dict(mine)[token] - dict(theirs)[token]) for token in both), default=float("inf"))
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:

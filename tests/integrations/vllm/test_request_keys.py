@@ -38,6 +38,15 @@ def test_every_field_of_a_request_is_a_namespace_of_its_own(tmp_path: Path) -> N
     assert len({each.fingerprint for each in made}) == len(made)
 
 
+def test_weights_that_were_replaced_share_nothing_with_what_was() -> None:
+    maker = NamespaceMaker(Namespace("m", weights="given w"))
+    before = maker.of(PLAIN, None, None)
+    maker.forget()
+    after = maker.of(PLAIN, None, None)
+    maker.forget()
+    assert len({each.fingerprint for each in (before, after, maker.of(PLAIN, None, None))}) == 3
+
+
 def test_an_adapter_whose_file_was_replaced_is_another(tmp_path: Path) -> None:
     revisions, adapter = AdapterRevisions(), AdapterFile("tuned", str(tmp_path))
     checkpoint(tmp_path / "model.safetensors")

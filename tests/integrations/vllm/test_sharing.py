@@ -53,5 +53,7 @@ def test_what_two_ranks_wrote_one_reads_and_the_other_way(
         with engine(model(name), store, tensor_parallel_size=reads, block_size=blocks[1]) as reader:
             own, loaded = own_and_loaded(reader)
     assert loaded.cached == own.cached == 640
-    # The rows were computed by another degree, which sums in another order: 1.4e-6 in float32, 0.016 in bfloat16.
-    assert loaded.difference(own) < (1e-4 if name == "gemma3" else 0.1)
+    if name == "gemma3":  # in float32; the rows were computed by another degree, which sums in another order
+        assert loaded.difference(own) < 1e-4
+    else:  # in bfloat16 the two degrees by themselves may disagree after a few tokens
+        assert loaded.first_difference(own) < 0.1

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvweave.errors import StoreError
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings, RequestSettings
 from kvweave.integrations.vllm.engine_groups import EngineGroup
 from kvweave.integrations.vllm.load_or_compute import TRY_EVERY, Speeds
@@ -205,6 +206,16 @@ def test_a_save_that_fails_is_done_again_with_the_next(tier: DictTier, monkeypat
     assert writer.scheduler.counts["failed_saves"] == 1
     writer.compute("a", tokens, 48, 100, table)
     assert FakeEngine(("full",), tier).store.lookup(writer.store.prompt(tokens, HERE)).position == 96
+
+
+def test_a_lookup_that_fails_is_a_miss(tier: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> Any:
+        raise StoreError("gone")
+
+    engine = FakeEngine(("full",), tier)
+    monkeypatch.setattr(Store, "_lookup", broken)
+    engine.add("a", [*range(100)])
+    assert engine.match("a") == 0
 
 
 def test_requests_may_say_that_they_are_neither_saved_nor_loaded(tier: DictTier) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -127,6 +127,9 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings, wrong = RequestSettings.of(request.kv_transfer_params, self._settings.tenant)
         for complaint in wrong:
             log.warning("request %s: not understood: %s", request.request_id, complaint)
+        transfer = self._config.kv_transfer_config
+        skip_save = settings.skip_save or not transfer.is_kv_producer
+        settings = replace(settings, skip_save=skip_save, skip_load=settings.skip_load or not transfer.is_kv_consumer)
         lora = adapter.adapter_file(request)
         namespace = self._namespaces.of(settings, request.cache_salt, lora)
         prompt = self._store.prompt(request.prompt_token_ids, namespace, spans_of(request.mm_features))
@@ -164,6 +167,12 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler:
             self._scheduler.finished(request.request_id)
         return False, None
+
+    def reset_cache(self) -> bool:
+        """The weights may have changed: from now on nothing is shared with what was stored before."""
+        if self._scheduler:
+            self._namespaces.forget()
+        return True
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.saves.has_pins

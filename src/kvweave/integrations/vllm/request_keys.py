@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,6 +77,10 @@ class NamespaceMaker:
         if adapter is None:
             return named
         return replace(named, adapter=adapter.name, adapter_revision=self._revisions.of(adapter))
+
+    def forget(self) -> None:
+        """Share nothing with earlier requests: the weights are others now, and nobody can name them."""
+        self._model = replace(self._model, weights=f"changed {uuid.uuid4().hex}")
 
 
 def spans_of(features: Any) -> list[Span]:

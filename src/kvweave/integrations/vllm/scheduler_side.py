@@ -6,10 +6,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvweave.errors import KVWeaveError, OperationTimeout
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.engine_groups import EngineGroup, hit_alignment
 from kvweave.integrations.vllm.load_or_compute import Speeds
@@ -72,7 +74,8 @@ class SchedulerSide:
             self._look_up(request, state)
         if state.lookup is not None and not self._found(state, state.lookup):
             return None
-        assert state.hit is not None
+        if state.hit is None:  # the lookup failed
+            return 0
         state.start = num_computed
         num_tokens = state.hit.position - num_computed
         if num_tokens < max(1, self._settings.min_load_tokens):
@@ -92,8 +95,12 @@ class SchedulerSide:
             return False
         try:
             (hit,) = lookup.result(timeout=IDLE_WAIT_S)
-        except TimeoutError:
+        except OperationTimeout:
             return False
+        except (KVWeaveError, OSError) as error:
+            log.warning("a lookup failed, and is a miss: %r", error)
+            state.lookup, state.settings = None, replace(state.settings, skip_load=True)
+            return True
         state.lookup, state.found_at = None, time.monotonic()
         state.saved = max(state.saved, hit.position)
         state.hit = self._aligned(hit, hit.position if state.limit is None else min(state.limit, hit.position))

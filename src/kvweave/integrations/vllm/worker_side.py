@@ -96,13 +96,10 @@ class WorkerSide:
             report.ended[number] = 1
             if save.error is not None or save.failed:
                 report.failed_saves.add(number)
-                log.debug("save %d: %d pieces were not kept: %r", number, len(save.failed), save.error)
+                level = logging.WARNING if save.error is not None else logging.DEBUG
+                log.log(level, "save %d: %d pieces were not kept: %r", number, len(save.failed), save.error)
         self._store.poll()
         return report
-
-    def close(self) -> None:
-        """Finish what was begun."""
-        self._store.close()
 
 
 def _tables(slices: Slices) -> Tables:
