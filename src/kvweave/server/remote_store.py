@@ -204,9 +204,8 @@ class RemoteStore(AnyStore[RemoteHit]):
 
     def farthest_tier(self, hit: RemoteHit) -> str:
         """ "memory" for the daemon's arena; what lies behind it the daemon alone knows, and is "backing"."""
-        pieces = [*self._needs(hit.position, range(len(self.schema.shards)), hit.present)]
-        in_arena = all(hit.places[piece] != NOT_IN_ARENA for piece in pieces)
-        return "" if not pieces else "memory" if in_arena else "backing"
+        places = hit.places[self._needed(hit)]
+        return "" if not len(places) else "memory" if (places != NOT_IN_ARENA).all() else "backing"
 
     def prefetch(
         self, hit: RemoteHit, *, shards: Sequence[int] | None = None, budget_s: float | None = None

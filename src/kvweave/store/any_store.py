@@ -218,6 +218,11 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         pieces = (piece for group in self.schema.groups for piece in group.needs(position, present).tolist())
         return ((shard, chunk) for shard, chunk in pieces if shard in wanted and chunk >= first)
 
+    def _needed(self, hit: Found) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The numbers of shards and of chunks that a hit needs, of all groups."""
+        pieces = np.concatenate([group.needs(hit.position, hit.present) for group in self.schema.groups])
+        return pieces[:, 0], pieces[:, 1]
+
     def _to_keep(
         self,
         prompt: HashedPrompt,

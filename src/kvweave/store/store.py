@@ -121,8 +121,7 @@ class Store(AnyStore[Hit]):
         return BlobRequest(key, self._sizes[number], partial(BlobCheck, shard, chunk, key), tier)
 
     def farthest_tier(self, hit: Hit) -> str:
-        pieces = [*self._needs(hit.position, range(len(self.schema.shards)), hit.present)]
-        farthest = max((int(hit.tiers[piece]) for piece in pieces), default=NOWHERE)
+        farthest = int(hit.tiers[self._needed(hit)].max(initial=NOWHERE))
         return "" if farthest == NOWHERE else self.tier_stack.executors[farthest].tier.kind
 
     def prefetch(
