@@ -40,23 +40,25 @@ GROUPS = {
     "full": EngineGroup(0, BLOCK, Full(), ("full",)),
     "window": EngineGroup(1, BLOCK, Window(WINDOW), ("window",)),
     "state": EngineGroup(2, BLOCK, State(), ("state",)),
+    "state.2": EngineGroup(3, BLOCK, State(), ("state.2",)),
 }
 
 
 class FakeEngine:
     """Pages of one layer a group; block tables as vLLM's: NULL where a window has left, states at block ends."""
 
-    def __init__(self, tags: Sequence[str], tier: DictTier, **settings: Any) -> None:
+    def __init__(self, tags: Sequence[str], tier: DictTier, chunk: int = CHUNK, **settings: Any) -> None:
         caches = [LayerCache(tag, GROUPS[tag].reach, KEY) for tag in tags]
         self.groups = [GROUPS[tag] for tag in tags]
+        shapes = {tag: (PAGES, 4) if GROUPS[tag].is_state else (PAGES, BLOCK, 4) for tag in tags}
         schema = Schema.of(
-            ModelSpec("m", tuple(Layer((cache,)) for cache in caches)), chunk_tokens=CHUNK, parts=1, tails=True
+            ModelSpec("m", tuple(Layer((cache,)) for cache in caches)), chunk_tokens=chunk, parts=1, tails=True
         )
         self.store = Store(schema, TierStack((tier, TierPolicy(inline=True))))
-        self.memory = {tag: np.zeros((PAGES, 4) if tag == "state" else (PAGES, BLOCK, 4), np.float32) for tag in tags}
+        self.memory = {tag: np.zeros(shape, np.float32) for tag, shape in shapes.items()}
         tensors = {(layer, tag, "key"): self.memory[tag] for layer, tag in enumerate(tags)}
         tables = {
-            (layer, tag): TableUse(GROUPS[tag].table, CHUNK if tag == "state" else BLOCK)
+            (layer, tag): TableUse(GROUPS[tag].table, chunk if GROUPS[tag].is_state else BLOCK)
             for layer, tag in enumerate(tags)
         }
         self.pages = PagePayloads(schema, EngineMemory.of_tensors(tensors, tables))
@@ -70,7 +72,7 @@ class FakeEngine:
     def blocks(self, first: int, stop: int) -> list[list[int]]:
         """A table for each of vLLM's groups, with pages for the tokens from `first` on."""
         count, used = -(-stop // BLOCK), list[list[int]]()
-        for number in range(3):
+        for number in range(len(GROUPS)):
             ids = [0] * (first // BLOCK) + [*range(self._next, self._next + count - first // BLOCK)]
             self._next += 0 if number not in {group.number for group in self.groups} else len(ids)
             used.append(ids)
@@ -93,7 +95,7 @@ class FakeEngine:
                 page = table[group.number][position // BLOCK]
                 if group.is_state:
                     if (position + 1) % BLOCK == 0:
-                        self.memory["state"][page] = sum(tokens[: position + 1])
+                        self.memory[group.layers[0]][page] = sum(tokens[: position + 1])
                         offers.append((group.number, page, position + 1))
                 else:
                     self.memory[group.layers[0]][page, position % BLOCK] = tokens[position] * 1000 + position
@@ -125,7 +127,7 @@ class FakeEngine:
         group = GROUPS[tag]
         pages = table[group.number]
         if group.is_state:
-            return np.array(self.memory["state"][pages[position // BLOCK - 1]])
+            return np.array(self.memory[tag][pages[position // BLOCK - 1]])
         tail = int(group.reach.tail(position))
         return np.array([self.memory[tag][pages[p // BLOCK], p % BLOCK] for p in range(tail, position)])
 
@@ -135,7 +137,7 @@ def tier() -> DictTier:
     return DictTier()
 
 
-KINDS = [("full",), ("window",), ("full", "window"), ("full", "state"), ("full", "window", "state")]
+KINDS = [("full",), ("window",), ("full", "window"), ("full", "state"), ("full", "window", "state", "state.2")]
 
 
 @pytest.mark.parametrize("tags", KINDS)
@@ -163,24 +165,39 @@ def test_what_one_engine_computed_in_whatever_steps_another_resumes_from(
         np.testing.assert_array_equal(reader.rows(tag, own, found), writer.rows(tag, table, found), err_msg=tag)
 
 
-def test_blocks_that_the_engine_has_itself_are_not_written(tier: DictTier) -> None:
-    tokens = [*range(100)]
-    writer = FakeEngine(("full", "window"), tier)
+def test_blocks_that_the_engine_has_itself_are_not_written_though_a_chunk_begins_there(tier: DictTier) -> None:
+    tokens, chunk = [*range(100)], 2 * BLOCK
+    writer = FakeEngine(("full", "window"), tier, chunk)
     writer.add("a", tokens)
     writer.compute("a", tokens, 0, 100, writer.blocks(0, 100))
-    reader = FakeEngine(("full", "window"), tier)
+    reader = FakeEngine(("full", "window"), tier, chunk)
     reader.add("b", tokens)
-    assert reader.match("b", 32) == 64
+    assert reader.match("b", 3 * BLOCK) == 48
     own = reader.blocks(0, 96)
     for memory in reader.memory.values():
         memory[:] = -1
-    assert not reader.load("b", 64, 32, own)
-    assert (reader.memory["full"][own[0][:2]] == -1).all()
-    assert (reader.memory["full"][own[0][2:6]] != -1).all()
+    assert not reader.load("b", 48, 3 * BLOCK, own)
+    assert (reader.memory["full"][own[0][:3]] == -1).all()
+    assert (reader.memory["full"][own[0][3:6]] != -1).all()
     assert (reader.memory["full"][0] == -1).all()
 
 
-def test_a_load_that_falls_short_is_not_promised_again(tier: DictTier) -> None:
+def test_a_request_that_began_with_the_engines_own_hit_is_saved_whole_but_for_what_windows_left(tier: DictTier) -> None:
+    tokens = [7 * number % 101 for number in range(100)]
+    writer = FakeEngine(("full", "window"), tier)
+    table = writer.blocks(0, 100)
+    writer.add("before", tokens[:64], skip_save=True)
+    writer.compute("before", tokens, 0, 64, table)
+    writer.add("a", tokens)
+    assert writer.match("a", 64) == 0
+    table[1][:2] = [0, 0]  # a window of 24 tokens has left them
+    writer.compute("a", tokens, 64, 100, table)
+    assert not writer.scheduler.counts["failed_saves"]
+    assert writer.store.lookup(writer.store.prompt(tokens, HERE)).position == 96
+    assert writer.store.lookup(writer.store.prompt(tokens[:65], HERE)).position == 64
+
+
+def test_a_load_that_falls_short_is_not_promised_again(tier: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = [*range(100)]
     writer = FakeEngine(("full", "window"), tier)
     writer.add("a", tokens)
@@ -188,11 +205,28 @@ def test_a_load_that_falls_short_is_not_promised_again(tier: DictTier) -> None:
     reader = FakeEngine(("full", "window"), tier)
     reader.add("b", tokens)
     assert reader.match("b") == 96
-    keys = reader.store.prompt(tokens, HERE).keys(reader.store.schema.ids)
-    tier.delete([keys[9 * len(reader.store.schema.shards)]])  # the full group's tenth chunk, after the lookup
+    lost = reader.store.prompt(tokens, HERE).keys(reader.store.schema.ids)[9 * len(reader.store.schema.shards)]
+    real = TierStack.fetch
+
+    def without(self: TierStack, wants: Any, budget: Any) -> Any:
+        """The full group's tenth chunk is there for all who look, and cannot be read."""
+        return ((number, blob) for number, blob in real(self, wants, budget) if wants[number].key != lost)
+
+    monkeypatch.setattr(TierStack, "fetch", without)
     assert reader.load("b", 96, 0, reader.blocks(0, 96)) == {"b"}
-    assert reader.match("b") == 64  # 72 tokens are there, but a window's blocks are of 16
+    assert reader.match("b") == 64  # 72 tokens can be read, but a window's blocks are of 16
     assert not reader.load("b", 64, 0, reader.blocks(0, 64))
+
+
+def test_states_are_saved_only_where_all_of_them_are_offered(tier: DictTier) -> None:
+    tokens = [*range(100)]
+    engine = FakeEngine(("full", "state", "state.2"), tier)
+    engine.add("a", tokens)
+    table = engine.blocks(0, 100)
+    offers = {"a": [(2, table[2][1], 32), (2, table[2][3], 64), (3, table[3][3], 64), (3, 0, 96), (2, 9, 96)]}
+    jobs = engine.scheduler.step([Scheduled("a", 0, 100)], lambda _: table, offers)
+    assert [job.points for job in jobs.saves] == [(64,)]
+    engine.run(jobs)
 
 
 def test_a_save_that_fails_is_done_again_with_the_next(tier: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:
