@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.integrations.vllm.engines import Engine, engine, tokens
-from tests.integrations.vllm.models import CONFIGS, checkpoint
+import numpy as np
+
+from tests.integrations.vllm.engines import Engine, engine
+from tests.integrations.vllm.models import CONFIGS, VOCABULARY, checkpoint
 from tests.server.models import spawned
 
-ROUNDS, PROMPT, SHORT, MANY, NEW = 6, 1800, 256, 64, 16
+ROUNDS, PROMPT, SHORT, MANY, NEW = 5, 1800, 256, 64, 16
 OPTIONS = {"max_num_seqs": MANY, "max_num_batched_tokens": 2048}
 CALLS = (
     "on_new_request",
@@ -39,16 +41,22 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def prompt(length: int, seed: int) -> list[int]:
+    """Another one for every seed."""
+    ids: list[int] = np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
+    return ids
+
+
 def first_tokens(made: Engine, seed: int) -> float:
     """Seconds to the first token of a long prompt, by itself."""
-    return min(timed(lambda i=i: made.one(tokens(PROMPT, seed + i), new_tokens=1)) for i in range(ROUNDS))  # type: ignore[misc]
+    return min(timed(lambda i=i: made.one(prompt(PROMPT, seed + i), new_tokens=1)) for i in range(ROUNDS))  # type: ignore[misc]
 
 
 def throughput(made: Engine, seed: int) -> float:
     """Tokens a second, of many requests at once."""
     best = 0.0
-    for turn in range(3):
-        prompts = [tokens(SHORT, seed + 1000 * turn + i) for i in range(MANY)]
+    for turn in range(2):
+        prompts = [prompt(SHORT, seed + 1000 * turn + i) for i in range(MANY)]
         best = max(best, MANY * (SHORT + NEW) / timed(lambda prompts=prompts: made.ask(*prompts, new_tokens=NEW)))  # type: ignore[misc]
     return best
 
@@ -94,7 +102,7 @@ def measure(model: Path, name: str, store: Mapping[str, Any], plain: tuple[float
         report(f"warm from {name}", first_tokens(made, 0), throughput(made, 10_000), plain)
         made.forget()
         watch = SchedulerTime(made)
-        made.ask(*(tokens(SHORT, 50_000 + i) for i in range(MANY)), new_tokens=200)
+        made.ask(*(prompt(SHORT, 50_000 + i) for i in range(MANY)), new_tokens=60)
         steps = sorted(watch.steps)
         print(
             f"{'':<22} our calls in a step of {MANY} requests: median {statistics.median(steps) * 1e6:.0f} us,"
