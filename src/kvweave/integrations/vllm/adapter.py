@@ -182,7 +182,7 @@ def namespace(config: Any, settings: ConnectorSettings, spec: ModelSpec) -> Name
         weights=weights if model.quantization is None else f"{weights} quantised {model.quantization}",
         rotary=rotary_settings(text_config, model.max_model_len),
         kv_dtype="" if cache.cache_dtype == "auto" else str(cache.cache_dtype),
-        multimodal=str(model.mm_processor_kwargs or "") if hasattr(model, "mm_processor_kwargs") else "",
+        multimodal=str(getattr(model, "mm_processor_kwargs", None) or ""),
     )
 
 
