@@ -229,6 +229,27 @@ def test_states_are_saved_only_where_all_of_them_are_offered(tier: DictTier) -> 
     engine.run(jobs)
 
 
+def test_a_save_that_ends_while_it_is_asked_about_frees_its_blocks_first(tier: DictTier) -> None:
+    class Ending:
+        """Ends between the questions whether it has gathered and whether it is done."""
+
+        error, failed, asked = None, (), 0
+
+        @property
+        def is_gathered(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+        @property
+        def is_done(self) -> bool:
+            return self.asked > 0
+
+    worker = FakeEngine(("full",), tier).worker
+    worker._saves, worker._gathering = {7: Ending()}, {7}  # type: ignore[dict-item]
+    reports = [worker.take_report() for _ in range(3)]
+    assert [(report.gathered, report.ended) for report in reports] == [({}, {}), ({7: 1}, {7: 1}), ({}, {})]
+
+
 def test_a_save_that_fails_is_done_again_with_the_next(tier: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = [*range(100)]
     writer = FakeEngine(("full",), tier)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvweave.errors import KVWeaveError
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.step_messages import LoadJob, SaveJob, Slices, WorkerReport
 from kvweave.store import AnyStore, Operation, PagePayloads, Saved
@@ -81,17 +80,18 @@ class WorkerSide:
     def _reached(self, load: RunningLoad) -> int:
         try:
             return load.operation.result(timeout=0)
-        except (KVWeaveError, OSError, ValueError) as error:
+        except Exception as error:  # whatever a tier or a driver raises: the engine goes on
             log.warning("a load failed, and is computed instead: %r", error)
             return 0
 
     def take_report(self) -> WorkerReport:
         """What has ended since the last call."""
         report, self._report = self._report, WorkerReport()
+        done = [number for number, save in self._saves.items() if save.is_done]  # before: what is done is gathered
         for number in [number for number in self._gathering if self._saves[number].is_gathered]:
             self._gathering.remove(number)
             report.gathered[number] = 1
-        for number in [number for number, save in self._saves.items() if save.is_done]:
+        for number in done:
             save = self._saves.pop(number)
             report.ended[number] = 1
             if save.error is not None or save.failed:
