@@ -99,6 +99,7 @@ def measure(model: Path, name: str, store: Mapping[str, Any], plain: tuple[float
         cold = first_tokens(made, 0), throughput(made, 10_000)
         report(f"cold, {name}", *cold, plain)
         made.forget()
+        made.scheduler.connector._store.flush()
         report(f"warm from {name}", first_tokens(made, 0), throughput(made, 10_000), plain)
         made.forget()
         watch = SchedulerTime(made)
