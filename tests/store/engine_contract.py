@@ -359,6 +359,31 @@ class EngineContract:
             assert store.load(missed, Taken()) == 0
         assert store.stats().refused_tickets == len(wrong)
 
+    def test_a_hit_is_shortened_to_the_longest_that_was_found_within_a_limit(self, store: AnyStore[Any]) -> None:
+        prompt = prompt_of(store)
+        store.save(prompt, truth, points=[512, 1024])
+        hit = store.lookup(prompt)
+        assert [store.shorten(hit, limit).position for limit in (9999, 1024, 1023, 512, 511)] == [
+            1024,
+            1024,
+            512,
+            512,
+            0,
+        ]
+        sink = Taken()
+        assert store.load(store.shorten(hit, 1000), sink) == 512
+        assert sink.chunks("full") == [0, 1]
+
+    def test_a_hit_names_the_farthest_tier_and_is_released_without_waiting(self, store: AnyStore[Any]) -> None:
+        prompt = prompt_of(store)
+        assert store.farthest_tier(store.lookup(prompt)) == ""
+        store.save(prompt, truth)
+        hit = store.lookup(prompt)
+        assert store.farthest_tier(hit) in ("memory", "dict", "disk")
+        store.release_later(hit)
+        store.release_later(hit)
+        assert store.lookup(prompt).position == 1024
+
     def test_a_store_is_a_context(self, store: AnyStore[Any]) -> None:
         with store as same:
             assert same is store

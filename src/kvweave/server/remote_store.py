@@ -183,6 +183,10 @@ class RemoteStore(AnyStore[RemoteHit]):
         """Let the daemon evict what a hit holds; calling it twice is fine."""
         release_lease(self.client, hit.lease, hit.generation, Budget.of(budget_s))
 
+    def release_later(self, hit: RemoteHit) -> None:
+        if hit.lease and hit.generation == self.client.generation:
+            self.client.tell(protocol.Release([hit.lease]))
+
     def _fetch(self, hit: RemoteHit, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
         held = hit.generation == self.client.generation and time.monotonic() < hit.until
         in_arena = {piece: int(hit.places[piece]) for piece in pieces if held and hit.places[piece] != NOT_IN_ARENA}
@@ -200,6 +204,11 @@ class RemoteStore(AnyStore[RemoteHit]):
         in_arena = np.zeros_like(hit.present)
         in_arena[[shard for shard in range(len(in_arena)) if shard not in wanted]] = True
         return wanted, in_arena
+
+    def farthest_tier(self, hit: RemoteHit) -> str:
+        """ "memory" for the daemon's arena; what lies behind it the daemon alone knows, and is "backing"."""
+        places = hit.places[self._needed(hit)]
+        return "" if not len(places) else "memory" if (places != NOT_IN_ARENA).all() else "backing"
 
     def prefetch(
         self, hit: RemoteHit, *, shards: Sequence[int] | None = None, budget_s: float | None = None

@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,8 +131,20 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         """Load what a hit needs into the tiers with `promote`; the operation's result is the position that can then be
         loaded from them. It runs in a thread of its own, and `poll` does not report it."""
 
+    def shorten(self, hit: Found, limit: int) -> Found:
+        """The longest hit of at most `limit` tokens, by what the lookup found: no tier is asked. For engines that can
+        resume at some positions only. It holds what the longer one held."""
+        return replace(hit, position=self._position(hit.prompt, hit.present, min(limit, hit.position)))  # type: ignore[type-var]
+
+    @abstractmethod
+    def farthest_tier(self, hit: Found) -> str:
+        """The kind of the farthest tier that a load of this hit reads, by what the lookup found; "" if it is empty."""
+
     def release(self, hit: Found, *, budget_s: float | None = None) -> None:
         """Release what a hit holds; calling it twice is fine."""
+
+    def release_later(self, hit: Found) -> None:
+        """As `release`, but along with the next request to a daemon: never waits."""
 
     # ---- writing
 
@@ -204,6 +217,11 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         wanted, first = frozenset(shards), start // self.schema.chunk_tokens
         pieces = (piece for group in self.schema.groups for piece in group.needs(position, present).tolist())
         return ((shard, chunk) for shard, chunk in pieces if shard in wanted and chunk >= first)
+
+    def _needed(self, hit: Found) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The numbers of shards and of chunks that a hit needs, of all groups."""
+        pieces = np.concatenate([group.needs(hit.position, hit.present) for group in self.schema.groups])
+        return pieces[:, 0], pieces[:, 1]
 
     def _to_keep(
         self,

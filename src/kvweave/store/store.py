@@ -120,6 +120,10 @@ class Store(AnyStore[Hit]):
         tier = max(0, int(hit.tiers[number, chunk]))
         return BlobRequest(key, self._sizes[number], partial(BlobCheck, shard, chunk, key), tier)
 
+    def farthest_tier(self, hit: Hit) -> str:
+        farthest = int(hit.tiers[self._needed(hit)].max(initial=NOWHERE))
+        return "" if farthest == NOWHERE else self.tier_stack.executors[farthest].tier.kind
+
     def prefetch(
         self, hit: Hit, *, shards: Sequence[int] | None = None, budget_s: float | None = None
     ) -> Operation[int]:

@@ -1,0 +1,88 @@
+"""Keys of requests: who may share their KV, and which tokens stand for pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvweave.errors import StoreError
+from kvweave.integrations.vllm.connector_settings import RequestSettings
+from kvweave.prefix import Span
+from kvweave.store import Namespace, weights_digest
+
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotary settings whose frequencies depend on the longest sequence that the engine allows."""
+
+
+def rotary_settings(config: Mapping[str, Any], max_tokens: int) -> str:
+    """The position settings of a model's config, as text."""
+    facts: dict[str, Any] = {name: config[name] for name in ROPE if config.get(name) is not None}
+    text = json.dumps(facts, sort_keys=True, default=str)
+    if any(kind in text for kind in BY_LENGTH):
+        text += f" up to {max_tokens}"
+    return text
+
+
+def weights_name(path: str, revision: str | None, given: str) -> str:
+    """The name that was given, a commit, or a digest of the checkpoint's files."""
+    if given:
+        return f"given {given}"
+    if revision:
+        return f"commit {revision}"
+    try:
+        return f"digest {weights_digest(path)}"
+    except StoreError as error:
+        raise StoreError(f'{error}; say "weights": NAME in kv_connector_extra_config') from None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """A LoRA adapter as a request names it."""
+
+    name: str
+    path: str
+
+
+class AdapterRevisions:
+    """Which weights an adapter of some name has: a digest of its files, looked at again when they change."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], str] = {}
+
+    def of(self, adapter: AdapterFile) -> str:
+        try:
+            path = Path(adapter.path)
+            stamp = max(os.stat(file).st_mtime_ns for file in (path, *path.glob("*.safetensors")))
+            if (key := (adapter.path, stamp)) not in self._known:
+                self._known[key] = weights_digest(path)
+        except (OSError, StoreError):  # a repository's name, or files of another format
+            return f"path {adapter.path}"
+        return self._known[key]
+
+
+class NamespaceMaker:
+    """The namespaces of one engine's requests."""
+
+    def __init__(self, model: Namespace) -> None:
+        self._model, self._revisions = model, AdapterRevisions()
+
+    def of(self, settings: RequestSettings, salt: str | None, adapter: AdapterFile | None) -> Namespace:
+        named = replace(self._model, tenant=settings.tenant, salt=(salt or "").encode())
+        if adapter is None:
+            return named
+        return replace(named, adapter=adapter.name, adapter_revision=self._revisions.of(adapter))
+
+    def forget(self) -> None:
+        """Share nothing with earlier requests: the weights are others now, and nobody can name them."""
+        self._model = replace(self._model, weights=f"changed {uuid.uuid4().hex}")
+
+
+def spans_of(features: Any) -> list[Span]:
+    """Where pictures and sounds begin, and the identifiers of what they show."""
+    return [Span(int(feature.mm_position.offset), str(feature.identifier).encode()) for feature in features]

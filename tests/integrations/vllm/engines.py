@@ -1,0 +1,174 @@
+"""A real vLLM engine on the CPU, in this process, with or without our connector."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+LogProb = tuple[tuple[int, float], ...]
+"""Of one step: the likeliest tokens."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one prompt."""
+
+    cached: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[LogProb, ...] = field(repr=False)
+
+    def difference(self, other: Answer) -> float:
+        """The largest difference of a log-probability; infinity where tokens differ."""
+        if self.tokens != other.tokens:
+            return float("inf")
+        return max(map(_difference, self.logprobs, other.logprobs))
+
+    def first_difference(self, other: Answer) -> float:
+        """The same of the first token alone, whichever it is."""
+        return _difference(self.logprobs[0], other.logprobs[0])
+
+
+def _difference(mine: LogProb, theirs: LogProb) -> float:
+    """Over the tokens that both name; infinity if there are none."""
+    both = dict(mine).keys() & dict(theirs).keys()
+    return max((abs(dict(mine)[token] - dict(theirs)[token]) for token in both), default=float("inf"))
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    """Pseudo-random, none of them special."""
+    return [3 + (seed * 7919 + i * i * 31 + i * 17) % 500 for i in range(length)]
+
+
+class Engine:
+    """One engine. Greedy, eight tokens, with log-probabilities."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Of the connector's scheduler side."""
+        counts: Mapping[str, int] = self.scheduler.connector._scheduler.counts
+        return counts
+
+    @staticmethod
+    def sampling(new_tokens: int = 8, params: Mapping[str, Any] | None = None) -> Any:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": params} if params else None
+        return SamplingParams(
+            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=4, extra_args=extra
+        )
+
+    def ask(
+        self,
+        *prompts: Sequence[int],
+        new_tokens: int = 8,
+        params: Mapping[str, Any] | None = None,
+        salt: str | None = None,
+        **options: Any,
+    ) -> list[Answer]:
+        """All at once. `params` are the requests' `kv_transfer_params`."""
+        inputs = [{"prompt_token_ids": [*each], **({"cache_salt": salt} if salt else {})} for each in prompts]
+        outputs = self.llm.generate(inputs, self.sampling(new_tokens, params), use_tqdm=False, **options)
+        return [_answer(output) for output in outputs]
+
+    def one(self, prompt: Sequence[int], **options: Any) -> Answer:
+        (answer,) = self.ask(prompt, **options)
+        return answer
+
+    def settle(self) -> None:
+        """Until every save is in the store."""
+        connector = self.scheduler.connector
+        for _ in range(1000):
+            if connector is None or not connector._scheduler.saves:
+                return
+            self.core.step()
+            time.sleep(0.002)
+        raise AssertionError("saves never ended")
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, when everything is saved."""
+        self.settle()
+        assert self.llm.reset_prefix_cache()
+
+
+def without_checkpoints() -> None:
+    """vLLM 0.32's CPU kernel for Mamba-2 cannot take snapshots within a prefill, but the engine counts on them: every
+    prompt of more than a block would end in an IndexError. Snapshots at the ends of steps remain."""
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    declared = MambaMixer2.get_kv_cache_spec
+    if declared.__name__ != "without":
+
+        def without(self: Any, config: Any) -> Any:
+            return replace(declared(self, config), num_prefill_checkpoint_blocks=0)
+
+        MambaMixer2.get_kv_cache_spec = without
+
+
+def _answer(output: Any) -> Answer:
+    (made,) = output.outputs
+    logprobs = tuple(tuple(sorted((t, each.logprob) for t, each in step.items())) for step in made.logprobs)
+    return Answer(output.num_cached_tokens or 0, tuple(made.token_ids), logprobs)
+
+
+@contextmanager
+def engine(model: Path, store: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
+    """An engine of `model`; `store` is the connector's extra config."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    without_checkpoints()
+    transfer = None
+    if store is not None:
+        transfer = KVTransferConfig(
+            kv_connector="KVWeaveConnector",
+            kv_connector_module_path="kvweave.integrations.vllm",
+            kv_role="kv_both",
+            kv_connector_extra_config={"always_load": True, **store},
+        )
+    dtype = json.loads((model / "config.json").read_text())["dtype"]  # by itself vLLM makes float32 bfloat16
+    usual = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 2048, "dtype": dtype}
+    made = None
+    try:
+        llm: Any = LLM(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            disable_log_stats=True,
+            enable_prefix_caching=True,
+            kv_transfer_config=transfer,
+            **{**usual, **options},
+        )
+        made = Engine(llm)
+        yield made
+    finally:
+        if made is not None:
+            made.core.shutdown()
+            del made.llm, made.core, llm
+        del made
+        gc.collect()
+        cleanup_dist_env_and_memory()
