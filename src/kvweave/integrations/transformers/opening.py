@@ -68,6 +68,7 @@ class Opener:
             self.memory, sequences, prompts.width - left, store_batch, rope_range=rope_range
         )
         past.prompt_columns, past.positions = prompts.width, positions
+        past.hides_tokens = any(row.padding for row in rows)
         return past
 
     def _open_rows(
@@ -84,16 +85,21 @@ class Opener:
         pieces_of_one = replace(pieces, generate_computes_last=pieces.generate_computes_last and len(rows) == 1)
         for together in [rows] if are_apart else [[row] for row in rows]:
             for row in together:
-                sequence, points = store_batch.open(row) if store_batch else (self._open_one(row, version), ())
-                opened.append(OpenRow(row, sequence, points))
+                opened.append(self.open_sequence(row, store_batch, version))
             if not are_apart or not is_last_piece(core, self.served, opened, pieces):
                 for each in opened[-len(together) :]:
                     self._compute(each, store_batch, pieces_of_one)
+
+    def open_sequence(self, row: Prompt, store_batch: StoreBatch | None, version: ModelVersion | None) -> OpenRow:
+        """A sequence with the longest prefix that memory or the store has; `version` counts if there is no store."""
+        sequence, points = store_batch.open(row) if store_batch else (self._open_one(row, version), ())
+        return OpenRow(row, sequence, points)
 
     def _compute(self, row: OpenRow, store_batch: StoreBatch | None, pieces: Pieces) -> None:
         sequence = row.sequence
         on_point = partial(store_batch.capture, sequence) if store_batch else bool
         past = self.cache_class(self.memory, [sequence], sequence.length, rope_range=row.prompt.rope_range)
+        past.hides_tokens = row.prompt.padding > 0
         prefill(self.model, self.served, past, row, pieces, on_point)
 
     def _open_one(self, prompt: Prompt, version: ModelVersion | None) -> Sequence:

@@ -15,7 +15,8 @@ import torch
 
 from kvweave.cache import Cache
 from kvweave.errors import BadCall, MissingExtra
-from kvweave.integrations.transformers.build import counts_padding, make_layer
+from kvweave.integrations.transformers.attention_interface import SwitchedConfigs
+from kvweave.integrations.transformers.build import counts_padding, layer_attentions, make_layer
 from kvweave.integrations.transformers.calls import CallReader, GenerateCall
 from kvweave.integrations.transformers.core_lock import CoreLock
 from kvweave.integrations.transformers.hooks import ForwardHooks
@@ -95,7 +96,7 @@ class KVWeave:
         self.arena = self.memory.arena
         self._made_for = self.model.dtype, self.model.device
         of_past, counting = cache_class(self.served.own_cache), counts_padding(self.served)
-        self._opener = Opener(self.model, self.served, self.memory, of_past, counting, self._store_sync)
+        self.opener = Opener(self.model, self.served, self.memory, of_past, counting, self._store_sync)
         self._generate, self._own_generate = self._outermost.generate, self.model.generate
         hooks = ForwardHooks(self.memory, self.served).register(models)
         self._unhook = weakref.finalize(self, _remove, hooks)
@@ -106,8 +107,18 @@ class KVWeave:
         name = type(self.model).__name__
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             arena = Arena(self.plan, str(self.model.device))
-            layers = [make_layer(name, arena, entry) for entry in self.served.entries]
-        return PagedMemory(self.core, arena, layers, CoreLock(self.core), rope, ModelWatch(self.model))
+            attention = layer_attentions(arena, self.served.entries)
+            layers = [make_layer(name, arena, entry, attention.get(n)) for n, entry in enumerate(self.served.entries)]
+        return PagedMemory(
+            self.core,
+            arena,
+            layers,
+            CoreLock(self.core),
+            rope,
+            ModelWatch(self.model),
+            list(attention.values()),
+            SwitchedConfigs(self.model),
+        )
 
     def _open_store(self, store: str | Path | AnyStore[Any] | None) -> ModelStore | None:
         """Open the store; None, with a warning, if this model cannot use one."""
@@ -148,10 +159,10 @@ class KVWeave:
             answer = self._generate(**call.options)
             self.records.append(_record_fallback(call, answer, start))
             return answer
-        self._check_model()
+        self.check_model()
         pieces = Pieces(call.prefill_tokens or self.prefill_tokens, call.is_one_loop, self._uncut)
         with self.memory.core_lock, uncompiled(self.model):
-            with self._opener.open(call.prompts, call.namespace, pieces, call.extras, call.images) as past:
+            with self.opener.open(call.prompts, call.namespace, pieces, call.extras, call.images) as past:
                 given = {**call.options, "attention_mask": call.prompts.mask, self.served.cache_name: past}
                 if past.positions is not None:
                     given["position_ids"] = past.positions
@@ -170,9 +181,9 @@ class KVWeave:
         it, to free its pages.
         """
         prompts = self._calls.prompts(input_ids, attention_mask, self._calls.pad_token())
-        self._check_model()
+        self.check_model()
         with self.memory.core_lock, uncompiled(self.model):
-            past = self._opener.open(prompts, namespace, Pieces(self.prefill_tokens))
+            past = self.opener.open(prompts, namespace, Pieces(self.prefill_tokens))
         past.made_for = self.memory.watch.look()
         return past
 
@@ -189,7 +200,8 @@ class KVWeave:
         """A new conversation."""
         return Session(partial(self.generate, namespace=namespace), self.model.device)
 
-    def _check_model(self) -> None:
+    def check_model(self) -> None:
+        """Raise `BadCall` if this KVWeave is closed, or its pages do not fit the model any more."""
         if self.is_closed:
             raise BadCall("this KVWeave is closed: make another")
         wrapped(self._outermost)  # adapters added since may be of a kind that cannot be served
