@@ -14,6 +14,7 @@ from transformers.masking_utils import (
     or_masks,
     sliding_window_causal_mask_function,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvweave.errors import BadCall
 from kvweave.integrations.transformers import KVWeave
@@ -76,7 +77,8 @@ def test_the_implementation_of_a_model_is_its_own_between_forwards(implementatio
 
 def test_a_forward_without_our_cache_beside_one_with_it_is_transformers_own() -> None:
     """Another thread calls the model while a paged forward is under way, and finds its name switched."""
-    model, expected, found = model_of("llama"), plain(model_of("llama"), IDS), []
+    model, expected = model_of("llama"), plain(model_of("llama"), IDS)
+    found: list[Any] = []
 
     def beside(*_: Any) -> None:
         if threading.current_thread() is threading.main_thread() and not found:
@@ -132,7 +134,7 @@ def test_values_that_are_not_those_of_the_cache_are_an_error_not_a_wrong_answer(
     model = model_of("llama")
     with KVWeave(model, "16MiB") as weave:
         check(weave)
-        functions, name = interface.AttentionInterface._global_mapping, "kvweave+eager"
+        functions, name = ALL_ATTENTION_FUNCTIONS._global_mapping, "kvweave+eager"
         own = functions[name]
         changed = lambda module, q, k, v, *a, **o: own(module, q, k, v + 1, *a, **o)  # noqa: E731
         monkeypatch.setitem(functions, name, changed)

@@ -7,14 +7,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvweave.cache import Sequence
+from kvweave.errors import NeverFits, OutOfPages
 from kvweave.integrations.transformers.images import Images, own_positions
 from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.paged_memory import PagedMemory
-from kvweave.integrations.transformers.prefill import OpenRow, Pieces, is_last_piece, prefill
+from kvweave.integrations.transformers.prefill import OpenRow, Pieces, forward_inputs, is_last_piece, prefill
 from kvweave.integrations.transformers.prompts import Prompt, Prompts
 from kvweave.integrations.transformers.support import Served
 from kvweave.integrations.transformers.watch import ModelVersion
+
+LEARNING_TOKENS = 9
 
 if TYPE_CHECKING:
     from kvweave.integrations.transformers.store_sync import StoreBatch, StoreSync
@@ -89,6 +94,28 @@ class Opener:
             if not are_apart or not is_last_piece(core, self.served, opened, pieces):
                 for each in opened[-len(together) :]:
                     self._compute(each, store_batch, pieces_of_one)
+
+    def learn_attention(self) -> None:
+        """Find out which layers attend in place, by two forwards over a few tokens that nobody finds later.
+
+        Without it the first forwards of a request would, and differ from later ones in the last bits.
+        """
+        layers = self.memory.attention
+        if self.model.training or all(len(layer.verdicts) == 2 for layer in layers):
+            return
+        ids = torch.arange(1, 1 + LEARNING_TOKENS, device=self.model.device)[None]
+        sequence = self.memory.core.open(ids[0].cpu().numpy(), reuse=False)
+        try:
+            past = self.cache_class(self.memory, [sequence], 0)
+            for start, end in ((0, LEARNING_TOKENS - 1), (LEARNING_TOKENS - 1, LEARNING_TOKENS)):
+                mask = torch.ones_like(ids[:, :end])
+                self.model(**forward_inputs(self.served, past, ids[:, start:end], mask))
+            past.release_rows()
+        except (OutOfPages, NeverFits):  # then the first request does it
+            past.release_rows()
+        finally:
+            self.memory.core.close(sequence, keep=False)
+            self.memory.rope.restart()
 
     def open_sequence(self, row: Prompt, store_batch: StoreBatch | None, version: ModelVersion | None) -> OpenRow:
         """A sequence with the longest prefix that memory or the store has; `version` counts if there is no store."""

@@ -57,6 +57,9 @@ class KVWeave:
     With a `store` (a directory, a URL, or an open store: `kvweave.integrations.open_store`) prefixes outlive the
     process and are shared with processes that run the same model; `weights` names its weights, which otherwise are
     hashed. A request waits at most `store_wait_s` for the store before it computes, and as long again at its end.
+
+    Attention reads pages in place where it can; with `in_place=False` the model's own attention computes on gathered
+    rows, and results are transformers' to the last bit.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class KVWeave:
         store: str | Path | AnyStore[Any] | None = None,
         weights: str | None = None,
         store_wait_s: float = 5.0,
+        in_place: bool = True,
         **cache_options: Any,
     ) -> None:
         models = wrapped(model)
@@ -87,7 +91,7 @@ class KVWeave:
                 unit = opened.store.schema.chunk_tokens
             self.core = Cache(self.plan, **{"retention": retention(self.served, unit), **cache_options})
             self._uncut = 0 if "retention" in cache_options else uncut(self.served)
-            self.memory = self._make_memory(rope)
+            self.memory = self._make_memory(rope, in_place)
             self._store_sync = opened.store_sync(self.model, self.memory, weights, store_wait_s) if opened else None
         except BaseException:
             if opened:
@@ -103,11 +107,11 @@ class KVWeave:
         self._unhook.atexit = False
         self.records = RequestRecords()
 
-    def _make_memory(self, rope: LengthRope) -> PagedMemory:
+    def _make_memory(self, rope: LengthRope, in_place: bool) -> PagedMemory:
         name = type(self.model).__name__
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             arena = Arena(self.plan, str(self.model.device))
-            attention = layer_attentions(arena, self.served.entries)
+            attention = layer_attentions(arena, self.served.entries) if in_place else {}
             layers = [make_layer(name, arena, entry, attention.get(n)) for n, entry in enumerate(self.served.entries)]
         return PagedMemory(
             self.core,
@@ -162,6 +166,7 @@ class KVWeave:
         self.check_model()
         pieces = Pieces(call.prefill_tokens or self.prefill_tokens, call.is_one_loop, self._uncut)
         with self.memory.core_lock, uncompiled(self.model):
+            self.opener.learn_attention()
             with self.opener.open(call.prompts, call.namespace, pieces, call.extras, call.images) as past:
                 given = {**call.options, "attention_mask": call.prompts.mask, self.served.cache_name: past}
                 if past.positions is not None:
@@ -183,6 +188,7 @@ class KVWeave:
         prompts = self._calls.prompts(input_ids, attention_mask, self._calls.pad_token())
         self.check_model()
         with self.memory.core_lock, uncompiled(self.model):
+            self.opener.learn_attention()
             past = self.opener.open(prompts, namespace, Pieces(self.prefill_tokens))
         past.made_for = self.memory.watch.look()
         return past
