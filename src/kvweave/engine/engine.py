@@ -277,6 +277,10 @@ class Engine:
         running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         return EngineStats(running, waiting + len(self._inbox), **sums, core=self.weave.core.stats())
 
+    @property
+    def is_running(self) -> bool:
+        return self._worker.is_alive() and not self._closing
+
     def close(self) -> None:
         """Cancel what runs, end the worker and free the memory; calling it twice is fine."""
         with self._wakes:
