@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvweave.engine import Engine, EngineRequest, Sampling
-from kvweave.errors import BadCall, BadOption, BadTokens, NeverFits, OperationTimeout, OverLimit
+from kvweave.errors import BadCall, BadOption, BadTokens, NeverFits, OperationTimeout, QueueFull
 from tests.integrations.models import model_of, plain, prompt
 from tests.integrations.test_families import memory
 
@@ -160,8 +160,8 @@ def test_a_stop_token_ends_an_answer() -> None:
 
 def test_what_can_never_be_served_is_refused_at_once() -> None:
     with engine_of("llama", times=1) as engine:
-        with pytest.raises(NeverFits):
-            engine.submit([1] * 10_000)
+        with pytest.raises(NeverFits, match="which has"):
+            engine.submit([1] * 400, Sampling(2))
         for wrong in ([], [-1], [10**6], ["a"]):
             with pytest.raises(BadTokens):
                 engine.submit(wrong)  # type: ignore[arg-type]
@@ -170,13 +170,13 @@ def test_what_can_never_be_served_is_refused_at_once() -> None:
                 Sampling(**options)  # type: ignore[arg-type]
         assert engine.stats().requests == 0
     with pytest.raises(BadCall, match="this engine is closed"):
-        engine.submit([5])
+        engine.submit([5], Sampling(2))
 
 
 def test_too_many_requests_are_refused_and_those_that_wait_are_cancelled_at_the_end() -> None:
     with engine_of("llama", max_running=1, max_waiting=2) as engine, engine.weave.memory.core_lock:
         requests = [engine.submit([5, 6], Sampling(2)) for _ in range(3)]
-        with pytest.raises(OverLimit):
+        with pytest.raises(QueueFull):
             engine.submit([5, 6])
         with pytest.raises(OperationTimeout):
             requests[0].result(0.01)

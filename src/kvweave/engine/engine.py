@@ -20,7 +20,7 @@ from kvweave.engine.executor import Executor
 from kvweave.engine.job import Job, JobChunk
 from kvweave.engine.sampling import RowSampler, Sampling, logprobs, sample
 from kvweave.engine.scheduler import Scheduler
-from kvweave.errors import BadCall, BadTokens, OverLimit
+from kvweave.errors import BadCall, BadTokens, QueueFull
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.support import uncompiled
 from kvweave.tensor import carry_out
@@ -110,7 +110,7 @@ class Engine:
         namespace: Hashable = "",
     ) -> EngineRequest:
         """Queue a prompt of token ids; from any thread. Raises `NeverFits` at once if prompt and answer can never fit,
-        `BadTokens` if they are no prompt, `OverLimit` if too many requests wait."""
+        `BadTokens` if they are no prompt, `QueueFull` if too many requests wait."""
         sampling = sampling or Sampling()
         tokens = self._checked(prompt)
         self._scheduler.check(len(tokens), sampling.max_new_tokens)
@@ -122,7 +122,7 @@ class Engine:
             if self._closing:
                 raise BadCall("this engine is closed: make another")
             if len(self._by_request) >= self.max_waiting + self._scheduler.max_running:
-                raise OverLimit(
+                raise QueueFull(
                     f"{len(self._by_request)} requests are under way, and no more may wait: try again later"
                 )
             self._by_request[request] = entry

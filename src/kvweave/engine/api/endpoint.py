@@ -22,7 +22,7 @@ from kvweave.engine.api.engine_metrics import exposition
 from kvweave.engine.api.formats import ChatFormat, CompletionFormat, Format
 from kvweave.engine.api.prompt_codec import PromptCodec
 from kvweave.engine.engine import Engine
-from kvweave.errors import BadTokens, NeverFits, OverLimit
+from kvweave.errors import BadTokens, NeverFits, QueueFull
 
 MOST_BODY_BYTES = 16 << 20
 DEFAULT_NEW_TOKENS = 1024
@@ -119,7 +119,7 @@ class Endpoint:
                     prompts[number // count], sampling, priority=body.integer("priority", 0) or 0
                 )
                 choices.append(Choice(number, asked, self._codec, stops))
-        except (BadTokens, NeverFits, OverLimit) as error:
+        except (BadTokens, NeverFits, QueueFull) as error:
             for choice in choices:
                 choice.request.cancel()
             raise _as_api_error(error) from error
@@ -137,7 +137,7 @@ class Endpoint:
 
 
 def _as_api_error(error: Exception) -> APIError:
-    if isinstance(error, OverLimit):
+    if isinstance(error, QueueFull):
         return APIError(str(error), 429, "rate_limit_exceeded")
     return APIError(str(error), code="context_length_exceeded" if isinstance(error, NeverFits) else None)
 
