@@ -85,8 +85,6 @@ class Engine:
             limit=self._limit,
             whole_prompts=self.weave.served.scans_afresh,
         )
-        with self.weave.memory.core_lock, uncompiled(self.model), torch.no_grad():
-            self.weave.opener.learn_attention()
         self._entries: dict[int, LiveRequest] = {}
         self._inbox: deque[tuple[LiveRequest, bool]] = deque()
         self._by_request: dict[EngineRequest, LiveRequest] = {}

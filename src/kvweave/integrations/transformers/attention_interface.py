@@ -122,7 +122,7 @@ def reach_of(mask_function: Callable[..., Any]) -> Reach | None:
     others = [part for part in facts["mask_functions"] if part is not causal_mask_function]
     kind, facts = _closure(others[0]) if len(others) == 1 else ("", {})
     if kind == "sliding_window_overlay":
-        return Window(facts["sliding_window"])
+        return Window(max(1, facts["sliding_window"]))  # some make a mask of no tokens, and do not use it
     return Chunk(facts["chunk_size"]) if kind == "chunked_overlay" else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvweave.cache import Sequence
-from kvweave.errors import NeverFits, OutOfPages
 from kvweave.integrations.transformers.images import Images, own_positions
 from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.paged_memory import PagedMemory
@@ -18,6 +18,8 @@ from kvweave.integrations.transformers.prefill import OpenRow, Pieces, forward_i
 from kvweave.integrations.transformers.prompts import Prompt, Prompts
 from kvweave.integrations.transformers.support import Served
 from kvweave.integrations.transformers.watch import ModelVersion
+
+log = logging.getLogger(__name__)
 
 LEARNING_TOKENS = 9
 
@@ -98,22 +100,23 @@ class Opener:
     def learn_attention(self) -> None:
         """Find out which layers attend in place, by two forwards over a few tokens that nobody finds later.
 
-        Without it the first forwards of a request would, and differ from later ones in the last bits.
+        Otherwise the first forwards of a request do, and differ from later ones in the last bits. A model that fails
+        here will say so in its first request.
         """
         layers = self.memory.attention
         if self.model.training or all(len(layer.verdicts) == 2 for layer in layers):
             return
         ids = torch.arange(1, 1 + LEARNING_TOKENS, device=self.model.device)[None]
         sequence = self.memory.core.open(ids[0].cpu().numpy(), reuse=False)
+        past = self.cache_class(self.memory, [sequence], 0)
         try:
-            past = self.cache_class(self.memory, [sequence], 0)
             for start, end in ((0, LEARNING_TOKENS - 1), (LEARNING_TOKENS - 1, LEARNING_TOKENS)):
                 mask = torch.ones_like(ids[:, :end])
                 self.model(**forward_inputs(self.served, past, ids[:, start:end], mask))
-            past.release_rows()
-        except (OutOfPages, NeverFits):  # then the first request does it
-            past.release_rows()
+        except Exception as error:
+            log.debug("cannot find out how %s attends: %s", type(self.model).__name__, error)
         finally:
+            past.release_rows()
             self.memory.core.close(sequence, keep=False)
             self.memory.rope.restart()
 

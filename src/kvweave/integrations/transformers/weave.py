@@ -106,6 +106,8 @@ class KVWeave:
         self._unhook = weakref.finalize(self, _remove, hooks)
         self._unhook.atexit = False
         self.records = RequestRecords()
+        with self.memory.core_lock, uncompiled(self.model), torch.no_grad():
+            self.opener.learn_attention()
 
     def _make_memory(self, rope: LengthRope, in_place: bool) -> PagedMemory:
         name = type(self.model).__name__
@@ -166,7 +168,6 @@ class KVWeave:
         self.check_model()
         pieces = Pieces(call.prefill_tokens or self.prefill_tokens, call.is_one_loop, self._uncut)
         with self.memory.core_lock, uncompiled(self.model):
-            self.opener.learn_attention()
             with self.opener.open(call.prompts, call.namespace, pieces, call.extras, call.images) as past:
                 given = {**call.options, "attention_mask": call.prompts.mask, self.served.cache_name: past}
                 if past.positions is not None:
@@ -188,7 +189,6 @@ class KVWeave:
         prompts = self._calls.prompts(input_ids, attention_mask, self._calls.pad_token())
         self.check_model()
         with self.memory.core_lock, uncompiled(self.model):
-            self.opener.learn_attention()
             past = self.opener.open(prompts, namespace, Pieces(self.prefill_tokens))
         past.made_for = self.memory.watch.look()
         return past
