@@ -31,15 +31,11 @@ GATHERED = ("deepseek_v3", "bloom", "deepseek_v32", "minimax_m3_vl_text")
 """Latents that the model expands, attention outside of the interface, and layers that select tokens."""
 
 
-def verdicts(weave: KVWeave) -> set[bool]:
-    return {verdict for layer in weave.memory.attention for verdict in layer.verdicts.values()}
-
-
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_past_is_not_gathered_once_it_is_known_how_layers_attend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with KVWeave(model_of(name), "32MiB", rows=8, max_tokens=512) as weave:
         check(weave, num_tokens=8)
-        assert verdicts(weave) == {True}
+        assert weave.attends_in_place
         monkeypatch.setattr(PagedRows, "read", None)
         check(weave, num_tokens=8)
         both = torch.cat([prompt(70), prompt(70, seed=1)])
@@ -55,7 +51,7 @@ def test_other_models_keep_the_gather(name: str) -> None:
     with KVWeave(model_of(name), "32MiB", rows=8, max_tokens=512) as weave:
         check(weave, num_tokens=6)
         check(weave, num_tokens=6)
-        assert True not in verdicts(weave)
+        assert not weave.attends_in_place
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -59,8 +59,11 @@ class Admission:
             elif chunk.end > chunk.job.num_prompt and (due := batch.due([sequence])):
                 batch.capture_answers(due, 1)
 
+    def forget(self, job: Job) -> None:
+        self._admitted.pop(job.number, None)
+
     def before_close(self, job: Job) -> None:
         """Save what a job leaves."""
-        admitted = self._admitted.pop(job.number, None)
+        admitted = self._admitted.get(job.number)
         if admitted and admitted.store_batch and admitted.row.sequence.is_open:
             admitted.store_batch.save([admitted.row.sequence])

@@ -262,6 +262,7 @@ class Engine:
 
     def _forget(self, entry: LiveRequest) -> None:
         self._scheduler.remove(entry.job)
+        self._admission.forget(entry.job)
         self._entries.pop(entry.job.number, None)
         with self._wakes:
             self._by_request.pop(entry.request, None)

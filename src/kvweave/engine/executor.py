@@ -26,7 +26,7 @@ class Executor:
     """Runs one model; used by the thread that holds the core's lock."""
 
     def __init__(self, weave: KVWeave) -> None:
-        self.model, self.served, self.memory = weave.model, weave.served, weave.memory
+        self._weave, self.model, self.served, self.memory = weave, weave.model, weave.served, weave.memory
         self._cache_class = step_cache_class(weave.opener.cache_class)
         self.rope = weave.memory.rope
         self.has_states = any(not cache.reach.per_token for _, cache in self.served.spec.caches())
@@ -37,10 +37,8 @@ class Executor:
     @property
     def is_packed(self) -> bool:
         """Whether a step is one call; known once the model has run."""
-        layers = self.memory.attention
-        if self.has_states or self.rope.is_there or not self.served.takes_positions or not layers:
-            return False
-        return all(layer.verdicts == {True: True, False: True} for layer in layers)
+        is_plain = self.served.takes_positions and not self.has_states and not self.rope.is_there
+        return is_plain and self._weave.attends_in_place
 
     def limit(self, job: Job, start: int) -> int:
         """How far one chunk may go: of models whose scan ignores the state one token behind a hit, and of those whose

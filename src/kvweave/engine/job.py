@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvweave.cache import Copies, Sequence
+from kvweave.prefix import Tokens, as_tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -18,7 +19,7 @@ class Job:
     max_new: int
     priority: int = 0
     tenant: Hashable = ""
-    num_prompt: int = 0
+    prompt: Tokens = field(init=False, repr=False)
     number: int = -1
     """The order of arrival."""
     sequence: Sequence | None = field(default=None, repr=False)
@@ -30,7 +31,11 @@ class Job:
     """Whether what is computed may be found by others."""
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
+        self.prompt = as_tokens(self.tokens)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt)
 
     @property
     def rank(self) -> tuple[int, int]:

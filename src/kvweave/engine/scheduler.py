@@ -212,8 +212,8 @@ class Scheduler:
 
     def _expected(self, other: Job, sequence: Sequence, job: Job) -> int:
         """How long a prefix of `job` will be cached when the prompt of the other one is computed."""
-        count = min(len(job.tokens) - 1, other.num_prompt)
-        differ = np.flatnonzero(np.not_equal(job.tokens[:count], other.tokens[:count]))
+        count = min(len(job.tokens) - 1, job.num_prompt, other.num_prompt)
+        differ = np.flatnonzero(job.prompt[:count] != other.prompt[:count])
         common = int(differ[0]) if len(differ) else count
         if self._has_full_only:
             return common // self.core.grid * self.core.grid

@@ -131,8 +131,8 @@ class PagedCache(CacheRows):
 
     def _set_forward(self, inputs: Mapping[str, Any], module: Any) -> None:
         """Let attention read pages in place, if the call asks for nothing that only the model's own gives."""
-        memory, asks_weights = self.memory, inputs.get("output_attentions")
-        asks_weights = getattr(module.config, "output_attentions", False) if asks_weights is None else asks_weights
+        memory, asked = self.memory, inputs.get("output_attentions")
+        asks_weights = memory.watch.config.output_attentions if asked is None else asked
         if not self._is_default or self.hides_tokens or asks_weights or module.training:
             return
         if autocast_dtype(self.arena.memory.device.type):  # it would round where we do not

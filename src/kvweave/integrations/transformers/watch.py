@@ -57,6 +57,10 @@ class ModelWatch:
         self._seen: tuple[object, ...] = ()
         self._changes = -1
 
+    @property
+    def config(self) -> Any:
+        return self._model.config
+
     def look(self) -> ModelVersion:
         """The current version. Reads only the probed elements, and changes nothing."""
         modules = _modules(self._model)

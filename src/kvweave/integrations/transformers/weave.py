@@ -237,6 +237,12 @@ class KVWeave:
             self.core.reset()
 
     @property
+    def attends_in_place(self) -> bool:
+        """Whether the attention of every layer reads pages where they lie; if not, rows are gathered for some."""
+        layers = self.memory.attention
+        return bool(layers) and all(layer.verdicts == {True: True, False: True} for layer in layers)
+
+    @property
     def is_closed(self) -> bool:
         return bool(self.arena.is_closed)
 
