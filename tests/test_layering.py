@@ -24,6 +24,7 @@ EDGES = (
     "store",
     "server",
     "integrations",
+    "engine",
     "sim",
     "cli",
     "__main__",

@@ -28,6 +28,7 @@
     +-- MissingExtra         a part of kvweave needs packages that are not installed; says how to get them
     +-- NotBuilt             a part of kvweave in C was not built where it was installed; says what to do
     +-- CannotServe          a model whose past cannot be kept in pages, with the reason
+    +-- QueueFull            an engine has as many requests under way as it may have; later, yes
     +-- OperationCancelled   what was submitted was cancelled before it was done
     +-- OperationTimeout     what was submitted is not done yet; it goes on, and may be waited for again
     +-- TransferError        pages cannot be moved
@@ -271,6 +272,10 @@ class OverLimit(ServerError):
 
 class LeaseExpired(ServerError):
     """What was reserved was given back meanwhile; nothing of it became visible."""
+
+
+class QueueFull(KVWeaveError):
+    """An engine has as many requests under way as it may have; when some are answered, there is room."""
 
 
 class OperationCancelled(KVWeaveError):

@@ -49,27 +49,26 @@ class CPUAttention(Attention):
             raise NoKernel(f"a layer with rows of {self.key_dim} numbers", f"{MAX_DIM} are the most")
         self._sinks = None if options.sink_logits is None else options.sink_logits.float().contiguous()
         self._record = self._packed()
-        self._is_plain = all(plane.scales is None for plane in (*self.kv.keys, self.kv.value_plane))
+        planes = [*self.kv.keys, *([self.kv.values] if self.kv.values else [])]
+        self._targets = [] if any(plane.scales is not None for plane in planes) else list(map(CopyTarget, planes))
 
     def write(self, keys: torch.Tensor, values: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Rows that are kept as they are go by memory copies; all others the way of every backend."""
-        planes = [*self.kv.keys, *([self.kv.values] if self.kv.values else [])]
-        given = [keys, *([values] if values is not None else [])]
+        given = (keys,) if values is None else (keys, values)
         rows = [tensor if tensor.dim() == 3 else tensor.unsqueeze(1) for tensor in given]
-        if not self._is_plain or len(rows) != len(planes) or not _fit(rows, planes, slots):
+        count = slots.shape[0]
+        if (
+            len(rows) != len(self._targets)
+            or slots.dtype != torch.int64
+            or slots.device.type != "cpu"
+            or not slots.is_contiguous()
+            or not all(target.fits(new, count) for target, new in zip(self._targets, rows, strict=True))
+        ):
             super().write(keys, values, slots)
             return
-        for plane, new in zip(planes, rows, strict=True):
-            self._write(plane.tensor, new, slots)
-
-    def _write(self, plane: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        size = plane.element_size()
-        to = plane.data_ptr(), plane.stride(0) * size, plane.stride(1) * size, plane.stride(2) * size
-        source = rows.data_ptr(), rows.stride(0) * size, rows.stride(1) * size
-        counts = plane.shape[1], plane.shape[3] * size, slots.data_ptr(), len(slots), plane.shape[2]
-        num_slots = plane.shape[0] * plane.shape[2]
-        if (wrong := _native.write_rows(*to, *source, *counts, num_slots)) != -1:
-            raise BadRows(f"slot {wrong} is not among the {num_slots} of layer {self.view.layer}")
+        for target, new in zip(self._targets, rows, strict=True):
+            if (wrong := target.copy(new, slots.data_ptr(), count)) != -1:
+                raise BadRows(f"slot {wrong} is not among the {target.num_slots} of layer {self.view.layer}")
 
     def _attend(self, queries: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         if queries.dtype not in list(DTYPES)[:3] or queries.stride(2) != 1:
@@ -106,6 +105,37 @@ class CPUAttention(Attention):
         return struct.pack("8q2dq", *numbers, self.options.causal, *floats, sinks) + planes
 
 
+class CopyTarget:
+    """A plane that rows are copied into as they are; what a copy needs to know of it is looked up once."""
+
+    __slots__ = ("block_tokens", "dtype", "itemsize", "num_slots", "shape", "sizes", "where")
+
+    def __init__(self, kv: KVPlane) -> None:
+        plane = kv.tensor
+        self.dtype, self.itemsize = plane.dtype, plane.element_size()
+        self.shape = plane.shape[1], plane.shape[3]
+        self.where = plane.data_ptr(), *(stride * self.itemsize for stride in plane.stride()[:3])
+        self.sizes = plane.shape[1], plane.shape[3] * self.itemsize
+        self.block_tokens = plane.shape[2]
+        self.num_slots = plane.shape[0] * plane.shape[2]
+
+    def fits(self, rows: torch.Tensor, count: int) -> bool:
+        """Whether rows are what the plane holds, so that their bytes can be copied; others are checked elsewhere."""
+        return (
+            rows.dtype == self.dtype
+            and rows.shape == (count, *self.shape)
+            and rows.device.type == "cpu"
+            and (rows.stride(2) == 1 or self.shape[1] == 1)
+        )
+
+    def copy(self, rows: torch.Tensor, slots: int, count: int) -> int:
+        """Returns a slot that is none, or -1."""
+        source = rows.data_ptr(), rows.stride(0) * self.itemsize, rows.stride(1) * self.itemsize
+        (to, block, head, token), (heads, size) = self.where, self.sizes
+        counts = count, self.block_tokens, self.num_slots
+        return _native.write_rows(to, block, head, token, *source, heads, size, slots, *counts)
+
+
 def _packed(plane: KVPlane) -> bytes:
     """The struct `Plane`."""
     tensor, scales = plane.tensor, plane.scales
@@ -115,16 +145,3 @@ def _packed(plane: KVPlane) -> bytes:
         return struct.pack("11q", *numbers, 0, 0, 0, 0, 1)
     per = plane.dim if scales.shape[3] == 1 else SCALE_BLOCK
     return struct.pack("11q", *numbers, scales.data_ptr(), *(stride * 4 for stride in scales.stride()[:3]), per)
-
-
-def _fit(rows: list[torch.Tensor], planes: list[KVPlane], slots: torch.Tensor) -> bool:
-    """Whether rows are what the planes hold, so that their bytes can be copied; all others are checked elsewhere."""
-    if slots.dtype != torch.int64 or slots.device.type != "cpu" or not slots.is_contiguous():
-        return False
-    return all(
-        new.dtype == plane.tensor.dtype
-        and new.device.type == "cpu"
-        and new.shape == (len(slots), plane.tensor.shape[1], plane.dim)
-        and (new.stride(2) == 1 or plane.dim == 1)
-        for new, plane in zip(rows, planes, strict=True)
-    )

@@ -51,14 +51,18 @@ class Step:
 def make_step(
     cache: Cache, sequences: SequenceOf[Sequence], counts: SequenceOf[int], device: torch.device | str = "cpu"
 ) -> Step:
-    """The step that `cache.extend` has just made room for: `counts[i]` new tokens of `sequences[i]`."""
+    """The step that `cache.extend` has just made room for: `counts[i]` new tokens of `sequences[i]`.
+
+    Tables are as wide as the longest sequence needs.
+    """
     rows = np.array([sequence.row for sequence in sequences], np.int64)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     lengths = np.array([sequence.length for sequence in sequences], np.int32)
     slots = cache.slot_mapping(sequences)
     if (wrong := [tag for tag, found in slots.items() if len(found) != starts[-1]]) or len(counts) != len(rows):
         raise BadRows(f"{starts[-1]} new tokens, but the last step has {[len(slots[tag]) for tag in wrong]}")
-    tables = {tag: cache.kernel_table(tag)[rows] for tag in slots}
+    widths = {tag: -(-int(lengths.max(initial=1)) // cache.plan.group(tag).kernel_tokens) for tag in slots}
+    tables = {tag: np.ascontiguousarray(cache.kernel_table(tag)[rows, : widths[tag]]) for tag in slots}
 
     def there(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)

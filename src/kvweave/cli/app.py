@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kvweave.cli.api_command import api_command
 from kvweave.cli.clear import clear_command
 from kvweave.cli.demo import demo_command
 from kvweave.cli.examples import examples_command
@@ -52,6 +53,7 @@ app = typer.Typer(
 )
 app.command("plan", cls=_Command)(plan_command)
 app.command("run", cls=_Command)(run_command)
+app.command("api", cls=_Command)(api_command)
 app.command("serve", cls=_Command)(serve_command)
 app.command("inspect", cls=_Command)(inspect_command)
 app.command("simulate", cls=_Command)(simulate_command)

@@ -8,15 +8,15 @@ from typing import Any
 
 from transformers import TextStreamer
 
-from kvweave.cli.run.engine import Engine
 from kvweave.cli.run.format_outcomes import format_reuse
+from kvweave.cli.run.model_asker import ModelAsker
 from kvweave.cli.run.text import Message, TextCodec
 
 QUIT = ("/quit", "/exit")
 PROMPT = "you> "
 
 
-def converse(engine: Engine, text: TextCodec, said: Iterable[str], tell: Callable[[str], None]) -> None:
+def converse(engine: ModelAsker, text: TextCodec, said: Iterable[str], tell: Callable[[str], None]) -> None:
     """Answer each line with the whole conversation as the prompt; what was reused is said after each answer."""
     messages: list[Message] = []
     for turn, line in enumerate(said, 1):

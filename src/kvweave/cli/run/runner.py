@@ -12,8 +12,8 @@ import transformers
 
 from kvweave.cli.plan_request import PlanResult
 from kvweave.cli.run.chat import converse, lines
-from kvweave.cli.run.engine import Engine
 from kvweave.cli.run.load_model import LoadedModel, load
+from kvweave.cli.run.model_asker import ModelAsker
 from kvweave.cli.run.outcome import RunOutcomes
 from kvweave.cli.run.run_request import RunRequest, RunResult
 from kvweave.cli.run.workload import WORKLOADS, PromptWriter, play
@@ -35,7 +35,7 @@ def run(request: RunRequest, on_request: OnProgress, tell: OnProgress) -> RunRes
     with KVWeave(loaded.model, request.memory, **options) as weave:
         _check_length(request, weave)
         with _recording(request, weave) as recording:
-            engine = Engine(weave, request.max_new_tokens, request.compare, recording)
+            engine = ModelAsker(weave, request.max_new_tokens, request.compare, recording)
             engine.warm_up()
             said = _generate(request, loaded, engine, on_request, tell)
         answer = PlanResult(weave.plan, weave.served.spec, loaded.dtype)
@@ -64,7 +64,7 @@ def _check_length(request: RunRequest, weave: KVWeave) -> None:
 
 
 def _generate(
-    request: RunRequest, loaded: LoadedModel, engine: Engine, on_request: OnProgress, tell: OnProgress
+    request: RunRequest, loaded: LoadedModel, engine: ModelAsker, on_request: OnProgress, tell: OnProgress
 ) -> tuple[str, ...]:
     if request.chat:
         for about in (loaded.name, *loaded.about):
@@ -81,7 +81,7 @@ def _generate(
     return ()
 
 
-def _prompt(loaded: LoadedModel, engine: Engine, number: int, text: str, on_request: OnProgress) -> str:
+def _prompt(loaded: LoadedModel, engine: ModelAsker, number: int, text: str, on_request: OnProgress) -> str:
     answer = engine.ask(f"prompt {number}", loaded.text.encode(text))
     on_request(f"prompt {number}")
     return loaded.text.decode(answer)

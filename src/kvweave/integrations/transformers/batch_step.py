@@ -11,10 +11,13 @@ What a step says of a group is made once and serves all its layers.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvweave.attention import Step
 from kvweave.cache import Cache
 from kvweave.integrations.transformers.paged_rows import BlockRun, RowSlots
 
@@ -77,8 +80,22 @@ class BatchStep:
     def _per_block(self, tag: str, tokens_per_row: int) -> int:
         return self.core.plan.group(tag).block_tokens // tokens_per_row
 
-    def _on_device(self, numbers: NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(numbers.astype(np.int64)).to(self.device)
+    def _on_device(self, numbers: NDArray[np.integer], dtype: type[np.integer] = np.int64) -> torch.Tensor:
+        return torch.from_numpy(numbers.astype(dtype)).to(self.device)
+
+    def packed(self) -> Step:
+        """The same step for attention in place, whose rows lie one after the other without padding."""
+        count, lengths = len(self.rows), self.end - self.pads
+        starts = np.arange(count + 1) * self.num_tokens
+        tables, slots = {}, {}
+        for group in self.core.plan.groups:
+            if group.cache.reach.per_token:
+                width = -(-int(lengths.max()) // group.kernel_tokens)
+                tables[group.tag] = self._on_device(self.core.kernel_table(group.tag)[self.rows, :width], np.int32)
+                new = self.new(group.tag)
+                slots[group.tag] = (new.pages * group.block_tokens + new.offsets).flatten()
+        on_device = partial(self._on_device, dtype=np.int32)
+        return Step(on_device(starts), on_device(lengths), tables, slots, self.num_tokens)
 
     def live(self, tag: str) -> list[int]:
         """The page of each row's live state."""

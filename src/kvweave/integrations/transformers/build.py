@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,39 @@ from kvweave.integrations.transformers.layers.attention_layers import AttentionL
 from kvweave.integrations.transformers.layers.compressed_layer import CompressedLayer, Compressor
 from kvweave.integrations.transformers.layers.state_layers import HybridLayer, LayerState, LinearLayer
 from kvweave.integrations.transformers.paged_cache import PagedCache
+from kvweave.integrations.transformers.paged_forward import LayerAttention
 from kvweave.integrations.transformers.paged_memory import MakeLayer
 from kvweave.integrations.transformers.paged_rows import PagedRows, keys_and_values, rows_of
 from kvweave.integrations.transformers.support import Entry, Served
 from kvweave.tensor import Arena, RoleView
 
-Build = Callable[[Arena, Entry], MakeLayer]
+Build = Callable[[Arena, Entry, LayerAttention | None], MakeLayer]
+
+IN_PLACE = (
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+)
+"""Layers whose attention may read pages in place. Others select some of the tokens, which no kernel of ours does."""
 
 
-def make_layer(model: str, arena: Arena, entry: Entry) -> MakeLayer:
+def layer_attentions(arena: Arena, entries: SequenceOf[Entry]) -> dict[int, LayerAttention]:
+    """Attention over the keys and values of each entry that has them; none if some layer cannot read them in place.
+
+    Models that select tokens ask for the name of their attention implementation, which must then stay as it is.
+    """
+    found = {}
+    for number, entry in enumerate(entries):
+        for cache in (cache for cache in entry.caches if cache.reach.per_token):
+            is_kv = [role.name for role in cache.roles] == ["key", "value"]
+            if not is_kv or type(entry.reference).__name__ not in IN_PLACE:
+                return {}
+            found[number] = LayerAttention(arena.layer(entry.layer, cache.tag), cache.reach)
+    return found
+
+
+def make_layer(model: str, arena: Arena, entry: Entry, attention: LayerAttention | None) -> MakeLayer:
     """A function that makes the layer of an entry for each new cache; the views of its memory are made once."""
     kind = type(entry.reference).__name__
     if kind not in KINDS:
@@ -27,7 +52,7 @@ def make_layer(model: str, arena: Arena, entry: Entry) -> MakeLayer:
     rowless = kind in ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer")
     if rowless and any(not cache.reach.per_token for cache in entry.caches):
         raise CannotServe(model, f"layer {entry.layer} keeps a state on the module, where no cache can reach it")
-    return KINDS[kind](arena, entry)
+    return KINDS[kind](arena, entry, attention)
 
 
 def attention_of(arena: Arena, entry: Entry) -> dict[str, Any]:
@@ -53,15 +78,15 @@ def states(views: list[tuple[str, RoleView]]) -> list[LayerState]:
     return [LayerState(tag, view.role.name, view.tensor) for tag, view in views]
 
 
-def attention(arena: Arena, entry: Entry) -> MakeLayer:
+def attention(arena: Arena, entry: Entry, in_place: LayerAttention | None) -> MakeLayer:
     if not entry.caches:
         return lambda _: entry.reference
     window = getattr(entry.reference, "sliding_window", None)
-    arguments = attention_of(arena, entry)
+    arguments = {**attention_of(arena, entry), "attention": in_place}
     return lambda past: AttentionLayer(past, window=window, **arguments)
 
 
-def indexed(arena: Arena, entry: Entry) -> MakeLayer:
+def indexed(arena: Arena, entry: Entry, _: LayerAttention | None) -> MakeLayer:
     arguments = attention_of(arena, entry)
     for cache in entry.caches:
         if cache.reach.per_token and len(cache.roles) == 1:
@@ -69,18 +94,18 @@ def indexed(arena: Arena, entry: Entry) -> MakeLayer:
     return lambda past: IndexedLayer(past, **arguments)
 
 
-def linear(arena: Arena, entry: Entry) -> MakeLayer:
+def linear(arena: Arena, entry: Entry, _: LayerAttention | None) -> MakeLayer:
     views = state_views(arena, entry)
     return lambda past: LinearLayer(past, states(views))
 
 
-def hybrid(arena: Arena, entry: Entry) -> MakeLayer:
-    views, arguments = state_views(arena, entry), attention_of(arena, entry)
+def hybrid(arena: Arena, entry: Entry, in_place: LayerAttention | None) -> MakeLayer:
+    views, arguments = state_views(arena, entry), {**attention_of(arena, entry), "attention": in_place}
     window = getattr(entry.reference, "sliding_window", None)
     return lambda past: HybridLayer(past, states(views), window=window, **arguments)
 
 
-def compressed(arena: Arena, entry: Entry) -> MakeLayer:
+def compressed(arena: Arena, entry: Entry, _: LayerAttention | None) -> MakeLayer:
     """A window, and compressors: rows of several tokens, each beside `<tag>_state` and perhaps `<tag>_overlap`."""
     arguments, window = attention_of(arena, entry), entry.reference.sliding_window
     rate = entry.reference.compress_rate

@@ -20,14 +20,21 @@ class CacheRows(TransformersCache):  # type: ignore[misc]
     """Rows aligned on the right: row i has `columns - pads[i]` tokens. If the cache is garbage-collected, its rows
     are closed."""
 
-    def __init__(self, memory: PagedMemory, sequences: SequenceOf[Sequence], columns: int) -> None:
+    def __init__(
+        self,
+        memory: PagedMemory,
+        sequences: SequenceOf[Sequence],
+        columns: int,
+        lengths: SequenceOf[int] | None = None,
+    ) -> None:
         self.memory, self.core, self.arena = memory, memory.core, memory.arena
         self.sequences = list(sequences)
         weakref.finalize(self, memory.core_lock.drop, self.sequences).atexit = False
         self.columns = columns
         self.num_cached = sum(sequence.num_cached for sequence in sequences)
         self._batch = Batch(self.sequences)
-        self._pads: Numbers = np.array([columns - sequence.length for sequence in sequences], np.int64)
+        lengths = [sequence.length for sequence in sequences] if lengths is None else lengths
+        self._pads: Numbers = columns - np.array(lengths, np.int64)
         self._step = self._step_to(columns)
         layers = [make(self) for make in memory.make_layers]
         # called by name: a model's own cache class may come first in the order of bases

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvweave.cache import Sequence
 from kvweave.integrations.transformers.images import Images, own_positions
 from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.paged_memory import PagedMemory
-from kvweave.integrations.transformers.prefill import OpenRow, Pieces, is_last_piece, prefill
+from kvweave.integrations.transformers.prefill import OpenRow, Pieces, forward_inputs, is_last_piece, prefill
 from kvweave.integrations.transformers.prompts import Prompt, Prompts
 from kvweave.integrations.transformers.support import Served
 from kvweave.integrations.transformers.watch import ModelVersion
+
+log = logging.getLogger(__name__)
+
+LEARNING_TOKENS = 9
 
 if TYPE_CHECKING:
     from kvweave.integrations.transformers.store_sync import StoreBatch, StoreSync
@@ -68,6 +75,7 @@ class Opener:
             self.memory, sequences, prompts.width - left, store_batch, rope_range=rope_range
         )
         past.prompt_columns, past.positions = prompts.width, positions
+        past.hides_tokens = any(row.padding for row in rows)
         return past
 
     def _open_rows(
@@ -84,16 +92,44 @@ class Opener:
         pieces_of_one = replace(pieces, generate_computes_last=pieces.generate_computes_last and len(rows) == 1)
         for together in [rows] if are_apart else [[row] for row in rows]:
             for row in together:
-                sequence, points = store_batch.open(row) if store_batch else (self._open_one(row, version), ())
-                opened.append(OpenRow(row, sequence, points))
+                opened.append(self.open_sequence(row, store_batch, version))
             if not are_apart or not is_last_piece(core, self.served, opened, pieces):
                 for each in opened[-len(together) :]:
                     self._compute(each, store_batch, pieces_of_one)
+
+    def learn_attention(self) -> None:
+        """Find out which layers attend in place, by two forwards over a few tokens that nobody finds later.
+
+        Otherwise the first forwards of a request do, and differ from later ones in the last bits. A model that fails
+        here will say so in its first request.
+        """
+        layers = self.memory.attention
+        if self.model.training or all(len(layer.verdicts) == 2 for layer in layers):
+            return
+        ids = torch.arange(1, 1 + LEARNING_TOKENS, device=self.model.device)[None]
+        sequence = self.memory.core.open(ids[0].cpu().numpy(), reuse=False)
+        past = self.cache_class(self.memory, [sequence], 0)
+        try:
+            for start, end in ((0, LEARNING_TOKENS - 1), (LEARNING_TOKENS - 1, LEARNING_TOKENS)):
+                mask = torch.ones_like(ids[:, :end])
+                self.model(**forward_inputs(self.served, past, ids[:, start:end], mask))
+        except Exception as error:
+            log.debug("cannot find out how %s attends: %s", type(self.model).__name__, error)
+        finally:
+            past.release_rows()
+            self.memory.core.close(sequence, keep=False)
+            self.memory.rope.restart()
+
+    def open_sequence(self, row: Prompt, store_batch: StoreBatch | None, version: ModelVersion | None) -> OpenRow:
+        """A sequence with the longest prefix that memory or the store has; `version` counts if there is no store."""
+        sequence, points = store_batch.open(row) if store_batch else (self._open_one(row, version), ())
+        return OpenRow(row, sequence, points)
 
     def _compute(self, row: OpenRow, store_batch: StoreBatch | None, pieces: Pieces) -> None:
         sequence = row.sequence
         on_point = partial(store_batch.capture, sequence) if store_batch else bool
         past = self.cache_class(self.memory, [sequence], sequence.length, rope_range=row.prompt.rope_range)
+        past.hides_tokens = row.prompt.padding > 0
         prefill(self.model, self.served, past, row, pieces, on_point)
 
     def _open_one(self, prompt: Prompt, version: ModelVersion | None) -> Sequence:

@@ -22,9 +22,10 @@ from kvweave.errors import BadCall, BadSequence, BadTokens
 from kvweave.integrations.transformers.batch_step import BatchStep, Numbers
 from kvweave.integrations.transformers.cache_rows import CacheRows
 from kvweave.integrations.transformers.inputs import are_default
+from kvweave.integrations.transformers.paged_forward import PagedForward, set_running
 from kvweave.integrations.transformers.paged_memory import PagedMemory, RowSaver
 from kvweave.integrations.transformers.rope import Range
-from kvweave.integrations.transformers.watch import ModelVersion
+from kvweave.integrations.transformers.watch import ModelVersion, autocast_dtype
 
 
 class PagedCache(CacheRows):
@@ -45,9 +46,11 @@ class PagedCache(CacheRows):
         *,
         rope_range: Range = (),
         made_for: ModelVersion | None = None,
+        lengths: SequenceOf[int] | None = None,
     ) -> None:
-        """`made_for` is the version of the model that computed the rows, if it is to be checked at every call."""
-        super().__init__(memory, sequences, columns)
+        """`made_for` is the version of the model that computed the rows, if it is to be checked at every call.
+        `lengths` are those of the sequences, where pages for more are allocated already."""
+        super().__init__(memory, sequences, columns, lengths)
         self.store_batch = store_batch
         self.made_for = made_for
         self._rope_range = rope_range
@@ -58,9 +61,14 @@ class PagedCache(CacheRows):
         """The positions of the prompts, for models that compute them themselves."""
         self.computed_by: object = None
         """The module whose forward is running with this cache."""
+        self.forward: PagedForward | None = None
+        """That forward, if its attention may read pages in place."""
+        self._forward_before: PagedForward | None = None
+        self.hides_tokens = False
+        """Whether tokens are kept that masks hide: padding, of models whose positions count it."""
         self._had_gradients = False
         self._has_failed = self._uncommitted = False
-        self._is_shared = True
+        self._is_shared = self._is_default = True
         """Whether the rows hold what any prompt with these tokens would compute, so that they can be shared."""
 
     # ---- a step
@@ -82,11 +90,7 @@ class PagedCache(CacheRows):
         length = self.sequences[0].length
         try:
             self._check_model()
-            self.commit_pending()
-            if len(tokens) != len(self.sequences):
-                self.batch_repeat_interleave(len(tokens) // max(1, len(self.sequences)))
-            self._extend(tokens.cpu().numpy())
-            self._step = self._step_to(self.columns + tokens.shape[1])
+            self._advance(tokens)
             self._bind()
         except BaseException:
             self._has_failed = self.sequences[0].length != length
@@ -96,6 +100,15 @@ class PagedCache(CacheRows):
         self._had_gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         self._see_inputs(inputs)
+        self._set_forward(inputs, module)
+
+    def _advance(self, tokens: torch.Tensor) -> None:
+        """Make room for the tokens of a call, and make them the step."""
+        self.commit_pending()
+        if len(tokens) != len(self.sequences):
+            self.batch_repeat_interleave(len(tokens) // max(1, len(self.sequences)))
+        self._extend(tokens.cpu().numpy())
+        self._step = self._step_to(self.columns + tokens.shape[1])
 
     def _check_model(self) -> None:
         if self.made_for is not None and self.made_for != self.memory.watch.look():
@@ -113,8 +126,21 @@ class PagedCache(CacheRows):
         rope, step = self.memory.rope, self._step
         longest = rope.forced_length or step.end - int(self._pads.min())
         self._is_shared &= rope.range_of(longest) == self._rope_range
-        if self.made_for is not None:
-            self._is_shared &= are_default(inputs, self._pads, step.start, step.end)
+        self._is_default = self.made_for is None or are_default(inputs, self._pads, step.start, step.end)
+        self._is_shared &= self._is_default
+
+    def _set_forward(self, inputs: Mapping[str, Any], module: Any) -> None:
+        """Let attention read pages in place, if the call asks for nothing that only the model's own gives."""
+        memory, asked = self.memory, inputs.get("output_attentions")
+        asks_weights = memory.watch.config.output_attentions if asked is None else asked
+        if not self._is_default or self.hides_tokens or asks_weights or module.training:
+            return
+        if autocast_dtype(self.arena.memory.device.type):  # it would round where we do not
+            return
+        forward = PagedForward(memory.attention, self._step.packed, self._step.num_tokens == 1)
+        if forward.is_useful:
+            memory.switched.enter()
+            self.forward, self._forward_before = forward, set_running(forward)
 
     def _extend(self, tokens: Numbers) -> None:
         """Allocate pages for the tokens. Those of the prompt are known to the core, and must be the same."""
@@ -155,6 +181,8 @@ class PagedCache(CacheRows):
         if unwritten:
             self.fail()
             raise BadCall(f"the model has skipped layers {unwritten}: a paged cache needs the rows of every layer")
+        if self.forward:
+            self.forward.conclude()
         self.columns = self._step.end
         self.prompt_columns = 0
         self._uncommitted = True
@@ -172,6 +200,10 @@ class PagedCache(CacheRows):
 
     def _leave(self) -> None:
         self.computed_by = None
+        if self.forward:
+            self.forward = None
+            set_running(self._forward_before)
+            self.memory.switched.leave()
         if self._had_gradients:
             torch.set_grad_enabled(True)
         self.memory.core_lock.__exit__(None, None, None)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvweave.cache import Cache, Sequence
+from kvweave.integrations.transformers.attention_interface import SwitchedConfigs
 from kvweave.integrations.transformers.core_lock import CoreLock
+from kvweave.integrations.transformers.paged_forward import LayerAttention
 from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.tensor import Arena
@@ -27,6 +29,9 @@ class PagedMemory:
     core_lock: CoreLock
     rope: LengthRope
     watch: ModelWatch
+    attention: SequenceOf[LayerAttention]
+    """Of each layer with keys and values; empty for models some of whose layers never attend in place."""
+    switched: SwitchedConfigs
 
 
 class RowSaver(Protocol):

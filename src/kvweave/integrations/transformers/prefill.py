@@ -113,7 +113,7 @@ def prefill(
                 beside |= prompt.images.until(end)
             if prompt.positions is not None:
                 beside["position_ids"] = prompt.positions[..., start:end]
-            model(**{**_inputs(served, past, ids, mask, start, end), **beside})
+            model(**{**forward_inputs(served, past, ids[:, start:end], mask[:, :end]), **beside})
             past.commit_pending()
             if end in row.points:
                 on_point()
@@ -128,17 +128,15 @@ def _fitting(past: PagedCache, sequence: Sequence, most: int) -> int:
     return most
 
 
-def _inputs(
-    served: Served, past: PagedCache, ids: torch.Tensor, mask: torch.Tensor, start: int, end: int
-) -> dict[str, Any]:
-    """What `generate` would call the model with for the tokens [start, end)."""
-    inputs = {"input_ids": ids[:, start:end], served.cache_name: past, "use_cache": True}
+def forward_inputs(served: Served, past: PagedCache, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    """What `generate` would call the model with for new tokens `[rows, n]`; the mask is that of all tokens."""
+    inputs = {"input_ids": ids, served.cache_name: past, "use_cache": True}
     if served.cache_name == "past_key_values":
-        inputs["attention_mask"] = mask[:, :end]
+        inputs["attention_mask"] = mask
     elif not bool(mask.all()):
-        inputs["attention_mask"] = mask[:, start:end]
+        inputs["attention_mask"] = mask[:, -ids.shape[1] :]
     if served.takes_positions:
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:end]
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     if served.takes_logits_to_keep:
         inputs["logits_to_keep"] = 1
     return inputs

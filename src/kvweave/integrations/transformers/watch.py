@@ -57,6 +57,10 @@ class ModelWatch:
         self._seen: tuple[object, ...] = ()
         self._changes = -1
 
+    @property
+    def config(self) -> Any:
+        return self._model.config
+
     def look(self) -> ModelVersion:
         """The current version. Reads only the probed elements, and changes nothing."""
         modules = _modules(self._model)
@@ -66,7 +70,7 @@ class ModelWatch:
             self._seen, self._changes = seen, self._changes + 1
         training = any(module.training for module in modules)
         config, device = config_digest(self._model.config), self._model.device.type
-        return ModelVersion(self._changes, adapters(modules), config, training, _hooks(modules), _autocast(device))
+        return ModelVersion(self._changes, adapters(modules), config, training, _hooks(modules), autocast_dtype(device))
 
 
 def _modules(model: Any) -> list[Any]:
@@ -97,7 +101,8 @@ def _hooks(modules: list[Any]) -> tuple[int, ...]:
     return tuple(number for number, hook in hooks if not hasattr(getattr(hook, "__self__", None), "changes_no_answer"))
 
 
-def _autocast(device: str) -> str:
+def autocast_dtype(device: str) -> str:
+    """The dtype that torch computes in on a device; "" if that is the tensors' own."""
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return str(torch.get_autocast_dtype(device)) if is_on else ""
 

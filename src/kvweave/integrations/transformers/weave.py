@@ -15,7 +15,8 @@ import torch
 
 from kvweave.cache import Cache
 from kvweave.errors import BadCall, MissingExtra
-from kvweave.integrations.transformers.build import counts_padding, make_layer
+from kvweave.integrations.transformers.attention_interface import SwitchedConfigs
+from kvweave.integrations.transformers.build import counts_padding, layer_attentions, make_layer
 from kvweave.integrations.transformers.calls import CallReader, GenerateCall
 from kvweave.integrations.transformers.core_lock import CoreLock
 from kvweave.integrations.transformers.hooks import ForwardHooks
@@ -56,6 +57,9 @@ class KVWeave:
     With a `store` (a directory, a URL, or an open store: `kvweave.integrations.open_store`) prefixes outlive the
     process and are shared with processes that run the same model; `weights` names its weights, which otherwise are
     hashed. A request waits at most `store_wait_s` for the store before it computes, and as long again at its end.
+
+    Attention reads pages in place where it can; with `in_place=False` the model's own attention computes on gathered
+    rows, and results are transformers' to the last bit.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class KVWeave:
         store: str | Path | AnyStore[Any] | None = None,
         weights: str | None = None,
         store_wait_s: float = 5.0,
+        in_place: bool = True,
         **cache_options: Any,
     ) -> None:
         models = wrapped(model)
@@ -86,7 +91,7 @@ class KVWeave:
                 unit = opened.store.schema.chunk_tokens
             self.core = Cache(self.plan, **{"retention": retention(self.served, unit), **cache_options})
             self._uncut = 0 if "retention" in cache_options else uncut(self.served)
-            self.memory = self._make_memory(rope)
+            self.memory = self._make_memory(rope, in_place)
             self._store_sync = opened.store_sync(self.model, self.memory, weights, store_wait_s) if opened else None
         except BaseException:
             if opened:
@@ -95,19 +100,31 @@ class KVWeave:
         self.arena = self.memory.arena
         self._made_for = self.model.dtype, self.model.device
         of_past, counting = cache_class(self.served.own_cache), counts_padding(self.served)
-        self._opener = Opener(self.model, self.served, self.memory, of_past, counting, self._store_sync)
+        self.opener = Opener(self.model, self.served, self.memory, of_past, counting, self._store_sync)
         self._generate, self._own_generate = self._outermost.generate, self.model.generate
         hooks = ForwardHooks(self.memory, self.served).register(models)
         self._unhook = weakref.finalize(self, _remove, hooks)
         self._unhook.atexit = False
         self.records = RequestRecords()
+        with self.memory.core_lock, uncompiled(self.model), torch.no_grad():
+            self.opener.learn_attention()
 
-    def _make_memory(self, rope: LengthRope) -> PagedMemory:
+    def _make_memory(self, rope: LengthRope, in_place: bool) -> PagedMemory:
         name = type(self.model).__name__
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             arena = Arena(self.plan, str(self.model.device))
-            layers = [make_layer(name, arena, entry) for entry in self.served.entries]
-        return PagedMemory(self.core, arena, layers, CoreLock(self.core), rope, ModelWatch(self.model))
+            attention = layer_attentions(arena, self.served.entries) if in_place else {}
+            layers = [make_layer(name, arena, entry, attention.get(n)) for n, entry in enumerate(self.served.entries)]
+        return PagedMemory(
+            self.core,
+            arena,
+            layers,
+            CoreLock(self.core),
+            rope,
+            ModelWatch(self.model),
+            list(attention.values()),
+            SwitchedConfigs(self.model),
+        )
 
     def _open_store(self, store: str | Path | AnyStore[Any] | None) -> ModelStore | None:
         """Open the store; None, with a warning, if this model cannot use one."""
@@ -148,10 +165,10 @@ class KVWeave:
             answer = self._generate(**call.options)
             self.records.append(_record_fallback(call, answer, start))
             return answer
-        self._check_model()
+        self.check_model()
         pieces = Pieces(call.prefill_tokens or self.prefill_tokens, call.is_one_loop, self._uncut)
         with self.memory.core_lock, uncompiled(self.model):
-            with self._opener.open(call.prompts, call.namespace, pieces, call.extras, call.images) as past:
+            with self.opener.open(call.prompts, call.namespace, pieces, call.extras, call.images) as past:
                 given = {**call.options, "attention_mask": call.prompts.mask, self.served.cache_name: past}
                 if past.positions is not None:
                     given["position_ids"] = past.positions
@@ -170,9 +187,9 @@ class KVWeave:
         it, to free its pages.
         """
         prompts = self._calls.prompts(input_ids, attention_mask, self._calls.pad_token())
-        self._check_model()
+        self.check_model()
         with self.memory.core_lock, uncompiled(self.model):
-            past = self._opener.open(prompts, namespace, Pieces(self.prefill_tokens))
+            past = self.opener.open(prompts, namespace, Pieces(self.prefill_tokens))
         past.made_for = self.memory.watch.look()
         return past
 
@@ -189,7 +206,8 @@ class KVWeave:
         """A new conversation."""
         return Session(partial(self.generate, namespace=namespace), self.model.device)
 
-    def _check_model(self) -> None:
+    def check_model(self) -> None:
+        """Raise `BadCall` if this KVWeave is closed, or its pages do not fit the model any more."""
         if self.is_closed:
             raise BadCall("this KVWeave is closed: make another")
         wrapped(self._outermost)  # adapters added since may be of a kind that cannot be served
@@ -217,6 +235,12 @@ class KVWeave:
         """Drop everything that is cached."""
         with self.memory.core_lock:
             self.core.reset()
+
+    @property
+    def attends_in_place(self) -> bool:
+        """Whether the attention of every layer reads pages where they lie; if not, rows are gathered for some."""
+        layers = self.memory.attention
+        return bool(layers) and all(layer.verdicts == {True: True, False: True} for layer in layers)
 
     @property
     def is_closed(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvweave.integrations.transformers.paged_forward import LayerAttention
 from kvweave.integrations.transformers.paged_rows import KVRows, PagedRows
 
 if TYPE_CHECKING:
@@ -16,14 +17,22 @@ if TYPE_CHECKING:
 class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one group, `[batch, heads, tokens, dim]`; their widths may differ (MLA).
 
-    With a `window`, as many tokens are returned as transformers' own layer would hold.
+    With a `window`, as many tokens are returned as transformers' own layer would hold. Where `attention` reads the
+    pages in place, only the new ones are.
     """
 
     supports_early_init = False
     is_croppable = True
 
-    def __init__(self, past: PagedCache, tag: str = "", kept: KVRows | None = None, window: int | None = None) -> None:
-        self.past, self.tag, self.kept = past, tag, kept
+    def __init__(
+        self,
+        past: PagedCache,
+        tag: str = "",
+        kept: KVRows | None = None,
+        window: int | None = None,
+        attention: LayerAttention | None = None,
+    ) -> None:
+        self.past, self.tag, self.kept, self.attention = past, tag, kept, attention
         self.sliding_window = window
         self.is_sliding = window is not None
         self.is_initialized = True
@@ -34,14 +43,20 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.kept, "a layer that reads another's rows keeps none"
-        step = self.written = self.past.step
+        step, forward = self.past.step, self.past.forward
+        self.written = step
+        if forward and self.attention and forward.is_in_place(self.attention):
+            forward.write(self.attention, key_states, value_states)
+            return key_states, value_states
         self.kept.write(step.new(self.tag), key_states, value_states)
         first = self._first(step.start)
-        if first == step.start:
-            return key_states, value_states
-        keys, values = self._read(first, step.end)
-        # under autocast the dtype differs from that of the pages
-        return keys.to(key_states.dtype), values.to(value_states.dtype)
+        if first < step.start:
+            keys, values = self._read(first, step.end)
+            # under autocast the dtype differs from that of the pages
+            key_states, value_states = keys.to(key_states.dtype), values.to(value_states.dtype)
+        if forward and self.attention:
+            forward.watch(self.attention, key_states, value_states)
+        return key_states, value_states
 
     def _read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.kept, "a layer that reads another's rows keeps none"

@@ -16,7 +16,7 @@ from kvweave.sim import TraceWriter
 WARM_UP_TOKENS = 8
 
 
-class Engine:
+class ModelAsker:
     """Asks a model, greedily. With `compare`, asks it again without reuse, each time. `recording` is told of every
     request."""
 

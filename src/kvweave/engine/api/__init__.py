@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint over an engine. Needs `kvweave[api]`."""

@@ -1,0 +1,67 @@
+"""One choice of an answer: a request of the engine, read as text while its tokens come."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+from kvweave.engine.api.answer_text import AnswerText
+from kvweave.engine.api.prompt_codec import PromptCodec
+from kvweave.engine.engine_request import EngineRequest, Result
+from kvweave.engine.sampling import TokenLogprobs
+
+
+class TextPiece(NamedTuple):
+    """Text that came, and the tokens (with logprobs, if asked for) that it is of; the last one has a reason."""
+
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+
+
+class Choice:
+    """Choice `index` of an answer. `cancel` may be called at any time."""
+
+    def __init__(self, index: int, request: EngineRequest, codec: PromptCodec, stops: tuple[str, ...]) -> None:
+        self.index, self.request = index, request
+        self._text = AnswerText(codec, stops)
+
+    async def pieces(self) -> AsyncIterator[TextPiece]:
+        """The text as it comes; ends early, and cancels the request, at a stop string."""
+        told = 0
+        async for token in self.request:
+            new = self._text.add(token)
+            if self._text.is_stopped:
+                self.request.cancel()
+                break
+            if new:
+                logprobs = tuple(self.request.logprobs_so_far()[told:])
+                told += len(logprobs)
+                yield TextPiece(new, logprobs)
+        result = await self.request
+        rest = new if self._text.is_stopped else self._text.end()
+        reason = "stop" if self._text.is_stopped else result.finish_reason
+        yield TextPiece(rest, result.logprobs[told:], reason)
+
+    async def whole(self) -> TextPiece:
+        pieces = [piece async for piece in self.pieces()]
+        logprobs = tuple(each for piece in pieces for each in piece.logprobs)
+        return TextPiece("".join(piece.text for piece in pieces), logprobs, pieces[-1].finish_reason)
+
+    @property
+    def result(self) -> Result:
+        return self.request.result(0)
+
+
+def usage(choices: list[Choice]) -> dict[str, Any]:
+    """Tokens of a prompt are counted once, those of all choices are added up."""
+    results = [choice.result for choice in choices]
+    prompts = {result.prompt: result for result in reversed(results)}
+    prompt = sum(map(len, prompts))
+    new = sum(len(result.tokens) for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in prompts.values())},
+    }

@@ -1,0 +1,109 @@
+"""The two shapes of OpenAI's answers: completions, and chat completions; whole, and in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvweave.engine.api.body import APIError, Body
+from kvweave.engine.api.choice import TextPiece
+from kvweave.engine.api.prompt_codec import PromptCodec
+from kvweave.engine.sampling import TokenLogprobs
+
+MOST_PROMPTS = 64
+
+
+class CompletionFormat:
+    """`/v1/completions`: prompts are strings, or lists of token ids."""
+
+    prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, codec: PromptCodec) -> None:
+        self.codec = codec
+
+    def prompts(self, body: Body) -> list[list[int]]:
+        given = body.get("prompt", (str, list))
+        if body.flag("echo") or body.fields.get("suffix"):
+            raise APIError("echo and suffix are not supported")
+        if isinstance(given, str) or (isinstance(given, list) and given and all(isinstance(t, int) for t in given)):
+            given = [given]
+        if not given or len(given) > MOST_PROMPTS or not all(isinstance(each, str | list) for each in given):
+            raise APIError(f"prompt is a string, a list of token ids, or a list of at most {MOST_PROMPTS} of these")
+        return [self.codec.encode(each) if isinstance(each, str) else each for each in given]
+
+    def max_tokens(self, body: Body) -> int | None:
+        return body.integer("max_tokens", 16)
+
+    def logprobs(self, body: Body) -> int | None:
+        return body.integer("logprobs", None)
+
+    def whole(self, index: int, piece: TextPiece) -> dict[str, Any]:
+        return self.piece(index, piece, is_first=True)
+
+    def piece(self, index: int, piece: TextPiece, is_first: bool) -> dict[str, Any]:  # noqa: ARG002
+        logs = self._logprobs(piece.logprobs) if piece.logprobs else None
+        return {"index": index, "text": piece.text, "logprobs": logs, "finish_reason": piece.finish_reason}
+
+    def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+        return {
+            "tokens": [self.codec.decode([each.token]) for each in logprobs],
+            "token_logprobs": [each.logprob for each in logprobs],
+            "top_logprobs": [{self.codec.decode([token]): log for token, log in each.top} for each in logprobs],
+            "text_offset": [],
+        }
+
+
+class ChatFormat:
+    """`/v1/chat/completions`: messages, and tools, through the chat template of the tokenizer."""
+
+    prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, codec: PromptCodec) -> None:
+        self.codec = codec
+
+    def prompts(self, body: Body) -> list[list[int]]:
+        messages = body.get("messages", (list,))
+        if not messages or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
+            raise APIError("messages is a list of objects with a role, at least one")
+        try:
+            return [self.codec.chat([_plain(each) for each in messages], body.get("tools", (list,)))]
+        except Exception as error:  # templates are programs, and raise what they like
+            raise APIError(f"the chat template of this model does not take these messages: {error}") from error
+
+    def max_tokens(self, body: Body) -> int | None:
+        return body.integer("max_completion_tokens", None) or body.integer("max_tokens", None)
+
+    def logprobs(self, body: Body) -> int | None:
+        return (body.integer("top_logprobs", 0) or 0) if body.flag("logprobs") else None
+
+    def whole(self, index: int, piece: TextPiece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text}
+        return self._choice(index, piece, "message", message)
+
+    def piece(self, index: int, piece: TextPiece, is_first: bool) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text or piece.finish_reason is None else {}
+        return self._choice(index, piece, "delta", {"role": "assistant", **delta} if is_first else delta)
+
+    def _choice(self, index: int, piece: TextPiece, name: str, content: dict[str, str]) -> dict[str, Any]:
+        logs = {"content": [self._logprob(each) for each in piece.logprobs]} if piece.logprobs else None
+        return {"index": index, name: content, "logprobs": logs, "finish_reason": piece.finish_reason}
+
+    def _logprob(self, logprobs: TokenLogprobs) -> dict[str, Any]:
+        def shown(token: int, log: float) -> dict[str, Any]:
+            text = self.codec.decode([token])
+            return {"token": text, "logprob": log, "bytes": list(text.encode())}
+
+        top = [shown(token, log) for token, log in logprobs.top]
+        return {**shown(logprobs.token, logprobs.logprob), "top_logprobs": top}
+
+
+Format = CompletionFormat | ChatFormat
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a string, where it came as a list of texts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        raise ValueError("contents that are not text are not supported")
+    return {**message, "content": "".join(part["text"] for part in content)}

@@ -1,0 +1,306 @@
+"""The engine: many requests at once on one transformers model, by a worker thread that owns the core."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kvweave.cache.stats import Stats
+from kvweave.engine.admission import Admission
+from kvweave.engine.engine_request import EngineRequest, Result
+from kvweave.engine.executor import Executor
+from kvweave.engine.job import Job, JobChunk
+from kvweave.engine.sampling import RowSampler, Sampling, logprobs, sample
+from kvweave.engine.scheduler import Scheduler
+from kvweave.errors import BadCall, BadTokens, QueueFull
+from kvweave.integrations.transformers import KVWeave
+from kvweave.integrations.transformers.support import uncompiled
+from kvweave.tensor import carry_out
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.01
+"""How long the worker waits when somebody else holds the pages that it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Jobs of this moment, sums over all requests, and the core's statistics."""
+
+    running: int
+    waiting: int
+    requests: int
+    finished: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    preemptions: int
+    core: Stats
+
+
+class LiveRequest:
+    """A request, its job, and its sampler."""
+
+    __slots__ = ("job", "request", "sampler", "stops")
+
+    def __init__(self, request: EngineRequest, job: Job, sampler: RowSampler, stops: frozenset[int]) -> None:
+        self.request, self.job, self.sampler, self.stops = request, job, sampler, stops
+
+
+class Engine:
+    """Serves one model from `memory` bytes of pages; takes the options of `KVWeave`, which it makes.
+
+    A step computes at most `budget` tokens, of at most `max_running` requests: tokens of those that generate first,
+    then chunks of prompts. At most `max_waiting` requests wait. Requests are served by priority, and prefixes are
+    shared within one namespace. Use it as a context; `close` cancels what runs and frees the memory.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        memory: int | str = "2GiB",
+        *,
+        budget: int = 2048,
+        max_running: int = 64,
+        max_waiting: int = 4096,
+        **weave_options: Any,
+    ) -> None:
+        self.weave = KVWeave(model, memory, **weave_options)
+        self.model, self.max_waiting = self.weave.model, max_waiting
+        self._admission, self._executor = Admission(self.weave), Executor(self.weave)
+        self._scheduler = Scheduler(
+            self.weave.core,
+            self._admission.open,
+            budget=budget,
+            max_running=max_running,
+            limit=self._limit,
+            whole_prompts=self.weave.served.scans_afresh,
+        )
+        self._entries: dict[int, LiveRequest] = {}
+        self._inbox: deque[tuple[LiveRequest, bool]] = deque()
+        self._by_request: dict[EngineRequest, LiveRequest] = {}
+        self._wakes = threading.Condition()
+        self._closing = False
+        self._counts: Counter[str] = Counter()
+        self._worker = threading.Thread(target=self._work, name="kvweave-engine", daemon=True)
+        self._worker.start()
+
+    def _limit(self, job: Job, start: int) -> int:
+        return min(self._executor.limit(job, start), self._admission.limit(job, start))
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt: SequenceOf[int] | torch.Tensor,
+        sampling: Sampling | None = None,
+        *,
+        priority: int = 0,
+        namespace: Hashable = "",
+    ) -> EngineRequest:
+        """Queue a prompt of token ids; from any thread. Raises `NeverFits` at once if prompt and answer can never fit,
+        `BadTokens` if they are no prompt, `QueueFull` if too many requests wait."""
+        sampling = sampling or Sampling()
+        tokens = self._checked(prompt)
+        self._scheduler.check(len(tokens), sampling.max_new_tokens)
+        request = EngineRequest(tuple(tokens), sampling, self._cancel)
+        job = Job(list(tokens), sampling.max_new_tokens, priority, namespace)
+        sampler = RowSampler(sampling, tokens, self._vocabulary, self.model.device)
+        entry = LiveRequest(request, job, sampler, self._stops(sampling))
+        with self._wakes:
+            if self._closing:
+                raise BadCall("this engine is closed: make another")
+            if len(self._by_request) >= self.max_waiting + self._scheduler.max_running:
+                raise QueueFull(
+                    f"{len(self._by_request)} requests are under way, and no more may wait: try again later"
+                )
+            self._by_request[request] = entry
+            self._inbox.append((entry, True))
+            self._wakes.notify()
+        return request
+
+    def generate(
+        self,
+        prompts: Iterable[SequenceOf[int] | torch.Tensor],
+        sampling: Sampling | SequenceOf[Sampling] | None = None,
+        *,
+        namespace: Hashable = "",
+        progress: bool = False,
+    ) -> list[Result]:
+        """The answers to many prompts, in their order; with a `progress` bar, if tqdm is installed."""
+        given = list(prompts)
+        each = list(sampling) if isinstance(sampling, SequenceOf) else [sampling] * len(given)
+        requests = [self.submit(p, s, namespace=namespace) for p, s in zip(given, each, strict=True)]
+        try:
+            return [request.result() for request in _shown(requests, progress)]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+
+    def _checked(self, prompt: SequenceOf[int] | torch.Tensor) -> list[int]:
+        tokens = prompt.flatten().tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+        most = self._vocabulary
+        if not tokens or not all(isinstance(token, int) and 0 <= token < most for token in tokens):
+            raise BadTokens(f"a prompt is a list of token ids from 0 to {most - 1}, at least one; got {tokens[:8]}")
+        return tokens
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def _stops(self, sampling: Sampling) -> frozenset[int]:
+        if sampling.stop_tokens is not None:
+            return frozenset(sampling.stop_tokens)
+        ends = self.model.generation_config.eos_token_id
+        return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+    def _cancel(self, request: EngineRequest) -> None:
+        with self._wakes:
+            entry = self._by_request.get(request)
+            if entry:
+                self._inbox.append((entry, False))
+                self._wakes.notify()
+
+    # ---- the worker
+
+    def _work(self) -> None:
+        while self._take_inbox():
+            try:
+                with self.weave.memory.core_lock, uncompiled(self.model):
+                    is_stuck = not self._step()
+            except BaseException as error:  # a bug of the engine itself: nobody must wait for ever
+                log.exception("the engine failed")
+                self._fail(list(self._entries.values()), error)
+                continue
+            if is_stuck:
+                with self._wakes:
+                    self._wakes.wait(RETRY_S)
+
+    def _take_inbox(self) -> bool:
+        """Wait for something to do, and take over what was asked meanwhile; False at the end."""
+        with self._wakes:
+            self._wakes.wait_for(lambda: self._inbox or self._closing or not self._scheduler.is_idle)
+            asked = list(self._inbox)
+            self._inbox.clear()
+            is_closing = self._closing
+        with self.weave.memory.core_lock:
+            for entry, is_new in asked:
+                if is_new:
+                    self._scheduler.add(entry.job)
+                    self._entries[entry.job.number] = entry
+                    self._counts.update(requests=1, prompt_tokens=len(entry.request.prompt))
+                elif not entry.request.is_done:
+                    self._finish(entry, "cancelled")
+            if is_closing:
+                for entry in list(self._entries.values()):
+                    self._finish(entry, "cancelled")
+        return not is_closing
+
+    def _step(self) -> bool:
+        """Compute one step; False if there was none to compute."""
+        step = self._scheduler.plan()
+        if not step.chunks:
+            return self._scheduler.is_idle
+        try:
+            for copies in step.copies:
+                carry_out(self.weave.arena, copies)
+            logits = self._executor.run(step.chunks)
+            tokens = self._sample(step.chunks, logits)
+            for copies in self._scheduler.commit(step.chunks):
+                carry_out(self.weave.arena, copies)
+            for chunk in step.chunks:
+                self._admission.after_commit(chunk)
+        except Exception as error:
+            log.exception("a step of %d requests failed", len(step.chunks))
+            self._fail([self._entries[chunk.job.number] for chunk in step.chunks], error)
+            return True
+        self._counts.update(steps=1)
+        for entry, token, logs in tokens:
+            self._take(entry, token, logs)
+        return True
+
+    def _sample(self, chunks: SequenceOf[JobChunk], logits: torch.Tensor | None) -> list[tuple[LiveRequest, int, Any]]:
+        if logits is None:
+            return []
+        entries = [self._entries[chunk.job.number] for chunk in chunks if chunk.gives_token]
+        rows = [entry.sampler for entry in entries]
+        chosen = sample(logits, rows)
+        return list(zip(entries, chosen.tolist(), logprobs(logits, rows, chosen), strict=True))
+
+    def _take(self, entry: LiveRequest, token: int, logs: Any) -> None:
+        """The next token of a request."""
+        job = entry.job
+        job.tokens.append(token)
+        self._counts.update(new_tokens=1)
+        entry.request.put(token, logs)
+        if token in entry.stops:
+            self._finish(entry, "stop")
+        elif len(job.tokens) - job.num_prompt >= job.max_new:
+            self._finish(entry, "length")
+
+    def _finish(self, entry: LiveRequest, reason: Any) -> None:
+        job = entry.job
+        self._admission.before_close(job)
+        self._forget(entry)
+        self._counts.update(finished=1, cached_tokens=job.num_cached or 0, preemptions=job.num_preempted)
+        entry.request.finish(reason, job.num_cached or 0, job.num_preempted)
+
+    def _fail(self, entries: Iterable[LiveRequest], error: BaseException) -> None:
+        for entry in entries:
+            self._forget(entry)
+            entry.request.fail(error)
+
+    def _forget(self, entry: LiveRequest) -> None:
+        self._scheduler.remove(entry.job)
+        self._admission.forget(entry.job)
+        self._entries.pop(entry.job.number, None)
+        with self._wakes:
+            self._by_request.pop(entry.request, None)
+
+    # ---- stats, and the end
+
+    def stats(self) -> EngineStats:
+        """The counts of this moment."""
+        names = ("requests", "finished", "steps", "prompt_tokens", "cached_tokens", "new_tokens", "preemptions")
+        sums = {name: self._counts[name] for name in names}
+        running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        return EngineStats(running, waiting + len(self._inbox), **sums, core=self.weave.core.stats())
+
+    @property
+    def is_running(self) -> bool:
+        return self._worker.is_alive() and not self._closing
+
+    def close(self) -> None:
+        """Cancel what runs, end the worker and free the memory; calling it twice is fine."""
+        with self._wakes:
+            self._closing = True
+            self._wakes.notify()
+        self._worker.join()
+        self.weave.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _shown(requests: list[EngineRequest], progress: bool) -> Iterable[EngineRequest]:
+    if not progress:
+        return requests
+    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - comes with transformers
+
+    shown: Iterable[EngineRequest] = tqdm(requests, desc="answers", unit="request")
+    return shown

@@ -1,0 +1,122 @@
+"""The executor: runs the model over the chunks of a step.
+
+packed    models all of whose layers attend in place, and keep no states: one call `[1, tokens]` for all chunks
+stacked   all others: decodes in calls `[rows, 1]`, each chunk of a prompt in a call of its own
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from kvweave.cache import Sequence
+from kvweave.engine.job import Job, JobChunk
+from kvweave.integrations.transformers import KVWeave
+from kvweave.integrations.transformers.build import counts_padding, takes_no_padding
+from kvweave.integrations.transformers.prefill import forward_inputs
+from kvweave.integrations.transformers.step_cache import PackedCache, step_cache_class
+
+
+class Executor:
+    """Runs one model; used by the thread that holds the core's lock."""
+
+    def __init__(self, weave: KVWeave) -> None:
+        self._weave, self.model, self.served, self.memory = weave, weave.model, weave.served, weave.memory
+        self._cache_class = step_cache_class(weave.opener.cache_class)
+        self.rope = weave.memory.rope
+        self.has_states = any(not cache.reach.per_token for _, cache in self.served.spec.caches())
+        self._needs_equal_lengths = counts_padding(self.served) or takes_no_padding(self.served)
+        parameter = inspect.signature(self.model.forward).parameters.get("logits_to_keep")
+        self._keeps_chosen_logits = parameter is not None and "Tensor" in str(parameter.annotation)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a step is one call; known once the model has run."""
+        is_plain = self.served.takes_positions and not self.has_states and not self.rope.is_there
+        return is_plain and self._weave.attends_in_place
+
+    def limit(self, job: Job, start: int) -> int:
+        """How far one chunk may go: of models whose scan ignores the state one token behind a hit, and of those whose
+        frequencies depend on the length no further than these stay the same."""
+        end = len(job.tokens)
+        if self.served.scans_afresh and start:
+            return start + 1
+        if self.rope.is_there:
+            if start < job.num_prompt:
+                return job.num_prompt
+            ranges = (length for length in range(start + 2, end + 1) if not self._same_range(start + 1, length))
+            return next(ranges, end + 1) - 1
+        return end
+
+    def _same_range(self, one: int, other: int) -> bool:
+        return self.rope.range_of(one) == self.rope.range_of(other)
+
+    @torch.no_grad()
+    def run(self, chunks: SequenceOf[JobChunk]) -> torch.Tensor | None:
+        """Compute the chunks. Returns the logits `[rows, vocabulary]` after those that give a token, in their order;
+        None if there are none."""
+        if self.is_packed:
+            return self._packed(chunks)
+        logits: dict[int, torch.Tensor] = {}
+        for together in self._grouped(chunks):
+            rows = self._stacked([chunks[number] for number in together])
+            logits |= {number: row for number, row in zip(together, rows, strict=True) if chunks[number].gives_token}
+        return torch.stack([logits[number] for number in sorted(logits)]) if logits else None
+
+    # ---- one call for all
+
+    def _packed(self, chunks: SequenceOf[JobChunk]) -> torch.Tensor | None:
+        device = self.model.device
+        ids = torch.from_numpy(np.concatenate([chunk.job.tokens[chunk.start : chunk.end] for chunk in chunks]))
+        positions = torch.from_numpy(np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]))
+        ends = np.cumsum([chunk.num_tokens for chunk in chunks]) - 1
+        last = torch.from_numpy(ends[[chunk.gives_token for chunk in chunks]]).to(device)
+        inputs = {"input_ids": ids.to(device)[None], "position_ids": positions.to(device)[None], "use_cache": True}
+        if self._keeps_chosen_logits:
+            inputs["logits_to_keep"] = last if len(last) else torch.zeros(1, dtype=torch.long, device=device)
+        counts, lengths = [chunk.num_tokens for chunk in chunks], [chunk.start for chunk in chunks]
+        with PackedCache(self.memory, _sequences(chunks), lengths, counts) as past:
+            logits: torch.Tensor = self.model(**inputs, past_key_values=past).logits[0]
+        if not len(last):
+            return None
+        return logits if self._keeps_chosen_logits else logits[last]
+
+    # ---- calls of rows side by side
+
+    def _grouped(self, chunks: SequenceOf[JobChunk]) -> list[list[int]]:
+        """Numbers of chunks that are computed together."""
+        groups: dict[Hashable, list[int]] = {}
+        for number, chunk in enumerate(chunks):
+            is_decode = chunk.num_tokens == 1 and chunk.start > 0
+            same = (chunk.start if self._needs_equal_lengths else 0, self.rope.range_of(chunk.end))
+            groups.setdefault(same if is_decode else number, []).append(number)
+        return list(groups.values())
+
+    def _stacked(self, chunks: SequenceOf[JobChunk]) -> torch.Tensor:
+        """The logits after each row's last token."""
+        lengths, count = [chunk.start for chunk in chunks], chunks[0].num_tokens
+        columns = max(lengths) + count
+        ids = torch.tensor([chunk.job.tokens[chunk.start : chunk.end] for chunk in chunks], device=self.model.device)
+        ends = torch.tensor([columns - chunk.end for chunk in chunks], device=ids.device)
+        mask = (torch.arange(columns, device=ids.device) >= ends[:, None]).long()
+        with self._frequencies(chunks[0]), self._cache_class(self.memory, _sequences(chunks), lengths) as past:
+            logits: torch.Tensor = self.model(**forward_inputs(self.served, past, ids, mask)).logits[:, -1]
+        return logits
+
+    def _frequencies(self, chunk: JobChunk) -> AbstractContextManager[None]:
+        """Rotary frequencies that depend on the length are those of the whole prompt; behind it, of the length."""
+        if not self.rope.is_there:
+            return nullcontext()
+        self.rope.restart()
+        job = chunk.job
+        job.is_shared &= self._same_range(max(chunk.end, job.num_prompt), job.num_prompt)
+        return self.rope.with_length(max(chunk.end, job.num_prompt))
+
+
+def _sequences(chunks: SequenceOf[JobChunk]) -> list[Sequence]:
+    return [chunk.job.sequence for chunk in chunks if chunk.job.sequence]

@@ -1,0 +1,138 @@
+"""Sampling: the next tokens of a batch from their logits, each row with its own settings, on the model's device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+
+from kvweave.errors import BadOption
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request's tokens are chosen. `temperature` 0 is greedy, whatever else is said.
+
+    The `top_k` likeliest tokens (0: all) whose probabilities add up to `top_p`, and none below `min_p` of the
+    likeliest, are left to choose from. `repetition_penalty` above 1 makes tokens of the prompt and the answer less
+    likely. With a `seed` the answer is the same again, whatever else runs. `logprobs`: that many of the likeliest
+    tokens are reported with the chosen one (None: nothing is). The answer ends after `max_new_tokens`, or with a token
+    of `stop_tokens` (None: those that the model's generation config says).
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop_tokens: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_new_tokens": self.max_new_tokens >= 1,
+            "temperature": 0 <= self.temperature < float("inf"),
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+            "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
+            "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
+        }
+        if wrong := [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if not limits.get(f.name, True)]:
+            raise BadOption(f"sampling cannot use {', '.join(wrong)}")
+
+
+class TokenLogprobs(NamedTuple):
+    """The logarithm of a chosen token's probability, and the likeliest tokens with theirs, of the model itself: before
+    temperature and all that narrows the choice."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class RowSampler:
+    """What is kept for one request between its tokens: its generator, and the tokens that it has."""
+
+    def __init__(self, sampling: Sampling, prompt: SequenceOf[int], vocabulary: int, device: torch.device) -> None:
+        self.sampling = sampling
+        self.generator: torch.Generator | None = None
+        self.seen: torch.Tensor | None = None
+        if sampling.seed is not None:
+            self.generator = torch.Generator(device).manual_seed(sampling.seed)
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+            self.seen[torch.tensor(prompt, device=device)] = True
+
+
+def sample(logits: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
+    """The next token of each row `[rows]` from logits `[rows, vocabulary]`; nothing waits for the device."""
+    scores = logits.float()
+    if any(row.seen is not None for row in rows):
+        scores = _penalised(scores, rows)
+    chosen = scores.argmax(-1)
+    random = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
+    if random:
+        which = torch.tensor(random, device=logits.device)
+        chosen[which] = _drawn(scores[which], [rows[number] for number in random])
+    for row, token in zip(rows, chosen, strict=True):
+        if row.seen is not None:
+            row.seen.index_fill_(0, token.view(1), True)
+    return chosen
+
+
+def logprobs(logits: torch.Tensor, rows: SequenceOf[RowSampler], chosen: torch.Tensor) -> list[TokenLogprobs | None]:
+    """Of the rows that want them."""
+    most = max((row.sampling.logprobs or 0 for row in rows), default=0)
+    if all(row.sampling.logprobs is None for row in rows):
+        return [None] * len(rows)
+    logs = logits.float().log_softmax(-1)
+    own = logs.gather(1, chosen[:, None])[:, 0].tolist()
+    best, tokens = (each.tolist() for each in logs.topk(max(1, most), dim=-1))
+    found: list[TokenLogprobs | None] = []
+    for number, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
+        count = row.sampling.logprobs
+        top = tuple(zip(tokens[number][:count], best[number][:count], strict=True))
+        found.append(None if count is None else TokenLogprobs(token, own[number], top))
+    return found
+
+
+def _penalised(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
+    nothing = scores.new_zeros(scores.shape[1], dtype=torch.bool)
+    seen = torch.stack([nothing if row.seen is None else row.seen for row in rows])
+    penalty = _column([row.sampling.repetition_penalty for row in rows], scores)
+    return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+
+
+def _drawn(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
+    """Draw from the softmax of what is left: the largest of probability / exponential noise is a fair draw."""
+    scores = scores / _column([row.sampling.temperature for row in rows], scores)
+    if any(row.sampling.top_k or row.sampling.top_p < 1 for row in rows):
+        scores = _narrowed(scores, rows)
+    least = _column([row.sampling.min_p for row in rows], scores)
+    probabilities = scores.softmax(-1)
+    probabilities = probabilities.masked_fill(probabilities < least * probabilities.amax(-1, keepdim=True), 0)
+    noise = torch.empty_like(scores)
+    for row, own in zip(rows, noise, strict=True):
+        own.exponential_(generator=row.generator)
+    return (probabilities / noise.clamp(min=1e-20)).argmax(-1)
+
+
+def _narrowed(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
+    """Scores of all but the top k, and of those beyond the top p, are -inf; the likeliest always stays."""
+    ordered, order = scores.sort(-1, descending=True)
+    vocabulary = scores.shape[1]
+    counts = _column([row.sampling.top_k or vocabulary for row in rows], scores)
+    ordered = ordered.masked_fill(torch.arange(vocabulary, device=scores.device) >= counts, -torch.inf)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    ordered = ordered.masked_fill(before >= _column([row.sampling.top_p for row in rows], scores), -torch.inf)
+    return torch.empty_like(scores).scatter_(1, order, ordered)
+
+
+def _column(values: SequenceOf[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]

@@ -1,0 +1,231 @@
+"""The endpoint over a socket, asked by the real OpenAI client: answers, streams, hang-ups, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from kvweave.cli.api_command import BytesCodec  # noqa: E402
+from kvweave.cli.run.text import ByteTokenizer  # noqa: E402
+from kvweave.engine import Engine  # noqa: E402
+from kvweave.engine.api.answer_text import AnswerText  # noqa: E402
+from kvweave.engine.api.endpoint import Endpoint  # noqa: E402
+from tests.integrations.models import plain  # noqa: E402
+
+KEY = "a-key"
+CODEC = BytesCodec(ByteTokenizer())
+TEXT = "Once upon a time, in a land of pages"
+
+
+def byte_model() -> Any:
+    """A small Llama whose tokens are bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **sizes, num_key_value_heads=2, vocab_size=259, max_position_embeddings=2048, eos_token_id=None
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(byte_model(), "8MiB", rows=32, max_tokens=2048, budget=64)
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    app = Endpoint(engine, CODEC, "tiny", KEY).app()
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+    assert not engine.is_running, "the engine outlived its endpoint"
+
+
+@pytest.fixture
+def client(url: str) -> Any:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+
+
+def expected(engine: Engine, prompt: list[int], count: int) -> str:
+    with engine.weave.memory.core_lock:
+        answer = plain(engine.model, torch.tensor([prompt]), num_tokens=count, eos_token_id=None)
+    return ByteTokenizer().decode(answer.sequences[0, len(prompt) :].tolist())
+
+
+def is_quiet(engine: Engine) -> bool:
+    for _ in range(500):
+        stats = engine.stats()
+        if not stats.running and not stats.waiting and not stats.core.sequences:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_completion_is_that_of_transformers(client: Any, engine: Engine) -> None:
+    answer = client.completions.create(model="tiny", prompt=TEXT, max_tokens=9, temperature=0)
+    assert answer.choices[0].text == expected(engine, CODEC.encode(TEXT), 9)
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(TEXT), 9)
+    again = client.completions.create(model="tiny", prompt=CODEC.encode(TEXT), max_tokens=9, temperature=0)
+    assert again.choices[0].text == answer.choices[0].text
+    assert again.usage.prompt_tokens_details.cached_tokens == 32
+
+
+def test_a_chat_goes_through_the_template(client: Any, engine: Engine) -> None:
+    messages = [{"role": "user", "content": "hello"}, {"role": "user", "content": [{"type": "text", "text": "you"}]}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=7, temperature=0)
+    prompt = ByteTokenizer().chat([("user", "hello"), ("user", "you")])
+    assert answer.choices[0].message.content == expected(engine, prompt, 7)
+    assert answer.choices[0].message.role == "assistant"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_stream_gives_the_same_text_in_pieces(client: Any, count: int) -> None:
+    options = {"model": "tiny", "prompt": TEXT, "max_tokens": 12, "temperature": 1.0, "seed": 5, "n": count}
+    whole = client.completions.create(**options)
+    texts, reasons, usage = [""] * count, {}, None
+    for event in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        usage = event.usage or usage
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert set(reasons.values()) == {"length"}
+    assert usage is not None
+    assert usage.completion_tokens == 12 * count
+    assert len(set(texts)) == count, "choices have seeds of their own"
+
+
+def test_a_chat_streams_its_role_first(client: Any) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    events = list(client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, stream=True))
+    assert events[0].choices[0].delta.role == "assistant"
+    assert events[-1].choices[0].finish_reason == "length"
+
+
+def test_stop_strings_end_an_answer_and_are_not_part_of_it(client: Any) -> None:
+    options = {"model": "tiny", "prompt": TEXT, "max_tokens": 40, "temperature": 1.0, "seed": 3}
+    text = client.completions.create(**options).choices[0].text
+    stop = next(text[at : at + 2] for at in range(5, len(text)) if text[at : at + 2].isascii())
+    answer = client.completions.create(**options, stop=[stop, "never"]).choices[0]
+    assert (answer.text, answer.finish_reason) == (text[: text.index(stop)], "stop")
+    pieces = client.completions.create(**options, stop=stop, stream=True)
+    assert "".join(event.choices[0].text for event in pieces) == answer.text
+
+
+def test_logprobs_are_those_of_the_model(client: Any, engine: Engine) -> None:
+    answer = client.completions.create(model="tiny", prompt=TEXT, max_tokens=3, temperature=0, logprobs=2)
+    logs = answer.choices[0].logprobs
+    with engine.weave.memory.core_lock, torch.no_grad():
+        own = engine.model(torch.tensor([CODEC.encode(TEXT)])).logits[0, -1].log_softmax(-1)
+    assert logs.token_logprobs[0] == pytest.approx(float(own.max()), abs=1e-4)
+    assert len(logs.tokens) == 3
+    messages = [{"role": "user", "content": "hi"}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
+    )
+    assert [len(each.top_logprobs) for each in chat.choices[0].logprobs.content] == [3] * 4
+
+
+def test_many_clients_at_once_each_get_their_own_answer(client: Any, engine: Engine) -> None:
+    prompts = [f"{TEXT} number {number}" for number in range(12)]
+    wanted = [expected(engine, CODEC.encode(prompt), 6) for prompt in prompts]
+
+    def ask(prompt: str) -> str:
+        return str(client.completions.create(model="tiny", prompt=prompt, max_tokens=6, temperature=0).choices[0].text)
+
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(ask, prompts)) == wanted
+    assert is_quiet(engine)
+
+
+def test_clients_that_hang_up_leave_nothing_behind(url: str, client: Any, engine: Engine) -> None:
+    stream = client.completions.create(model="tiny", prompt=TEXT, max_tokens=1900, stream=True)
+    next(iter(stream))
+    stream.close()
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": TEXT, "max_tokens": 1900})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall((head + body).encode())
+        time.sleep(0.1)
+    assert is_quiet(engine)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": "x"}, {"max_tokens": 0}, {"temperature": -1}, {"top_p": 2.5}, {"n": 0}, {"n": 1000},
+        {"stop": [""]}, {"prompt": []}, {"prompt": [[-4]]}, {"prompt": 7}, {"logprobs": 50}, {"echo": True},
+        {"prompt": "x" * 3000}, {"max_tokens": 5000},
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_and_nothing_runs(client: Any, engine: Engine, wrong: dict[str, Any]) -> None:
+    before = engine.stats().requests
+    with pytest.raises(openai.BadRequestError) as told:
+        client.completions.create(**{"model": "tiny", "prompt": TEXT, **wrong})
+    assert told.value.body["message"]
+    assert engine.stats().requests == before
+
+
+def test_bodies_that_are_no_json_or_no_object(url: str) -> None:
+    import urllib.error
+    import urllib.request
+
+    for body in (b"{", b"[1]", b"\xff", b"[" * 100_000):
+        asked = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Authorization": f"Bearer {KEY}"})
+        with pytest.raises(urllib.error.HTTPError) as told:
+            urllib.request.urlopen(asked)
+        assert told.value.code == 400
+
+
+def test_keys_models_health_and_metrics(url: str, client: Any) -> None:
+    import urllib.request
+
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="other", max_retries=0).models.list()
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "kvweave"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="huge", prompt=TEXT)
+    assert json.load(urllib.request.urlopen(f"{url}/health")) == {"status": "ok"}
+    asked = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    metrics = urllib.request.urlopen(asked).read().decode()
+    assert "# TYPE kvweave_engine_new_tokens_total counter" in metrics
+    assert 'kvweave_engine_pages_held{group="' in metrics
+
+
+def test_text_waits_for_whole_characters_and_for_stop_strings() -> None:
+    text = AnswerText(CODEC, ["stop"])
+    shown = [text.add(token) for token in CODEC.encode("aüstob")]
+    assert shown == ["a", "", "ü", "", "", "", "stob"]
+    assert text.end() == ""
+    text = AnswerText(CODEC, ["stop"])
+    assert "".join(text.add(token) for token in CODEC.encode("x sto")) == "x "
+    assert text.end() == "sto"
+    text = AnswerText(CODEC, ["stop"])
+    assert "".join(text.add(token) for token in CODEC.encode("x stop")) == "x "
+    assert text.is_stopped

@@ -1,0 +1,214 @@
+"""The engine against transformers alone: many requests at random in tiny memory, every answer equal token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from kvweave.engine import Engine, EngineRequest, Sampling
+from kvweave.errors import BadCall, BadOption, BadTokens, NeverFits, OperationTimeout, QueueFull
+from tests.integrations.models import model_of, plain, prompt
+from tests.integrations.test_families import memory
+
+MOST, NEW = 72, 8
+FAMILIES = (
+    "llama", "gpt2", "bloom", "falcon", "qwen3", "mixtral", "deepseek_v3", "mistral", "gemma2", "gemma3_text",
+    "gemma3n_text", "gpt_oss", "llama4_text", "mimo_v2_flash", "deepseek_v32", "minimax_m3_vl_text", "deepseek_v4",
+    "mamba", "mamba2", "qwen3_next", "kimi_linear", "minimax", "lfm2", "falcon_h1", "jamba", "phi3",
+)  # fmt: skip
+QUICK = ("llama", "gemma3_text", "deepseek_v3", "qwen3_next", "mamba2", "bloom")
+
+
+@lru_cache(maxsize=1)
+def answers(name: str) -> list[tuple[list[int], list[int]]]:
+    """Prompts that share prefixes, and what transformers alone makes of each."""
+    rng, model = random.Random(name), model_of(name)
+    shared = prompt(40, seed=99)[0].tolist()
+    found = []
+    for seed in range(10):
+        own = prompt(rng.randint(1, 30), seed=seed)[0].tolist()
+        ids = [*shared[: rng.choice([0, 20, 33, 40])], *own][: MOST - NEW]
+        answer = plain(model, torch.tensor([ids]), num_tokens=NEW, eos_token_id=None).sequences[0, len(ids) :]
+        found.append((ids, answer.tolist()))
+    return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def engine_of(name: str, times: float = 3, **options: Any) -> Engine:
+    room = memory(model_of(name), 16, MOST)[0]
+    return Engine(model_of(name), int(times * room), rows=32, max_tokens=512, **{"budget": 48, **options})
+
+
+def load(name: str, engine: Engine, count: int, seed: int) -> None:
+    """Requests that come at random, some of them cancelled, each checked against its oracle."""
+    rng, known = random.Random(seed), answers(name)
+    requests: list[tuple[EngineRequest, list[int]]] = []
+    for _ in range(count):
+        ids, answer = rng.choice(known)
+        new = rng.randint(1, NEW)
+        sampling = Sampling(new, stop_tokens=())
+        requests.append((engine.submit(ids, sampling, priority=rng.randint(0, 2)), answer[:new]))
+        if rng.random() < 0.1:
+            rng.choice(requests)[0].cancel()
+        if rng.random() < 0.3:
+            time.sleep(rng.random() / 50)
+    for request, answer in requests:
+        result = request.result(timeout_s=120)
+        assert list(result.tokens) == answer[: len(result.tokens)]
+        assert result.finish_reason == "cancelled" or len(result.tokens) == len(answer)
+
+
+def check_books(engine: Engine) -> None:
+    with engine.weave.memory.core_lock:
+        stats = engine.weave.core.stats()
+        assert stats.sequences == 0
+        assert all(group.held == 0 for group in stats.groups)
+        engine.weave.core.reset()
+        assert all(group.cached == 0 for group in engine.weave.core.stats().groups)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_many_requests_in_tiny_memory_get_the_answers_of_transformers_alone(name: str) -> None:
+    with engine_of(name) as engine:
+        load(name, engine, 64, seed=0)
+        stats = engine.stats()
+        assert stats.finished == 64
+        assert stats.cached_tokens > 0
+        check_books(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_kinds_of_families(name: str, seed: int) -> None:
+    with engine_of(name, times=2 + seed) as engine:
+        load(name, engine, 64, seed)
+        check_books(engine)
+
+
+def test_a_step_is_one_call_for_models_that_attend_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shapes = model_of("llama"), []
+    hook = model.register_forward_pre_hook(lambda _m, _a, k: shapes.append(k["input_ids"].shape), with_kwargs=True)
+    try:
+        with engine_of("llama", times=8) as engine:
+            engine.generate([ids for ids, _ in answers("llama")[:2]], Sampling(4))
+            shapes.clear()
+            before = engine.stats().steps
+            engine.generate([ids for ids, _ in answers("llama")], Sampling(4))
+            assert len(shapes) == engine.stats().steps - before
+            assert max(shape[1] for shape in shapes) > 10
+    finally:
+        hook.remove()
+
+
+def test_low_priority_is_preempted_and_still_right() -> None:
+    with engine_of("llama", times=1.3) as engine:
+        known = sorted(answers("llama"), key=lambda pair: -len(pair[0]))
+        low = engine.submit(known[0][0], Sampling(NEW, stop_tokens=()))
+        next(iter(low))
+        high = [engine.submit(ids, Sampling(NEW, stop_tokens=()), priority=1) for ids, _ in known[1:6]]
+        for request, (_, answer) in zip([low, *high], known, strict=False):
+            assert list(request.result(60).tokens) == answer
+        assert low.result().preemptions > 0
+        check_books(engine)
+
+
+# ---- requests
+
+
+def test_a_request_can_be_iterated_awaited_and_cancelled() -> None:
+    ids, answer = answers("llama")[0]
+    with engine_of("llama", times=8) as engine:
+        assert list(engine.submit(ids, Sampling(NEW, stop_tokens=()))) == answer
+
+        async def both() -> list[int]:
+            request = engine.submit(ids, Sampling(NEW, stop_tokens=()))
+            tokens = [token async for token in request]
+            assert list((await request).tokens) == tokens
+            return tokens
+
+        assert asyncio.run(both()) == answer
+        long = engine.submit(ids, Sampling(MOST - len(ids), stop_tokens=()))
+        next(iter(long))
+        long.cancel()
+        assert long.result(30).finish_reason == "cancelled"
+        long.cancel()
+        check_books(engine)
+
+
+def test_a_stop_token_ends_an_answer() -> None:
+    ids, answer = answers("llama")[0]
+    with engine_of("llama", times=8) as engine:
+        result = engine.submit(ids, Sampling(NEW, stop_tokens=(answer[2],))).result(30)
+        assert (list(result.tokens), result.finish_reason) == (answer[: answer.index(answer[2]) + 1], "stop")
+
+
+def test_what_can_never_be_served_is_refused_at_once() -> None:
+    with engine_of("llama", times=1) as engine:
+        with pytest.raises(NeverFits, match="which has"):
+            engine.submit([1] * 400, Sampling(2))
+        for wrong in ([], [-1], [10**6], ["a"]):
+            with pytest.raises(BadTokens):
+                engine.submit(wrong)  # type: ignore[arg-type]
+        for options in ({"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"logprobs": 99}):
+            with pytest.raises(BadOption):
+                Sampling(**options)  # type: ignore[arg-type]
+        assert engine.stats().requests == 0
+    with pytest.raises(BadCall, match="this engine is closed"):
+        engine.submit([5], Sampling(2))
+
+
+def test_too_many_requests_are_refused_and_those_that_wait_are_cancelled_at_the_end() -> None:
+    with engine_of("llama", max_running=1, max_waiting=2) as engine, engine.weave.memory.core_lock:
+        requests = [engine.submit([5, 6], Sampling(2)) for _ in range(3)]
+        with pytest.raises(QueueFull):
+            engine.submit([5, 6])
+        with pytest.raises(OperationTimeout):
+            requests[0].result(0.01)
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+    closing.join()
+    assert {request.result(10).finish_reason for request in requests} == {"cancelled"}
+
+
+def test_a_model_that_fails_fails_its_requests_and_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, answer = answers("llama")[0]
+    with engine_of("llama", times=8) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model.model.layers[-1], "forward", None)
+            with pytest.raises(TypeError):
+                engine.submit(ids, Sampling(2)).result(30)
+        assert list(engine.submit(ids, Sampling(NEW, stop_tokens=())).result(30).tokens) == answer
+        check_books(engine)
+
+
+def test_prefixes_are_shared_within_a_namespace_only() -> None:
+    ids = prompt(60)[0].tolist()
+    with engine_of("llama", times=8) as engine:
+        found = [engine.submit(ids, Sampling(1), namespace=name).result(30).cached_tokens for name in "aab"]
+    assert found == [0, 48, 0]
+
+
+def test_the_store_outlives_the_engine(tmp_path: Any) -> None:
+    ids = prompt(300)[0].tolist()
+    with Engine(model_of("qwen3_next"), "64MiB", rows=8, max_tokens=512, store=tmp_path / "kv") as engine:
+        first = engine.submit(ids, Sampling(4)).result(120)
+    with Engine(model_of("qwen3_next"), "64MiB", rows=8, max_tokens=512, store=tmp_path / "kv") as engine:
+        again = engine.submit(ids, Sampling(4)).result(120)
+    assert (first.cached_tokens, again.cached_tokens) == (0, 256)
+    assert first.tokens == again.tokens

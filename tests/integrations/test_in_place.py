@@ -1,0 +1,146 @@
+"""Attention in place: which models attend so, that nothing is gathered, and that the model itself stays as it was."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvweave.errors import BadCall
+from kvweave.integrations.transformers import KVWeave
+from kvweave.integrations.transformers import attention_interface as interface
+from kvweave.integrations.transformers.attention_interface import reach_of
+from kvweave.integrations.transformers.paged_rows import PagedRows
+from kvweave.spec import Chunk, Full, Window
+from tests.integrations.checks import CLOSE, IDS, check, check_unspoilt
+from tests.integrations.models import difference, greedy, model_of, plain, prompt
+
+IN_PLACE = ("llama", "gemma3_text", "gemma2", "gpt_oss", "llama4_text", "mimo_v2_flash", "qwen3_next", "falcon_h1")
+"""Full attention, windows, softcaps, sinks, chunks, unequal widths, states beside attention, both in one layer."""
+GATHERED = ("deepseek_v3", "bloom", "deepseek_v32", "minimax_m3_vl_text")
+"""Latents that the model expands, attention outside of the interface, and layers that select tokens."""
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_past_is_not_gathered_once_it_is_known_how_layers_attend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with KVWeave(model_of(name), "32MiB", rows=8, max_tokens=512) as weave:
+        check(weave, num_tokens=8)
+        assert weave.attends_in_place
+        monkeypatch.setattr(PagedRows, "read", None)
+        check(weave, num_tokens=8)
+        both = torch.cat([prompt(70), prompt(70, seed=1)])
+        mask = torch.ones_like(both)
+        mask[1, :9] = 0
+        theirs = plain(weave.model, both, mask)
+        for _ in range(2):
+            assert difference(weave.generate(both, attention_mask=mask, **greedy()), theirs) < CLOSE
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_other_models_keep_the_gather(name: str) -> None:
+    with KVWeave(model_of(name), "32MiB", rows=8, max_tokens=512) as weave:
+        check(weave, num_tokens=6)
+        check(weave, num_tokens=6)
+        assert not weave.attends_in_place
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_implementation_of_a_model_is_its_own_between_forwards(implementation: str) -> None:
+    model = model_of("llama")
+    model.set_attn_implementation(implementation)
+    seen = set()
+    hook = model.model.layers[0].register_forward_hook(lambda *_: seen.add(model.config._attn_implementation))
+    try:
+        with KVWeave(model, "16MiB") as weave:
+            check(weave)
+            assert seen == {implementation, f"kvweave+{implementation}"}
+            assert model.config._attn_implementation == implementation
+        assert not interface.SwitchedConfigs._users
+    finally:
+        hook.remove()
+        model.set_attn_implementation("eager")
+
+
+def test_a_forward_without_our_cache_beside_one_with_it_is_transformers_own() -> None:
+    """Another thread calls the model while a paged forward is under way, and finds its name switched."""
+    model, expected = model_of("llama"), plain(model_of("llama"), IDS)
+    found: list[Any] = []
+
+    def beside(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and not found:
+            thread = threading.Thread(target=lambda: found.append(plain(model, IDS)))
+            thread.start()
+            thread.join()
+
+    with KVWeave(model, "16MiB") as weave:
+        check(weave)
+        hook = model.model.layers[1].register_forward_hook(beside)
+        try:
+            ours = weave.generate(IDS, **greedy())
+        finally:
+            hook.remove()
+    assert difference(ours, expected) < CLOSE
+    assert difference(found[0], expected) == 0
+
+
+def test_a_failed_forward_leaves_the_implementation_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    with KVWeave(model, "16MiB") as weave:
+        check(weave)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[-1], "forward", None)
+            with pytest.raises(TypeError):
+                weave.generate(IDS, **greedy())
+        assert model.config._attn_implementation == "eager"
+        check_unspoilt(weave)
+
+
+def test_attention_weights_and_masks_of_the_users_own_are_gathered() -> None:
+    model = model_of("llama")
+    with KVWeave(model, "16MiB") as weave, torch.no_grad():
+        check(weave)
+        with weave.past(IDS) as past:
+            assert model(IDS[:, -1:], past_key_values=past, output_attentions=True).attentions[0].shape[-1] == 93
+        hidden = torch.ones_like(IDS)
+        hidden[:, 3:9] = 0
+        theirs = DynamicCache(config=model.config)
+        model(IDS[:, :79], past_key_values=theirs)
+        with weave.past(IDS[:, :80]) as past:
+            one, other = (
+                model(IDS[:, 79:], past_key_values=cache, attention_mask=hidden).logits for cache in (past, theirs)
+            )
+        assert (one - other).abs().max() < CLOSE
+        check_unspoilt(weave)
+
+
+def test_values_that_are_not_those_of_the_cache_are_an_error_not_a_wrong_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model that changes its way between forwards is found out."""
+    model = model_of("llama")
+    with KVWeave(model, "16MiB") as weave:
+        check(weave)
+        functions, name = ALL_ATTENTION_FUNCTIONS._global_mapping, "kvweave+eager"
+        own = functions[name]
+        changed = lambda module, q, k, v, *a, **o: own(module, q, k, v + 1, *a, **o)  # noqa: E731
+        monkeypatch.setitem(functions, name, changed)
+        with pytest.raises(BadCall, match="attends to other values"):
+            weave.generate(IDS, **greedy())
+
+
+def test_mask_functions_are_read_as_reaches() -> None:
+    assert reach_of(causal_mask_function) == Full()
+    assert reach_of(sliding_window_causal_mask_function(7)) == Window(7)
+    assert reach_of(chunked_causal_mask_function(7, torch.zeros(1))) == Chunk(7)
+    assert reach_of(or_masks(causal_mask_function, lambda *_: True)) is None
+    assert reach_of(lambda *_: True) is None
