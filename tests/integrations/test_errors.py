@@ -104,6 +104,15 @@ def test_only_what_is_not_committed_can_be_taken_back(weave: KVWeave) -> None:
             past.crop(-40)
 
 
+def test_how_much_is_taken_back_may_be_a_tensor_as_transformers_gives_it(weave: KVWeave) -> None:
+    ids = prompt(60)
+    with weave.past(ids) as past, torch.no_grad():
+        weave.model(ids[:, -1:], past_key_values=past)
+        past.crop(torch.tensor(-1))
+        assert type(past.get_seq_length()) is int
+        assert all(type(sequence.num_tokens) is int for sequence in past.sequences)
+
+
 def test_an_encoder_is_refused() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 

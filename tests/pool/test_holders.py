@@ -11,11 +11,11 @@ from kvweave.pool.holders import NAMES, TREE, NumpyHolders
 
 native = pytest.importorskip("kvweave.pool._native", reason="the part in C was not compiled")
 
-SIZE = 4
-PAGES = 24
+SIZE = 2
+PAGES = 6
 Runs = list[tuple[str, list[int]]]
 runs = st.lists(
-    st.tuples(st.sampled_from(["share", "enter", "release", "leave"]), st.lists(st.integers(0, PAGES - 1), max_size=9)),
+    st.tuples(st.sampled_from(["share", "enter", "release", "leave"]), st.lists(st.integers(0, PAGES - 1), max_size=5)),
     max_size=30,
 )
 
@@ -62,13 +62,13 @@ def test_counts_in_c_and_in_numpy_are_equal_after_any_calls(calls: Runs, per_sup
 def test_evictable_pages_are_those_that_the_tree_alone_holds() -> None:
     for functions in (native, NumpyHolders):
         side = Side(functions, SIZE)
-        assert side.run("enter", [5, 6])[0] == 2
-        assert side.run("release", [5, 0, 6, 7])[:2] == ((1, 2), [7])
-        assert side.evictable_in.tolist() == [0, 2, 0, 0, 0, 0]
-        assert side.run("share", [6])[0] == 1
-        assert side.run("leave", [5, 6])[:2] == ((1, 2), [5])
-        assert side.evictable_in.tolist() == [0, 0, 0, 0, 0, 0]
-        assert side.holders[[5, 6, 7]].tolist() == [0, 1, 0]
+        assert side.run("enter", [3, 4])[0] == 2
+        assert side.run("release", [3, 0, 4, 5])[:2] == ((1, 2), [5])
+        assert side.evictable_in.tolist() == [0, 1, 1]
+        assert side.run("share", [4])[0] == 1
+        assert side.run("leave", [3, 4])[:2] == ((1, 2), [3])
+        assert side.evictable_in.tolist() == [0, 0, 0]
+        assert side.holders[[3, 4, 5]].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("pages", [[PAGES], [-1], [2, 1000]])

@@ -110,8 +110,10 @@ class CacheRows(TransformersCache):  # type: ignore[misc]
             for state in layer.states:
                 state.unbind()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; the count is negative, as in transformers."""
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Remove the last tokens; the count is negative, and may be a tensor on the model's device, as in
+        transformers."""
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes back {tokens_to_remove} tokens by a negative count only")
         if tokens_to_remove:
