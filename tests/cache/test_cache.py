@@ -297,6 +297,34 @@ def test_a_policy_is_any_function_of_what_is_known() -> None:
     assert cache.open([1] * 41).num_cached < 40
 
 
+def test_what_was_hit_outlives_what_was_made_later_but_not_for_ever() -> None:
+    cache = Cache(full_plan(pages=9))
+    run(cache, [1] * 16)
+    cache.close(cache.open([1] * 17))
+    run(cache, [2] * 16)
+    run(cache, [3] * 16)
+    assert [cache.lookup([i] * 17) for i in (1, 2, 3)] == [16, 0, 16]
+    for i in range(10, 30):
+        run(cache, [i] * 16)
+    assert cache.lookup([1] * 17) < 16
+
+
+def test_a_policy_is_told_the_bytes_that_a_point_takes() -> None:
+    num_bytes: dict[int, int] = {}
+
+    def noting(candidate: EvictionCandidate) -> object:
+        num_bytes[candidate.position] = candidate.num_bytes
+        return candidate.last_used
+
+    plan = plan_of(group("full", Full()), group("window", Window(6)), group("state", State()))
+    cache = Cache(plan, retention=Retention(every=16), policy=noting)
+    run(cache, range(33))
+    full, window, state = (plan.stride_bytes(tag) for tag in ("full", "window", "state"))
+    size = cache.state.groups[0].slot_tokens
+    assert num_bytes[16] == state + window * 6 // size, "a point on the way: its state, and a window"
+    assert num_bytes[32] == state + window * 6 // size + full * 16 // size, "the end of a leaf: its rows as well"
+
+
 def test_a_higher_priority_outlives_a_later_use() -> None:
     cache = Cache(full_plan(pages=9), policy="priority")
     run(cache, [1] * 16, priority=5)

@@ -11,7 +11,7 @@ from kvweave.prefix.node import Kind, Node, Point
 
 
 def test_points_leave_in_any_order_and_the_smallest_key_is_always_first() -> None:
-    rng, queue = random.Random(0), EvictionQueue()
+    rng, queue = random.Random(0), EvictionQueue(is_tips=True)
     node = Node(0, None, 0, np.empty(0, np.int32), [])
     waiting: dict[tuple[int, int], Point] = {}
 
@@ -33,7 +33,7 @@ def test_points_leave_in_any_order_and_the_smallest_key_is_always_first() -> Non
 
 
 def test_points_on_both_sides_of_where_a_bucket_was_split_are_found() -> None:
-    queue, node = EvictionQueue(), Node(0, None, 0, np.empty(0, np.int32), [])
+    queue, node = EvictionQueue(is_tips=True), Node(0, None, 0, np.empty(0, np.int32), [])
     points = [Point(node, 0, Kind.PROMPT, ()) for _ in range(BUCKET + 1)]
     for key, point in enumerate(points):
         queue.add(point, key)

@@ -69,7 +69,7 @@ class Cache:
         self,
         plan: Plan,
         *,
-        policy: str | Policy = "lru",
+        policy: str | Policy = "weighted_lru",
         retention: Retention | None = None,
         admission_reserve: float = 0.0,
         rows: int = 256,
@@ -85,8 +85,7 @@ class Cache:
                 raise BadOption(f"a cache needs {name} of at least {least}, got {value}")
         if not 0 <= admission_reserve < 1:
             raise BadOption(f"admission_reserve is a share of a pool from 0 to below 1, got {admission_reserve}")
-        choose = POLICIES[policy] if isinstance(policy, str) else policy
-        self._state = CacheState(plan, rows, max_tokens, max_drafts, choose, retention or Retention(), on_event)
+        self._state = CacheState(plan, rows, max_tokens, max_drafts, policy, retention or Retention(), on_event)
         self._allocator = PageAllocator(self._state, admission_reserve)
         self._snapshots = Snapshots(self._state)
         self._publisher = Publisher(self._state)

@@ -74,7 +74,7 @@ class CacheState:
         rows: int,
         max_tokens: int,
         max_drafts: int,
-        policy: Policy,
+        policy: str | Policy,
         retention: Retention,
         on_event: Callable[[Event], None] | None,
     ) -> None:

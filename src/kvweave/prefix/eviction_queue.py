@@ -19,7 +19,9 @@ tuple: compiled code would unpack and pack it again at every use.)"""
 
 
 class EvictionQueue:
-    def __init__(self) -> None:
+    def __init__(self, is_tips: bool) -> None:
+        self.is_tips = is_tips
+        """Whether its points are the ends of leaves."""
         self._buckets: list[list[Entry]] = []
         self._last: list[Entry] = []
         """The last entry of each bucket."""

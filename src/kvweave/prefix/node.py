@@ -50,6 +50,7 @@ class Point:
         "priority",
         "queue",
         "states",
+        "weight",
     )
 
     def __init__(self, node: Node, position: int, kind: Kind, states: StatePages) -> None:
@@ -62,6 +63,8 @@ class Point:
         self.hits = 0
         self.priority = 0
         self.pins = 0
+        self.weight = 1.0
+        """How many times more slowly than others it ages, where the policy looks at ages."""
         self.queue: Any = None
         """The eviction queue that it is in, if any, and its entry there."""
         self.entry: Any = None

@@ -18,7 +18,7 @@ from kvweave.pool import GroupPages, Ids, PagedGroup, PagePool
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
-from kvweave.prefix.policy import EvictionCandidate, Policy
+from kvweave.prefix.policy import EvictionCandidate, Policy, order_of
 from kvweave.prefix.tree import Match, PublishStanding, Tree
 
 LONGEST_PATH = 32
@@ -39,12 +39,12 @@ class PrefixCache:
         self,
         groups: Sequence[PagedGroup],
         pools: Sequence[PagePool | None],
-        policy: Policy,
+        policy: str | Policy,
         emit: Callable[[Event], None] | None = None,
     ) -> None:
         self.tree = Tree(groups, emit)
         self.grid = self.tree.grid
-        self.policy = policy
+        self.order = order_of(policy)
         self.num_cached = [0] * len(groups)
         self.num_evicted = [0] * len(groups)
         """Pages that became free by eviction, by group."""
@@ -52,8 +52,8 @@ class PrefixCache:
         self._pools = list(pools)
         self._has_inner = bool(self.tree.windows or self.tree.states)
         self._full = [group for group in self.tree.full if group.has_pages]
-        self._tips = EvictionQueue()
-        self._inner = EvictionQueue()
+        self._tips = [EvictionQueue(is_tips=True) for _ in range(self.order.num_queues)]
+        self._inner = [EvictionQueue(is_tips=False) for _ in range(self.order.num_queues)]
 
     # ---- looking
 
@@ -91,7 +91,7 @@ class PrefixCache:
         point.last_used = self.tick()
         point.priority = max(point.priority, priority)
         node.growing_tip = False
-        self._move(point, self._queue_of(point))
+        self._move(point, self._queues_of(point))
         self._requeue_spaced(node)
         return point
 
@@ -225,12 +225,12 @@ class PrefixCache:
             self._requeue(first)
 
     def _requeue(self, point: Point) -> None:
-        """Put a point into the queue where it belongs now."""
-        queue = self._queue_of(point)
-        if queue is not point.queue:
-            self._move(point, queue)
+        """Put a point among the others where it belongs now."""
+        queues = self._queues_of(point)
+        if point.queue is None or queues is None or point.queue.is_tips != queues[0].is_tips:
+            self._move(point, queues)
 
-    def _queue_of(self, point: Point) -> EvictionQueue | None:
+    def _queues_of(self, point: Point) -> list[EvictionQueue] | None:
         node = point.node
         if point.pins:
             return None
@@ -239,12 +239,17 @@ class PrefixCache:
         is_inner = self._has_inner and (point.kind != Kind.SPACED or node.first_spaced() is point)
         return self._inner if is_inner else None
 
-    def _move(self, point: Point, queue: EvictionQueue | None) -> None:
+    def _is_tip(self, point: Point) -> bool:
+        """Whether it waits as the end of a leaf."""
+        return point.queue is not None and point.queue.is_tips
+
+    def _move(self, point: Point, queues: list[EvictionQueue] | None) -> None:
         if point.queue is not None:
             point.queue.remove(point)
-        if queue is not None:
-            key: Any = self.policy(EvictionCandidate(point, self.tree.groups))
-            queue.add(point, key if key == key else -np.inf)  # noqa: PLR0124 - NaN has no order
+        if queues is not None:
+            candidate = EvictionCandidate(point, self.tree.groups, queues is self._tips)
+            number, key, point.weight = self.order.place(candidate)
+            queues[number].add(point, key)
 
     # ---- evicting
 
@@ -267,14 +272,19 @@ class PrefixCache:
         return point is not None
 
     def _next(self, only_tips: bool) -> Point | None:
-        tip, inner = self._tips.first(), None if only_tips else self._inner.first()
-        first = inner if tip is None or (inner is not None and inner < tip) else tip
-        point: Point | None = None if first is None else first[2]
+        least: Any = None
+        point: Point | None = None
+        for queue in self._tips if only_tips else [*self._tips, *self._inner]:
+            entry = queue.first()
+            if entry is not None:
+                value = self.order.value(entry, self._clock)
+                if point is None or value < least:
+                    least, point = value, entry[2]
         return point
 
     def _evict(self, point: Point, tokens: int) -> None:
         """Give up a point, and of a leaf at least its last `tokens` tokens."""
-        if point.queue is self._inner:
+        if not point.queue.is_tips:
             if point.kind == Kind.SPACED:
                 self._drop_spaced(point.node)
             else:
@@ -304,7 +314,7 @@ class PrefixCache:
 
     def _drop_spaced(self, node: Node) -> None:
         """Give up the points of a run that nobody has asked for, and the window pages that only they need."""
-        spaced = [point for point in node.points if point.kind == Kind.SPACED and point.queue is not self._tips]
+        spaced = [point for point in node.points if point.kind == Kind.SPACED and not self._is_tip(point)]
         for point in spaced:
             self._forget(point)
         for group in self.tree.windows:
@@ -458,7 +468,7 @@ class PrefixCache:
             point.last_used = heir.last_used if heir else point.last_used
         if heir is not None:
             point.last_used = max(point.last_used, heir.last_used)
-            point.priority = max(point.priority, heir.priority)
+            point.priority, point.hits = max(point.priority, heir.priority), max(point.hits, heir.hits)
         self._move(point, self._tips)
         return True
 
