@@ -25,8 +25,8 @@ import sys
 import kvweave
 from tests.cache.lives import Life
 assert kvweave.__file__.startswith(sys.argv[1]), f"{kvweave.__file__} is not the copy in {sys.argv[1]}"
-for seed in range(60):
-    Life(seed).run(60)
+for seed in range(320):
+    Life(seed).run(80)
 """
 TESTS = ("tests/cache/test_cache.py", "tests/pool", "tests/table", "tests/prefix")
 LEFT_OUT = "two_hundred_thousand_presence_patterns"

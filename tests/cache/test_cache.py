@@ -26,7 +26,7 @@ from kvweave.errors import (
 )
 from kvweave.plan import Parallel, PoolRequest
 from kvweave.pool import NULL
-from kvweave.prefix import EvictionCandidate, Kind, Retention, Span
+from kvweave.prefix import EvictionCandidate, Kind, Retention, Spacing, Span
 from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
@@ -1442,3 +1442,73 @@ def test_whoever_opens_a_prompt_may_say_where_its_resume_points_are() -> None:
     engine.carry_out(cache.commit(sequence))
     assert cache.lookup([*range(68), 99]) == 64
     check_books(cache)
+
+
+# ---- small things that nothing else would notice
+
+
+def test_drafts_that_were_rejected_hide_nothing_from_others() -> None:
+    cache = Cache(full_plan())
+    sequence = run(cache, [1] * 8, close=False)
+    cache.extend(sequence, 4, tokens=[9] * 4, drafts=4)
+    cache.commit(sequence, 8)
+    cache.publish()
+    cache.accept(sequence, 8)
+    cache.extend(sequence, 4, tokens=[5] * 4)
+    cache.commit(sequence)
+    assert cache.lookup([*[1] * 8, *[5] * 4, 0]) == 12
+
+
+def test_sequences_that_left_leave_nothing_on_their_nodes() -> None:
+    cache = Cache(full_plan())
+    run(cache, [1] * 16)
+    for i in range(5):
+        cache.close(cache.open([*[1] * 8, *[i] * 8]))
+    tree = cache.state.prefix.tree
+    assert not any(node.standing for node in [*tree.roots.values(), *tree.nodes()])
+
+
+def test_a_hit_names_no_window_pages_that_the_next_token_cannot_see() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))), retention=Retention(every=4))
+    run(cache, range(33))
+    sequence = cache.open([*range(32), 99])
+    assert (cache.table("window")[sequence.row, :8] != 0).tolist() == [False] * 6 + [True] * 2
+
+
+def test_after_a_cut_no_token_of_the_last_step_is_left() -> None:
+    cache = Cache(full_plan())
+    sequence = cache.open([1] * 12)
+    cache.extend(sequence, 4)
+    cache.extend(sequence, 4)
+    cache.truncate(sequence, 2)
+    assert [len(slots) for slots in cache.slot_mapping(sequence).values()] == [0]
+
+
+def test_a_prompt_whose_drafts_are_rejected_is_still_known() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = cache.open(range(16))
+    engine = engine_of(cache)
+    engine.carry_out(cache.extend(sequence, 8, drafts=4))
+    cache.accept(sequence, 5)
+    assert sequence.tokens.tolist() == [*range(16)]
+
+
+def test_where_a_load_ends_is_a_point_that_was_asked_for() -> None:
+    kinds: dict[int, Kind] = {}
+
+    def noting(candidate: EvictionCandidate) -> object:
+        kinds[candidate.position] = candidate.kind
+        return candidate.last_used
+
+    cache = Cache(
+        plan_of(group("full", Full()), group("window", Window(6))), retention=Retention(every=8), policy=noting
+    )
+    sequence = cache.open(range(40))
+    cache.load_to(sequence, 16)
+    cache.commit(sequence)
+    cache.close(sequence)
+    assert kinds[16] == Kind.PROMPT
+
+
+def test_no_spaced_point_is_where_the_range_ends() -> None:
+    assert Spacing(4, widens=False).between(0, 8) == [4]

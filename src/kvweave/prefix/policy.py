@@ -131,7 +131,8 @@ class WeightedLRU:
 HIT_WEIGHT = 4.0
 SIZE_POWER = 0.3
 SPACED_WEIGHT = 1e-15
-"""Measured on public traces (docs/measurements/reuse.md): larger weights gain more where memory is short and lose where it is not."""
+"""Measured on public traces (docs/measurements/reuse.md): larger weights gain more where memory is short, and lose
+where it is not."""
 WANTED = 1 << 62
 """No clock gets so far; one number is compared sooner than two."""
 
