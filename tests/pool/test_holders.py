@@ -71,6 +71,15 @@ def test_evictable_pages_are_those_that_the_tree_alone_holds() -> None:
         assert side.holders[[3, 4, 5]].tolist() == [0, 1, 0]
 
 
+def test_a_page_in_two_runs_of_the_tree_is_evictable_and_gone_once() -> None:
+    for functions in (native, NumpyHolders):
+        side = Side(functions, SIZE)
+        calls = (("enter", [3, 3]), ("release", [3]), ("share", [3]), ("release", [3]), ("leave", [3]), ("leave", [3]))
+        found = [side.run(name, pages)[:2] for name, pages in calls]
+        assert found == [(1, []), ((0, 1), []), (1, []), ((0, 1), []), ((0, 0), []), ((1, 1), [3])]
+        assert side.holders[3] == side.evictable_in.sum() == 0
+
+
 @pytest.mark.parametrize("pages", [[PAGES], [-1], [2, 1000]])
 def test_a_page_without_a_counter_is_an_index_error_and_counts_nothing(pages: list[int]) -> None:
     side = Side(native, SIZE)
