@@ -49,7 +49,7 @@ class Scheduler:
         self.running: list[Job] = []
         self.waiting: list[Job] = []
         self._served: Counter[Hashable] = Counter()
-        """Tokens computed for each tenant, as far as it matters for taking turns."""
+        """Tokens computed for each tenant that has jobs, as far as it matters for taking turns."""
         self._arrived = 0
         self._has_full_only = all(group.cache.reach.span is None for group in core.plan.groups)
 
@@ -62,9 +62,9 @@ class Scheduler:
     def add(self, job: Job) -> None:
         job.number, self._arrived = self._arrived, self._arrived + 1
         active = {other.tenant for other in (*self.running, *self.waiting)}
-        if job.tenant not in active:  # whoever was away has saved nothing up
-            least = min((self._served[tenant] for tenant in active), default=0)
-            self._served[job.tenant] = max(self._served[job.tenant], least)
+        self._served = Counter({tenant: self._served[tenant] for tenant in active})
+        if job.tenant not in active:  # whoever was away has saved nothing up, and owes nothing
+            self._served[job.tenant] = min(self._served.values(), default=0)
         self.waiting.append(job)
 
     def remove(self, job: Job) -> None:
