@@ -1512,3 +1512,26 @@ def test_where_a_load_ends_is_a_point_that_was_asked_for() -> None:
 
 def test_no_spaced_point_is_where_the_range_ends() -> None:
     assert Spacing(4, widens=False).between(0, 8) == [4]
+
+
+def test_a_run_is_cut_where_windows_of_two_points_meet() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(10))), retention=Retention(every=8))
+    run(cache, range(33))
+    cache.state.prefix.evict(cache.state.full[0], 1)
+    assert cache.lookup(range(40)) == 28
+    check_books(cache)
+
+
+def test_a_run_is_cut_at_a_chunks_start_which_needs_nothing() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("chunk", Chunk(8))), retention=Retention(every=0))
+    run(cache, range(29))
+    cache.state.prefix.evict(cache.state.full[0], 2)
+    assert cache.lookup(range(40)) == 16
+    check_books(cache)
+
+
+def test_after_a_load_a_window_begins_where_the_next_token_sees() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    sequence = cache.open(range(40))
+    cache.load_to(sequence, 16)
+    assert [int(table.first[sequence.row]) for table in cache.state.tables] == [0, 2]
