@@ -1535,3 +1535,13 @@ def test_after_a_load_a_window_begins_where_the_next_token_sees() -> None:
     sequence = cache.open(range(40))
     cache.load_to(sequence, 16)
     assert [int(table.first[sequence.row]) for table in cache.state.tables] == [0, 2]
+
+
+@pytest.mark.parametrize("reach", [Full(), Window(40)], ids=["full", "window"])
+def test_a_run_is_cut_on_the_grid_though_less_was_asked_for(reach: Reach) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("small", reach), blocks={"full": 4, "small": 1}))
+    run(cache, range(9))
+    for left in (4, 0):
+        assert cache.state.prefix.evict_next(1)
+        assert sum(node.end - node.start for node in cache.state.prefix.tree.nodes()) == left
+        check_books(cache)

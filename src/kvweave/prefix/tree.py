@@ -90,12 +90,13 @@ class Tree:
         return self.last_resumable(match.nodes, min(match.length, limit) // self.grid * self.grid, 0)
 
     def last_resumable(self, nodes: list[Node], limit: int, low: int) -> int:
-        """The last position in (low, limit], on a path of nodes, from which every group can go on; `low` if none. The
-        path begins at the root, or above all that going on from such a position needs.
+        """The last position in (low, limit], on the grid and on a path of nodes, from which every group can go on;
+        `low` if none. The path begins at the root, or above all that going on from such a position needs.
 
         Full attention can go on from anywhere, states only from points. Windows can from points, and from wherever
         the pages kept for neighbouring points happen to suffice.
         """
+        limit = limit // self.grid * self.grid
         if limit <= low or not (self.states or self.windows):
             return max(low, limit)
         for node in reversed(nodes):
