@@ -1545,3 +1545,14 @@ def test_a_run_is_cut_on_the_grid_though_less_was_asked_for(reach: Reach) -> Non
         assert cache.state.prefix.evict_next(1)
         assert sum(node.end - node.start for node in cache.state.prefix.tree.nodes()) == left
         check_books(cache)
+
+
+def test_sinks_that_only_a_deeper_point_needed_leave_with_it() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("sinks", SinkWindow(4, 10)), blocks={"full": 4, "sinks": 2}))
+    run(cache, range(9))
+    run(cache, range(17))
+    prefix = cache.state.prefix
+    while any(node.end > 8 for node in prefix.tree.nodes()):
+        prefix.evict(cache.state.full[0], 1)
+        check_books(cache)
+    assert cache.lookup(range(17)) == 8

@@ -394,15 +394,22 @@ class PrefixCache:
         return first
 
     def _free_heads(self, node: Node, group: PagedGroup) -> None:
-        """Free the parts of a head in runs at or below which no point is left."""
+        """Free the parts of a head that no point at or below a run, or above it, needs any more."""
         for at in reversed(node.path()):
-            stack = [at]
-            while stack:
-                below = stack.pop()
-                if below.points:
-                    return
-                stack.extend(below.children.values())
-            self._free_window(at, group, at.start // group.slot_tokens, group.head_blocks)
+            needed = self._head_needed(at, group)
+            self._free_window(at, group, needed, group.head_blocks)
+            if needed > at.start // group.slot_tokens:
+                return
+
+    def _head_needed(self, node: Node, group: PagedGroup) -> int:
+        """How many blocks of a head the points at or below a node need."""
+        needed, stack = 0, [node]
+        while stack and needed < group.head_blocks:
+            at = stack.pop()
+            if at.points:
+                needed = max(needed, min(group.head_blocks, at.points[-1].position // group.slot_tokens))
+            stack.extend(at.children.values())
+        return needed
 
     def _free_window(self, node: Node, group: PagedGroup, first: int, last: int) -> None:
         start = node.start // group.slot_tokens
