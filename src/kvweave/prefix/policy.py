@@ -17,12 +17,13 @@ from kvweave.prefix.node import Kind, Point
 class EvictionCandidate:
     """What a policy may know of a resume point. It reads the point itself: use it at once, do not keep it."""
 
-    __slots__ = ("_groups", "_is_tip", "_point")
+    __slots__ = ("_groups", "_is_tip", "_point", "_tokens")
 
     def __init__(self, point: Point, groups: Sequence[PagedGroup], is_tip: bool) -> None:
         self._point = point
         self._groups = groups
         self._is_tip = is_tip
+        self._tokens = -1
 
     @property
     def wanted(self) -> bool:
@@ -56,7 +57,9 @@ class EvictionCandidate:
     @property
     def tokens(self) -> int:
         """Tokens it saves over the nearest point above it."""
-        return self._point.position - self._point.position_above()
+        if self._tokens < 0:  # asked for several times, and a walk up the tree
+            self._tokens = self._point.position - self._point.position_above()
+        return self._tokens
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +77,8 @@ class EvictionCandidate:
     @property
     def row_bytes(self) -> int:
         """Bytes of the rows of full attention that its tokens take."""
-        return sum(g.page_bytes * self.tokens // g.slot_tokens for g in self._groups if g.is_full)
+        tokens = self.tokens
+        return sum(g.page_bytes * tokens // g.slot_tokens for g in self._groups if g.is_full)
 
 
 Policy = Callable[[EvictionCandidate], Any]
