@@ -7,6 +7,7 @@ it is until the point is used again. `WeightedLRU`, the default, compares ages, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Any, Protocol
 
@@ -161,16 +162,16 @@ def cost(candidate: EvictionCandidate) -> Any:
     return (candidate.tokens * (1 + candidate.hits) / max(1, candidate.num_bytes), candidate.last_used)
 
 
-POLICIES: dict[str, Policy | None] = {
-    "weighted_lru": None,
-    "lru": lru,
-    "lfu": lfu,
-    "priority": priority,
-    "cost": cost,
+POLICIES: dict[str, Callable[[], Order]] = {
+    "weighted_lru": WeightedLRU,
+    "lru": partial(KeyOrder, lru),
+    "lfu": partial(KeyOrder, lfu),
+    "priority": partial(KeyOrder, priority),
+    "cost": partial(KeyOrder, cost),
 }
+"""Those that have a name."""
 
 
 def order_of(policy: str | Policy) -> Order:
     """Of a policy by its name, or of a user's own function."""
-    key = POLICIES[policy] if isinstance(policy, str) else policy
-    return WeightedLRU() if key is None else KeyOrder(key)
+    return POLICIES[policy]() if isinstance(policy, str) else KeyOrder(policy)
