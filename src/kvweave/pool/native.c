@@ -8,8 +8,11 @@
 
 /* The arguments that all functions have: counts by page, pages, counts by super-page (or none), pages of a super-page. */
 typedef struct {
-    Py_buffer holders, pages, evictable, out;
-    Py_ssize_t size;
+    Py_buffer holders_buffer, pages_buffer, evictable, out_buffer;
+    Py_ssize_t size, count;
+    int64_t *holders;
+    const int32_t *pages;
+    int32_t *out;
 } Call;
 
 static inline void count_evictable(const Call *call, int32_t page, int64_t sign)
@@ -20,20 +23,19 @@ static inline void count_evictable(const Call *call, int32_t page, int64_t sign)
 
 static void end(Call *call)
 {
-    PyBuffer_Release(&call->holders);
-    PyBuffer_Release(&call->pages);
+    PyBuffer_Release(&call->holders_buffer);
+    PyBuffer_Release(&call->pages_buffer);
     PyBuffer_Release(&call->evictable);
-    PyBuffer_Release(&call->out);
+    PyBuffer_Release(&call->out_buffer);
 }
 
 /* Every page has a counter, every counter a place: checked here, so that no loop has to. */
 static int check(Call *call, int has_out)
 {
-    const int32_t *pages = call->pages.buf;
-    Py_ssize_t count = call->pages.len / 4, most = call->holders.len / 8;
-    int fits = call->size > 0 && (!has_out || call->out.len >= call->pages.len);
-    for (Py_ssize_t i = 0; i < count; i++)
-        fits &= pages[i] >= 0 && pages[i] < most;
+    Py_ssize_t most = call->holders_buffer.len / 8;
+    int fits = call->size > 0 && (!has_out || call->out_buffer.len >= call->pages_buffer.len);
+    for (Py_ssize_t i = 0; i < call->count; i++)
+        fits &= call->pages[i] >= 0 && call->pages[i] < most;
     if (fits && call->evictable.len && (most - 1) / call->size >= call->evictable.len / 8)
         fits = 0;
     if (!fits)
@@ -46,7 +48,12 @@ static int begin(PyObject *args, Call *call, const char *format)
 {
     memset(call, 0, sizeof *call);
     call->size = 1;
-    int parsed = PyArg_ParseTuple(args, format, &call->holders, &call->pages, &call->evictable, &call->size, &call->out);
+    int parsed = PyArg_ParseTuple(args, format, &call->holders_buffer, &call->pages_buffer, &call->evictable,
+                                  &call->size, &call->out_buffer);
+    call->holders = call->holders_buffer.buf;
+    call->pages = call->pages_buffer.buf;
+    call->out = call->out_buffer.buf;
+    call->count = call->pages_buffer.len / 4;
     if (parsed && check(call, strlen(format) > 7))
         return 1;
     if (parsed)
@@ -60,12 +67,10 @@ static PyObject *share(PyObject *self, PyObject *args)
     (void)self;
     if (!begin(args, &call, "w*y*w*n"))
         return NULL;
-    int64_t *holders = call.holders.buf;
-    const int32_t *pages = call.pages.buf;
-    Py_ssize_t count = call.pages.len / 4, unnamed = 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (pages[i] && !(holders[pages[i]]++ & NAMES)) {
-            count_evictable(&call, pages[i], -1);
+    Py_ssize_t unnamed = 0;
+    for (Py_ssize_t i = 0; i < call.count; i++)
+        if (call.pages[i] && !(call.holders[call.pages[i]]++ & NAMES)) {
+            count_evictable(&call, call.pages[i], -1);
             unnamed++;
         }
     end(&call);
@@ -78,13 +83,11 @@ static PyObject *enter(PyObject *self, PyObject *args)
     (void)self;
     if (!begin(args, &call, "w*y*"))
         return NULL;
-    int64_t *holders = call.holders.buf;
-    const int32_t *pages = call.pages.buf;
-    Py_ssize_t count = call.pages.len / 4, entered = 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (pages[i]) {
-            entered += holders[pages[i]] < TREE;
-            holders[pages[i]] += TREE;
+    Py_ssize_t entered = 0;
+    for (Py_ssize_t i = 0; i < call.count; i++)
+        if (call.pages[i]) {
+            entered += call.holders[call.pages[i]] < TREE;
+            call.holders[call.pages[i]] += TREE;
         }
     end(&call);
     return PyLong_FromSsize_t(entered);
@@ -96,18 +99,15 @@ static PyObject *release(PyObject *self, PyObject *args)
     (void)self;
     if (!begin(args, &call, "w*y*w*nw*"))
         return NULL;
-    int64_t *holders = call.holders.buf;
-    const int32_t *pages = call.pages.buf;
-    int32_t *out = call.out.buf;
-    Py_ssize_t count = call.pages.len / 4, gone = 0, unnamed = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (!pages[i])
+    Py_ssize_t gone = 0, unnamed = 0;
+    for (Py_ssize_t i = 0; i < call.count; i++) {
+        if (!call.pages[i])
             continue;
-        int64_t left = --holders[pages[i]];
+        int64_t left = --call.holders[call.pages[i]];
         if (!left)
-            out[gone++] = pages[i];
+            call.out[gone++] = call.pages[i];
         else if (!(left & NAMES)) {
-            count_evictable(&call, pages[i], 1);
+            count_evictable(&call, call.pages[i], 1);
             unnamed++;
         }
     }
@@ -121,18 +121,15 @@ static PyObject *leave(PyObject *self, PyObject *args)
     (void)self;
     if (!begin(args, &call, "w*y*w*nw*"))
         return NULL;
-    int64_t *holders = call.holders.buf;
-    const int32_t *pages = call.pages.buf;
-    int32_t *out = call.out.buf;
-    Py_ssize_t count = call.pages.len / 4, gone = 0, left_tree = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (!pages[i])
+    Py_ssize_t gone = 0, left_tree = 0;
+    for (Py_ssize_t i = 0; i < call.count; i++) {
+        if (!call.pages[i])
             continue;
-        int64_t left = holders[pages[i]] -= TREE;
+        int64_t left = call.holders[call.pages[i]] -= TREE;
         left_tree += left < TREE;
         if (!left) {
-            out[gone++] = pages[i];
-            count_evictable(&call, pages[i], -1);
+            call.out[gone++] = call.pages[i];
+            count_evictable(&call, call.pages[i], -1);
         }
     }
     end(&call);
