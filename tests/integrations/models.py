@@ -35,8 +35,9 @@ def model_of(name: str) -> Any:
     model_class = getattr(transformers, tiny.STAND_INS.get(name, tiny.CLASSES[name.partition(":")[0]]))
     if not isinstance(config, model_class.config_class):
         config = config.get_text_config(decoder=True)
-    torch.manual_seed(0)
-    return model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.random.fork_rng():  # whoever samples has set the seed already
+        torch.manual_seed(0)
+        return model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:
