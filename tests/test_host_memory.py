@@ -55,7 +55,7 @@ def test_where_nobody_knows_nothing_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_more_than_there_is_less_a_margin_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 4 * GIB)
     check_memory("arena", 3 * GIB)
-    with pytest.raises(OutOfMemory, match=r"arena: cannot have \d+ bytes \(4.00 GiB .* 256.00 MiB stay free"):
+    with pytest.raises(OutOfMemory, match=r"arena: cannot allocate \d+ bytes \(4.00 GiB .* 256.00 MiB stay free"):
         check_memory("arena", 4 * GIB - (200 << 20))
 
 

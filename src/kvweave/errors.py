@@ -2,66 +2,67 @@
 
     KVWeaveError
     +-- SpecError            a declaration contradicts itself
-    |   +-- UnknownName      a name (dtype, reach, key) that nobody declared; says the nearest known one
+    |   +-- UnknownName      a name (dtype, reach, key) that is not declared; gives the nearest known one
     +-- ConfigError          a config.json cannot be read, or lacks what its layers need
     +-- PlanError            memory cannot be cut as asked
-        +-- NeverFits        not even an empty pool of this size would hold it; says what would; a CacheError too
+        +-- NeverFits        not even an empty pool of this size holds it; gives the size that does; a CacheError too
         +-- DraftMismatch    a draft model's caches match no group of the target
             +-- AmbiguousDraft   ... or match several
     +-- CacheError           a cache cannot do what was asked of it
-        +-- OutOfPages       not now: which groups lack pages, who does not fit, who could be preempted; later, yes
-        +-- BadOption        an argument of a cache, a retention or a simulation that makes no sense
-        +-- BadTokens        a prompt that is no list of token ids
-        +-- BadSequence      a sequence of another cache, a closed one, lengths that make no sense
-        +-- NotSettled       steps in flight, drafts or copies are outstanding; says what to do first
-        +-- CannotTruncate   what the shorter sequence would need is gone
+        +-- OutOfPages       too few free pages now: which groups lack them, which sequences could be preempted
+        +-- BadOption        an argument of a cache, a retention or a simulation is out of range
+        +-- BadTokens        a prompt is not a list of token ids
+        +-- BadSequence      a sequence of another cache, a closed one, or lengths out of range
+        +-- NotSettled       steps, drafts or copies are not finished; says what to do first
+        +-- CannotTruncate   pages or states that the shorter sequence needs are gone
         +-- BadCall          a model was called in a way that pages cannot follow
         +-- WrongThread      a cache belongs to the thread that made it
-    +-- TensorError          memory cannot be had, or be used as asked
-        +-- OutOfMemory      the machine has not so many bytes; nothing stays allocated
-        +-- NoDevice         the device asked for is not here
-        +-- ArenaClosed      memory that was given back already
-        +-- BadRows          rows, slots or pages that do not fit the cache they are for
-        +-- NoKernel         attention over a layer's pages that a backend cannot compute, with the reason
+    +-- TensorError          memory cannot be allocated, or not be used as asked
+        +-- OutOfMemory      the machine has too little memory; nothing stays allocated
+        +-- NoDevice         the device is not available
+        +-- ArenaClosed      the memory was freed already
+        +-- BadRows          rows, slots or pages do not match the shape of the cache
+        +-- NoKernel         a backend cannot compute attention over a layer's pages, with the reason
     +-- TraceError           a trace cannot be read, or not be replayed as asked
-        +-- LengthsOnly      it says how long requests were, not what they share: no claim of reuse can be made
-    +-- MissingExtra         a part of kvweave needs packages that are not installed; says how to get them
-    +-- NotBuilt             a part of kvweave in C was not built where it was installed; says what to do
-    +-- CannotServe          a model whose past cannot be kept in pages, with the reason
-    +-- QueueFull            an engine has as many requests under way as it may have; later, yes
-    +-- OperationCancelled   what was submitted was cancelled before it was done
-    +-- OperationTimeout     what was submitted is not done yet; it goes on, and may be waited for again
+        +-- LengthsOnly      it has lengths of requests and no tokens, so reuse cannot be computed
+    +-- MissingExtra         packages are not installed; says which extra to install
+    +-- NotBuilt             a C extension was not built when kvweave was installed; says what to do
+    +-- CannotServe          a model's cache cannot be kept in pages, with the reason
+    +-- QueueFull            an engine has as many requests as it may have; retry later
+    +-- OperationCancelled   a submitted operation was cancelled before it was done
+    +-- OperationTimeout     a submitted operation is not done yet; it continues, and may be waited for again
     +-- TransferError        pages cannot be moved
-        +-- BadCopy          pages, chunks, buffers or layouts that do not fit together; nothing moved
-        +-- TransferFailed   it broke on the way; what it was to fill holds nothing of use
-        +-- TransferCancelled  somebody cancelled it; likewise. An OperationCancelled, too
+        +-- BadCopy          pages, chunks, buffers or layouts do not match; nothing moved
+        +-- TransferFailed   it failed midway; the contents of its target are undefined
+        +-- TransferCancelled  it was cancelled; likewise. An OperationCancelled, too
         +-- TransferTimeout  it is not done yet. An OperationTimeout, too
-    +-- StoreError           a store cannot be had, or be used as asked
-        +-- TierError        a tier failed at something; the others go on
-            +-- TierFull     its disk or server has no room, whatever its quota says
+    +-- StoreError           a store cannot be opened, or not be used as asked
+        +-- TierError        a tier failed; the others continue
+            +-- TierFull     its disk or server is full, whatever its quota
             +-- ReadOnly     it can be read, but not be written
             +-- Busy         another process owns its directory
-            +-- Unreadable   bytes that it holds cannot be read: lost, and removed
-            +-- PartlyRead   some of what it was asked for is unreadable; the rest is there
-            +-- Vanished     somebody removed its directory: it must be opened anew
-        +-- ServerError      the daemon said no
-            +-- ServerGone   nobody answers at its socket
-                +-- ServerTimeout  it is there, but did not answer in time: slow, or frozen
-            +-- Refused      it will not talk to this client: version, token, user
-            +-- BadRequest   it cannot do what was asked: damaged, unknown, foreign, not on this kind of connection
-            +-- OverLimit    more than one message, or one connection, may ask for
-            +-- LeaseExpired what was reserved was given back meanwhile; nothing became visible
+            +-- Unreadable   stored bytes cannot be read: they are removed
+            +-- PartlyRead   some of the requested blobs are unreadable; the others were read
+            +-- Vanished     its directory was removed: it must be opened again
+        +-- ServerError      the daemon refused or failed a request
+            +-- ServerGone   no daemon answers at the socket
+                +-- ServerTimeout  the daemon did not answer in time: slow, or frozen
+            +-- Refused      the daemon rejects this client: version, token, user
+            +-- BadRequest   a request is damaged, names something unknown, or is not allowed on this connection
+            +-- OverLimit    a request exceeds the limits of a message or of a connection
+            +-- LeaseExpired the reservation ended before the commit; nothing became visible
 
-    KVWeaveWarning           something works, but hardly as it was meant
-    +-- CoarseReuse          a plan whose groups' blocks seldom end together, so that few prefixes can be reused
+    KVWeaveWarning           something works, but not well
+    +-- CoarseReuse          blocks of a plan's groups seldom end together, so that few prefixes can be reused
 
-Every message carries the numbers and the cure; an error leaves everything as it was.
+Every message has the numbers and the cure; an error changes nothing.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 
@@ -82,7 +83,7 @@ class SpecError(KVWeaveError, ValueError):
 
 
 class UnknownName(SpecError):
-    """A name nobody declared."""
+    """A name that is not declared."""
 
     def __init__(self, what: str, name: object, known: Iterable[str]) -> None:
         choices = sorted(map(str, known))  # an enum member is its value here
@@ -151,23 +152,23 @@ class OutOfPages(CacheError):
 
 
 class BadOption(CacheError, ValueError):
-    """An argument of a cache, a retention or a simulation that makes no sense."""
+    """An argument of a cache, a retention or a simulation is out of range."""
 
 
 class BadTokens(CacheError, ValueError):
-    """A prompt that is no list of token ids."""
+    """A prompt is not a list of token ids."""
 
 
 class BadSequence(CacheError, ValueError):
-    """A sequence of another cache, a closed one, or a length that makes no sense."""
+    """A sequence of another cache, a closed one, or a length out of range."""
 
 
 class NotSettled(CacheError, RuntimeError):
-    """Steps in flight, drafts or copies are outstanding, so this cannot be done yet."""
+    """Steps, drafts or copies are not finished, so this cannot be done yet."""
 
 
 class CannotTruncate(CacheError, ValueError):
-    """What the shorter sequence would need is gone: open it again from its tokens."""
+    """Pages or states that the shorter sequence needs are gone: open it again from its tokens."""
 
 
 class BadCall(CacheError, ValueError):
@@ -179,27 +180,27 @@ class WrongThread(CacheError, RuntimeError):
 
 
 class TensorError(KVWeaveError):
-    """Memory cannot be had, or cannot be used as asked."""
+    """Memory cannot be allocated, or cannot be used as asked."""
 
 
 class OutOfMemory(TensorError, MemoryError):
-    """The machine has not so many bytes; nothing of what was asked for stays allocated."""
+    """The machine has too little memory; nothing stays allocated."""
 
     def __init__(self, where: str, *, wanted_bytes: int, reason: str) -> None:
-        super().__init__(f"{where}: cannot have {wanted_bytes} bytes ({reason}); plan with less memory")
+        super().__init__(f"{where}: cannot allocate {wanted_bytes} bytes ({reason}); plan with less memory")
         self.wanted_bytes = wanted_bytes
 
 
 class NoDevice(TensorError, RuntimeError):
-    """The device asked for is not here."""
+    """The device is not available."""
 
 
 class ArenaClosed(TensorError, RuntimeError):
-    """The memory was given back already."""
+    """The memory was freed already."""
 
 
 class BadRows(TensorError, ValueError):
-    """Rows, slots or pages that do not fit the cache they are for; nothing was written."""
+    """Rows, slots or pages do not match the shape of the cache; nothing was written."""
 
 
 class NoKernel(TensorError, ValueError):
@@ -211,15 +212,15 @@ class NoKernel(TensorError, ValueError):
 
 
 class StoreError(KVWeaveError):
-    """A store cannot be had, or cannot be used as asked."""
+    """A store cannot be opened, or cannot be used as asked."""
 
 
 class TierError(StoreError):
-    """A tier failed at something: for its reader a miss, for its writer nothing was stored."""
+    """A tier failed: a read is a miss, a write stored nothing."""
 
 
 class TierFull(TierError):
-    """A tier's disk or server has no room, whatever its quota says; what it holds is still served."""
+    """A tier's disk or server is full, whatever its quota; stored blobs are still served."""
 
 
 class ReadOnly(TierError):
@@ -231,11 +232,11 @@ class Busy(TierError):
 
 
 class Unreadable(TierError):
-    """Bytes that a tier holds cannot be read, and never will be."""
+    """Bytes that a tier stores cannot be read, now or later."""
 
 
 class PartlyRead(TierError):
-    """Some of what a tier was asked for could not be read, and was removed; `answer` is what its reader gets."""
+    """Some of the requested blobs could not be read, and were removed; `answer` has the others."""
 
     def __init__(self, message: str, answer: object) -> None:
         super().__init__(message)
@@ -243,15 +244,15 @@ class PartlyRead(TierError):
 
 
 class Vanished(TierError):
-    """A tier's directory was removed, or is another one by now; it must be opened anew."""
+    """A tier's directory was removed or replaced; it must be opened again."""
 
 
 class ServerError(StoreError):
-    """The daemon said no; nothing was changed."""
+    """The daemon refused or failed a request; nothing was changed."""
 
 
 class ServerGone(ServerError):
-    """Nobody answers at the daemon's socket, or not in time."""
+    """No daemon answers at the socket, or not in time."""
 
 
 class ServerTimeout(ServerGone):
@@ -259,31 +260,31 @@ class ServerTimeout(ServerGone):
 
 
 class Refused(ServerError):
-    """The daemon will not talk to this client."""
+    """The daemon rejects this client: version, token or user."""
 
 
 class BadRequest(ServerError):
-    """A message that is damaged, refers to what is not there, or may not come over this kind of connection."""
+    """A request is damaged, names something unknown, or is not allowed on this kind of connection."""
 
 
 class OverLimit(ServerError):
-    """More than one message, or one connection, may ask for."""
+    """A request exceeds the limits of a message or of a connection."""
 
 
 class LeaseExpired(ServerError):
-    """What was reserved was given back meanwhile; nothing of it became visible."""
+    """The reservation ended before the commit; nothing of it became visible."""
 
 
 class QueueFull(KVWeaveError):
-    """An engine has as many requests under way as it may have; when some are answered, there is room."""
+    """An engine has as many requests as it may have; retry when some are answered."""
 
 
 class OperationCancelled(KVWeaveError):
-    """What was submitted was cancelled: it did what it did, and does no more."""
+    """A submitted operation was cancelled: what was done stays done, the rest is not begun."""
 
 
 class OperationTimeout(KVWeaveError, TimeoutError):
-    """What was submitted is not done yet. It goes on, and may be waited for again."""
+    """A submitted operation is not done yet. It continues, and may be waited for again."""
 
 
 class TransferError(KVWeaveError):
@@ -291,19 +292,19 @@ class TransferError(KVWeaveError):
 
 
 class BadCopy(TransferError, ValueError):
-    """Pages, chunks, buffers or layouts that do not fit one another; nothing was moved."""
+    """Pages, chunks, buffers or layouts do not match; nothing was moved."""
 
 
 class TransferFailed(TransferError, RuntimeError):
-    """A transfer broke on the way: what it was to fill holds nothing of use."""
+    """A transfer failed midway: the contents of its target are undefined."""
 
 
 class TransferCancelled(TransferError, OperationCancelled):
-    """A transfer was cancelled: what it was to fill holds nothing of use."""
+    """A transfer was cancelled: the contents of its target are undefined."""
 
 
 class TransferTimeout(TransferError, OperationTimeout):
-    """A transfer is not done yet. It goes on, and may be waited for again."""
+    """A transfer is not done yet. It continues, and may be waited for again."""
 
 
 class TraceError(KVWeaveError, ValueError):
@@ -311,28 +312,37 @@ class TraceError(KVWeaveError, ValueError):
 
 
 class LengthsOnly(TraceError):
-    """A trace says how long its requests were and nothing of what they share."""
+    """A trace has lengths of requests and no tokens, so reuse cannot be computed."""
 
 
 class MissingExtra(KVWeaveError, ImportError):
-    """A part of kvweave needs packages that are not installed."""
+    """Packages that a part of kvweave needs are not installed."""
 
     def __init__(self, what: str, extra: str, package: str | None) -> None:
         super().__init__(f"{what} needs {package or 'packages'}: pip install 'kvweave[{extra}]'", name=package)
 
+    @classmethod
+    @contextmanager
+    def on_import(cls, what: str, extra: str) -> Iterator[None]:
+        """Imports within belong to `extra`: one that is not installed raises this error."""
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            raise cls(what, extra, error.name) from error
+
 
 class NotBuilt(KVWeaveError, ImportError):
-    """A part of kvweave that is written in C was not built."""
+    """A C extension was not built when kvweave was installed."""
 
     def __init__(self, what: str, error: ImportError) -> None:
         super().__init__(
-            f"{what} needs a part of kvweave in C that was not built ({error}): install kvweave again, where there is a"
+            f"{what} needs a C extension of kvweave that was not built ({error}): install kvweave again with a"
             " C compiler and without KVWEAVE_PURE"
         )
 
 
 class CannotServe(KVWeaveError, ValueError):
-    """A model whose past cannot be kept in pages."""
+    """A model's cache cannot be kept in pages."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"{model} cannot be served: {reason}")

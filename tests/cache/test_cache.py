@@ -1142,7 +1142,7 @@ def test_ids_that_contradict_the_prompt_or_leave_a_gap_are_refused() -> None:
         cache.extend(sequence, 2, tokens=[0, 7])
     one, two = (run(cache, [i] * 5, close=False) for i in range(2))
     cache.extend(one, 1)
-    with pytest.raises(BadTokens, match="tokens 5 to 5 of a sequence were never told"):
+    with pytest.raises(BadTokens, match="tokens 5 to 5 of a sequence are not known"):
         cache.extend([one, two], 1, tokens=[1, 1])
     cache.extend(sequence, 7, tokens=range(7))
     cache.extend(sequence, 3, tokens=[7, 8, 9])

@@ -227,7 +227,7 @@ def test_ids_that_are_told_after_the_step_name_the_tokens_they_belong_to() -> No
     cache.extend(sequence, 8)
     cache.commit(sequence)
     cache.extend(sequence, 1)
-    with pytest.raises(BadTokens, match="the ids of tokens 8 to 8 of a sequence were never told"):
+    with pytest.raises(BadTokens, match="the ids of tokens 8 to 8 of a sequence are not known"):
         cache.extend(sequence, 1, tokens=[77])
     cache.extend(sequence, 3)
     cache.commit(sequence, tokens=[70, 71, 72, 73])
@@ -270,7 +270,7 @@ def test_copies_that_nobody_took_over_make_the_next_call_an_error() -> None:
     copies = cache.extend(again, 2)
     assert len(copies) == 1
     for call in (lambda: cache.commit(again), lambda: cache.extend(again, 1), lambda: cache.fork(again)):
-        with pytest.raises(NotSettled, match="never looked at"):
+        with pytest.raises(NotSettled, match="never read"):
             call()
     list(cache.extend(first, 1, tokens=[3]))
     assert [copy.tag for copy in copies] == ["state"]

@@ -77,8 +77,8 @@ def test_it_asks_first_and_says_what_it_will_do(
         monkeypatch.setattr("sys.stdin", Typed(typed))
         run = kvweave("clear", "--tenant", "team-a", "--model", "hybrid", *socket)
         assert (run.code, run.out) == (1, "")
-        assert "Forget everything of tenant 'team-a' of model 'hybrid'? Tiers and their entries: memory (" in run.err
-        assert "nothing was cleared" in run.err
+        assert "Delete everything of tenant 'team-a' of model 'hybrid'? Tiers and their entries: memory (" in run.err
+        assert "nothing was deleted" in run.err
     assert kept(client) == [1024, 1024]
     monkeypatch.setattr("sys.stdin", Typed("y\n"))
     assert kvweave("clear", *socket).code == 0
@@ -91,7 +91,7 @@ def test_where_nobody_can_be_asked_nothing_goes_without_yes(
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     run = kvweave("clear", *socket)
     assert (run.code, run.out) == (2, "")
-    assert "nobody is there to be asked whether to forget everything: say so with --yes" in run.err
+    assert "nobody can be asked whether to delete everything: give --yes" in run.err
     assert kept(client) == [1024, 1024]
 
 

@@ -22,7 +22,7 @@ def test_it_shows_models_groups_tiers_prefixes_and_clients(kvweave: Kvweave, tmp
         run = kvweave("inspect", "--socket", str(tmp_path / "kv.sock"))
         assert (run.code, run.err) == (0, "")
         assert "5 lookups, 4,096 of 5,125 tokens found (79.9%)" in run.out
-        assert "leases end after 30 s; a connection reserves 1 MiB at once, and pins 1 MiB, at most" in run.out
+        assert "leases last 30 s; limits of a connection: 1 MiB reserved, 1 MiB pinned" in run.out
         lines = [line.split() for line in run.out.splitlines()]
         assert ["hybrid", "full", "full", "1", "4"] in [line[:5] for line in lines]
         assert ["window", "window", "300", "2", "4"] in [line[:5] for line in lines]

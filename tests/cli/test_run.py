@@ -214,6 +214,30 @@ def test_what_came_from_memory_from_the_store_and_was_computed_is_shown(kvweave:
     assert "<th>of these stored</th>" in page
 
 
+def test_a_chat_shorter_than_a_chunk_says_why_nothing_was_stored(
+    kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    run = kvweave(*GEMMA, "--chat", "--store", str(tmp_path / "kv"))
+    assert run.code == 0, run.err
+    said = " ".join(run.out.split())
+    assert (
+        "Nothing was stored: a store keeps whole chunks of 256 tokens, and the longest prompt with its answer" in said
+    )
+    assert "blobs" not in said
+
+
+@pytest.mark.parametrize(("prompt_tokens", "stored"), [(252, 0), (253, 2)])
+def test_the_last_token_of_an_answer_does_not_complete_a_chunk(
+    kvweave: Kvweave, tmp_path: Path, prompt_tokens: int, stored: int
+) -> None:
+    """A token is a byte, and answers have four, of which three have KV."""
+    run = kvweave(*GEMMA, "--prompt", "x" * prompt_tokens, "--store", str(tmp_path / "kv"))
+    said = " ".join(run.out.split())
+    assert ("Nothing was stored" in said) == (not stored)
+    assert (f"{stored} blobs went there" in said) == bool(stored)
+
+
 def test_a_model_that_gains_nothing_from_a_store_says_so(kvweave: Kvweave, tmp_path: Path) -> None:
     run = kvweave("run", "jamba-1.5-mini", *TINY, "--prompt", "x" * 300, "--store", str(tmp_path / "kv"))
     assert run.code == 0, run.err
@@ -279,7 +303,7 @@ WRONG = {
         (*GEMMA[:-4], "--memory", "700KiB", "--prompt", "x" * 3000),
         "a sequence of 3000 tokens, those from 2999 on in one step, takes",
     ),
-    "two things at once": ((*GEMMA, "--chat", "--prompt", "x"), "--prompt and --chat are given"),
+    "two things at once": ((*GEMMA, "--chat", "--prompt", "x"), "--prompt and --chat exclude one another"),
     "unknown workload": ((*GEMMA, "--workload", "agent"), "did you mean 'agents'?"),
     "an empty prompt": ((*GEMMA, "--prompt", ""), "--prompt is empty"),
     "no new tokens": ((*GEMMA[:-2], "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
@@ -287,7 +311,7 @@ WRONG = {
     "no size": ((*GEMMA, "--size", "large"), "cannot read 'large' as a number of parameters"),
     "too small a size": ((*GEMMA, "--size", "9"), "cannot be scaled down to 9 parameters: "),
     "a size that its parts do not have": (("run", "mimo-v2-flash", "--size", "2M"), "is the least, give --size 2.2M"),
-    "a chat in JSON": ((*GEMMA, "--chat", "--json"), "--json must be alone"),
+    "a chat in JSON": ((*GEMMA, "--chat", "--json"), "--chat and --json both write to stdout"),
     "unknown dtype": ((*GEMMA, "--dtype", "float23"), "did you mean 'float32'?"),
     "weights for no store": ((*GEMMA, "--weights", "x"), "--store is not given"),
     "a store of an unknown kind": ((*GEMMA, "--store", "s33://bucket"), "did you mean 's3'?"),

@@ -52,7 +52,7 @@ def test_a_stop_drains_and_a_restart_is_warm(tmp_path: Path, how: signal.Signals
         assert process.stderr
         log = process.stderr.read().splitlines()
         assert [line.split(" INFO ")[1].split(" after")[0] for line in log] == [
-            f"serving 8.00 MiB at {path}", "behind it disk: 0 entries", f"{how.name}: stopping", "drained", "stopped",
+            f"serving 8.00 MiB at {path}", "tier disk: 0 entries", f"{how.name}: stopping", "drained", "stopped",
         ]  # fmt: skip
         assert not path.exists()
     with spawned(path, *options):

@@ -41,6 +41,15 @@ def test_the_table_says_what_was_saved_what_could_be_and_what_was_made_up(kvweav
         assert words in run.out, words
 
 
+def test_a_narrow_terminal_cuts_no_number(kvweave: Kvweave, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = ("simulate", str(trace), *ASK, "--memory", "16GiB", "--tier", "host=64GiB@20GB/s")
+    wide = {word for word in kvweave(*ask).out.split() if "," in word}
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = kvweave(*ask).out
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert wide <= {*narrow.split()}
+
+
 def test_json_is_an_object_a_line_with_every_number(kvweave: Kvweave, trace: Path) -> None:
     run = kvweave("simulate", str(trace), *ASK, "--memory", "16GiB", "--tier", "host=64GiB@20GB/s", "--json")
     small, large = (json.loads(line) for line in run.out.splitlines())

@@ -103,7 +103,7 @@ def test_an_arena_larger_than_the_memory_is_refused_with_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvweave.host_memory.available_bytes", lambda: 16 << 20)
-    with pytest.raises(OutOfMemory, match=r"arena: cannot have 33554432 bytes \(16.00 MiB of host memory"):
+    with pytest.raises(OutOfMemory, match=r"arena: cannot allocate 33554432 bytes \(16.00 MiB of host memory"):
         Daemon(settings(tmp_path, memory=32 << 20))
 
 

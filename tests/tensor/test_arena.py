@@ -62,7 +62,7 @@ def test_running_out_of_memory_leaves_nothing_allocated() -> None:
     made = make_plan(HYBRID, "1MB", own_pools=absurd)
     memory = Memory()
     with pytest.raises(
-        OutOfMemory, match=r"pool 'window': cannot have \d+ bytes .*host memory.*plan with less"
+        OutOfMemory, match=r"pool 'window': cannot allocate \d+ bytes .*host memory.*plan with less"
     ) as caught:
         Arena(made, memory)
     assert isinstance(caught.value, KVWeaveError)
@@ -103,7 +103,7 @@ def test_without_cuda_pinned_memory_is_ordinary_and_that_is_said_once(caplog: py
 
 
 def test_a_device_that_is_not_here_is_named() -> None:
-    with pytest.raises(NoDevice, match=r"'cuda:99' is not here: torch sees \d+ CUDA devices"):
+    with pytest.raises(NoDevice, match=r"'cuda:99' is not available: torch sees \d+ CUDA devices"):
         Arena(PLANS["dsa fp8"], "cuda:99")
     with pytest.raises(NoDevice, match="unknown device 'gpu'"):
         Arena(PLANS["dsa fp8"], "gpu")

@@ -125,7 +125,7 @@ def test_wishes_that_make_no_sense_are_refused() -> None:
         with pytest.raises(PlanError, match="a mirror of 'full' cannot have -1 pages"):
             HostMirror(arena, {"full": -1})
         with HostMirror(arena, {"full": 2}) as mirror:
-            with pytest.raises(BadRows, match="page 3 of 'full' is nobody's: its pages are 1 to 2"):
+            with pytest.raises(BadRows, match="page 3 of 'full' is out of range: its pages are 1 to 2"):
                 mirror.store("full", np.array([1]), np.array([3]))
             with pytest.raises(BadRows, match=r"page 0 \(the NULL page\)"):
                 mirror.load("full", [0], [1])

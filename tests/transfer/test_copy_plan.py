@@ -152,7 +152,9 @@ def test_pages_and_places_that_are_not_there_are_named() -> None:
     first = MADE.group("full").pages_per_superpage
     past = MADE.num_pages("full") + first
     for page in (-1, first - 1, past):
-        with pytest.raises(BadCopy, match=f"page {page}.* of 'full' is nobody's: its pages are {first} to {past - 1}"):
+        with pytest.raises(
+            BadCopy, match=f"page {page}.* of 'full' is out of range: its pages are {first} to {past - 1}"
+        ):
             check(one("full", [page], [0], [0]))
     with pytest.raises(BadCopy, match="chunk 2 of 'full' is not among the plan's 2"):
         check(one("full", [first], [2], [0]))

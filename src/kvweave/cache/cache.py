@@ -527,7 +527,7 @@ class Cache:
             if not chosen:
                 raise BadSequence("no sequence is in the batch")
         if check_copies and self._outstanding and self._is_outstanding(rows):
-            raise NotSettled("the copies that the last call returned were never looked at: carry them out first")
+            raise NotSettled("the copies that the last call returned were never read: carry them out first")
         return rows, chosen
 
     def _hand_out(self, builder: CopyBuilder | None) -> Copies:

@@ -46,9 +46,7 @@ class Steps:
         counters = self.state.counters
         drafts = drafts if self.state.states else 0
         if self._has_drafts and counters.drafts[rows].any():
-            raise NotSettled(
-                "drafts of the last step are neither accepted nor rejected: which state is live? accept first"
-            )
+            raise NotSettled("drafts of the last step are neither accepted nor rejected: call accept first")
         if len(sequences) == 1:
             copies = self._extend_one(
                 sequences[0], counts if isinstance(counts, int) else int(counts[0]), lookahead, drafts, in_step

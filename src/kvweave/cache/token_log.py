@@ -76,7 +76,7 @@ class TokenLog:
         if (known < start).any():
             at = int(np.flatnonzero(known < start)[0])
             raise BadTokens(
-                f"the ids of tokens {known[at]} to {start[at] - 1} of a sequence were never told: tell them to commit"
+                f"the ids of tokens {known[at]} to {start[at] - 1} of a sequence are not known: pass them to commit"
             )
         for sequence, first, new in _by_sequence(sequences, start, counts, ids):
             overlap = min(sequence.num_tokens - first, len(new))

@@ -1,4 +1,4 @@
-"""The command line: `kvweave plan | run | serve | inspect | clear | demo | examples`. Needs `kvweave[cli]`."""
+"""The command line, `kvweave --help`. Needs `kvweave[cli]`."""
 
 from __future__ import annotations
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from kvweave.cli.run import run_options as option
-from kvweave.errors import ConfigError
+from kvweave.errors import MissingExtra
 
-ENDPOINT, ENGINE = "Endpoint", "Engine"
+_endpoint, _engine = (partial(typer.Option, rich_help_panel=title) for title in ("Endpoint", "Engine"))
 KEY_VARIABLE = "KVWEAVE_API_KEY"
 
-Host = Annotated[str, typer.Option(metavar="HOST", help="Where to listen.", rich_help_panel=ENDPOINT)]
-Port = Annotated[int, typer.Option(metavar="N", help="The port.", rich_help_panel=ENDPOINT)]
-Name = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Its name for clients.", show_default="MODEL", rich_help_panel=ENDPOINT),
-]
-Budget = Annotated[int, typer.Option(metavar="N", help="Tokens a step, at most.", rich_help_panel=ENGINE)]
-Running = Annotated[int, typer.Option(metavar="N", help="Requests that run at once, at most.", rich_help_panel=ENGINE)]
+Host = Annotated[str, _endpoint(metavar="HOST", help="The address to listen on.")]
+Port = Annotated[int, _endpoint(metavar="N", help="The port to listen on.")]
+Name = Annotated[str | None, _endpoint(metavar="NAME", help="The model name that clients use.", show_default="MODEL")]
+Budget = Annotated[int, _engine(metavar="N", help="Most tokens computed in one step.")]
+Running = Annotated[int, _engine(metavar="N", help="Most requests computed at once; others wait.")]
 
 
 def api_command(
@@ -42,7 +40,8 @@ def api_command(
 ) -> None:
     """Serve a model to OpenAI clients: completions, chat, streams; many requests at once on one cache.
 
-    The key that clients must send is in the variable KVWEAVE_API_KEY, if it is set. SIGTERM and Ctrl-C let answers end.
+    If the environment variable KVWEAVE_API_KEY is set, clients must send its value as their key. SIGTERM and Ctrl-C
+    stop the server once running answers have ended.
 
     [bold]Examples[/bold]
 
@@ -50,13 +49,11 @@ def api_command(
       kvweave api ./my-model --store /var/tmp/kv --port 8080
       KVWEAVE_API_KEY=secret kvweave api qwen3-next-80b
     """
-    try:
+    with MissingExtra.on_import("kvweave api", "api"):
         from kvweave.cli.run.load_model import load  # noqa: PLC0415 - an extra
         from kvweave.engine import Engine  # noqa: PLC0415
         from kvweave.engine.api.endpoint import Endpoint  # noqa: PLC0415
         from kvweave.engine.api.serve_api import serve_api  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'kvweave[api]'") from error
     loaded = load(model, size=size, dtype=dtype, device=device, seed=seed)
     options: dict[str, Any] = {"budget": budget, "max_running": max_running, "store": store, "weights": weights}
     with Engine(loaded.model, memory, **options) as engine:

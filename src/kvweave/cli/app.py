@@ -6,8 +6,10 @@ Whatever the user got wrong is one line on stderr and exit code 2; a traceback i
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -51,15 +53,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("plan", cls=_Command)(plan_command)
-app.command("run", cls=_Command)(run_command)
-app.command("api", cls=_Command)(api_command)
-app.command("serve", cls=_Command)(serve_command)
-app.command("inspect", cls=_Command)(inspect_command)
-app.command("simulate", cls=_Command)(simulate_command)
-app.command("clear", cls=_Command)(clear_command)
-app.command("demo", cls=_Command)(demo_command)
-app.command("examples", cls=_Command)(examples_command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": plan_command,
+    "run": run_command,
+    "api": api_command,
+    "serve": serve_command,
+    "inspect": inspect_command,
+    "simulate": simulate_command,
+    "clear": clear_command,
+    "demo": demo_command,
+    "examples": examples_command,
+}
+
+
+def _help(command: Callable[..., None]) -> str:
+    """A docstring whose paragraphs are one line each, which typer wraps to the terminal; indented lines stay lines."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.getdoc(command) or "")
+
+
+for _name, _function in COMMANDS.items():
+    app.command(_name, cls=_Command, help=_help(_function))(_function)
 
 
 @app.callback(invoke_without_command=True)

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from kvweave.server import Client
     from kvweave.server.protocol import ClearReply
 
-Tenant = Annotated[str | None, typer.Option(metavar="NAME", help="Only what is this tenant's.")]
-Model = Annotated[str | None, typer.Option(metavar="NAME", help="Only what is of this model, by the name in inspect.")]
-Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long all tiers together may take.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Tenant = Annotated[str | None, typer.Option(metavar="NAME", help="Only KV of this tenant.")]
+Model = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Only KV of this model, named as in `kvweave inspect`.")
+]
+Wait = Annotated[float, typer.Option(metavar="SECONDS", help="The time that all tiers together may take.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
 
 
 def clear_command(
@@ -35,11 +37,11 @@ def clear_command(
     tls_ca: TlsCa = None,
     json: Json = False,
 ) -> None:
-    """Delete what a daemon stores: everything, or what belongs to a tenant, a model, or both.
+    """Delete the KV that a daemon stores: all of it, or that of a tenant, of a model, or both.
 
-    Entries are deleted in every tier. Other data in the same server or bucket is not touched. Engines then find
-    nothing, and save again. A model is known by name once an engine has registered it. Exit code 1: nothing was
-    deleted, or some tier may not be empty.
+    Entries are deleted in every tier. Other data in the same server or bucket stays. Engines then compute and save
+    again. A model has a name here once an engine has registered it. Exit code 1: nothing was deleted, or some tier may
+    still have entries.
 
     [bold]Examples[/bold]
 
@@ -50,7 +52,7 @@ def clear_command(
     with connected("clear", socket, connect, token_file, tls_ca) as client:
         _check_model(client, model)
         if not (yes or _agreed(client, _scope(tenant, model))):
-            typer.echo("nothing was cleared", err=True)
+            typer.echo("nothing was deleted", err=True)
             raise typer.Exit(1)
         cleared = _clear(client, tenant, model, wait)
     if json:
@@ -77,13 +79,13 @@ def _agreed(client: Client, what: str) -> bool:
     from kvweave.server.protocol import StatsReply, StatsRequest  # noqa: PLC0415 - an extra
 
     if not sys.stdin.isatty():
-        raise ConfigError(f"nobody is there to be asked whether to forget {what}: say so with --yes")
+        raise ConfigError(f"stdin is no terminal, so nobody can be asked whether to delete {what}: give --yes")
     executors = client.ask(StatsRequest(), StatsReply).report.tiers
     held = [
         f"{executor.tier.name} ({'?' if executor.tier.entries is None else f'{executor.tier.entries:,}'})"
         for executor in executors
     ]
-    typer.echo(f"Forget {what}? Tiers and their entries: {', '.join(held)}. [y/N] ", nl=False, err=True)
+    typer.echo(f"Delete {what}? Tiers and their entries: {', '.join(held)}. [y/N] ", nl=False, err=True)
     try:
         return sys.stdin.readline().strip().lower() in ("y", "yes")
     except KeyboardInterrupt:
@@ -104,7 +106,7 @@ def _clear(client: Client, tenant: str | None, model: str | None, wait_s: float)
 
 
 def _print(cleared: ClearReply) -> None:
-    table = plain_table("tier", ">cleared", "~state")
+    table = plain_table("tier", ">deleted", "~state")
     for tier in cleared.tiers:
         table.add_row(plain_text(tier.name), f"{tier.entries:,}", plain_text(tier.trouble or "done"))
     print_table(console(), table)

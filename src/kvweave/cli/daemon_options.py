@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvweave.cli.serve import server_extra
+from kvweave.errors import MissingExtra
 
 if TYPE_CHECKING:
     from kvweave.server import Client
@@ -17,9 +17,16 @@ Socket = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="The daemon's Unix socket.", show_default="$XDG_RUNTIME_DIR/kvweave.sock"),
 ]
-Connect = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="... or its --listen address, over TCP.")]
-TokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The token for --connect.")]
-TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS for --connect: who signed its certificate.")]
+Connect = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="The address of its --listen, over TCP, instead of the socket.")
+]
+TokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the token for --connect.")]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Use TLS for --connect: the certificate of the authority that signed the daemon's."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
@@ -27,7 +34,7 @@ def connected(
     name: str, socket: Path | None, connect: str | None, token_file: Path | None, tls_ca: Path | None
 ) -> Client:
     """Connect without mapping the arena. Raises `ServerGone`, `Refused`."""
-    with server_extra():
+    with MissingExtra.on_import(f"kvweave {name}", "server"):
         from kvweave.server import Client, default_socket  # noqa: PLC0415 - an extra
 
     token = token_file.read_text(encoding="utf-8").strip() if token_file else ""

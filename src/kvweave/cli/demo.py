@@ -49,14 +49,14 @@ MODELS = (
 
 def demo_command(
     plan: Annotated[
-        bool, typer.Option("--plan", help="Plan eight models for 80 GiB instead; needs neither torch nor time.")
+        bool, typer.Option("--plan", help="Plan eight models for 80 GiB instead; needs no torch, takes a second.")
     ] = False,
 ) -> None:
-    """Agents with one system prompt on two hybrid models, with reuse and without: first tokens earlier, all equal.
-    Then a new process each, which has nothing but what the first one left on disk.
+    """Run agents that share a system prompt on two small hybrid models, with and without reuse, and compare all tokens.
+    Then repeat a request in a new process, which has only the KV that the first one stored on disk.
 
-    Takes two minutes of CPU time, so one to two minutes on two cores. The models have random weights and the layer
-    patterns of gemma-3-27b and qwen3-next-80b. Reports with pictures, and the store, go to ./kvweave-demo.
+    Takes one to two minutes on two cores. The models have random weights and the layer patterns of gemma-3-27b and
+    qwen3-next-80b. Reports and the store are written to ./kvweave-demo.
     """
     FOLDER.mkdir(exist_ok=True)
     if plan:
@@ -73,7 +73,9 @@ def demo_command(
     out.print()
     print_table(out, _table(results))
     out.print()
-    out.print("Now a new process a model, whose memory is empty, hears the first agent's request again.", style="bold")
+    out.print(
+        "Now a new process for each model, with empty memory, gets the first agent's request again.", style="bold"
+    )
     again = [_restarted(model) for model in MODELS]
     out.print()
     print_table(out, _restart_table(results, again))

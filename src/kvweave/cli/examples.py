@@ -9,7 +9,7 @@ from kvweave.spec.hf import from_config
 
 
 def examples_command() -> None:
-    """List the bundled example models; each name is a CONFIG for `kvweave plan`."""
+    """List the bundled example models; each name is a CONFIG for `kvweave plan` and a MODEL for `kvweave run`."""
     table = plain_table("\nexample", ">\nlayers", "~\ngroups (layers)", ">bytes\na token", ">fixed bytes\na sequence")
     for name in example_names():
         spec = from_config(read_config(name))

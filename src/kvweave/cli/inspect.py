@@ -28,7 +28,9 @@ def inspect_command(
     tls_ca: TlsCa = None,
     json: Json = False,
 ) -> None:
-    """Show a daemon: models and groups, tiers, hit rates, most used prefixes, connected clients.
+    """Show what a daemon stores and who uses it: tiers, hit rates, models, most used prefixes, connected clients.
+
+    Changes nothing in the daemon.
 
     [bold]Examples[/bold]
 
@@ -55,10 +57,10 @@ def _print(report: Report, description: Description) -> None:
     out.print(
         f"{count(report.lookups, 'lookup')}, {found}; {count(report.requests, 'request')}, {report.failures:,} failed"
     )
-    terms = (
-        f"leases end after {description.lease_s:g} s; a connection reserves {format_size(description.reserve_bytes)}"
+    out.print(
+        f"leases last {description.lease_s:g} s; limits of a connection: {format_size(description.reserve_bytes)}"
+        f" reserved, {format_size(description.pin_bytes)} pinned"
     )
-    out.print(f"{terms} at once, and pins {format_size(description.pin_bytes)}, at most")
     for table in (_tiers(report), _models(report, description), _prefixes(report), _clients(report)):
         if table.row_count:
             out.print()
@@ -86,7 +88,7 @@ def _tiers(report: Report) -> Table:
 
 
 def _state(executor: TierExecutorStats) -> str:
-    words = "left alone" if executor.open else "late" if executor.late else "fine"
+    words = "paused" if executor.open else "slow" if executor.late else "ok"
     return f"{words}: {executor.last_error}" if executor.last_error else words
 
 
@@ -115,7 +117,7 @@ def _prefixes(report: Report) -> Table:
 
 
 def _clients(report: Report) -> Table:
-    counts = (">process", ">user", ">for", ">requests", ">sequences", ">leases", ">reads", ">writes")
+    counts = (">process", ">user", ">connected", ">requests", ">sequences", ">leases", ">reads", ">writes")
     table = plain_table("client", *counts)
     for client in report.clients:
         sizes = (format_size(client.leased_bytes), format_size(client.reserved_bytes))

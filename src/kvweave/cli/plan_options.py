@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,131 +13,97 @@ from kvweave.plan.planner import POOLS
 from kvweave.plan.pool import Layout
 from kvweave.spec.layer_caches import FLOATS, QUANTS
 
-MODEL, MEMORY, PARALLEL, DRAFTS, OUTPUT = "Model", "Memory", "Parallel", "Draft models", "Output"
+_model, _memory, _parallel, _drafts, _output = (
+    partial(typer.Option, rich_help_panel=title) for title in ("Model", "Memory", "Parallel", "Draft models", "Output")
+)
 
 Config = Annotated[
     str,
     typer.Argument(metavar="CONFIG", help="A config.json, a directory with one, or an example (`kvweave examples`)."),
 ]
 Dtype = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help=f"What keys and values are kept in: auto (the model's), {', '.join([*FLOATS, *QUANTS])}.",
-        rich_help_panel=MODEL,
-    ),
+    str, _model(metavar="NAME", help=f"Dtype of keys and values: auto (the model's), {', '.join([*FLOATS, *QUANTS])}.")
 ]
 BlockTokens = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="N|TAG=N",
-        help="Tokens a block, for all groups or for one; may be repeated.",
-        show_default="16",
-        rich_help_panel=MODEL,
-    ),
+    _model(metavar="N|TAG=N", help="Tokens in a block, for all groups or for one; may be repeated.", show_default="16"),
 ]
 KernelTokens = Annotated[
     list[str] | None,
-    typer.Option(
+    _model(
         metavar="N|TAG=N",
-        help="Tokens that a kernel indexes at once, for all groups or for one; may be repeated.",
+        help="Tokens in a block of the attention kernel, for all groups or for one; may be repeated.",
         show_default="the block",
-        rich_help_panel=MODEL,
     ),
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(
+    _memory(
         metavar="SIZE",
-        help="Memory for the cache alone, weights apart: 80GiB, 512MiB, 64GB or bytes.",
+        help="Memory for the cache alone, without weights: 80GiB, 512MiB, 64GB or bytes.",
         show_default="80GiB",
-        rich_help_panel=MEMORY,
     ),
 ]
 Gpu = Annotated[
     str | None,
-    typer.Option(
+    _memory(
         metavar="SIZE",
-        help="Memory of a whole GPU instead: weights, activations and a reserve are subtracted, and shown.",
-        rich_help_panel=MEMORY,
+        help="Memory of a whole GPU instead; weights, activations and a reserve are subtracted and shown.",
     ),
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(
+    _memory(
         metavar="SIZE|DTYPE",
         help=f"With --gpu: all weights in bytes (140GiB), or their dtype ({', '.join(BITS)}).",
         show_default="the safetensors beside CONFIG, else parameters counted from it in its dtype",
-        rich_help_panel=MEMORY,
     ),
 ]
 Activations = Annotated[
     str | None,
-    typer.Option(
+    _memory(
         metavar="SIZE",
-        help="With --gpu: what a step needs beside weights and cache.",
+        help="With --gpu: memory that a step needs beside weights and cache.",
         show_default=f"an estimate for {STEP_TOKENS:,} tokens",
-        rich_help_panel=MEMORY,
     ),
 ]
 Reserve = Annotated[
     str | None,
-    typer.Option(
+    _memory(
         metavar="SIZE",
-        help="Bytes to leave alone.",
+        help="Memory that the cache leaves unused.",
         show_default=f"0, or {RESERVE_SHARE:.0%} with --gpu",
-        rich_help_panel=MEMORY,
     ),
 ]
-Pools = Annotated[
-    str,
-    typer.Option(metavar="KIND", help=f"How groups share memory: {', '.join(POOLS)}.", rich_help_panel=MEMORY),
-]
+Pools = Annotated[str, _memory(metavar="KIND", help=f"How groups share memory: {', '.join(POOLS)}.")]
 OwnPools = Annotated[
     list[str] | None,
-    typer.Option(
+    _memory(
         "--pool",
         metavar="TAG=SIZE",
-        help="A pool of its own for a group: TAG=PAGES, TAG=30% (of the memory), TAG=PAGES@host or @pinned;"
+        help="Give a group its own pool: TAG=PAGES, TAG=30% (of the memory), TAG=PAGES@host or @pinned;"
         " may be repeated.",
-        rich_help_panel=MEMORY,
     ),
 ]
 LayoutName = Annotated[
     str | None,
-    typer.Option(
+    _memory(
         "--layout",
         metavar="NAME",
-        help=f"{' or '.join(Layout)}.",
+        help=f"Order of bytes in memory: {' or '.join(Layout)}.",
         show_default="page_major if groups share a pool",
-        rich_help_panel=MEMORY,
     ),
 ]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        metavar="TOKENS",
-        help="A length in tokens that must fit at least once, and is counted too.",
-        rich_help_panel=MEMORY,
-    ),
-]
-Tp = Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks.", rich_help_panel=PARALLEL)]
-Cp = Annotated[int, typer.Option(metavar="N", help="Context-parallel ranks.", rich_help_panel=PARALLEL)]
-Pp = Annotated[int, typer.Option(metavar="N", help="Pipeline stages.", rich_help_panel=PARALLEL)]
-PpRank = Annotated[int, typer.Option(metavar="R", help="The pipeline stage to plan, from 0.", rich_help_panel=PARALLEL)]
+Context = Annotated[int | None, _memory(metavar="TOKENS", help="A sequence of this length must fit; says how many do.")]
+Tp = Annotated[int, _parallel(metavar="N", help="Tensor-parallel ranks.")]
+Cp = Annotated[int, _parallel(metavar="N", help="Context-parallel ranks.")]
+Pp = Annotated[int, _parallel(metavar="N", help="Pipeline stages.")]
+PpRank = Annotated[int, _parallel(metavar="R", help="The pipeline stage to plan, from 0.")]
 Draft = Annotated[
-    str | None,
-    typer.Option(metavar="CONFIG", help="A draft model whose layers join the groups.", rich_help_panel=DRAFTS),
+    str | None, _drafts(metavar="CONFIG", help="A draft model, whose layers share the groups of the model.")
 ]
-DraftOwnGroups = Annotated[
-    bool, typer.Option("--draft-own-groups", help="Give the draft groups of its own.", rich_help_panel=DRAFTS)
-]
-Mtp = Annotated[
-    bool, typer.Option("--mtp", help="Add the draft (MTP) layers of the checkpoint itself.", rich_help_panel=DRAFTS)
-]
-Explain = Annotated[bool, typer.Option("--explain", help="Say why each page has its size.", rich_help_panel=OUTPUT)]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.", rich_help_panel=OUTPUT)]
-Svg = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Draw the memory as an SVG picture.", dir_okay=False, rich_help_panel=OUTPUT),
-]
+DraftOwnGroups = Annotated[bool, _drafts("--draft-own-groups", help="Give the draft model its own groups.")]
+Mtp = Annotated[bool, _drafts("--mtp", help="Add the draft (MTP) layers of the checkpoint itself.")]
+Explain = Annotated[bool, _output("--explain", help="Say why each page has its size.")]
+Json = Annotated[bool, _output("--json", help="One JSON object on stdout, nothing else.")]
+Svg = Annotated[Path | None, _output(metavar="FILE", help="Draw the memory as an SVG picture.", dir_okay=False)]

@@ -4,103 +4,68 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvweave.errors import ConfigError
+from kvweave.errors import MissingExtra
 
-STORAGE, ACCESS, TIMES = "Storage", "Access", "Times"
+_storage, _access, _times = (partial(typer.Option, rich_help_panel=title) for title in ("Storage", "Access", "Times"))
 
-Memory = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="The arena in shared memory.", show_default="8GiB", rich_help_panel=STORAGE),
-]
+Memory = Annotated[str | None, _storage(metavar="SIZE", help="Shared memory that holds KV.", show_default="8GiB")]
 DiskOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="DIR[:SIZE]",
-        help="Keep it on disk too, 20 GiB of it if no size is given: it survives restarts.",
-        rich_help_panel=STORAGE,
+    _storage(
+        metavar="DIR[:SIZE]", help="Also store KV in this directory, up to SIZE (default 20GiB). It survives restarts."
     ),
 ]
-Redis = Annotated[
-    str | None, typer.Option(metavar="URL", help="Keep it in a Redis server or cluster too.", rich_help_panel=STORAGE)
-]
+Redis = Annotated[str | None, _storage(metavar="URL", help="Also store KV in a Redis server or cluster.")]
 Mooncake = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Keep it in a Mooncake cluster too: its master.", rich_help_panel=STORAGE),
+    str | None, _storage(metavar="HOST:PORT", help="Also store KV in the Mooncake cluster of this master.")
 ]
-Object = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Keep it in an object store too: s3://, gs://, az://.", rich_help_panel=STORAGE),
-]
+Object = Annotated[str | None, _storage(metavar="URL", help="Also store KV in an object store: s3://, gs://, az://.")]
 Socket = Annotated[
     Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="The Unix socket for engine processes.",
-        show_default="$XDG_RUNTIME_DIR/kvweave.sock",
-        rich_help_panel=ACCESS,
-    ),
+    _access(metavar="PATH", help="The Unix socket for engine processes.", show_default="$XDG_RUNTIME_DIR/kvweave.sock"),
 ]
-Group = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="A group whose members may connect, too.", rich_help_panel=ACCESS),
-]
+Group = Annotated[str | None, _access(metavar="NAME", help="A Unix group whose members may connect too.")]
 Inbox = Annotated[
     str | None,
-    typer.Option(
+    _access(
         metavar="SIZE",
-        help="Let clients map the arena read-only, and save through so much memory each, which the daemon copies in.",
-        rich_help_panel=ACCESS,
+        help="Clients map the shared memory read-only. Each saves through a buffer of this size, which the daemon"
+        " checks and copies.",
     ),
 ]
 Http = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Serve /metrics and /health there.", rich_help_panel=ACCESS),
+    str | None, _access(metavar="HOST:PORT", help="Serve a dashboard, /metrics and /health at this address.")
 ]
 Listen = Annotated[
     str | None,
-    typer.Option(
-        metavar="HOST:PORT", help="Answer inspect and clear over TCP; needs --token-file.", rich_help_panel=ACCESS
-    ),
+    _access(metavar="HOST:PORT", help="Accept inspect and clear over TCP at this address; needs --token-file."),
 ]
-TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The token that TCP clients must know.", rich_help_panel=ACCESS)
-]
-TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS for --listen.", rich_help_panel=ACCESS)]
-TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="... and its key.", rich_help_panel=ACCESS)]
+TokenFile = Annotated[Path | None, _access(metavar="FILE", help="A file with the token that TCP clients must send.")]
+TlsCert = Annotated[Path | None, _access(metavar="FILE", help="The certificate for TLS on --listen.")]
+TlsKey = Annotated[Path | None, _access(metavar="FILE", help="The private key of --tls-cert.")]
 LeaseS = Annotated[
     float | None,
-    typer.Option(
-        "--lease",
-        metavar="SECONDS",
-        help="After which a client that is silent holds nothing.",
-        show_default="30",
-        rich_help_panel=TIMES,
+    _times(
+        "--lease", metavar="SECONDS", help="A client that is silent for this long loses its leases.", show_default="30"
     ),
 ]
 DrainS = Annotated[
     float | None,
-    typer.Option(
-        "--drain",
-        metavar="SECONDS",
-        help="How long a stop may write.",
-        show_default="60",
-        rich_help_panel=TIMES,
-    ),
+    _times("--drain", metavar="SECONDS", help="At SIGTERM, the time to finish pending writes.", show_default="60"),
 ]
 Config = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="A TOML file with these options, quotas and limits; the command line overrides it."
+        metavar="FILE", help="A TOML file with these options, quotas and limits; options given here override it."
     ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what is refused, too.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also log refused requests.")]
 
 
 def serve_command(
@@ -123,9 +88,9 @@ def serve_command(
     config: Config = None,
     verbose: Verbose = False,
 ) -> None:
-    """Keep KV for all engine processes of this host: an arena in shared memory, and tiers behind it.
+    """Run a daemon that stores KV for all engine processes of this host, in shared memory and in slower tiers.
 
-    Needs neither torch nor a GPU. SIGTERM writes what is left to write, and ends.
+    Needs neither torch nor a GPU. SIGTERM finishes pending writes, then ends the daemon.
 
     [bold]Examples[/bold]
 
@@ -134,7 +99,7 @@ def serve_command(
       kvweave serve --disk /var/kv:200GiB --object s3://bucket/kv
       kvweave serve --config /etc/kvweave.toml
     """
-    with server_extra():
+    with MissingExtra.on_import("kvweave serve", "server"):
         from kvweave.server.run import run  # noqa: PLC0415 - an extra
         from kvweave.server.settings import Settings  # noqa: PLC0415
 
@@ -147,12 +112,3 @@ def serve_command(
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     run(settings)
-
-
-@contextmanager
-def server_extra() -> Iterator[None]:
-    """Imports that need `kvweave[server]`."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'kvweave[server]'") from error

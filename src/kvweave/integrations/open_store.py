@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,33 +33,24 @@ def open_store(where: str | Path, schema: Schema, *, model: str = "") -> AnyStor
     return Store(schema, TierStack(near, (SCHEMES[scheme](str(where)), TierPolicy(write="back"))))
 
 
-@contextmanager
-def _extra(what: str, extra: str) -> Iterator[None]:
-    """Turns a missing import into `MissingExtra`."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise MissingExtra(what, extra, error.name) from error
-
-
 def _directory(where: str, schema: Schema) -> Store:
     return Store(schema, TierStack((DiskTier(*parse_directory(where)), TierPolicy(write="back"))))
 
 
 def _daemon(socket: Path, schema: Schema, model: str) -> AnyStore[Any]:
-    with _extra("a store behind a daemon", "server"):
+    with MissingExtra.on_import("a store behind a daemon", "server"):
         from kvweave.server import RemoteStore  # noqa: PLC0415 - an extra
     return RemoteStore(schema, socket, model=model)
 
 
 def _redis(url: str) -> Tier:
-    with _extra(f"a store at {url}", "redis"):
+    with MissingExtra.on_import(f"a store at {url}", "redis"):
         from kvweave.store.redis_tier import RedisTier  # noqa: PLC0415 - an extra
     return RedisTier(url)
 
 
 def _objects(url: str) -> Tier:
-    with _extra(f"a store at {url}", "object"):
+    with MissingExtra.on_import(f"a store at {url}", "object"):
         from kvweave.store.object_tier import ObjectTier  # noqa: PLC0415 - an extra
     return ObjectTier(url)
 

@@ -45,7 +45,7 @@ def make_plan(
     more, and the plan's notes say so, unless its tag was named: then it is an error. `pools` is "uniform" (one group,
     one page size), "shared" (elastic super-pages), "independent" (a pool a group) or "auto" (uniform for one group,
     else shared); groups in `own_pools` have their own in any case. `layout` defaults to page-major for shared pools
-    and layer-major else. `reserve` bytes are left alone. `context` is a length that must fit at least once.
+    and layer-major else. `reserve` bytes stay unused. `context` is a length that must fit at least once.
     """
     parallel = parallel or Parallel()
     budget, kept_back = parse_bytes(memory), parse_bytes(reserve, what="reserve", least=0)

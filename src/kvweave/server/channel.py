@@ -106,7 +106,7 @@ class Channel:
             self._socket.sendall(data)
         except TimeoutError:
             self.close()  # part of the message may have been sent
-            raise ServerTimeout("the daemon took no request in time") from None
+            raise ServerTimeout("the daemon did not read the request in time") from None
 
     def _message(self, until: float) -> bytes:
         """The next message. After a timeout the bytes of half a message stay in the buffer."""

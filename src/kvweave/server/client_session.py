@@ -299,7 +299,9 @@ class ClientSession:
                 self.leases.free(extents)
                 self._state.changed()
         if not is_intact:
-            raise BadRequest(f"reservation {reservation}: a blob in the inbox is not what its key says; it is given up")
+            raise BadRequest(
+                f"reservation {reservation}: a blob in the inbox does not match its key; nothing is stored"
+            )
         return protocol.Done(len(extents))
 
     def _check_bytes(self, lengths: Sequence[int], held: int = 0) -> None:

@@ -74,7 +74,7 @@ class Daemon:
         log.info("serving %s at %s", format_bytes(self.settings.memory), self.settings.socket)
         for executor in self.state.backing.executors:
             stats = executor.tier.stats()
-            log.info("behind it %s: %s entries", stats.name, "unknown" if stats.entries is None else stats.entries)
+            log.info("tier %s: %s entries", stats.name, "unknown" if stats.entries is None else stats.entries)
         return self
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -44,7 +44,7 @@ def _families(report: Report) -> Iterator[MetricFamily]:
         ("requests_total", "counter", "Messages that were answered.", report.requests),
         ("failures_total", "counter", "... with an error.", report.failures),
         ("lookups_unanswered_total", "counter", "Lookups that some tier did not answer in time.", report.unanswered),
-        ("leases_expired_total", "counter", "Leases taken back because their time was over.", report.expired),
+        ("leases_expired_total", "counter", "Leases that ended because their time was over.", report.expired),
         ("leases_returned_total", "counter", "Leases taken back from connections that ended.", report.returned),
         ("connections", "gauge", "Open connections.", len(report.clients)),
         ("leases", "gauge", "Leases and reservations that are held.", sum(c.leases for c in report.clients)),
@@ -96,7 +96,7 @@ def _tiers(tiers: tuple[TierExecutorStats, ...]) -> Iterator[MetricFamily]:
     )
     yield _both_ways(tiers, "tier_queued", "gauge", "What waits for a tier's threads.", "queued_reads", "queued_writes")
     left_alone: list[Sample] = [({"tier": executor.tier.name}, executor.open) for executor in tiers]
-    yield MetricFamily("tier_open", "gauge", "1 while a tier is left alone.", left_alone)
+    yield MetricFamily("tier_open", "gauge", "1 while a tier is paused after failures.", left_alone)
 
 
 def _both_ways(

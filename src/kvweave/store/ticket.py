@@ -52,7 +52,7 @@ def write_ticket(
 def read_ticket(schema: Schema, ticket: bytes) -> TicketContent:
     """Raises `StoreError` for a ticket that is damaged, of another schema, or expired."""
     if len(ticket) < HEAD.size or ticket[:4] != MAGIC:
-        raise StoreError("this is no ticket of ours, or of another version")
+        raise StoreError("this is not a ticket, or one of another version of kvweave")
     _, checksum, schema_id, tenant, num_tokens, position, until = HEAD.unpack_from(ticket)
     chunks, shards = position // schema.chunk_tokens, len(schema.shards)
     start = HEAD.size + -(-shards * chunks // 8)
@@ -61,7 +61,7 @@ def read_ticket(schema: Schema, ticket: bytes) -> TicketContent:
     if schema_id != _schema_id(schema) or len(ticket) != start + chunks * PREFIX_BYTES or position > num_tokens:
         raise StoreError("the ticket is of another schema: model, chunk size or parts differ")
     if time.time() >= until:
-        raise StoreError(f"the ticket's time was over {time.time() - until:.1f} s ago")
+        raise StoreError(f"the ticket expired {time.time() - until:.1f} s ago")
     bits = np.frombuffer(ticket[HEAD.size : start], np.uint8)
     present = np.unpackbits(bits, count=shards * chunks).reshape(shards, chunks).astype(bool)
     prefixes = np.frombuffer(ticket[start:], np.uint8).reshape(-1, PREFIX_BYTES)

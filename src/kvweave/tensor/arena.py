@@ -126,4 +126,4 @@ class Arena:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ArenaClosed("this arena is closed: its memory was given back")
+            raise ArenaClosed("this arena is closed: its memory was freed")

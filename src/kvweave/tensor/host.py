@@ -88,7 +88,7 @@ class HostMirror:
 
     def _check(self, tag: str) -> None:
         if self.arena.is_closed:
-            raise ArenaClosed("this mirror is closed: its memory was given back")
+            raise ArenaClosed("this mirror is closed: its memory was freed")
         if tag in self.skipped:
             raise BadRows(f"group {tag!r} is not mirrored: {self.skipped[tag]}")
 

@@ -104,7 +104,7 @@ def _checked(device: str | torch.device) -> torch.device:
         raise NoDevice(f"unknown device {device!r}; take 'cpu' or 'cuda'") from error
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise NoDevice(
-            f"device {device!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices; take 'cpu'"
+            f"device {device!r} is not available: torch sees {torch.cuda.device_count()} CUDA devices; take 'cpu'"
         )
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())

@@ -119,5 +119,5 @@ def _checked(plan: Plan, tag: str, pages: object) -> Pages:
     wrong = numbers[(numbers < first) | (numbers >= past)]
     if len(wrong):
         null = " (the NULL page)" if wrong[0] == NULL else ""
-        raise BadRows(f"page {wrong[0]}{null} of {tag!r} is nobody's: its pages are {first} to {past - 1}")
+        raise BadRows(f"page {wrong[0]}{null} of {tag!r} is out of range: its pages are {first} to {past - 1}")
     return numbers

@@ -90,7 +90,7 @@ def check_pages(copies: CopyPlan, plan: Plan, *, fills_pages: bool) -> None:
         past = plan.num_pages(move.tag) + first
         if (wrong := _outside(move.pages, first, past)) is not None:
             null = " (the NULL page)" if wrong == NULL else ""
-            raise BadCopy(f"page {wrong}{null} of {move.tag!r} is nobody's: its pages are {first} to {past - 1}")
+            raise BadCopy(f"page {wrong}{null} of {move.tag!r} is out of range: its pages are {first} to {past - 1}")
     if fills_pages:
         _check_apart(copies, plan)
 

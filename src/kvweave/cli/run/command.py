@@ -48,10 +48,10 @@ def run_command(
     record: option.Record = None,
     json: option.Json = False,
 ) -> None:
-    """Run a model on pages: what an earlier prompt or answer shares with a prompt is not computed again.
+    """Run a model with prefix reuse: what a prompt shares with earlier prompts and answers is not computed again.
 
-    Shows for each request how many tokens of its prompt were reused, and when its first token came. Nothing is fetched
-    from the network; needs the extra "transformers".
+    Shows for each request how many prompt tokens were reused, and when its first token came. Uses no network; needs the
+    extra "transformers".
 
     [bold]Examples[/bold]
 
@@ -59,10 +59,10 @@ def run_command(
       kvweave run gemma-3-27b --workload rag --parties 4 --report rag.html
       kvweave run ./my-model --prompt "Once upon a time" --prompt "Once upon a hill"
       kvweave run ./my-model --chat --memory 4GiB --device cuda
-      kvweave run gemma-3-27b --store /var/tmp/kv     (twice: the second run finds what the first computed)
+      kvweave run gemma-3-27b --store /var/tmp/kv     (twice: the second run loads KV of the first)
     """
     if chat and json:
-        raise ConfigError("--chat answers on stdout, where --json must be alone: give one of them")
+        raise ConfigError("--chat and --json both write to stdout: give one of them")
     result = run_with_progress(
         RunRequest(
             source=model,
@@ -100,10 +100,8 @@ def run_with_progress(request: RunRequest) -> RunResult:
     """Run it; on a terminal, a bar shows how far it is."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
+    with MissingExtra.on_import("kvweave run", "transformers"):
         from kvweave.cli.run.runner import run  # noqa: PLC0415  (torch and transformers: an extra, and seconds to load)
-    except ModuleNotFoundError as error:
-        raise MissingExtra("kvweave run", "transformers", error.name) from error
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

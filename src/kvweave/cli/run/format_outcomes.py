@@ -48,7 +48,7 @@ def requests_table(outcomes: RunOutcomes, with_store: bool = False) -> Table:
     heads = [">prompt\ntokens", *([">from\nmemory", ">from\nstore"] if with_store else [">\nreused"])]
     heads += [">\ncomputed", ">first\ntoken", ">\ntotal"]
     if outcomes.compared:
-        heads += [">without reuse\nfirst token", ">\ntotal", ">\nspeedup", ">all tokens\nequal"]
+        heads += [">without reuse\nfirst token", ">without reuse\ntotal", ">\nspeedup", ">all tokens\nequal"]
     table = plain_table("\nrequest", *heads)
     for outcome in outcomes.each:
         table.add_row(outcome.who, *_cells(outcome, with_store))
@@ -98,10 +98,17 @@ def format_total(outcomes: RunOutcomes) -> list[str]:
 
 
 def format_store(result: RunResult) -> list[str]:
-    """What came from the store and what went there; what went wrong there, if anything did."""
+    """What came from the store and what went there, or why nothing did; what went wrong there, if anything did."""
     use = result.store
     if use is None or "declined" in use:
         return [f"Nothing was stored: {use['declined']}."] if use else []
+    # The last token of an answer goes through no layer, so it has no KV.
+    longest = max((each.prompt_tokens + each.new_tokens - 1 for each in result.outcomes.each), default=0)
+    if longest < use["chunk_tokens"]:
+        return [
+            f"Nothing was stored: a store keeps whole chunks of {use['chunk_tokens']} tokens, and the longest prompt"
+            f" with its answer has KV of {longest:,}."
+        ]
     lines = [
         f"{use['loaded_tokens']:,} tokens came from the store {result.request.store} in"
         f" {format_seconds(use['load_seconds'])}; {use['stored']:,} blobs went there in"

@@ -59,7 +59,7 @@ def load(source: str, *, size: str, dtype: str, device: str, seed: int) -> Loade
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise UnknownName("device", device, ("cpu", "cuda"))
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise NoDevice("there is no CUDA device here; run without --device cuda")
+        raise NoDevice("no CUDA device is available; run without --device cuda")
     kept = "float32" if dtype == "auto" and device == "cpu" else dtype
     found = _directory(source, kept) if Path(source).is_dir() else _random(source, parse_count(size), kept, seed)
     found.model.to(device).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,121 +10,95 @@ import typer
 
 from kvweave.cli.run.workload import WORKLOADS
 
-WHAT, WORKLOAD, MODEL, OUTPUT = "What to run", "Size of a workload", "Model and memory", "Output"
+_what, _workload, _model, _output = (
+    partial(typer.Option, rich_help_panel=title)
+    for title in ("What to run", "Size of a workload", "Model and memory", "Output")
+)
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A local model directory; or an example (`kvweave examples`) or config.json, to run a small model of its"
-        " shape with random weights.",
+        help="A local model directory. For an example (`kvweave examples`) or a config.json, a small model of that"
+        " architecture with random weights is made.",
     ),
 ]
 Prompts = Annotated[
     list[str] | None,
-    typer.Option(
-        "--prompt", metavar="TEXT", help="Continue a text; may be repeated, and then shares.", rich_help_panel=WHAT
+    _what(
+        "--prompt",
+        metavar="TEXT",
+        help="A text to continue; may be repeated: a prompt reuses what it shares with earlier ones.",
     ),
 ]
-Chat = Annotated[
-    bool, typer.Option("--chat", help="A conversation: lines of stdin, until its end or /quit.", rich_help_panel=WHAT)
-]
+Chat = Annotated[bool, _what("--chat", help="A conversation: reads lines from stdin, until its end or /quit.")]
 Workload = Annotated[
     str | None,
-    typer.Option(
+    _what(
         metavar="NAME",
-        help=f"Play {', '.join(WORKLOADS)}: agents that use tools, conversations, questions over documents.",
+        help=f"Make requests of one kind: {', '.join(WORKLOADS)} (agents that use tools, conversations, questions on"
+        " documents).",
         show_default="agents",
-        rich_help_panel=WHAT,
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens of an answer, at most.", rich_help_panel=WHAT)]
+MaxNewTokens = Annotated[int, _what(metavar="N", help="Most tokens of an answer.")]
 Compare = Annotated[
     bool,
-    typer.Option(
-        "--compare",
-        help="Ask everything again without reuse, and check that every token is equal; exit code 1 if not.",
-        rich_help_panel=WHAT,
+    _what(
+        "--compare", help="Repeat each request without reuse and check that all tokens are equal; exit code 1 if not."
     ),
 ]
-Parties = Annotated[
-    int, typer.Option(metavar="N", help="Agents, conversations or documents.", rich_help_panel=WORKLOAD)
-]
-Turns = Annotated[
-    int, typer.Option(metavar="N", help="Turns of each, or questions a document.", rich_help_panel=WORKLOAD)
-]
-SharedTokens = Annotated[
-    int,
-    typer.Option(metavar="N", help="Tokens of the system prompt, or of each document.", rich_help_panel=WORKLOAD),
-]
-TurnTokens = Annotated[
-    int,
-    typer.Option(
-        metavar="N", help="Tokens that each turn adds: a tool's result, a question.", rich_help_panel=WORKLOAD
-    ),
-]
-Seed = Annotated[
-    int, typer.Option(metavar="N", help="Of the workload's text, and of random weights.", rich_help_panel=WORKLOAD)
-]
+Parties = Annotated[int, _workload(metavar="N", help="Number of agents, conversations or documents.")]
+Turns = Annotated[int, _workload(metavar="N", help="Turns of each, or questions on each document.")]
+SharedTokens = Annotated[int, _workload(metavar="N", help="Tokens of the system prompt, or of each document.")]
+TurnTokens = Annotated[int, _workload(metavar="N", help="Tokens that each turn adds: a tool's result or a question.")]
+Seed = Annotated[int, _model(metavar="N", help="Seed of random weights and of the workload's text.")]
 Size = Annotated[
     str,
-    typer.Option(
+    _model(
         "--size",
         metavar="COUNT",
-        help="Parameters of a random model, at most: 8M, 100M. Widths are divided until it fits, the layer pattern is"
-        " kept.",
-        rich_help_panel=MODEL,
+        help="Most parameters of a random model: 8M, 100M. Widths are divided until it is small enough; the layer"
+        " pattern stays.",
     ),
 ]
-Memory = Annotated[
-    str, typer.Option(metavar="SIZE", help="Memory for the pages: 2GiB, 512MiB or bytes.", rich_help_panel=MODEL)
-]
-BlockTokens = Annotated[
-    int, typer.Option(metavar="N", help="Tokens a block: how finely prefixes are found.", rich_help_panel=MODEL)
-]
+Memory = Annotated[str, _model(metavar="SIZE", help="Memory for the pages: 2GiB, 512MiB or bytes.")]
+BlockTokens = Annotated[int, _model(metavar="N", help="Tokens in a block; prefixes are reused in whole blocks.")]
 Store = Annotated[
     str | None,
-    typer.Option(
+    _model(
         metavar="DIR_OR_URL",
-        help="Keep prefixes there, and look for them there: the next run starts warm, and other processes share them."
-        " DIR or DIR:SIZE (of one process at a time; 20 GiB if no size is given); the socket of `kvweave serve` (many"
-        " processes); redis://, s3://, gs://, az:// or file://.",
-        rich_help_panel=MODEL,
+        help="Save KV there and load it from there, so that the next run and other processes need not compute it again."
+        " DIR or DIR:SIZE (one process at a time; default 20GiB), the socket of `kvweave serve` (many processes), or"
+        " redis://, s3://, gs://, az://, file://. Whole chunks of 256 tokens are stored.",
     ),
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(
+    _model(
         metavar="NAME",
-        help="What weights these are, for the store: prefixes of others are never used. Without it they are hashed.",
-        rich_help_panel=MODEL,
+        help="With --store: a name for these weights; KV of other names is never used. Default: a hash of the weights.",
     ),
 ]
 Dtype = Annotated[
     str,
-    typer.Option(
-        metavar="NAME",
-        help="float32, bfloat16, float16; auto is float32 on a CPU, else the model's own.",
-        rich_help_panel=MODEL,
-    ),
+    _model(metavar="NAME", help="float32, bfloat16 or float16; auto is float32 on a CPU, else the model's own dtype."),
 ]
-Device = Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.", rich_help_panel=MODEL)]
+Device = Annotated[str, _model(metavar="NAME", help="cpu or cuda.")]
 Report = Annotated[
     Path | None,
-    typer.Option(
+    _output(
         metavar="FILE",
-        help="Write one HTML page: requests, time saved, the tree, a map of all pages, the plan.",
+        help="Write an HTML page: requests, time saved, the prefix tree, all pages of the memory, the plan.",
         dir_okay=False,
-        rich_help_panel=OUTPUT,
     ),
 ]
 Record = Annotated[
     Path | None,
-    typer.Option(
+    _output(
         metavar="FILE",
-        help="Write the requests as a trace for `kvweave simulate`: hashes of tokens, nothing of their text.",
+        help="Write the requests as a trace for `kvweave simulate`; it has hashes of tokens and no text.",
         dir_okay=False,
-        rich_help_panel=OUTPUT,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.", rich_help_panel=OUTPUT)]
+Json = Annotated[bool, _output("--json", help="One JSON object on stdout, nothing else.")]

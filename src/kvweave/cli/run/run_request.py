@@ -44,7 +44,7 @@ class RunRequest:
             if given
         ]
         if len(ways) > 1:
-            raise ConfigError(f"{' and '.join(ways)} are given: what to run is one of them")
+            raise ConfigError(f"{' and '.join(ways)} exclude one another: give one of them")
         if self.workload is not None and self.workload not in WORKLOADS:
             raise UnknownName("workload", self.workload, WORKLOADS)
         if self.max_new_tokens < 1:

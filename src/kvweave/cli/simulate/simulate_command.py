@@ -66,11 +66,11 @@ def simulate_command(
     csv: option.Csv = None,
     report: option.Report = None,
 ) -> None:
-    """Replay a trace through the cache: how much of its prompts would not be computed again, and what more memory,
-    other policies or perfect foresight would give.
+    """Replay a trace through the cache: how many prompt tokens it hits, and how many with more memory, another policy
+    or perfect foresight.
 
-    Needs neither weights nor a GPU: the requests of the trace, and a model's config.json. Traces of lengths alone
-    (Azure, BurstGPT) say nothing of reuse: --load shows what they do say.
+    Needs neither weights nor a GPU, only a trace and a model's config.json. Traces that have only lengths (Azure,
+    BurstGPT) cannot show reuse; --load shows their lengths and rates.
 
     [bold]Examples[/bold]
 

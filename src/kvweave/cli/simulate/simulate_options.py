@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,128 +13,103 @@ from kvweave.sim import FORMATS
 from kvweave.sim.tiers import BANDWIDTHS
 from kvweave.sim.traces.block_ids import WAYS
 
-TRACE, CACHE, TIERS, OUTPUT = "The trace", "The cache", "Tiers and time", "Output"
+_trace, _cache, _tiers, _output = (
+    partial(typer.Option, rich_help_panel=title) for title in ("The trace", "The cache", "Tiers and time", "Output")
+)
 
 Traces = Annotated[
     list[Path],
     typer.Argument(
         metavar="TRACE",
-        help="Traces, each on its own: a file (.gz too), a .tar.gz, or a folder whose files are one trace.",
+        help="Traces to replay, each apart: a file (also .gz), a .tar.gz, or a folder whose files are one trace.",
         show_default=False,
     ),
 ]
 Model = Annotated[
     str | None,
-    typer.Option(
+    _cache(
         metavar="CONFIG",
-        help="A config.json, a directory with one, or an example (`kvweave examples`). What `--record` wrote needs"
-        " none: it carries its plan, and its retention unless one is given.",
-        rich_help_panel=CACHE,
+        help="A config.json, a directory with one, or an example (`kvweave examples`). Traces of `kvweave run --record`"
+        " need none: they contain the plan and the retention.",
     ),
 ]
 Memory = Annotated[
     list[str] | None,
-    typer.Option(
+    _cache(
         metavar="SIZE",
-        help="Memory of the cache, on each rank; may be repeated, for a curve.",
+        help="Memory of the cache on each rank; may be repeated, for a curve.",
         show_default="20GiB, 80GiB, 320GiB",
-        rich_help_panel=CACHE,
     ),
 ]
 PolicyNames = Annotated[
     list[str] | None,
-    typer.Option(
+    _cache(
         "--policy",
         metavar="NAME|FILE.py:NAME",
-        help=f"What is evicted first: {', '.join(POLICIES)}, or a function or class of your own; may be repeated.",
+        help=f"Which resume point is evicted first: {', '.join(POLICIES)}, or a function or class of your own; may be"
+        " repeated.",
         show_default="weighted_lru",
-        rich_help_panel=CACHE,
     ),
 ]
 Every = Annotated[
     int | None,
-    typer.Option(
+    _cache(
         metavar="TOKENS",
-        help="A resume point every so many tokens of a prompt; 0: none.",
-        show_default="by what a point costs",
-        rich_help_panel=CACHE,
+        help="Keep a resume point every TOKENS of a prompt; 0: none.",
+        show_default="by the bytes of a point",
     ),
 ]
-DecodeEvery = Annotated[
-    int, typer.Option(metavar="TOKENS", help="A state every so many generated tokens.", rich_help_panel=CACHE)
-]
-PromptEnds = Annotated[
-    bool, typer.Option("--prompt-ends/--no-prompt-ends", help="Points at ends of prompts.", rich_help_panel=CACHE)
-]
-Branches = Annotated[
-    bool, typer.Option("--branches/--no-branches", help="Points where prompts part.", rich_help_panel=CACHE)
-]
-BlockTokens = Annotated[int, typer.Option(metavar="N", help="Tokens a block.", rich_help_panel=CACHE)]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="What keys and values are kept in.", rich_help_panel=CACHE)]
-Tp = Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks; memory is a rank's.", rich_help_panel=CACHE)]
-StepTokens = Annotated[int, typer.Option(metavar="N", help="Tokens of a prefill step.", rich_help_panel=CACHE)]
+DecodeEvery = Annotated[int, _cache(metavar="TOKENS", help="Keep a state every TOKENS generated.")]
+PromptEnds = Annotated[bool, _cache("--prompt-ends/--no-prompt-ends", help="Keep resume points at ends of prompts.")]
+Branches = Annotated[bool, _cache("--branches/--no-branches", help="Keep resume points where prompts part.")]
+BlockTokens = Annotated[int, _cache(metavar="N", help="Tokens in a block.")]
+Dtype = Annotated[str, _cache(metavar="NAME", help="Dtype of keys and values.")]
+Tp = Annotated[int, _cache(metavar="N", help="Tensor-parallel ranks; --memory is that of one.")]
+StepTokens = Annotated[int, _cache(metavar="N", help="Most tokens in a prefill step.")]
 Tiers = Annotated[
     list[str] | None,
-    typer.Option(
+    _tiers(
         "--tier",
         metavar="NAME=SIZE[@BYTES/s]",
-        help="A tier below the memory, larger than it: host=256GB, disk=2TB@5GB/s; may be repeated, from fast to slow."
-        f" Bandwidths are known for {', '.join(BANDWIDTHS)}.",
-        rich_help_panel=TIERS,
+        help="A slower tier, larger than the memory: host=256GB, disk=2TB@5GB/s; may be repeated, from fast to slow."
+        f" The bandwidth may be left out for {', '.join(BANDWIDTHS)}.",
     ),
 ]
-PrefillSpeed = Annotated[
-    float, typer.Option(metavar="TOKENS/S", help="How fast prompts are computed.", rich_help_panel=TIERS)
-]
+PrefillSpeed = Annotated[float, _tiers(metavar="TOKENS/S", help="Speed at which prompts are computed.")]
 FormatName = Annotated[
-    str,
-    typer.Option("--format", metavar="NAME", help=f"auto, {', '.join(FORMATS)}.", rich_help_panel=TRACE),
+    str, _trace("--format", metavar="NAME", help=f"Format of the traces: auto, {', '.join(FORMATS)}.")
 ]
 Read = Annotated[
     str,
-    typer.Option(
+    _trace(
         "--read",
         metavar="WAY",
-        help=f"What to make of tails and outputs of traces of block ids: {' or '.join(WAYS)}."
-        " cont: as much as can be reconstructed; blocks: whole blocks of prompts, nothing else.",
-        rich_help_panel=TRACE,
+        help=f"How to read traces of block ids: {' or '.join(WAYS)}. cont: reconstruct tails of prompts and answers"
+        " where later prompts show them; blocks: whole blocks of prompts only.",
     ),
 ]
 TokenizerPath = Annotated[
     str | None,
-    typer.Option(
+    _trace(
         "--tokenizer",
         metavar="DIR",
-        help="Of traces of text; needs the extra transformers.",
+        help="The tokenizer for traces of text; needs the extra transformers.",
         show_default="4 bytes are a token",
-        rich_help_panel=TRACE,
     ),
 ]
-Sample = Annotated[
-    float, typer.Option(metavar="SHARE", help="Only so many of the sessions, whole ones.", rich_help_panel=TRACE)
-]
-Seed = Annotated[int, typer.Option(metavar="N", help="Of the sample.", rich_help_panel=TRACE)]
-LoadOnly = Annotated[
-    bool,
-    typer.Option("--load", help="Lengths and rates of the traces; nothing is replayed.", rich_help_panel=OUTPUT),
-]
+Sample = Annotated[float, _trace(metavar="SHARE", help="Replay this share of the sessions, each whole.")]
+Seed = Annotated[int, _trace(metavar="N", help="Seed of --sample.")]
+LoadOnly = Annotated[bool, _output("--load", help="Show lengths and rates of the traces; replay nothing.")]
 Oracles = Annotated[
-    bool,
-    typer.Option("--oracles/--no-oracles", help="What perfect foresight would have hit.", rich_help_panel=OUTPUT),
+    bool, _output("--oracles/--no-oracles", help="Also compute what caches with perfect foresight would hit.")
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="A JSON object a policy and memory, a line each.", rich_help_panel=OUTPUT)
-]
+Json = Annotated[bool, _output("--json", help="A line with a JSON object for each policy and memory.")]
 Csv = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="A row a request, policy and memory.", dir_okay=False, rich_help_panel=OUTPUT),
+    Path | None, _output(metavar="FILE", help="Write a row for each request, policy and memory.", dir_okay=False)
 ]
 Report = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="One HTML page: the curve over memory, the timeline, where misses came from.",
-        dir_okay=False,
-        rich_help_panel=OUTPUT,
+    _output(
+        metavar="FILE", help="Write an HTML page: hits over memory, over time, and reasons of misses.", dir_okay=False
     ),
 ]

@@ -7,7 +7,7 @@ from rich.table import Table
 from kvweave.cli.format import count
 from kvweave.cli.format import format_size as short_size
 from kvweave.cli.run.format_outcomes import format_seconds
-from kvweave.cli.table import console, plain_table
+from kvweave.cli.table import console, plain_table, print_table
 from kvweave.sim import Cell, Load, Simulation, Trace
 from kvweave.units import format_size
 
@@ -21,7 +21,7 @@ def print_simulation(simulation: Simulation) -> None:
     for table in (_hits(simulation), _oracles(simulation), _misses(simulation), _tiers(simulation)):
         if table is not None:
             out.print()
-            out.print(table)
+            print_table(out, table)
     out.print()
     out.print(simulation.advice, style="bold")
     if trace.recorded_hits is not None:
@@ -32,12 +32,7 @@ def print_simulation(simulation: Simulation) -> None:
 
 
 def _table(*heads: str) -> Table:
-    table = plain_table()
-    table.add_column("\nmemory", style="bold cyan", no_wrap=True)
-    table.add_column("\npolicy")
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    return table
+    return plain_table("\nmemory", "~\npolicy", *(f">{head}" for head in heads))
 
 
 def _hits(simulation: Simulation) -> Table:
@@ -116,12 +111,10 @@ def print_load(trace: Trace, load: Load) -> None:
     out.print(
         f"{trace.name} ({trace.format}): {count(load.requests, 'request')} in {load.seconds:,.0f} s", style="bold"
     )
-    table = plain_table()
-    for head in ("tokens of", "mean", "median", "95%", "most"):
-        table.add_column(head, justify="left" if head == "tokens of" else "right")
+    table = plain_table("tokens of", ">mean", ">median", ">95%", ">most")
     for name, spread in (("prompts", load.prompt), ("outputs", load.output)):
         table.add_row(name, *(f"{number:,.0f}" for number in spread))
-    out.print(table)
+    print_table(out, table)
     out.print(
         f"{load.requests_per_second:,.2f} requests and {load.prompt_tokens_per_second:,.0f} prompt tokens a second;"
         f" {load.busiest_minute_tokens:,} prompt tokens in the busiest minute"

@@ -40,7 +40,7 @@ def attach(model: Any, memory: int | str = "2GiB", **options: Any) -> KVWeave:
     holder = _holder(model)
     if "generate" in vars(holder):
         raise BadCall(
-            f"{type(model).__name__} has a generate of its own already: detach(model), or take that off, first"
+            f"{type(model).__name__} has a generate of its own already: call detach(model), or remove it, first"
         )
     weave = KVWeave(model, memory, **options)
     holder.generate = PagedGenerate(weave, holder)

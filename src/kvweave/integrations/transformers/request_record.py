@@ -39,6 +39,8 @@ class RequestRecord:
 class StoreUsage:
     """How a store was used."""
 
+    chunk_tokens: int
+    """Only whole chunks of this many tokens are stored."""
     lookups: int = 0
     loads: int = 0
     loaded_tokens: int = 0

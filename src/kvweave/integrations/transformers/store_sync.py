@@ -126,7 +126,7 @@ class StoreSync:
             log.warning("the store failed: %s", error)
 
     def usage(self) -> StoreUsage:
-        return StoreUsage(**self.counts, load_seconds=self.load_seconds, save_seconds=self.save_seconds)
+        return StoreUsage(self.chunk, **self.counts, load_seconds=self.load_seconds, save_seconds=self.save_seconds)
 
     def close(self) -> None:
         del self.payloads  # and its references to the arena's memory

@@ -135,10 +135,8 @@ class KVWeave:
             log.warning("%s takes nothing from a store: %s", type(self.model).__name__, DECLINED)
             self._declined = DECLINED
             return None
-        try:
+        with MissingExtra.on_import("KVWeave(store=...)", "store"):
             from kvweave.integrations.transformers.model_store import open_model_store  # noqa: PLC0415 - an extra
-        except ModuleNotFoundError as error:
-            raise MissingExtra("KVWeave(store=...)", "store", error.name) from error
         return open_model_store(store, self.served, self.plan, type(self.model).__name__)
 
     # ---- generate

@@ -14,7 +14,5 @@ _MODULES = {"KVWeaveConnector": "connector", "KVWeaveTier": "offloading_tier"}
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
+    with MissingExtra.on_import("kvweave inside vLLM", "vllm"):
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    except ModuleNotFoundError as error:
-        raise MissingExtra("kvweave inside vLLM", "vllm", error.name) from error

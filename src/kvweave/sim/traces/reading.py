@@ -29,10 +29,8 @@ def tokens_of_bytes(text: str) -> TokenIds:
 
 def load_tokenizer(path: str) -> Tokenize:
     """The tokenizer in a local directory, by transformers."""
-    try:
+    with MissingExtra.on_import("a tokenizer", "transformers"):
         from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise MissingExtra("a tokenizer", "transformers", error.name) from error
     if not Path(path).exists():
         raise ConfigError(f"--tokenizer: nothing is at {path!r}; it is a local directory, nothing is downloaded")
     tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
