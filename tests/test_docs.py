@@ -29,6 +29,25 @@ def test_the_worked_examples_for_contributors_run() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "docs" / "decisions").glob("*.md")), ids=lambda page: page.stem)
+def test_a_decision_has_its_reason_and_what_follows_in_forty_lines(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.splitlines()) <= 40
+    assert re.search(r"^\*\*Decision", text, re.MULTILINE)
+    assert re.search(r"^\*\*(Reason|Decisions and their reasons)", text, re.MULTILINE)
+    assert re.search(r"^\*\*Consequence", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "docs" / "measurements").glob("[!i]*.md")), ids=lambda page: page.stem)
+def test_a_page_of_measurements_says_when_on_what_and_by_which_script(page: Path) -> None:
+    text = page.read_text()
+    assert re.search(r"2026", text)
+    assert re.search(r"H200|CPU|core", text)
+    scripts = re.findall(r"`[^`]*(?:bench[/.]|NAME=)(\w+)", text)
+    assert all((DOCS / "bench" / f"{name}.py").exists() for name in scripts)
+    assert scripts or "`make " in text
+
+
 def pages() -> list[Path]:
     return [*DOCS.glob("*.md"), *(DOCS / "docs").rglob("*.md")]
 
@@ -56,7 +75,7 @@ def test_every_target_that_the_documents_name_is_in_the_makefile() -> None:
 @pytest.mark.parametrize("command", commands(DOCS / "README.md", "kvweave (?:plan|run)"))
 def test_the_commands_of_the_readme_are_understood(command: str) -> None:
     """Planning is done; of runs, whose models take their time, the options are read (tests/cli runs them)."""
-    config = Path(sys.modules["kvweave"].__path__[0]) / "examples" / "qwen3-next-80b.json"
+    config = DOCS / "src" / "kvweave" / "examples" / "qwen3-next-80b.json"
     words = shlex.split(command.replace("path/to/config.json", str(config)))
     asked = words[1:] if words[1] == "plan" else [*words[1:], "--help"]
     program = [sys.executable, "-m", "kvweave", *asked]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvweave.store import DictTier, DiskTier, MemoryTier, Shard, Store, TierPolicy, TierStack
-from kvweave.store.blob import owned_payload
+from kvweave.store.blob import COUNTS_LOCALS, owned_payload
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
@@ -51,6 +51,7 @@ def fresh() -> Bytes:
     return np.arange(100, dtype=np.uint8)
 
 
+@pytest.mark.skipif(not COUNTS_LOCALS, reason="this Python does not count all references: everything is copied")
 def test_what_nobody_else_has_is_not_copied() -> None:
     address = []
 
@@ -65,6 +66,19 @@ def test_what_nobody_else_has_is_not_copied() -> None:
     assert mine.ctypes.data == address[-1]
     mine = owned_payload(noted(np.frombuffer(bytes(100), np.uint8)))
     assert mine.ctypes.data == address[-1], "bytes never change"
+
+
+def test_where_references_are_not_all_counted_whatever_could_change_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from Python 3.14 on."""
+    monkeypatch.setattr("kvweave.store.blob.COUNTS_LOCALS", False)
+    address = []
+
+    def noted(array: Bytes) -> Bytes:
+        address.append(array.ctypes.data)
+        return array
+
+    assert owned_payload(noted(fresh())).ctypes.data != address[-1]
+    assert owned_payload(noted(np.frombuffer(bytes(100), np.uint8))).ctypes.data == address[-1], "bytes never change"
 
 
 def test_what_somebody_else_has_is_copied() -> None:

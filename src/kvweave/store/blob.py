@@ -30,6 +30,9 @@ MAGIC, VERSION = b"KVWV", 2
 HEADER = struct.Struct(f"<4sHHIIQQ{KEY_BYTES}sQQ")
 CHECKSUM = slice(24, 32)
 ALIGN = 4096
+COUNTS_LOCALS = sys.version_info < (3, 14)
+"""Whether every local variable counts as a reference. From 3.14 on the interpreter leaves some out: a payload to which
+its source still has a reference looks like one that nobody else has."""
 
 
 def blob_bytes(shard: Shard) -> int:
@@ -51,8 +54,8 @@ def header(shard: ShardHeader, chunk: int, key: bytes, checksum: int = 0) -> byt
 
 
 def owned_payload(payload: Bytes) -> Bytes:
-    """The payload of a source as bytes that nobody else can change: itself if there is no other reference to it, else a
-    copy.
+    """The payload of a source as bytes that nobody else can change: itself if there is certainly no other reference to
+    it, else a copy.
 
     A source may return memory that it reuses, whether read-only or not. A blob in a write queue must not be such
     memory.
@@ -60,7 +63,8 @@ def owned_payload(payload: Bytes) -> Bytes:
     base = payload.base
     if isinstance(base, bytes):
         return payload
-    alone = sys.getrefcount(payload) <= 2  # the references of this function and of the call to `getrefcount`
+    # The references of this function and of the call to `getrefcount`.
+    alone = COUNTS_LOCALS and sys.getrefcount(payload) <= 2
     if alone and base is not None:
         # and that of the view
         alone = isinstance(base, np.ndarray) and base.base is None and sys.getrefcount(base) <= 3
