@@ -24,13 +24,13 @@ def tokens(trace: Trace) -> list[list[int]]:
 @given(traces(), st.sampled_from([1, 2, 4]))
 def test_the_overlap_is_the_longest_start_that_any_earlier_request_had(trace: Trace, grid: int) -> None:
     words, foresight = tokens(trace), Foresight(trace, grid)
-    for number, (request, visit) in enumerate(zip(trace.requests, foresight.visits, strict=True)):
+    for number, (request, placed) in enumerate(zip(trace.requests, foresight.requests, strict=True)):
         limit = (request.prompt_tokens - 1) // grid
         longest = max((common(words[number], words[earlier], grid) for earlier in range(number)), default=0)
-        assert visit.overlap == min(limit, longest)
-        assert visit.limit == limit
-        assert [run.start for run in visit.path[1:]] == [run.end for run in visit.path[:-1]]
-        assert (visit.path[-1].end if visit.path else 0) == len(words[number]) // grid
+        assert placed.overlap == min(limit, longest)
+        assert placed.limit == limit
+        assert [run.start for run in placed.path[1:]] == [run.end for run in placed.path[:-1]]
+        assert (placed.path[-1].end if placed.path else 0) == len(words[number]) // grid
 
 
 @given(traces(), st.sampled_from([1, 4]))
@@ -38,9 +38,9 @@ def test_points_are_where_a_later_request_goes_on(trace: Trace, grid: int) -> No
     words, foresight = tokens(trace), Foresight(trace, grid)
     for number in range(len(words)):
         later = {
-            visit.overlap * grid
-            for after, visit in enumerate(foresight.visits)
-            if after > number and 0 < visit.overlap <= common(words[number], words[after], grid)
+            placed.overlap * grid
+            for after, placed in enumerate(foresight.requests)
+            if after > number and 0 < placed.overlap <= common(words[number], words[after], grid)
         }
         assert foresight.points_after(number) == sorted(later)
 
@@ -50,7 +50,7 @@ def test_requests_of_two_namespaces_share_nothing() -> None:
 
     trace = trace_of([[1] * 9] * 3)
     apart = replace(trace, requests=tuple(replace(r, namespace=str(n % 2)) for n, r in enumerate(trace.requests)))
-    assert [visit.overlap for visit in Foresight(apart, 4).visits] == [0, 0, 2]
+    assert [placed.overlap for placed in Foresight(apart, 4).requests] == [0, 0, 2]
 
 
 def test_a_geometry_counts_what_a_plan_keeps() -> None:

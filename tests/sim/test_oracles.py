@@ -122,7 +122,7 @@ def test_with_all_the_memory_the_oracles_that_place_points_hit_the_overlap(
     geometry: Geometry, prompts: tuple[str, ...]
 ) -> None:
     foresight = Foresight(trace(*prompts), 1)
-    overlaps = [visit.overlap for visit in foresight.visits]
+    overlaps = [placed.overlap for placed in foresight.requests]
     for oracle in (PLACEMENT, BOTH):
         assert oracle_hits(foresight, geometry, oracle, 10**6) == overlaps
     assert bound_tokens(foresight, geometry, 10**6) == sum(overlaps)

@@ -32,7 +32,7 @@ def test_what_is_read_back_overlaps_as_the_tokens_did(
     read = read_trace(path)
     asked = [Request(float(n), np.array(word, np.int32), len(word)) for n, word in enumerate(words)]
     known = Foresight(Trace("known", "", 1, tuple(asked)), 2)
-    assert [visit.overlap for visit in Foresight(read, 2).visits] == [visit.overlap for visit in known.visits]
+    assert [placed.overlap for placed in Foresight(read, 2).requests] == [placed.overlap for placed in known.requests]
     assert [request.prompt_tokens for request in read.requests] == [len(word) for word in words]
     assert read.recorded_hits == sum(range(len(words)))
     assert read.sessions == min(2, len(words))
@@ -56,7 +56,7 @@ def test_equal_tokens_of_two_namespaces_have_different_ids(tmp_path: Path) -> No
         for namespace in ("one", "two", "one"):
             writer.write(range(32), namespace=namespace)
     foresight = Foresight(read_trace(tmp_path / "t.jsonl"), 16)
-    assert [visit.overlap for visit in foresight.visits] == [0, 0, 1]
+    assert [placed.overlap for placed in foresight.requests] == [0, 0, 1]
 
 
 def test_a_recording_carries_its_plan_and_retention(tmp_path: Path) -> None:

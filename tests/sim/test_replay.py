@@ -19,7 +19,7 @@ EVERYWHERE = Retention(every=1, decode_every=1)
 
 
 def overlaps(trace: Trace) -> list[int]:
-    return [visit.overlap * GRID for visit in Foresight(trace, GRID).visits]
+    return [placed.overlap * GRID for placed in Foresight(trace, GRID).requests]
 
 
 @given(traces())

@@ -12,7 +12,7 @@ from kvweave.cache.allocator import Demand, PageAllocator, Reclaimable
 from kvweave.cache.copies import CopyBuilder
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
-from kvweave.cache.room import ManyRows, OneRow, Room
+from kvweave.cache.row_growth import ManyRows, OneRow, RowGrowth
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
@@ -65,8 +65,8 @@ class Steps:
         start = int(counters.lengths[row])
         after, copies = start + count, None
         if drafts or after + lookahead > int(counters.ready[row]):
-            room = OneRow(self.state, sequence, start, after, after + lookahead)
-            copies = self._make_room(room, drafts, in_step, [])
+            growth = OneRow(self.state, sequence, start, after, after + lookahead)
+            copies = self._make_room(growth, drafts, in_step, [])
         else:
             counters.lengths[row] = after
         counters.step_start[row] = start
@@ -83,8 +83,8 @@ class Steps:
         if drafts or np.count_nonzero(short):
             at = np.arange(len(rows)) if drafts else short.nonzero()[0]
             chosen = [sequences[i] for i in at.tolist()]
-            room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at])
-            copies = self._make_room(room, drafts, in_step, sequences)
+            growth = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at])
+            copies = self._make_room(growth, drafts, in_step, sequences)
         counters.lengths[rows] = after
         counters.step_start[rows] = start
         return copies
@@ -92,69 +92,69 @@ class Steps:
     def can_extend(self, rows: Rows, sequences: list[Sequence], count: int) -> bool:
         """Whether there would be room for `count` more tokens of each row; changes nothing."""
         start = self.state.counters.lengths[rows]
-        room = ManyRows(self.state, rows, sequences, start, start + count, start + count)
-        demand = self._demand(room, len(rows), room.stateful, 1)
-        admits = self._admits(room)
-        return room.longest <= self.state.max_tokens and self.allocator.lacking(demand, admits=admits) is None
+        growth = ManyRows(self.state, rows, sequences, start, start + count, start + count)
+        demand = self._demand(growth, len(rows), growth.stateful, 1)
+        admits = self._admits(growth)
+        return growth.longest <= self.state.max_tokens and self.allocator.lacking(demand, admits=admits) is None
 
-    def _admits(self, room: Room) -> bool:
+    def _admits(self, growth: RowGrowth) -> bool:
         """Whether a row that does not run yet is asking."""
-        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
+        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in growth.sequences)
 
-    def _make_room(self, room: Room, drafts: int, in_step: bool, others: list[Sequence]) -> CopyBuilder | None:
+    def _make_room(self, growth: RowGrowth, drafts: int, in_step: bool, others: list[Sequence]) -> CopyBuilder | None:
         """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
-        stateful = room.stateful
-        snapshots = [self._snapshots_of(room, i, drafts, in_step) for i in stateful]
-        admits = self._admits(room)
-        demand = self._demand(room, len(room.sequences), stateful, 1 + drafts)
+        stateful = growth.stateful
+        snapshots = [self._snapshots_of(growth, i, drafts, in_step) for i in stateful]
+        admits = self._admits(growth)
+        demand = self._demand(growth, len(growth.sequences), stateful, 1 + drafts)
         optional = sum(map(len, snapshots))
         if not optional or self.allocator.ensure(self._plus_states(demand, optional), admits=admits) is not None:
             snapshots = [[] for _ in stateful]
-            self._ensure(room, demand, admits, stateful, 1 + drafts, others)
-        room.append()
+            self._ensure(growth, demand, admits, stateful, 1 + drafts, others)
+        growth.append()
         copies = CopyBuilder() if stateful else None
         for i, positions in zip(stateful, snapshots, strict=True):
-            self._make_states(room.sequences[i], positions, in_step, copies)
+            self._make_states(growth.sequences[i], positions, in_step, copies)
         if drafts:
-            self.snapshots.add_columns(room.rows, 1 + drafts)
-        room.set_counters()
+            self.snapshots.add_columns(growth.rows, 1 + drafts)
+        growth.set_counters()
         for i in stateful:
-            self.state.set_next_stop(room.sequences[i])
-            self.state.set_next_event(room.sequences[i])
+            self.state.set_next_stop(growth.sequences[i])
+            self.state.set_next_event(growth.sequences[i])
         return copies
 
-    def _snapshots_of(self, room: Room, i: int, drafts: int, in_step: bool) -> list[int]:
+    def _snapshots_of(self, growth: RowGrowth, i: int, drafts: int, in_step: bool) -> list[int]:
         """Positions of the states that a row's step should leave, drafts apart."""
         if drafts and not in_step:
             return []
-        return self.snapshots.positions(room.sequences[i], room.start[i], room.after[i] - drafts, in_step)
+        return self.snapshots.positions(growth.sequences[i], growth.start[i], growth.after[i] - drafts, in_step)
 
-    def _demand(self, room: Room, count: int, stateful: list[int], columns: int) -> Demand:
+    def _demand(self, growth: RowGrowth, count: int, stateful: list[int], columns: int) -> Demand:
         """Pages that the first `count` rows need."""
         state = self.state
         demand = [0] * len(state.groups)
-        for same, pages in zip(state.same_block_size, room.num_blocks(count), strict=True):
+        for same, pages in zip(state.same_block_size, growth.num_blocks(count), strict=True):
             for group in same:
                 demand[group.number] = pages
         if columns > 1:
             for group in state.states:
-                have = state.tables[group.number].blocks[room.rows[:count]]
+                have = state.tables[group.number].blocks[growth.rows[:count]]
                 demand[group.number] = int(np.maximum(columns - have, 0).sum())
         else:
             for i in stateful:
                 for group in state.states if i < count else ():
-                    demand[group.number] += int(not state.tables[group.number].blocks[room.sequences[i].row])
+                    demand[group.number] += int(not state.tables[group.number].blocks[growth.sequences[i].row])
         return demand
 
     def _plus_states(self, demand: Demand, count: int) -> Demand:
         return [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups, strict=True)]
 
     def _ensure(
-        self, room: Room, demand: Demand, admits: bool, stateful: list[int], columns: int, others: list[Sequence]
+        self, growth: RowGrowth, demand: Demand, admits: bool, stateful: list[int], columns: int, others: list[Sequence]
     ) -> None:
         """Make sure of the pages, or raise with everything as it was."""
-        if room.longest > self.state.max_tokens:
-            longest = np.array([room.longest])
+        if growth.longest > self.state.max_tokens:
+            longest = np.array([growth.longest])
             never = self.allocator.never_fits(longest, longest)
             assert never is not None
             raise never
@@ -163,10 +163,10 @@ class Steps:
             known: Reclaimable = {}
 
             def fits(count: int) -> bool:
-                part = self._demand(room, count, stateful, columns)
+                part = self._demand(growth, count, stateful, columns)
                 return self.allocator.lacking(part, admits=admits, known=known) is None
 
-            raise self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
+            raise self.allocator.refusal(pool, growth.sequences, growth.spans(), fits, others)
 
     def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: CopyBuilder | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""

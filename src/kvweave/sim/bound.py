@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from kvweave.sim.foresight import Foresight, Run, Visit
+from kvweave.sim.foresight import Foresight, PlacedRequest, Run
 from kvweave.sim.geometry import Geometry
 from kvweave.sim.oracles import IdealCache, Oracle
 
@@ -36,7 +36,7 @@ def bound_tokens(foresight: Foresight, geometry: Geometry, capacity: int) -> int
 def _area_bound(foresight: Foresight, geometry: Geometry, capacity: int) -> float:
     """Blocks that fit the area."""
     steps = sorted(_steps(foresight, geometry))
-    left, blocks = float(capacity) * max(0, len(foresight.visits) - 1), 0.0
+    left, blocks = float(capacity) * max(0, len(foresight.requests) - 1), 0.0
     for price, size in steps:
         taken = size if price * size <= left else left / price
         blocks += taken
@@ -49,15 +49,15 @@ def _area_bound(foresight: Foresight, geometry: Geometry, capacity: int) -> floa
 def _steps(foresight: Foresight, geometry: Geometry) -> Iterator[tuple[float, int]]:
     """Of every request, how many more blocks it could hit at which price in area each; prices rise."""
     last = [0] * foresight.num_runs
-    for number, visit in enumerate(foresight.visits):
+    for number, placed in enumerate(foresight.requests):
         hull: list[tuple[int, float]] = [(0, 0.0)]
-        for blocks, area in _costs(visit, number, last, geometry):
+        for blocks, area in _costs(placed, number, last, geometry):
             while len(hull) > 1 and _price(hull[-2], hull[-1]) >= _price(hull[-1], (blocks, area)):
                 hull.pop()
             hull.append((blocks, area))
         for before, after in itertools.pairwise(hull):
             yield _price(before, after), after[0] - before[0]
-        for run in visit.path:
+        for run in placed.path:
             last[run.number] = number
 
 
@@ -65,11 +65,11 @@ def _price(before: tuple[int, float], after: tuple[int, float]) -> float:
     return (after[1] - before[1]) / (after[0] - before[0])
 
 
-def _costs(visit: Visit, number: int, last: list[int], geometry: Geometry) -> Iterator[tuple[int, float]]:
+def _costs(placed: PlacedRequest, number: int, last: list[int], geometry: Geometry) -> Iterator[tuple[int, float]]:
     """The area of going on from the end of each run of the overlap."""
     rows, runs = 0.0, list[Run]()
-    for run in visit.path:
-        if run.end > visit.overlap:
+    for run in placed.path:
+        if run.end > placed.overlap:
             return
         ago = number - last[run.number]
         rows += (run.end - run.start) * geometry.row_bytes * ago

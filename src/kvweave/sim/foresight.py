@@ -52,7 +52,7 @@ def _after(requests: list[int], request: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Visit:
+class PlacedRequest:
     """A request in the tree, in blocks: its path, how much a cache may find of it at most (a token stays to be
     computed), and `overlap`: how much of that some earlier request had."""
 
@@ -63,7 +63,7 @@ class Visit:
 
 
 class Foresight:
-    """A trace on a grid. `visits` are its requests; a run's number is below `num_runs`."""
+    """A trace on a grid. `requests` are in its order; a run's number is below `num_runs`."""
 
     def __init__(self, trace: Trace, grid: int) -> None:
         trace.check_content()
@@ -81,27 +81,27 @@ class Foresight:
                 _cut(end, overlap).resumed_by.append(number)
             ends.append((end, limit, overlap))
         self.num_runs = _number(roots.values())
-        self.visits = tuple(
-            Visit(_path(end), limit, overlap, request.prompt_tokens)
+        self.requests = tuple(
+            PlacedRequest(_path(end), limit, overlap, request.prompt_tokens)
             for (end, limit, overlap), request in zip(ends, trace.requests, strict=True)
         )
-        for number, visit in enumerate(self.visits):
-            for run in visit.path:
-                if run.end <= visit.overlap:
+        for number, placed in enumerate(self.requests):
+            for run in placed.path:
+                if run.end <= placed.overlap:
                     run.reused_by.append(number)
 
     @property
     def overlap_tokens(self) -> int:
         """What an infinite cache that can resume anywhere on the grid would have hit."""
-        return sum(visit.overlap for visit in self.visits) * self.grid
+        return sum(placed.overlap for placed in self.requests) * self.grid
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(visit.prompt_tokens for visit in self.visits)
+        return sum(placed.prompt_tokens for placed in self.requests)
 
     def points_after(self, number: int) -> list[int]:
         """Positions in tokens on the path of a request from which later requests will go on, ascending."""
-        return [run.end * self.grid for run in self.visits[number].path if run.next_resume(number) is not None]
+        return [run.end * self.grid for run in self.requests[number].path if run.next_resume(number) is not None]
 
 
 def block_digests(tokens: TokenIds, grid: int) -> Digests:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from kvweave.sim.foresight import Foresight, Run, Visit
+from kvweave.sim.foresight import Foresight, PlacedRequest, Run
 from kvweave.sim.geometry import Geometry
 
 
@@ -60,15 +60,15 @@ class IdealCache:
 
     def hits(self) -> list[int]:
         """The blocks that each request finds, in order."""
-        return [self._request(number, visit) for number, visit in enumerate(self.foresight.visits)]
+        return [self._request(number, placed) for number, placed in enumerate(self.foresight.requests)]
 
-    def _request(self, number: int, visit: Visit) -> int:
-        hit = self._find(visit)
-        for run in visit.path:
-            if (key := self._key(run, number, visit, hit)) is not None:
-                self._keep(run, key, is_point=self._is_point(run, number, visit, hit))
-        self._fill(visit)
-        for run in reversed(visit.path):
+    def _request(self, number: int, placed: PlacedRequest) -> int:
+        hit = self._find(placed)
+        for run in placed.path:
+            if (key := self._key(run, number, placed, hit)) is not None:
+                self._keep(run, key, is_point=self._is_point(run, number, placed, hit))
+        self._fill(placed)
+        for run in reversed(placed.path):
             if self.oracle.foresees_order and (key := self._keys[run.number]) is not None and -key <= number:
                 self._evict(run, partly=False)  # its last use was this one
         while self.num_bytes > self.capacity and self._order:
@@ -77,13 +77,13 @@ class IdealCache:
                 self._evict(run, partly=True)
         return hit
 
-    def _find(self, visit: Visit) -> int:
+    def _find(self, placed: PlacedRequest) -> int:
         hit = 0
-        for run in visit.path:
+        for run in placed.path:
             whole = run.start + self._rows[run.number]
             if self.geometry.resumes_anywhere:
-                hit = min(whole, visit.limit)
-            elif self._points[run.number] and run.end <= visit.limit:
+                hit = min(whole, placed.limit)
+            elif self._points[run.number] and run.end <= placed.limit:
                 hit = run.end
             if whole < run.end:
                 break
@@ -91,16 +91,16 @@ class IdealCache:
 
     # ---- what a request leaves
 
-    def _key(self, run: Run, number: int, visit: Visit, hit: int) -> int | None:
+    def _key(self, run: Run, number: int, placed: PlacedRequest, hit: int) -> int | None:
         """The key of the entry at the end of a run: the smallest goes first. None: no entry is made, or one that is
         there stays as it is."""
         if self.oracle.foresees_order:
             next_use = run.next_reuse(number) if self.geometry.resumes_anywhere else run.next_resume(number)
-            return -next_use if next_use is not None and self._is_point(run, number, visit, hit) else None
-        used = run is visit.path[-1] or run.end == hit or (run.end > hit and run.next_resume(number) is not None)
+            return -next_use if next_use is not None and self._is_point(run, number, placed, hit) else None
+        used = run is placed.path[-1] or run.end == hit or (run.end > hit and run.next_resume(number) is not None)
         return number if used else None
 
-    def _is_point(self, run: Run, number: int, visit: Visit, hit: int) -> bool:
+    def _is_point(self, run: Run, number: int, placed: PlacedRequest, hit: int) -> bool:
         """Whether one can go on from the end of a run now: it was kept, or is passed by what this request computes."""
         if self.geometry.resumes_anywhere or self._points[run.number]:
             return True
@@ -108,7 +108,7 @@ class IdealCache:
             return False
         if self.oracle.foresees_places:
             return run.next_resume(number) is not None
-        return run is visit.path[-1] or run.end in (visit.limit, visit.overlap)
+        return run is placed.path[-1] or run.end in (placed.limit, placed.overlap)
 
     def _keep(self, run: Run, key: int, *, is_point: bool) -> None:
         at = run.number
@@ -120,9 +120,9 @@ class IdealCache:
         self._keys[at] = key
         heapq.heappush(self._order, (key, -run.end, at, run))  # of equal keys the deepest goes first
 
-    def _fill(self, visit: Visit) -> None:
+    def _fill(self, placed: PlacedRequest) -> None:
         """The rows of a request are there now, as far as an entry needs them."""
-        for run in visit.path:
+        for run in placed.path:
             if not self._entries[run.number]:
                 return
             self.num_bytes += (run.end - run.start - self._rows[run.number]) * self.geometry.row_bytes

@@ -138,8 +138,8 @@ class Simulation:
 
 def splits(foresight: Foresight, replay: Replay) -> Counts:
     """By request: the columns of `TokenSplit`."""
-    prompt = np.array([visit.prompt_tokens for visit in foresight.visits], np.int64)
-    overlap = np.array([visit.overlap for visit in foresight.visits], np.int64) * foresight.grid
+    prompt = np.array([placed.prompt_tokens for placed in foresight.requests], np.int64)
+    overlap = np.array([placed.overlap for placed in foresight.requests], np.int64) * foresight.grid
     rows = np.clip(replay.rows, replay.hits, overlap)
     return np.stack([prompt, replay.hits, overlap - rows, rows - replay.hits, prompt - overlap], axis=1)
 

@@ -80,7 +80,7 @@ class StoreSync:
 
     def hashed(self, sequence: Sequence) -> HashedPrompt:
         """The committed tokens of a sequence, hashed."""
-        assert isinstance(sequence.namespace, Namespace), "a sequence that no visit opened"
+        assert isinstance(sequence.namespace, Namespace), "a sequence that no batch opened"
         return self.store.prompt(sequence.tokens[: sequence.committed], sequence.namespace)
 
     # ---- what is worth it

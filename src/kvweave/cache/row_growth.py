@@ -110,4 +110,4 @@ class ManyRows:
         counters.ready[self.rows] = np.minimum(room, counters.next_stop[self.rows] - 1)
 
 
-Room = OneRow | ManyRows
+RowGrowth = OneRow | ManyRows
