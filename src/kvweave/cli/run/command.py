@@ -7,9 +7,9 @@ import os
 import sys
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
+from kvweave.cli.progress import progress_bar
 from kvweave.cli.report import report_html
 from kvweave.cli.run import run_options as option
 from kvweave.cli.run.format_outcomes import format_mismatches, format_store, format_total, requests_table
@@ -102,15 +102,7 @@ def run_with_progress(request: RunRequest) -> RunResult:
         os.environ.setdefault(name, value)
     with MissingExtra.on_import("kvweave run", "transformers"):
         from kvweave.cli.run.runner import run  # noqa: PLC0415  (torch and transformers: an extra, and seconds to load)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    shown = sys.stderr.isatty() and not request.chat
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
+    with progress_bar(TimeElapsedColumn(), shown=not request.chat) as progress:
         task = progress.add_task(f"{request.source}: loading", total=request.num_requests)
 
         def on_request(who: str) -> None:

@@ -10,6 +10,7 @@ from kvweave.cli.format import format_size as short_size
 from kvweave.cli.report.html import Tile, data, document, figure, section, table, tiles
 from kvweave.cli.run.format_outcomes import format_seconds
 from kvweave.cli.simulate.simulation_charts import curve_drawing, occupancy_drawing, split_drawing, timeline_drawing
+from kvweave.cli.simulate.simulation_table import TIER_HEADS, tier_rows
 from kvweave.sim import Cell, Simulation
 from kvweave.units import format_size
 
@@ -101,18 +102,6 @@ def _row(cell: Cell) -> list[str]:
 
 
 def _tiers(simulation: Simulation) -> str:
-    rows = [
-        [
-            format_size(cell.memory),
-            cell.policy,
-            f"{use.name}, {format_size(use.memory)}",
-            f"{use.loaded_tokens:,}",
-            short_size(use.loaded_bytes),
-            format_seconds(use.load_seconds),
-            format_seconds(use.saved_seconds),
-        ]
-        for cell in simulation.cells
-        for use in cell.tiers
-    ]
-    heads = ("memory", "policy", "tier", "tokens loaded", "bytes", "time to load", "time saved")
+    rows = [row for cell in simulation.cells for row in tier_rows(cell)]
+    heads = ("memory", "policy", *(" ".join(head.split()) for head in TIER_HEADS))
     return table(heads, rows) if rows else ""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 
+from kvweave.cli.progress import progress_bar
 from kvweave.cli.simulate import simulate_options as option
 from kvweave.cli.simulate.csv_rows import requests_csv
 from kvweave.cli.simulate.page import simulation_html
@@ -97,44 +95,27 @@ def simulate_command(
         kept = subject.retention if subject.retention and retention == Retention() else retention
         return Options(subject.memories, policies, kept, tiers, prefill_speed, step_tokens, oracles)
 
-    answers = [_simulate(trace, asked.subject(trace), options) for trace in found]
+    subjects = [asked.subject(trace) for trace in found]
+    answers = [_simulate(trace, subject, options(subject)) for trace, subject in zip(found, subjects, strict=True)]
     for one in answers:
         _print(one, json)
     if csv is not None:
-        written(csv, requests_csv(answers))
-        print(f"wrote {csv}", file=sys.stderr)
+        print(f"wrote {written(csv, requests_csv(answers))}", file=sys.stderr)
     if report is not None:
-        written(report, simulation_html(answers))
-        print(f"wrote {report}", file=sys.stderr)
+        print(f"wrote {written(report, simulation_html(answers))}", file=sys.stderr)
 
 
-def _simulate(trace: Trace, subject: Subject, options_for: Callable[[Subject], Options]) -> Simulation:
-    options = options_for(subject)
-    with _bar(trace, options.num_replays * len(trace.requests)) as advance:
-        return simulate(trace, subject.plan_of, options, model=subject.model, on_request=advance)
-
-
-@contextmanager
-def _bar(trace: Trace, total: int) -> Iterator[Callable[[], None] | None]:
-    """Shows on a terminal how far it is; told of each request."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task, told = progress.add_task(trace.name, total=total), count(1)
+def _simulate(trace: Trace, subject: Subject, options: Options) -> Simulation:
+    """Simulate it; on a terminal, a bar shows how far it is."""
+    with progress_bar(TimeRemainingColumn()) as progress:
+        task = progress.add_task(trace.name, total=options.num_replays * len(trace.requests))
+        told = count(1)
 
         def advance() -> None:
             if next(told) % AT_ONCE == 0:  # the bar would take longer than the replay
                 progress.advance(task, AT_ONCE)
 
-        yield advance
+        return simulate(trace, subject.plan_of, options, model=subject.model, on_request=advance)
 
 
 def _print(simulation: Simulation, json: bool) -> None:

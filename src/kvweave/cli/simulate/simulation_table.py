@@ -13,6 +13,16 @@ from kvweave.units import format_size
 
 ORACLE_HEADS = ("cache, perfect\nplaces", "oracle:\nplacement", "\nbelady", "\nboth", "\nbound", "infinite\nmemory")
 
+TIER_HEADS = (
+    "\ntier",
+    "\nits size",
+    "found\nbeyond",
+    "tokens\nloaded",
+    "bytes\nloaded",
+    "time to\nload",
+    "time\nsaved",
+)
+
 
 def print_simulation(simulation: Simulation) -> None:
     out, trace = console(), simulation.trace
@@ -80,16 +90,15 @@ def _misses(simulation: Simulation) -> Table:
 def _tiers(simulation: Simulation) -> Table | None:
     if not any(cell.tiers for cell in simulation.cells):
         return None
-    table = _table(
-        "\ntier", "\nits size", "found\nbeyond", "tokens\nloaded", "bytes\nloaded", "time to\nload", "time\nsaved"
-    )
+    table = _table(*TIER_HEADS)
     for cell in simulation.cells:
-        for row in _tier_rows(cell):
+        for row in tier_rows(cell):
             table.add_row(*row)
     return table
 
 
-def _tier_rows(cell: Cell) -> list[list[str]]:
+def tier_rows(cell: Cell) -> list[list[str]]:
+    """A row for each tier: memory and policy of the cell, then a cell for each of `TIER_HEADS`."""
     return [
         [
             format_size(cell.memory),
