@@ -79,7 +79,7 @@ class Loader:
         table, blocks, head = self.state.tables[group.number], position // group.slot_tokens, group.head_blocks
         first = 0 if group.is_full else min(group.first_block(position), blocks)
         low, tail = blocks, []
-        for pages in reversed(runs):
+        for pages in reversed(runs):  # from the end: of a long prompt only the runs of the tail are joined
             if low > first:
                 tail.append(pages)
                 low -= len(pages)

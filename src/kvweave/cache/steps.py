@@ -108,6 +108,7 @@ class Steps:
         admits = self._admits(growth)
         demand = self._demand(growth, len(growth.sequences), stateful, 1 + drafts)
         optional = sum(map(len, snapshots))
+        # Snapshots are optional: where they do not fit, the step goes without them.
         if not optional or self.allocator.ensure(self._plus_states(demand, optional), admits=admits) is not None:
             snapshots = [[] for _ in stateful]
             self._ensure(growth, demand, admits, stateful, 1 + drafts, others)

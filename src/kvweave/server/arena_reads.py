@@ -88,5 +88,5 @@ def fetch_to_arena(
 def release_lease(client: Client, lease: int, generation: int, budget: Budget) -> None:
     """Let the daemon evict what a lease holds. A lease of an earlier connection ended with it."""
     if lease and generation == client.generation:
-        with suppress(ServerError):
+        with suppress(ServerError):  # then the lease ends by its time
             client.ask(protocol.Release([lease]), protocol.Done, reply_timeout(budget))

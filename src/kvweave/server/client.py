@@ -155,6 +155,7 @@ class Client(ClosedAtEnd):
     def again(self, *, arena: bool, timeout_s: float | None = None) -> Client:
         """Another connection to the same daemon, for `timeout_s` seconds at most."""
         if channel := self._channel:
+            # A frozen daemon is an error here, at once, and not after the timeout of a second connection.
             with suppress(ConnectionError):
                 channel.check()
         return Client(
@@ -196,6 +197,7 @@ class Client(ClosedAtEnd):
                 raise
             return here
         there = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+        # Requests are small, and each waits for its reply: Nagle's algorithm would only delay them.
         there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return self._tls.wrap_socket(there, server_hostname=host) if self._tls else there
 

@@ -156,7 +156,7 @@ class ClientSession:
         in_arena = np.zeros(sequence.num_keys, bool)
         for first in reversed(range(0, sequence.num_keys, STEP_KEYS)):
             in_arena[first : first + STEP_KEYS] = self._arena.contains(sequence.keys[first : first + STEP_KEYS])
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # other clients are served between two steps
         reply = self._looked_up(sequence, request, in_arena)
         return await reply if isinstance(reply, Awaitable) else reply
 

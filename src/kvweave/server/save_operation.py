@@ -179,7 +179,7 @@ class SaveOperation:
 
     def abandon(self, reserved: ReservedBatch, budget: Budget) -> None:
         if reserved.jobs and reserved.generation == self._client.generation:
-            with suppress(ServerError):
+            with suppress(ServerError):  # then the reservation ends with its lease
                 self._client.ask(protocol.Commit(reserved.number, abandon=True), protocol.Done, reply_timeout(budget))
 
 

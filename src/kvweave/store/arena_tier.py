@@ -130,7 +130,7 @@ class ArenaTier(ClosedAtEnd):
             self._moving += 1
         try:
             self._medium.write(start, blob)
-            self._publish(key, start, length)
+            self._publish(key, start, length)  # only now: a reader never finds half a blob
         except BaseException:
             with self._lock:
                 self._give(key, start, length)

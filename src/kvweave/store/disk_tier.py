@@ -108,6 +108,7 @@ class DiskTier(ArenaTier):
 
     def close(self) -> None:
         with self._lock, suppress(TierError):
+            # The journal's order is the order of use, by which the next process evicts.
             if self.writable and not self._closed and self._catalog.was_asked and not self._is_gone:
                 self._rewrite()
         super().close()

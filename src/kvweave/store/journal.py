@@ -68,9 +68,9 @@ class FileJournal:
 
     def _go_on(self, num_bytes: int, entries: Entries) -> None:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-        os.ftruncate(self._fd, num_bytes)
+        os.ftruncate(self._fd, num_bytes)  # without half a record at its end, so that the next one is aligned
         if self.wants_rewriting:
-            with suppress(OSError):
+            with suppress(OSError):  # it only saves space, for which a full disk may lack space
                 self._rewrite([*entries.number_of], entries.starts, entries.lengths)
 
     def _parse(self, data: bytes) -> Entries:

@@ -94,7 +94,7 @@ class ObjectTier(ClosedAtEnd):
             return ABSENT
 
     def _put(self, key: bytes, blob: Blob) -> bool:
-        with suppress(AlreadyExistsError):
+        with suppress(AlreadyExistsError):  # a key names its content: that object is the same blob
             obstore.put(self._store, _path(key), joined(blob), mode="create")
         return True
 
@@ -124,7 +124,7 @@ def _path(key: bytes) -> str:
 def _ours(page: Iterable[Any], key_filter: KeyFilter) -> Iterator[bytes]:
     """The keys of the objects that are blobs."""
     for listed in page:
-        with suppress(ValueError):
+        with suppress(ValueError):  # the name is no key: another program's object
             key = bytes.fromhex(listed["path"].replace("/", ""))
             if len(key) == KEY_BYTES and key in key_filter:
                 yield key

@@ -141,6 +141,7 @@ class TierExecutor:
                 self._note(breaker, error)
                 raise
             except Exception as error:
+                # Random, so that clients that failed together do not retry together.
                 pause = self.policy.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
                 if attempt == self.policy.retries or time.monotonic() + pause > until:
                     self._note(breaker, error)

@@ -56,6 +56,7 @@ class Choice:
 def usage(choices: list[Choice]) -> dict[str, Any]:
     """Tokens of a prompt are counted once, those of all choices are added up."""
     results = [choice.result for choice in choices]
+    # Reversed, so that the first choice stays: later ones also find what the first one computed.
     prompts = {result.prompt: result for result in reversed(results)}
     prompt = sum(map(len, prompts))
     new = sum(len(result.tokens) for result in results)

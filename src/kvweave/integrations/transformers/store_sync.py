@@ -155,7 +155,7 @@ class StoreBatch:
             sequence = core.open(prompt.tokens, namespace=namespace)
             branch = max(branch, sequence.branch)
             try:
-                if tries_left:
+                if tries_left:  # the last try asks no store, so its sequence is complete
                     branch = max(branch, self._ask(sequence, hashed))
             except BaseException:
                 core.close(sequence, keep=False)

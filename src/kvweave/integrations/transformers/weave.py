@@ -104,7 +104,7 @@ class KVWeave:
         self._generate, self._own_generate = self._outermost.generate, self.model.generate
         hooks = ForwardHooks(self.memory, self.served).register(models)
         self._unhook = weakref.finalize(self, _remove, hooks)
-        self._unhook.atexit = False
+        self._unhook.atexit = False  # at exit the model may be gone already, and needs no unhooking
         self.records = RequestRecords()
         with self.memory.core_lock, uncompiled(self.model), torch.no_grad():
             self.opener.learn_attention()
