@@ -48,19 +48,17 @@ class Loader:
     def _enter(self, sequence: Sequence, prompt: Tokens, match: Match | None) -> None:
         state, row = self.state, sequence.row
         position = 0 if match is None else self.hit(match, len(prompt), sequence.drop_last_blocks)
-        node: Node = state.prefix.tree.root(sequence.namespace)
         if match is not None and position:
-            point = state.prefix.point_for(match, position, sequence.priority)
-            node = point.node
-            if state.states:
-                state.prefix.pin_states(point, 1)
-                sequence.restore = point
-        state.prefix.pin(node)
-        sequence.node, sequence.num_cached = node, position
+            point = state.prefix.pin_at(match, position, sequence.priority, with_states=bool(state.states))
+            sequence.node, sequence.restore = point.node, point if state.states else None
+        else:
+            sequence.node = state.prefix.tree.root(sequence.namespace)
+            state.prefix.pin(sequence.node)
+        sequence.num_cached = position
         sequence.start_at(position, prompt)
         sequence.branch = match.length if match is not None and match.length > position else 0
         if position:
-            path = node.path()
+            path = sequence.node.path()
             for group in state.rows:
                 self._enter_run(group, row, [n.pages[group.number] for n in path], position)
         state.want_points(sequence)
@@ -111,9 +109,7 @@ class Loader:
     def pin(self, match: Match, position: int) -> tuple[Node, Point]:
         """Keep what resuming at a position of a matched path needs."""
         state = self.state
-        point = state.prefix.point_for(match, position, 0)
-        state.prefix.pin(point.node)
-        state.prefix.pin_states(point, 1)
+        point = state.prefix.pin_at(match, position, 0, with_states=True)
         for group, pages in self._windows_of(point):
             state.share(group, pages)
         return point.node, point

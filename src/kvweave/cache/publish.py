@@ -86,7 +86,7 @@ class Publisher:
     def publish_all(self) -> None:
         """Publish every sequence that has more than others can find."""
         state, counters = self.state, self.state.counters
-        for row in np.flatnonzero(counters.committed - counters.findable >= state.grid).tolist():
+        for row in (counters.committed - counters.findable >= state.grid).nonzero()[0].tolist():
             sequence = state.by_row.get(row)
             if sequence is not None and (sequence.snapshots or not state.states):
                 self.publish(sequence)
