@@ -24,9 +24,9 @@ class OneRow:
         self.longest = reach
         self.growth = [0] * len(state.same_block_size)
         for i, same in enumerate(state.same_block_size):
-            have = int(state.tables[same[0].number].blocks[sequence.row])
+            have = state.tables[same[0].number].blocks_of[sequence.row]
             self.growth[i] = max(0, -(-reach // same[0].slot_tokens) - have)
-        passes_stop = bool(state.states) and reach >= int(state.counters.next_stop[sequence.row])
+        passes_stop = bool(state.states) and reach >= state.counters.next_stop_of[sequence.row]
         self.stateful = [0] if passes_stop else []
 
     def num_blocks(self, count: int) -> list[int]:
@@ -35,7 +35,7 @@ class OneRow:
 
     def spans(self) -> list[tuple[int, int]]:
         """For each row the tokens that must be there at once: from the committed ones on."""
-        return [(int(self.state.counters.committed[self.sequences[0].row]), self.longest)]
+        return [(self.state.counters.committed_of[self.sequences[0].row], self.longest)]
 
     def append(self) -> None:
         row = self.sequences[0].row
@@ -43,17 +43,17 @@ class OneRow:
             if count:
                 for group in same:
                     table = self.state.tables[group.number]
-                    blocks = int(table.blocks[row])
+                    blocks = table.blocks_of[row]
                     if count == 1:
                         table.write_one(row, blocks, self.state.allocate_one(group))
                     else:
                         table.write(row, blocks, self.state.allocate(group, count))
-                    table.blocks[row] = blocks + count
+                    table.blocks_of[row] = blocks + count
 
     def set_counters(self) -> None:
         """The step is prepared: note its end, and how far the pages reach."""
         row = self.sequences[0].row
-        self.state.counters.lengths[row] = self.after[0]
+        self.state.counters.length_of[row] = self.after[0]
         if not self.stateful:
             self.state.set_ready_of(row)
 
