@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -156,7 +155,8 @@ class CacheState:
             point = sequence.copy_at if 0 <= sequence.copy_at < point else point
         point = max(point, committed + 1)
         counters.next_point_of[row] = point
-        counters.next_event_of[row] = min(point, self.next_window_event(committed))
+        next_window = committed // self.grid * self.grid + self.grid if self.windows else NEVER
+        counters.next_event_of[row] = min(point, next_window)
 
     def publish_at(self, sequence: Sequence) -> int:
         """The committed length at which a sequence publishes by itself: the last point of its prompt."""
@@ -175,10 +175,6 @@ class CacheState:
         if self.states:
             return sorted(p for p in sequence.snapshots if start < p <= end and p != sequence.answer)
         return self.wanted_points(sequence, max(start, sequence.node.end), end)
-
-    def next_window_event(self, committed: Any) -> Any:
-        """The committed length after `committed`, or an array of them, at which windows move on."""
-        return committed // self.grid * self.grid + self.grid if self.windows else NEVER
 
     # ---- where resume points are wanted
 

@@ -129,7 +129,7 @@ class Steps:
         """Positions of the states that a row's step should leave, drafts apart."""
         if drafts and not in_step:
             return []
-        return self.snapshots.positions(room.sequences[i], room.start[i], room.after[i] - drafts, in_step)
+        return self.snapshots.positions(room.sequences[i], int(room.start[i]), int(room.after[i]) - drafts, in_step)
 
     def _demand(self, room: Room, count: int, stateful: list[int], columns: int) -> Demand:
         """Pages that the first `count` rows need."""
@@ -217,8 +217,9 @@ class Steps:
             copies = CopyBuilder()
             self._pass_point(sequence, copies)
         if state.windows:
-            self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
-            state.counters.next_event_of[row] = min(state.counters.next_point_of[row], state.next_window_event(until))
+            end = until // state.grid * state.grid
+            self.allocator.advance_windows_of(sequence, end)
+            state.counters.next_event_of[row] = min(state.counters.next_point_of[row], end + state.grid)
         return copies
 
     def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder:
@@ -227,10 +228,11 @@ class Steps:
         for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
             self._pass_point(sequences[i], copies)
         if state.windows:
+            ends = until // state.grid * state.grid
             for i in (counters.hold[rows] <= until).nonzero()[0].tolist():
-                self.allocator.advance_windows_of(sequences[i], int(until[i]) // state.grid * state.grid)
-            self.allocator.advance_windows(rows, until // state.grid * state.grid)
-            counters.next_event[rows] = np.minimum(counters.next_point[rows], state.next_window_event(until))
+                self.allocator.advance_windows_of(sequences[i], int(ends[i]))
+            self.allocator.advance_windows(rows, ends)
+            counters.next_event[rows] = np.minimum(counters.next_point[rows], ends + state.grid)
         return copies
 
     def _pass_point(self, sequence: Sequence, copies: CopyBuilder) -> None:
