@@ -1605,3 +1605,39 @@ def test_the_bytes_of_an_image_are_not_kept() -> None:
     run(cache, range(16), spans=[Span(4, image)])
     assert sys.getrefcount(image) == holders
     assert run(cache, range(16), spans=[Span(4, bytes(bytearray(image)))]).num_cached == 12
+
+
+@pytest.mark.parametrize(("num_prompt", "retention"), [(4, Retention(decode_every=8)), (16, Retention(every=8))])
+def test_a_position_that_drafts_had_passed_leaves_its_state_when_it_is_passed_again(
+    num_prompt: int, retention: Retention
+) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=retention)
+    engine, sequence = engine_of(cache), cache.open(range(num_prompt))
+    for step, accepted in ((4, 4), (2, 6), (3, 7), (1, 8)):
+        known = max(0, sequence.length + step - max(sequence.length, num_prompt))
+        tokens = range(90, 90 + step) if known else None
+        drafts = sequence.length + step - accepted
+        engine.carry_out(cache.extend(sequence, step, tokens=tokens, drafts=drafts, checkpoints=True))
+        left = [checkpoint.position for checkpoint in sequence.checkpoints]
+        cache.accept(sequence, accepted)
+        engine.step(sequence, accepted - (step - drafts))
+        engine.carry_out(cache.commit(sequence))
+    assert left == [8]
+
+
+def test_of_a_prompt_whose_window_has_sinks_only_what_lacks_is_cut_off() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("sinks", SinkWindow(8, 64)), pages=20))
+    run(cache, range(40), points=[40])
+    other = cache.open(range(100, 148))
+    engine_of(cache).carry_out(cache.extend(other, 44))
+    assert cache.lookup([*range(40), 0]) == 32, "two of its ten blocks lacked"
+
+
+def test_the_longer_of_two_windows_decides_how_far_up_a_run_is_looked_at() -> None:
+    caches = group("full", Full()), group("long", Window(32)), group("short", Window(4))
+    cache = Cache(plan_of(*caches, pages=20), retention=Retention(every=0))
+    run(cache, range(32), points=[32])
+    run(cache, range(49), points=[44, 48])
+    other = cache.open(range(100, 136))
+    engine_of(cache).carry_out(cache.extend(other, 36))
+    assert cache.lookup([*range(49), 0]) == 32
