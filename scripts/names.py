@@ -15,7 +15,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "kvweave"
 
 EVERYWHERE = """
-    Books Room room.py fresh pointed alike supers adopt arrive blocks_earlier Prefix Record rolling
+    Books Room fresh pointed alike supers adopt arrive blocks_earlier Prefix Record rolling
     Draft Drafts Tape tape Mark Way Line Sheet sheet
     Row Lane LanePolicy LaneStats Cascade cascade Desk desk Which Watch sums
     Far far Hub hub Opened Registered Incoming incoming Dialogue dialogue Bring bring say

@@ -12,7 +12,7 @@ from kvweave.cache.allocator import Demand, PageAllocator, Reclaimable
 from kvweave.cache.copies import CopyBuilder
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
-from kvweave.cache.row_growth import ManyRows, OneRow, RowGrowth
+from kvweave.cache.room import ManyRows, OneRow, RowGrowth
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
@@ -62,14 +62,14 @@ class Steps:
         self, sequence: Sequence, count: int, lookahead: int, drafts: int, in_step: bool
     ) -> CopyBuilder | None:
         counters, row = self.state.counters, sequence.row
-        start = int(counters.lengths[row])
+        start = counters.length_of[row]
         after, copies = start + count, None
-        if drafts or after + lookahead > int(counters.ready[row]):
-            growth = OneRow(self.state, sequence, start, after, after + lookahead)
-            copies = self._make_room(growth, drafts, in_step, [])
+        if drafts or after + lookahead > counters.ready_of[row]:
+            room = OneRow(self.state, sequence, start, after, after + lookahead)
+            copies = self._make_room(room, drafts, in_step, [])
         else:
-            counters.lengths[row] = after
-        counters.step_start[row] = start
+            counters.length_of[row] = after
+        counters.step_start_of[row] = start
         return copies
 
     def _extend_many(
@@ -83,8 +83,8 @@ class Steps:
         if drafts or np.count_nonzero(short):
             at = np.arange(len(rows)) if drafts else short.nonzero()[0]
             chosen = [sequences[i] for i in at.tolist()]
-            growth = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at])
-            copies = self._make_room(growth, drafts, in_step, sequences)
+            room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at])
+            copies = self._make_room(room, drafts, in_step, sequences)
         counters.lengths[rows] = after
         counters.step_start[rows] = start
         return copies
@@ -92,70 +92,70 @@ class Steps:
     def can_extend(self, rows: Rows, sequences: list[Sequence], count: int) -> bool:
         """Whether there would be room for `count` more tokens of each row; changes nothing."""
         start = self.state.counters.lengths[rows]
-        growth = ManyRows(self.state, rows, sequences, start, start + count, start + count)
-        demand = self._demand(growth, len(rows), growth.stateful, 1)
-        admits = self._admits(growth)
-        return growth.longest <= self.state.max_tokens and self.allocator.lacking(demand, admits=admits) is None
+        room = ManyRows(self.state, rows, sequences, start, start + count, start + count)
+        demand = self._demand(room, len(rows), room.stateful, 1)
+        admits = self._admits(room)
+        return room.longest <= self.state.max_tokens and self.allocator.lacking(demand, admits=admits) is None
 
-    def _admits(self, growth: RowGrowth) -> bool:
+    def _admits(self, room: RowGrowth) -> bool:
         """Whether a row that does not run yet is asking."""
-        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in growth.sequences)
+        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
 
-    def _make_room(self, growth: RowGrowth, drafts: int, in_step: bool, others: list[Sequence]) -> CopyBuilder | None:
+    def _make_room(self, room: RowGrowth, drafts: int, in_step: bool, others: list[Sequence]) -> CopyBuilder | None:
         """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
-        stateful = growth.stateful
-        snapshots = [self._snapshots_of(growth, i, drafts, in_step) for i in stateful]
-        admits = self._admits(growth)
-        demand = self._demand(growth, len(growth.sequences), stateful, 1 + drafts)
+        stateful = room.stateful
+        snapshots = [self._snapshots_of(room, i, drafts, in_step) for i in stateful]
+        admits = self._admits(room)
+        demand = self._demand(room, len(room.sequences), stateful, 1 + drafts)
         optional = sum(map(len, snapshots))
         # Snapshots are optional: where they do not fit, the step goes without them.
         if not optional or self.allocator.ensure(self._plus_states(demand, optional), admits=admits) is not None:
             snapshots = [[] for _ in stateful]
-            self._ensure(growth, demand, admits, stateful, 1 + drafts, others)
-        growth.append()
+            self._ensure(room, demand, admits, stateful, 1 + drafts, others)
+        room.append()
         copies = CopyBuilder() if stateful else None
         for i, positions in zip(stateful, snapshots, strict=True):
-            self._make_states(growth.sequences[i], positions, in_step, copies)
+            self._make_states(room.sequences[i], positions, in_step, copies)
         if drafts:
-            self.snapshots.add_columns(growth.rows, 1 + drafts)
-        growth.set_counters()
+            self.snapshots.add_columns(room.rows, 1 + drafts)
+        room.set_counters()
         for i in stateful:
-            self.state.set_next_stop(growth.sequences[i])
-            self.state.set_next_event(growth.sequences[i])
+            self.state.set_next_stop(room.sequences[i])
+            self.state.set_next_event(room.sequences[i])
         return copies
 
-    def _snapshots_of(self, growth: RowGrowth, i: int, drafts: int, in_step: bool) -> list[int]:
+    def _snapshots_of(self, room: RowGrowth, i: int, drafts: int, in_step: bool) -> list[int]:
         """Positions of the states that a row's step should leave, drafts apart."""
         if drafts and not in_step:
             return []
-        return self.snapshots.positions(growth.sequences[i], growth.start[i], growth.after[i] - drafts, in_step)
+        return self.snapshots.positions(room.sequences[i], int(room.start[i]), int(room.after[i]) - drafts, in_step)
 
-    def _demand(self, growth: RowGrowth, count: int, stateful: list[int], columns: int) -> Demand:
+    def _demand(self, room: RowGrowth, count: int, stateful: list[int], columns: int) -> Demand:
         """Pages that the first `count` rows need."""
         state = self.state
         demand = [0] * len(state.groups)
-        for same, pages in zip(state.same_block_size, growth.num_blocks(count), strict=True):
+        for same, pages in zip(state.same_block_size, room.num_blocks(count), strict=True):
             for group in same:
                 demand[group.number] = pages
         if columns > 1:
             for group in state.states:
-                have = state.tables[group.number].blocks[growth.rows[:count]]
+                have = state.tables[group.number].blocks[room.rows[:count]]
                 demand[group.number] = int(np.maximum(columns - have, 0).sum())
         else:
             for i in stateful:
                 for group in state.states if i < count else ():
-                    demand[group.number] += int(not state.tables[group.number].blocks[growth.sequences[i].row])
+                    demand[group.number] += int(not state.tables[group.number].blocks_of[room.sequences[i].row])
         return demand
 
     def _plus_states(self, demand: Demand, count: int) -> Demand:
         return [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups, strict=True)]
 
     def _ensure(
-        self, growth: RowGrowth, demand: Demand, admits: bool, stateful: list[int], columns: int, others: list[Sequence]
+        self, room: RowGrowth, demand: Demand, admits: bool, stateful: list[int], columns: int, others: list[Sequence]
     ) -> None:
         """Make sure of the pages, or raise with everything as it was."""
-        if growth.longest > self.state.max_tokens:
-            longest = np.array([growth.longest])
+        if room.longest > self.state.max_tokens:
+            longest = np.array([room.longest])
             never = self.allocator.never_fits(longest, longest)
             assert never is not None
             raise never
@@ -164,10 +164,10 @@ class Steps:
             known: Reclaimable = {}
 
             def fits(count: int) -> bool:
-                part = self._demand(growth, count, stateful, columns)
+                part = self._demand(room, count, stateful, columns)
                 return self.allocator.lacking(part, admits=admits, known=known) is None
 
-            raise self.allocator.refusal(pool, growth.sequences, growth.spans(), fits, others)
+            raise self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
 
     def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: CopyBuilder | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""
@@ -176,9 +176,9 @@ class Steps:
         self.snapshots.copy_live(sequence, copies)
         for group in state.states:
             table = state.tables[group.number]
-            if not table.blocks[row]:
+            if not table.blocks_of[row]:
                 table.write_one(row, 0, state.allocate_state(group, is_needed=True))
-                table.blocks[row] = 1
+                table.blocks_of[row] = 1
         self.snapshots.restore(sequence, copies)
         sequence.in_step = []
         self.snapshots.reserve(sequence, positions, in_step)
@@ -192,9 +192,9 @@ class Steps:
             self._accept_committed(rows, counters.lengths[rows] if until is None else until)
         if len(sequences) == 1:
             row = sequences[0].row
-            end = int(counters.lengths[row]) if until is None else int(until[0])
-            counters.committed[row] = end
-            return self._pass_events_one(sequences[0], end) if end >= int(counters.next_event[row]) else None
+            end = counters.length_of[row] if until is None else int(until[0])
+            counters.committed_of[row] = end
+            return self._pass_events_one(sequences[0], end) if end >= counters.next_event_of[row] else None
         until = counters.lengths[rows] if until is None else until
         counters.committed[rows] = until
         due = until >= counters.next_event[rows]
@@ -212,12 +212,13 @@ class Steps:
     def _pass_events_one(self, sequence: Sequence, until: int) -> CopyBuilder | None:
         """`_pass_events` for one row, in plain numbers."""
         state, row, copies = self.state, sequence.row, None
-        if until >= int(state.counters.next_point[row]):
+        if until >= state.counters.next_point_of[row]:
             copies = CopyBuilder()
             self._pass_point(sequence, copies)
         if state.windows:
-            self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
-            state.counters.next_event[row] = min(int(state.counters.next_point[row]), state.next_window_event(until))
+            end = until // state.grid * state.grid
+            self.allocator.advance_windows_of(sequence, end)
+            state.counters.next_event_of[row] = min(state.counters.next_point_of[row], end + state.grid)
         return copies
 
     def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder:
@@ -226,17 +227,18 @@ class Steps:
         for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
             self._pass_point(sequences[i], copies)
         if state.windows:
+            ends = until // state.grid * state.grid
             for i in (counters.hold[rows] <= until).nonzero()[0].tolist():
-                self.allocator.advance_windows_of(sequences[i], int(until[i]) // state.grid * state.grid)
-            self.allocator.advance_windows(rows, until // state.grid * state.grid)
-            counters.next_event[rows] = np.minimum(counters.next_point[rows], state.next_window_event(until))
+                self.allocator.advance_windows_of(sequences[i], int(ends[i]))
+            self.allocator.advance_windows(rows, ends)
+            counters.next_event[rows] = np.minimum(counters.next_point[rows], ends + state.grid)
         return copies
 
     def _pass_point(self, sequence: Sequence, copies: CopyBuilder) -> None:
         """A sequence has passed points, which enter the tree."""
         state, row = self.state, sequence.row
-        committed = int(state.counters.committed[row])
-        if sequence.copy_at >= 0 and sequence.copy_at == committed == int(state.counters.lengths[row]):
+        committed = state.counters.committed_of[row]
+        if sequence.copy_at >= 0 and sequence.copy_at == committed == state.counters.length_of[row]:
             self.snapshots.copy_live(sequence, copies)
             state.set_next_stop(sequence)
         if committed >= state.publish_at(sequence):
