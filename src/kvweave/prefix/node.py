@@ -63,8 +63,8 @@ class Point:
         self.hits = 0
         self.priority = 0
         self.pins = 0
-        self.weight = 1.0
-        """How many times more slowly than others it ages, where the policy looks at ages."""
+        self.weight = 0.0
+        """How many times more slowly than others it ages, where the policy looks at ages; 0 until that is asked."""
         self.queue: Any = None
         """The eviction queue that it is in, if any, and its entry there."""
         self.entry: Any = None

@@ -91,8 +91,12 @@ class Order(Protocol):
 
     num_queues: int
 
-    def place(self, candidate: EvictionCandidate) -> tuple[int, Any, float]:
-        """The queue in which a point waits, its key there, and a weight that is kept with it."""
+    def place(self, candidate: EvictionCandidate) -> tuple[int, Any]:
+        """The queue in which a point waits, and its key there. Asked at every use: cheap."""
+        ...
+
+    def weigh(self, candidate: EvictionCandidate) -> float:
+        """A weight above 0, asked when a point comes first in its queue, and kept with it until it is used again."""
         ...
 
     def value(self, entry: Any, now: int) -> Any:
@@ -108,9 +112,12 @@ class KeyOrder:
     def __init__(self, key: Policy) -> None:
         self._key = key
 
-    def place(self, candidate: EvictionCandidate) -> tuple[int, Any, float]:
+    def place(self, candidate: EvictionCandidate) -> tuple[int, Any]:
         key: Any = self._key(candidate)
-        return 0, key if key == key else -inf, 0.0  # noqa: PLR0124 - NaN has no order
+        return 0, key if key == key else -inf  # noqa: PLR0124 - NaN has no order
+
+    def weigh(self, candidate: EvictionCandidate) -> float:  # noqa: ARG002 - keys alone count
+        return 1.0
 
     def value(self, entry: Any, now: int) -> Any:  # noqa: ARG002 - a key does not age
         return entry
@@ -122,11 +129,15 @@ class WeightedLRU:
 
     num_queues = 3
 
-    def place(self, candidate: EvictionCandidate) -> tuple[int, Any, float]:
+    def place(self, candidate: EvictionCandidate) -> tuple[int, Any]:
+        number = 0 if not candidate.wanted else 2 if candidate.hits else 1
+        return number, candidate.last_used
+
+    def weigh(self, candidate: EvictionCandidate) -> float:
         if not candidate.wanted:
-            return 0, candidate.last_used, SPACED_WEIGHT
-        weight = (max(1, candidate.row_bytes) / max(1, candidate.num_bytes)) ** SIZE_POWER
-        return (2, candidate.last_used, HIT_WEIGHT * weight) if candidate.hits else (1, candidate.last_used, weight)
+            return SPACED_WEIGHT
+        weight: float = (max(1, candidate.row_bytes) / max(1, candidate.num_bytes)) ** SIZE_POWER
+        return HIT_WEIGHT * weight if candidate.hits else weight
 
     def value(self, entry: Any, now: int) -> Any:
         point: Point = entry[2]

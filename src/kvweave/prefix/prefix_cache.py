@@ -248,7 +248,8 @@ class PrefixCache:
             point.queue.remove(point)
         if queues is not None:
             candidate = EvictionCandidate(point, self.tree.groups, queues is self._tips)
-            number, key, point.weight = self.order.place(candidate)
+            number, key = self.order.place(candidate)
+            point.weight = 0.0
             queues[number].add(point, key)
 
     # ---- evicting
@@ -277,9 +278,12 @@ class PrefixCache:
         for queue in self._tips if only_tips else [*self._tips, *self._inner]:
             entry = queue.first()
             if entry is not None:
+                first: Point = entry[2]
+                if not first.weight:
+                    first.weight = self.order.weigh(EvictionCandidate(first, self.tree.groups, queue.is_tips))
                 value = self.order.value(entry, self._clock)
                 if point is None or value < least:
-                    least, point = value, entry[2]
+                    least, point = value, first
         return point
 
     def _evict(self, point: Point, tokens: int) -> None:
