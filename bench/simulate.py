@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--read", default="cont")
     parser.add_argument("--sample", type=float, default=1.0)
     asked = parser.parse_args()
-    policies = {name: load_policy(name) for name in asked.policy or ["weighted_lru"]}
+    policies = {name: load_policy(name) for name in asked.policy or ["adaptive"]}
     options = Options([parse_bytes(size) for size in asked.memory or BUDGETS], policies)
     for path in asked.traces:
         trace = read_trace(path, reading=Reading(way=asked.read)).sample(asked.sample)
