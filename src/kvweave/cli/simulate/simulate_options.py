@@ -46,7 +46,7 @@ PolicyNames = Annotated[
         "--policy",
         metavar="NAME|FILE.py:NAME",
         help=f"What is evicted first: {', '.join(POLICIES)}, or a function or class of your own; may be repeated.",
-        show_default="weighted_lru",
+        show_default="adaptive",
         rich_help_panel=CACHE,
     ),
 ]
