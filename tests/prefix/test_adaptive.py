@@ -89,6 +89,29 @@ def test_a_class_of_which_nothing_is_known_keeps_its_place_among_the_others() ->
     assert weights[FIRST_HIT:] == pytest.approx([HIT_PRIOR] * 4)
 
 
+def value_of(order: Adaptive, point: Point, age: int) -> float:
+    point.last_used, point.weight = 1000 - age, 1.0
+    return float(order.value((0, 0, point), is_tip=True, now=1000))
+
+
+def test_a_greater_weight_outweighs_a_greater_age_and_spaced_points_go_first() -> None:
+    order = Adaptive([])
+    assert value_of(order, a_point(), 10) > value_of(order, a_point(found=80), 20)
+    order.weights[MUCH_FOUND] = 3.0
+    assert value_of(order, a_point(), 10) < value_of(order, a_point(found=80), 20)
+    assert value_of(order, a_point(Kind.SPACED), 1) < value_of(order, a_point(), 900)
+    assert value_of(order, a_point(Kind.SPACED), 1) > value_of(order, a_point(Kind.SPACED), 2)
+
+
+def test_the_time_of_a_point_counts_by_its_age() -> None:
+    order, queues = Adaptive([]), [EvictionQueue(is_tips=True) for _ in CLASSES]
+    queues[NOTHING_FOUND].add(a_point(), 0)
+    queues[NOTHING_FOUND].add(a_point(), 1020)
+    order.on_census(queues, 1024)
+    counted = {octave: time for octave, time in enumerate(order.exposure[NOTHING_FOUND]) if time}
+    assert counted == {10: 1024 / 1024, 2: 1024 / 4}
+
+
 def test_what_a_prompt_uses_of_a_run_counts_by_its_share() -> None:
     order = Adaptive([])
     point, queue = a_point(), EvictionQueue(is_tips=True)
