@@ -5,6 +5,7 @@ with LRU (kvweave.sim.oracles); the other oracles, the bound and the requests re
 are no part of the repository: Mooncake's are in kvcache-ai/Mooncake, FAST25-release/traces.
 
 Run, with the core compiled: python -m bench.simulate TRACE... [--memory 16GB ...] [--read blocks] [--sample 0.25]
+[--policy lru ...] [--no-oracles]
 """
 
 from __future__ import annotations
@@ -32,16 +33,15 @@ def figures(trace: Trace, model: str, options: Options) -> Iterator[dict[str, ob
 
 
 def figure(model: str, cell: Cell) -> dict[str, object]:
-    assert cell.oracles is not None
-    prompt = cell.split.prompt
-    shares = {name: round(tokens / prompt, 4) for name, tokens in asdict(cell.oracles).items()}
-    ours = round(cell.split.hit_rate, 4)
+    prompt, found = cell.split.prompt, asdict(cell.oracles) if cell.oracles else {}
+    shares = {name: round(tokens / prompt, 4) for name, tokens in found.items()}
+    ours, peer = round(cell.split.hit_rate, 4), shares.get("placement")
     return {
         "claim": f"share hit, {cell.trace}, {model}, {format_size(cell.memory)}, {cell.policy}",
         "ours": ours,
-        "peer": shares["placement"],
+        "peer": peer,
         "unit": "share",
-        "ratio": round(ours / shares["placement"], 3) if shares["placement"] else None,
+        "ratio": round(ours / peer, 3) if peer else None,
         **shares,
         "overlap": round(cell.split.overlap / prompt, 4),
         "evicted": round(cell.split.evicted / prompt, 4),
@@ -59,9 +59,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="append")
     parser.add_argument("--read", default="cont")
     parser.add_argument("--sample", type=float, default=1.0)
+    parser.add_argument("--no-oracles", action="store_true")
     asked = parser.parse_args()
-    policies = {name: load_policy(name) for name in asked.policy or ["weighted_lru"]}
-    options = Options([parse_bytes(size) for size in asked.memory or BUDGETS], policies)
+    policies = {name: load_policy(name) for name in asked.policy or ["adaptive"]}
+    memories = [parse_bytes(size) for size in asked.memory or BUDGETS]
+    options = Options(memories, policies, with_oracles=not asked.no_oracles)
     for path in asked.traces:
         trace = read_trace(path, reading=Reading(way=asked.read)).sample(asked.sample)
         for model in asked.model or MODELS:

@@ -54,6 +54,7 @@
 
     KVWeaveWarning           something works, but not well
     +-- CoarseReuse          blocks of a plan's groups seldom end together, so that few prefixes can be reused
+    +-- PolicyFailed         a user's eviction policy raised, or its keys cannot be ordered: LRU decides from then on
 
 Every message has the numbers and the cure; an error changes nothing.
 """
@@ -76,6 +77,10 @@ class KVWeaveWarning(UserWarning):
 
 class CoarseReuse(KVWeaveWarning):
     """Blocks of a plan's groups seldom end at the same token, so prefixes are reused in large steps only."""
+
+
+class PolicyFailed(KVWeaveWarning):
+    """A user's eviction policy raised, or answered what has no order: LRU decides from then on."""
 
 
 class SpecError(KVWeaveError, ValueError):

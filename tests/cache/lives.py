@@ -10,7 +10,7 @@ from typing import Any
 from kvweave.cache import Batch, Cache, Pin, Sequence
 from kvweave.errors import CacheError, CannotTruncate, NeverFits, NotSettled, OutOfPages, PlanError
 from kvweave.plan import Plan, make_plan
-from kvweave.prefix import POLICIES, Event, Replica, Retention
+from kvweave.prefix import POLICIES, Event, Policy, Replica, Retention
 from kvweave.spec import Chunk, DType, Full, Layer, LayerCache, ModelSpec, Reach, Role, SinkWindow, State, Window
 from tests.cache.engine import Engine, Step, check_books, could_have, longest_hit
 
@@ -67,14 +67,14 @@ class Running:
 class Life:
     """`steps` random operations on one cache; `counts` says how often each kind happened."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, policy: str | Policy = "") -> None:
         self.rng = random.Random(seed)
         self.plan = random_plan(self.rng)
         self.events: list[Event] = []
         self.cache = Cache(
             self.plan,
             retention=self.rng.choice(RETENTIONS),
-            policy=self.rng.choice(sorted(POLICIES)),
+            policy=policy or self.rng.choice(sorted(POLICIES)),
             rows=self.rng.choice((2, 16)),
             max_tokens=200,
             on_event=self.events.append,

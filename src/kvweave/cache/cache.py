@@ -20,7 +20,6 @@ from collections.abc import Sequence as SequenceOf
 from types import TracebackType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.contents import CacheContents, contents
@@ -48,6 +47,7 @@ from kvweave.prefix import (
     Tokens,
     as_tokens,
 )
+from kvweave.prefix.ghosts import prefix_sums
 from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, Counts
 
@@ -69,7 +69,7 @@ class Cache:
         self,
         plan: Plan,
         *,
-        policy: str | Policy = "weighted_lru",
+        policy: str | Policy = "adaptive",
         retention: Retention | None = None,
         admission_reserve: float = 0.0,
         rows: int = 256,
@@ -152,8 +152,9 @@ class Cache:
         self._requests += 1
         self._prompt_tokens += len(prompt)
         self._hit_tokens += sequence.num_cached
+        state.prefix.order.on_open(namespace, prompt, sequence.num_cached)
         if self._infinite is not None:
-            self._infinite.see(_prefix_sums(prompt, namespace, self.grid), len(prompt) - 1)
+            self._infinite.see(prefix_sums(prompt, namespace, self.grid), len(prompt) - 1)
         return sequence
 
     def _prompt(self, tokens: object, spans: SequenceOf[Span]) -> Tokens:
@@ -545,11 +546,3 @@ class Cache:
     def _check_thread(self) -> None:
         if threading.get_ident() != self._owner:
             raise WrongThread(f"this cache belongs to thread {self._owner}, called from {threading.get_ident()}")
-
-
-def _prefix_sums(prompt: Tokens, namespace: Hashable, grid: int) -> NDArray[np.uint64]:
-    """A number for the first grid of tokens, the first two, and so on."""
-    tokens = prompt[: len(prompt) // grid * grid].astype(np.uint64) + np.uint64(1)
-    powers = np.cumprod(np.full(len(tokens), 0x9E3779B97F4A7C15, np.uint64))
-    sums: NDArray[np.uint64] = np.cumsum(tokens * powers)[grid - 1 :: grid]
-    return sums ^ np.uint64(hash(namespace) & 0xFFFFFFFFFFFFFFFF)

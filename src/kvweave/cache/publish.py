@@ -228,7 +228,8 @@ class Publisher:
                 continue
             states = sequence.snapshots.pop(point, ())
             if node.point_at(point) is None and (point in filled or self._fill_windows(held, node, point)):
-                state.prefix.add_point(node, point, self._kind(sequence, point), states, sequence.priority)
+                kind = self._kind(sequence, point)
+                state.prefix.add_point(node, point, kind, states, sequence.priority, sequence.num_cached)
             elif states:
                 state.free_states(states)
 

@@ -1,9 +1,11 @@
 """WHAT we have already: the tree of resume points, the joint hit, retention, eviction policies, events."""
 
 from kvweave.prefix.events import Event
+from kvweave.prefix.ghosts import Ghost
 from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
-from kvweave.prefix.policy import POLICIES, EvictionCandidate, Policy
+from kvweave.prefix.orders import POLICIES
+from kvweave.prefix.policy import EvictionCandidate, Policy, ValuePolicy
 from kvweave.prefix.prefix_cache import PrefixCache
 from kvweave.prefix.prompt import ContentTokens, Span, TokenIds, as_tokens
 from kvweave.prefix.replica import Replica
@@ -15,6 +17,7 @@ __all__ = [
     "ContentTokens",
     "Event",
     "EvictionCandidate",
+    "Ghost",
     "Kind",
     "Node",
     "Point",
@@ -28,6 +31,7 @@ __all__ = [
     "StatePages",
     "TokenIds",
     "Tokens",
+    "ValuePolicy",
     "as_tokens",
     "joint_hit",
 ]

@@ -64,3 +64,19 @@ class EvictionQueue:
     def first(self) -> Entry | None:
         """The entry with the smallest key."""
         return self._buckets[0][0] if self._buckets else None
+
+    def at(self, index: int) -> Point:
+        """The point of the entry with the smallest key but so many."""
+        number = 0
+        while index >= len(self._buckets[number]):
+            index -= len(self._buckets[number])
+            number += 1
+        point: Point = self._buckets[number][index][2]
+        return point
+
+    def count_before(self, key: Any) -> int:
+        """How many entries have a smaller key."""
+        at = bisect_left(self._last, (key,))
+        if at == len(self._last):
+            return self.size
+        return sum([len(bucket) for bucket in self._buckets[:at]]) + bisect_left(self._buckets[at], (key,))

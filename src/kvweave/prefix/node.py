@@ -40,7 +40,9 @@ class Point:
 
     __slots__ = (
         "alive",
+        "continued",
         "entry",
+        "found",
         "hits",
         "kind",
         "last_used",
@@ -63,8 +65,12 @@ class Point:
         self.hits = 0
         self.priority = 0
         self.pins = 0
-        self.weight = 1.0
-        """How many times more slowly than others it ages, where the policy looks at ages."""
+        self.found = 0
+        """Tokens that the request which made it had found in the cache."""
+        self.continued = False
+        """Whether it was the end of a leaf when it was hit for the first time."""
+        self.weight = 0.0
+        """How many times more slowly than others it ages, where the policy looks at ages; 0 until that is asked."""
         self.queue: Any = None
         """The eviction queue that it is in, if any, and its entry there."""
         self.entry: Any = None

@@ -1,27 +1,23 @@
-"""Eviction policies: which resume point goes first.
-
-A policy is any function of an `EvictionCandidate` that returns a sort key: the smallest goes first, and a key stays as
-it is until the point is used again. `WeightedLRU`, the default, compares ages, which go on by themselves.
-"""
+"""Eviction policies: which resume point goes first. What a policy may know of a point, and how a cache asks one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from math import inf
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 from kvweave.pool import PagedGroup
-from kvweave.prefix.node import Kind, Point
+from kvweave.prefix.eviction_queue import EvictionQueue
+from kvweave.prefix.node import Kind, Point, Tokens
 
 
 class EvictionCandidate:
     """What a policy may know of a resume point. It reads the point itself: use it at once, do not keep it."""
 
-    __slots__ = ("_groups", "_is_tip", "_point", "_tokens")
+    __slots__ = ("_groups", "_is_tip", "_now", "_point", "_tokens")
 
-    def __init__(self, point: Point, groups: Sequence[PagedGroup], is_tip: bool) -> None:
+    def __init__(self, point: Point, groups: Sequence[PagedGroup], is_tip: bool, now: int) -> None:
         self._point = point
+        self._now = now
         self._groups = groups
         self._is_tip = is_tip
         self._tokens = -1
@@ -40,6 +36,16 @@ class EvictionCandidate:
     def last_used(self) -> int:
         """Clock of the last hit, or of its making."""
         return self._point.last_used
+
+    @property
+    def age(self) -> int:
+        """Moments since then; a request takes a few of them."""
+        return self._now - self._point.last_used
+
+    @property
+    def found(self) -> int:
+        """Tokens of its prompt that the request which made it had found in the cache."""
+        return self._point.found
 
     @property
     def hits(self) -> int:
@@ -82,62 +88,118 @@ class EvictionCandidate:
         return sum(g.page_bytes * tokens // g.slot_tokens for g in self._groups if g.is_full)
 
 
-Policy = Callable[[EvictionCandidate], Any]
+class ValuePolicy(Protocol):
+    """A policy as a class. It may have `on_hit(point)`, `on_evict(point)` and `on_ghost_hit(ghost)` as well."""
 
-
-class Order(Protocol):
-    """How a prefix cache asks a policy: points wait in one of `num_queues` queues, each in the order of its keys; of
-    the first ones of all queues that of the smallest `value` goes."""
-
-    num_queues: int
-
-    def place(self, candidate: EvictionCandidate) -> tuple[int, Any, float]:
-        """The queue in which a point waits, its key there, and a weight that is kept with it."""
-        ...
-
-    def value(self, entry: Any, now: int) -> Any:
-        """Of the first entry (key, arrival, point) of a queue."""
+    def value(self, point: EvictionCandidate) -> float:
+        """What keeping a point is worth: of those that are asked the least goes first."""
         ...
 
 
-class KeyOrder:
-    """The order of a function's keys: one queue."""
+Policy = Callable[[EvictionCandidate], Any] | ValuePolicy
+"""A function whose key stays until the point is used again, the smallest goes first; or a class."""
+
+
+class Order:
+    """How a prefix cache asks a policy: points wait in one of `num_queues` queues (the ends of leaves apart from the
+    others), each in the order of its keys; of the first ones that of the smallest `value` goes."""
 
     num_queues = 1
 
-    def __init__(self, key: Policy) -> None:
+    def __init__(self, groups: Sequence[PagedGroup]) -> None:
+        self.groups = groups
+
+    def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
+        """The queue in which a point waits, and its key there. Asked at every use: cheap."""
+        raise NotImplementedError
+
+    def value(self, entry: Any, is_tip: bool, now: int) -> Any:  # noqa: ARG002 - a key does not age
+        """Of the first entry (key, arrival, point) of a queue."""
+        return entry[0]
+
+    def choose(self, queues: list[EvictionQueue], now: int) -> Point | None:
+        """The point that goes next, out of these queues."""
+        least: Any = None
+        chosen: Point | None = None
+        for queue in queues:
+            entry = queue.first()
+            if entry is not None:
+                value = self.value(entry, queue.is_tips, now)
+                if chosen is None or value < least:
+                    least, chosen = value, entry[2]
+        return chosen
+
+    def on_hit(self, point: Point, position: int, now: int) -> None:
+        """A prompt goes on from `position`, which is the point's, or lies in its run. Its last use is still the one
+        before."""
+
+    def on_evict(self, point: Point, now: int) -> None:
+        """A point goes, or is moved up to where its leaf is cut."""
+
+    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> None:
+        """A prompt comes, and so many of its tokens are found."""
+
+    def on_census(self, queues: list[EvictionQueue], now: int) -> None:
+        """Once in `CENSUS` moments: all queues there are, those of the ends of leaves first."""
+
+    def density(self, point: Point, is_tip: bool) -> float:
+        """A power of the tokens that a point saves for its bytes, 1 where these are rows alone; worked out when a point
+        comes first in its queue, and kept until it is used again."""
+        if not point.weight:
+            candidate = EvictionCandidate(point, self.groups, is_tip, point.last_used)
+            point.weight = (max(1, candidate.row_bytes) / max(1, candidate.num_bytes)) ** SIZE_POWER
+        return point.weight
+
+
+class KeyOrder(Order):
+    """The order of a function's keys: one queue."""
+
+    def __init__(self, groups: Sequence[PagedGroup], key: Callable[[EvictionCandidate], Any]) -> None:
+        super().__init__(groups)
         self._key = key
 
-    def place(self, candidate: EvictionCandidate) -> tuple[int, Any, float]:
-        key: Any = self._key(candidate)
-        return 0, key if key == key else -inf, 0.0  # noqa: PLR0124 - NaN has no order
-
-    def value(self, entry: Any, now: int) -> Any:  # noqa: ARG002 - a key does not age
-        return entry
+    def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
+        return 0, self._key(EvictionCandidate(point, self.groups, is_tip, now))
 
 
-class WeightedLRU:
+class WeightedLRU(Order):
     """What was used longest ago goes first, by an age that passes more slowly for what was hit before (`HIT_WEIGHT`),
     and for what saves many tokens for its bytes; of all points first those that nobody has asked for."""
 
     num_queues = 3
 
-    def place(self, candidate: EvictionCandidate) -> tuple[int, Any, float]:
-        if not candidate.wanted:
-            return 0, candidate.last_used, SPACED_WEIGHT
-        weight = (max(1, candidate.row_bytes) / max(1, candidate.num_bytes)) ** SIZE_POWER
-        return (2, candidate.last_used, HIT_WEIGHT * weight) if candidate.hits else (1, candidate.last_used, weight)
+    def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002
+        return 0 if point.kind == Kind.SPACED else 2 if point.hits else 1, point.last_used
 
-    def value(self, entry: Any, now: int) -> Any:
+    def value(self, entry: Any, is_tip: bool, now: int) -> Any:
         point: Point = entry[2]
-        return -(now - point.last_used + 1) / point.weight
+        age = now - point.last_used + 1
+        if point.kind == Kind.SPACED:
+            return -float(age + WANTED)
+        return -age / (self.density(point, is_tip) * (HIT_WEIGHT if point.hits else 1.0))
 
 
+class GreedyDual(Order):
+    """Greedy-dual with sizes and frequencies: uses x tokens saved for the bytes, plus the value of what went last, so
+    that what is not used again falls behind."""
+
+    def __init__(self, groups: Sequence[PagedGroup]) -> None:
+        super().__init__(groups)
+        self._floor = 0.0
+
+    def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
+        candidate = EvictionCandidate(point, self.groups, is_tip, now)
+        gain = (1 + candidate.hits) * max(1, candidate.row_bytes) / max(1, candidate.num_bytes)
+        return 0, self._floor + gain
+
+    def on_evict(self, point: Point, now: int) -> None:  # noqa: ARG002
+        self._floor = point.entry[0]
+
+
+CENSUS = 256
 HIT_WEIGHT = 4.0
 SIZE_POWER = 0.3
-SPACED_WEIGHT = 1e-15
-"""Measured on public traces (docs/measurements/reuse.md): larger weights gain more where memory is short, and lose
-where it is not."""
+"""Measured on public traces (docs/measurements/reuse.md)."""
 WANTED = 1 << 62
 """No clock gets so far; one number is compared sooner than two."""
 
@@ -160,18 +222,3 @@ def priority(candidate: EvictionCandidate) -> Any:
 def cost(candidate: EvictionCandidate) -> Any:
     """Fewest tokens to recompute for each byte freed first; ties by recency."""
     return (candidate.tokens * (1 + candidate.hits) / max(1, candidate.num_bytes), candidate.last_used)
-
-
-POLICIES: dict[str, Callable[[], Order]] = {
-    "weighted_lru": WeightedLRU,
-    "lru": partial(KeyOrder, lru),
-    "lfu": partial(KeyOrder, lfu),
-    "priority": partial(KeyOrder, priority),
-    "cost": partial(KeyOrder, cost),
-}
-"""Those that have a name."""
-
-
-def order_of(policy: str | Policy) -> Order:
-    """Of a policy by its name, or of a user's own function."""
-    return POLICIES[policy]() if isinstance(policy, str) else KeyOrder(policy)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,8 @@ from kvweave.pool import GroupPages, Ids, PagedGroup, PagePool
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
-from kvweave.prefix.policy import EvictionCandidate, Policy, order_of
+from kvweave.prefix.orders import order_of
+from kvweave.prefix.policy import CENSUS, Policy
 from kvweave.prefix.tree import Match, PublishStanding, Tree
 
 LONGEST_PATH = 32
@@ -44,7 +44,7 @@ class PrefixCache:
     ) -> None:
         self.tree = Tree(groups, emit)
         self.grid = self.tree.grid
-        self.order = order_of(policy)
+        self.order = order_of(policy, self.tree.groups, self.grid)
         self.num_cached = [0] * len(groups)
         self.num_evicted = [0] * len(groups)
         """Pages that became free by eviction, by group."""
@@ -54,6 +54,7 @@ class PrefixCache:
         self._full = [group for group in self.tree.full if group.has_pages]
         self._tips = [EvictionQueue(is_tips=True) for _ in range(self.order.num_queues)]
         self._inner = [EvictionQueue(is_tips=False) for _ in range(self.order.num_queues)]
+        self._queues = [*self._tips, *self._inner]
 
     # ---- looking
 
@@ -82,6 +83,8 @@ class PrefixCache:
 
     def tick(self) -> int:
         self._clock += 1
+        if not self._clock % CENSUS:
+            self.order.on_census(self._queues, self._clock)
         return self._clock
 
     # ---- holders
@@ -90,9 +93,15 @@ class PrefixCache:
         """A holder stands at a position of a matched path, and may need the states there: the point at this position,
         the last one of its node. It is used now."""
         node = next(node for node in match.nodes if node.end >= position)
+        point = node.point_at(position)
+        if node.points:
+            self.order.on_hit(point or node.points[-1], position, self._clock)
         if node.end > position:
             node = self.split(node, position)
-        point = node.point_at(position) or self.add_point(node, position, Kind.BRANCH, (), priority)
+        if point is None:
+            point = self.add_point(node, position, Kind.BRANCH, (), priority)
+        if not point.hits and not node.children:
+            point.continued = True
         point.kind = max(point.kind, Kind.BRANCH)
         point.hits += 1
         point.last_used = self.tick()
@@ -203,10 +212,14 @@ class PrefixCache:
         if len(pages) and group.has_pages:
             self.num_cached[group.number] += self._pages(group).enter_cache(pages)
 
-    def add_point(self, node: Node, position: int, kind: Kind, states: StatePages, priority: int) -> Point:
-        """A resume point, whose window pages are in the tree already. Its states are the tree's from now on."""
+    def add_point(
+        self, node: Node, position: int, kind: Kind, states: StatePages, priority: int, found: int = 0
+    ) -> Point:
+        """A resume point, whose window pages are in the tree already. Its states are the tree's from now on. `found`:
+        tokens that the request which makes it had found."""
         point = self.tree.add_point(node, position, kind, states)
         point.last_used, point.priority = self.tick(), priority
+        point.found = found
         self._count_states(point, 1)
         self._requeue(point)
         if not node.pins and len(node.points) > 1:
@@ -256,8 +269,8 @@ class PrefixCache:
         if point.queue is not None:
             point.queue.remove(point)
         if queues is not None:
-            candidate = EvictionCandidate(point, self.tree.groups, queues is self._tips)
-            number, key, point.weight = self.order.place(candidate)
+            number, key = self.order.place(point, queues is self._tips, self._clock)
+            point.weight = 0.0
             queues[number].add(point, key)
 
     # ---- evicting
@@ -281,18 +294,11 @@ class PrefixCache:
         return point is not None
 
     def _next(self, only_tips: bool) -> Point | None:
-        least: Any = None
-        point: Point | None = None
-        for queue in self._tips if only_tips else [*self._tips, *self._inner]:
-            entry = queue.first()
-            if entry is not None:
-                value = self.order.value(entry, self._clock)
-                if point is None or value < least:
-                    least, point = value, entry[2]
-        return point
+        return self.order.choose(self._tips if only_tips else self._queues, self._clock)
 
     def _evict(self, point: Point, tokens: int) -> None:
         """Give up a point, and of a leaf at least its last `tokens` tokens."""
+        self.order.on_evict(point, self._clock)
         if not point.queue.is_tips:
             if point.kind == Kind.SPACED:
                 self._drop_spaced(point.node)
@@ -482,6 +488,8 @@ class PrefixCache:
         if point is None:
             point = self.add_point(node, end, heir.kind if heir else Kind.ANSWER, (), 0)
             point.last_used = heir.last_used if heir else point.last_used
+            if heir is not None:
+                point.found, point.continued = heir.found, heir.continued
         if heir is not None:
             point.last_used = max(point.last_used, heir.last_used)
             point.priority, point.hits = max(point.priority, heir.priority), max(point.hits, heir.hits)

@@ -16,6 +16,9 @@ SPACING = 1024
 """Tokens between points kept on the way, where nobody says otherwise; more where a state is worth more rows."""
 DENSE = 8
 """So many points are kept at that distance; further on, a sibling recomputes at most two in so many of its tokens."""
+STATE_SHARE = 4
+"""A state takes at most so many times the bytes of the rows up to the one before it. (Those that nobody asks for are
+evicted first, so they cost next to nothing; with 1, first siblings found 44% of what they share, with 4 81%.)"""
 NEVER = 2**62
 
 
@@ -53,8 +56,8 @@ class Retention:
 
     `prompt_end`: the last position from which the same prompt can be asked again. `branches`: where a prompt left
     the path of an earlier one. `every`: so many tokens along each prompt, so that the first sibling of a prompt hits
-    too (None: as often as a point's bytes are repaid by the rows between, and less often the further the prompt goes;
-    0: never), at multiples of `unit`: a store's chunk, say. `decode_every`: how far apart states are snapshotted while
+    too (None: by the bytes of a point and of the rows between, and less often the further the prompt goes; 0: never),
+    at multiples of `unit`: a store's chunk, say. `decode_every`: how far apart states are snapshotted while
     generating; only the last is kept. Ends of sequences are always kept.
     """
 
@@ -80,7 +83,7 @@ class Retention:
             growing = max(1, int(plan.bytes_per_token()))
             windows, states = plan.window_bytes() // growing, plan.state_bytes() // growing
             # windows overlap, so close points cost no more than their rows; a state is a copy, and a stop
-            every = max(states, SPACING) if states else max(4 * grid, min(windows, SPACING))
+            every = max(states // STATE_SHARE, SPACING) if states else max(4 * grid, min(windows, SPACING))
         return Spacing(-(-every // unit) * unit, widens=self.every is None)
 
 

@@ -32,6 +32,8 @@ def load_policy(name: str) -> str | Policy:
         made = found() if isinstance(found, type) else found
     except Exception as error:
         raise ConfigError(f"--policy: {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not callable(made):
-        raise ConfigError(f"--policy: {name!r} is a {type(made).__name__}, which cannot be called with a candidate")
+    if not callable(made) and not hasattr(made, "value"):
+        raise ConfigError(
+            f"--policy: {name!r} is a {type(made).__name__}: no `value(point)`, and it cannot be called with a point"
+        )
     return cast(Policy, made)

@@ -70,7 +70,7 @@ def replay(
     trace: Trace,
     plan: Plan,
     *,
-    policy: str | Policy = "weighted_lru",
+    policy: str | Policy = "adaptive",
     retention: Retention | None = None,
     placement: Foresight | None = None,
     step_tokens: int = STEP_TOKENS,

@@ -29,7 +29,7 @@ class Options:
     """What is to be simulated. `policies` by name, built in or a user's own."""
 
     memories: Sequence[int]
-    policies: Mapping[str, str | Policy] = field(default_factory=lambda: {"weighted_lru": "weighted_lru"})
+    policies: Mapping[str, str | Policy] = field(default_factory=lambda: {"adaptive": "adaptive"})
     retention: Retention = field(default_factory=Retention)
     tiers: Sequence[SimulatedTier] = ()
     prefill_speed: float = PREFILL_SPEED

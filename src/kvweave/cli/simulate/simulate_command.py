@@ -87,7 +87,7 @@ def simulate_command(
     for trace in found:
         trace.check_content()
     asked = ModelRequest(model, tuple(memory or ()), dtype, block_tokens, tp)
-    policies = {name: load_policy(name) for name in policy or ["weighted_lru"]}
+    policies = {name: load_policy(name) for name in policy or ["adaptive"]}
     retention = Retention(prompt_ends, branches, every, decode_every)
     tiers = [SimulatedTier.parse(text) for text in tier or []]
 

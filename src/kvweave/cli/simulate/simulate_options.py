@@ -48,7 +48,7 @@ PolicyNames = Annotated[
         metavar="NAME|FILE.py:NAME",
         help=f"Which resume point is evicted first: {', '.join(POLICIES)}, or a function or class of your own; may be"
         " repeated.",
-        show_default="weighted_lru",
+        show_default="adaptive",
     ),
 ]
 Every = Annotated[
