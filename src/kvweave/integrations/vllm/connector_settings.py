@@ -39,7 +39,7 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         if bool(self.store) == bool(self.socket):
-            raise BadOption('give one of "store" (a directory of this engine) and "socket" (of `kvweave serve`)')
+            raise BadOption('say one of "store" (a directory of this engine) and "socket" (of `kvweave serve`)')
         for name in ("chunk_tokens", "parts", "min_load_tokens", "lookup_timeout_s", "load_timeout_s"):
             if getattr(self, name) < (1 if name == "parts" else 0):
                 raise BadOption(f"{name} must not be {getattr(self, name)}")
