@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import sys
 import threading
 from typing import Any
 
@@ -1556,3 +1557,51 @@ def test_sinks_that_only_a_deeper_point_needed_leave_with_it() -> None:
         prefix.evict(cache.state.full[0], 1)
         check_books(cache)
     assert cache.lookup(range(17)) == 8
+
+
+def test_a_chat_of_forty_turns_keeps_from_others_only_the_window_that_it_reads() -> None:
+    sizes = {"full": PoolRequest(pages=600), "window": PoolRequest(pages=80)}
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(64)), own_pools=sizes))
+    said: list[int] = []
+    for turn in range(40):
+        said = [*said, *range(1000 * turn, 1000 * turn + 16)]
+        chat = run(cache, said, close=turn < 39)
+    assert chat.num_cached == 39 * 16
+    num_read = 64 // 4
+    other = cache.open(range(50_000, 50_000 + 4 * (80 - num_read)))
+    engine_of(cache).carry_out(cache.extend(other, other.num_prompt))
+    assert cache.stats().group("window").evictable == 0
+    assert cache.stats().group("window").free == 0
+
+
+@pytest.mark.parametrize("trailing", [(), (("state", State()),)])
+def test_a_hybrid_that_lacks_two_pages_cuts_a_long_leaf_no_further_than_its_next_point(
+    trailing: tuple[tuple[str, Reach], ...],
+) -> None:
+    caches = [group("full", Full()), group("window", Window(64)), *(group(*each) for each in trailing)]
+    cache = Cache(plan_of(*caches, pages=600), retention=Retention(every=64))
+    run(cache, range(2000))
+    room = 599 - cache.stats().group("full").cached
+    other = cache.open(range(5000, 5000 + 4 * (room + 2)))
+    engine_of(cache).carry_out(cache.extend(other, other.num_prompt))
+    assert 1984 - 64 <= cache.lookup([*range(2000), 0]) < 2000
+
+
+def test_a_short_run_keeps_no_long_prompt_alive() -> None:
+    cache = Cache(full_plan(pages=4000))
+    for hot in range(20):
+        prompt = [hot, *range(400)]
+        run(cache, prompt)
+        run(cache, [*prompt[:8], *[7] * 400])
+    nodes = list(cache.state.prefix.tree.nodes())
+    owners = [node.tokens if node.tokens.base is None else node.tokens.base for node in nodes]
+    kept = {id(array): len(array) for array in owners}
+    assert sum(kept.values()) <= 2 * sum(len(node.tokens) for node in nodes)
+
+
+def test_the_bytes_of_an_image_are_not_kept() -> None:
+    cache, image = Cache(full_plan()), bytes(range(256)) * 100
+    holders = sys.getrefcount(image)
+    run(cache, range(16), spans=[Span(4, image)])
+    assert sys.getrefcount(image) == holders
+    assert run(cache, range(16), spans=[Span(4, bytes(bytearray(image)))]).num_cached == 12

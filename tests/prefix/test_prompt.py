@@ -22,8 +22,9 @@ class Special(IntEnum):
 @pytest.fixture(params=["native", "numpy"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        monkeypatch.setattr(prompt, "_take", None)
-    elif vars(prompt)["_take"] is None:
+        for name in ("take", "has_negative", "num_equal"):
+            monkeypatch.setattr(prompt, name, getattr(prompt.NumpyTokens, name))
+    elif vars(prompt)["take"] is prompt.NumpyTokens.take:
         pytest.skip("the C of prefix/ is not built")
 
 
@@ -99,3 +100,29 @@ def test_c_takes_lists_only_and_exactly_as_many() -> None:
         take(range(3), np.empty(3, np.int32))
     with pytest.raises(ValueError, match="four bytes for every token"):
         take([1, 2, 3], np.empty(2, np.int32))
+
+
+@given(st.lists(st.integers(0, 1), max_size=200), st.integers(0, 200), st.integers(0, 200))
+def test_two_runs_are_equal_up_to_their_first_difference(run: list[int], cut: int, change: int) -> None:
+    one = np.array(run, np.int32)
+    other = one[:cut].copy()
+    other[change : change + 1] += 1
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    assert prompt.num_equal(one, other) == same
+    assert prompt.num_equal(other, one) == same
+
+
+@pytest.mark.parametrize("at", [0, 63, 99])
+def test_a_negative_id_is_found_wherever_it_is(at: int) -> None:
+    tokens = np.arange(100, dtype=np.int32)
+    tokens[at] = -1
+    with pytest.raises(BadTokens, match="-1"):
+        as_tokens(tokens)
+    with pytest.raises(BadTokens, match=str(-(2**40))):
+        as_tokens(np.array([1, -(2**40)]))
+
+
+def test_tokens_with_gaps_between_are_found_again() -> None:
+    gapped = np.arange(18, dtype=np.int32)[::2]
+    assert as_tokens(gapped).flags.c_contiguous
+    assert prompt.num_equal(as_tokens(gapped), np.array([0, 2, 4, 7], np.int32)) == 3

@@ -143,7 +143,7 @@ class PageAllocator:
         row = sequence.row
         for group in self.state.windows:
             table, size = self.state.tables[group.number], group.slot_tokens
-            first, last = int(table.first[row]), min(group.first_block(end), int(table.blocks[row]))
+            first, last = table.first_of[row], min(group.first_block(end), table.blocks_of[row])
             if last <= first:
                 continue
             pages, at, gone = table.pages[row, first:last].copy(), first, []
@@ -154,7 +154,7 @@ class PageAllocator:
                     sequence.parked.setdefault(group.number, []).append((low, pages[low - first : high - first]))
                     at = high
             gone.append(pages[at - first :])
-            table.first[row] = last
+            table.first_of[row] = last
             table.erase(row, first, last)
             self.state.release(group, gone[0] if len(gone) == 1 else np.concatenate(gone))
 

@@ -484,13 +484,13 @@ class Cache:
     # ---- what sequences ask
 
     def length_of(self, row: int) -> int:
-        return int(self._state.counters.lengths[row])
+        return self._state.counters.length_of[row]
 
     def committed_of(self, row: int) -> int:
-        return int(self._state.counters.committed[row])
+        return self._state.counters.committed_of[row]
 
     def step_start_of(self, row: int) -> int:
-        return int(self._state.counters.step_start[row])
+        return self._state.counters.step_start_of[row]
 
     def next_stop(self, sequence: Sequence) -> int | None:
         stop = self._state.next_in_prompt(sequence, sequence.length) if self._state.states else NEVER

@@ -75,8 +75,8 @@ class Forks:
         """Pages that a child cannot share: the live state; blocks that are not in the tree, or not full."""
         row, table = sequence.row, self.state.tables[group.number]
         if group.is_state:
-            return int(table.blocks[row] > 0)
-        length = int(self.state.counters.committed[row])
+            return int(table.blocks_of[row] > 0)
+        length = self.state.counters.committed_of[row]
         if group.is_full:
             shared = max(min(length, sequence.private_from) // self.state.grid * self.state.grid, sequence.node.end)
             return -(-length // group.slot_tokens) - shared // group.slot_tokens
@@ -107,12 +107,12 @@ class Forks:
     def _share(self, group: PagedGroup, source: int, row: int, copies: CopyBuilder) -> None:
         """Let `row` name the pages of `source`, but copies of those that cannot be shared."""
         state, table = self.state, self.state.tables[group.number]
-        length = int(state.counters.lengths[source])
+        length = state.counters.length_of[source]
         if group.is_state:
-            blocks, shared = min(1, int(table.blocks[source])), 0
+            blocks, shared = min(1, table.blocks_of[source]), 0
         else:
             blocks = -(-length // group.slot_tokens)
-            shared = int(table.published[source]) if group.is_full else length // group.slot_tokens
+            shared = table.published_of[source] if group.is_full else length // group.slot_tokens
         pages = table.pages[source, :blocks].copy()
         if group.is_window:
             state.share(group, pages[:shared])
@@ -123,8 +123,8 @@ class Forks:
                     copies.add(row, group.tag, src, dst)
             pages[shared:] = fresh
         table.write(row, 0, pages)
-        table.first[row], table.published[row] = table.first[source], table.published[source]
-        table.blocks[row] = blocks
+        table.first_of[row], table.published_of[row] = table.first_of[source], table.published_of[source]
+        table.blocks_of[row] = blocks
 
     # ---- reorder
 
@@ -175,22 +175,22 @@ class Forks:
         demand = [0] * len(state.groups)
         for group in halves:
             demand[group.number] = 1
-        committed = int(state.counters.committed[row])
-        state.counters.committed[row] = min(committed, length)  # so that what is behind it now is not reclaimed
+        committed = state.counters.committed_of[row]
+        state.counters.committed_of[row] = min(committed, length)  # so that what is behind it now is not reclaimed
         pool = self.allocator.ensure(demand)
         if pool is not None:
-            state.counters.committed[row] = committed
+            state.counters.committed_of[row] = committed
             raise self.allocator.refusal(pool, [sequence], [(length, length)])
         for group in halves:
             self._copy_half(group, row, length, copies)
         for group in state.rows:
             table = state.tables[group.number]
-            keep, blocks = -(-length // group.slot_tokens), int(table.blocks[row])
+            keep, blocks = -(-length // group.slot_tokens), table.blocks_of[row]
             pages: Ids = table.pages[row, keep:blocks].copy()
             table.erase(row, keep, blocks)
-            table.blocks[row] = min(keep, blocks)
+            table.blocks_of[row] = min(keep, blocks)
             state.release(group, pages)
-        sequence.num_prompt = state.counters.prompts[row] = min(sequence.num_prompt, length)
+        sequence.num_prompt = state.counters.prompt_of[row] = min(sequence.num_prompt, length)
         self.cut(sequence, length)
 
     def cut(self, sequence: Sequence, length: int) -> None:
@@ -198,11 +198,11 @@ class Forks:
         prompt."""
         state, row = self.state, sequence.row
         counters = state.counters
-        if counters.drafts[row]:
+        if counters.drafts_of[row]:
             self.snapshots.choose(sequence.rows, counters.lengths[sequence.rows] - length)
-        counters.lengths[row] = length
-        counters.committed[row] = min(int(counters.committed[row]), length)
-        counters.step_start[row] = min(int(counters.step_start[row]), length)
+        counters.length_of[row] = length
+        counters.committed_of[row] = min(counters.committed_of[row], length)
+        counters.step_start_of[row] = min(counters.step_start_of[row], length)
         state.tokens.cut(sequence, max(length, sequence.num_prompt))
         self.snapshots.drop_after(sequence, length)
         self.publisher.leave(sequence)
@@ -228,14 +228,14 @@ class Forks:
         row, table = sequence.row, self.state.tables[group.number]
         if group.is_state:
             rejected = sequence.length - length
-            if rejected >= max(1, int(table.blocks[row])) and sequence.restore is None:
+            if rejected >= max(1, table.blocks_of[row]) and sequence.restore is None:
                 raise CannotTruncate(
                     f"group {group.tag!r} holds the state after {sequence.length} tokens, not after {length}; extend"
                     " with drafts= to be able to go back, or open the sequence again from its tokens"
                 )
-        elif group.is_window and group.first_block(length) < int(table.first[row]):
+        elif group.is_window and group.first_block(length) < table.first_of[row]:
             raise CannotTruncate(
                 f"group {group.tag!r} needs tokens from {group.first_block(length) * group.slot_tokens} on to go on"
-                f" from {length}, but holds only those from {int(table.first[row]) * group.slot_tokens} on; open the"
+                f" from {length}, but holds only those from {table.first_of[row] * group.slot_tokens} on; open the"
                 " sequence again from its tokens"
             )

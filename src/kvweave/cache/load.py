@@ -48,19 +48,17 @@ class Loader:
     def _enter(self, sequence: Sequence, prompt: Tokens, match: Match | None) -> None:
         state, row = self.state, sequence.row
         position = 0 if match is None else self.hit(match, len(prompt), sequence.drop_last_blocks)
-        node: Node = state.prefix.tree.root(sequence.namespace)
         if match is not None and position:
-            point = state.prefix.point_for(match, position, sequence.priority)
-            node = point.node
-            if state.states:
-                state.prefix.pin_states(point, 1)
-                sequence.restore = point
-        state.prefix.pin(node)
-        sequence.node, sequence.num_cached = node, position
+            point = state.prefix.pin_at(match, position, sequence.priority, with_states=bool(state.states))
+            sequence.node, sequence.restore = point.node, point if state.states else None
+        else:
+            sequence.node = state.prefix.tree.root(sequence.namespace)
+            state.prefix.pin(sequence.node)
+        sequence.num_cached = position
         sequence.start_at(position, prompt)
         sequence.branch = match.length if match is not None and match.length > position else 0
         if position:
-            path = node.path()
+            path = sequence.node.path()
             for group in state.rows:
                 self._enter_run(group, row, [n.pages[group.number] for n in path], position)
         state.want_points(sequence)
@@ -69,8 +67,9 @@ class Loader:
     def _set_counters(self, sequence: Sequence, position: int) -> None:
         state, row = self.state, sequence.row
         counters = state.counters
-        counters.lengths[row] = counters.committed[row] = counters.findable[row] = counters.step_start[row] = position
-        counters.drafts[row], counters.prompts[row] = 0, sequence.num_prompt
+        counters.length_of[row] = counters.committed_of[row] = position
+        counters.findable_of[row] = counters.step_start_of[row] = position
+        counters.drafts_of[row], counters.prompt_of[row] = 0, sequence.num_prompt
         state.set_next_stop(sequence)
         state.set_next_event(sequence)
 
@@ -88,10 +87,10 @@ class Loader:
             table.write(row, max(low, first), pages[max(0, first - low) :])
         if head and first > 0:
             table.write(row, 0, np.concatenate(runs)[: min(head, first)])
-        table.first[row] = max(first, head)
-        table.blocks[row] = blocks
+        table.first_of[row] = max(first, head)
+        table.blocks_of[row] = blocks
         if group.is_full:
-            table.published[row] = blocks
+            table.published_of[row] = blocks
         else:
             self.state.share(group, table.pages[row, :blocks])
 
@@ -111,9 +110,7 @@ class Loader:
     def pin(self, match: Match, position: int) -> tuple[Node, Point]:
         """Keep what resuming at a position of a matched path needs."""
         state = self.state
-        point = state.prefix.point_for(match, position, 0)
-        state.prefix.pin(point.node)
-        state.prefix.pin_states(point, 1)
+        point = state.prefix.pin_at(match, position, 0, with_states=True)
         for group, pages in self._windows_of(point):
             state.share(group, pages)
         return point.node, point
@@ -150,7 +147,7 @@ class Loader:
         if sequence.restore is not None:
             state.prefix.pin_states(sequence.restore, -1)
             sequence.restore = None
-        state.counters.lengths[sequence.row] = position
+        state.counters.length_of[sequence.row] = position
         if keeps:
             self.snapshots.reserve(sequence, [position], in_step=False)
         if state.windows or state.states:
@@ -161,7 +158,7 @@ class Loader:
 
     def _lacking(self, group: PagedGroup, row: int, position: int) -> list[tuple[int, int]]:
         """Slots that are needed to go on from `position` and are not there, as runs: of the head, and of the tail."""
-        blocks = int(self.state.tables[group.number].blocks[row])
+        blocks = self.state.tables[group.number].blocks_of[row]
         if group.is_state:
             return [] if blocks else [(0, 1)]
         end, head = position // group.slot_tokens, group.head_blocks
@@ -171,15 +168,15 @@ class Loader:
 
     def _load_group(self, group: PagedGroup, row: int, position: int, lacking: list[tuple[int, int]]) -> None:
         state, table = self.state, self.state.tables[group.number]
-        before = int(table.blocks[row])
-        table.blocks[row] = 1 if group.is_state else position // group.slot_tokens
+        before = table.blocks_of[row]
+        table.blocks_of[row] = 1 if group.is_state else position // group.slot_tokens
         for low, high in lacking:
             table.write(row, low, state.allocate(group, high - low))
         if group.is_window:
             first = group.first_block(position)
-            old, passed = int(table.first[row]), min(first, before)
+            old, passed = table.first_of[row], min(first, before)
             if passed > old:
                 pages = table.pages[row, old:passed].copy()
                 table.erase(row, old, passed)
                 state.release(group, pages)
-            table.first[row] = first
+            table.first_of[row] = first

@@ -75,7 +75,7 @@ class Publisher:
         for group in state.windows:
             if group.has_pages:
                 table, end = state.tables[group.number], position // group.slot_tokens
-                first = max(group.first_block(position), int(table.first[sequence.row]))
+                first = max(group.first_block(position), table.first_of[sequence.row])
                 pages = table.pages[sequence.row, first:end].copy()
                 if len(pages):
                     state.share(group, pages)
@@ -86,7 +86,7 @@ class Publisher:
     def publish_all(self) -> None:
         """Publish every sequence that has more than others can find."""
         state, counters = self.state, self.state.counters
-        for row in np.flatnonzero(counters.committed - counters.findable >= state.grid).tolist():
+        for row in (counters.committed - counters.findable >= state.grid).nonzero()[0].tolist():
             sequence = state.by_row.get(row)
             if sequence is not None and (sequence.snapshots or not state.states):
                 self.publish(sequence)
@@ -103,11 +103,11 @@ class Publisher:
             return
         self.leave(sequence)
         self._lead_to(sequence, end, points, self._held_pages(sequence))
-        state.counters.findable[sequence.row] = end
+        state.counters.findable_of[sequence.row] = end
         self.stand(sequence)
         state.release_parked(sequence)
         for group in state.full:
-            state.tables[group.number].published[sequence.row] = end // group.slot_tokens
+            state.tables[group.number].published_of[sequence.row] = end // group.slot_tokens
         self._move_tip(sequence)
         sequence.answer = -1
         if end >= sequence.last_point:
@@ -118,7 +118,7 @@ class Publisher:
         held: Held = {}
         for group in self.state.windows:
             table = self.state.tables[group.number]
-            pages = table.pages[sequence.row, : int(table.blocks[sequence.row])].copy()
+            pages = table.pages[sequence.row, : table.blocks_of[sequence.row]].copy()
             for first, run in sequence.parked.get(group.number, ()):
                 pages[first : first + len(run)] = run
             held[group.number] = pages

@@ -10,7 +10,6 @@ import numpy as np
 
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
-from kvweave.prefix import NEVER
 from kvweave.table import Counts
 
 
@@ -24,9 +23,9 @@ class OneRow:
         self.longest = reach
         self.growth = [0] * len(state.same_block_size)
         for i, same in enumerate(state.same_block_size):
-            have = int(state.tables[same[0].number].blocks[sequence.row])
+            have = state.tables[same[0].number].blocks_of[sequence.row]
             self.growth[i] = max(0, -(-reach // same[0].slot_tokens) - have)
-        passes_stop = bool(state.states) and reach >= int(state.counters.next_stop[sequence.row])
+        passes_stop = bool(state.states) and reach >= state.counters.next_stop_of[sequence.row]
         self.stateful = [0] if passes_stop else []
 
     def num_blocks(self, count: int) -> list[int]:
@@ -35,7 +34,7 @@ class OneRow:
 
     def spans(self) -> list[tuple[int, int]]:
         """For each row the tokens that must be there at once: from the committed ones on."""
-        return [(int(self.state.counters.committed[self.sequences[0].row]), self.longest)]
+        return [(self.state.counters.committed_of[self.sequences[0].row], self.longest)]
 
     def append(self) -> None:
         row = self.sequences[0].row
@@ -43,23 +42,23 @@ class OneRow:
             if count:
                 for group in same:
                     table = self.state.tables[group.number]
-                    blocks = int(table.blocks[row])
+                    blocks = table.blocks_of[row]
                     if count == 1:
                         table.write_one(row, blocks, self.state.allocate_one(group))
                     else:
                         table.write(row, blocks, self.state.allocate(group, count))
-                    table.blocks[row] = blocks + count
+                    table.blocks_of[row] = blocks + count
 
     def set_counters(self) -> None:
         """The step is prepared: note its end, and how far the pages reach."""
         row = self.sequences[0].row
-        self.state.counters.lengths[row] = self.after[0]
+        self.state.counters.length_of[row] = self.after[0]
         if not self.stateful:
             self.state.set_ready_of(row)
 
 
 class ManyRows:
-    """The same for several sequences. `others` are sequences of the same step that need nothing."""
+    """The same for several sequences."""
 
     def __init__(
         self,
@@ -71,43 +70,47 @@ class ManyRows:
         reach: Counts,
     ) -> None:
         self.state, self.rows, self.sequences = state, rows, sequences
-        self.start, self.after = start.tolist(), after.tolist()
+        self.start, self.after = start, after
         self._reach = reach
-        self.longest = int(np.maximum.reduce(reach))
-        self.growth: list[Counts | None] = []
+        self.growth: list[Counts] = []
         for same in state.same_block_size:
-            growth = -(-reach // same[0].slot_tokens) - state.tables[same[0].number].blocks[rows]
-            most, least = int(np.maximum.reduce(growth)), int(np.minimum.reduce(growth))
-            self.growth.append(None if most <= 0 else np.maximum(growth, 0) if least < 0 else growth)
+            size, have = same[0].slot_tokens, state.tables[same[0].number].blocks[rows]
+            self.growth.append(np.maximum((reach + (size - 1)) // size - have, 0))
+        self._totals = [int(np.add.reduce(growth)) for growth in self.growth]
         self.stateful: list[int] = []
         if state.states:
             self.stateful = (reach >= state.counters.next_stop[rows]).nonzero()[0].tolist()
 
+    @property
+    def longest(self) -> int:
+        return int(np.maximum.reduce(self._reach))
+
     def num_blocks(self, count: int) -> list[int]:
-        return [0 if growth is None else int(np.add.reduce(growth[:count])) for growth in self.growth]
+        if count == len(self.rows):
+            return self._totals
+        return [int(np.add.reduce(growth[:count])) for growth in self.growth]
 
     def spans(self) -> list[tuple[int, int]]:
         committed = self.state.counters.committed[self.rows].tolist()
         return list(zip(committed, self._reach.tolist(), strict=True))
 
     def append(self) -> None:
-        for same, growth in zip(self.state.same_block_size, self.growth, strict=True):
-            if growth is None:
+        for same, growth, total in zip(self.state.same_block_size, self.growth, self._totals, strict=True):
+            if not total:
                 continue
             rows, more = self.rows, growth
             if np.count_nonzero(growth) < len(growth):
                 rows, more = rows[growth > 0], growth[growth > 0]
-            count = int(np.add.reduce(more))
             for group in same:
-                self.state.tables[group.number].append(rows, more, self.state.allocate(group, count))
+                self.state.tables[group.number].append(rows, more, self.state.allocate(group, total))
 
     def set_counters(self) -> None:
         counters = self.state.counters
         counters.lengths[self.rows] = self.after
-        room = np.full(len(self.rows), NEVER)
+        ready = counters.next_stop[self.rows] - 1
         for same in self.state.same_block_size:
-            np.minimum(room, self.state.tables[same[0].number].blocks[self.rows] * same[0].slot_tokens, out=room)
-        counters.ready[self.rows] = np.minimum(room, counters.next_stop[self.rows] - 1)
+            np.minimum(ready, self.state.tables[same[0].number].blocks[self.rows] * same[0].slot_tokens, out=ready)
+        counters.ready[self.rows] = ready
 
 
 Room = OneRow | ManyRows

@@ -52,7 +52,7 @@ class Snapshots:
     def copy_live(self, sequence: Sequence, copies: CopyBuilder) -> None:
         """Copy the live state to the snapshot that waits for it: the step that ends there is the last so far."""
         if sequence.copy_at >= 0:
-            assert sequence.copy_at == int(self.state.counters.lengths[sequence.row]), "the live state has gone on"
+            assert sequence.copy_at == self.state.counters.length_of[sequence.row], "the live state has gone on"
             pages = sequence.snapshots[sequence.copy_at]
             copies.add_all(sequence.row, self.state.state_tags, self.state.live_states(sequence.row), pages)
             sequence.copy_at = -1
@@ -105,11 +105,11 @@ class Snapshots:
     def donate_live(self, sequence: Sequence) -> None:
         """At its end a sequence needs its live state no more: where nothing is in flight it is a snapshot as it is."""
         state, row = self.state, sequence.row
-        position = int(state.counters.committed[row])
-        in_flight = position != int(state.counters.lengths[row]) or state.counters.drafts[row]
+        position = state.counters.committed_of[row]
+        in_flight = position != state.counters.length_of[row] or state.counters.drafts_of[row]
         if not state.states or in_flight or position % state.grid or position <= sequence.node.end:
             return
-        if sequence.restore is not None or not state.tables[state.states[0].number].blocks[row]:
+        if sequence.restore is not None or not state.tables[state.states[0].number].blocks_of[row]:
             return
         if sequence.copy_at == position:
             state.free_states(sequence.snapshots.pop(position))

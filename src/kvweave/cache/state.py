@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,8 @@ from kvweave.table import BlockTable, Counts
 
 
 class RowCounters:
-    """One number a row, for whole batches at once.
+    """One number a row, for whole batches at once; and, for one row, the same numbers as plain ints (`length_of[row]`:
+    a memoryview is read five times sooner than an array).
 
     `lengths`: tokens with pages allocated. `committed`: tokens whose KV is written and may be shared. `ready`: the
     length up to which `extend` has nothing to do but to count; `next_stop`: the first length at which it has to do
@@ -28,41 +28,32 @@ class RowCounters:
     `drafts`: tokens of it that may be rejected. `prompts`: lengths of the prompts.
     """
 
-    NAMES = (
-        "lengths",
-        "committed",
-        "ready",
-        "next_stop",
-        "next_event",
-        "next_point",
-        "hold",
-        "findable",
-        "step_start",
-        "drafts",
-        "prompts",
-    )
-
     def __init__(self, rows: int) -> None:
-        self.lengths: Counts = np.zeros(rows, np.int64)
-        self.committed: Counts = np.zeros(rows, np.int64)
-        self.ready: Counts = np.zeros(rows, np.int64)
-        self.next_stop: Counts = np.zeros(rows, np.int64)
-        self.next_event: Counts = np.zeros(rows, np.int64)
-        self.next_point: Counts = np.zeros(rows, np.int64)
-        self.hold: Counts = np.zeros(rows, np.int64)
-        self.findable: Counts = np.zeros(rows, np.int64)
-        self.step_start: Counts = np.zeros(rows, np.int64)
-        self.drafts: Counts = np.zeros(rows, np.int64)
-        self.prompts: Counts = np.zeros(rows, np.int64)
+        self._set(np.zeros((11, rows), np.int64))
+
+    def _set(self, counts: Counts) -> None:
+        self._counts = counts
+        self.lengths, self.length_of = _both(counts[0])
+        self.committed, self.committed_of = _both(counts[1])
+        self.ready, self.ready_of = _both(counts[2])
+        self.next_stop, self.next_stop_of = _both(counts[3])
+        self.next_event, self.next_event_of = _both(counts[4])
+        self.next_point, self.next_point_of = _both(counts[5])
+        self.hold, self.hold_of = _both(counts[6])
+        self.findable, self.findable_of = _both(counts[7])
+        self.step_start, self.step_start_of = _both(counts[8])
+        self.drafts, self.drafts_of = _both(counts[9])
+        self.prompts, self.prompt_of = _both(counts[10])
 
     def add_rows(self, count: int) -> None:
-        for name in self.NAMES:
-            setattr(self, name, np.pad(getattr(self, name), (0, count)))
+        self._set(np.pad(self._counts, ((0, 0), (0, count))))
 
     def copy(self, source: int, row: int) -> None:
-        for name in self.NAMES:
-            array: Counts = getattr(self, name)
-            array[row] = array[source]
+        self._counts[:, row] = self._counts[:, source]
+
+
+def _both(counts: Counts) -> tuple[Counts, memoryview]:
+    return counts, counts.data
 
 
 class CacheState:
@@ -136,35 +127,36 @@ class CacheState:
 
     def set_ready_of(self, row: int) -> None:
         """Note how far `extend` need only count: within the pages, before the next state that is wanted."""
-        ready = int(self.counters.next_stop[row]) - 1
+        ready = self.counters.next_stop_of[row] - 1
         for same in self.same_block_size:
-            ready = min(ready, int(self.tables[same[0].number].blocks[row]) * same[0].slot_tokens)
-        self.counters.ready[row] = ready
+            ready = min(ready, self.tables[same[0].number].blocks_of[row] * same[0].slot_tokens)
+        self.counters.ready_of[row] = ready
 
     def set_next_stop(self, sequence: Sequence) -> None:
         """Note the next length at which `extend` has to do with states: at once where one is to be copied or made; and
         how far it need only count."""
         row, stop = sequence.row, NEVER
         if self.states:
-            length = int(self.counters.lengths[row])
-            has_live = bool(self.tables[self.states[0].number].blocks[row])
+            length = self.counters.length_of[row]
+            has_live = bool(self.tables[self.states[0].number].blocks_of[row])
             at_once = sequence.copy_at >= 0 or sequence.restore is not None or not has_live
             stop = length + 1 if at_once else self.next_wanted(sequence, length)
-        self.counters.next_stop[row] = stop
+        self.counters.next_stop_of[row] = stop
         self.set_ready_of(row)
 
     def set_next_event(self, sequence: Sequence) -> None:
         """Note at which committed length points enter the tree, a state is copied, or a window moves on."""
         row, counters = sequence.row, self.counters
-        committed = int(counters.committed[row])
-        counters.hold[row] = first = self.first_unpublished(sequence)
+        committed = counters.committed_of[row]
+        counters.hold_of[row] = first = self.first_unpublished(sequence)
         point = self.publish_at(sequence)
         if self.states:
             point = min(point, first if first > sequence.last_point else NEVER)
             point = sequence.copy_at if 0 <= sequence.copy_at < point else point
         point = max(point, committed + 1)
-        counters.next_point[row] = point
-        counters.next_event[row] = min(point, self.next_window_event(committed))
+        counters.next_point_of[row] = point
+        next_window = committed // self.grid * self.grid + self.grid if self.windows else NEVER
+        counters.next_event_of[row] = min(point, next_window)
 
     def publish_at(self, sequence: Sequence) -> int:
         """The committed length at which a sequence publishes by itself: the last point of its prompt."""
@@ -183,10 +175,6 @@ class CacheState:
         if self.states:
             return sorted(p for p in sequence.snapshots if start < p <= end and p != sequence.answer)
         return self.wanted_points(sequence, max(start, sequence.node.end), end)
-
-    def next_window_event(self, committed: Any) -> Any:
-        """The committed length after `committed`, or an array of them, at which windows move on."""
-        return committed // self.grid * self.grid + self.grid if self.windows else NEVER
 
     # ---- where resume points are wanted
 
@@ -227,7 +215,7 @@ class CacheState:
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Tokens of a sequence that others may find: written, not private, and their ids known."""
-        return min(int(self.counters.committed[sequence.row]), sequence.num_tokens, sequence.private_from)
+        return min(self.counters.committed_of[sequence.row], sequence.num_tokens, sequence.private_from)
 
     # ---- pages
 

@@ -64,14 +64,14 @@ class Steps:
         self, sequence: Sequence, count: int, lookahead: int, drafts: int, in_step: bool
     ) -> CopyBuilder | None:
         counters, row = self.state.counters, sequence.row
-        start = int(counters.lengths[row])
+        start = counters.length_of[row]
         after, copies = start + count, None
-        if drafts or after + lookahead > int(counters.ready[row]):
+        if drafts or after + lookahead > counters.ready_of[row]:
             room = OneRow(self.state, sequence, start, after, after + lookahead)
             copies = self._make_room(room, drafts, in_step, [])
         else:
-            counters.lengths[row] = after
-        counters.step_start[row] = start
+            counters.length_of[row] = after
+        counters.step_start_of[row] = start
         return copies
 
     def _extend_many(
@@ -129,7 +129,7 @@ class Steps:
         """Positions of the states that a row's step should leave, drafts apart."""
         if drafts and not in_step:
             return []
-        return self.snapshots.positions(room.sequences[i], room.start[i], room.after[i] - drafts, in_step)
+        return self.snapshots.positions(room.sequences[i], int(room.start[i]), int(room.after[i]) - drafts, in_step)
 
     def _demand(self, room: Room, count: int, stateful: list[int], columns: int) -> Demand:
         """Pages that the first `count` rows need."""
@@ -145,7 +145,7 @@ class Steps:
         else:
             for i in stateful:
                 for group in state.states if i < count else ():
-                    demand[group.number] += int(not state.tables[group.number].blocks[room.sequences[i].row])
+                    demand[group.number] += int(not state.tables[group.number].blocks_of[room.sequences[i].row])
         return demand
 
     def _plus_states(self, demand: Demand, count: int) -> Demand:
@@ -177,9 +177,9 @@ class Steps:
         self.snapshots.copy_live(sequence, copies)
         for group in state.states:
             table = state.tables[group.number]
-            if not table.blocks[row]:
+            if not table.blocks_of[row]:
                 table.write_one(row, 0, state.allocate_state(group, is_needed=True))
-                table.blocks[row] = 1
+                table.blocks_of[row] = 1
         self.snapshots.restore(sequence, copies)
         sequence.in_step = []
         self.snapshots.reserve(sequence, positions, in_step)
@@ -193,9 +193,9 @@ class Steps:
             self._accept_committed(rows, counters.lengths[rows] if until is None else until)
         if len(sequences) == 1:
             row = sequences[0].row
-            end = int(counters.lengths[row]) if until is None else int(until[0])
-            counters.committed[row] = end
-            return self._pass_events_one(sequences[0], end) if end >= int(counters.next_event[row]) else None
+            end = counters.length_of[row] if until is None else int(until[0])
+            counters.committed_of[row] = end
+            return self._pass_events_one(sequences[0], end) if end >= counters.next_event_of[row] else None
         until = counters.lengths[rows] if until is None else until
         counters.committed[rows] = until
         due = until >= counters.next_event[rows]
@@ -213,12 +213,13 @@ class Steps:
     def _pass_events_one(self, sequence: Sequence, until: int) -> CopyBuilder | None:
         """`_pass_events` for one row, in plain numbers."""
         state, row, copies = self.state, sequence.row, None
-        if until >= int(state.counters.next_point[row]):
+        if until >= state.counters.next_point_of[row]:
             copies = CopyBuilder()
             self._pass_point(sequence, copies)
         if state.windows:
-            self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
-            state.counters.next_event[row] = min(int(state.counters.next_point[row]), state.next_window_event(until))
+            end = until // state.grid * state.grid
+            self.allocator.advance_windows_of(sequence, end)
+            state.counters.next_event_of[row] = min(state.counters.next_point_of[row], end + state.grid)
         return copies
 
     def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder:
@@ -227,17 +228,18 @@ class Steps:
         for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
             self._pass_point(sequences[i], copies)
         if state.windows:
+            ends = until // state.grid * state.grid
             for i in (counters.hold[rows] <= until).nonzero()[0].tolist():
-                self.allocator.advance_windows_of(sequences[i], int(until[i]) // state.grid * state.grid)
-            self.allocator.advance_windows(rows, until // state.grid * state.grid)
-            counters.next_event[rows] = np.minimum(counters.next_point[rows], state.next_window_event(until))
+                self.allocator.advance_windows_of(sequences[i], int(ends[i]))
+            self.allocator.advance_windows(rows, ends)
+            counters.next_event[rows] = np.minimum(counters.next_point[rows], ends + state.grid)
         return copies
 
     def _pass_point(self, sequence: Sequence, copies: CopyBuilder) -> None:
         """A sequence has passed points, which enter the tree."""
         state, row = self.state, sequence.row
-        committed = int(state.counters.committed[row])
-        if sequence.copy_at >= 0 and sequence.copy_at == committed == int(state.counters.lengths[row]):
+        committed = state.counters.committed_of[row]
+        if sequence.copy_at >= 0 and sequence.copy_at == committed == state.counters.length_of[row]:
             self.snapshots.copy_live(sequence, copies)
             state.set_next_stop(sequence)
         if committed >= state.publish_at(sequence):

@@ -1,7 +1,8 @@
-/* Takes token ids out of a list as they lie in memory, without a call for each. */
+/* Takes token ids out of a list as they lie in memory, without a call for each; looks for a negative one; compares runs. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { AHEAD = 128 }; /* a prompt's ints lie anywhere on the heap: each is sent for before its turn comes */
 
@@ -55,7 +56,51 @@ static PyObject *take(PyObject *self, PyObject *args)
     return answer;
 }
 
+static PyObject *has_negative(PyObject *self, PyObject *ids)
+{
+    Py_buffer run;
+    int32_t signs = 0;
+    (void)self;
+    if (PyObject_GetBuffer(ids, &run, PyBUF_SIMPLE) < 0)
+        return NULL;
+    const int32_t *at = run.buf;
+    for (Py_ssize_t i = 0; i < run.len / (Py_ssize_t)sizeof(int32_t); i++)
+        signs |= at[i];
+    PyBuffer_Release(&run);
+    return PyBool_FromLong(signs < 0);
+}
+
+enum { TOGETHER = 64 }; /* ids that are compared at once */
+
+static PyObject *num_equal(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_buffer left, right;
+    (void)self;
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "two runs are compared");
+        return NULL;
+    }
+    if (PyObject_GetBuffer(args[0], &left, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(args[1], &right, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&left);
+        return NULL;
+    }
+    const int32_t *a = left.buf, *b = right.buf;
+    Py_ssize_t count = (left.len < right.len ? left.len : right.len) / (Py_ssize_t)sizeof(int32_t), i = 0;
+    while (count - i >= TOGETHER && !memcmp(a + i, b + i, TOGETHER * sizeof(int32_t)))
+        i += TOGETHER;
+    while (i < count && a[i] == b[i])
+        i++;
+    PyBuffer_Release(&left);
+    PyBuffer_Release(&right);
+    return PyLong_FromSsize_t(i);
+}
+
 static PyMethodDef methods[] = {
+    {"has_negative", has_negative, METH_O, "has_negative(ids): whether one of an array of int32 is negative"},
+    {"num_equal", (PyCFunction)(void (*)(void))num_equal, METH_FASTCALL,
+     "num_equal(run, other): how many int32 the starts of two arrays have in common"},
     {"take", take, METH_VARARGS, "take(tokens, to): whether all are ints from 0 to 2**31 - 1, which `to` then has"},
     {NULL, NULL, 0, NULL},
 };

@@ -81,8 +81,17 @@ class PrefixCache:
                     self._requeue(point)
         return len(runs) < len(nodes)
 
-    def point_for(self, match: Match, position: int, priority: int) -> Point:
-        """The point at a position of a matched path, at the end of a node; it is used now."""
+    def tick(self) -> int:
+        self._clock += 1
+        if not self._clock % CENSUS:
+            self.order.on_census(self._queues, self._clock)
+        return self._clock
+
+    # ---- holders
+
+    def pin_at(self, match: Match, position: int, priority: int, *, with_states: bool) -> Point:
+        """A holder stands at a position of a matched path, and may need the states there: the point at this position,
+        the last one of its node. It is used now."""
         node = next(node for node in match.nodes if node.end >= position)
         point = node.point_at(position)
         if node.points:
@@ -98,28 +107,26 @@ class PrefixCache:
         point.last_used = self.tick()
         point.priority = max(point.priority, priority)
         node.growing_tip = False
+        node.uses += 1
+        self._pin_path(node, None)
+        if with_states:
+            self._count_pin(point, 1)
         self._move(point, self._queues_of(point))
         self._requeue_spaced(node)
         return point
-
-    def tick(self) -> int:
-        self._clock += 1
-        if not self._clock % CENSUS:
-            self.order.on_census(self._queues, self._clock)
-        return self._clock
-
-    # ---- holders
 
     def pin(self, node: Node) -> None:
         """A holder stands on `node`."""
         node.uses += 1
         self._pin_path(node, None)
+        self._requeue_last(node)
 
     def move_pin(self, old: Node, new: Node) -> None:
         """A holder of `old` stands on `new` below it."""
         old.uses -= 1
         new.uses += 1
         self._pin_path(new, old)
+        self._requeue_last(new)
 
     def _pin_path(self, node: Node, above: Node | None) -> None:
         at: Node | None = node
@@ -130,7 +137,6 @@ class PrefixCache:
                 newly.append(at)
             at = at.parent
         self._count_path(newly, -1)
-        self._requeue_last(node)
 
     def unpin(self, node: Node) -> None:
         """A holder of `node` is gone."""
@@ -155,12 +161,15 @@ class PrefixCache:
 
     def pin_states(self, point: Point, sign: int) -> None:
         """Somebody must find the states of a point unharmed (1), or needs them no more (-1)."""
+        self._count_pin(point, sign)
+        self._requeue(point)
+
+    def _count_pin(self, point: Point, sign: int) -> None:
         point.pins += sign
         if point.pins == (1 if sign > 0 else 0):
             for group, page in zip(self.tree.states, point.states, strict=True):
                 if group.has_pages:
                     self._pages(group).count_evictable_one(page, -sign)
-        self._requeue(point)
 
     # ---- growing
 

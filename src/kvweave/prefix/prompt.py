@@ -14,10 +14,34 @@ from kvweave.errors import BadTokens
 from kvweave.prefix.events import Event, Named
 from kvweave.prefix.node import Tokens
 
+
+class NumpyTokens:
+    """The functions of `_native`, for machines without a C compiler, and for tests to compare with."""
+
+    @staticmethod
+    def take(tokens: list[object] | tuple[object, ...], to: Tokens) -> bool:  # noqa: ARG004 - C puts them there
+        """Whether all are ints that are token ids, which `to` then has: never, for numpy converts as fast by itself."""
+        return False
+
+    @staticmethod
+    def has_negative(ids: Tokens) -> bool:
+        """Whether one of them is negative."""
+        return bool(len(ids)) and bool(np.minimum.reduce(ids) < 0)
+
+    @staticmethod
+    def num_equal(run: Tokens, other: Tokens) -> int:
+        """How many ids the starts of two runs have in common."""
+        size = min(len(run), len(other))
+        different = run[:size] != other[:size]
+        return int(different.argmax()) if different.any() else size
+
+
 try:
-    from kvweave.prefix._native import take as _take
-except ImportError:  # no C compiler was there: numpy does it, ten times slower
-    _take = None  # type: ignore[assignment]
+    from kvweave.prefix._native import has_negative, num_equal, take
+except ImportError:  # no C compiler was there
+    take, has_negative, num_equal = NumpyTokens.take, NumpyTokens.has_negative, NumpyTokens.num_equal
+
+__all__ = ["ContentTokens", "NumpyTokens", "Span", "TokenIds", "as_tokens", "has_negative", "num_equal", "take"]
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 """What is taken for a prompt's tokens: a list, or an array of one axis of any whole type."""
@@ -76,29 +100,24 @@ class ContentTokens:
 
 
 def as_tokens(tokens: object) -> Tokens:
-    """Token ids as an int32 array; an int32 array is taken as it is."""
-    array: NDArray[Any]
-    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-        array = tokens
-    else:
-        taken = _taken(tokens)
-        if taken is not None:
-            return taken
-        array = _converted(tokens)
-    if len(array) and int(np.minimum.reduce(array)) < 0:
-        raise BadTokens(f"token ids must not be negative, got {int(array.min())}")
-    return array.astype(np.int32, copy=False)
+    """Token ids as an int32 array without gaps; such an array is taken as it is."""
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
+        if has_negative(tokens):
+            raise BadTokens(f"token ids must not be negative, got {int(tokens.min())}")
+        return tokens
+    taken = _taken(tokens)
+    return _converted(tokens) if taken is None else taken
 
 
 def _taken(tokens: object) -> Tokens | None:
     """A list of nothing but ints that are token ids; None for anything else, which `_converted` takes or refuses."""
-    if _take is None or not isinstance(tokens, (list, tuple)):
+    if not isinstance(tokens, (list, tuple)):
         return None
     array: Tokens = np.empty(len(tokens), np.int32)
-    return array if _take(tokens, array) else None
+    return array if take(tokens, array) else None
 
 
-def _converted(tokens: object) -> NDArray[Any]:
+def _converted(tokens: object) -> Tokens:
     try:
         array = np.asarray(tokens)
     except (TypeError, ValueError):
@@ -107,4 +126,6 @@ def _converted(tokens: object) -> NDArray[Any]:
         raise BadTokens(f"tokens must be a list of whole numbers, got {array.ndim} axes of {array.dtype}")
     if array.size and int(array.max()) > np.iinfo(np.int32).max:
         raise BadTokens(f"token ids must fit 31 bits, got {int(array.max())}")
-    return array
+    if array.size and int(array.min()) < 0:
+        raise BadTokens(f"token ids must not be negative, got {int(array.min())}")
+    return np.ascontiguousarray(array, np.int32)

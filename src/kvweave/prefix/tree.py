@@ -17,6 +17,7 @@ from kvweave.pool import NULL, Ids, PagedGroup
 from kvweave.prefix.events import Cleared, Event, Joined, Kept, Lost, Removed, Split, Stored, Trimmed
 from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
+from kvweave.prefix.prompt import num_equal
 
 Counts = NDArray[np.int64]
 NO_PAGES: Ids = np.empty(0, np.int32)
@@ -78,12 +79,7 @@ class Tree:
 
     def common(self, run: Tokens, tokens: Tokens) -> int:
         """How many tokens two runs have in common at their start, on the grid."""
-        size = min(len(run), len(tokens)) // self.grid * self.grid
-        if not size:
-            return 0
-        different = run[:size] != tokens[:size]
-        first = int(different.argmax())
-        return first // self.grid * self.grid if different[first] else size
+        return num_equal(run, tokens) // self.grid * self.grid
 
     def hit(self, match: Match, limit: int) -> int:
         """The longest position up to `limit` from which every group can go on, by what the matched nodes hold."""
