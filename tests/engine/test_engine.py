@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import torch
 
 from kvweave.engine import Engine, EngineRequest, Sampling
 from kvweave.errors import BadCall, BadOption, BadTokens, NeverFits, OperationTimeout, QueueFull
+from kvweave.sim import TraceWriter, read_trace
+from kvweave.sim.replay import replay
 from tests.integrations.models import model_of, plain, prompt
 from tests.integrations.test_families import memory
 
@@ -114,6 +117,19 @@ def test_a_step_is_one_call_for_models_that_attend_in_place(monkeypatch: pytest.
             assert max(shape[1] for shape in shapes) > 10
     finally:
         hook.remove()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_recorded_run_replayed_by_the_simulator_gives_the_hits_of_the_engine(name: str, tmp_path: Path) -> None:
+    cached = []
+    with TraceWriter(tmp_path / "t.jsonl") as writer, engine_of(name, times=8, on_finish=writer.write_job) as engine:
+        for ids, _ in answers(name) * 2:
+            cached.append(engine.submit(ids, Sampling(4, stop_tokens=())).result(timeout_s=60).cached_tokens)
+        plan = engine.weave.plan
+    trace = read_trace(tmp_path / "t.jsonl")
+    assert [request.cached_tokens for request in trace.requests] == cached
+    assert any(cached)
+    assert replay(trace, plan, step_tokens=48).hits.tolist() == cached
 
 
 def test_low_priority_is_preempted_and_still_right() -> None:

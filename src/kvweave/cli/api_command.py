@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ def api_command(
     seed: option.Seed = 0,
     dtype: option.Dtype = "auto",
     device: option.Device = "cpu",
+    record: option.Record = None,
 ) -> None:
     """Serve a model to OpenAI clients: completions, chat, streams; many requests at once on one cache.
 
@@ -48,15 +50,21 @@ def api_command(
       kvweave api ./my-model --memory 8GiB --device cuda
       kvweave api ./my-model --store /var/tmp/kv --port 8080
       KVWEAVE_API_KEY=secret kvweave api qwen3-next-80b
+      kvweave api ./my-model --record trace.jsonl, and later: kvweave simulate trace.jsonl --model ./my-model
     """
     with MissingExtra.on_import("kvweave api", "api"):
         from kvweave.cli.run.load_model import load  # noqa: PLC0415 - an extra
         from kvweave.engine import Engine  # noqa: PLC0415
         from kvweave.engine.api.endpoint import Endpoint  # noqa: PLC0415
         from kvweave.engine.api.serve_api import serve_api  # noqa: PLC0415
+        from kvweave.sim import TraceWriter  # noqa: PLC0415
     loaded = load(model, size=size, dtype=dtype, device=device, seed=seed)
     options: dict[str, Any] = {"budget": budget, "max_running": max_running, "store": store, "weights": weights}
-    with Engine(loaded.model, memory, **options) as engine:
+    with ExitStack() as stack:
+        writer = stack.enter_context(TraceWriter(record)) if record else None
+        engine = stack.enter_context(
+            Engine(loaded.model, memory, on_finish=writer.write_job if writer else None, **options)
+        )
         endpoint = Endpoint(engine, codec_of(loaded.text), name or loaded.name, os.environ.get(KEY_VARIABLE))
         typer.echo(f"{loaded.name} at http://{host}:{port}/v1 as {name or loaded.name!r}; Ctrl-C ends it", err=True)
         serve_api(endpoint.app(), host, port)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from types import TracebackType
@@ -61,7 +61,8 @@ class Engine:
 
     A step computes at most `budget` tokens, of at most `max_running` requests: tokens of those that generate first,
     then chunks of prompts. At most `max_waiting` requests wait. Requests are served by priority, and prefixes are
-    shared within one namespace. Use it as a context; `close` cancels what runs and frees the memory.
+    shared within one namespace. `on_finish` hears of every request that ends, on the engine's thread. Use it as a
+    context; `close` cancels what runs and frees the memory.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class Engine:
         budget: int = 2048,
         max_running: int = 64,
         max_waiting: int = 4096,
+        on_finish: Callable[[Job], None] | None = None,
         **weave_options: Any,
     ) -> None:
         self.weave = KVWeave(model, memory, **weave_options)
-        self.model, self.max_waiting = self.weave.model, max_waiting
+        self.model, self.max_waiting, self._on_finish = self.weave.model, max_waiting, on_finish
         self._admission, self._executor = Admission(self.weave), Executor(self.weave)
         self._scheduler = Scheduler(
             self.weave.core,
@@ -253,6 +255,8 @@ class Engine:
         self._admission.before_close(job)
         self._forget(entry)
         self._counts.update(finished=1, cached_tokens=job.num_cached or 0, preemptions=job.num_preempted)
+        if self._on_finish is not None:
+            self._on_finish(job)
         entry.request.finish(reason, job.num_cached or 0, job.num_preempted)
 
     def _fail(self, entries: Iterable[LiveRequest], error: BaseException) -> None:

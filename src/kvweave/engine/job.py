@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,6 +30,7 @@ class Job:
     num_preempted: int = 0
     is_shared: bool = True
     """Whether what is computed may be found by others."""
+    arrived: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.prompt = as_tokens(self.tokens)

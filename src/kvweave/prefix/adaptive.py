@@ -60,6 +60,8 @@ class Adaptive(Order):
 
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
         super().__init__(groups)
+        if any(group.is_state for group in groups):
+            self.size_power = 1.0  # a state is its point's own; pages of windows are shared with neighbours
         self.weights = [HIT_PRIOR if number >= FIRST_HIT else 1.0 for number in range(len(CLASSES))]
         self.hits = [[0.0] * OCTAVES for _ in CLASSES]
         """By class and octave of age."""

@@ -108,6 +108,7 @@ class Order:
 
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
         self.groups = groups
+        self.size_power = SIZE_POWER
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
         """The queue in which a point waits, and its key there. Asked at every use: cheap."""
@@ -147,7 +148,7 @@ class Order:
         comes first in its queue, and kept until it is used again."""
         if not point.weight:
             candidate = EvictionCandidate(point, self.groups, is_tip, point.last_used)
-            point.weight = (max(1, candidate.row_bytes) / max(1, candidate.num_bytes)) ** SIZE_POWER
+            point.weight = (max(1, candidate.row_bytes) / max(1, candidate.num_bytes)) ** self.size_power
         return point.weight
 
 

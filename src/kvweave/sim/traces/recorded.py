@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from kvweave.sim.trace import Request, Trace, checked_tokens, make_trace
 from kvweave.sim.traces.block_ids import Numbering
 from kvweave.sim.traces.reading import Reading
 from kvweave.sim.traces.trace_files import Head, records
+
+if TYPE_CHECKING:
+    from kvweave.engine.job import Job  # it needs torch
 
 NAME = "kvweave-trace"
 VERSION = 1
@@ -75,6 +78,11 @@ class TraceWriter:
         row |= {name: self._hash(name.encode() + text.encode()).hex() for name, text in
                 (("session", session), ("namespace", namespace)) if text}  # fmt: skip
         self._line(row if cached is None else row | {"cached": cached})
+
+    def write_job(self, job: Job) -> None:
+        """A request that an engine has served."""
+        prompt, output = job.tokens[: job.num_prompt], job.tokens[job.num_prompt :]
+        self.write(prompt, output, namespace=str(job.tenant), cached=job.num_cached or 0, arrived=job.arrived)
 
     def _blocks(self, tokens: Any, namespace: str) -> list[int]:
         ids, above = [], namespace.encode()
