@@ -19,11 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvweave.errors import CannotServe
+from kvweave.integrations.engine_store import close_engine_store, open_engine_store
 from kvweave.integrations.vllm import adapter
 from kvweave.integrations.vllm.connector_metrics import ConnectorPromMetrics, ConnectorStats
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings, RequestSettings
 from kvweave.integrations.vllm.engine_groups import chunk_tokens
-from kvweave.integrations.vllm.open_engine_store import close_engine_store, open_engine_store
 from kvweave.integrations.vllm.probe import prove
 from kvweave.integrations.vllm.request_keys import NamespaceMaker, spans_of
 from kvweave.integrations.vllm.request_state import RequestState
@@ -100,7 +100,8 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Schema.of(spec, chunk_tokens=self._chunk_tokens, parts=self._settings.parts, tails=True)
 
     def _open(self, schema: Schema) -> Any:
-        return open_engine_store(self._settings, schema, str(self._config.model_config.model))
+        model = str(self._config.model_config.model)
+        return open_engine_store(self._settings.store, self._settings.socket, schema, model)
 
     def get_handshake_metadata(self) -> StoredSpec | None:
         return StoredSpec(self._spec, self._chunk_tokens) if self._spec else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvweave.errors import BadOption, UnknownName
+from kvweave.integrations.engine_store import check_place
 
 PREFIX = "kvweave."
 
@@ -38,8 +39,7 @@ class ConnectorSettings:
     load_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if bool(self.store) == bool(self.socket):
-            raise BadOption('say one of "store" (a directory of this engine) and "socket" (of `kvweave serve`)')
+        check_place(self.store, self.socket)
         for name in ("chunk_tokens", "parts", "min_load_tokens", "lookup_timeout_s", "load_timeout_s"):
             if getattr(self, name) < (1 if name == "parts" else 0):
                 raise BadOption(f"{name} must not be {getattr(self, name)}")
