@@ -30,9 +30,10 @@ from kvweave.server.report import Report
 from kvweave.server.save_operation import ArenaLayout, GatheredReservation, SaveOperation
 from kvweave.store import AnyStore, GatheredSave, HashedPrompt, Operation, Schema, Sink, Source, StoreStats
 from kvweave.store.any_store import discard
-from kvweave.store.keys import Bytes
+from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.page_payloads import StagedScatter
+from kvweave.store.removals import Removals
 from kvweave.store.results import SaveOutcome
 from kvweave.store.ticket import TicketContent
 from kvweave.store.tier_stack import Budget
@@ -58,6 +59,8 @@ class RemoteStore(AnyStore[RemoteHit]):
         self._reads = ArenaReads(schema, self._copier, self.or_miss)
         self._unflushed: set[bytes] = set()
         self._refusals: set[str] = set()
+        self._boot = b""
+        """The start of the daemon that was asked for removals."""
 
     def _session(self, kind: str) -> PromptSession:
         """The connection for loads, or for saves; the client's own until something was submitted."""
@@ -289,6 +292,13 @@ class RemoteStore(AnyStore[RemoteHit]):
         self._unflushed |= saving.daemons
 
     # ---- the rest
+
+    def _removed(self, after: int) -> Removals:
+        """The daemon counts from its start: after another start nothing is known to be there."""
+        reply = self.client.ask(protocol.RemovedSince(after, self.schema.ids.tobytes()), protocol.RemovedKeys)
+        keys = [reply.keys[at : at + KEY_BYTES] for at in range(0, len(reply.keys), KEY_BYTES)]
+        before, self._boot = self._boot, self.client.welcome.boot
+        return Removals(reply.number, keys, reply.complete and before in (b"", self._boot))
 
     def report(self, *, budget_s: float | None = None) -> Report:
         """The daemon's report. Raises `ServerGone`."""

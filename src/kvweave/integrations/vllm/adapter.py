@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import vllm
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvweave.copying import PayloadCopier
 from kvweave.errors import CannotServe, KVWeaveError
+from kvweave.integrations.vllm.announced_blocks import AnnouncedBlocks, RemovedBlocks
 from kvweave.integrations.vllm.binding import Binder
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer, saved_blocks
@@ -36,7 +37,7 @@ from kvweave.integrations.vllm.running_saves import SavedRange
 from kvweave.plan import Parallel
 from kvweave.spec import Chunk, Full, ModelSpec, Reach, State, Window
 from kvweave.spec.hf import from_config
-from kvweave.store import Namespace, model_digest
+from kvweave.store import Namespace, Schema, model_digest
 
 log = logging.getLogger("kvweave.vllm")
 KNOWN_VERSIONS = ("0.32",)
@@ -197,8 +198,30 @@ def publishes_events(config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def stored_events(cache_config: Any, groups: Sequence[EngineGroup], saved: SavedRange) -> Iterator[BlockStored]:
+def groups_of_shards(schema: Schema, spec: ModelSpec, groups: Sequence[EngineGroup]) -> dict[bytes, list[int]]:
+    """By a shard's id: the engine's groups that have layers of it."""
+    tags = {
+        group.number: {
+            cache.tag
+            for name in group.layers
+            for cache in spec.layers[extract_layer_index(name)].caches
+            if cache.reach == group.reach
+        }
+        for group in groups
+    }
+    return {shard.id: [number for number, own in tags.items() if shard.tag in own] for shard in schema.shards}
+
+
+def removed_events(removed: RemovedBlocks) -> Iterator[BlockRemoved]:
+    for group, hashes in removed.items():
+        yield BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=group, ownership="kvweave")
+
+
+def stored_events(
+    cache_config: Any, groups: Sequence[EngineGroup], saved: SavedRange, announced: AnnouncedBlocks
+) -> Iterator[BlockStored]:
     """vLLM's events for what is stored now: its own block hashes, group by group."""
+    prompt = saved.state.prompt
     for group in groups:
         spec = cache_config.kv_cache_groups[group.number].kv_cache_spec
         facts = {
@@ -214,6 +237,7 @@ def stored_events(cache_config: Any, groups: Sequence[EngineGroup], saved: Saved
         for first, stop in saved_blocks(group, saved.start, saved.points):
             made = [_hash(cache_config, group, saved, block) for block in range(first - 1, stop)]
             tokens = list(saved.state.tokens[first * group.block_tokens : stop * group.block_tokens])
+            announced.add(group, prompt.chunk_tokens, prompt.prefixes, first, made[1:])
             yield BlockStored(block_hashes=made[1:], parent_block_hash=made[0], token_ids=tokens, **facts)
 
 
