@@ -256,6 +256,10 @@ class RemoteStore(AnyStore[RemoteHit]):
             raise
         return PinnedHit(self._position(hit.prompt, in_arena, hit.position), lease, generation, self.unpin)
 
+    def submit_pin(self, prompt: HashedPrompt) -> Operation[PinnedHit]:
+        operation: Operation[PinnedHit] = self._operations.new("load", None, None)
+        return self._operations.start(operation, lambda: (self.pin(self.lookup(prompt, lease=False)), []))
+
     def unpin(self, pin: PinnedHit, *, budget_s: float | None = None) -> None:
         """Let the daemon evict what was pinned; calling it twice is fine."""
         release_lease(self.client, pin.lease, pin.generation, Budget.of(budget_s))

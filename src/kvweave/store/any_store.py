@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,6 +131,11 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
     ) -> Operation[int]:
         """Load what a hit needs into the tiers with `promote`; the operation's result is the position that can then be
         loaded from them. It runs in a thread of its own, and `poll` does not report it."""
+
+    def submit_pin(self, prompt: HashedPrompt) -> Operation[Any]:  # noqa: ARG002
+        """Keep in memory what the longest hit of a prompt needs, until the operation's result is released; a thread of
+        its own does it. Only a daemon can: otherwise `StoreError`."""
+        raise StoreError(f"{type(self).__name__} cannot pin: blobs are kept in memory by a daemon (`kvweave serve`)")
 
     def shorten(self, hit: Found, limit: int) -> Found:
         """The longest hit of at most `limit` tokens, by what the lookup found: no tier is asked. For engines that can

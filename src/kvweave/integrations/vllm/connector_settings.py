@@ -63,6 +63,9 @@ class RequestSettings:
     tenant: str = ""
     skip_save: bool = False
     skip_load: bool = False
+    pin: bool = False
+    """Keep the prompt's KV in the daemon's memory, from the end of this request on."""
+    unpin: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None, tenant: str) -> tuple[RequestSettings, list[str]]:

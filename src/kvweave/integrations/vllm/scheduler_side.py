@@ -15,6 +15,7 @@ from kvweave.errors import OperationTimeout
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.engine_groups import EngineGroup, hit_alignment
 from kvweave.integrations.vllm.load_or_compute import Speeds
+from kvweave.integrations.vllm.pinned_prompts import PinnedPrompts
 from kvweave.integrations.vllm.request_state import RequestState
 from kvweave.integrations.vllm.running_saves import RunningSaves, SavedRange
 from kvweave.integrations.vllm.step_messages import LoadJob, SaveJob, StepJobs, TableSlice, WorkerReport
@@ -57,6 +58,7 @@ class SchedulerSide:
         self.speeds = Speeds()
         self.counts, self.seconds = Counter[str](), dict.fromkeys(("lookup_seconds", "load_seconds"), 0.0)
         self._taken: dict[str, float] = {}
+        self._pins = PinnedPrompts(store, self.counts)
 
     # ---- a request's way in
 
@@ -197,6 +199,7 @@ class SchedulerSide:
     def report(self, report: WorkerReport) -> None:
         """What the workers say has ended."""
         self.saves.report(report)
+        self._pins.proceed(self.saves.is_saving)
         self.counts["failed_saves"] += len(report.failed_saves)
         for request, seconds in report.load_seconds.items():
             self.seconds["load_seconds"] += seconds
@@ -237,6 +240,8 @@ class SchedulerSide:
         state = self._requests.pop(request, None)
         if state is None:
             return
+        self._pins.request_ended(state)
+        self._pins.proceed(self.saves.is_saving)
         if state.lookup is not None:
             state.lookup.cancel()
         for hit in (state.hit, state.loading):
