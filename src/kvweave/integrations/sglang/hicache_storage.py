@@ -20,10 +20,11 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from kvweave.errors import BadOption, CannotServe, KVWeaveError, StoreError
 from kvweave.integrations.engine_store import close_engine_store, open_engine_store
 from kvweave.integrations.keyed_pages import page_prompt, page_schema, promised
+from kvweave.integrations.model_identity import weights_name
 from kvweave.integrations.sglang.host_pages import HostPages, shared_rank
 from kvweave.integrations.sglang.restorable import Flags, leading, longest, restorable
 from kvweave.integrations.sglang.storage_settings import StorageSettings
-from kvweave.store import HashedPrompt, Namespace, weights_digest
+from kvweave.store import HashedPrompt, Namespace
 
 log = logging.getLogger("kvweave.sglang")
 
@@ -164,9 +165,7 @@ def _num_trailing(transfer: Any) -> int | None:
 
 
 def _weights_name(model: str, given: str) -> str:
-    if given:
-        return f"given {given}"
     try:
-        return f"digest {weights_digest(model)}"
+        return weights_name(model, None, given)
     except StoreError:  # a repository's name: SGLang itself knows models by name only
         return f"name {model}"

@@ -24,7 +24,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvweave.copying import PayloadCopier
-from kvweave.errors import CannotServe, KVWeaveError
+from kvweave.errors import CannotServe, KVWeaveError, StoreError
+from kvweave.integrations.model_identity import config_digest, depends_on_length, weights_name
 from kvweave.integrations.vllm.announced_blocks import AnnouncedBlocks, RemovedBlocks
 from kvweave.integrations.vllm.binding import Binder
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
@@ -32,7 +33,7 @@ from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer, sa
 from kvweave.integrations.vllm.kernel_rows import KernelRows
 from kvweave.integrations.vllm.layouts import ON_CPU
 from kvweave.integrations.vllm.probe import WriteRows
-from kvweave.integrations.vllm.request_keys import AdapterFile, rotary_settings, weights_name
+from kvweave.integrations.vllm.request_keys import AdapterFile
 from kvweave.integrations.vllm.running_saves import SavedRange
 from kvweave.plan import Parallel
 from kvweave.spec import Chunk, Full, ModelSpec, Reach, State, Window
@@ -174,17 +175,25 @@ class BlockPins:
 def namespace(config: Any, settings: ConnectorSettings, spec: ModelSpec) -> Namespace:
     """What is common to all requests of this engine."""
     model, cache = config.model_config, config.cache_config
-    text_config = model.hf_text_config.to_dict()
-    weights = weights_name(str(model.model), getattr(model.hf_config, "_commit_hash", None), settings.weights)
-    if config.load_config.load_format == "dummy":
-        weights = f"dummy {model.seed}"
+    length = f" up to {model.max_model_len}" if depends_on_length(model.hf_config) else ""
+    weights = _weights_name(config, settings)
     return Namespace(
         model_digest(spec),
         weights=weights if model.quantization is None else f"{weights} quantised {model.quantization}",
-        rotary=rotary_settings(text_config, model.max_model_len),
+        rotary=config_digest(model.hf_config) + length,
         kv_dtype="" if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         multimodal=str(getattr(model, "mm_processor_kwargs", None) or ""),
     )
+
+
+def _weights_name(config: Any, settings: ConnectorSettings) -> str:
+    model = config.model_config
+    if config.load_config.load_format == "dummy":
+        return f"dummy {model.seed}"
+    try:
+        return weights_name(str(model.model), getattr(model.hf_config, "_commit_hash", None), settings.weights)
+    except StoreError as error:
+        raise StoreError(f'{error}; say "weights": NAME in kv_connector_extra_config') from None
 
 
 def hit_source(tier: str) -> CacheHitSource:

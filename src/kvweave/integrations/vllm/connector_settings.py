@@ -26,7 +26,8 @@ class ConnectorSettings:
     parts: int = 8
     """A multiple of every tensor-parallel degree that shall write."""
     weights: str = ""
-    """A name for the weights; "": a commit where the model has one, else a digest of its safetensors files."""
+    """A name for the weights, which other engines may say, too; "": a commit where the model has one, else a digest of
+    its safetensors files (`weights_digest`)."""
     tenant: str = ""
     """Of requests that name none."""
     min_load_tokens: int = 64
