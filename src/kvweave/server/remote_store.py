@@ -208,9 +208,9 @@ class RemoteStore(AnyStore[RemoteHit]):
         in_arena[[shard for shard in range(len(in_arena)) if shard not in wanted]] = True
         return wanted, in_arena
 
-    def farthest_tier(self, hit: RemoteHit) -> str:
+    def _farthest(self, hit: RemoteHit, shards: NDArray[np.int64], chunks: NDArray[np.int64]) -> str:
         """ "memory" for the daemon's arena; what lies behind it the daemon alone knows, and is "backing"."""
-        places = hit.places[self._needed(hit)]
+        places = hit.places[shards, chunks]
         return "" if not len(places) else "memory" if (places != NOT_IN_ARENA).all() else "backing"
 
     def prefetch(

@@ -20,7 +20,7 @@ from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
 from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import PagedSource, Sink, Source
-from kvweave.store.results import GatheredSave, Saved, StoreStats
+from kvweave.store.results import GatheredSave, GroupLoad, Saved, StoreStats
 from kvweave.store.shards import Schema
 from kvweave.store.submitting import Found, SubmittingStore
 from kvweave.store.ticket import TicketContent, blank_ticket, read_ticket
@@ -142,9 +142,23 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         resume at some positions only. It holds what the longer one held."""
         return replace(hit, position=self._position(hit.prompt, hit.present, min(limit, hit.position)))  # type: ignore[type-var]
 
-    @abstractmethod
     def farthest_tier(self, hit: Found) -> str:
         """The kind of the farthest tier that a load of this hit reads, by what the lookup found; "" if it is empty."""
+        return self._farthest(hit, *self._needed(hit))
+
+    def load_sizes(self, hit: Found, start: int = 0) -> dict[str, GroupLoad]:
+        """By tag, of groups of which a load of this hit from `start` on reads anything; as the lookup found it."""
+        first, sizes, found = start // self.schema.chunk_tokens, np.array(self._sizes), dict[str, GroupLoad]()
+        for group in self.schema.groups:
+            pieces = group.needs(hit.position, hit.present)
+            shards, chunks = pieces[pieces[:, 1] >= first].T
+            if len(shards):
+                found[group.tag] = GroupLoad(self._farthest(hit, shards, chunks), int(sizes[shards].sum()))
+        return found
+
+    @abstractmethod
+    def _farthest(self, hit: Found, shards: NDArray[np.int64], chunks: NDArray[np.int64]) -> str:
+        """The kind of the farthest tier of these pieces; "" if there are none."""
 
     def release(self, hit: Found, *, budget_s: float | None = None) -> None:
         """Release what a hit holds; calling it twice is fine."""

@@ -122,8 +122,8 @@ class Store(AnyStore[Hit]):
         tier = max(0, int(hit.tiers[number, chunk]))
         return BlobRequest(key, self._sizes[number], partial(BlobCheck, shard, chunk, key), tier)
 
-    def farthest_tier(self, hit: Hit) -> str:
-        farthest = int(hit.tiers[self._needed(hit)].max(initial=NOWHERE))
+    def _farthest(self, hit: Hit, shards: NDArray[np.int64], chunks: NDArray[np.int64]) -> str:
+        farthest = int(hit.tiers[shards, chunks].max(initial=NOWHERE))
         return "" if farthest == NOWHERE else self.tier_stack.executors[farthest].tier.kind
 
     def prefetch(

@@ -82,7 +82,8 @@ class SchedulerSide:
         num_tokens = state.hit.position - num_computed
         if num_tokens < max(1, self._settings.min_load_tokens):
             return 0
-        if not self._settings.always_load and not self.speeds.is_load_faster(state.source):
+        state.sizes = self._store.load_sizes(state.hit, num_computed)
+        if not self._settings.always_load and not self.speeds.is_load_faster(state.sizes, num_tokens):
             self.counts["computed_instead"] += 1
             return 0
         return num_tokens
@@ -202,9 +203,9 @@ class SchedulerSide:
         self._pins.proceed(self.saves.is_saving)
         self.counts["failed_saves"] += len(report.failed_saves)
         for request, seconds in report.load_seconds.items():
-            self.seconds["load_seconds"] += seconds
+            self.seconds["load_seconds"] += sum(seconds.values())
             if state := self._requests.get(request):
-                self.speeds.observe_load(state.source, state.num_loading, seconds)
+                self.speeds.observe_load(state.sizes, state.num_loading, seconds)
         for request, position in report.reached.items():
             self.counts["short_loads"] += 1
             if state := self._requests.get(request):
