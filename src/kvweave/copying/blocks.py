@@ -29,7 +29,6 @@ Shape: TypeAlias = tuple[int, int, int]
 IS_NATIVE = _native is not None
 THREAD_BYTES = 2 << 20
 """Bytes that one thread should copy at least: for fewer, starting a thread takes longer than the copy."""
-CORES = os.cpu_count() or 1
 STREAMED_BYTES = 4 << 20
 """From this size on a copy bypasses the processor's cache: so many bytes would be evicted from it before they are read.
 """
@@ -68,7 +67,8 @@ def copy_blocks(to: StridedBlocks, source: StridedBlocks, shape: Shape, *, threa
     if not num_bytes:
         return
     here, there = _addresses(to, shape), _addresses(source, shape)
-    threads = max(1, min(threads, num_bytes // THREAD_BYTES, CORES))
+    if threads > 1:
+        threads = max(1, min(threads, num_bytes // THREAD_BYTES, os.cpu_count() or 1))
     if _native is None:
         _copy_by_numpy(to, source, shape, threads)
     else:
