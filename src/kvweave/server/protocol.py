@@ -25,7 +25,7 @@ from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerE
 from kvweave.server.description import Description
 from kvweave.server.report import Report, TierCleared
 
-VERSION = 4
+VERSION = 5
 LENGTH_BYTES = ID_BYTES = 4
 MESSAGE_BYTES = 4 << 20
 """The longest message: the digests of 32 million tokens in chunks of 256."""
@@ -197,6 +197,13 @@ class Observed(Message, frozen=True):
     num_tokens: Number = 0
 
 
+class RemovedSince(Message, frozen=True):
+    """Asks which keys of these shards (ids, one after the other) have left the last tier since the number `after`."""
+
+    after: Annotated[int, Meta(ge=-1, le=2**53)]
+    shards: Annotated[bytes, Meta(max_length=4096 * 8)]
+
+
 class StatsRequest(Message, frozen=True, tag="stats"):
     """Asks for the daemon's report."""
 
@@ -265,6 +272,14 @@ class Alive(Message, frozen=True):
     leases: list[int]
 
 
+class RemovedKeys(Message, frozen=True):
+    """Keys, one after the other, and the number to ask with next. Not `complete`: anything may be gone."""
+
+    number: Number
+    keys: bytes
+    complete: bool
+
+
 class StatsReply(Message, frozen=True, tag="stated"):
     """The reply to `StatsRequest`."""
 
@@ -301,9 +316,9 @@ class Failed(Message, frozen=True):
 
 Request = (
     Hello | Ping | Register | Open | Close | Lookup | Fetch | Prefetch | Renew | PinLeases | Release | Reserve | CopyIn
-    | Commit | Damaged | Flush | Observed | StatsRequest | Describe | Clear
+    | Commit | Damaged | Flush | Observed | RemovedSince | StatsRequest | Describe | Clear
 )  # fmt: skip
-Reply = Welcome | Done | Found | Places | Alive | StatsReply | DescribeReply | ClearReply | Failed
+Reply = Welcome | Done | Found | Places | Alive | RemovedKeys | StatsReply | DescribeReply | ClearReply | Failed
 
 ERRORS = {error.__name__: error for error in (ServerError, Refused, BadRequest, OverLimit, LeaseExpired)}
 

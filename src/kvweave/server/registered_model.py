@@ -52,6 +52,7 @@ class _Meta(msgspec.Struct):
     part: int
     parts: int
     first_token: int = 0
+    keyed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class RegisteredShard:
     meta: bytes
     blob_bytes: int
     chunk_tokens: int
+    is_keyed: bool = False
 
     @property
     def payload_bytes(self) -> int:
@@ -75,12 +77,15 @@ class RegisteredModel:
         self.digest = digest(request)
         self.sizes = np.array([shard.blob_bytes for shard in request.shards], np.int64)
         self.ids = np.frombuffer(b"".join(shard.id for shard in request.shards), np.uint8).reshape(-1, SHARD_ID_BYTES)
-        self.shards = [RegisteredShard(shard.meta, shard.blob_bytes, request.chunk_tokens) for shard in request.shards]
         self.num_bytes = sum(len(shard.meta) for shard in request.shards)
         self.users = 0
         """Number of connections that use it."""
         self.counts: Counter[str] = Counter()
         metas = [_meta(shard, request.chunk_tokens) for shard in request.shards]
+        self.shards = [
+            RegisteredShard(shard.meta, shard.blob_bytes, request.chunk_tokens, meta.keyed)
+            for shard, meta in zip(request.shards, metas, strict=True)
+        ]
         self._described = [_described(shard, meta) for shard, meta in zip(request.shards, metas, strict=True)]
         self._groups = [*_groups(request, [meta.first_token for meta in metas])]
 

@@ -30,9 +30,10 @@ from kvweave.server.report import Report
 from kvweave.server.save_operation import ArenaLayout, GatheredReservation, SaveOperation
 from kvweave.store import AnyStore, GatheredSave, HashedPrompt, Operation, Schema, Sink, Source, StoreStats
 from kvweave.store.any_store import discard
-from kvweave.store.keys import Bytes
+from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.page_payloads import StagedScatter
+from kvweave.store.removals import Removals
 from kvweave.store.results import SaveOutcome
 from kvweave.store.ticket import TicketContent
 from kvweave.store.tier_stack import Budget
@@ -58,6 +59,8 @@ class RemoteStore(AnyStore[RemoteHit]):
         self._reads = ArenaReads(schema, self._copier, self.or_miss)
         self._unflushed: set[bytes] = set()
         self._refusals: set[str] = set()
+        self._boot = b""
+        """The start of the daemon that was asked for removals."""
 
     def _session(self, kind: str) -> PromptSession:
         """The connection for loads, or for saves; the client's own until something was submitted."""
@@ -205,9 +208,9 @@ class RemoteStore(AnyStore[RemoteHit]):
         in_arena[[shard for shard in range(len(in_arena)) if shard not in wanted]] = True
         return wanted, in_arena
 
-    def farthest_tier(self, hit: RemoteHit) -> str:
+    def _farthest(self, hit: RemoteHit, shards: NDArray[np.int64], chunks: NDArray[np.int64]) -> str:
         """ "memory" for the daemon's arena; what lies behind it the daemon alone knows, and is "backing"."""
-        places = hit.places[self._needed(hit)]
+        places = hit.places[shards, chunks]
         return "" if not len(places) else "memory" if (places != NOT_IN_ARENA).all() else "backing"
 
     def prefetch(
@@ -253,6 +256,10 @@ class RemoteStore(AnyStore[RemoteHit]):
             raise
         return PinnedHit(self._position(hit.prompt, in_arena, hit.position), lease, generation, self.unpin)
 
+    def submit_pin(self, prompt: HashedPrompt) -> Operation[PinnedHit]:
+        operation: Operation[PinnedHit] = self._operations.new("load", None, None)
+        return self._operations.start(operation, lambda: (self.pin(self.lookup(prompt, lease=False)), []))
+
     def unpin(self, pin: PinnedHit, *, budget_s: float | None = None) -> None:
         """Let the daemon evict what was pinned; calling it twice is fine."""
         release_lease(self.client, pin.lease, pin.generation, Budget.of(budget_s))
@@ -289,6 +296,13 @@ class RemoteStore(AnyStore[RemoteHit]):
         self._unflushed |= saving.daemons
 
     # ---- the rest
+
+    def _removed(self, after: int) -> Removals:
+        """The daemon counts from its start: after another start nothing is known to be there."""
+        reply = self.client.ask(protocol.RemovedSince(after, self.schema.ids.tobytes()), protocol.RemovedKeys)
+        keys = [reply.keys[at : at + KEY_BYTES] for at in range(0, len(reply.keys), KEY_BYTES)]
+        before, self._boot = self._boot, self.client.welcome.boot
+        return Removals(reply.number, keys, reply.complete and before in (b"", self._boot))
 
     def report(self, *, budget_s: float | None = None) -> Report:
         """The daemon's report. Raises `ServerGone`."""

@@ -28,6 +28,7 @@ from kvweave.server.report import ClientReport, PrefixReport, Report, TierCleare
 from kvweave.server.settings import Settings
 from kvweave.server.shared_arena import SharedArena
 from kvweave.store import TierExecutorStats, TierStack
+from kvweave.store.removals import RemovalLog
 from kvweave.store.tier import KeyFilter
 from kvweave.store.tier_executor import COUNTED
 
@@ -50,6 +51,10 @@ class ServerState:
         self.counts: Counter[str] = Counter()
         self.stopping = False
         self.backing = BackingTiers(arena, tier_stack, self.notify)
+        self.removals = RemovalLog()
+        arena.follow_removals(self.removals)
+        if tier_stack:
+            tier_stack.follow_removals(self.removals)
         self._threads = {kind: ThreadPoolExecutor(number, f"kvweave-{kind}") for kind, number in THREADS.items()}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._change = asyncio.Event()

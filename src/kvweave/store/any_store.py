@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
 from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import PagedSource, Sink, Source
-from kvweave.store.results import GatheredSave, Saved, StoreStats
+from kvweave.store.results import GatheredSave, GroupLoad, Saved, StoreStats
 from kvweave.store.shards import Schema
 from kvweave.store.submitting import Found, SubmittingStore
 from kvweave.store.ticket import TicketContent, blank_ticket, read_ticket
@@ -131,14 +132,33 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         """Load what a hit needs into the tiers with `promote`; the operation's result is the position that can then be
         loaded from them. It runs in a thread of its own, and `poll` does not report it."""
 
+    def submit_pin(self, prompt: HashedPrompt) -> Operation[Any]:  # noqa: ARG002
+        """Keep in memory what the longest hit of a prompt needs, until the operation's result is released; a thread of
+        its own does it. Only a daemon can: otherwise `StoreError`."""
+        raise StoreError(f"{type(self).__name__} cannot pin: blobs are kept in memory by a daemon (`kvweave serve`)")
+
     def shorten(self, hit: Found, limit: int) -> Found:
         """The longest hit of at most `limit` tokens, by what the lookup found: no tier is asked. For engines that can
         resume at some positions only. It holds what the longer one held."""
         return replace(hit, position=self._position(hit.prompt, hit.present, min(limit, hit.position)))  # type: ignore[type-var]
 
-    @abstractmethod
     def farthest_tier(self, hit: Found) -> str:
         """The kind of the farthest tier that a load of this hit reads, by what the lookup found; "" if it is empty."""
+        return self._farthest(hit, *self._needed(hit))
+
+    def load_sizes(self, hit: Found, start: int = 0) -> dict[str, GroupLoad]:
+        """By tag, of groups of which a load of this hit from `start` on reads anything; as the lookup found it."""
+        first, sizes, found = start // self.schema.chunk_tokens, np.array(self._sizes), dict[str, GroupLoad]()
+        for group in self.schema.groups:
+            pieces = group.needs(hit.position, hit.present)
+            shards, chunks = pieces[pieces[:, 1] >= first].T
+            if len(shards):
+                found[group.tag] = GroupLoad(self._farthest(hit, shards, chunks), int(sizes[shards].sum()))
+        return found
+
+    @abstractmethod
+    def _farthest(self, hit: Found, shards: NDArray[np.int64], chunks: NDArray[np.int64]) -> str:
+        """The kind of the farthest tier of these pieces; "" if there are none."""
 
     def release(self, hit: Found, *, budget_s: float | None = None) -> None:
         """Release what a hit holds; calling it twice is fine."""

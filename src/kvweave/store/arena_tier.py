@@ -23,6 +23,7 @@ from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.extents import ExtentAllocator
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
+from kvweave.store.removals import RemovalLog
 from kvweave.store.tier import ABSENT, ALL, UNREADABLE, Blob, ChecksumObserver, KeyFilter, TierStats
 
 
@@ -78,6 +79,7 @@ class ArenaTier(ClosedAtEnd):
         self._bad: set[int] = set()
         """Starts of extents that could not be read: this process does not write there again."""
         self._evicted = self._refused = 0
+        self._removals: RemovalLog | None = None
         self._closed = False
         register_after_fork(self)
 
@@ -186,9 +188,15 @@ class ArenaTier(ClosedAtEnd):
             # on a full disk the removal is not recorded: the stale record fails its key or checksum later
             with suppress(TierError):
                 self._journal.removed(keys)
+        if self._removals:
+            self._removals.add(keys)
         for slot in slots:
             if not catalog.pins[slot]:
                 self._give_extent(int(catalog.starts[slot]), int(catalog.lengths[slot]))
+
+    def follow_removals(self, log: RemovalLog) -> None:
+        """From now on add to `log` what leaves this tier."""
+        self._removals = log
 
     def delete(self, keys: Sequence[bytes]) -> int:
         with self._lock:

@@ -47,7 +47,7 @@ def header_bytes(shard: ShardHeader) -> int:
 def header(shard: ShardHeader, chunk: int, key: bytes, checksum: int = 0) -> bytes:
     """The header of the blob that holds one chunk of a shard."""
     meta = shard.meta.ljust(header_bytes(shard) - HEADER.size)
-    start = chunk * shard.chunk_tokens
+    start = 0 if shard.is_keyed else chunk * shard.chunk_tokens
     stop = start + shard.chunk_tokens
     fixed = HEADER.pack(MAGIC, VERSION, 0, len(meta), 0, shard.payload_bytes, checksum, key, start, stop)
     return fixed + meta

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,9 @@ class Operation(Generic[T]):
         self._taken: Callable[[], None] = lambda: None
         self._wanted: set[ChunkRef] | None = None
         self._left: Counter[int] = Counter()
+        self._arrived_at = 0.0
+        self.shard_seconds: dict[int, float] = {}
+        """Of a load, by shard: how long its pieces took, from one arrival to the next."""
 
     def __repr__(self) -> str:
         return f"<Operation {self.id}: {self.kind} {self._state}, request {self.request!r}>"
@@ -113,11 +117,13 @@ class Operation(Generic[T]):
     # ---- for the thread that runs it
 
     def expect(self, pieces: Iterable[ChunkRef]) -> None:
-        wanted = {*pieces}
+        wanted, self._arrived_at = {*pieces}, time.monotonic()
         self._left.update(shard for shard, _ in wanted)
         self._wanted = wanted
 
     def arrived(self, piece: ChunkRef) -> None:
+        before, self._arrived_at = self._arrived_at, time.monotonic()
+        self.shard_seconds[piece[0]] = self.shard_seconds.get(piece[0], 0.0) + self._arrived_at - before
         if self._wanted and piece in self._wanted:
             self._wanted.remove(piece)
             self._left[piece[0]] -= 1

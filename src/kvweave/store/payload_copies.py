@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ class ShardCopies:
             for look, starts in _fields(shard, role, view, where.start, memory.parallel):
                 looks.setdefault(look, []).append(starts)
         self._shares = [_TableShare(shard, *key, looks) for key, looks in found.items()]
+        self._placed: dict[tuple[int, ...], list[_PlacedRuns]] = {}
 
     def copies(self, chunk: int, tables: Tables, *, whole: bool) -> Iterator[BlockCopy]:
         """Between the pages and the payload of a chunk. Rows on NULL pages are left out; `whole` refuses them."""
@@ -55,8 +56,30 @@ class ShardCopies:
                 f"group {self._shard.tag!r}: {missing} of the {sum(map(len, pages))} pages of chunk {chunk} are not"
                 " there (NULL); keep windows in whole chunks, and states at their ends, or do not store it"
             )
-        for share, numbers in zip(self._shares, pages, strict=True):
-            yield from share.copies(chunk, numbers, numbers != self._null if missing else None)
+        numbers = pages[0] if len(pages) == 1 else np.concatenate(pages)
+        for runs in self._runs_at(self._shard.tokens(chunk)[0], [len(each) for each in pages]):
+            own = numbers[runs.slots]
+            held, kept = runs.held + own * runs.steps, runs.kept
+            if missing:
+                held, kept = held[own != self._null], kept[own != self._null]
+            yield BlockCopy(runs.pool, held, runs.held_strides, kept, runs.kept_strides, runs.shape)
+
+    def _runs_at(self, start: int, num_pages: Sequence[int]) -> list[_PlacedRuns]:
+        """The runs of a piece that begins at token `start`, of all tables: what lies alike is copied together."""
+        offsets = tuple(start % share.page_tokens for share in self._shares)
+        if offsets not in self._placed:
+            alike: dict[tuple[Any, ...], list[tuple[Numbers, ...]]] = {}
+            firsts = np.cumsum([0, *num_pages])
+            for share, offset, first in zip(self._shares, offsets, firsts.tolist(), strict=False):
+                for key, arrays in share.runs(offset, first):
+                    alike.setdefault(key, []).append(arrays)
+            self._placed[offsets] = [
+                _PlacedRuns(
+                    *key, *(np.concatenate([array.ravel() for array in each]) for each in zip(*runs, strict=True))
+                )
+                for key, runs in alike.items()
+            ]
+        return self._placed[offsets]
 
     def holds(self, chunk: int, tables: Tables) -> bool:
         """Whether there is a page for every row of a chunk."""
@@ -107,6 +130,20 @@ class _Runs(NamedTuple):
     shape: tuple[int, int, int]
 
 
+class _PlacedRuns(NamedTuple):
+    """Runs of all fields and segments of a piece that lie alike: on the page of number `slots` among the piece's pages,
+    and for each page `steps` bytes further than `held`."""
+
+    pool: str
+    held_strides: tuple[int, int]
+    kept_strides: tuple[int, int]
+    shape: tuple[int, int, int]
+    held: Numbers
+    kept: Numbers
+    slots: Numbers
+    steps: Numbers
+
+
 class _Segments(NamedTuple):
     """Ranges of as many tokens each: in which of the piece's pages, in which of its blocks, and the fields there."""
 
@@ -128,7 +165,6 @@ class _TableShare:
     ) -> None:
         self._shard, self._table, self._block_tokens, self._looks = shard, table, block_tokens, looks
         self._num_pages = num_pages
-        self._segments: dict[int, list[_Segments]] = {}
 
     def pages(self, chunk: int, tables: Tables, null: int) -> Numbers:
         """The pages on which a piece lies, in order; that of its end, for states."""
@@ -151,22 +187,21 @@ class _TableShare:
                 raise StoreError(f"table {name!r} names page {wrong[0]}: its pages are 0 to {self._num_pages - 1}")
         return pages
 
-    def copies(self, chunk: int, pages: Numbers, there: NDArray[np.bool_] | None) -> Iterator[BlockCopy]:
-        """Of the pages that are `there`; None: of all."""
-        per_page = self._table.block_tokens // self._block_tokens
-        for own, within, all_runs in self._segments_of(self._shard.tokens(chunk)[0] % self._table.block_tokens):
-            blocks = pages[own] if per_page == 1 else pages[own] * per_page + within
-            for runs in all_runs:
-                held, kept = runs.held + blocks * runs.held_block, runs.kept
-                if there is not None:
-                    held, kept = held[:, there[own]], kept[:, there[own]]
-                yield BlockCopy(runs.pool, held.ravel(), runs.held_strides, kept.ravel(), runs.kept_strides, runs.shape)
+    @property
+    def page_tokens(self) -> int:
+        return self._table.block_tokens
 
-    def _segments_of(self, offset: int) -> list[_Segments]:
-        """Of a piece that begins `offset` tokens after its first page does."""
-        if offset not in self._segments:
-            self._segments[offset] = [*self._cut(offset)]
-        return self._segments[offset]
+    def runs(self, offset: int, first: int) -> Iterator[tuple[tuple[Any, ...], tuple[Numbers, ...]]]:
+        """Of a piece that begins `offset` tokens after its first page, number `first` among the piece's, does: what
+        runs must have in common to be copied together, and `held`, `kept`, `slots` and `steps` of them."""
+        per_page = self.page_tokens // self._block_tokens
+        for pages, within, all_runs in self._cut(offset):
+            for runs in all_runs:
+                held = runs.held + within * runs.held_block
+                slots = np.broadcast_to(first + pages, held.shape)
+                steps = np.full(held.shape, per_page * runs.held_block)
+                key = runs.pool, runs.held_strides, runs.kept_strides, runs.shape
+                yield key, (held, runs.kept, slots, steps)
 
     def _cut(self, offset: int) -> Iterator[_Segments]:
         start, stop = self._shard.tokens(0)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvweave.errors import TierError, Vanished
 from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import Bytes
+from kvweave.store.removals import RemovalLog, follow
 from kvweave.store.tier import ALL, Blob, ChecksumObserver, KeyFilter, Tier, TierStats
 
 log = logging.getLogger("kvweave.store")
@@ -28,6 +29,7 @@ class ReopeningTier(ClosedAtEnd):
     def __init__(self, name: str, kind: str, open_tier: Callable[[], Tier]) -> None:
         self.name, self.kind, self._open = name, kind, open_tier
         self._tier: Tier | None = None
+        self._removals: RemovalLog | None = None
         self._lock, self._closed = threading.Lock(), False
         try:
             self._opened()
@@ -40,7 +42,15 @@ class ReopeningTier(ClosedAtEnd):
                 raise TierError(f"tier {self.name!r} is closed")
             if self._tier is None:
                 self._tier = self._open()
+                if self._removals:
+                    follow(self._tier, self._removals)
             return self._tier
+
+    def follow_removals(self, log: RemovalLog) -> None:
+        with self._lock:
+            self._removals = log
+            if self._tier:
+                follow(self._tier, log)
 
     @contextmanager
     def _in_use(self) -> Iterator[Tier]:

@@ -42,6 +42,14 @@ class AnyHit(Protocol):
         ...
 
 
+class GroupLoad(NamedTuple):
+    """What a load reads of one group: from how far, and how much."""
+
+    tier: str
+    """The kind of the farthest tier."""
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """The result of a save: blobs that were stored (or queued), that were present already, and that were dropped."""

@@ -72,6 +72,11 @@ class ShardHeader(Protocol):
     @property
     def chunk_tokens(self) -> int: ...
 
+    @property
+    def is_keyed(self) -> bool:
+        """Whether chunks are known by keys alone, and their numbers say nothing: they differ from call to call."""
+        ...
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -87,6 +92,7 @@ class Shard:
     chunk_tokens: int
     first_token: int = 0
     """Of a chunk, the first token that has rows here; 0: the chunk is whole."""
+    is_keyed: bool = False
 
     def axis_slices(self, role: Role) -> tuple[AxisSlice, ...]:
         return axis_slices(role, self.parts, self.part)
@@ -116,6 +122,7 @@ class Shard:
         facts = {"tag": self.tag, "state": not self.reach.per_token, "layers": self.layers, "roles": roles}
         facts |= {"part": self.part, "parts": self.parts, "chunk_tokens": self.chunk_tokens}
         facts |= {"first_token": self.first_token} if self.first_token else {}
+        facts |= {"keyed": True} if self.is_keyed else {}
         return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
 
     @cached_property
@@ -163,11 +170,13 @@ class Schema:
     parts: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, *, chunk_tokens: int = 256, parts: int = 8, tails: bool = False) -> Schema:
+    def of(
+        cls, spec: ModelSpec, *, chunk_tokens: int = 256, parts: int = 8, tails: bool = False, keyed: bool = False
+    ) -> Schema:
         """`parts` must be a multiple of every tensor-parallel degree that writes: 8 serves 1, 2, 4 and 8.
 
         With `tails`, of the chunk in which a window begins the rest may be stored, for engines that have freed what
-        lies before. Complete chunks have the same keys with and without.
+        lies before. Complete chunks have the same keys with and without. `keyed`: see `ShardHeader`.
         """
         if chunk_tokens < 1 or parts < 1:
             raise StoreError(f"chunk_tokens and parts must be at least 1, got {chunk_tokens} and {parts}")
@@ -177,6 +186,7 @@ class Schema:
             if layers
             for shard in _with_tails([*_shards(cache, layers, chunk_tokens, parts)], tails=tails)
         )
+        shards = tuple(replace(shard, is_keyed=True) for shard in shards) if keyed else shards
         if not shards:
             raise StoreError(f"model {spec.model_type!r} keeps nothing: there is nothing to store")
         return cls(shards, chunk_tokens, parts)

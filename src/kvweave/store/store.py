@@ -16,11 +16,12 @@ from kvweave.store.blob import BlobCheck, header_bytes, owned_payload, seal
 from kvweave.store.keys import HashedPrompt
 from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Source
+from kvweave.store.removals import RemovalLog, Removals
 from kvweave.store.results import GatheredSave, Saved, SaveOutcome, StoreStats
 from kvweave.store.shards import Schema
 from kvweave.store.ticket import VALID_S, TicketContent, write_ticket
 from kvweave.store.tier import Blob
-from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, TierLookup, TierStack
+from kvweave.store.tier_stack import NOWHERE, UNLIMITED, BlobRequest, Budget, TierLookup, TierStack
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Store(AnyStore[Hit]):
     def __init__(self, schema: Schema, tier_stack: TierStack) -> None:
         super().__init__(schema)
         self.tier_stack = tier_stack
+        self._removals: RemovalLog | None = None
 
     # ---- reading
 
@@ -120,8 +122,8 @@ class Store(AnyStore[Hit]):
         tier = max(0, int(hit.tiers[number, chunk]))
         return BlobRequest(key, self._sizes[number], partial(BlobCheck, shard, chunk, key), tier)
 
-    def farthest_tier(self, hit: Hit) -> str:
-        farthest = int(hit.tiers[self._needed(hit)].max(initial=NOWHERE))
+    def _farthest(self, hit: Hit, shards: NDArray[np.int64], chunks: NDArray[np.int64]) -> str:
+        farthest = int(hit.tiers[shards, chunks].max(initial=NOWHERE))
         return "" if farthest == NOWHERE else self.tier_stack.executors[farthest].tier.kind
 
     def prefetch(
@@ -183,6 +185,14 @@ class Store(AnyStore[Hit]):
         return [(shard, chunk) for (shard, chunk, _), is_kept in zip(batch, kept, strict=True) if not is_kept]
 
     # ---- the rest
+
+    def _removed(self, after: int) -> Removals:
+        if self._removals is None:
+            self._removals = RemovalLog()
+            self.tier_stack.follow_removals(self._removals)
+        found = self._removals.since(after)
+        gone = self.tier_stack.where(found.keys, UNLIMITED).tiers == NOWHERE
+        return found._replace(keys=[found.keys[i] for i in np.flatnonzero(gone).tolist()])
 
     def stats(self) -> StoreStats:
         return self._stats(self.tier_stack.stats())

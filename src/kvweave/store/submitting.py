@@ -17,6 +17,7 @@ from kvweave.store.histogram import Histogram
 from kvweave.store.keys import HashedPrompt
 from kvweave.store.operations import ChunkRef, Operation, OperationQueue
 from kvweave.store.page_payloads import Sink, Source
+from kvweave.store.removals import FROM_NOW, Removals
 from kvweave.store.results import AnyHit, Saved, SaveOutcome
 from kvweave.store.shards import Schema
 from kvweave.store.tier_stack import Budget
@@ -61,6 +62,16 @@ class SubmittingStore(ABC, Generic[Found]):
     def _lookup_all(
         self, prompts: Sequence[HashedPrompt], shards: Sequence[int] | None, budget: Budget, *, lease: bool
     ) -> list[Found]: ...
+
+    def submit_removed(self, after: int = FROM_NOW) -> Operation[Removals]:
+        """Ask which keys, of all that were stored, have left the last tier since the number `after`; returns at once.
+        `FROM_NOW`: for the number to begin with. Tiers on other servers (Redis, buckets) do not tell."""
+        operation: Operation[Removals] = self._operations.new("lookup", None, None)
+        self._operations.submit(operation, lambda: (self._removed(after), []))
+        return operation
+
+    @abstractmethod
+    def _removed(self, after: int) -> Removals: ...
 
     def submit_load(
         self,

@@ -21,6 +21,7 @@ from kvweave.store.blob import BlobCheck
 from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
+from kvweave.store.removals import RemovalLog, follow
 from kvweave.store.tier import ABSENT, UNREADABLE, Blob, Tier, whole
 from kvweave.store.tier_executor import TierExecutor, TierExecutorStats, TierPolicy
 
@@ -86,6 +87,7 @@ class TierStack(ClosedAtEnd):
             raise StoreError("a tier stack needs at least one tier")
         pairs = [tier if isinstance(tier, tuple) else (tier, TierPolicy()) for tier in tiers]
         self.executors = tuple(TierExecutor(tier, policy) for tier, policy in pairs)
+        self._removals: RemovalLog | None = None
 
     # ---- reading
 
@@ -206,12 +208,19 @@ class TierStack(ClosedAtEnd):
             executor.count("dropped", len(stored) - sum(stored))
             kept = zip(blobs, stored, strict=True)
             executor.count("written_bytes", sum(blob.num_bytes for blob, is_kept in kept if is_kept))
+            self._lost([key for key, is_kept in zip(keys, stored, strict=True) if not is_kept])
             return stored
 
         future = executor.start(executor.writes, store, wait_s)
         if future is None:
             executor.count("dropped", len(keys))
+            self._lost(keys)
         return future
+
+    def _lost(self, keys: Sequence[bytes]) -> None:
+        """Whoever queued these for a tier may have told others that they are stored."""
+        if self._removals:
+            self._removals.add(keys)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete these keys in every tier."""
@@ -220,6 +229,12 @@ class TierStack(ClosedAtEnd):
             executor.finish(executor.writes, future)
 
     # ---- the rest
+
+    def follow_removals(self, log: RemovalLog) -> None:
+        """From now on add to `log` what leaves any tier that can know, or was queued for one and not kept."""
+        self._removals = log
+        for executor in self.executors:
+            follow(executor.tier, log)
 
     def flush(self, wait_s: float = 60.0) -> bool:
         """Wait for queued writes; returns whether all were tried in time."""

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.integrations.vllm.models import CONFIGS, STATES
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-all has it in an environment of its own")
 from kvweave.store import PagePayloads
+from kvweave.store.tier import whole
 from tests.integrations.vllm.engines import Engine, engine, tokens
 
 pytestmark = pytest.mark.slow
@@ -93,3 +95,39 @@ def test_eight_requests_at_once_load_each_its_own(served: tuple[str, Engine]) ->
     together = made.ask(*prompts)
     assert all(answer.cached >= 384 for answer in together)
     assert max(mine.difference(its) for mine, its in zip(together, alone, strict=True)) < TOLERANCE
+
+
+def test_a_byte_flipped_on_disk_is_a_shorter_hit_and_the_same_answer(served: tuple[str, Engine]) -> None:
+    _, made = served
+    prompt, connector = tokens(700, seed=6), made.scheduler.connector
+    right, own = made.one(prompt), made.one(prompt)
+    made.forget()
+    store, before = connector._store, made.counts["short_loads"]
+    assert store.flush()
+    hit = store.lookup(store.prompt(prompt, connector._namespaces._model))
+    shard, chunk = max(
+        store._needs(own.cached, range(len(store.schema.shards)), hit.present), key=lambda piece: piece[1]
+    )
+    flip_a_byte(store, hit.keys[chunk * len(store.schema.shards) + shard], store._sizes[shard])
+    loaded = made.one(prompt)
+    assert made.counts["short_loads"] == before + 1
+    assert loaded.cached < own.cached
+    assert loaded.difference(right) < TOLERANCE
+
+
+def flip_a_byte(store: Any, key: bytes, size: int) -> None:
+    """The last one of a blob, where it lies on the disk."""
+    tier, blob = store.tier_stack.executors[0].tier, np.empty(size, np.uint8)
+    assert tier.get([key], [blob]) == [size]
+    blob[-1] ^= 1
+    tier._medium.write(int(tier._catalog.starts[tier._catalog.slot_of[key]]), whole(blob))
+
+
+def test_salts_share_nothing(served: tuple[str, Engine]) -> None:
+    _, made = served
+    prompt = tokens(700, seed=7)
+    made.one(prompt, salt="a")
+    made.forget()
+    assert not made.one(prompt, salt="b").cached
+    made.forget()
+    assert made.one(prompt, salt="a").cached >= 384

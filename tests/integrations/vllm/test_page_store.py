@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvweave.integrations.vllm.page_store import PageJob, PageStore, page_schema
+from kvweave.integrations.keyed_pages import KeyedPool, page_schema
+from kvweave.integrations.vllm.page_store import PageJob, PageStore
 from kvweave.store import DictTier, Namespace, Store, TierPolicy, TierStack
 
 ROWS, BYTES = 8, 96
@@ -22,7 +23,7 @@ def tier() -> DictTier:
 
 @pytest.fixture
 def store(tier: DictTier) -> Iterator[Store]:
-    with Store(page_schema(BYTES), TierStack((tier, TierPolicy(inline=True)))) as made:
+    with Store(page_schema([KeyedPool("page", BYTES)]), TierStack((tier, TierPolicy(inline=True)))) as made:
         yield made
 
 
@@ -54,6 +55,15 @@ def test_what_was_saved_is_found_and_loaded_into_other_rows(store: Store) -> Non
     expected[:3] = pages(0)[[4, 2, 7]]
     np.testing.assert_array_equal(reader._pages, expected)
     assert not reader.is_busy
+
+
+def test_a_page_is_found_whatever_its_place_among_the_keys_of_a_job(store: Store) -> None:
+    made = PageStore(store, Namespace("m"), pages())
+    made.save(1, KEYS[:3], range(3))
+    ended(made)
+    made.load(2, [KEYS[2], KEYS[0]], [6, 7])
+    assert ended(made)[:3] == (2, 2, 2)
+    np.testing.assert_array_equal(made._pages[6:], pages()[[2, 0]])
 
 
 def test_a_page_that_is_gone_ends_the_load_before_it(store: Store, tier: DictTier) -> None:

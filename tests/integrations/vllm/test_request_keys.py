@@ -8,15 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvweave.errors import BadOption, StoreError, UnknownName
+from kvweave.errors import BadOption, UnknownName
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings, RequestSettings
 from kvweave.integrations.vllm.request_keys import (
     AdapterFile,
     AdapterRevisions,
     NamespaceMaker,
-    rotary_settings,
     spans_of,
-    weights_name,
 )
 from kvweave.store import Namespace
 from tests.store.test_weights import checkpoint
@@ -56,22 +54,6 @@ def test_an_adapter_whose_file_was_replaced_is_another(tmp_path: Path) -> None:
     for file in tmp_path.glob("*.safetensors"):
         os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))
     assert revisions.of(adapter) != before
-
-
-def test_frequencies_that_depend_on_the_longest_sequence_have_its_length_in_their_name() -> None:
-    fixed, growing = {"rope_theta": 1e6}, {"rope_parameters": {"rope_type": "longrope"}}
-    assert rotary_settings(fixed, 2048) == rotary_settings(fixed, 4096)
-    assert rotary_settings(growing, 2048) != rotary_settings(growing, 4096)
-    assert rotary_settings(fixed, 1) != rotary_settings({"rope_theta": 1e4}, 1)
-
-
-def test_weights_are_named_by_what_was_given_a_commit_or_their_bytes(tmp_path: Path) -> None:
-    assert weights_name("x", "abc", "mine") == "given mine"
-    assert weights_name("x", "abc", "") == "commit abc"
-    with pytest.raises(StoreError, match='"weights": NAME'):
-        weights_name(str(tmp_path), None, "")
-    checkpoint(tmp_path / "model.safetensors")
-    assert weights_name(str(tmp_path), None, "").startswith("digest ")
 
 
 def test_pictures_are_spans_with_what_they_show() -> None:

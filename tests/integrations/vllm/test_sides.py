@@ -32,6 +32,7 @@ from kvweave.store import (
     TierPolicy,
     TierStack,
 )
+from kvweave.store.results import GroupLoad
 
 CHUNK, BLOCK, WINDOW, PAGES = 8, 16, 24, 64
 KEY = (Role("key", (4,), DType.FLOAT32),)
@@ -309,20 +310,48 @@ def test_a_request_that_ends_early_leaves_nothing_behind(tier: DictTier) -> None
 
 
 def test_reports_of_workers_add_up() -> None:
-    one = WorkerReport({1: 1}, {1: 1}, {7}, {"a": 64}, {"b": 0.5})
-    other = WorkerReport({1: 1, 2: 1}, {}, {8}, {"a": 32}, {"b": 0.2})
-    assert one.add(other) == WorkerReport({1: 2, 2: 1}, {1: 1}, {7, 8}, {"a": 32}, {"b": 0.5})
+    one = WorkerReport({1: 1}, {1: 1}, {7}, {"a": 64}, {"b": {"full": 0.5, "window": 0.1}})
+    other = WorkerReport({1: 1, 2: 1}, {}, {8}, {"a": 32}, {"b": {"full": 0.2, "window": 0.3}})
+    expected = {"b": {"full": 0.5, "window": 0.3}}
+    assert one.add(other) == WorkerReport({1: 2, 2: 1}, {1: 1}, {7, 8}, {"a": 32}, expected)
 
 
 def test_a_hit_is_computed_where_that_is_faster_but_tried_now_and_then() -> None:
-    speeds = Speeds()
-    assert speeds.is_load_faster("disk")
+    speeds, far, near = Speeds(), {"full": GroupLoad("disk", 1000)}, {"full": GroupLoad("memory", 1000)}
+    assert speeds.is_load_faster(far, 1000)
     speeds.observe_compute(1000, 1.0)
-    speeds.observe_load("disk", 1000, 2.0)
-    speeds.observe_load("memory", 1000, 0.1)
-    speeds.observe_load("memory", 3, 9.0)  # too few tokens to say anything
-    assert speeds.is_load_faster("memory")
-    assert sum(speeds.is_load_faster("disk") for _ in range(2 * TRY_EVERY)) == 2
+    speeds.observe_load(far, 1000, {"full": 2.0})
+    speeds.observe_load(near, 1000, {"full": 0.1})
+    speeds.observe_load(near, 3, {"full": 9.0})  # too few tokens to say anything
+    assert speeds.is_load_faster(near, 1000)
+    assert sum(speeds.is_load_faster(far, 1000) for _ in range(2 * TRY_EVERY)) == 2
+
+
+def test_a_state_from_a_slow_tier_is_worth_loading_for_a_long_prompt_only() -> None:
+    """Its size does not grow with the prompt: by tokens alone a short load's speed would be a long one's."""
+    speeds = Speeds()
+    speeds.observe_compute(1000, 1.0)
+
+    def sizes(num_tokens: int) -> dict[str, GroupLoad]:
+        return {"full": GroupLoad("memory", 10 * num_tokens), "state": GroupLoad("disk", 50_000)}
+
+    speeds.observe_load(sizes(100), 100, {"full": 0.001, "state": 0.5})
+    assert not speeds.is_load_faster(sizes(100), 100)
+    assert speeds.is_load_faster(sizes(1000), 1000)
+    assert speeds.load_seconds(sizes(1000)) == pytest.approx(0.51)
+
+
+def test_loads_are_timed_group_by_group(tier: DictTier) -> None:
+    tokens = [*range(100)]
+    engine = FakeEngine(("full", "window", "state"), tier)
+    engine.add("a", tokens)
+    engine.compute("a", tokens, 0, 100, engine.blocks(0, 100))
+    engine.scheduler.finished("a")
+    engine.add("b", tokens)
+    found = engine.match("b")
+    engine.load("b", found, 0, engine.blocks(0, 100))
+    assert {*engine.scheduler.speeds.loads} == {("dict", "full"), ("dict", "window"), ("dict", "state")}
+    assert engine.scheduler.seconds["load_seconds"] > 0
 
 
 def test_taken_counts_are_those_since_the_last_time(tier: DictTier) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvweave.errors import StoreError
+from kvweave.integrations.model_identity import given_weights
 from kvweave.integrations.transformers.prompts import Prompt
 from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.spec import ModelSpec
@@ -37,7 +38,7 @@ class Identity:
     def __init__(self, model: Any, spec: ModelSpec, watch: ModelWatch, weights: str | None = None) -> None:
         self._model, self._spec, self._watch = model, model_digest(spec), watch
         self._version = watch.look()
-        self._weights = self._hashed() if weights is None else f"given {weights}"
+        self._weights = self._hashed() if weights is None else given_weights(weights)
 
     def look(self) -> None:
         """Update the identity if the model has changed."""

@@ -13,28 +13,17 @@ It runs once a request, so it must be cheap: of the weights, only a few elements
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvweave.integrations.model_identity import config_digest
+
 PROBES = 64
 """Number of tensors of which one element is read, evenly spread over the model."""
-
-IGNORED_CONFIG_FIELDS = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-"""Config fields that do not change results: origin and loading. The dtype is that of the weights, and part of every
-shard's key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +125,3 @@ def _adapter(module: Any) -> tuple[Any, ...]:
     scales = sorted((str(name), repr(scale)) for name, scale in scaling.items()) if isinstance(scaling, dict) else []
     merged = tuple(getattr(module, "merged_adapters", ()))
     return tuple(module.active_adapters), bool(getattr(module, "disable_adapters", False)), merged, tuple(scales)
-
-
-def config_digest(config: Any) -> str:
-    facts = json.dumps(_facts(config.to_dict()), sort_keys=True, default=str)
-    return hashlib.sha256(facts.encode()).hexdigest()
-
-
-def _facts(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _facts(inner) for name, inner in value.items() if name not in IGNORED_CONFIG_FIELDS}
-    return value

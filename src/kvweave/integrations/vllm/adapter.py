@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import vllm
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -24,19 +24,21 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvweave.copying import PayloadCopier
-from kvweave.errors import CannotServe, KVWeaveError
+from kvweave.errors import CannotServe, KVWeaveError, StoreError
+from kvweave.integrations.model_identity import config_digest, depends_on_length, weights_name
+from kvweave.integrations.vllm.announced_blocks import AnnouncedBlocks, RemovedBlocks
 from kvweave.integrations.vllm.binding import Binder
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer, saved_blocks
 from kvweave.integrations.vllm.kernel_rows import KernelRows
 from kvweave.integrations.vllm.layouts import ON_CPU
 from kvweave.integrations.vllm.probe import WriteRows
-from kvweave.integrations.vllm.request_keys import AdapterFile, rotary_settings, weights_name
+from kvweave.integrations.vllm.request_keys import AdapterFile
 from kvweave.integrations.vllm.running_saves import SavedRange
 from kvweave.plan import Parallel
 from kvweave.spec import Chunk, Full, ModelSpec, Reach, State, Window
 from kvweave.spec.hf import from_config
-from kvweave.store import Namespace, model_digest
+from kvweave.store import Namespace, Schema, model_digest
 
 log = logging.getLogger("kvweave.vllm")
 KNOWN_VERSIONS = ("0.32",)
@@ -173,17 +175,25 @@ class BlockPins:
 def namespace(config: Any, settings: ConnectorSettings, spec: ModelSpec) -> Namespace:
     """What is common to all requests of this engine."""
     model, cache = config.model_config, config.cache_config
-    text_config = model.hf_text_config.to_dict()
-    weights = weights_name(str(model.model), getattr(model.hf_config, "_commit_hash", None), settings.weights)
-    if config.load_config.load_format == "dummy":
-        weights = f"dummy {model.seed}"
+    length = f" up to {model.max_model_len}" if depends_on_length(model.hf_config) else ""
+    weights = _weights_name(config, settings)
     return Namespace(
         model_digest(spec),
         weights=weights if model.quantization is None else f"{weights} quantised {model.quantization}",
-        rotary=rotary_settings(text_config, model.max_model_len),
+        rotary=config_digest(model.hf_config) + length,
         kv_dtype="" if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         multimodal=str(getattr(model, "mm_processor_kwargs", None) or ""),
     )
+
+
+def _weights_name(config: Any, settings: ConnectorSettings) -> str:
+    model = config.model_config
+    if config.load_config.load_format == "dummy":
+        return f"dummy {model.seed}"
+    try:
+        return weights_name(str(model.model), getattr(model.hf_config, "_commit_hash", None), settings.weights)
+    except StoreError as error:
+        raise StoreError(f'{error}; say "weights": NAME in kv_connector_extra_config') from None
 
 
 def hit_source(tier: str) -> CacheHitSource:
@@ -197,8 +207,30 @@ def publishes_events(config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def stored_events(cache_config: Any, groups: Sequence[EngineGroup], saved: SavedRange) -> Iterator[BlockStored]:
+def groups_of_shards(schema: Schema, spec: ModelSpec, groups: Sequence[EngineGroup]) -> dict[bytes, list[int]]:
+    """By a shard's id: the engine's groups that have layers of it."""
+    tags = {
+        group.number: {
+            cache.tag
+            for name in group.layers
+            for cache in spec.layers[extract_layer_index(name)].caches
+            if cache.reach == group.reach
+        }
+        for group in groups
+    }
+    return {shard.id: [number for number, own in tags.items() if shard.tag in own] for shard in schema.shards}
+
+
+def removed_events(removed: RemovedBlocks) -> Iterator[BlockRemoved]:
+    for group, hashes in removed.items():
+        yield BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=group, ownership="kvweave")
+
+
+def stored_events(
+    cache_config: Any, groups: Sequence[EngineGroup], saved: SavedRange, announced: AnnouncedBlocks
+) -> Iterator[BlockStored]:
     """vLLM's events for what is stored now: its own block hashes, group by group."""
+    prompt = saved.state.prompt
     for group in groups:
         spec = cache_config.kv_cache_groups[group.number].kv_cache_spec
         facts = {
@@ -214,6 +246,7 @@ def stored_events(cache_config: Any, groups: Sequence[EngineGroup], saved: Saved
         for first, stop in saved_blocks(group, saved.start, saved.points):
             made = [_hash(cache_config, group, saved, block) for block in range(first - 1, stop)]
             tokens = list(saved.state.tokens[first * group.block_tokens : stop * group.block_tokens])
+            announced.add(group, prompt.chunk_tokens, prompt.prefixes, first, made[1:])
             yield BlockStored(block_hashes=made[1:], parent_block_hash=made[0], token_ids=tokens, **facts)
 
 

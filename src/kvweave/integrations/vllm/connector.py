@@ -19,11 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvweave.errors import CannotServe
+from kvweave.integrations.engine_store import close_engine_store, open_engine_store
 from kvweave.integrations.vllm import adapter
+from kvweave.integrations.vllm.announced_blocks import AnnouncedBlocks, RemovalFollower
 from kvweave.integrations.vllm.connector_metrics import ConnectorPromMetrics, ConnectorStats
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings, RequestSettings
 from kvweave.integrations.vllm.engine_groups import chunk_tokens
-from kvweave.integrations.vllm.open_engine_store import close_engine_store, open_engine_store
 from kvweave.integrations.vllm.probe import prove
 from kvweave.integrations.vllm.request_keys import NamespaceMaker, spans_of
 from kvweave.integrations.vllm.request_state import RequestState
@@ -100,7 +101,8 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Schema.of(spec, chunk_tokens=self._chunk_tokens, parts=self._settings.parts, tails=True)
 
     def _open(self, schema: Schema) -> Any:
-        return open_engine_store(self._settings, schema, str(self._config.model_config.model))
+        model = str(self._config.model_config.model)
+        return open_engine_store(self._settings.store, self._settings.socket, schema, model)
 
     def get_handshake_metadata(self) -> StoredSpec | None:
         return StoredSpec(self._spec, self._chunk_tokens) if self._spec else None
@@ -111,9 +113,13 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise CannotServe(f"an engine of {len(metadata)} workers", f"they store {len(specs)} different specs")
         ((spec, self._chunk_tokens),) = specs
         self._namespaces = NamespaceMaker(adapter.namespace(self._config, self._settings, spec))
-        self._store = self._open(self._schema(spec))
+        schema = self._schema(spec)
+        self._store = self._open(schema)
         saves = RunningSaves(self._pins.pin, self._pins.unpin, len(metadata))
-        saves.keep_saved = adapter.publishes_events(self._config)
+        if adapter.publishes_events(self._config):
+            saves.keep_saved = True
+            self._announced = AnnouncedBlocks(adapter.groups_of_shards(schema, spec, self._groups))
+            self._removals = RemovalFollower(self._store)
         self._scheduler = SchedulerSide(self._settings, self._store, self._groups, saves)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -181,10 +187,16 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.has_pending_push_work()
 
     def take_events(self) -> Iterable[Any]:
-        if self._scheduler is None or not self._scheduler.saves.saved:
+        if self._scheduler is None or not self._scheduler.saves.keep_saved:
             return ()
         saved, self._scheduler.saves.saved = self._scheduler.saves.saved, []
-        return [event for each in saved for event in adapter.stored_events(self._kv_cache_config, self._groups, each)]
+        events: list[Any] = []
+        for each in saved:
+            events += adapter.stored_events(self._kv_cache_config, self._groups, each, self._announced)
+        if removals := self._removals.take():
+            gone = self._announced.removed(removals.keys) if removals.complete else self._announced.everything()
+            events += adapter.removed_events(gone)
+        return [*events, *adapter.removed_events(self._announced.forgotten())]
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         if self._scheduler is None or not num_external_tokens:

@@ -19,6 +19,7 @@ COUNTED = {
     "saves": "Saves that were begun",
     "tokens_saved": "Tokens of these saves",
     "failed_saves": "Saves of which some pieces were not kept",
+    "failed_pins": "Prompts that were not pinned, though their requests said so",
 }
 
 

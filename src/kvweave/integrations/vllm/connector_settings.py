@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvweave.errors import BadOption, UnknownName
+from kvweave.integrations.engine_store import check_place
 
 PREFIX = "kvweave."
 
@@ -25,7 +26,8 @@ class ConnectorSettings:
     parts: int = 8
     """A multiple of every tensor-parallel degree that shall write."""
     weights: str = ""
-    """A name for the weights; "": a commit where the model has one, else a digest of its safetensors files."""
+    """A name for the weights, which other engines may say, too; "": a commit where the model has one, else a digest of
+    its safetensors files (`weights_digest`)."""
     tenant: str = ""
     """Of requests that name none."""
     min_load_tokens: int = 64
@@ -38,8 +40,7 @@ class ConnectorSettings:
     load_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if bool(self.store) == bool(self.socket):
-            raise BadOption('say one of "store" (a directory of this engine) and "socket" (of `kvweave serve`)')
+        check_place(self.store, self.socket)
         for name in ("chunk_tokens", "parts", "min_load_tokens", "lookup_timeout_s", "load_timeout_s"):
             if getattr(self, name) < (1 if name == "parts" else 0):
                 raise BadOption(f"{name} must not be {getattr(self, name)}")
@@ -63,6 +64,9 @@ class RequestSettings:
     tenant: str = ""
     skip_save: bool = False
     skip_load: bool = False
+    pin: bool = False
+    """Keep the prompt's KV in the daemon's memory, from the end of this request on."""
+    unpin: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None, tenant: str) -> tuple[RequestSettings, list[str]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from kvweave.store.results import GroupLoad
 
 WEIGHT = 0.2
 """Of the newest measurement in a running mean."""
@@ -22,24 +25,37 @@ class RunningMean:
 
 @dataclass(slots=True)
 class Speeds:
-    """Seconds a token, of loads by where they come from, and of prefills."""
+    """Of loads, seconds a byte, by tier and group: a state is as large for a long prompt as for a short one. Of
+    prefills, seconds a token."""
 
-    loads: dict[str, RunningMean] = field(default_factory=dict)
+    loads: dict[tuple[str, str], RunningMean] = field(default_factory=dict)
     computing: RunningMean = field(default_factory=RunningMean)
     _refused: int = 0
 
-    def observe_load(self, source: str, num_tokens: int, seconds: float) -> None:
-        if num_tokens >= LEAST_TOKENS:
-            self.loads.setdefault(source, RunningMean()).add(seconds / num_tokens)
+    def observe_load(self, sizes: Mapping[str, GroupLoad], num_tokens: int, seconds: Mapping[str, float]) -> None:
+        """A load of `num_tokens`: what it read of each group, and how long that took."""
+        for tag, (tier, num_bytes) in sizes.items():
+            if num_tokens >= LEAST_TOKENS and tag in seconds:
+                self.loads.setdefault((tier, tag), RunningMean()).add(seconds[tag] / num_bytes)
 
     def observe_compute(self, num_tokens: int, seconds: float) -> None:
         if num_tokens >= LEAST_TOKENS:
             self.computing.add(seconds / num_tokens)
 
-    def is_load_faster(self, source: str) -> bool:
+    def load_seconds(self, sizes: Mapping[str, GroupLoad]) -> float | None:
+        """How long a load will take; None: a group was never loaded from its tier."""
+        total = 0.0
+        for tag, (tier, num_bytes) in sizes.items():
+            each = self.loads.get((tier, tag), RunningMean()).value
+            if each is None:
+                return None
+            total += each * num_bytes
+        return total
+
+    def is_load_faster(self, sizes: Mapping[str, GroupLoad], num_tokens: int) -> bool:
         """True where either speed is not known yet."""
-        loading, computing = self.loads.get(source, RunningMean()).value, self.computing.value
-        if loading is None or computing is None or loading <= computing:
+        loading, computing = self.load_seconds(sizes), self.computing.value
+        if loading is None or computing is None or loading <= computing * num_tokens:
             return True
         self._refused += 1
         return self._refused % TRY_EVERY == 0

@@ -16,9 +16,9 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvweave.integrations.vllm.connector_settings import ConnectorSettings
-from kvweave.integrations.vllm.open_engine_store import close_engine_store, open_engine_store
-from kvweave.integrations.vllm.page_store import PageStore, page_schema
+from kvweave.integrations.engine_store import close_engine_store, open_engine_store
+from kvweave.integrations.keyed_pages import KeyedPool, page_schema
+from kvweave.integrations.vllm.page_store import PageStore
 from kvweave.store import Namespace
 
 
@@ -44,8 +44,8 @@ class KVWeaveTier(SecondaryTierManager):  # type: ignore[misc]
         pages = np.asarray(primary_kv_view).view(np.uint8).reshape(len(primary_kv_view), -1)
         mapper = FileMapper.from_offloading_spec("", offloading_spec)
         namespace = Namespace(f"vllm {mapper.base_path} rank {mapper.rank}", weights, tenant=tenant)
-        settings = ConnectorSettings(store=store, socket=socket)
-        self._store = open_engine_store(settings, page_schema(pages.shape[1]), mapper.fields["model_name"])
+        schema = page_schema([KeyedPool("page", pages.shape[1])])
+        self._store = open_engine_store(store, socket, schema, mapper.fields["model_name"])
         self._pages = PageStore(self._store, namespace, pages)
         self._loads: dict[int, list[bytes]] = {}
 

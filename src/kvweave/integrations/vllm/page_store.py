@@ -1,29 +1,14 @@
-"""Pages of an engine's host memory in a store, under keys of the engine's own: for vLLM's native offloading.
-
-A batch of keys is a prompt whose chunks are pages: each key's digest stands where the digest of a prefix would.
-"""
+"""Pages of vLLM's host memory in a store, under keys of its own: for its native offloading."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Role
-from kvweave.store import AnyStore, HashedPrompt, Namespace, Operation, Schema, Shard
-from kvweave.store.keys import PREFIX_BYTES, Bytes
-from kvweave.store.ticket import VALID_S, write_ticket
-
-DOMAIN = b"kvweave pages 1\0"
-
-
-def page_schema(page_bytes: int) -> Schema:
-    """Pages of this size, each by itself."""
-    role = Role("page", (page_bytes,), DType.UINT8)
-    return Schema.of(ModelSpec("pages", (Layer((LayerCache("page", Full(), (role,)),)),)), chunk_tokens=1, parts=1)
+from kvweave.integrations.keyed_pages import page_prompt, promised
+from kvweave.store import AnyStore, HashedPrompt, Namespace, Operation, Shard
+from kvweave.store.keys import Bytes
 
 
 class PageJob(NamedTuple):
@@ -39,15 +24,12 @@ class PageStore:
     """Moves rows of `pages` (`[pages, bytes]`) by the store's threads. No call waits but `drain`."""
 
     def __init__(self, store: AnyStore[Any], namespace: Namespace, pages: Bytes) -> None:
-        self._store, self._pages, self._tenant = store, pages, namespace.tenant_id
-        self._root = DOMAIN + namespace.fingerprint
+        self._store, self._pages, self._namespace = store, pages, namespace
         self._asked: dict[bytes, Operation[list[Any]]] = {}
         self._jobs: dict[int, tuple[Operation[Any], int, float]] = {}
 
     def _prompt(self, keys: Sequence[bytes]) -> HashedPrompt:
-        digests = b"".join(hashlib.sha256(self._root + key).digest() for key in keys)
-        prefixes = np.frombuffer(digests, np.uint8).reshape(-1, PREFIX_BYTES)
-        return HashedPrompt(self._tenant, len(keys) + 1, 1, prefixes)
+        return page_prompt(keys, self._namespace)
 
     def has(self, key: bytes) -> bool | None:
         """Whether the store has a page; None: it was asked, ask again."""
@@ -75,8 +57,7 @@ class PageStore:
         def sink(shard: Shard, chunk: int, payload: Bytes) -> None:  # noqa: ARG001
             self._pages[rows[chunk]] = payload
 
-        prompt, present = self._prompt(keys), np.ones((1, len(keys)), bool)
-        hit = self._store.redeem(write_ticket(self._store.schema, prompt, len(keys), present, VALID_S))
+        hit = promised(self._store, self._prompt(keys))
         self._begin(number, len(keys), self._store.submit_load(hit, sink, request=number))
 
     def _begin(self, number: int, num_pages: int, operation: Operation[Any]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,31 +12,6 @@ from kvweave.errors import StoreError
 from kvweave.integrations.vllm.connector_settings import RequestSettings
 from kvweave.prefix import Span
 from kvweave.store import Namespace, weights_digest
-
-ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
-BY_LENGTH = ("dynamic", "longrope")
-"""Rotary settings whose frequencies depend on the longest sequence that the engine allows."""
-
-
-def rotary_settings(config: Mapping[str, Any], max_tokens: int) -> str:
-    """The position settings of a model's config, as text."""
-    facts: dict[str, Any] = {name: config[name] for name in ROPE if config.get(name) is not None}
-    text = json.dumps(facts, sort_keys=True, default=str)
-    if any(kind in text for kind in BY_LENGTH):
-        text += f" up to {max_tokens}"
-    return text
-
-
-def weights_name(path: str, revision: str | None, given: str) -> str:
-    """The name that was given, a commit, or a digest of the checkpoint's files."""
-    if given:
-        return f"given {given}"
-    if revision:
-        return f"commit {revision}"
-    try:
-        return f"digest {weights_digest(path)}"
-    except StoreError as error:
-        raise StoreError(f'{error}; say "weights": NAME in kv_connector_extra_config') from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvweave.integrations.vllm.connector_settings import RequestSettings
 from kvweave.store import AnyHit, HashedPrompt, Operation
+from kvweave.store.results import GroupLoad
 
 HIT_S = 5.0
 """Seconds after which a hit that was not used is looked up again: by then its lease may be over."""
@@ -38,6 +39,8 @@ class RequestState:
     """After a load that fell short: no hit beyond what it reached."""
     loading: AnyHit | None = None
     num_loading: int = 0
+    sizes: dict[str, GroupLoad] = field(default_factory=dict)
+    """By group: what a load of the hit reads."""
     saved: int = 0
     """Up to here everything is stored, or being saved."""
 

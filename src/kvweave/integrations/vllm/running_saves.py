@@ -67,6 +67,9 @@ class RunningSaves:
                 if self.keep_saved and not ended.failed:
                     self.saved.append(ended.saving)
 
+    def is_saving(self, state: RequestState) -> bool:
+        return any(save.saving.state is state for save in self._saves.values())
+
     @property
     def has_pins(self) -> bool:
         return any(save.gathering for save in self._saves.values())

@@ -15,6 +15,7 @@ from kvweave.errors import OperationTimeout
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.engine_groups import EngineGroup, hit_alignment
 from kvweave.integrations.vllm.load_or_compute import Speeds
+from kvweave.integrations.vllm.pinned_prompts import PinnedPrompts
 from kvweave.integrations.vllm.request_state import RequestState
 from kvweave.integrations.vllm.running_saves import RunningSaves, SavedRange
 from kvweave.integrations.vllm.step_messages import LoadJob, SaveJob, StepJobs, TableSlice, WorkerReport
@@ -57,6 +58,7 @@ class SchedulerSide:
         self.speeds = Speeds()
         self.counts, self.seconds = Counter[str](), dict.fromkeys(("lookup_seconds", "load_seconds"), 0.0)
         self._taken: dict[str, float] = {}
+        self._pins = PinnedPrompts(store, self.counts)
 
     # ---- a request's way in
 
@@ -80,7 +82,8 @@ class SchedulerSide:
         num_tokens = state.hit.position - num_computed
         if num_tokens < max(1, self._settings.min_load_tokens):
             return 0
-        if not self._settings.always_load and not self.speeds.is_load_faster(state.source):
+        state.sizes = self._store.load_sizes(state.hit, num_computed)
+        if not self._settings.always_load and not self.speeds.is_load_faster(state.sizes, num_tokens):
             self.counts["computed_instead"] += 1
             return 0
         return num_tokens
@@ -197,11 +200,12 @@ class SchedulerSide:
     def report(self, report: WorkerReport) -> None:
         """What the workers say has ended."""
         self.saves.report(report)
+        self._pins.proceed(self.saves.is_saving)
         self.counts["failed_saves"] += len(report.failed_saves)
         for request, seconds in report.load_seconds.items():
-            self.seconds["load_seconds"] += seconds
+            self.seconds["load_seconds"] += sum(seconds.values())
             if state := self._requests.get(request):
-                self.speeds.observe_load(state.source, state.num_loading, seconds)
+                self.speeds.observe_load(state.sizes, state.num_loading, seconds)
         for request, position in report.reached.items():
             self.counts["short_loads"] += 1
             if state := self._requests.get(request):
@@ -237,6 +241,8 @@ class SchedulerSide:
         state = self._requests.pop(request, None)
         if state is None:
             return
+        self._pins.request_ended(state)
+        self._pins.proceed(self.saves.is_saving)
         if state.lookup is not None:
             state.lookup.cancel()
         for hit in (state.hit, state.loading):

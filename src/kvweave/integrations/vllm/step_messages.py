@@ -71,8 +71,8 @@ class WorkerReport:
     """Saves of which some pieces were not kept."""
     reached: dict[str, int] = field(default_factory=dict)
     """By request, of loads that ended early: the position that all workers reached."""
-    load_seconds: dict[str, float] = field(default_factory=dict)
-    """By request, of loads that were complete: how long the slowest worker took."""
+    load_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By request, of loads that were complete, and by group: how long the slowest worker took."""
 
     def add(self, other: WorkerReport) -> WorkerReport:
         for mine, theirs in ((self.gathered, other.gathered), (self.ended, other.ended)):
@@ -82,7 +82,8 @@ class WorkerReport:
         for request, position in other.reached.items():
             self.reached[request] = min(position, self.reached.get(request, position))
         for request, seconds in other.load_seconds.items():
-            self.load_seconds[request] = max(seconds, self.load_seconds.get(request, 0.0))
+            known = self.load_seconds.setdefault(request, {})
+            known |= {tag: max(own, known.get(tag, 0.0)) for tag, own in seconds.items()}
         return self
 
     @property

@@ -74,8 +74,17 @@ class WorkerSide:
                 failed.add(load.job.request)
                 self._report.reached[load.job.request] = reached
             else:
-                self._report.load_seconds[load.job.request] = time.monotonic() - load.began
+                self._report.load_seconds[load.job.request] = self._seconds(load)
         return LoadResults(ended, failed)
+
+    def _seconds(self, load: RunningLoad) -> dict[str, float]:
+        """By group: its share of the time since the load was submitted."""
+        moving, total = load.operation.shard_seconds, time.monotonic() - load.began
+        shares = dict[str, float]()
+        for shard, seconds in moving.items():
+            tag = self._store.schema.shards[shard].tag
+            shares[tag] = shares.get(tag, 0.0) + total * seconds / (sum(moving.values()) or 1.0)
+        return shares
 
     def _reached(self, load: RunningLoad) -> int:
         try:

@@ -1,0 +1,49 @@
+"""What vLLM stored, `KVWeave` under transformers loads: full attention, windows, sinks. States not yet: transformers
+keeps a column more of every convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-all has it in an environment of its own")
+from kvweave.integrations.transformers import KVWeave
+from kvweave.integrations.transformers.support import examine
+from kvweave.store import DiskTier, Schema, Store, TierStack, weights_digest
+from tests.integrations.vllm.engines import engine, tokens
+from tests.integrations.vllm.models import CONFIGS
+
+pytestmark = pytest.mark.slow
+CHUNK, PARTS = 64, 8
+
+
+def first_logprobs(model: Any, prompt: list[int], **options: Any) -> torch.Tensor:
+    made = model.generate(
+        torch.tensor([prompt]), max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        **options,
+    )  # fmt: skip
+    return torch.log_softmax(made.logits[0][0].float(), -1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+def test_transformers_goes_on_from_what_vllm_stored(name: str, model: Callable[..., Path], tmp_path: Path) -> None:
+    prompt, path = tokens(700), model(name)
+    with engine(path, {"store": f"{tmp_path}:100MiB", "chunk_tokens": CHUNK}) as writer:
+        writer.one(prompt)
+        writer.settle()
+    loaded = getattr(transformers, CONFIGS[name][0]).from_pretrained(path, dtype="auto").eval()
+    plain = first_logprobs(loaded, prompt)
+    schema = Schema.of(examine(loaded).spec, chunk_tokens=CHUNK, parts=PARTS)
+    with (
+        Store(schema, TierStack(DiskTier(tmp_path, "100MiB"))) as store,
+        KVWeave(loaded, "64MiB", store=store, weights=weights_digest(path)) as weave,
+    ):
+        found = first_logprobs(weave, prompt)
+        record = weave.records[-1]
+    assert record.stored_tokens == 640
+    assert (found - plain).abs().max() < 1e-4
