@@ -210,7 +210,7 @@ def test_a_copy_that_makes_no_sense_is_found_before_any_is_made() -> None:
         pages = arena.pages("full")
         pages[1] = 9
         good = Copy("full", np.array([1], np.int32), np.array([2], np.int32))
-        for wrong, text in ((0, r"page 0 \(the NULL page\) of 'full' is nobody's"), (41, "its pages are 1 to 40")):
+        for wrong, text in ((0, r"page 0 \(the NULL page\) of 'full' is out of range"), (41, "its pages are 1 to 40")):
             with pytest.raises(BadRows, match=text):
                 carry_out(arena, [good, Copy("full", np.array([1], np.int32), np.array([wrong], np.int32))])
         with pytest.raises(BadRows, match="1 pages of 'full' cannot become 2"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvweave.cache.sequence import Rows, Sequence
+from kvweave.cache.sequence import Sequence
 from kvweave.cache.token_log import TokenLog
 from kvweave.plan import Plan
 from kvweave.pool import Ids, PagedGroup, PagePool
@@ -119,9 +119,6 @@ class CacheState:
         self._free_rows.append(sequence.row)
         self.num_closed += 1
         sequence.row = -1
-
-    def sequences(self, rows: Rows) -> list[Sequence]:
-        return [self.by_row[row] for row in rows.tolist()]
 
     # ---- lengths at which there is more to do than to count
 

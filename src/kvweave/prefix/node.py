@@ -126,10 +126,6 @@ class Node:
         self.growing_tip = False
         """Whether it is the end of one running sequence, and nobody else has used it: it may be lengthened in place."""
 
-    @property
-    def is_root(self) -> bool:
-        return self.parent is None
-
     def point_at(self, position: int) -> Point | None:
         for point in reversed(self.points):
             if point.position <= position:
