@@ -1641,3 +1641,19 @@ def test_the_longer_of_two_windows_decides_how_far_up_a_run_is_looked_at() -> No
     other = cache.open(range(100, 136))
     engine_of(cache).carry_out(cache.extend(other, 36))
     assert cache.lookup([*range(49), 0]) == 32
+
+
+def test_a_run_that_a_twin_computed_too_is_kept_while_the_twin_stands_on_it() -> None:
+    cache = Cache(full_plan(pages=13))
+    twin, engine = cache.open([1] * 16), engine_of(cache)
+    run(cache, [1] * 16)
+    engine.carry_out(cache.extend(twin, 16))
+    engine.step(twin, 0)
+    engine.carry_out(cache.commit(twin))
+    cache.publish()
+    run(cache, [2] * 16)
+    other = cache.open([3] * 24)
+    engine.carry_out(cache.extend(other, 24))
+    assert cache.lookup([*[1] * 16, 0]) == 16
+    assert cache.lookup([*[2] * 16, 0]) == 8
+    check_books(cache)
