@@ -69,8 +69,10 @@ def core() -> list[Extension]:
     except (Exception, SystemExit) as error:
         say(f"mypyc failed ({error}): the core is interpreted, more slowly")
         return []
-    for source in {Path(source) for extension in extensions for source in extension.sources}:
-        source.write_text(with_docstrings(source.read_text(), paths))
+    sources = {Path(source).name: Path(source) for extension in extensions for source in extension.sources}
+    for path in paths:
+        source = sources[f"__native_{module_of(path).replace('.', '___')}.c"]
+        source.write_text(with_docstrings(source.read_text(), path, paths))
     return extensions
 
 
@@ -84,19 +86,22 @@ def native(folder: str) -> Extension:
 # ---- docstrings: mypyc leaves them out, so they are written into the C that it made
 
 
-def with_docstrings(code: str, paths: list[Path]) -> str:
-    """The C of mypyc with the docstrings of the Python it came from."""
+def module_of(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts[1:])
+
+
+def with_docstrings(code: str, path: Path, paths: list[Path]) -> str:
+    """The C that mypyc made of a file, one of `paths`, with the docstrings of the file."""
     from mypyc.namegen import NameGenerator  # noqa: PLC0415
 
-    modules = {".".join(path.with_suffix("").parts[1:]): ast.parse(path.read_text()) for path in paths}
-    names = NameGenerator([list(modules)])
-    for module, tree in modules.items():
-        code = put(code, rf'("{re.escape(module)}",\s+)NULL(, /\* docstring \*/)', tree)
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef):
-                code = put_function(code, names.private_name(module, node.name), node)
-            elif isinstance(node, ast.ClassDef):
-                code = put_class(code, module, names.private_name(module, node.name), node)
+    module, tree = module_of(path), ast.parse(path.read_text())
+    names = NameGenerator([[module_of(each) for each in paths]])
+    code = put(code, rf'("{re.escape(module)}",\s+)NULL(, /\* docstring \*/)', tree)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            code = put_function(code, names.private_name(module, node.name), node)
+        elif isinstance(node, ast.ClassDef):
+            code = put_class(code, module, names.private_name(module, node.name), node)
     return code
 
 
