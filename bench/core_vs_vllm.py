@@ -495,13 +495,17 @@ def churn(sides: list[StridedBlocks], requests: list[Tokens], warm_up: int) -> l
 
 def churns(name: str, kinds: Kinds, warm_up: int, count: int) -> Iterator[Figure]:
     requests = zipf_requests(warm_up + count)
-    sides: list[StridedBlocks] = [Ours(kinds), Ours(kinds, lists=True), VLLM(kinds)]
+    sides: list[StridedBlocks] = [Ours(kinds), Ours(kinds, lists=True), Ours(kinds, policy="lru"), VLLM(kinds)]
     if len(kinds) > 1:
         sides.append(VLLM(kinds, dense=True))
-    arrays, lists, peer, *others = churn(sides, requests, warm_up)
+    arrays, lists, lru, peer, *others = churn(sides, requests, warm_up)
     yield Figure(f"churn, {name}", arrays.requests_per_second, peer.requests_per_second, "requests/s")
     yield Figure(f"churn as lists, {name}", lists.requests_per_second, peer.requests_per_second, "requests/s")
     yield Figure(f"churn, tokens hit, {name}", arrays.hit_rate, peer.hit_rate, "share")
+    yield Figure(
+        f"churn, beside our own lru, {name}", arrays.requests_per_second, lru.requests_per_second, "requests/s"
+    )
+    yield Figure(f"churn, tokens hit, beside our own lru, {name}", arrays.hit_rate, lru.hit_rate, "share")
     for dense in others:
         yield Figure(f"churn, vLLM dense, {name}", arrays.requests_per_second, dense.requests_per_second, "requests/s")
         yield Figure(f"churn, tokens hit, vLLM dense, {name}", arrays.hit_rate, dense.hit_rate, "share")

@@ -39,6 +39,7 @@ BELIEF = 12.0
 """A weight is what it is for all points at first; so many hits are worth as much as that belief."""
 HIT_PRIOR = 4.0
 """How many times more slowly points that were hit age at first."""
+PRIORS = [HIT_PRIOR if number >= FIRST_HIT else 1.0 for number in range(len(CLASSES))]
 MOST_HITS = 4096.0
 """Beyond so many, all counts are halved: what was long ago is forgotten."""
 
@@ -62,7 +63,7 @@ class Adaptive(Order):
         super().__init__(groups)
         if any(group.is_state for group in groups):
             self.size_power = 1.0  # a state is its point's own; pages of windows are shared with neighbours
-        self.weights = [HIT_PRIOR if number >= FIRST_HIT else 1.0 for number in range(len(CLASSES))]
+        self.weights = [*PRIORS]
         self.hits = [[0.0] * OCTAVES for _ in CLASSES]
         """By class and octave of age."""
         self.exposure = [[0.0] * OCTAVES for _ in CLASSES]
@@ -111,10 +112,9 @@ class Adaptive(Order):
         first = max(0, round(self._log_age) - 1)
         hits = [sum(row[first:]) for row in self.hits]
         exposure = [sum(row[first:]) for row in self.exposure]
-        priors = [HIT_PRIOR if number >= FIRST_HIT else 1.0 for number in range(len(CLASSES))]
-        expected = sum([prior * time for prior, time in zip(priors[1:], exposure[1:], strict=True)])
+        expected = sum([prior * time for prior, time in zip(PRIORS[1:], exposure[1:], strict=True)])
         scale = (sum(hits[1:]) + 1) / (expected + 1)
-        for number, prior in enumerate(priors):
+        for number, prior in enumerate(PRIORS):
             belief = BELIEF / (prior * scale)
             self.weights[number] = (hits[number] + BELIEF) / (exposure[number] + belief) / scale
         if self.num_hits > MOST_HITS:

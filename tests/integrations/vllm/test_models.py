@@ -14,7 +14,7 @@ from tests.integrations.vllm.models import CONFIGS, STATES
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-all has it in an environment of its own")
 from kvweave.store import PagePayloads
 from kvweave.store.tier import whole
-from tests.integrations.vllm.engines import Engine, engine, tokens
+from tests.integrations.vllm.engines import Answer, Engine, engine, tokens
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 2e-3
@@ -59,14 +59,19 @@ def test_zeros_instead_of_kv_change_the_answer(served: tuple[str, Engine], monke
     assert wrong.difference(right) > TOLERANCE
 
 
+def loaded_and_cold(made: Engine, prompt: list[int]) -> tuple[Answer, Answer]:
+    """A prompt answered from the store, and computed from its first token on."""
+    loaded = made.one(prompt)
+    made.forget()
+    return loaded, made.one(prompt, params={"kvweave.skip_load": True})
+
+
 def test_the_first_sibling_of_a_prompt_hits(served: tuple[str, Engine]) -> None:
     _, made = served
     made.one(tokens(720, seed=2))
     made.forget()
     sibling = tokens(700, seed=2) + tokens(60, seed=3)
-    loaded = made.one(sibling)
-    made.forget()
-    cold = made.one(sibling, params={"kvweave.skip_load": True})
+    loaded, cold = loaded_and_cold(made, sibling)
     assert loaded.cached >= 384
     assert not cold.cached
     assert loaded.difference(cold) < TOLERANCE
@@ -77,9 +82,7 @@ def test_a_prompt_that_leaves_another_half_way_hits_what_they_share(served: tupl
     made.one(tokens(700, seed=4))
     made.forget()
     other = tokens(350, seed=4) + tokens(300, seed=5)
-    loaded = made.one(other)
-    made.forget()
-    cold = made.one(other, params={"kvweave.skip_load": True})
+    loaded, cold = loaded_and_cold(made, other)
     whole_blocks = 256 if name != "llama" else 320  # full attention alone may resume inside a block
     assert loaded.cached == (0 if name in STATES else whole_blocks)  # vLLM offers states at a prompt's end only
     assert loaded.difference(cold) < TOLERANCE
