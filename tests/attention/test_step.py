@@ -1,4 +1,4 @@
-"""Steps out of the core's tables, and steps at fixed addresses."""
+"""Steps out of the core's tables."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from kvweave import Cache, make_plan
-from kvweave.attention import AttentionOptions, StepBuffers, make_step, open_attention
+from kvweave.attention import make_step, open_attention
 from kvweave.cache import Sequence
 from kvweave.errors import BadRows
 from kvweave.spec import Chunk, DType, Full, Reach, Window
 from kvweave.tensor import GQA, Arena, LayerRequest, assemble
-from tests.attention.contract import close
-from tests.attention.worlds import Kind, World, wanted
+from tests.attention.worlds import Kind, World
 
 REACHES: list[Reach] = [Full(), Window(24), Chunk(32)]
 DIM, HEADS, KV_HEADS = 16, 4, 2
@@ -92,33 +91,6 @@ def test_counts_that_are_not_the_last_step_are_refused() -> None:
     model.core.extend(sequence, 50)
     with pytest.raises(BadRows, match="49 new tokens"):
         make_step(model.core, [sequence], [49])
-
-
-def test_buffers_keep_their_addresses_and_pad_with_rows_that_see_nothing() -> None:
-    world = World(Kind())
-    attention = open_attention(world.view)
-    tag = world.view.tag
-    buffers = StepBuffers(5, 6, {tag: 60}, "cpu", max_queries=6)
-    addresses = [tensor.data_ptr() for tensor in (buffers.step.lengths, buffers.step.tables[tag])]
-    for lengths, counts in (([300, 40], [1, 3]), ([7], [6]), ([1, 2, 3, 4, 5], [1] * 5)):
-        step = world.step(lengths, counts)
-        step = replace(step, slots={tag: torch.arange(sum(counts))})
-        loaded = buffers.load(step, sum(counts))
-        assert [tensor.data_ptr() for tensor in (loaded.lengths, loaded.tables[tag])] == addresses
-        assert loaded.slots[tag].tolist() == [*range(sum(counts)), *[-1] * (6 - sum(counts))]
-        queries = torch.randn(6, 8, 64)
-        found = attention.attend(queries, loaded, torch.full((6, 8, 64), torch.nan))
-        close(found[: sum(counts)], wanted(world, queries[: sum(counts)], step, AttentionOptions()))
-        rest = found[sum(counts) : sum(counts) + 5 - len(lengths)]
-        assert not rest.any(), "padding gives zeros"
-
-
-def test_a_step_too_large_for_its_buffers_is_refused() -> None:
-    world = World(Kind())
-    step = replace(world.step([300, 40], [1, 3]), slots={world.view.tag: torch.zeros(4, dtype=torch.int64)})
-    for rows, tokens, width, most in ((1, 4, 60, 3), (2, 3, 60, 3), (2, 4, 5, 3), (2, 4, 60, 2)):
-        with pytest.raises(BadRows, match="buffers"):
-            StepBuffers(rows, tokens, {world.view.tag: width}, "cpu", most).load(step, 4)
 
 
 def test_a_step_of_wrong_types_or_lengths_is_refused() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from kvweave.attention import AttentionOptions, StepBuffers, open_attention
+from kvweave.attention import AttentionOptions, Step, open_attention
 from kvweave.spec import Full, Reach, SinkWindow, Window
 from tests.attention.contract import KINDS, AttentionContract, close
 from tests.attention.worlds import Kind, World, wanted
@@ -47,17 +47,20 @@ def test_long_and_short_rows_side_by_side(kind: str, reach: Reach) -> None:
 
 
 @needs_gpu
-def test_a_captured_step_follows_its_buffers() -> None:
+def test_a_captured_step_follows_its_tensors() -> None:
     world = World(KINDS["bfloat16"], device="cuda")
-    attention = open_attention(world.view, AttentionOptions())
+    tag, attention = world.view.tag, open_attention(world.view, AttentionOptions())
     assert attention.name == "triton"
-    buffers = StepBuffers(8, 8, {world.view.tag: 64}, "cuda")
+    zeros = partial(torch.zeros, dtype=torch.int32, device="cuda")
+    fixed = Step(zeros(9), zeros(8), {tag: zeros(8, 64)}, {tag: zeros(8, dtype=torch.int64)}, 1)
+    fixed.query_starts.copy_(torch.arange(9))
+    fixed.slots[tag].fill_(-1)
     queries, keys, values = (torch.randn(8, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
     out = torch.empty_like(queries)
 
     def act() -> None:
-        attention.write(keys, values, buffers.step.slots[world.view.tag])
-        attention.attend(queries, buffers.step, out)
+        attention.write(keys, values, fixed.slots[tag])
+        attention.attend(queries, fixed, out)
 
     act()
     torch.cuda.synchronize()
@@ -65,11 +68,15 @@ def test_a_captured_step_follows_its_buffers() -> None:
     with torch.cuda.graph(graph):
         act()
     for lengths in ([300, 7, 64], [1], [90, 500, 41, 33, 700, 12, 5, 6]):
-        step = world.step(lengths, [1] * len(lengths))
-        table = step.tables[world.view.tag]
+        count = len(lengths)
+        step = world.step(lengths, [1] * count)
+        table = step.tables[tag]
         last = [int(table[row, (length - 1) // 16]) * 16 + (length - 1) % 16 for row, length in enumerate(lengths)]
-        step = replace(step, slots={world.view.tag: torch.tensor(last, device="cuda")})
-        buffers.load(step, len(lengths))
+        fixed.lengths.zero_()
+        fixed.slots[tag].fill_(-1)
+        fixed.lengths[:count] = step.lengths
+        fixed.slots[tag][:count] = torch.tensor(last, device="cuda")
+        fixed.tables[tag][:count, : table.shape[1]] = table
         graph.replay()
-        close(out[: len(lengths)], wanted(world, queries[: len(lengths)], step, AttentionOptions()))
-        assert not out[len(lengths) :].any(), "rows of padding are zeros"
+        close(out[:count], wanted(world, queries[:count], step, AttentionOptions()))
+        assert not out[count:].any(), "rows of padding are zeros"

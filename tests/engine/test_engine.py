@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvweave.attention import StepSize
 from kvweave.engine import Engine, EngineRequest, Sampling
 from kvweave.errors import BadCall, BadOption, BadTokens, NeverFits, OperationTimeout, QueueFull
+from kvweave.integrations.transformers import step_graphs
 from kvweave.sim import TraceWriter, read_trace
 from kvweave.sim.replay import replay
 from tests.integrations.models import model_of, plain, prompt
@@ -64,8 +66,10 @@ def load(name: str, engine: Engine, count: int, seed: int) -> None:
     for _ in range(count):
         ids, answer = rng.choice(known)
         new = rng.randint(1, NEW)
-        sampling = Sampling(new, stop_tokens=())
-        requests.append((engine.submit(ids, sampling, priority=rng.randint(0, 2)), answer[:new]))
+        stops = rng.sample(answer, 1) if rng.random() < 0.3 else []
+        sampling = Sampling(new, stop_tokens=tuple(stops))
+        end = min([new, *(answer.index(stop) + 1 for stop in stops)])
+        requests.append((engine.submit(ids, sampling, priority=rng.randint(0, 2)), answer[:end]))
         if rng.random() < 0.1:
             rng.choice(requests)[0].cancel()
         if rng.random() < 0.3:
@@ -95,11 +99,41 @@ def test_many_requests_in_tiny_memory_get_the_answers_of_transformers_alone(name
         check_books(engine)
 
 
+@pytest.mark.parametrize("chunk_sizes", [(16,), (16, 64)], ids=["chunks apart", "chunks beside decodes"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_next", "lfm2"])
+def test_steps_at_fixed_addresses_that_run_ahead_give_the_same_answers(
+    name: str, chunk_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_graphs, "CHUNKS", chunk_sizes)
+    for times in (1.5, 3):
+        with engine_of(name, times, graphs=True) as engine:
+            sizes = note_sizes(engine, monkeypatch)
+            load(name, engine, 64, seed=1)
+            assert engine.stats().finished == 64
+            check_books(engine)
+            assert any(size.is_decode and size.rows > 1 for size in sizes)
+            if name != "qwen3_next" and name != "lfm2":  # chunks of prompts are no graphs where there are states
+                assert any(not size.is_decode for size in sizes)
+
+
+def note_sizes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepSize]:
+    """The sizes of the steps at fixed addresses that an engine computes."""
+    sizes: list[StepSize] = []
+    replay_step = engine.weave.graphs.replay
+
+    def noted(size: StepSize) -> torch.Tensor:
+        sizes.append(size)
+        return replay_step(size)
+
+    monkeypatch.setattr(engine.weave.graphs, "replay", noted)
+    return sizes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_kinds_of_families(name: str, seed: int) -> None:
-    with engine_of(name, times=2 + seed) as engine:
+    with engine_of(name, times=2 + seed, graphs=bool(seed)) as engine:
         load(name, engine, 64, seed)
         check_books(engine)
 

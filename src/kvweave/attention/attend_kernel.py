@@ -164,7 +164,7 @@ def _over_tile(
     return now, total, tl.dot(weights.to(kind), v, summed, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["width", "num_rows"])
+@triton.jit(do_not_specialize=["width", "num_rows", "num_tokens"])
 def attend(
     queries,
     out,
@@ -183,6 +183,7 @@ def attend(
     query_head,
     width,
     num_rows,
+    num_tokens,
     key_block,
     key_head,
     key_token,
@@ -230,8 +231,8 @@ def attend(
 
     Decodes are the sequences of at most DECODE_QUERIES queries; the others are chunks. Key columns are those of `key`
     and of `rest`; SHARED: the values are the columns of `key`. HEAD, BACK and STEP are the band of the reach. With
-    splits, weighted sums of decodes go to `sums` `[splits, num_rows, DECODE_QUERIES, HEADS, VALUE_PAD]`, largest score
-    and total to `stats`.
+    splits, weighted sums go to `sums`, largest score and total to `stats`: those of decodes by row, `[splits, num_rows,
+    DECODE_QUERIES, HEADS, VALUE_PAD]`, those of chunks by token, `[splits, num_tokens, HEADS, VALUE_PAD]`.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -265,7 +266,10 @@ def attend(
         num_tiles = 0
     per_split = (num_tiles + tl.num_programs(2) - 1) // tl.num_programs(2)
     first_tile, last_tile = split * per_split, tl.minimum((split + 1) * per_split, num_tiles)
-    place = ((split * num_rows + row) * DECODE_QUERIES + m // GROUP) * HEADS + head
+    if IS_DECODE:
+        place = ((split * num_rows + row) * DECODE_QUERIES + m // GROUP) * HEADS + head
+    else:
+        place = (split * num_tokens + token) * HEADS + head
     stat = stats + place.to(tl.int64) * 2
     if IS_SPLIT:
         if first_tile >= last_tile:
@@ -299,6 +303,8 @@ def attend(
         whole_end = (first_position + 1 if CAUSAL else high) // BLOCK_N
         masked_from = tl.maximum(head_tiles + whole_end - tail_tile, masked_until)
         masked_from = tl.minimum(masked_from, num_tiles)
+        masked_until = tl.minimum(tl.maximum(masked_until, first_tile), last_tile)
+        masked_from = tl.minimum(tl.maximum(masked_from, first_tile), last_tile)
     for part in tl.static_range(1 if IS_DECODE else 3):
         begin = first_tile if part == 0 else masked_until if part == 1 else masked_from
         end = masked_until if part == 0 else masked_from if part == 1 else last_tile
@@ -382,16 +388,20 @@ def merge(
     SINKS: tl.constexpr,
     DECODE_QUERIES: tl.constexpr,
 ):
-    """The output of some columns of one query and head of a decode, out of its splits."""
+    """The output of some columns of one query and head, out of its splits: of a decode, or with DECODE_QUERIES 0 of
+    any token."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    row, query, head = tl.program_id(0) // DECODE_QUERIES, tl.program_id(0) % DECODE_QUERIES, tl.program_id(1)
-    start = tl.load(starts + row)
-    count = tl.load(starts + row + 1) - start
-    if (query >= count) | (count > DECODE_QUERIES):
-        return
+    head = tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    if DECODE_QUERIES:
+        row, query = tl.program_id(0) // DECODE_QUERIES, tl.program_id(0) % DECODE_QUERIES
+        start = tl.load(starts + row)
+        count = tl.load(starts + row + 1) - start
+        if (query >= count) | (count > DECODE_QUERIES):
+            return
+        token = (start + query).to(tl.int64)
     split, d = tl.arange(0, SPLITS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     is_split = split < num_splits
-    token = (start + query).to(tl.int64)
     at = (split.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * HEADS + head
     most = tl.load(stats + at * 2, mask=is_split, other=float("-inf"))
     total = tl.load(stats + at * 2 + 1, mask=is_split, other=0.0)

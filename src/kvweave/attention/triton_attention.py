@@ -28,6 +28,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DECODE_ROWS = 16
 """Rows that a tensor core multiplies at least: sequences whose queries and heads fit so many are decodes."""
 
+CHUNK_WAVES = 2
+"""Programs of chunks to a multiprocessor until which their context is split: a short question after a long prompt."""
+
 MERGED = 4096
 """Numbers that a program merges: splits times columns."""
 
@@ -96,9 +99,9 @@ class TritonAttention(Attention):
         group = queries.shape[1] // self.kv_heads
         tuning = self.tuning or self._tuning(group, step.num_rows, queries.dtype)
         decode_queries = max(1, DECODE_ROWS // group)
+        if step.max_queries > decode_queries:  # before decodes: where chunks are split, all tokens are merged
+            self._chunks(queries, step, out, tuning, decode_queries)
         self._decode(queries, step, out, tuning, decode_queries)
-        if step.max_queries > decode_queries:
-            self._chunks(queries, step, out, tuning.chunk, decode_queries)
 
     def _tuning(self, group: int, num_rows: int, dtype: torch.dtype) -> Tuning:
         item_bytes = self.kv.keys[0].tensor.element_size()
@@ -108,25 +111,52 @@ class TritonAttention(Attention):
         self, queries: torch.Tensor, step: Step, out: torch.Tensor, tuning: Tuning, decode_queries: int
     ) -> None:
         heads = queries.shape[1]
-        tile, pad = tuning.decode, self._constants["VALUE_PAD"]
+        tile = tuning.decode
         tiles = -(-decode_queries * (heads // self.kv_heads) // tile.rows)
         programs = step.num_rows * tiles * self.kv_heads
         splits = self._splits(programs, step, tile, tuning.waves)
-        shape = splits, step.num_rows, decode_queries, heads
-        sums = stats = out
-        if splits > 1:
-            sums = torch.empty((*shape, pad), dtype=torch.float32, device=queries.device)
-            stats = torch.empty((*shape, 2), dtype=torch.float32, device=queries.device)
+        sums, stats = self._split_sums(out, splits, step.num_rows * decode_queries, heads)
         grid = step.num_rows * tiles, self.kv_heads, splits
         self._launch(tile, grid, queries, step, out, sums, stats, decode_queries, True)
-        if splits > 1:
-            self._merge(sums, stats, out, step)
+        self._merge(sums, stats, out, step, splits, decode_queries)
 
-    def _merge(self, sums: torch.Tensor, stats: torch.Tensor, out: torch.Tensor, step: Step) -> None:
-        splits, rows, decode_queries, heads, pad = sums.shape
+    def _chunks(
+        self, queries: torch.Tensor, step: Step, out: torch.Tensor, tuning: Tuning, decode_queries: int
+    ) -> None:
+        tokens, heads, _ = queries.shape
+        tile = tuning.chunk
+        tiles = tokens * (heads // self.kv_heads) // tile.rows + step.num_rows
+        splits = self._splits(tiles * self.kv_heads, step, tile, CHUNK_WAVES)
+        sums, stats = self._split_sums(out, splits, tokens, heads)
+        grid = tiles, self.kv_heads, splits
+        self._launch(tile, grid, queries, step, out, sums, stats, decode_queries, False)
+        self._merge(sums, stats, out, step, splits, 0)
+
+    def _split_sums(
+        self, out: torch.Tensor, splits: int, num_queries: int, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where splits leave their weighted sums, and their largest scores and totals."""
+        if splits == 1:
+            return out, out
+        shape = splits, num_queries, heads
+        sums = torch.empty((*shape, self._constants["VALUE_PAD"]), dtype=torch.float32, device=out.device)
+        return sums, torch.empty((*shape, 2), dtype=torch.float32, device=out.device)
+
+    def _merge(
+        self,
+        sums: torch.Tensor,
+        stats: torch.Tensor,
+        out: torch.Tensor,
+        step: Step,
+        splits: int,
+        decode_queries: int,
+    ) -> None:
+        if splits == 1:
+            return
+        _, num_queries, heads, pad = sums.shape
         most = triton.next_power_of_2(splits)
         columns = max(16, min(pad, MERGED // most))
-        attend_kernel.merge[(rows * decode_queries, heads, pad // columns)](
+        attend_kernel.merge[(num_queries, heads, pad // columns)](
             sums,
             stats,
             out,
@@ -142,11 +172,6 @@ class TritonAttention(Attention):
             DECODE_QUERIES=decode_queries,
             num_warps=4,
         )
-
-    def _chunks(self, queries: torch.Tensor, step: Step, out: torch.Tensor, tile: Tile, decode_queries: int) -> None:
-        tokens, heads, _ = queries.shape
-        tiles = tokens * (heads // self.kv_heads) // tile.rows + step.num_rows
-        self._launch(tile, (tiles, self.kv_heads, 1), queries, step, out, out, out, decode_queries, False)
 
     def _splits(self, programs: int, step: Step, tile: Tile, waves: float) -> int:
         """As many as fill the device, by what the table could hold: the host does not know how long rows are."""
@@ -199,6 +224,7 @@ class TritonAttention(Attention):
             queries.stride(1),
             table.shape[1],
             step.num_rows,
+            len(queries),
             *self._strides,
             self.scale,
             self.options.softcap or 1.0,

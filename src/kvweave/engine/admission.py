@@ -13,6 +13,7 @@ from kvweave.engine.job import Job, JobChunk
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.prefill import OpenRow
 from kvweave.integrations.transformers.prompts import Prompt
+from kvweave.integrations.transformers.watch import ModelVersion
 
 if TYPE_CHECKING:
     from kvweave.integrations.transformers.store_sync import StoreBatch
@@ -32,6 +33,11 @@ class Admission:
     def __init__(self, weave: KVWeave) -> None:
         self._weave, self._opener = weave, weave.opener
         self._admitted: dict[int, Admitted] = {}
+        self._version: ModelVersion | None = None
+
+    def begin_step(self) -> None:
+        """Look at the model again before the next job is opened: once a step, whatever is opened in it."""
+        self._version = None
 
     def open(self, job: Job) -> Sequence:
         """The sequence of all tokens of a job so far."""
@@ -40,7 +46,9 @@ class Admission:
         rope_range = memory.rope.range_of(job.num_prompt)
         prompt = Prompt(np.asarray(job.tokens, np.int64), name=job.tenant, rope_range=rope_range)
         store_batch = sync.store_batch() if sync else None
-        row = self._opener.open_sequence(prompt, store_batch, None if store_batch else memory.watch.look())
+        if store_batch is None and self._version is None:
+            self._version = memory.watch.look()
+        row = self._opener.open_sequence(prompt, store_batch, self._version)
         self._admitted[job.number] = Admitted(row, store_batch)
         return row.sequence
 

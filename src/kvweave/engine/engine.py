@@ -18,7 +18,7 @@ from kvweave.engine.admission import Admission
 from kvweave.engine.engine_request import EngineRequest, Result
 from kvweave.engine.executor import Executor
 from kvweave.engine.job import Job, JobChunk
-from kvweave.engine.sampling import RowSampler, Sampling, logprobs, sample
+from kvweave.engine.sampling import RowSampler, Sampling, TokenLogprobs, logprobs, sample
 from kvweave.engine.scheduler import Scheduler
 from kvweave.errors import BadCall, BadTokens, QueueFull
 from kvweave.integrations.transformers import KVWeave
@@ -47,6 +47,31 @@ class EngineStats:
     core: Stats
 
 
+class LaunchedStep:
+    """A step that is being computed: its chunks, and where the tokens will be that follow from some of them."""
+
+    def __init__(
+        self,
+        chunks: SequenceOf[JobChunk],
+        rows: SequenceOf[RowSampler],
+        logits: torch.Tensor | None,
+        chosen: torch.Tensor | None,
+    ) -> None:
+        self.chunks, self._rows, self._logits, self._chosen = chunks, rows, logits, chosen
+        self._here = None if chosen is None else chosen.to("cpu", non_blocking=True)
+        self._is_here = torch.cuda.Event() if chosen is not None and chosen.is_cuda else None
+        if self._is_here:
+            self._is_here.record()
+
+    def tokens(self) -> list[tuple[int, TokenLogprobs | None]]:
+        """The tokens, and what is to be told of them; waits until they are here."""
+        if self._logits is None or self._chosen is None or self._here is None:
+            return []
+        if self._is_here:
+            self._is_here.synchronize()
+        return list(zip(self._here.tolist(), logprobs(self._logits, self._rows, self._chosen), strict=True))
+
+
 class LiveRequest:
     """A request, its job, and its sampler."""
 
@@ -61,8 +86,9 @@ class Engine:
 
     A step computes at most `budget` tokens, of at most `max_running` requests: tokens of those that generate first,
     then chunks of prompts. At most `max_waiting` requests wait. Requests are served by priority, and prefixes are
-    shared within one namespace. `on_finish` hears of every request that ends, on the engine's thread. Use it as a
-    context; `close` cancels what runs and frees the memory.
+    shared within one namespace. `on_finish` hears of every request that ends, on the engine's thread. On a GPU layers
+    are compiled for steps of few tokens, unless `compile_layers` is False: the first requests take some seconds more,
+    all others less. Use it as a context; `close` cancels what runs and frees the memory.
     """
 
     def __init__(
@@ -74,9 +100,12 @@ class Engine:
         max_running: int = 64,
         max_waiting: int = 4096,
         on_finish: Callable[[Job], None] | None = None,
+        compile_layers: bool | None = None,
         **weave_options: Any,
     ) -> None:
-        self.weave = KVWeave(model, memory, **weave_options)
+        if compile_layers is None:
+            compile_layers = model.device.type == "cuda"
+        self.weave = KVWeave(model, memory, compile_layers=compile_layers, **weave_options)
         self.model, self.max_waiting, self._on_finish = self.weave.model, max_waiting, on_finish
         self._admission, self._executor = Admission(self.weave), Executor(self.weave)
         self._scheduler = Scheduler(
@@ -92,6 +121,7 @@ class Engine:
         self._by_request: dict[EngineRequest, LiveRequest] = {}
         self._wakes = threading.Condition()
         self._closing = False
+        self._under_way: LaunchedStep | None = None
         self._counts: Counter[str] = Counter()
         self._worker = threading.Thread(target=self._work, name="kvweave-engine", daemon=True)
         self._worker.start()
@@ -182,6 +212,7 @@ class Engine:
                     is_stuck = not self._step()
             except BaseException as error:  # a bug of the engine itself: nobody must wait for ever
                 log.exception("the engine failed")
+                self._under_way = None
                 self._fail(list(self._entries.values()), error)
                 continue
             if is_stuck:
@@ -191,7 +222,7 @@ class Engine:
     def _take_inbox(self) -> bool:
         """Wait for something to do, and take over what was asked meanwhile; False at the end."""
         with self._wakes:
-            self._wakes.wait_for(lambda: self._inbox or self._closing or not self._scheduler.is_idle)
+            self._wakes.wait_for(lambda: self._inbox or self._closing or self._under_way or not self._scheduler.is_idle)
             asked = list(self._inbox)
             self._inbox.clear()
             is_closing = self._closing
@@ -209,35 +240,69 @@ class Engine:
         return not is_closing
 
     def _step(self) -> bool:
-        """Compute one step; False if there was none to compute."""
+        """Compute one step; False if there was none to compute.
+
+        The tokens of the step before it are taken over while this one is computed, where it does not need them.
+        """
+        self._admission.begin_step()
         step = self._scheduler.plan()
-        if not step.chunks:
-            return self._scheduler.is_idle
+        chunks = step.chunks
+        if not chunks:
+            return self._settle() or self._scheduler.is_idle
         try:
             for copies in step.copies:
                 carry_out(self.weave.arena, copies)
-            logits = self._executor.run(step.chunks)
-            tokens = self._sample(step.chunks, logits)
-            for copies in self._scheduler.commit(step.chunks):
-                carry_out(self.weave.arena, copies)
-            for chunk in step.chunks:
-                self._admission.after_commit(chunk)
+            if not self._executor.is_captured(chunks):
+                self._settle()
+                chunks = [chunk for chunk in chunks if chunk.sequence.is_open]
+            launched = self._launch(chunks)
         except Exception as error:
-            log.exception("a step of %d requests failed", len(step.chunks))
-            self._fail([self._entries[chunk.job.number] for chunk in step.chunks], error)
+            log.exception("a step of %d requests failed", len(chunks))
+            self._fail([self._entries[chunk.job.number] for chunk in chunks], error)
             return True
         self._counts.update(steps=1)
-        for entry, token, logs in tokens:
-            self._take(entry, token, logs)
+        self._settle()
+        self._under_way = launched
+        if not self._executor.runs_ahead:
+            self._settle()
         return True
 
-    def _sample(self, chunks: SequenceOf[JobChunk], logits: torch.Tensor | None) -> list[tuple[LiveRequest, int, Any]]:
-        if logits is None:
-            return []
-        entries = [self._entries[chunk.job.number] for chunk in chunks if chunk.gives_token]
-        rows = [entry.sampler for entry in entries]
-        chosen = sample(logits, rows)
-        return list(zip(entries, chosen.tolist(), logprobs(logits, rows, chosen), strict=True))
+    def _launch(self, chunks: SequenceOf[JobChunk]) -> LaunchedStep:
+        """Compute chunks and their next tokens; waits for nothing."""
+        logits = self._executor.run(chunks)
+        giving = [chunk for chunk in chunks if chunk.gives_token]
+        rows = [self._entries[chunk.job.number].sampler for chunk in giving]
+        chosen = None if logits is None else sample(logits, rows)
+        if chosen is not None:
+            self._executor.note_tokens(chunks, chosen)
+        for chunk in giving:
+            chunk.job.num_pending += 1
+        return LaunchedStep(chunks, rows, logits, chosen)
+
+    def _settle(self) -> bool:
+        """Commit the step under way and take its tokens over; False if there is none."""
+        launched, self._under_way = self._under_way, None
+        if launched is None:
+            return False
+        giving = [chunk.job for chunk in launched.chunks if chunk.gives_token]
+        live = [self._entries.get(job.number) for job in giving]
+        for job in giving:
+            job.num_pending -= 1
+        try:
+            tokens = launched.tokens()
+            for copies in self._scheduler.commit(launched.chunks):
+                carry_out(self.weave.arena, copies)
+            for chunk in launched.chunks:
+                if chunk.sequence.is_open:
+                    self._admission.after_commit(chunk)
+        except Exception as error:
+            log.exception("a step of %d requests failed", len(launched.chunks))
+            self._fail([entry for entry in live if entry], error)
+            return True
+        for entry, (token, logs) in zip(live, tokens, strict=True):
+            if entry:
+                self._take(entry, token, logs)
+        return True
 
     def _take(self, entry: LiveRequest, token: int, logs: Any) -> None:
         """The next token of a request."""

@@ -1,5 +1,6 @@
 """The executor: runs the model over the chunks of a step.
 
+captured  steps of a size that graphs are captured for: a replay
 packed    models all of whose layers attend in place, and keep no states: one call `[1, tokens]` for all chunks
 stacked   all others: decodes in calls `[rows, 1]`, each chunk of a prompt in a call of its own
 """
@@ -14,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
+from kvweave.attention import UNKNOWN_ID, StepSize
 from kvweave.cache import Sequence
 from kvweave.engine.job import Job, JobChunk
 from kvweave.integrations.transformers import KVWeave
@@ -40,6 +42,23 @@ class Executor:
         is_plain = self.served.takes_positions and not self.has_states and not self.rope.is_there
         return is_plain and self._weave.attends_in_place
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be computed before the tokens of the one before it are known here. States would have
+        advanced by then, when theirs are to be kept; and what a store gets is copied between two steps."""
+        return self._weave.graphs.is_useful and not self.has_states and self._weave.store is None
+
+    def is_captured(self, chunks: SequenceOf[JobChunk]) -> bool:
+        """Whether the tokens of a step may be known to the device only."""
+        return all(chunk.ids for chunk in chunks) or all(
+            self._size([chunks[number] for number in numbers]) is not None for numbers in self._grouped(chunks)
+        )
+
+    def note_tokens(self, chunks: SequenceOf[JobChunk], tokens: torch.Tensor) -> None:
+        """The next tokens of those chunks that give one, for the step after this one."""
+        if self.runs_ahead:
+            self._weave.graphs.note_tokens([chunk.sequence for chunk in chunks if chunk.gives_token], tokens)
+
     def limit(self, job: Job, start: int) -> int:
         """How far one chunk may go: of models whose scan ignores the state one token behind a hit, and of those whose
         frequencies depend on the length no further than these stay the same."""
@@ -60,19 +79,54 @@ class Executor:
     def run(self, chunks: SequenceOf[JobChunk]) -> torch.Tensor | None:
         """Compute the chunks. Returns the logits `[rows, vocabulary]` after those that give a token, in their order;
         None if there are none."""
-        if self.is_packed:
-            return self._packed(chunks)
         logits: dict[int, torch.Tensor] = {}
-        for together in self._grouped(chunks):
-            rows = self._stacked([chunks[number] for number in together])
-            logits |= {number: row for number, row in zip(together, rows, strict=True) if chunks[number].gives_token}
+        groups = self._grouped(chunks)
+        for numbers in groups:
+            together = [chunks[number] for number in numbers]
+            giving = [number for number in numbers if chunks[number].gives_token]
+            found = self._run_group(together)
+            if found is not None and len(groups) == 1:
+                return found
+            logits |= dict(zip(giving, [] if found is None else found, strict=True))
         return torch.stack([logits[number] for number in sorted(logits)]) if logits else None
+
+    def _grouped(self, chunks: SequenceOf[JobChunk]) -> list[list[int]]:
+        """Numbers of chunks that are computed together."""
+        if self._size(chunks):
+            return [list(range(len(chunks)))]
+        groups: dict[Hashable, list[int]] = {}
+        for number, chunk in enumerate(chunks):
+            if self.is_packed:
+                key: Hashable = chunk.is_decode and self._weave.graphs.is_useful
+            elif chunk.is_decode:
+                key = chunk.start if self._needs_equal_lengths else 0, self.rope.range_of(chunk.end)
+            else:
+                key = number
+            groups.setdefault(key, []).append(number)
+        return list(groups.values())
+
+    def _run_group(self, chunks: SequenceOf[JobChunk]) -> torch.Tensor | None:
+        """The logits after those chunks that give a token."""
+        size = self._size(chunks)
+        if size is None and self.is_packed:
+            return self._packed(chunks)
+        logits = self._stacked(chunks) if size is None else self._captured(chunks, size)
+        giving = [number for number, chunk in enumerate(chunks) if chunk.gives_token]
+        return logits if len(giving) == len(chunks) else logits[giving] if giving else None
+
+    def _size(self, chunks: SequenceOf[JobChunk]) -> StepSize | None:
+        counts, lengths = [chunk.num_tokens for chunk in chunks], [chunk.start for chunk in chunks]
+        return self._weave.graphs.size_of(counts, lengths)
+
+    def _captured(self, chunks: SequenceOf[JobChunk], size: StepSize) -> torch.Tensor:
+        ids = np.array([token for chunk in chunks for token in chunk.ids or [UNKNOWN_ID]], np.int64)
+        return self._weave.graphs.run(_sequences(chunks), [chunk.num_tokens for chunk in chunks], ids, size)
 
     # ---- one call for all
 
     def _packed(self, chunks: SequenceOf[JobChunk]) -> torch.Tensor | None:
         device = self.model.device
-        ids = torch.from_numpy(np.concatenate([chunk.job.tokens[chunk.start : chunk.end] for chunk in chunks]))
+        ids = torch.from_numpy(np.concatenate([chunk.ids for chunk in chunks]))
         positions = torch.from_numpy(np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]))
         ends = np.cumsum([chunk.num_tokens for chunk in chunks]) - 1
         last = torch.from_numpy(ends[[chunk.gives_token for chunk in chunks]]).to(device)
@@ -86,22 +140,11 @@ class Executor:
             return None
         return logits if self._keeps_chosen_logits else logits[last]
 
-    # ---- calls of rows side by side
-
-    def _grouped(self, chunks: SequenceOf[JobChunk]) -> list[list[int]]:
-        """Numbers of chunks that are computed together."""
-        groups: dict[Hashable, list[int]] = {}
-        for number, chunk in enumerate(chunks):
-            is_decode = chunk.num_tokens == 1 and chunk.start > 0
-            same = (chunk.start if self._needs_equal_lengths else 0, self.rope.range_of(chunk.end))
-            groups.setdefault(same if is_decode else number, []).append(number)
-        return list(groups.values())
-
     def _stacked(self, chunks: SequenceOf[JobChunk]) -> torch.Tensor:
         """The logits after each row's last token."""
         lengths, count = [chunk.start for chunk in chunks], chunks[0].num_tokens
         columns = max(lengths) + count
-        ids = torch.tensor([chunk.job.tokens[chunk.start : chunk.end] for chunk in chunks], device=self.model.device)
+        ids = torch.tensor([chunk.ids for chunk in chunks], device=self.model.device)
         ends = torch.tensor([columns - chunk.end for chunk in chunks], device=ids.device)
         mask = (torch.arange(columns, device=ids.device) >= ends[:, None]).long()
         with self._frequencies(chunks[0]), self._cache_class(self.memory, _sequences(chunks), lengths) as past:
@@ -119,4 +162,4 @@ class Executor:
 
 
 def _sequences(chunks: SequenceOf[JobChunk]) -> list[Sequence]:
-    return [chunk.job.sequence for chunk in chunks if chunk.job.sequence]
+    return [chunk.sequence for chunk in chunks]

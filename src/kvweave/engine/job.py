@@ -25,6 +25,10 @@ class Job:
     """The order of arrival."""
     sequence: Sequence | None = field(default=None, repr=False)
     """Its pages, while it runs."""
+    num_opened: int = 0
+    """Tokens that its sequence was opened with; those after them are told when they are committed."""
+    num_pending: int = 0
+    """Tokens that steps under way will give."""
     num_cached: int | None = None
     """Tokens of its prompt that were found when it first ran."""
     num_preempted: int = 0
@@ -50,25 +54,41 @@ class Job:
 
     @property
     def num_left(self) -> int:
-        """Known tokens that are not computed yet; one, while it generates."""
-        return len(self.tokens) - self.num_computed
+        """Tokens, given or about to be, that are not computed yet; one, while it generates."""
+        return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its last token is there, or about to be."""
+        return len(self.tokens) + self.num_pending - self.num_prompt >= self.max_new
 
 
 class JobChunk(NamedTuple):
-    """The tokens [start, end) of a job, for which there are pages."""
+    """The tokens [start, end) of a job, for which its sequence has pages. `gives_token`: its next token follows."""
 
     job: Job
+    sequence: Sequence
     start: int
     end: int
+    gives_token: bool
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
 
     @property
-    def gives_token(self) -> bool:
-        """Whether the next token of the job follows from it."""
-        return self.end == len(self.job.tokens)
+    def is_decode(self) -> bool:
+        return self.num_tokens == 1 and self.start > 0
+
+    @property
+    def ids(self) -> list[int]:
+        """Its tokens, as far as they are known."""
+        return self.job.tokens[self.start : self.end]
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the core learns its tokens when they are committed."""
+        return self.end > self.job.num_opened
 
 
 class StepPlan(NamedTuple):

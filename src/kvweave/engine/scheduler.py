@@ -83,33 +83,40 @@ class Scheduler:
     # ---- a step
 
     def plan(self) -> StepPlan:
-        """Allocate pages for the next step. No chunks: there is nothing to do, or somebody else has all pages."""
+        """Allocate pages for the next step. No chunks: there is nothing to do but to wait for tokens under way, or
+        somebody else has all pages."""
         while True:
             step = StepPlan([], [])
             self._generate(step)
             self._prefill(step)
             self._admit(step)
-            if step.chunks or len(self.running) < 2:
+            if step.chunks or len(self.running) < 2 or any(job.num_pending for job in self.running):
                 return step
             self._preempt(max(self.running, key=lambda job: job.rank))
 
     def commit(self, chunks: Iterable[JobChunk]) -> list[Copies]:
-        """The chunks are computed. Returns copies to be made before the next step."""
-        jobs = [chunk.job for chunk in chunks if chunk.job.sequence]
+        """The chunks are computed, and all their tokens are known; later steps may be under way. Returns copies to be
+        made before the next step."""
+        alike: dict[tuple[bool, bool], list[JobChunk]] = {}
         for chunk in chunks:
             self._served[chunk.job.tenant] += chunk.num_tokens
-        shared = [job.sequence for job in jobs if job.is_shared]
-        private = [job.sequence for job in jobs if not job.is_shared]
-        copies = [self.core.commit(_open(shared))] if shared else []
-        return [*copies, self.core.commit(_open(private), share=False)] if private else copies
+            if chunk.sequence.is_open:
+                alike.setdefault((chunk.job.is_shared, chunk.is_told), []).append(chunk)
+        return [self._commit_alike(found, *how) for how, found in alike.items()]
+
+    def _commit_alike(self, chunks: list[JobChunk], share: bool, are_told: bool) -> Copies:
+        sequences, ends = [chunk.sequence for chunk in chunks], [chunk.end for chunk in chunks]
+        tokens = [chunk.ids for chunk in chunks] if are_told else None
+        return self.core.commit(sequences, ends, tokens=tokens, share=share)
 
     def _generate(self, step: StepPlan) -> None:
         """One token of every job that generates; where pages are short, without those of the worst rank."""
-        jobs = sorted((job for job in self.running if job.num_left == 1 and job.num_computed), key=lambda job: job.rank)
+        generating = (job for job in self.running if job.num_left == 1 and job.num_computed and not job.is_answered)
+        jobs = sorted(generating, key=lambda job: job.rank)
         while jobs:
-            sequences = _open(job.sequence for job in jobs)
+            sequences = [job.sequence for job in jobs if job.sequence]
             try:
-                copies = self.core.extend(sequences, 1, tokens=[job.tokens[-1] for job in jobs])
+                copies = self.core.extend(sequences, 1)
             except OutOfPages:
                 victim = max(self.running, key=lambda job: job.rank)
                 if len(self.running) == 1:
@@ -118,7 +125,8 @@ class Scheduler:
                 jobs = [job for job in jobs if job is not victim]
                 continue
             step.copies.append(copies)
-            step.chunks.extend(JobChunk(job, len(job.tokens) - 1, len(job.tokens)) for job in jobs)
+            for job, sequence in zip(jobs, sequences, strict=True):
+                step.chunks.append(JobChunk(job, sequence, sequence.length - 1, sequence.length, True))
             return
 
     def _prefill(self, step: StepPlan) -> None:
@@ -130,13 +138,14 @@ class Scheduler:
 
     def _admit(self, step: StepPlan) -> None:
         """Jobs that wait, in turn; the first one that does not fit ends it, so that none is overtaken for ever."""
-        order = sorted(self.waiting, key=lambda job: (-job.priority, self._served[job.tenant], job.number))
+        waiting = (job for job in self.waiting if not job.num_pending)
+        order = sorted(waiting, key=lambda job: (-job.priority, self._served[job.tenant], job.number))
         for job in order:
             if len(self.running) >= self.max_running or self._left(step) <= 0:
                 return
             if self._is_being_computed(job):
                 continue
-            job.sequence = self._open(job)
+            job.sequence, job.num_opened = self._open(job), len(job.tokens)
             if not self._extend(step, job, lambda other, job=job: other.priority < job.priority):  # type: ignore[misc]
                 self.core.close(job.sequence)
                 job.sequence = None
@@ -154,7 +163,7 @@ class Scheduler:
         assert job.sequence, "it runs"
         if self._left(step) <= 0:
             return False
-        start = job.num_computed
+        start, job_left = job.num_computed, job.num_left
         end = count = self._end(step, job, job.sequence, start) - start
         while True:
             try:
@@ -168,7 +177,7 @@ class Scheduler:
                 else:
                     return False
                 continue
-            step.chunks.append(JobChunk(job, start, start + count))
+            step.chunks.append(JobChunk(job, job.sequence, start, start + count, count == job_left))
             return True
 
     def _end(self, step: StepPlan, job: Job, sequence: Sequence, start: int) -> int:
@@ -218,7 +227,3 @@ class Scheduler:
         if self._has_full_only:
             return common // self.core.grid * self.core.grid
         return max((point for point in sequence.prompt_points if point <= common), default=0)
-
-
-def _open(sequences: Iterable[Sequence | None]) -> list[Sequence]:
-    return [sequence for sequence in sequences if sequence]

@@ -67,6 +67,7 @@ def _registered(name: str) -> str:
     return ours
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     name: str,
     module: Any,

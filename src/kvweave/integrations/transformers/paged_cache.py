@@ -9,8 +9,9 @@ fail      the model has raised: the rows of the step are invalid, and the cache 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -64,6 +65,8 @@ class PagedCache(CacheRows):
         self.forward: PagedForward | None = None
         """That forward, if its attention may read pages in place."""
         self._forward_before: PagedForward | None = None
+        self.step_ids: Numbers = np.zeros((0, 0), np.int64)
+        """The tokens that are being computed, `[batch, n]`."""
         self.hides_tokens = False
         """Whether tokens are kept that masks hide: padding, of models whose positions count it."""
         self._had_gradients = False
@@ -96,6 +99,9 @@ class PagedCache(CacheRows):
             self._has_failed = self.sequences[0].length != length
             self.memory.core_lock.__exit__(None, None, None)
             raise
+        self._enter(inputs, module)
+
+    def _enter(self, inputs: Mapping[str, Any], module: object) -> None:
         self.computed_by = module
         self._had_gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
@@ -107,7 +113,8 @@ class PagedCache(CacheRows):
         self.commit_pending()
         if len(tokens) != len(self.sequences):
             self.batch_repeat_interleave(len(tokens) // max(1, len(self.sequences)))
-        self._extend(tokens.cpu().numpy())
+        self.step_ids = tokens.cpu().numpy()
+        self._extend(self.step_ids)
         self._step = self._step_to(self.columns + tokens.shape[1])
 
     def _check_model(self) -> None:
@@ -174,6 +181,24 @@ class PagedCache(CacheRows):
             fresh = np.flatnonzero(self.columns == self._pads).tolist()
             for layer in self._states:
                 layer.bind(live, fresh, self.columns > 0)
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether all layers of the forward that runs attend in place, at positions that follow from their lengths."""
+        forward = self.forward
+        return forward is not None and not forward.is_learning and not forward.needs_masks and self.positions is None
+
+    @contextmanager
+    def computed_elsewhere(self) -> Iterator[None]:
+        """Within this context somebody computes the step on the pages themselves, for all layers."""
+        self._write_back()
+        yield
+        for layer in self._states:
+            for state in layer.states:
+                state.unbind()
+        for layer in self.layers:
+            if getattr(layer, "kept", None) is not None:
+                layer.written = self._step
 
     def finish(self) -> None:
         """The model has computed the step."""

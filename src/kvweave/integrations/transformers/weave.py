@@ -18,6 +18,7 @@ from kvweave.errors import BadCall, MissingExtra
 from kvweave.integrations.transformers.attention_interface import SwitchedConfigs
 from kvweave.integrations.transformers.build import counts_padding, layer_attentions, make_layer
 from kvweave.integrations.transformers.calls import CallReader, GenerateCall
+from kvweave.integrations.transformers.captured_forward import CapturedForward
 from kvweave.integrations.transformers.core_lock import CoreLock
 from kvweave.integrations.transformers.hooks import ForwardHooks
 from kvweave.integrations.transformers.layers.model_caches import cache_class
@@ -29,6 +30,7 @@ from kvweave.integrations.transformers.prompts import Prompts
 from kvweave.integrations.transformers.request_record import RequestRecord, RequestRecords, WeaveStats
 from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.session import Session
+from kvweave.integrations.transformers.step_graphs import StepGraphs
 from kvweave.integrations.transformers.support import Served, examine, uncompiled, wrapped
 from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.plan import Plan, make_plan
@@ -59,7 +61,9 @@ class KVWeave:
     hashed. A request waits at most `store_wait_s` for the store before it computes, and as long again at its end.
 
     Attention reads pages in place where it can; with `in_place=False` the model's own attention computes on gathered
-    rows, and results are transformers' to the last bit.
+    rows, and results are transformers' to the last bit. On a GPU, steps of few tokens are replayed as CUDA graphs
+    unless `graphs=False`; with `compile_layers` their layers are compiled by `torch.compile`, which takes some seconds
+    at first.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class KVWeave:
         weights: str | None = None,
         store_wait_s: float = 5.0,
         in_place: bool = True,
+        graphs: bool | None = None,
+        compile_layers: bool = False,
         **cache_options: Any,
     ) -> None:
         models = wrapped(model)
@@ -102,12 +108,17 @@ class KVWeave:
         of_past, counting = cache_class(self.served.own_cache), counts_padding(self.served)
         self.opener = Opener(self.model, self.served, self.memory, of_past, counting, self._store_sync)
         self._generate, self._own_generate = self._outermost.generate, self.model.generate
-        hooks = ForwardHooks(self.memory, self.served).register(models)
+        hooks: list[Any] = ForwardHooks(self.memory, self.served).register(models)
         self._unhook = weakref.finalize(self, _remove, hooks)
         self._unhook.atexit = False  # at exit the model may be gone already, and needs no unhooking
         self.records = RequestRecords()
         with self.memory.core_lock, uncompiled(self.model), torch.no_grad():
             self.opener.learn_attention()
+            is_wanted = self.model.device.type == "cuda" if graphs is None else graphs
+            self.graphs = StepGraphs(self.model, self.served, self.memory, is_wanted, compile_layers)
+            self.graphs.learn()
+        if self.graphs.is_useful:
+            hooks.append(CapturedForward(self.model, self.graphs))
 
     def _make_memory(self, rope: LengthRope, in_place: bool) -> PagedMemory:
         name = type(self.model).__name__

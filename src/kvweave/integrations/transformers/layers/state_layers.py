@@ -40,6 +40,7 @@ class LayerState:
         self.tag, self.name, self.pages = tag, name, pages
         self.tensor = pages[:0]
         self._live: list[int] = []
+        self._slots = pages[:0]
 
     def bind(self, live: list[int], fresh: list[int]) -> bool:
         """Make `tensor` that of these pages; `fresh` rows start from zeros. Returns False if nothing changed."""
@@ -50,6 +51,15 @@ class LayerState:
         for row in fresh:
             self.tensor[row].zero_()
         return True
+
+    def gather(self, slots: torch.Tensor) -> None:
+        """Make `tensor` a copy of the states at these pages, `[batch]` on the device, of which the host knows nothing;
+        `scatter` writes it back."""
+        self._slots = slots
+        self.tensor = self.pages.index_select(0, slots)
+
+    def scatter(self) -> None:
+        self.pages.index_copy_(0, self._slots, self.tensor)
 
     def write_back(self) -> None:
         if len(self._live) > 1:
@@ -77,6 +87,14 @@ class LinearLayer(LinearAttentionLayer):  # type: ignore[misc]
                 self._show(state)
         for number in self.has_previous_state:
             self.has_previous_state[number] = has_past
+
+    def gather(self, slots: Mapping[str, torch.Tensor]) -> None:
+        """Before a step at fixed addresses: copy the states from these pages."""
+        for state in self.states:
+            state.gather(slots[state.tag])
+            self._show(state)
+        for number in self.has_previous_state:
+            self.has_previous_state[number] = True
 
     def update_conv_state(self, *state: Any, **named: Any) -> Any:
         assert self.past.step, "there is one, or an error"

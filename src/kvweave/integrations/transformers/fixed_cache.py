@@ -1,0 +1,70 @@
+"""A cache for forwards over a step at fixed addresses: its lengths are on the device, unknown to Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kvweave.attention import FixedStep, Step
+from kvweave.integrations.transformers.batch_step import BatchStep
+from kvweave.integrations.transformers.paged_memory import PagedMemory
+from kvweave.integrations.transformers.step_cache import StepCache
+
+UNKNOWN = 1 << 20
+"""What such a cache says when a model asks for its length. A model whose outcome depends on it is not computed so."""
+
+
+class FixedBatchStep(BatchStep):
+    """Tokens of which only the device knows where they are."""
+
+    def __init__(self, fixed: FixedStep, num_tokens: int) -> None:
+        self.fixed = fixed
+        self.start, self.end = UNKNOWN, UNKNOWN + num_tokens
+
+    def packed(self) -> Step:
+        return self.fixed.step
+
+
+class FixedCache(StepCache):
+    """The rows of one step; all layers attend in place. States are copied in, and back when the model has returned."""
+
+    def __init__(self, memory: PagedMemory, fixed: FixedStep) -> None:
+        super().__init__(memory, [], [UNKNOWN])
+        self._fixed = fixed
+
+    @property
+    def is_open(self) -> bool:
+        return True
+
+    def begin(self, inputs: Mapping[str, Any], module: object) -> None:
+        self.memory.core_lock.__enter__()
+        self._step = FixedBatchStep(self._fixed, inputs["input_ids"].shape[1])
+        for layer in self._states:
+            layer.gather(self._fixed.states)
+        self._enter(inputs, module)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(self, *rows: Any, **named: Any) -> Any:
+        """Outside of compiled code: what is between two updates is compiled."""
+        return super().update(*rows, **named)
+
+    def _see_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Positions are the step's."""
+
+    def finish(self) -> None:
+        self._leave()
+        for layer in self._states:
+            for state in layer.states:
+                state.scatter()
+
+    @contextmanager
+    def unchanged_states(self) -> Iterator[None]:
+        """Forwards within this context leave the states of the step's rows as they are."""
+        all_states = [state for layer in self._states for state in layer.states]
+        before = [state.pages.index_select(0, self._fixed.states[state.tag]) for state in all_states]
+        yield
+        for state, tensor in zip(all_states, before, strict=True):
+            state.pages.index_copy_(0, self._fixed.states[state.tag], tensor)

@@ -1,0 +1,223 @@
+"""Forwards as graphs: on a GPU a step of few tokens is a replay of kernels that were captured once for its size.
+
+A model is run so if it was seen to give the same logits for a step at fixed addresses, with a cache that does not know
+its length. One that cannot be captured (its forward waits for the device) is run as before, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from kvweave.attention import FixedStep, StepBuffers, StepSize
+from kvweave.cache import Cache, Sequence
+from kvweave.integrations.transformers.build import counts_padding
+from kvweave.integrations.transformers.fixed_cache import FixedCache
+from kvweave.integrations.transformers.opening import LEARNING_TOKENS
+from kvweave.integrations.transformers.paged_cache import PagedCache
+from kvweave.integrations.transformers.paged_forward import CLOSE
+from kvweave.integrations.transformers.paged_memory import PagedMemory
+from kvweave.integrations.transformers.prefill import forward_inputs
+from kvweave.integrations.transformers.support import Served
+
+log = logging.getLogger(__name__)
+
+DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Rows of decodes that graphs are captured for: a step is padded to the next of them."""
+CHUNKS = (16, 64, 256)
+"""Tokens of steps with chunks of prompts that graphs are captured for; larger ones are run uncaptured."""
+
+
+class StepGraphs:
+    """Runs steps of one model, in which every row has a past or is a first chunk. Used by who holds the core's lock."""
+
+    def __init__(
+        self,
+        model: Any,
+        served: Served,
+        memory: PagedMemory,
+        is_wanted: bool = True,
+        compiles: bool = False,
+        max_rows: int = DECODES[-1],
+    ) -> None:
+        self._model, self._served, self._memory, self._max_rows = model, served, memory, max_rows
+        self._has_states = any(not cache.reach.per_token for _, cache in served.spec.caches())
+        parameter = inspect.signature(model.forward).parameters.get("logits_to_keep")
+        self._keeps_chosen_logits = parameter is not None and "Tensor" in str(parameter.annotation)
+        self._captures = model.device.type == "cuda"
+        self._buffers: StepBuffers | None = None
+        self._captured: dict[StepSize, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool: Any = None
+        self.is_useful = is_wanted and self._could_be()
+        self._layers = CompiledLayers(model) if self.is_useful and compiles else nullcontext()
+
+    def _could_be(self) -> bool:
+        """Whether what a forward computes can follow from ids, positions and pages alone."""
+        served, layers = self._served, self._memory.attention
+        in_place = bool(layers) and all(layer.verdicts == {True: True, False: True} for layer in layers)
+        plain = served.takes_positions and served.cache_name == "past_key_values" and served.own_cache is None
+        return in_place and plain and not counts_padding(served) and not self._memory.rope.is_there
+
+    # ---- which steps
+
+    def size_of(self, counts: SequenceOf[int], lengths: SequenceOf[int]) -> StepSize | None:
+        """The size that a step of so many tokens a row is padded to, which come after `lengths` others; None if there
+        is no graph for it. States begin as zeros, which no graph makes."""
+        rows, tokens = len(counts), sum(counts)
+        if not self.is_useful or (self._has_states and not all(lengths)):
+            return None
+        if rows == tokens:
+            rows = _next(DECODES, rows)
+            return StepSize(rows, rows) if 0 < rows <= self._max_rows else None
+        tokens = _next(CHUNKS, tokens + 1)
+        if self._has_states or not tokens:
+            return None
+        rows = 2 if rows == 1 else _next(DECODES, rows + 1)
+        return StepSize(tokens, rows) if rows < tokens else None
+
+    def learn(self) -> None:
+        """Find out whether a step at fixed addresses gives the logits of a forward of transformers; for a thread that
+        holds the core's lock. Two prompts of the same few tokens that nobody finds later tell."""
+        if not self.is_useful:
+            return
+        core, ids = self._memory.core, np.arange(1, 1 + LEARNING_TOKENS)
+        expected, found = self._learning_logits(core, ids, False), self._learning_logits(core, ids, True)
+        allowed = CLOSE.get(expected.dtype, 0.0) * float(expected.abs().max())
+        self.is_useful = float((found - expected).abs().max()) <= allowed
+
+    def _learning_logits(self, core: Cache, ids: np.ndarray, at_fixed_addresses: bool) -> torch.Tensor:
+        """The logits after all tokens, the last one computed by itself."""
+        sequence = core.open(ids, reuse=False)
+        there = torch.from_numpy(ids).to(self._model.device)[None]
+        past = PagedCache(self._memory, [sequence], 0)
+        try:
+            self._model(**forward_inputs(self._served, past, there[:, :-1], torch.ones_like(there[:, :-1])))
+            if not at_fixed_addresses:
+                last = forward_inputs(self._served, past, there[:, -1:], torch.ones_like(there))
+                logits: torch.Tensor = self._model(**last).logits[0, -1:]
+                return logits
+            past.commit_pending()
+            core.extend(sequence, 1)
+            self._fitting_buffers().load([sequence], [1], ids[-1:], StepSize(1, 1))
+            return self._forward(StepSize(1, 1))
+        finally:
+            past.release_rows()
+            core.close(sequence, keep=False)
+
+    # ---- a step
+
+    @torch.no_grad()
+    def run(
+        self, sequences: SequenceOf[Sequence], counts: SequenceOf[int], ids: np.ndarray, size: StepSize
+    ) -> torch.Tensor:
+        """The logits `[rows, vocabulary]` after each row's last token. A copy: the memory of a graph's results may be
+        used by graphs that were captured before it."""
+        buffers = self._fitting_buffers()
+        buffers.load(sequences, counts, ids, size)
+        return self.replay(size)[: len(sequences)].clone()
+
+    def note_tokens(self, sequences: SequenceOf[Sequence], tokens: torch.Tensor) -> None:
+        """The next token of each sequence, on the device: steps may have `UNKNOWN_ID` in its place."""
+        self._fitting_buffers().note_tokens(sequences, tokens)
+
+    def _fitting_buffers(self) -> StepBuffers:
+        if self._buffers is None or self._buffers.are_outgrown:
+            self._captured.clear()
+            longest = longest_sequence(self._memory.core)
+            device = self._memory.arena.memory.device
+            self._buffers = StepBuffers(self._memory.core, device, max(CHUNKS), self._max_rows, longest)
+        return self._buffers
+
+    def replay(self, size: StepSize) -> torch.Tensor:
+        """Compute the step that is loaded."""
+        if self._captures and size not in self._captured:
+            try:
+                self._captured[size] = self._capture(size)
+            except RuntimeError as error:
+                log.warning(
+                    "%s is computed without graphs, its forward cannot be captured: %s",
+                    type(self._model).__name__,
+                    str(error).partition("\n")[0],
+                )
+                self._captures = self.is_useful = False
+        if not self._captures:
+            return self._forward(size)
+        graph, logits = self._captured[size]
+        graph.replay()
+        return logits
+
+    def _capture(self, size: StepSize) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """The first forwards compile and allocate, on a stream of their own, as capturing asks."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), FixedCache(self._memory, self._step(size)).unchanged_states():
+            for _ in range(2):
+                self._forward(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._forward(size)
+        self._pool = graph.pool()
+        return graph, logits
+
+    def _step(self, size: StepSize) -> FixedStep:
+        assert self._buffers, "a step was loaded"
+        return self._buffers.step(size)
+
+    def _forward(self, size: StepSize) -> torch.Tensor:
+        fixed = self._step(size)
+        shape = (size.rows, 1) if size.is_decode else (1, size.tokens)
+        inputs = {"input_ids": fixed.ids.view(shape), "position_ids": fixed.positions.view(shape), "use_cache": True}
+        if self._keeps_chosen_logits and not size.is_decode:
+            inputs["logits_to_keep"] = fixed.last
+        with self._layers:
+            logits: torch.Tensor = self._model(**inputs, past_key_values=FixedCache(self._memory, fixed)).logits
+        if size.is_decode:
+            return logits[:, -1]
+        return logits[0] if self._keeps_chosen_logits else logits[0].index_select(0, fixed.last)
+
+
+class CompiledLayers:
+    """A context in which the decoder layers of a model are compiled by `torch.compile`, for steps at fixed addresses.
+
+    Compiled is what lies between two calls of ours: attention and updates of the cache stay as they are. One code
+    serves all layers of a kind, and from the second batch size on all sizes.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self._compiled = [
+            torch.compile(layer._call_impl, options={"coordinate_descent_tuning": True}) for layer in self._layers
+        ]
+        self._config = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64)
+
+    def __enter__(self) -> None:
+        self._config.__enter__()
+        for layer, compiled in zip(self._layers, self._compiled, strict=True):
+            layer._compiled_call_impl = compiled
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers:
+            layer._compiled_call_impl = None
+        self._config.__exit__(None, None, None)
+
+
+def longest_sequence(core: Cache) -> int:
+    """Tokens that a sequence can have: by its tables, and by the pages of those groups that keep all tokens."""
+    groups = [group for group in core.plan.groups if group.cache.reach.per_token]
+    widths = [core.table(group.tag).shape[1] * group.block_tokens for group in groups]
+    rooms = [core.plan.num_pages(group.tag) * group.block_tokens for group in groups if group.cache.reach.span is None]
+    return int(min(widths + rooms))
+
+
+def _next(sizes: SequenceOf[int], least: int) -> int:
+    """The smallest of some sizes that is not below the least; 0 if there is none."""
+    where = bisect_left(sizes, least)
+    return sizes[where] if where < len(sizes) else 0

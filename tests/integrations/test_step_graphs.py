@@ -1,0 +1,143 @@
+"""Forwards as graphs under `generate`; on a CPU the same steps at fixed addresses, uncaptured."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from kvweave.integrations.transformers import KVWeave
+from kvweave.integrations.transformers.captured_forward import CapturedForward
+from kvweave.integrations.transformers.step_graphs import StepGraphs
+from tests.integrations.checks import CLOSE
+from tests.integrations.models import difference, greedy, model_of, plain, prompt
+
+CAPTURED = ("llama", "mistral", "gemma3_text", "gpt_oss", "mimo_v2_flash", "mixtral", "qwen3_next", "falcon_h1", "lfm2")
+"""Full attention, windows, sinks, unequal widths, experts, states, states beside attention, convolutions."""
+OTHERS = ("bloom", "llama4_text", "deepseek_v3", "mamba2", "minimax")
+"""Positions of their own, scales that depend on the length of the cache, latents, states only, a cache class."""
+
+
+def weave_of(name: str, **options: Any) -> KVWeave:
+    return KVWeave(model_of(name), "64MiB", **{"rows": 16, "max_tokens": 512, "graphs": True, **options})
+
+
+def count_steps(weave: KVWeave, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each step that is computed at fixed addresses."""
+    steps: list[int] = []
+    run = weave.graphs.run
+
+    def counted(sequences: Any, *arguments: Any) -> torch.Tensor:
+        steps.append(len(sequences))
+        return run(sequences, *arguments)
+
+    monkeypatch.setattr(weave.graphs, "run", counted)
+    return steps
+
+
+def same(weave: KVWeave, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> bool:
+    mask = torch.ones_like(ids) if mask is None else mask
+    torch.manual_seed(3)
+    ours = weave.generate(ids, attention_mask=mask, **greedy(8, **options))
+    torch.manual_seed(3)
+    return difference(ours, plain(weave.model, ids, mask, num_tokens=8, **options)) < CLOSE
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_generate_gives_the_answers_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with weave_of(name) as weave:
+        steps = count_steps(weave, monkeypatch)
+        assert same(weave, prompt(60))
+        assert len(steps) >= 7, "all but the prompt"
+        assert same(weave, prompt(60))
+        both = torch.cat([prompt(50, seed=1), prompt(50, seed=2)])
+        mask = torch.ones_like(both)
+        mask[1, :9] = 0
+        assert same(weave, both, mask)
+        assert same(weave, prompt(40, seed=3), num_beams=3)
+        assert same(weave, prompt(40, seed=4), do_sample=True, num_return_sequences=3)
+        assert {1, 2, 3} <= set(steps)
+        assert weave.core.stats().sequences == 0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_that_need_more_than_ids_positions_and_pages_are_seen(name: str) -> None:
+    with weave_of(name) as weave:
+        assert not weave.graphs.is_useful
+        assert "forward" not in vars(weave.model)
+        assert same(weave, prompt(60))
+
+
+def test_a_model_whose_outcome_depends_on_the_length_of_its_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    rotate = model.model.rotary_emb.forward
+
+    def by_length(states: torch.Tensor, position_ids: torch.Tensor, **named: Any) -> Any:
+        cos, sin = rotate(states, position_ids, **named)
+        past = lengths[-1]
+        return cos * (1 + 0.1 * (past % 7)), sin
+
+    lengths = [0]
+    hook = model.model.register_forward_pre_hook(
+        lambda _m, _a, named: lengths.append(named["past_key_values"].get_seq_length()), with_kwargs=True
+    )
+    monkeypatch.setattr(model.model.rotary_emb, "forward", by_length)
+    try:
+        with weave_of("llama") as weave:
+            assert not weave.graphs.is_useful
+    finally:
+        hook.remove()
+
+
+def test_states_that_forwards_left_in_working_tensors_are_in_the_pages_for_a_replay() -> None:
+    """Steps by turns: computed by the model's own forward, and at fixed addresses."""
+    ids = torch.cat([prompt(30, seed=1), prompt(30, seed=2)])
+    with weave_of("qwen3_next") as weave, weave.past(ids) as past, torch.no_grad():
+        model = weave.model
+        step, whole = ids[:, -1:], ids
+        for number in range(6):
+            weave.graphs.is_useful = bool(number % 2)
+            logits = model(step, past_key_values=past, use_cache=True).logits[:, -1]
+            theirs = model(whole, use_cache=False).logits[:, -1]
+            assert (logits - theirs).abs().max() < CLOSE
+            step = logits.argmax(-1, keepdim=True)
+            whole = torch.cat([whole, step], dim=1)
+
+
+def test_copies_of_a_model_have_their_own_forward_and_close_gives_it_back() -> None:
+    model = model_of("llama")
+    with weave_of("llama"):
+        assert isinstance(vars(model)["forward"], CapturedForward)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert torch.equal(plain(other, prompt(20)).sequences, plain(model, prompt(20)).sequences)
+            assert not isinstance(other.forward, CapturedForward)
+    assert "forward" not in vars(model)
+
+
+def test_a_cache_with_more_rows_than_it_was_made_for_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with weave_of("llama", rows=2) as weave:
+        steps = count_steps(weave, monkeypatch)
+        assert same(weave, prompt(30))
+        assert same(weave, prompt(30, seed=1), num_beams=5)
+        assert 5 in steps
+
+
+def test_a_forward_that_cannot_be_captured_is_computed_as_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(StepGraphs, "_capture", refuse)
+    with weave_of("llama") as weave:
+        weave.graphs._captures = True
+        assert same(weave, prompt(30))
+        assert not weave.graphs.is_useful
+        assert same(weave, prompt(30, seed=1))
+    assert "computed without graphs" in caplog.text
