@@ -141,3 +141,15 @@ def test_a_forward_that_cannot_be_captured_is_computed_as_before(
         assert not weave.graphs.is_useful
         assert same(weave, prompt(30, seed=1))
     assert "computed without graphs" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+def test_compiled_layers_give_the_same_answers_by_one_code_for_all_of_a_kind(name: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with weave_of(name, compile_layers=True) as weave:
+        for rows in (1, 2, 3):
+            assert same(weave, torch.cat([prompt(40, seed=n) for n in range(rows)]))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 30
+        assert not any(layer._compiled_call_impl for layer in weave.model.modules())

@@ -21,6 +21,7 @@ Port = Annotated[int, _endpoint(metavar="N", help="The port to listen on.")]
 Name = Annotated[str | None, _endpoint(metavar="NAME", help="The model name that clients use.", show_default="MODEL")]
 Budget = Annotated[int, _engine(metavar="N", help="Most tokens computed in one step.")]
 Running = Annotated[int, _engine(metavar="N", help="Most requests computed at once; others wait.")]
+Compile = Annotated[bool, _engine(help="On a GPU, compile the layers: slower first answers, faster ones after them.")]
 
 
 def api_command(
@@ -34,6 +35,7 @@ def api_command(
     weights: option.Weights = None,
     budget: Budget = 2048,
     max_running: Running = 64,
+    compile: Compile = True,
     size: option.Size = "24M",
     seed: option.Seed = 0,
     dtype: option.Dtype = "auto",
@@ -60,6 +62,7 @@ def api_command(
         from kvweave.sim import TraceWriter  # noqa: PLC0415
     loaded = load(model, size=size, dtype=dtype, device=device, seed=seed)
     options: dict[str, Any] = {"budget": budget, "max_running": max_running, "store": store, "weights": weights}
+    options["compile_layers"] = compile and loaded.model.device.type == "cuda"
     with ExitStack() as stack:
         writer = stack.enter_context(TraceWriter(record)) if record else None
         engine = stack.enter_context(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache as TransformersCache
 
 from kvweave.attention import FixedStep, Step
 from kvweave.integrations.transformers.batch_step import BatchStep
@@ -46,11 +48,6 @@ class FixedCache(StepCache):
             layer.gather(self._fixed.states)
         self._enter(inputs, module)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update(self, *rows: Any, **named: Any) -> Any:
-        """Outside of compiled code: what is between two updates is compiled."""
-        return super().update(*rows, **named)
-
     def _see_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Positions are the step's."""
 
@@ -68,3 +65,8 @@ class FixedCache(StepCache):
         yield
         for state, tensor in zip(all_states, before, strict=True):
             state.pages.index_copy_(0, self._fixed.states[state.tag], tensor)
+
+
+for _name, _ in inspect.getmembers(TransformersCache, inspect.isfunction):
+    if not _name.startswith("_"):  # what is between two calls of the cache is compiled, once for all layers
+        setattr(FixedCache, _name, torch.compiler.disable(getattr(FixedCache, _name)))
