@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvweave.cli.run import chat, runner
+from kvweave.cli.run.run_request import RunRequest
 from kvweave.cli.run.text import ByteTokenizer
 from kvweave.cli.run.workload import PromptWriter, WorkloadSize, agents, play
 from kvweave.cli.source import example_names
@@ -133,6 +134,50 @@ def test_a_chat_says_its_model_first_and_only_sums_at_the_end(
     assert lines[0] == "[qwen3-next-80b scaled to 2.1M]"
     assert "".join(lines).count("random weights") == 1
     assert lines[-1].startswith("The first token came after")
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = chat.AnswerPrinter.put
+    interrupted: list[chat.AnswerPrinter] = []
+
+    def until_the_third(printer: chat.AnswerPrinter, value: Any) -> None:
+        put(printer, value)
+        if len(printer.tokens) == 3 and not interrupted:
+            interrupted.append(printer)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat.AnswerPrinter, "put", until_the_third)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello, who are you, and what do you keep?\nand now?\n"))
+    run = kvweave(*GEMMA, "--chat")
+    assert run.code == 0, run.err
+    assert "[stopped after 3 tokens]" in run.out
+    assert run.out.count("prompt tokens reused, first token after") == 1
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(builtins, "input", interrupted)
+    assert list(chat.lines()) == []
+
+
+def test_answers_are_sampled_by_a_seed_where_a_temperature_is_given(kvweave: Kvweave) -> None:
+    ask = (*GEMMA[:-2], "--max-new-tokens", "24", "--prompt", "Once upon a time", "--seed", "1")
+
+    def answer(*how: str) -> str:
+        return next(line for line in kvweave(*ask, *how).out.splitlines() if line.startswith("answer 1: "))
+
+    sampled = [answer("--temperature", "1.5", "--top-k", "50") for _ in range(2)]
+    assert sampled[0] == sampled[1] != answer()
+
+
+@pytest.mark.parametrize(
+    ("how", "most"), [({"chat": True}, 512), ({"prompts": ("x",)}, 128), ({}, 16), ({"max_new_tokens": 7}, 7)], ids=str
+)
+def test_answers_are_as_long_as_their_use_asks(how: dict[str, Any], most: int) -> None:
+    assert RunRequest("gemma-3-27b", **how).most_new_tokens == most
 
 
 def test_a_chat_in_which_nothing_is_said_ends_with_that(kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +356,8 @@ WRONG = {
     "no size": ((*GEMMA, "--size", "large"), "cannot read 'large' as a number of parameters"),
     "too small a size": ((*GEMMA, "--size", "9"), "cannot be scaled down to 9 parameters: "),
     "a size that its parts do not have": (("run", "mimo-v2-flash", "--size", "2M"), "is the least, give --size 2.2M"),
+    "sampled and compared": ((*GEMMA, "--temperature", "1", "--compare"), "leave --temperature out"),
+    "narrowed and greedy": ((*GEMMA, "--top-p", "0.9"), "top_p say how to sample, and greedy answers are not sampled"),
     "a chat in JSON": ((*GEMMA, "--chat", "--json"), "--chat and --json both write to stdout"),
     "unknown dtype": ((*GEMMA, "--dtype", "float23"), "did you mean 'float32'?"),
     "weights for no store": ((*GEMMA, "--weights", "x"), "--store is not given"),

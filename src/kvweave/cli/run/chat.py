@@ -17,23 +17,45 @@ PROMPT = "you> "
 
 
 def converse(engine: ModelAsker, text: TextCodec, said: Iterable[str], tell: Callable[[str], None]) -> None:
-    """Answer each line with the whole conversation as the prompt; what was reused is said after each answer."""
+    """Answer each line with the whole conversation as the prompt; what was reused is said after each answer.
+
+    Ctrl-C ends the answer that is being given, and not the conversation.
+    """
     messages: list[Message] = []
     for turn, line in enumerate(said, 1):
         messages.append(("user", line))
-        streamer = TextStreamer(text, skip_prompt=True, skip_special_tokens=True)
-        answer = engine.ask(f"turn {turn}", text.chat(messages), streamer)
-        messages.append(("assistant", text.decode(answer).strip()))
-        tell(format_reuse(engine.outcomes[-1]))
+        printer = AnswerPrinter(text)
+        try:
+            engine.ask(f"turn {turn}", text.chat(messages), printer)
+            about = format_reuse(engine.outcomes[-1])
+        except KeyboardInterrupt:
+            printer.end()
+            about = f"stopped after {len(printer.tokens)} tokens"
+        messages.append(("assistant", text.decode(printer.tokens).strip()))
+        tell(about)
+
+
+class AnswerPrinter(TextStreamer):  # type: ignore[misc]
+    """Prints an answer as it comes, and has its tokens."""
+
+    def __init__(self, text: TextCodec) -> None:
+        super().__init__(text, skip_prompt=True, skip_special_tokens=True)
+        self.tokens: list[int] = []
+
+    def put(self, value: Any) -> None:
+        """The prompt comes first, then the tokens of the answer."""
+        if not self.next_tokens_are_prompt:
+            self.tokens += value.flatten().tolist()
+        super().put(value)
 
 
 def lines() -> Iterator[str]:
-    """What is typed, or piped in, until its end or /quit."""
+    """What is typed, or piped in, until its end, Ctrl-C or /quit."""
     ask: Any = input if sys.stdin.isatty() else _piped
     while True:
         try:
             line = ask(PROMPT).strip()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             if ask is input:
                 print()  # what is said next does not belong to the prompt
             return

@@ -30,7 +30,12 @@ def run_command(
     prompt: option.Prompts = None,
     chat: option.Chat = False,
     workload: option.Workload = None,
-    max_new_tokens: option.MaxNewTokens = 16,
+    max_new_tokens: option.MaxNewTokens = None,
+    temperature: option.Temperature = None,
+    top_p: option.TopP = None,
+    top_k: option.TopK = None,
+    min_p: option.MinP = None,
+    repetition_penalty: option.Penalty = None,
     compare: option.Compare = False,
     parties: option.Parties = DEFAULT_SIZE.parties,
     turns: option.Turns = DEFAULT_SIZE.turns,
@@ -63,6 +68,8 @@ def run_command(
     """
     if chat and json:
         raise ConfigError("--chat and --json both write to stdout: give one of them")
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    sampling["repetition_penalty"] = repetition_penalty
     result = run_with_progress(
         RunRequest(
             source=model,
@@ -73,6 +80,7 @@ def run_command(
             memory=memory,
             compare=compare,
             max_new_tokens=max_new_tokens,
+            sampling={name: value for name, value in sampling.items() if value is not None},
             block_tokens=block_tokens,
             store=store,
             weights=weights,
@@ -97,16 +105,18 @@ def run_command(
 
 
 def run_with_progress(request: RunRequest) -> RunResult:
-    """Run it; on a terminal, a bar shows how far it is."""
+    """Run it; on a terminal, a bar shows how far it is, of a chat until it is loaded."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with MissingExtra.on_import("kvweave run", "transformers"):
         from kvweave.cli.run.runner import run  # noqa: PLC0415  (torch and transformers: an extra, and seconds to load)
-    with progress_bar(TimeElapsedColumn(), shown=not request.chat) as progress:
+    with progress_bar(TimeElapsedColumn()) as progress:
         task = progress.add_task(f"{request.source}: loading", total=request.num_requests)
 
         def on_request(who: str) -> None:
-            progress.update(task, advance=1, description=f"{request.source}: {who}")
+            if request.chat:
+                progress.stop()
+            progress.update(task, advance=bool(who), description=f"{request.source}: {who or 'running'}")
 
         return run(request, on_request, lambda words: print(f"[{words}]"))
 

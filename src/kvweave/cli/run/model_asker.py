@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,18 +17,23 @@ WARM_UP_TOKENS = 8
 
 
 class ModelAsker:
-    """Asks a model, greedily. With `compare`, asks it again without reuse, each time. `recording` is told of every
-    request."""
+    """Asks a model: greedily, or with options of sampling as `generate` takes them. With `compare`, asks it again
+    without reuse, each time. `recording` is told of every request."""
 
     def __init__(
-        self, weave: KVWeave, max_new_tokens: int, compare: bool, recording: TraceWriter | None = None
+        self,
+        weave: KVWeave,
+        max_new_tokens: int,
+        compare: bool,
+        recording: TraceWriter | None = None,
+        sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.weave, self.compare, self.recording = weave, compare, recording
         self.outcomes: list[RequestOutcome] = []
         pad = weave.model.generation_config.pad_token_id
         self._options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
-            "do_sample": False,
+            **({"do_sample": True, **sampling} if sampling else {"do_sample": False}),
             "num_beams": 1,
             "pad_token_id": 0 if pad is None else pad,
             "return_dict_in_generate": True,

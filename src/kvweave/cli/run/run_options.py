@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from kvweave.cli.run.run_request import NEW_TOKENS
 from kvweave.cli.run.workload import WORKLOADS
 
-_what, _workload, _model, _output = (
+_what, _sampling, _workload, _model, _output = (
     partial(typer.Option, rich_help_panel=title)
-    for title in ("What to run", "Size of a workload", "Model and memory", "Output")
+    for title in ("What to run", "Sampling", "Size of a workload", "Model and memory", "Output")
 )
 
 Model = Annotated[
@@ -31,7 +32,10 @@ Prompts = Annotated[
         help="A text to continue; may be repeated: a prompt reuses what it shares with earlier ones.",
     ),
 ]
-Chat = Annotated[bool, _what("--chat", help="A conversation: reads lines from stdin, until its end or /quit.")]
+Chat = Annotated[
+    bool,
+    _what("--chat", help="A conversation: reads lines from stdin, until its end or /quit. Ctrl-C stops an answer."),
+]
 Workload = Annotated[
     str | None,
     _what(
@@ -41,7 +45,22 @@ Workload = Annotated[
         show_default="agents",
     ),
 ]
-MaxNewTokens = Annotated[int, _what(metavar="N", help="Most tokens of an answer.")]
+MaxNewTokens = Annotated[
+    int | None,
+    _what(
+        metavar="N",
+        help="Most tokens of an answer.",
+        show_default=", ".join(f"{count} ({what})" for what, count in NEW_TOKENS.items()),
+    ),
+]
+Temperature = Annotated[float | None, _sampling(metavar="T", help="Sample at this temperature.", show_default="greedy")]
+TopP = Annotated[float | None, _sampling(metavar="P", help="Of the likeliest tokens with this probability in sum.")]
+TopK = Annotated[int | None, _sampling(metavar="K", help="Of so many of the likeliest tokens.")]
+MinP = Annotated[float | None, _sampling(metavar="P", help="Of tokens at least so likely, relative to the likeliest.")]
+Penalty = Annotated[
+    float | None,
+    _sampling("--repetition-penalty", metavar="X", help="Above 1: tokens that were there are less likely."),
+]
 Compare = Annotated[
     bool,
     _what(
@@ -52,7 +71,7 @@ Parties = Annotated[int, _workload(metavar="N", help="Number of agents, conversa
 Turns = Annotated[int, _workload(metavar="N", help="Turns of each, or questions on each document.")]
 SharedTokens = Annotated[int, _workload(metavar="N", help="Tokens of the system prompt, or of each document.")]
 TurnTokens = Annotated[int, _workload(metavar="N", help="Tokens that each turn adds: a tool's result or a question.")]
-Seed = Annotated[int, _model(metavar="N", help="Seed of random weights and of the workload's text.")]
+Seed = Annotated[int, _model(metavar="N", help="Seed of random weights, of the workload's text, and of sampling.")]
 Size = Annotated[
     str,
     _model(

@@ -13,6 +13,9 @@ from kvweave.cli.run.outcome import RunOutcomes
 from kvweave.cli.run.workload import WORKLOADS, WorkloadSize
 from kvweave.errors import ConfigError, UnknownName
 
+NEW_TOKENS = {"chat": 512, "prompts": 128, "workload": 16}
+"""Most tokens of an answer, where nothing else is said."""
+
 DEFAULT_SIZE = WorkloadSize(parties=3, turns=3, shared_tokens=768, turn_tokens=96)
 
 
@@ -27,7 +30,9 @@ class RunRequest:
     size: WorkloadSize = DEFAULT_SIZE
     memory: str = "1GiB"
     compare: bool = False
-    max_new_tokens: int = 16
+    max_new_tokens: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Options of `generate` beside the temperature; none: greedy."""
     block_tokens: int = 16
     store: str | None = None
     weights: str | None = None
@@ -47,12 +52,23 @@ class RunRequest:
             raise ConfigError(f"{' and '.join(ways)} exclude one another: give one of them")
         if self.workload is not None and self.workload not in WORKLOADS:
             raise UnknownName("workload", self.workload, WORKLOADS)
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
+        if self.most_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens must be at least 1, got {self.most_new_tokens}")
+        if self.compare and self.sampling:
+            raise ConfigError("--compare needs answers that are the same again: leave --temperature out")
+        if self.sampling and not self.sampling.get("temperature", 0) > 0:
+            raise ConfigError(
+                f"{', '.join(self.sampling)} say how to sample, and greedy answers are not sampled: give --temperature"
+            )
         if self.weights is not None and self.store is None:
             raise ConfigError("--weights names weights for a store, and --store is not given")
         if any(not prompt for prompt in self.prompts):
             raise ConfigError("--prompt is empty: a prompt needs at least one token")
+
+    @property
+    def most_new_tokens(self) -> int:
+        what = "chat" if self.chat else "prompts" if self.prompts else "workload"
+        return NEW_TOKENS[what] if self.max_new_tokens is None else self.max_new_tokens
 
     @property
     def played(self) -> str:

@@ -25,7 +25,8 @@ OnProgress = Callable[[str], None]
 
 
 def run(request: RunRequest, on_request: OnProgress, tell: OnProgress) -> RunResult:
-    """Load, generate, and look at the pages at the end. `on_request` hears of each request that was answered."""
+    """Load, generate, and look at the pages at the end. `on_request` hears when the model is loaded ("") and of each
+    request that was answered."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     loaded = load(
@@ -35,8 +36,10 @@ def run(request: RunRequest, on_request: OnProgress, tell: OnProgress) -> RunRes
     with KVWeave(loaded.model, request.memory, **options) as weave:
         _check_length(request, weave)
         with _recording(request, weave) as recording:
-            engine = ModelAsker(weave, request.max_new_tokens, request.compare, recording)
+            engine = ModelAsker(weave, request.most_new_tokens, request.compare, recording, request.sampling)
             engine.warm_up()
+            transformers.set_seed(request.seed)
+            on_request("")
             said = _generate(request, loaded, engine, on_request, tell)
         answer = PlanResult(weave.plan, weave.served.spec, loaded.dtype)
         snapshot, outcomes = weave.core.contents(), RunOutcomes.of(engine.outcomes)
@@ -58,7 +61,7 @@ def _store(stats: WeaveStats) -> dict[str, Any] | None:
 
 
 def _check_length(request: RunRequest, weave: KVWeave) -> None:
-    longest, most = request.size.longest(request.max_new_tokens), weave.served.spec.max_tokens
+    longest, most = request.size.longest(request.most_new_tokens), weave.served.spec.max_tokens
     if not request.prompts and not request.chat and most and longest > most:
         raise ConfigError(f"the workload grows to {longest:,} tokens, the model ends at {most:,}: make it smaller")
 
