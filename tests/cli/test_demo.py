@@ -25,12 +25,14 @@ def test_the_demo_ends_with_a_line_a_model_and_its_reports(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "MODELS", SMALL)
     monkeypatch.setattr(demo, "WORKLOAD", WorkloadSize(parties=2, turns=2, shared_tokens=256, turn_tokens=32))
+    monkeypatch.setattr(demo, "AT_ONCE", WorkloadSize(parties=4, turns=1, shared_tokens=128, turn_tokens=32))
     run = kvweave("demo")
     assert run.code == 0, run.err
     rows = [line.split() for line in run.out.splitlines() if " scaled to " in line and line.endswith("yes")]
-    assert [row[0] for row in rows] == ["gemma-3-27b", "qwen3-next-80b"] * 2
+    assert [row[0] for row in rows] == ["gemma-3-27b", "qwen3-next-80b"] * 3
     assert all("%)" in "".join(row) for row in rows[:2])
-    assert [row[4:6] for row in rows[2:]] == [["288", "256"]] * 2, "a new process found it on disk"
+    assert all(row[4] == "4" and int(row[5].rstrip("%")) > 30 for row in rows[2:4]), "at once, and yet reused"
+    assert [row[4:6] for row in rows[4:]] == [["288", "256"]] * 2, "a new process found it on disk"
     for model in SMALL:
         path = tmp_path / "kvweave-demo" / f"{model.example}.html"
         assert f"Report: {path.resolve()}" in run.out

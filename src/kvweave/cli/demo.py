@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,9 +25,13 @@ from kvweave.cli.run.workload import WorkloadSize
 from kvweave.cli.source import written
 from kvweave.cli.table import console, plain_table, print_table
 
+if TYPE_CHECKING:
+    from kvweave.cli.demo_at_once import AtOnceOutcome
+
 FOLDER = Path("kvweave-demo")
 STORE = FOLDER / "store"
 WORKLOAD = WorkloadSize(parties=3, turns=3, shared_tokens=1536, turn_tokens=128)
+AT_ONCE = WorkloadSize(parties=8, turns=1, shared_tokens=512, turn_tokens=64)
 NEW_TOKENS = 16
 
 
@@ -53,9 +57,10 @@ def demo_command(
     ] = False,
 ) -> None:
     """Run agents that share a system prompt on two small hybrid models, with and without reuse, and compare all tokens.
-    Then repeat a request in a new process, which has only the KV that the first one stored on disk.
+    Then ask for many answers at once, and repeat a request in a new process, which has only the KV that the first one
+    stored on disk.
 
-    Takes one to two minutes on two cores. The models have random weights and the layer patterns of gemma-3-27b and
+    Takes about two minutes on two cores. The models have random weights and the layer patterns of gemma-3-27b and
     qwen3-next-80b. Reports and the store are written to ./kvweave-demo.
     """
     FOLDER.mkdir(exist_ok=True)
@@ -74,6 +79,15 @@ def demo_command(
     print_table(out, _table(results))
     out.print()
     out.print(
+        f"Now {AT_ONCE.parties} agents at once, {AT_ONCE.shared_tokens} tokens shared: by the engine, and by"
+        " transformers as one batch.",
+        style="bold",
+    )
+    at_once = [_at_once(model) for model in MODELS]
+    out.print()
+    print_table(out, _at_once_table(at_once))
+    out.print()
+    out.print(
         "Now a new process for each model, with empty memory, gets the first agent's request again.", style="bold"
     )
     again = [_restarted(model) for model in MODELS]
@@ -83,7 +97,8 @@ def demo_command(
     for model in MODELS:
         out.print(f"Report: {_path(model, 'html').resolve()}", soft_wrap=True)
     out.print(f"Go on with:  kvweave run {MODELS[0].example} --workload rag --compare --store {STORE}")
-    if any(result.outcomes.unequal for result in results) or not all(run["all_tokens_equal"] for run in again):
+    equal = [not result.outcomes.unequal for result in results]
+    if not all([*equal, *(run["all_tokens_equal"] for run in again), *(outcome.are_equal for outcome in at_once)]):
         raise typer.Exit(1)
 
 
@@ -107,6 +122,12 @@ def _shown(out: Console, model: DemoModel) -> RunResult:
     if result.outcomes.unequal:
         out.print(format_mismatches(result.outcomes, result.answer.dtype), style="bold red")
     return result
+
+
+def _at_once(model: DemoModel) -> AtOnceOutcome:
+    from kvweave.cli.demo_at_once import ask_at_once  # noqa: PLC0415 - torch: an extra, and seconds to load
+
+    return ask_at_once(model.example, model.parameters, model.memory, AT_ONCE, NEW_TOKENS)
 
 
 def _restarted(model: DemoModel) -> dict[str, Any]:
@@ -144,6 +165,23 @@ def _cells(outcomes: RunOutcomes) -> list[str]:
         format_speedup(outcomes.faster),
         "NO" if outcomes.unequal else "yes",
     ]
+
+
+def _at_once_table(outcomes: Sequence[AtOnceOutcome]) -> Table:
+    heads = (
+        ">\nrequests",
+        ">prompt tokens\nreused",
+        ">all answers after\nas a batch",
+        ">\nby the engine",
+        ">\nspeedup",
+    )
+    table = plain_table("\nmodel", *heads, ">all tokens\nequal")
+    for outcome in outcomes:
+        times = [outcome.batch_seconds, outcome.engine_seconds]
+        shown = [*map(format_seconds, times), format_speedup(times[0] / times[1])]
+        reused = f"{outcome.cached_share:.0%}"
+        table.add_row(outcome.name, str(outcome.requests), reused, *shown, "yes" if outcome.are_equal else "NO")
+    return table
 
 
 def _restart_table(results: Sequence[RunResult], again: Sequence[dict[str, Any]]) -> Table:
