@@ -99,12 +99,17 @@ def test_many_requests_in_tiny_memory_get_the_answers_of_transformers_alone(name
         check_books(engine)
 
 
-@pytest.mark.parametrize("chunk_sizes", [(16,), (16, 64)], ids=["chunks apart", "chunks beside decodes"])
+@pytest.mark.parametrize(
+    ("chunk_sizes", "decode_sizes"),
+    [((16,), step_graphs.DECODES), ((16, 64), step_graphs.DECODES), ((16, 64), (1, 2))],
+    ids=["chunks apart", "chunks beside decodes", "few decodes"],
+)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_next", "lfm2"])
 def test_steps_at_fixed_addresses_that_run_ahead_give_the_same_answers(
-    name: str, chunk_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, chunk_sizes: tuple[int, ...], decode_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_graphs, "CHUNKS", chunk_sizes)
+    monkeypatch.setattr(step_graphs, "DECODES", decode_sizes)
     for times in (1.5, 3):
         with engine_of(name, times, graphs=True) as engine:
             sizes = note_sizes(engine, monkeypatch)
@@ -112,8 +117,21 @@ def test_steps_at_fixed_addresses_that_run_ahead_give_the_same_answers(
             assert engine.stats().finished == 64
             check_books(engine)
             assert any(size.is_decode and size.rows > 1 for size in sizes)
-            if name != "qwen3_next" and name != "lfm2":  # chunks of prompts are no graphs where there are states
-                assert any(not size.is_decode for size in sizes)
+            if name not in ("qwen3_next", "lfm2") and len(decode_sizes) > 2:
+                assert any(not size.is_decode for size in sizes), "chunks of prompts, where there are no states"
+
+
+def test_a_step_behind_a_stop_token_is_dropped_and_not_left_under_way() -> None:
+    ids, answer = answers("llama")[0]
+    with engine_of("llama", graphs=True) as engine:
+        result = engine.submit(ids, Sampling(NEW, stop_tokens=(answer[2],))).result(timeout_s=60)
+        assert list(result.tokens) == answer[: answer.index(answer[2]) + 1]
+        assert engine.stats().steps > len(result.tokens), "a step was under way when the stop token was seen"
+        until = time.monotonic() + 10
+        while engine._under_way and time.monotonic() < until:
+            time.sleep(0.01)
+        assert engine._under_way is None
+        check_books(engine)
 
 
 def note_sizes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepSize]:

@@ -167,3 +167,17 @@ def test_random_loads_in_tiny_memory_always_end_and_the_books_balance(reaches: t
     stats = core.stats()
     assert stats.sequences == 0
     assert all(group.held == 0 for group in stats.groups)
+
+
+def test_jobs_that_only_wait_for_their_last_token_are_neither_computed_nor_preempted() -> None:
+    """The engine plans a step while the one before it is computed."""
+    scheduler = scheduler_of(core_of(Full()))
+    jobs = [job(5, seed, max_new=1) for seed in (1, 2)]
+    for each in jobs:
+        scheduler.add(each)
+    assert [chunk.gives_token for chunk in scheduler.plan().chunks] == [True, True]
+    for each in jobs:
+        each.num_pending = 1
+    assert not scheduler.plan().chunks
+    assert scheduler.running == jobs
+    assert not any(each.num_preempted for each in jobs)

@@ -252,7 +252,7 @@ class Engine:
         try:
             for copies in step.copies:
                 carry_out(self.weave.arena, copies)
-            if not self._executor.is_captured(chunks):
+            if not self._executor.can_run_ahead(chunks):
                 self._settle()
                 chunks = [chunk for chunk in chunks if chunk.sequence.is_open]
             launched = self._launch(chunks)

@@ -48,11 +48,11 @@ class Executor:
         advanced by then, when theirs are to be kept; and what a store gets is copied between two steps."""
         return self._weave.graphs.is_useful and not self.has_states and self._weave.store is None
 
-    def is_captured(self, chunks: SequenceOf[JobChunk]) -> bool:
-        """Whether the tokens of a step may be known to the device only."""
-        return all(chunk.ids for chunk in chunks) or all(
-            self._size([chunks[number] for number in numbers]) is not None for numbers in self._grouped(chunks)
-        )
+    def can_run_ahead(self, chunks: SequenceOf[JobChunk]) -> bool:
+        """Whether those tokens of a step that are not known here are needed by graphs only, which find them on the
+        device."""
+        groups = [[chunks[number] for number in numbers] for numbers in self._grouped(chunks)]
+        return all(all(chunk.ids for chunk in group) or self._size(group) is not None for group in groups)
 
     def note_tokens(self, chunks: SequenceOf[JobChunk], tokens: torch.Tensor) -> None:
         """The next tokens of those chunks that give one, for the step after this one."""

@@ -81,7 +81,7 @@ class StepGraphs:
         if self._has_states or not tokens:
             return None
         rows = 2 if rows == 1 else _next(DECODES, rows + 1)
-        return StepSize(tokens, rows) if rows < tokens else None
+        return StepSize(tokens, rows) if 0 < rows < tokens else None
 
     def learn(self) -> None:
         """Find out whether a step at fixed addresses gives the logits of a forward of transformers; for a thread that
