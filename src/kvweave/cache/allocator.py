@@ -12,7 +12,7 @@ from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.errors import NeverFits, OutOfPages, Shortage
 from kvweave.pool import Ids, PagedGroup, PagePool
-from kvweave.table import Counts
+from kvweave.table import Counts, spread
 
 MOST_NAMED = 8
 """So many sequences that could be preempted are named in an error."""
@@ -84,7 +84,7 @@ class PageAllocator:
         """Rows of a window that hold blocks behind what their next token needs: row, first block, how many."""
         rows: Rows = np.fromiter(self.state.by_row, np.int64, len(self.state.by_row))
         first = self.state.tables[group.number].first[rows]
-        behind = self._needed(group, rows, self.state.counters.committed[rows]) - first
+        behind = group.first_blocks(self.state.counters.committed[rows]) - first
         moving = behind > 0
         return rows[moving], first[moving], behind[moving]
 
@@ -112,27 +112,19 @@ class PageAllocator:
             rows, first, count = self._behind(group)
             parked = [pages for s in self.state.by_row.values() for _, pages in s.parked.get(group.number, ())]
             if len(rows) or parked:
-                behind = self.state.tables[group.number].pages[_spread(rows, first, count)]
+                behind = self.state.tables[group.number].pages[spread(rows, first, count)]
                 pages = np.concatenate([behind, *parked])
                 pages, holders = np.unique(pages, return_counts=True)
                 found[group.tag] = pages[holders == pool.groups[group.tag].num_names(pages)]
         return found
 
-    def advance_windows(self, rows: Rows, ends: Counts) -> None:
-        """Let windows go on to the committed lengths `ends`: what they have passed leaves the tables."""
-        for group in self.state.windows:
+    def advance_windows(self, rows: Rows, first_blocks: list[Counts]) -> None:
+        """Let windows go on to these first blocks of each row: what they have passed leaves the tables."""
+        for group, needed in zip(self.state.windows, first_blocks, strict=True):
             first = self.state.tables[group.number].first[rows]
-            passed = self._needed(group, rows, ends) - first
-            moving = passed > 0
+            moving = needed > first
             if np.count_nonzero(moving):
-                self._pass(group, rows[moving], first[moving], passed[moving])
-
-    def _needed(self, group: PagedGroup, rows: Rows, lengths: Counts) -> Counts:
-        """The first block behind the head that each row needs to go on from its length."""
-        needed: Counts = np.asarray(group.reach.tail(lengths)) // group.slot_tokens
-        if group.head_blocks:
-            needed = np.minimum(np.maximum(needed, group.head_blocks), self.state.tables[group.number].blocks[rows])
-        return needed
+                self._pass(group, rows[moving], first[moving], (needed - first)[moving])
 
     def advance_windows_of(self, sequence: Sequence, end: int) -> None:
         """The same for one sequence; pages that points which are not in the tree yet need are parked beside the table.
@@ -162,9 +154,11 @@ class PageAllocator:
         """Take `passed` slots of each row, from `first` on, out of a window's table."""
         table = self.state.tables[group.number]
         table.first[rows] = first + passed
-        spread, slots = _spread(rows, first, passed)
-        pages = table.pages[spread, slots]
-        table.write_many(spread, slots, np.zeros(len(slots), np.int32))
+        slots = first
+        if passed[passed.argmax()] > 1:
+            rows, slots = spread(rows, first, passed)
+        pages = table.pages[rows, slots]
+        table.write_many(rows, slots, np.zeros(len(slots), np.int32))
         self.state.release(group, pages)
 
     def _reclaim(self) -> None:
@@ -271,11 +265,3 @@ class PageAllocator:
                     smallest_bytes=(need + 1) * unit,
                 )
         return None
-
-
-def _spread(rows: Rows, first: Counts, count: Counts) -> tuple[Rows, Counts]:
-    """Each (row, slot) of the slots [first, first + count) of rows."""
-    if not len(count) or np.maximum.reduce(count) == 1:
-        return rows, first
-    slots = np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
-    return np.repeat(rows, count), slots

@@ -49,7 +49,7 @@ from kvweave.prefix import (
 )
 from kvweave.prefix.ghosts import prefix_sums
 from kvweave.prefix.tree import Match
-from kvweave.table import BlockTable, Counts
+from kvweave.table import BlockTable, Counts, spread
 
 MOST_STEPS = 4096
 """Steps at the end of a sequence that are looked at to tell whether it fits: there it holds the most."""
@@ -235,13 +235,12 @@ class Cache:
                 f"cannot extend {len(rows)} sequences by {n} tokens (one number, or one each), with {lookahead} ahead"
                 f" and {drafts} drafts, of which there can be {self._state.max_drafts}"
             )
-        ids: Ids | None = None
-        if tokens is not None:
-            start = self._state.counters.lengths[rows]
-            ids = self._state.tokens.checked(rows, chosen, start, counts, tokens)
-        copies = self._steps.extend(rows, chosen, counts, lookahead, drafts, checkpoints)
-        if ids is not None:
-            self._state.tokens.tell(rows, chosen, start, counts, ids)
+        start = self._state.counters.lengths[rows]
+        if tokens is None:
+            return self._hand_out(self._steps.extend(rows, chosen, start, counts, lookahead, drafts, checkpoints))
+        ids, are_new = self._state.tokens.checked(rows, chosen, start, counts, tokens)
+        copies = self._steps.extend(rows, chosen, start, counts, lookahead, drafts, checkpoints)
+        self._state.tokens.tell(rows, chosen, start, counts, ids, are_new)
         return self._hand_out(copies)
 
     def can_extend(self, sequences: Sequence | Batch | Iterable[Sequence], n: int) -> bool:
@@ -295,7 +294,7 @@ class Cache:
         known, lengths = self._state.tokens.known[rows], self._state.counters.lengths[rows]
         if size % len(rows) or (known + size // len(rows) > lengths).any():
             raise BadTokens(f"{size} ids for {len(rows)} sequences: no token after their lengths has a place")
-        self._state.tokens.tell(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()))
+        self._state.tokens.tell(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()), True)
 
     def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
         until = np.broadcast_to(np.asarray(lengths, np.int64), rows.shape)
@@ -449,9 +448,7 @@ class Cache:
         """Where the rows of the last step's tokens are written, of all sequences one after the other, by tag."""
         rows, _ = self._rows(sequences)
         start = self._state.counters.step_start[rows]
-        counts = self._state.counters.lengths[rows] - start
-        positions = np.repeat(start - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
-        rows = np.repeat(rows, counts)
+        rows, positions = spread(rows, start, self._state.counters.lengths[rows] - start)
         rank = self.plan.parallel.cp_rank
         return {group.tag: self._state.tables[group.number].slots(rows, positions, rank) for group in self._state.rows}
 

@@ -96,7 +96,7 @@ class Forks:
             state.prefix.pin_states(child.restore, 1)
         state.by_row[row] = child
         state.counters.copy(sequence.row, row)
-        state.tokens.enter(child, sequence.num_tokens)
+        state.tokens.enter(row, sequence.num_tokens)
         for group in state.groups:
             self._share(group, sequence.row, row, copies)
         self.publisher.stand(child)

@@ -33,7 +33,7 @@ class Loader:
         sequence.row = state.take_row()
         sequence.rows[0] = sequence.row
         state.by_row[sequence.row] = sequence
-        state.tokens.enter(sequence, len(prompt))
+        state.tokens.enter(sequence.row, len(prompt))
         self._enter(sequence, prompt, match)
 
     def reopen(self, sequence: Sequence, prompt: Tokens, match: Match) -> None:

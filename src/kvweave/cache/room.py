@@ -83,7 +83,7 @@ class ManyRows:
 
     @property
     def longest(self) -> int:
-        return int(np.maximum.reduce(self._reach))
+        return int(self._reach[self._reach.argmax()])
 
     def num_blocks(self, count: int) -> list[int]:
         if count == len(self.rows):
@@ -107,9 +107,15 @@ class ManyRows:
     def set_counters(self) -> None:
         counters = self.state.counters
         counters.lengths[self.rows] = self.after
-        ready = counters.next_stop[self.rows] - 1
-        for same in self.state.same_block_size:
-            np.minimum(ready, self.state.tables[same[0].number].blocks[self.rows] * same[0].slot_tokens, out=ready)
+        ends = [
+            self.state.tables[same[0].number].blocks[self.rows] * same[0].slot_tokens
+            for same in self.state.same_block_size
+        ]
+        if self.state.states:
+            ends.append(counters.next_stop[self.rows] - 1)
+        ready = ends[0]
+        for end in ends[1:]:
+            ready = np.minimum(ready, end)
         counters.ready[self.rows] = ready
 
 

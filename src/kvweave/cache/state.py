@@ -9,6 +9,7 @@ import numpy as np
 
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.token_log import TokenLog
+from kvweave.cache.window_moves import WindowMoves
 from kvweave.plan import Plan
 from kvweave.pool import Ids, PagedGroup, PagePool
 from kvweave.pool.group import paged_groups
@@ -88,6 +89,7 @@ class CacheState:
         self.grid = self.prefix.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
+        self.moves = WindowMoves(self.windows, self.grid)
         self.decode_every = -(-retention.decode_every // self.grid) * self.grid
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(rows)
@@ -114,7 +116,6 @@ class CacheState:
     def free_row(self, sequence: Sequence) -> None:
         for table in self.tables:
             table.clear(sequence.row)
-        self.tokens.clear(sequence.row)
         del self.by_row[sequence.row]
         self._free_rows.append(sequence.row)
         self.num_closed += 1
@@ -152,8 +153,7 @@ class CacheState:
             point = sequence.copy_at if 0 <= sequence.copy_at < point else point
         point = max(point, committed + 1)
         counters.next_point_of[row] = point
-        next_window = committed // self.grid * self.grid + self.grid if self.windows else NEVER
-        counters.next_event_of[row] = min(point, next_window)
+        counters.next_event_of[row] = min(point, self.moves.next(committed))
 
     def publish_at(self, sequence: Sequence) -> int:
         """The committed length at which a sequence publishes by itself: the last point of its prompt."""

@@ -16,7 +16,8 @@ from kvweave.cache.room import ManyRows, OneRow, RowGrowth
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
-from kvweave.errors import NotSettled
+from kvweave.errors import NeverFits, NotSettled, OutOfPages
+from kvweave.pool import PagePool
 from kvweave.table import Counts
 
 
@@ -40,9 +41,16 @@ class Steps:
     # ---- extend
 
     def extend(
-        self, rows: Rows, sequences: list[Sequence], counts: Counts | int, lookahead: int, drafts: int, in_step: bool
+        self,
+        rows: Rows,
+        sequences: list[Sequence],
+        start: Counts,
+        counts: Counts | int,
+        lookahead: int,
+        drafts: int,
+        in_step: bool,
     ) -> CopyBuilder | None:
-        """Room for `counts` more tokens of each row, all or nothing."""
+        """Room for `counts` more tokens of each row from `start`, its length, on; all or nothing."""
         counters = self.state.counters
         drafts = drafts if self.state.states else 0
         if self._has_drafts and counters.drafts[rows].any():
@@ -52,7 +60,7 @@ class Steps:
                 sequences[0], counts if isinstance(counts, int) else int(counts[0]), lookahead, drafts, in_step
             )
         else:
-            copies = self._extend_many(rows, sequences, counts, lookahead, drafts, in_step)
+            copies = self._extend_many(rows, sequences, start, counts, lookahead, drafts, in_step)
         if drafts:
             self._has_drafts = True
             counters.drafts[rows] = drafts
@@ -73,10 +81,16 @@ class Steps:
         return copies
 
     def _extend_many(
-        self, rows: Rows, sequences: list[Sequence], counts: Counts | int, lookahead: int, drafts: int, in_step: bool
+        self,
+        rows: Rows,
+        sequences: list[Sequence],
+        start: Counts,
+        counts: Counts | int,
+        lookahead: int,
+        drafts: int,
+        in_step: bool,
     ) -> CopyBuilder | None:
         counters = self.state.counters
-        start = counters.lengths[rows]
         after = start + counts
         reach = after + lookahead if lookahead else after
         short, copies = reach > counters.ready[rows], None
@@ -161,13 +175,24 @@ class Steps:
             raise never
         pool = self.allocator.ensure(demand, admits=admits)
         if pool is not None:
-            known: Reclaimable = {}
+            raise self._refusal(pool, room, admits, stateful, columns, others)
 
-            def fits(count: int) -> bool:
-                part = self._demand(room, count, stateful, columns)
-                return self.allocator.lacking(part, admits=admits, known=known) is None
+    def _refusal(
+        self,
+        pool: PagePool,
+        room: RowGrowth,
+        admits: bool,
+        stateful: list[int],
+        columns: int,
+        others: list[Sequence],
+    ) -> OutOfPages | NeverFits:
+        known: Reclaimable = {}
 
-            raise self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
+        def fits(count: int) -> bool:
+            part = self._demand(room, count, stateful, columns)
+            return self.allocator.lacking(part, admits=admits, known=known) is None
+
+        return self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
 
     def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: CopyBuilder | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""
@@ -216,9 +241,8 @@ class Steps:
             copies = CopyBuilder()
             self._pass_point(sequence, copies)
         if state.windows:
-            end = until // state.grid * state.grid
-            self.allocator.advance_windows_of(sequence, end)
-            state.counters.next_event_of[row] = min(state.counters.next_point_of[row], end + state.grid)
+            self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
+            state.counters.next_event_of[row] = min(state.counters.next_point_of[row], state.moves.next(until))
         return copies
 
     def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder:
@@ -227,11 +251,12 @@ class Steps:
         for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
             self._pass_point(sequences[i], copies)
         if state.windows:
-            ends = until // state.grid * state.grid
+            numbers = until // state.grid
             for i in (counters.hold[rows] <= until).nonzero()[0].tolist():
-                self.allocator.advance_windows_of(sequences[i], int(ends[i]))
-            self.allocator.advance_windows(rows, ends)
-            counters.next_event[rows] = np.minimum(counters.next_point[rows], ends + state.grid)
+                self.allocator.advance_windows_of(sequences[i], int(numbers[i]) * state.grid)
+            needed, next_move = state.moves.look_up(numbers)
+            self.allocator.advance_windows(rows, needed)
+            counters.next_event[rows] = np.minimum(counters.next_point[rows], next_move)
         return copies
 
     def _pass_point(self, sequence: Sequence, copies: CopyBuilder) -> None:

@@ -85,9 +85,8 @@ class BlockTable:
         if len(rows) == 1:
             self.write(int(rows[0]), int(slots[0]), pages)
             return
-        if len(pages) != len(rows) or np.minimum.reduce(counts) != 1:
-            slots = np.repeat(slots - np.cumsum(counts) + counts, counts) + np.arange(len(pages))
-            rows = np.repeat(rows, counts)
+        if len(pages) != len(rows) or counts[counts.argmax()] != 1:
+            rows, slots = spread(rows, slots, counts)
         self.write_many(rows, slots, pages)
 
     def write_many(self, rows: Counts, slots: Counts, pages: Ids) -> None:
@@ -132,6 +131,12 @@ class BlockTable:
         if group.context_shards > 1:
             slots[positions // group.block_tokens % group.context_shards != cp_rank] = -1
         return slots
+
+
+def spread(rows: Counts, first: Counts, counts: Counts) -> tuple[Counts, Counts]:
+    """Each (row, number) of the numbers [first, first + count) of rows."""
+    numbers = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+    return np.repeat(rows, counts), numbers
 
 
 def _with_rows(table: Ids, count: int, used: int) -> Ids:
