@@ -14,9 +14,9 @@ One thread owns a cache: that which made it, or which called `bind_thread` last.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
+from threading import get_ident
 from types import TracebackType
 
 import numpy as np
@@ -96,7 +96,7 @@ class Cache:
         self._infinite = InfiniteCache(self._state.grid) if track_infinite else None
         self._requests = self._prompt_tokens = self._hit_tokens = 0
         self._outstanding: list[Copies] = []
-        self._owner = threading.get_ident()
+        self._owner = get_ident()
 
     @property
     def plan(self) -> Plan:
@@ -506,7 +506,7 @@ class Cache:
 
     def bind_thread(self) -> None:
         """The calling thread owns the cache from now on; see to it that whoever owned it is done with it."""
-        self._owner = threading.get_ident()
+        self._owner = get_ident()
 
     def _rows(
         self, sequences: Sequence | Batch | Iterable[Sequence], check_copies: bool = True
@@ -541,5 +541,5 @@ class Cache:
         return any(not copies.rows.isdisjoint(rows.tolist()) for copies in self._outstanding)
 
     def _check_thread(self) -> None:
-        if threading.get_ident() != self._owner:
-            raise WrongThread(f"this cache belongs to thread {self._owner}, called from {threading.get_ident()}")
+        if get_ident() != self._owner:
+            raise WrongThread(f"this cache belongs to thread {self._owner}, called from {get_ident()}")

@@ -98,9 +98,8 @@ class ManyRows:
         for same, growth, total in zip(self.state.same_block_size, self.growth, self._totals, strict=True):
             if not total:
                 continue
-            rows, more = self.rows, growth
-            if np.count_nonzero(growth) < len(growth):
-                rows, more = rows[growth > 0], growth[growth > 0]
+            growing = growth.nonzero()[0]
+            rows, more = self.rows[growing], growth[growing]
             for group in same:
                 self.state.tables[group.number].append(rows, more, self.state.allocate(group, total))
 

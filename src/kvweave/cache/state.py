@@ -164,7 +164,7 @@ class CacheState:
     def first_unpublished(self, sequence: Sequence) -> int:
         """The first wanted point that neither is in the tree nor has all it needs kept."""
         if self.states:
-            return min([NEVER, *(point for point in sequence.snapshots if point != sequence.answer)])
+            return min([point for point in sequence.snapshots if point != sequence.answer], default=NEVER)
         return self.next_in_prompt(sequence, sequence.node.end) if self.windows else NEVER
 
     def passed_points(self, sequence: Sequence, start: int, end: int) -> list[int]:

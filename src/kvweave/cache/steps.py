@@ -222,10 +222,8 @@ class Steps:
             return self._pass_events_one(sequences[0], end) if end >= counters.next_event_of[row] else None
         until = counters.lengths[rows] if until is None else until
         counters.committed[rows] = until
-        due = until >= counters.next_event[rows]
-        if not np.count_nonzero(due):
-            return None
-        return self._pass_events(rows[due], [sequences[i] for i in due.nonzero()[0].tolist()], until[due])
+        due = (until >= counters.next_event[rows]).nonzero()[0]
+        return self._pass_events(rows[due], [sequences[i] for i in due.tolist()], until[due]) if len(due) else None
 
     def _accept_committed(self, rows: Rows, until: Counts) -> None:
         """Drafts that are committed to the last are accepted."""

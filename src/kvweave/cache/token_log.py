@@ -19,31 +19,35 @@ class TokenLog:
     from `_handed[row]` on are kept here, the others by the sequence."""
 
     def __init__(self, rows: int) -> None:
-        self.known: Counts = np.zeros(rows, np.int64)
-        self._handed: Counts = np.zeros(rows, np.int64)
+        self._set(np.zeros((2, rows), np.int64))
         self._recent: Ids = np.zeros((rows, RECENT), np.int32)
 
+    def _set(self, counts: Counts) -> None:
+        self._counts = counts
+        self.known, self._handed = counts
+        self._known_of, self._handed_of = self.known.data, self._handed.data
+
     def add_rows(self, count: int) -> None:
-        self.known, self._handed = np.pad(self.known, (0, count)), np.pad(self._handed, (0, count))
+        self._set(np.pad(self._counts, ((0, 0), (0, count))))
         self._recent = np.pad(self._recent, ((0, count), (0, 0)))
 
     def enter(self, row: int, count: int) -> None:
         """The sequence that comes into a row knows `count` ids."""
-        self.known[row] = self._handed[row] = count
+        self._known_of[row] = self._handed_of[row] = count
 
     def flush(self, sequence: Sequence) -> None:
         """Hand a row's recent ids to its sequence."""
         row = sequence.row
-        recent = int(self.known[row] - self._handed[row]) if row >= 0 else 0
+        recent = self._known_of[row] - self._handed_of[row] if row >= 0 else 0
         if recent:
             sequence.add_tokens(self._recent[row, :recent])
-            self._handed[row] += recent
+            self._handed_of[row] = self._known_of[row]
 
     def cut(self, sequence: Sequence, length: int) -> None:
         """Forget the ids from `length` on."""
         self.flush(sequence)
         sequence.cut_tokens(length)
-        self.enter(sequence.row, min(int(self.known[sequence.row]), length))
+        self.enter(sequence.row, min(self._known_of[sequence.row], length))
 
     def cut_many(self, rows: Rows, sequences: list[Sequence], lengths: Counts) -> None:
         """`cut` for many rows at once."""
@@ -89,7 +93,7 @@ class TokenLog:
         for sequence, first, given in _by_sequence(sequences, start, counts, ids):
             new = given[max(0, sequence.num_tokens - first) :]
             sequence.add_tokens(new)
-            self.enter(sequence.row, int(self.known[sequence.row]) + len(new))
+            self.enter(sequence.row, self._known_of[sequence.row] + len(new))
 
     def _tell_alike(self, rows: Rows, sequences: list[Sequence], start: Counts, ids: Ids) -> None:
         """As many ids for each row, none of them known."""

@@ -37,7 +37,10 @@ class BlockTable:
         if self.kernel_blocks > 1:
             self.kernels = np.zeros((num_rows, width * self.kernel_blocks), np.int32)
         self._set(*np.full((3, num_rows), [[self.head_blocks], [0], [0]], np.int64))
-        self._changed: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self._set_changed(np.zeros(num_rows, np.bool_))
+
+    def _set_changed(self, changed: NDArray[np.bool_]) -> None:
+        self._changed, self._changed_of = changed, changed.data
 
     def _set(self, first: Counts, published: Counts, blocks: Counts) -> None:
         """One number a row; and the same as plain ints, which are read five times sooner."""
@@ -52,7 +55,7 @@ class BlockTable:
         self.kernels = self.pages if same else _with_rows(self.kernels, count, used * self.kernel_blocks)
         first = np.pad(self.first, (0, count), constant_values=self.head_blocks)
         self._set(first, np.pad(self.published, (0, count)), np.pad(self.blocks, (0, count)))
-        self._changed = np.pad(self._changed, (0, count))
+        self._set_changed(np.pad(self._changed, (0, count)))
 
     def take_changed(self) -> Counts:
         """The rows that were written since this was last asked."""
@@ -65,7 +68,7 @@ class BlockTable:
     def write(self, row: int, start: int, pages: Ids) -> None:
         """Pages of one row from slot `start` on."""
         self.pages[row, start : start + len(pages)] = pages
-        self._changed[row] = True
+        self._changed_of[row] = True
         if self.kernel_blocks > 1:
             at = start * self.kernel_blocks
             self.kernels[row, at : at + len(pages) * self.kernel_blocks] = self.kernel_ids(pages).ravel()
@@ -73,7 +76,7 @@ class BlockTable:
     def write_one(self, row: int, slot: int, page: int) -> None:
         """`write`, for a single page."""
         self.pages[row, slot] = page
-        self._changed[row] = True
+        self._changed_of[row] = True
         if self.kernel_blocks > 1:
             at = slot * self.kernel_blocks
             self.kernels[row, at : at + self.kernel_blocks] = np.arange(self.kernel_blocks) + page * self.kernel_blocks
@@ -101,7 +104,7 @@ class BlockTable:
         """NULL in the slots [start, end) of one row."""
         if end > start:
             self.pages[row, start:end] = NULL
-            self._changed[row] = True
+            self._changed_of[row] = True
             if self.kernel_blocks > 1:
                 self.kernels[row, start * self.kernel_blocks : end * self.kernel_blocks] = NULL
 
