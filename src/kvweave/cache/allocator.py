@@ -54,7 +54,7 @@ class PageAllocator:
 
     def _by_pool(self, demand: Demand) -> list[tuple[PagePool, list[PagedGroup], dict[str, int]]]:
         found = []
-        for pool, groups in zip(self.state.pools, self._groups_of, strict=True):
+        for pool, groups in zip(self.state.pools, self._groups_of):
             wanted = {group.tag: demand[group.number] for group in groups if demand[group.number]}
             if wanted:
                 found.append((pool, groups, wanted))
@@ -120,7 +120,7 @@ class PageAllocator:
 
     def advance_windows(self, rows: Rows, first_blocks: list[Counts]) -> None:
         """Let windows go on to these first blocks of each row: what they have passed leaves the tables."""
-        for group, needed in zip(self.state.windows, first_blocks, strict=True):
+        for group, needed in zip(self.state.windows, first_blocks):
             first = self.state.tables[group.number].first[rows]
             moving = needed > first
             if np.count_nonzero(moving):

@@ -27,7 +27,7 @@ from kvweave.cache.copies import NO_COPIES, Copies, CopyBuilder
 from kvweave.cache.fork import Forks
 from kvweave.cache.load import Loader
 from kvweave.cache.publish import Publisher
-from kvweave.cache.sequence import Batch, Pin, Rows, Sequence
+from kvweave.cache.sequence import Batch, Home, Pin, Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.cache.stats import InfiniteCache, Stats, group_stats, pool_stats
@@ -55,7 +55,7 @@ MOST_STEPS = 4096
 """Steps at the end of a sequence that are looked at to tell whether it fits: there it holds the most."""
 
 
-class Cache:
+class Cache(Home):
     """A KV cache over a plan. Ids in and out; the tensors are somebody else's.
 
     `policy` decides what is evicted first, `retention` where resume points are left. A sequence that does not run yet

@@ -61,7 +61,7 @@ class CopyBuilder:
 
     def add_all(self, row: int, tags: Sequence[str], src: Sequence[int], dst: Sequence[int]) -> None:
         """A page of each group."""
-        for tag, source, target in zip(tags, src, dst, strict=True):
+        for tag, source, target in zip(tags, src, dst):
             self.add(row, tag, source, target)
 
     def build(self) -> list[Copy]:

@@ -38,7 +38,7 @@ class OneRow:
 
     def append(self) -> None:
         row = self.sequences[0].row
-        for same, count in zip(self.state.same_block_size, self.growth, strict=True):
+        for same, count in zip(self.state.same_block_size, self.growth):
             if count:
                 for group in same:
                     table = self.state.tables[group.number]
@@ -95,7 +95,7 @@ class ManyRows:
         return list(zip(committed, self._reach.tolist(), strict=True))
 
     def append(self) -> None:
-        for same, growth, total in zip(self.state.same_block_size, self.growth, self._totals, strict=True):
+        for same, growth, total in zip(self.state.same_block_size, self.growth, self._totals):
             if not total:
                 continue
             growing = growth.nonzero()[0]

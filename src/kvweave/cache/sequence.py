@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +16,30 @@ from kvweave.prefix import NEVER, Node, Point, StatePages, Tokens
 Rows = NDArray[np.int64]
 
 
-class Home(Protocol):
-    """What a sequence asks of the cache that it is in."""
+class Home:
+    """What a sequence asks of the cache that it is in. (A base class: compiled code calls its methods sooner than those
+    of a protocol.)"""
 
-    def length_of(self, row: int) -> int: ...
-    def committed_of(self, row: int) -> int: ...
-    def step_start_of(self, row: int) -> int: ...
-    def next_stop(self, sequence: Sequence) -> int | None: ...
-    def state_tags(self) -> list[str]: ...
-    def flush_tokens(self, sequence: Sequence) -> None: ...
-    def close_sequence(self, sequence: Sequence) -> None: ...
+    def length_of(self, row: int) -> int:
+        raise NotImplementedError
+
+    def committed_of(self, row: int) -> int:
+        raise NotImplementedError
+
+    def step_start_of(self, row: int) -> int:
+        raise NotImplementedError
+
+    def next_stop(self, sequence: Sequence) -> int | None:
+        raise NotImplementedError
+
+    def state_tags(self) -> list[str]:
+        raise NotImplementedError
+
+    def flush_tokens(self, sequence: Sequence) -> None:
+        raise NotImplementedError
+
+    def close_sequence(self, sequence: Sequence) -> None:
+        raise NotImplementedError
 
 
 class Checkpoint(NamedTuple):

@@ -164,7 +164,11 @@ class CacheState:
     def first_unpublished(self, sequence: Sequence) -> int:
         """The first wanted point that neither is in the tree nor has all it needs kept."""
         if self.states:
-            return min([point for point in sequence.snapshots if point != sequence.answer], default=NEVER)
+            first = NEVER
+            for point in sequence.snapshots:
+                if point < first and point != sequence.answer:
+                    first = point
+            return first
         return self.next_in_prompt(sequence, sequence.node.end) if self.windows else NEVER
 
     def passed_points(self, sequence: Sequence, start: int, end: int) -> list[int]:
@@ -235,7 +239,7 @@ class CacheState:
 
     def free_states(self, pages: tuple[int, ...]) -> None:
         """A page of each state group, which nobody holds any more."""
-        for group, page in zip(self.states, pages, strict=True):
+        for group, page in zip(self.states, pages):
             pool = self.pool_of[group.number]
             if pool:
                 pool.free_one(group.tag, page)

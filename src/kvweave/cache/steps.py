@@ -128,7 +128,7 @@ class Steps:
             self._ensure(room, demand, admits, stateful, 1 + drafts, others)
         room.append()
         copies = CopyBuilder() if stateful else None
-        for i, positions in zip(stateful, snapshots, strict=True):
+        for i, positions in zip(stateful, snapshots):
             self._make_states(room.sequences[i], positions, in_step, copies)
         if drafts:
             self.snapshots.add_columns(room.rows, 1 + drafts)
@@ -148,7 +148,7 @@ class Steps:
         """Pages that the first `count` rows need."""
         state = self.state
         demand = [0] * len(state.groups)
-        for same, pages in zip(state.same_block_size, room.num_blocks(count), strict=True):
+        for same, pages in zip(state.same_block_size, room.num_blocks(count)):
             for group in same:
                 demand[group.number] = pages
         if columns > 1:
@@ -162,7 +162,7 @@ class Steps:
         return demand
 
     def _plus_states(self, demand: Demand, count: int) -> Demand:
-        return [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups, strict=True)]
+        return [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups)]
 
     def _ensure(
         self, room: RowGrowth, demand: Demand, admits: bool, stateful: list[int], columns: int, others: list[Sequence]
