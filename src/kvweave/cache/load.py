@@ -84,15 +84,19 @@ class Loader:
                 low -= len(pages)
         if tail:
             pages = tail[0] if len(tail) == 1 else np.concatenate(tail[::-1])
-            table.write(row, max(low, first), pages[max(0, first - low) :])
+            self._name(group, row, max(low, first), pages[max(0, first - low) :])
         if head and first > 0:
-            table.write(row, 0, np.concatenate(runs)[: min(head, first)])
+            self._name(group, row, 0, np.concatenate(runs)[: min(head, first)])
         table.first_of[row] = max(first, head)
         table.blocks_of[row] = blocks
         if group.is_full:
             table.published_of[row] = blocks
-        else:
-            self.state.share(group, table.pages[row, :blocks])
+
+    def _name(self, group: PagedGroup, row: int, start: int, pages: Ids) -> None:
+        """Let a row name pages of the tree from slot `start` on."""
+        self.state.tables[group.number].write(row, start, pages)
+        if group.is_window:
+            self.state.share(group, pages)
 
     def leave_row(self, sequence: Sequence) -> None:
         """Let go of all pages that a row holds, and of the states of its hit."""

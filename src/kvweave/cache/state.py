@@ -185,6 +185,9 @@ class CacheState:
             return
         grid, back = self.grid, sequence.drop_last_blocks * self.grid
         start, last = sequence.num_cached, (sequence.num_prompt - 1) // grid * grid
+        sequence.asked_points, sequence.prompt_points, sequence.last_point = [], [], 0
+        if start >= last and sequence.given_points is None:
+            return
         branch = sequence.branch - back if self.retention.branches else 0
         # a hit stops `back` tokens before what matches, so what matches must go on behind the point
         ends = {last, last - back} if self.retention.prompt_end else set()

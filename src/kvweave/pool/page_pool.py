@@ -130,6 +130,8 @@ class PagePool:
     def free(self, tag: str, pages: Ids) -> None:
         """Pages that nobody holds any more."""
         group = self.groups[tag]
+        if not len(pages):
+            return
         if group.is_whole:
             self.free_superpages.push(pages)
             group.num_superpages -= len(pages)
