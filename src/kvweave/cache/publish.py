@@ -128,7 +128,7 @@ class Publisher:
         """Positions in (start, end] that become resume points, if their window pages are there."""
         if self.state.states:
             return sorted(point for point in sequence.snapshots if start < point <= end)
-        wanted = self.state.wanted_points(sequence, start, end)
+        wanted = sequence.points_in(start, end)
         return wanted if wanted and wanted[-1] == end else [*wanted, end]
 
     def _kind(self, sequence: Sequence, position: int) -> Kind:
