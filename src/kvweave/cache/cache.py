@@ -27,6 +27,7 @@ from kvweave.cache.copies import NO_COPIES, Copies, CopyBuilder
 from kvweave.cache.fork import Forks
 from kvweave.cache.load import Loader
 from kvweave.cache.publish import Publisher
+from kvweave.cache.room import StepOptions
 from kvweave.cache.sequence import Batch, Home, Pin, Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
@@ -232,10 +233,11 @@ class Cache(Home):
                 f" and {drafts} drafts, of which there can be {self.state.max_drafts}"
             )
         start = self.state.counters.lengths[rows]
+        options = StepOptions(lookahead, drafts if self.state.states else 0, checkpoints)
         if tokens is None:
-            return self._hand_out(self._steps.extend(rows, chosen, start, counts, lookahead, drafts, checkpoints))
+            return self._hand_out(self._steps.extend(rows, chosen, start, counts, options))
         ids, are_new = self.state.tokens.checked(rows, chosen, start, counts, tokens)
-        copies = self._steps.extend(rows, chosen, start, counts, lookahead, drafts, checkpoints)
+        copies = self._steps.extend(rows, chosen, start, counts, options)
         self.state.tokens.tell(rows, chosen, start, counts, ids, are_new)
         return self._hand_out(copies)
 

@@ -13,11 +13,25 @@ from kvweave.cache.state import CacheState
 from kvweave.table import Counts
 
 
-class OneRow:
-    """The step of one sequence from `start` to `after`; its tables shall have pages up to `reach`."""
+class StepOptions:
+    """Tables shall have pages for `lookahead` tokens more than the step has. Its last `drafts` tokens may be rejected.
+    It leaves states on its way itself (`in_step`), or at its end at most, where they are copied."""
 
-    def __init__(self, state: CacheState, sequence: Sequence, start: int, after: int, reach: int) -> None:
-        self.state = state
+    def __init__(self, lookahead: int, drafts: int, in_step: bool) -> None:
+        self.lookahead = lookahead
+        self.drafts = drafts
+        self.in_step = in_step
+
+
+PLAIN = StepOptions(0, 0, False)
+
+
+class OneRow:
+    """The step of one sequence from `start` to `after`."""
+
+    def __init__(self, state: CacheState, sequence: Sequence, start: int, after: int, options: StepOptions) -> None:
+        self.state, self.options = state, options
+        reach = after + options.lookahead
         self.sequences, self.rows = [sequence], sequence.rows
         self.start, self.after = [start], [after]
         self.longest = reach
@@ -58,7 +72,7 @@ class OneRow:
 
 
 class ManyRows:
-    """The same for several sequences."""
+    """The same for several sequences, whose tables shall have pages up to `reach`."""
 
     def __init__(
         self,
@@ -68,8 +82,9 @@ class ManyRows:
         start: Counts,
         after: Counts,
         reach: Counts,
+        options: StepOptions,
     ) -> None:
-        self.state, self.rows, self.sequences = state, rows, sequences
+        self.state, self.rows, self.sequences, self.options = state, rows, sequences, options
         self.start, self.after = start, after
         self._reach = reach
         self.growth: list[Counts] = []

@@ -6,18 +6,19 @@ writes stays until it is committed. Counters move for all rows at once; rows tha
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from kvweave.cache.allocator import Demand, PageAllocator, Reclaimable
 from kvweave.cache.copies import CopyBuilder
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
-from kvweave.cache.room import ManyRows, OneRow, RowGrowth
+from kvweave.cache.room import PLAIN, ManyRows, OneRow, RowGrowth, StepOptions
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
-from kvweave.errors import NeverFits, NotSettled, OutOfPages
-from kvweave.pool import PagePool
+from kvweave.errors import NotSettled
 from kvweave.table import Counts
 
 
@@ -41,64 +42,44 @@ class Steps:
     # ---- extend
 
     def extend(
-        self,
-        rows: Rows,
-        sequences: list[Sequence],
-        start: Counts,
-        counts: Counts | int,
-        lookahead: int,
-        drafts: int,
-        in_step: bool,
+        self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, options: StepOptions
     ) -> CopyBuilder | None:
         """Room for `counts` more tokens of each row from `start`, its length, on; all or nothing."""
         counters = self.state.counters
-        drafts = drafts if self.state.states else 0
         if self._has_drafts and counters.drafts[rows].any():
             raise NotSettled("drafts of the last step are neither accepted nor rejected: call accept first")
         if len(sequences) == 1:
-            copies = self._extend_one(
-                sequences[0], counts if isinstance(counts, int) else int(counts[0]), lookahead, drafts, in_step
-            )
+            copies = self._extend_one(sequences[0], counts if isinstance(counts, int) else int(counts[0]), options)
         else:
-            copies = self._extend_many(rows, sequences, start, counts, lookahead, drafts, in_step)
-        if drafts:
+            copies = self._extend_many(rows, sequences, start, counts, options)
+        if options.drafts:
             self._has_drafts = True
-            counters.drafts[rows] = drafts
+            counters.drafts[rows] = options.drafts
         return copies
 
-    def _extend_one(
-        self, sequence: Sequence, count: int, lookahead: int, drafts: int, in_step: bool
-    ) -> CopyBuilder | None:
+    def _extend_one(self, sequence: Sequence, count: int, options: StepOptions) -> CopyBuilder | None:
         counters, row = self.state.counters, sequence.row
         start = counters.length_of[row]
         after, copies = start + count, None
-        if drafts or after + lookahead > counters.ready_of[row]:
-            room = OneRow(self.state, sequence, start, after, after + lookahead)
-            copies = self._make_room(room, drafts, in_step, [])
+        if options.drafts or after + options.lookahead > counters.ready_of[row]:
+            copies = self._make_room(OneRow(self.state, sequence, start, after, options), [])
         else:
             counters.length_of[row] = after
         counters.step_start_of[row] = start
         return copies
 
     def _extend_many(
-        self,
-        rows: Rows,
-        sequences: list[Sequence],
-        start: Counts,
-        counts: Counts | int,
-        lookahead: int,
-        drafts: int,
-        in_step: bool,
+        self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, options: StepOptions
     ) -> CopyBuilder | None:
         counters = self.state.counters
         after = start + counts
-        reach = after + lookahead if lookahead else after
+        reach = after + options.lookahead if options.lookahead else after
         short, copies = reach > counters.ready[rows], None
-        if drafts or np.count_nonzero(short):
-            at = np.arange(len(rows)) if drafts else short.nonzero()[0]
+        if options.drafts or np.count_nonzero(short):
+            at = np.arange(len(rows)) if options.drafts else short.nonzero()[0]
             chosen = [sequences[i] for i in at.tolist()]
-            room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at])
-            copies = self._make_room(room, drafts, in_step, sequences)
+            room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
+            copies = self._make_room(room, sequences)
         counters.lengths[rows] = after
         counters.step_start[rows] = start
         return copies
@@ -106,47 +87,40 @@ class Steps:
     def can_extend(self, rows: Rows, sequences: list[Sequence], count: int) -> bool:
         """Whether there would be room for `count` more tokens of each row; changes nothing."""
         start = self.state.counters.lengths[rows]
-        room = ManyRows(self.state, rows, sequences, start, start + count, start + count)
-        demand = self._demand(room, len(rows), room.stateful, 1)
-        admits = self._admits(room)
-        return room.longest <= self.state.max_tokens and self.allocator.lacking(demand, admits=admits) is None
+        room = ManyRows(self.state, rows, sequences, start, start + count, start + count, PLAIN)
+        return room.longest <= self.state.max_tokens and self._fits(room, {}, len(rows))
 
-    def _admits(self, room: RowGrowth) -> bool:
-        """Whether a row that does not run yet is asking."""
-        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
-
-    def _make_room(self, room: RowGrowth, drafts: int, in_step: bool, others: list[Sequence]) -> CopyBuilder | None:
+    def _make_room(self, room: RowGrowth, others: list[Sequence]) -> CopyBuilder | None:
         """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
-        stateful = room.stateful
-        snapshots = [self._snapshots_of(room, i, drafts, in_step) for i in stateful]
-        admits = self._admits(room)
-        demand = self._demand(room, len(room.sequences), stateful, 1 + drafts)
-        optional = sum(map(len, snapshots))
+        stateful, options = room.stateful, room.options
+        snapshots = [self._snapshots_of(room, i) for i in stateful]
+        demand, optional = self._demand(room, len(room.sequences)), sum(map(len, snapshots))
         # Snapshots are optional: where they do not fit, the step goes without them.
-        if not optional or self.allocator.ensure(self._plus_states(demand, optional), admits=admits) is not None:
+        if not optional or not self._ensure_with_snapshots(room, demand, optional):
             snapshots = [[] for _ in stateful]
-            self._ensure(room, demand, admits, stateful, 1 + drafts, others)
+            self._ensure(room, demand, others)
         room.append()
         copies = CopyBuilder() if stateful else None
         for i, positions in zip(stateful, snapshots):
-            self._make_states(room.sequences[i], positions, in_step, copies)
-        if drafts:
-            self.snapshots.add_columns(room.rows, 1 + drafts)
+            self._make_states(room.sequences[i], positions, options.in_step, copies)
+        if options.drafts:
+            self.snapshots.add_columns(room.rows, 1 + options.drafts)
         room.set_counters()
         for i in stateful:
             self.state.set_next_stop(room.sequences[i])
             self.state.set_next_event(room.sequences[i])
         return copies
 
-    def _snapshots_of(self, room: RowGrowth, i: int, drafts: int, in_step: bool) -> list[int]:
+    def _snapshots_of(self, room: RowGrowth, i: int) -> list[int]:
         """Positions of the states that a row's step should leave, drafts apart."""
+        drafts, in_step = room.options.drafts, room.options.in_step
         if drafts and not in_step:
             return []
         return self.snapshots.positions(room.sequences[i], int(room.start[i]), int(room.after[i]) - drafts, in_step)
 
-    def _demand(self, room: RowGrowth, count: int, stateful: list[int], columns: int) -> Demand:
+    def _demand(self, room: RowGrowth, count: int) -> Demand:
         """Pages that the first `count` rows need."""
-        state = self.state
+        state, columns = self.state, 1 + room.options.drafts
         demand = [0] * len(state.groups)
         for same, pages in zip(state.same_block_size, room.num_blocks(count)):
             for group in same:
@@ -156,43 +130,35 @@ class Steps:
                 have = state.tables[group.number].blocks[room.rows[:count]]
                 demand[group.number] = int(np.maximum(columns - have, 0).sum())
         else:
-            for i in stateful:
+            for i in room.stateful:
                 for group in state.states if i < count else ():
                     demand[group.number] += int(not state.tables[group.number].blocks_of[room.sequences[i].row])
         return demand
 
-    def _plus_states(self, demand: Demand, count: int) -> Demand:
-        return [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups)]
+    def _admits(self, room: RowGrowth) -> bool:
+        """Whether a row that does not run yet is asking."""
+        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
 
-    def _ensure(
-        self, room: RowGrowth, demand: Demand, admits: bool, stateful: list[int], columns: int, others: list[Sequence]
-    ) -> None:
+    def _ensure_with_snapshots(self, room: RowGrowth, demand: Demand, count: int) -> bool:
+        """Whether there are so many pages of each state more, made sure of with all others."""
+        more = [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups)]
+        return self.allocator.ensure(more, admits=self._admits(room)) is None
+
+    def _ensure(self, room: RowGrowth, demand: Demand, others: list[Sequence]) -> None:
         """Make sure of the pages, or raise with everything as it was."""
         if room.longest > self.state.max_tokens:
             longest = np.array([room.longest])
             never = self.allocator.never_fits(longest, longest)
             assert never is not None
             raise never
-        pool = self.allocator.ensure(demand, admits=admits)
+        pool = self.allocator.ensure(demand, admits=self._admits(room))
         if pool is not None:
-            raise self._refusal(pool, room, admits, stateful, columns, others)
+            fits = partial(self._fits, room, {})
+            raise self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
 
-    def _refusal(
-        self,
-        pool: PagePool,
-        room: RowGrowth,
-        admits: bool,
-        stateful: list[int],
-        columns: int,
-        others: list[Sequence],
-    ) -> OutOfPages | NeverFits:
-        known: Reclaimable = {}
-
-        def fits(count: int) -> bool:
-            part = self._demand(room, count, stateful, columns)
-            return self.allocator.lacking(part, admits=admits, known=known) is None
-
-        return self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
+    def _fits(self, room: RowGrowth, known: Reclaimable, count: int) -> bool:
+        """Whether there would be room for the first `count` rows."""
+        return self.allocator.lacking(self._demand(room, count), admits=self._admits(room), known=known) is None
 
     def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: CopyBuilder | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""

@@ -89,5 +89,3 @@ class Retention:
 
 ALL = Retention(every=1, decode_every=1)
 """Keep every point there is."""
-ENDS = Retention(prompt_end=False, branches=False, every=0)
-"""Keep only the ends of sequences."""
