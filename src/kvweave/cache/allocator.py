@@ -202,13 +202,13 @@ class PageAllocator:
         self,
         pool: PagePool,
         sequences: list[Sequence],
-        spans: list[tuple[int, int]],
+        starts: Counts,
+        ends: Counts,
         fits: Callable[[int], bool] | None = None,
         others: SequenceOf[Sequence] = (),
     ) -> OutOfPages | NeverFits:
-        """Why `sequences` cannot get pages for the tokens `spans`; `fits` says whether the first so many of them could.
-        `others` are served by the same call."""
-        starts, ends = (np.array(side, np.int64) for side in zip(*spans, strict=True))
+        """Why `sequences` cannot get pages for the tokens from `starts` to `ends`; `fits` says whether the first so
+        many of them could. `others` are served by the same call, if more than they are."""
         never = self.never_fits(starts, ends)
         if never is not None:
             return never
@@ -216,7 +216,7 @@ class PageAllocator:
         while high - low > 1 and fits is not None:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        preemptible = self._preemptible([*sequences, *others])
+        preemptible = self._preemptible(others or sequences)
         return OutOfPages(pool.name, self._shortages(pool, ends, sequences), sequences[low:], preemptible)
 
     def _shortages(self, pool: PagePool, ends: Counts, sequences: list[Sequence]) -> list[Shortage]:
@@ -231,7 +231,7 @@ class PageAllocator:
                 shortages.append(Shortage(group.tag, wanted, pool.available(group.tag), evictable))
         return shortages
 
-    def _preemptible(self, asking: list[Sequence]) -> list[Sequence]:
+    def _preemptible(self, asking: SequenceOf[Sequence]) -> list[Sequence]:
         """Other running sequences: of the lowest priority first, then the youngest."""
         rows = {sequence.row for sequence in asking}
         others = [sequence for row, sequence in self.state.by_row.items() if row not in rows]

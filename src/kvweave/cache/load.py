@@ -145,7 +145,7 @@ class Loader:
         keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=True) is None
         pool = None if keeps else self.allocator.ensure(demand, admits=True)
         if pool is not None:
-            raise self.allocator.refusal(pool, [sequence], [(position, position)])
+            raise self.allocator.refusal(pool, [sequence], np.array([position]), np.array([position]))
         for group in state.groups:
             self._load_group(group, sequence.row, position, lacking[group.number])
         if sequence.restore is not None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
+from kvweave.pool import PagedGroup
 from kvweave.table import Counts
 
 
@@ -46,9 +47,14 @@ class OneRow:
         """New blocks of the first `count` rows, by `CacheState.same_block_size`."""
         return self.growth if count else [0] * len(self.growth)
 
-    def spans(self) -> list[tuple[int, int]]:
-        """For each row the tokens that must be there at once: from the committed ones on."""
-        return [(self.state.counters.committed_of[self.sequences[0].row], self.longest)]
+    def num_states(self, group: PagedGroup, count: int) -> int:
+        """New states of the first `count` rows: the live one, and one for each draft."""
+        have = self.state.tables[group.number].blocks_of[self.sequences[0].row]
+        return max(0, 1 + self.options.drafts - have) if count else 0
+
+    def span(self) -> tuple[Counts, Counts]:
+        """For each row the tokens that must be there at once: from the committed ones on, and how far."""
+        return self.state.counters.committed[self.rows], np.array([self.longest])
 
     def append(self) -> None:
         row = self.sequences[0].row
@@ -105,9 +111,14 @@ class ManyRows:
             return self._totals
         return [int(np.add.reduce(growth[:count])) for growth in self.growth]
 
-    def spans(self) -> list[tuple[int, int]]:
-        committed = self.state.counters.committed[self.rows].tolist()
-        return list(zip(committed, self._reach.tolist(), strict=True))
+    def num_states(self, group: PagedGroup, count: int) -> int:
+        if not self.stateful and not self.options.drafts:
+            return 0  # all have their live states
+        have = self.state.tables[group.number].blocks[self.rows[:count]]
+        return int(np.maximum(1 + self.options.drafts - have, 0).sum())
+
+    def span(self) -> tuple[Counts, Counts]:
+        return self.state.counters.committed[self.rows], self._reach
 
     def append(self) -> None:
         for same, growth, total in zip(self.state.same_block_size, self.growth, self._totals):

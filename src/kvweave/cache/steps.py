@@ -120,19 +120,12 @@ class Steps:
 
     def _demand(self, room: RowGrowth, count: int) -> Demand:
         """Pages that the first `count` rows need."""
-        state, columns = self.state, 1 + room.options.drafts
-        demand = [0] * len(state.groups)
-        for same, pages in zip(state.same_block_size, room.num_blocks(count)):
+        demand = [0] * len(self.state.groups)
+        for same, pages in zip(self.state.same_block_size, room.num_blocks(count)):
             for group in same:
                 demand[group.number] = pages
-        if columns > 1:
-            for group in state.states:
-                have = state.tables[group.number].blocks[room.rows[:count]]
-                demand[group.number] = int(np.maximum(columns - have, 0).sum())
-        else:
-            for i in room.stateful:
-                for group in state.states if i < count else ():
-                    demand[group.number] += int(not state.tables[group.number].blocks_of[room.sequences[i].row])
+        for group in self.state.states:
+            demand[group.number] = room.num_states(group, count)
         return demand
 
     def _admits(self, room: RowGrowth) -> bool:
@@ -154,7 +147,7 @@ class Steps:
         pool = self.allocator.ensure(demand, admits=self._admits(room))
         if pool is not None:
             fits = partial(self._fits, room, {})
-            raise self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
+            raise self.allocator.refusal(pool, room.sequences, *room.span(), fits, others)
 
     def _fits(self, room: RowGrowth, known: Reclaimable, count: int) -> bool:
         """Whether there would be room for the first `count` rows."""
