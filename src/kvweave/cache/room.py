@@ -10,7 +10,6 @@ import numpy as np
 
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
-from kvweave.pool import PagedGroup
 from kvweave.table import Counts
 
 
@@ -47,10 +46,11 @@ class OneRow:
         """New blocks of the first `count` rows, by `CacheState.same_block_size`."""
         return self.growth if count else [0] * len(self.growth)
 
-    def num_states(self, group: PagedGroup, count: int) -> int:
-        """New states of the first `count` rows: the live one, and one for each draft."""
-        have = self.state.tables[group.number].blocks_of[self.sequences[0].row]
-        return max(0, 1 + self.options.drafts - have) if count else 0
+    def num_states(self, count: int) -> int:
+        """New states of each group for the first `count` rows: a live one where there is none, and one for each draft
+        (of the step before, none is left)."""
+        have = self.state.tables[self.state.states[0].number].blocks_of[self.sequences[0].row]
+        return count * (1 + self.options.drafts) - min(have, count)
 
     def span(self) -> tuple[Counts, Counts]:
         """For each row the tokens that must be there at once: from the committed ones on, and how far."""
@@ -111,11 +111,9 @@ class ManyRows:
             return self._totals
         return [int(np.add.reduce(growth[:count])) for growth in self.growth]
 
-    def num_states(self, group: PagedGroup, count: int) -> int:
-        if not self.stateful and not self.options.drafts:
-            return 0  # all have their live states
-        have = self.state.tables[group.number].blocks[self.rows[:count]]
-        return int(np.maximum(1 + self.options.drafts - have, 0).sum())
+    def num_states(self, count: int) -> int:
+        have = self.state.tables[self.state.states[0].number].blocks[self.rows[:count]]
+        return count * (1 + self.options.drafts) - int(np.count_nonzero(have))
 
     def span(self) -> tuple[Counts, Counts]:
         return self.state.counters.committed[self.rows], self._reach

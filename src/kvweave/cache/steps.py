@@ -124,8 +124,10 @@ class Steps:
         for same, pages in zip(self.state.same_block_size, room.num_blocks(count)):
             for group in same:
                 demand[group.number] = pages
-        for group in self.state.states:
-            demand[group.number] = room.num_states(group, count)
+        if self.state.states:
+            states = room.num_states(count)
+            for group in self.state.states:
+                demand[group.number] = states
         return demand
 
     def _admits(self, room: RowGrowth) -> bool:
