@@ -28,7 +28,7 @@ from kvweave.cache.fork import Forks
 from kvweave.cache.load import Loader
 from kvweave.cache.publish import Publisher
 from kvweave.cache.room import StepOptions
-from kvweave.cache.sequence import Batch, Home, Pin, Rows, Sequence
+from kvweave.cache.sequence import Batch, Home, Pin, Rows, Sequence, Sequences
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.cache.stats import InfiniteCache, Stats, group_stats, pool_stats
@@ -207,7 +207,7 @@ class Cache(Home):
 
     def extend(
         self,
-        sequences: Sequence | Batch | Iterable[Sequence],
+        sequences: Sequences,
         n: int | SequenceOf[int] | Counts = 1,
         *,
         tokens: object = None,
@@ -241,19 +241,14 @@ class Cache(Home):
         self.state.tokens.tell(rows, chosen, start, counts, ids, are_new)
         return self._hand_out(copies)
 
-    def can_extend(self, sequences: Sequence | Batch | Iterable[Sequence], n: int) -> bool:
+    def can_extend(self, sequences: Sequences, n: int) -> bool:
         """Whether `extend` would find room for `n` more tokens of each sequence now; changes nothing. Where windows are
         short of pages, fewer tokens a step need fewer."""
         self._check_thread()
         return self._steps.can_extend(*self._rows(sequences, check_copies=False), n)
 
     def commit(
-        self,
-        sequences: Sequence | Batch | Iterable[Sequence],
-        lengths: object = None,
-        *,
-        tokens: object = None,
-        share: bool = True,
+        self, sequences: Sequences, lengths: object = None, *, tokens: object = None, share: bool = True
     ) -> Copies:
         """What was written up to `lengths` (all of it, unless said) may be shared: others find it from now on.
 
@@ -271,7 +266,7 @@ class Cache(Home):
                 sequence.private_from = sequence.committed
         return self._hand_out(self._steps.commit(rows, chosen, until))
 
-    def accept(self, sequences: Sequence | Batch | Iterable[Sequence], lengths: object) -> None:
+    def accept(self, sequences: Sequences, lengths: object) -> None:
         """The drafts beyond `lengths` (one number, or one each) are rejected, those before accepted; before or after
         `commit`. Pages stay, for the next step needs them."""
         self._check_thread()
@@ -442,7 +437,7 @@ class Cache(Home):
         positions = np.arange(start, end)
         return self._table(tag).slots(np.full(len(positions), sequence.row), positions, self.plan.parallel.cp_rank)
 
-    def slot_mapping(self, sequences: Sequence | Batch | Iterable[Sequence]) -> dict[str, Counts]:
+    def slot_mapping(self, sequences: Sequences) -> dict[str, Counts]:
         """Where the rows of the last step's tokens are written, of all sequences one after the other, by tag."""
         rows, _ = self._rows(sequences)
         start = self.state.counters.step_start[rows]
@@ -486,9 +481,7 @@ class Cache(Home):
         """The calling thread owns the cache from now on; see to it that whoever owned it is done with it."""
         self._owner = get_ident()
 
-    def _rows(
-        self, sequences: Sequence | Batch | Iterable[Sequence], check_copies: bool = True
-    ) -> tuple[Rows, list[Sequence]]:
+    def _rows(self, sequences: Sequences, check_copies: bool = True) -> tuple[Rows, list[Sequence]]:
         """The rows of open sequences of this cache, whose copies were taken over."""
         if isinstance(sequences, Sequence):
             if sequences.home is not self or sequences.row < 0:

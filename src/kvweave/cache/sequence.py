@@ -262,3 +262,7 @@ class Batch:
                 raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")
         if len(set(self.rows.tolist())) != len(self.rows):
             raise BadSequence("a sequence is twice in the batch")
+
+
+Sequences = Sequence | Batch | Iterable[Sequence]
+"""What calls for one sequence or for many take."""
