@@ -36,11 +36,11 @@ class PageAllocator:
 
     # ---- asking
 
-    def ensure(self, demand: Demand, *, admits: bool = False) -> PagePool | None:
+    def ensure(self, demand: Demand, *, admits: bool = False, known: Reclaimable | None = None) -> PagePool | None:
         """Make sure that these pages can be allocated now, by eviction if need be; the pool that cannot give them, if
-        there is one: then nothing was changed."""
+        there is one: then nothing was changed. Who asks on gets to know what was found out of sequences as `known`."""
         wanted = self._by_pool(demand)
-        lacking = self._lacking(wanted, admits, {})
+        lacking = self._lacking(wanted, admits, {} if known is None else known)
         if lacking is None:
             for pool, groups, pages in wanted:
                 if not pool.prepare(pages):

@@ -146,9 +146,10 @@ class Steps:
             never = self.allocator.never_fits(longest, longest)
             assert never is not None
             raise never
-        pool = self.allocator.ensure(demand, admits=self._admits(room))
+        known: Reclaimable = {}
+        pool = self.allocator.ensure(demand, admits=self._admits(room), known=known)
         if pool is not None:
-            fits = partial(self._fits, room, {})
+            fits = partial(self._fits, room, known)
             raise self.allocator.refusal(pool, room.sequences, *room.span(), fits, others)
 
     def _fits(self, room: RowGrowth, known: Reclaimable, count: int) -> bool:
