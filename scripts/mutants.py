@@ -28,7 +28,7 @@ assert kvweave.__file__.startswith(sys.argv[1]), f"{kvweave.__file__} is not the
 for seed in range(320):
     Life(seed).run(80)
 """
-TESTS = ("tests/cache/test_cache.py", "tests/pool", "tests/table", "tests/prefix")
+TESTS = ("tests/cache/test_cache.py", "tests/cache/test_window_moves.py", "tests/pool", "tests/table", "tests/prefix")
 LEFT_OUT = "two_hundred_thousand_presence_patterns"
 """It takes longer than all others, and is about prefix/joint.py alone, of which there are no mutants."""
 LIVES_SECONDS, TESTS_SECONDS = 60, 240
