@@ -1,4 +1,4 @@
-"""Mutation testing of the core, run by hand: `python scripts/mutants.py [--only SUBSTRING] [--list]`.
+"""Mutation testing of the core, run by hand: `python scripts/mutants.py [--only SUBSTRING] [--patience N] [--list]`.
 
 Each mutant of `mutants.toml` is one small change of src/kvweave/{cache,prefix,pool,table}, made in a copy of the tree.
 Random lives run against it first, then the core's tests; it is killed when anything fails or does not end in time.
@@ -28,7 +28,7 @@ assert kvweave.__file__.startswith(sys.argv[1]), f"{kvweave.__file__} is not the
 for seed in range(320):
     Life(seed).run(80)
 """
-TESTS = ("tests/cache/test_cache.py", "tests/pool", "tests/table", "tests/prefix")
+TESTS = ("tests/cache/test_cache.py", "tests/cache/test_window_moves.py", "tests/pool", "tests/table", "tests/prefix")
 LEFT_OUT = "two_hundred_thousand_presence_patterns"
 """It takes longer than all others, and is about prefix/joint.py alone, of which there are no mutants."""
 LIVES_SECONDS, TESTS_SECONDS = 60, 240
@@ -64,8 +64,9 @@ def load(only: str) -> list[Mutant]:
 class Copy:
     """A copy of the sources and tests, in which one mutant at a time is tried."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: float) -> None:
         self.folder = folder
+        self.patience = patience
         for name in ("src", "tests"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy2(ROOT / "pyproject.toml", folder)
@@ -89,13 +90,13 @@ class Copy:
     def _run(self, name: str, seconds: int, environment: dict[str, str], *arguments: str) -> str:
         paths = os.pathsep.join((str(self.folder / "src"), str(self.folder)))
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": paths}
-        command = [sys.executable, *arguments]
+        command, limit = [sys.executable, *arguments], seconds * self.patience
         try:
             done = subprocess.run(
-                command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=seconds, check=False
+                command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=limit, check=False
             )
         except subprocess.TimeoutExpired:
-            return f"{name}: does not end in {seconds} s"
+            return f"{name}: does not end in {limit:.0f} s"
         if done.returncode == 0:
             return ""
         lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
@@ -122,6 +123,7 @@ def survivors(copy: Copy, mutants: list[Mutant]) -> list[Mutant]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutants whose file, text or sentence contains this")
+    parser.add_argument("--patience", type=float, default=1.0, help="so many times the usual time, on a busy machine")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     options = parser.parse_args()
     mutants = load(options.only)
@@ -130,7 +132,7 @@ def main() -> int:
             print(f"{mutant.file}: {mutant.breaks}{' (equivalent)' if mutant.equivalent else ''}")
         return 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(Path(folder).resolve())
+        copy = Copy(Path(folder).resolve(), options.patience)
         failure = copy.failure()
         if failure:
             print(f"the core as it is fails: {failure}")

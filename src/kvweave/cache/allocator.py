@@ -12,7 +12,7 @@ from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.errors import NeverFits, OutOfPages, Shortage
 from kvweave.pool import Ids, PagedGroup, PagePool
-from kvweave.table import Counts
+from kvweave.table import Counts, spread
 
 MOST_NAMED = 8
 """So many sequences that could be preempted are named in an error."""
@@ -36,11 +36,11 @@ class PageAllocator:
 
     # ---- asking
 
-    def ensure(self, demand: Demand, *, admits: bool = False) -> PagePool | None:
+    def ensure(self, demand: Demand, *, admits: bool = False, known: Reclaimable | None = None) -> PagePool | None:
         """Make sure that these pages can be allocated now, by eviction if need be; the pool that cannot give them, if
-        there is one: then nothing was changed."""
+        there is one: then nothing was changed. Who asks on gets to know what was found out of sequences as `known`."""
         wanted = self._by_pool(demand)
-        lacking = self._lacking(wanted, admits, {})
+        lacking = self._lacking(wanted, admits, {} if known is None else known)
         if lacking is None:
             for pool, groups, pages in wanted:
                 if not pool.prepare(pages):
@@ -54,7 +54,7 @@ class PageAllocator:
 
     def _by_pool(self, demand: Demand) -> list[tuple[PagePool, list[PagedGroup], dict[str, int]]]:
         found = []
-        for pool, groups in zip(self.state.pools, self._groups_of, strict=True):
+        for pool, groups in zip(self.state.pools, self._groups_of):
             wanted = {group.tag: demand[group.number] for group in groups if demand[group.number]}
             if wanted:
                 found.append((pool, groups, wanted))
@@ -84,7 +84,7 @@ class PageAllocator:
         """Rows of a window that hold blocks behind what their next token needs: row, first block, how many."""
         rows: Rows = np.fromiter(self.state.by_row, np.int64, len(self.state.by_row))
         first = self.state.tables[group.number].first[rows]
-        behind = self._needed(group, rows, self.state.counters.committed[rows]) - first
+        behind = group.first_blocks(self.state.counters.committed[rows]) - first
         moving = behind > 0
         return rows[moving], first[moving], behind[moving]
 
@@ -112,27 +112,19 @@ class PageAllocator:
             rows, first, count = self._behind(group)
             parked = [pages for s in self.state.by_row.values() for _, pages in s.parked.get(group.number, ())]
             if len(rows) or parked:
-                behind = self.state.tables[group.number].pages[_spread(rows, first, count)]
+                behind = self.state.tables[group.number].pages[spread(rows, first, count)]
                 pages = np.concatenate([behind, *parked])
                 pages, holders = np.unique(pages, return_counts=True)
                 found[group.tag] = pages[holders == pool.groups[group.tag].num_names(pages)]
         return found
 
-    def advance_windows(self, rows: Rows, ends: Counts) -> None:
-        """Let windows go on to the committed lengths `ends`: what they have passed leaves the tables."""
-        for group in self.state.windows:
+    def advance_windows(self, rows: Rows, first_blocks: list[Counts]) -> None:
+        """Let windows go on to these first blocks of each row: what they have passed leaves the tables."""
+        for group, needed in zip(self.state.windows, first_blocks):
             first = self.state.tables[group.number].first[rows]
-            passed = self._needed(group, rows, ends) - first
-            moving = passed > 0
+            moving = needed > first
             if np.count_nonzero(moving):
-                self._pass(group, rows[moving], first[moving], passed[moving])
-
-    def _needed(self, group: PagedGroup, rows: Rows, lengths: Counts) -> Counts:
-        """The first block behind the head that each row needs to go on from its length."""
-        needed: Counts = np.asarray(group.reach.tail(lengths)) // group.slot_tokens
-        if group.head_blocks:
-            needed = np.minimum(np.maximum(needed, group.head_blocks), self.state.tables[group.number].blocks[rows])
-        return needed
+                self._pass(group, rows[moving], first[moving], (needed - first)[moving])
 
     def advance_windows_of(self, sequence: Sequence, end: int) -> None:
         """The same for one sequence; pages that points which are not in the tree yet need are parked beside the table.
@@ -162,9 +154,11 @@ class PageAllocator:
         """Take `passed` slots of each row, from `first` on, out of a window's table."""
         table = self.state.tables[group.number]
         table.first[rows] = first + passed
-        spread, slots = _spread(rows, first, passed)
-        pages = table.pages[spread, slots]
-        table.write_many(spread, slots, np.zeros(len(slots), np.int32))
+        slots = first
+        if passed[passed.argmax()] > 1:
+            rows, slots = spread(rows, first, passed)
+        pages = table.pages[rows, slots]
+        table.write_many(rows, slots, np.zeros(len(slots), np.int32))
         self.state.release(group, pages)
 
     def _reclaim(self) -> None:
@@ -208,13 +202,13 @@ class PageAllocator:
         self,
         pool: PagePool,
         sequences: list[Sequence],
-        spans: list[tuple[int, int]],
+        starts: Counts,
+        ends: Counts,
         fits: Callable[[int], bool] | None = None,
         others: SequenceOf[Sequence] = (),
     ) -> OutOfPages | NeverFits:
-        """Why `sequences` cannot get pages for the tokens `spans`; `fits` says whether the first so many of them could.
-        `others` are served by the same call."""
-        starts, ends = (np.array(side, np.int64) for side in zip(*spans, strict=True))
+        """Why `sequences` cannot get pages for the tokens from `starts` to `ends`; `fits` says whether the first so
+        many of them could. `others` are served by the same call, if more than they are."""
         never = self.never_fits(starts, ends)
         if never is not None:
             return never
@@ -222,7 +216,7 @@ class PageAllocator:
         while high - low > 1 and fits is not None:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        preemptible = self._preemptible([*sequences, *others])
+        preemptible = self._preemptible(others or sequences)
         return OutOfPages(pool.name, self._shortages(pool, ends, sequences), sequences[low:], preemptible)
 
     def _shortages(self, pool: PagePool, ends: Counts, sequences: list[Sequence]) -> list[Shortage]:
@@ -237,7 +231,7 @@ class PageAllocator:
                 shortages.append(Shortage(group.tag, wanted, pool.available(group.tag), evictable))
         return shortages
 
-    def _preemptible(self, asking: list[Sequence]) -> list[Sequence]:
+    def _preemptible(self, asking: SequenceOf[Sequence]) -> list[Sequence]:
         """Other running sequences: of the lowest priority first, then the youngest."""
         rows = {sequence.row for sequence in asking}
         others = [sequence for row, sequence in self.state.by_row.items() if row not in rows]
@@ -271,11 +265,3 @@ class PageAllocator:
                     smallest_bytes=(need + 1) * unit,
                 )
         return None
-
-
-def _spread(rows: Rows, first: Counts, count: Counts) -> tuple[Rows, Counts]:
-    """Each (row, slot) of the slots [first, first + count) of rows."""
-    if not len(count) or np.maximum.reduce(count) == 1:
-        return rows, first
-    slots = np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
-    return np.repeat(rows, count), slots

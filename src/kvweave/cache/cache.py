@@ -14,9 +14,9 @@ One thread owns a cache: that which made it, or which called `bind_thread` last.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
+from threading import get_ident
 from types import TracebackType
 
 import numpy as np
@@ -27,7 +27,8 @@ from kvweave.cache.copies import NO_COPIES, Copies, CopyBuilder
 from kvweave.cache.fork import Forks
 from kvweave.cache.load import Loader
 from kvweave.cache.publish import Publisher
-from kvweave.cache.sequence import Batch, Pin, Rows, Sequence
+from kvweave.cache.room import StepOptions
+from kvweave.cache.sequence import Batch, Home, Pin, Rows, Sequence, Sequences
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.cache.stats import InfiniteCache, Stats, group_stats, pool_stats
@@ -36,7 +37,6 @@ from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, No
 from kvweave.plan import Plan
 from kvweave.pool import Ids
 from kvweave.prefix import (
-    NEVER,
     POLICIES,
     ContentTokens,
     Event,
@@ -49,13 +49,13 @@ from kvweave.prefix import (
 )
 from kvweave.prefix.ghosts import prefix_sums
 from kvweave.prefix.tree import Match
-from kvweave.table import BlockTable, Counts
+from kvweave.table import BlockTable, Counts, spread
 
 MOST_STEPS = 4096
 """Steps at the end of a sequence that are looked at to tell whether it fits: there it holds the most."""
 
 
-class Cache:
+class Cache(Home):
     """A KV cache over a plan. Ids in and out; the tensors are somebody else's.
 
     `policy` decides what is evicted first, `retention` where resume points are left. A sequence that does not run yet
@@ -85,37 +85,34 @@ class Cache:
                 raise BadOption(f"a cache needs {name} of at least {least}, got {value}")
         if not 0 <= admission_reserve < 1:
             raise BadOption(f"admission_reserve is a share of a pool from 0 to below 1, got {admission_reserve}")
-        self._state = CacheState(plan, rows, max_tokens, max_drafts, policy, retention or Retention(), on_event)
-        self._allocator = PageAllocator(self._state, admission_reserve)
-        self._snapshots = Snapshots(self._state)
-        self._publisher = Publisher(self._state)
-        self._forks = Forks(self._state, self._allocator, self._publisher, self._snapshots, self._drop)
-        self._steps = Steps(self._state, self._allocator, self._snapshots, self._publisher, self._forks)
-        self._loader = Loader(self._state, self._allocator, self._snapshots)
+        self.state = CacheState(plan, rows, max_tokens, max_drafts, policy, retention or Retention(), on_event)
+        """What the cache knows, for tests and reports. Read it; nobody but the cache writes it."""
+        super().__init__(self.state.counters, self.state.state_tags)
+        self._allocator = PageAllocator(self.state, admission_reserve)
+        self._snapshots = Snapshots(self.state)
+        self._publisher = Publisher(self.state)
+        self._forks = Forks(self.state, self._allocator, self._publisher, self._snapshots, self._drop)
+        self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher, self._forks)
+        self._loader = Loader(self.state, self._allocator, self._snapshots)
         self._contents = ContentTokens(on_event)
-        self._infinite = InfiniteCache(self._state.grid) if track_infinite else None
+        self._infinite = InfiniteCache(self.state.grid) if track_infinite else None
         self._requests = self._prompt_tokens = self._hit_tokens = 0
         self._outstanding: list[Copies] = []
-        self._owner = threading.get_ident()
+        self._owner = get_ident()
 
     @property
     def plan(self) -> Plan:
-        return self._state.plan
+        return self.state.plan
 
     @property
     def grid(self) -> int:
         """Tokens between positions from which all groups could go on: the common multiple of their blocks."""
-        return self._state.grid
+        return self.state.grid
 
     @property
     def spacing(self) -> Spacing:
         """Where prompts leave resume points on their way."""
-        return self._state.spacing
-
-    @property
-    def state(self) -> CacheState:
-        """What the cache knows, for tests and reports. Read it; nobody but the cache writes it."""
-        return self._state
+        return self.state.spacing
 
     # ---- open
 
@@ -142,7 +139,7 @@ class Cache:
         prompt = self._prompt(tokens, spans)
         if drop_last_blocks < 0:
             raise BadSequence(f"drop_last_blocks must be at least 0, got {drop_last_blocks}")
-        state = self._state
+        state = self.state
         sequence = Sequence(self, -1, prompt, namespace, priority, state.prefix.tree.root(namespace))
         sequence.drop_last_blocks = drop_last_blocks
         sequence.given_points = None if points is None else list(points)
@@ -164,7 +161,7 @@ class Cache:
         return prompt
 
     def _match(self, namespace: Hashable, prompt: Tokens) -> Match:
-        return self._state.prefix.match(namespace, prompt, self._publisher.publish_standing)
+        return self.state.prefix.match(namespace, prompt, self._publisher.publish_standing)
 
     def lookup(
         self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = (), drop_last_blocks: int = 0
@@ -210,7 +207,7 @@ class Cache:
 
     def extend(
         self,
-        sequences: Sequence | Batch | Iterable[Sequence],
+        sequences: Sequences,
         n: int | SequenceOf[int] | Counts = 1,
         *,
         tokens: object = None,
@@ -230,33 +227,28 @@ class Cache:
         rows, chosen = self._rows(sequences)
         counts = n if isinstance(n, int) else np.asarray(n, np.int64)
         least = counts if isinstance(counts, int) else int(counts.min()) if counts.shape == rows.shape else 0
-        if least < 1 or lookahead < 0 or not 0 <= drafts <= min(least, self._state.max_drafts):
+        if least < 1 or lookahead < 0 or not 0 <= drafts <= min(least, self.state.max_drafts):
             raise BadSequence(
                 f"cannot extend {len(rows)} sequences by {n} tokens (one number, or one each), with {lookahead} ahead"
-                f" and {drafts} drafts, of which there can be {self._state.max_drafts}"
+                f" and {drafts} drafts, of which there can be {self.state.max_drafts}"
             )
-        ids: Ids | None = None
-        if tokens is not None:
-            start = self._state.counters.lengths[rows]
-            ids = self._state.tokens.checked(rows, chosen, start, counts, tokens)
-        copies = self._steps.extend(rows, chosen, counts, lookahead, drafts, checkpoints)
-        if ids is not None:
-            self._state.tokens.tell(rows, chosen, start, counts, ids)
+        start = self.state.counters.lengths[rows]
+        options = StepOptions(lookahead, drafts if self.state.states else 0, checkpoints)
+        if tokens is None:
+            return self._hand_out(self._steps.extend(rows, chosen, start, counts, options))
+        ids, are_new = self.state.tokens.checked(rows, chosen, start, counts, tokens)
+        copies = self._steps.extend(rows, chosen, start, counts, options)
+        self.state.tokens.tell(rows, chosen, start, counts, ids, are_new)
         return self._hand_out(copies)
 
-    def can_extend(self, sequences: Sequence | Batch | Iterable[Sequence], n: int) -> bool:
+    def can_extend(self, sequences: Sequences, n: int) -> bool:
         """Whether `extend` would find room for `n` more tokens of each sequence now; changes nothing. Where windows are
         short of pages, fewer tokens a step need fewer."""
         self._check_thread()
         return self._steps.can_extend(*self._rows(sequences, check_copies=False), n)
 
     def commit(
-        self,
-        sequences: Sequence | Batch | Iterable[Sequence],
-        lengths: object = None,
-        *,
-        tokens: object = None,
-        share: bool = True,
+        self, sequences: Sequences, lengths: object = None, *, tokens: object = None, share: bool = True
     ) -> Copies:
         """What was written up to `lengths` (all of it, unless said) may be shared: others find it from now on.
 
@@ -274,32 +266,32 @@ class Cache:
                 sequence.private_from = sequence.committed
         return self._hand_out(self._steps.commit(rows, chosen, until))
 
-    def accept(self, sequences: Sequence | Batch | Iterable[Sequence], lengths: object) -> None:
+    def accept(self, sequences: Sequences, lengths: object) -> None:
         """The drafts beyond `lengths` (one number, or one each) are rejected, those before accepted; before or after
         `commit`. Pages stay, for the next step needs them."""
         self._check_thread()
         rows, chosen = self._rows(sequences)
         until = self._checked_lengths(rows, lengths)
-        if self._state.states:
-            rejected = self._state.counters.lengths[rows] - until
-            if (rejected > self._state.counters.drafts[rows]).any():
-                i = int(np.flatnonzero(rejected > self._state.counters.drafts[rows])[0])
+        if self.state.states:
+            rejected = self.state.counters.lengths[rows] - until
+            if (rejected > self.state.counters.drafts[rows]).any():
+                i = int(np.flatnonzero(rejected > self.state.counters.drafts[rows])[0])
                 raise CannotTruncate(
                     f"{rejected[i]} tokens cannot be rejected: states are there for the"
-                    f" {self._state.counters.drafts[rows[i]]} drafts of the last step"
+                    f" {self.state.counters.drafts[rows[i]]} drafts of the last step"
                 )
         self._steps.accept(rows, chosen, until)
 
     def _tell(self, rows: Rows, chosen: list[Sequence], tokens: object) -> None:
         size = np.asarray(tokens).size
-        known, lengths = self._state.tokens.known[rows], self._state.counters.lengths[rows]
+        known, lengths = self.state.tokens.known[rows], self.state.counters.lengths[rows]
         if size % len(rows) or (known + size // len(rows) > lengths).any():
             raise BadTokens(f"{size} ids for {len(rows)} sequences: no token after their lengths has a place")
-        self._state.tokens.tell(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()))
+        self.state.tokens.tell(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()), True)
 
     def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
         until = np.broadcast_to(np.asarray(lengths, np.int64), rows.shape)
-        counters = self._state.counters
+        counters = self.state.counters
         bad = (until < counters.committed[rows]) | (until > counters.lengths[rows])
         if bad.any():
             i = int(np.flatnonzero(bad)[0])
@@ -364,7 +356,7 @@ class Cache:
         freed. Opened again with its tokens, it resumes from what it left."""
         self._check_thread()
         self._rows(sequence, check_copies=False)
-        state = self._state
+        state = self.state
         if keep and not self._is_outstanding(sequence.rows):
             self._snapshots.donate_live(sequence)
             self._publisher.publish(sequence)
@@ -385,7 +377,7 @@ class Cache:
         self._check_thread()
         prompt = self._prompt(tokens, spans)
         match = self._match(namespace, prompt)
-        position = self._state.prefix.tree.hit(match, match.length)
+        position = self.state.prefix.tree.hit(match, match.length)
         return Pin(self, *self._loader.pin(match, position)) if position else None
 
     def unpin(self, pin: Pin) -> None:
@@ -404,12 +396,12 @@ class Cache:
     def reset(self) -> None:
         """Forget all that is cached; sequences and pins must be gone."""
         self._check_thread()
-        pinned = sum(root.pins for root in self._state.prefix.tree.roots.values()) - len(self._state.by_row)
-        if self._state.by_row or pinned:
+        pinned = sum(root.pins for root in self.state.prefix.tree.roots.values()) - len(self.state.by_row)
+        if self.state.by_row or pinned:
             raise BadSequence(
-                f"{len(self._state.by_row)} sequences are open and {pinned} prefixes pinned: close them before a reset"
+                f"{len(self.state.by_row)} sequences are open and {pinned} prefixes pinned: close them before a reset"
             )
-        self._state.prefix.clear()
+        self.state.prefix.clear()
         self._contents.forget()
 
     def __enter__(self) -> Cache:
@@ -419,7 +411,7 @@ class Cache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close all sequences that are open; what they committed stays."""
-        for sequence in list(self._state.by_row.values()):
+        for sequence in list(self.state.by_row.values()):
             self.close(sequence)
 
     # ---- tables
@@ -445,25 +437,23 @@ class Cache:
         positions = np.arange(start, end)
         return self._table(tag).slots(np.full(len(positions), sequence.row), positions, self.plan.parallel.cp_rank)
 
-    def slot_mapping(self, sequences: Sequence | Batch | Iterable[Sequence]) -> dict[str, Counts]:
+    def slot_mapping(self, sequences: Sequences) -> dict[str, Counts]:
         """Where the rows of the last step's tokens are written, of all sequences one after the other, by tag."""
         rows, _ = self._rows(sequences)
-        start = self._state.counters.step_start[rows]
-        counts = self._state.counters.lengths[rows] - start
-        positions = np.repeat(start - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
-        rows = np.repeat(rows, counts)
+        start = self.state.counters.step_start[rows]
+        rows, positions = spread(rows, start, self.state.counters.lengths[rows] - start)
         rank = self.plan.parallel.cp_rank
-        return {group.tag: self._state.tables[group.number].slots(rows, positions, rank) for group in self._state.rows}
+        return {group.tag: self.state.tables[group.number].slots(rows, positions, rank) for group in self.state.rows}
 
     def _table(self, tag: str) -> BlockTable:
         self.plan.group(tag)
-        return next(table for table in self._state.tables if table.tag == tag)
+        return next(table for table in self.state.tables if table.tag == tag)
 
     # ---- stats
 
     def stats(self) -> Stats:
         """The counts of this moment."""
-        state = self._state
+        state = self.state
         return Stats(
             group_stats(state),
             pool_stats(state),
@@ -479,41 +469,19 @@ class Cache:
     def contents(self) -> CacheContents:
         """What is where, page by page and run by run; everything committed is published first."""
         self.publish()
-        return contents(self._state, self.stats())
-
-    # ---- what sequences ask
-
-    def length_of(self, row: int) -> int:
-        return self._state.counters.length_of[row]
-
-    def committed_of(self, row: int) -> int:
-        return self._state.counters.committed_of[row]
-
-    def step_start_of(self, row: int) -> int:
-        return self._state.counters.step_start_of[row]
-
-    def next_stop(self, sequence: Sequence) -> int | None:
-        stop = self._state.next_in_prompt(sequence, sequence.length) if self._state.states else NEVER
-        return None if stop == NEVER else stop
-
-    def state_tags(self) -> list[str]:
-        return self._state.state_tags
+        return contents(self.state, self.stats())
 
     def flush_tokens(self, sequence: Sequence) -> None:
-        self._state.tokens.flush(sequence)
-
-    def close_sequence(self, sequence: Sequence) -> None:
-        self.close(sequence)
+        """Hand a sequence the ids that it was told last."""
+        self.state.tokens.flush(sequence)
 
     # ---- rows, copies, threads
 
     def bind_thread(self) -> None:
         """The calling thread owns the cache from now on; see to it that whoever owned it is done with it."""
-        self._owner = threading.get_ident()
+        self._owner = get_ident()
 
-    def _rows(
-        self, sequences: Sequence | Batch | Iterable[Sequence], check_copies: bool = True
-    ) -> tuple[Rows, list[Sequence]]:
+    def _rows(self, sequences: Sequences, check_copies: bool = True) -> tuple[Rows, list[Sequence]]:
         """The rows of open sequences of this cache, whose copies were taken over."""
         if isinstance(sequences, Sequence):
             if sequences.home is not self or sequences.row < 0:
@@ -521,9 +489,9 @@ class Cache:
             rows, chosen = sequences.rows, [sequences]
         else:
             batch = sequences if isinstance(sequences, Batch) else Batch(sequences)
-            if batch.checked != self._state.num_closed:
+            if batch.checked != self.state.num_closed:
                 batch.check(self)
-                batch.checked = self._state.num_closed
+                batch.checked = self.state.num_closed
             rows, chosen = batch.rows, batch.sequences
             if not chosen:
                 raise BadSequence("no sequence is in the batch")
@@ -544,5 +512,5 @@ class Cache:
         return any(not copies.rows.isdisjoint(rows.tolist()) for copies in self._outstanding)
 
     def _check_thread(self) -> None:
-        if threading.get_ident() != self._owner:
-            raise WrongThread(f"this cache belongs to thread {self._owner}, called from {threading.get_ident()}")
+        if get_ident() != self._owner:
+            raise WrongThread(f"this cache belongs to thread {self._owner}, called from {get_ident()}")

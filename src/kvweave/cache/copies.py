@@ -61,8 +61,15 @@ class CopyBuilder:
 
     def add_all(self, row: int, tags: Sequence[str], src: Sequence[int], dst: Sequence[int]) -> None:
         """A page of each group."""
-        for tag, source, target in zip(tags, src, dst, strict=True):
+        for tag, source, target in zip(tags, src, dst):
             self.add(row, tag, source, target)
 
     def build(self) -> list[Copy]:
-        return [Copy(tag, np.array(s, np.int32), np.array(d, np.int32)) for tag, (s, d) in self._pages.items()]
+        pages: Ids = np.array([page for both in self._pages.values() for side in both for page in side], np.int32)
+        copies, at = [], 0
+        for tag, (sources, _) in self._pages.items():
+            middle = at + len(sources)
+            end = middle + len(sources)
+            copies.append(Copy(tag, pages[at:middle], pages[middle:end]))
+            at = end
+        return copies

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.copies import CopyBuilder
 from kvweave.cache.publish import Publisher
@@ -68,8 +70,8 @@ class Forks:
                 demand[group.number] += count * self._num_copied(group, sequences[i])
         pool = self.allocator.ensure(demand)
         if pool is not None:
-            spans = [(sequence.committed, sequence.committed) for sequence in sequences]
-            raise self.allocator.refusal(pool, sequences, spans)
+            lengths = np.array([sequence.committed for sequence in sequences])
+            raise self.allocator.refusal(pool, sequences, lengths, lengths)
 
     def _num_copied(self, group: PagedGroup, sequence: Sequence) -> int:
         """Pages that a child cannot share: the live state; blocks that are not in the tree, or not full."""
@@ -96,7 +98,7 @@ class Forks:
             state.prefix.pin_states(child.restore, 1)
         state.by_row[row] = child
         state.counters.copy(sequence.row, row)
-        state.tokens.enter(child, sequence.num_tokens)
+        state.tokens.enter(row, sequence.num_tokens)
         for group in state.groups:
             self._share(group, sequence.row, row, copies)
         self.publisher.stand(child)
@@ -180,7 +182,7 @@ class Forks:
         pool = self.allocator.ensure(demand)
         if pool is not None:
             state.counters.committed_of[row] = committed
-            raise self.allocator.refusal(pool, [sequence], [(length, length)])
+            raise self.allocator.refusal(pool, [sequence], np.array([length]), np.array([length]))
         for group in halves:
             self._copy_half(group, row, length, copies)
         for group in state.rows:

@@ -33,7 +33,7 @@ class Loader:
         sequence.row = state.take_row()
         sequence.rows[0] = sequence.row
         state.by_row[sequence.row] = sequence
-        state.tokens.enter(sequence, len(prompt))
+        state.tokens.enter(sequence.row, len(prompt))
         self._enter(sequence, prompt, match)
 
     def reopen(self, sequence: Sequence, prompt: Tokens, match: Match) -> None:
@@ -84,15 +84,19 @@ class Loader:
                 low -= len(pages)
         if tail:
             pages = tail[0] if len(tail) == 1 else np.concatenate(tail[::-1])
-            table.write(row, max(low, first), pages[max(0, first - low) :])
+            self._name(group, row, max(low, first), pages[max(0, first - low) :])
         if head and first > 0:
-            table.write(row, 0, np.concatenate(runs)[: min(head, first)])
+            self._name(group, row, 0, np.concatenate(runs)[: min(head, first)])
         table.first_of[row] = max(first, head)
         table.blocks_of[row] = blocks
         if group.is_full:
             table.published_of[row] = blocks
-        else:
-            self.state.share(group, table.pages[row, :blocks])
+
+    def _name(self, group: PagedGroup, row: int, start: int, pages: Ids) -> None:
+        """Let a row name pages of the tree from slot `start` on."""
+        self.state.tables[group.number].write(row, start, pages)
+        if group.is_window:
+            self.state.share(group, pages)
 
     def leave_row(self, sequence: Sequence) -> None:
         """Let go of all pages that a row holds, and of the states of its hit."""
@@ -141,7 +145,7 @@ class Loader:
         keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=True) is None
         pool = None if keeps else self.allocator.ensure(demand, admits=True)
         if pool is not None:
-            raise self.allocator.refusal(pool, [sequence], [(position, position)])
+            raise self.allocator.refusal(pool, [sequence], np.array([position]), np.array([position]))
         for group in state.groups:
             self._load_group(group, sequence.row, position, lacking[group.number])
         if sequence.restore is not None:

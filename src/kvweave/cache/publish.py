@@ -128,7 +128,7 @@ class Publisher:
         """Positions in (start, end] that become resume points, if their window pages are there."""
         if self.state.states:
             return sorted(point for point in sequence.snapshots if start < point <= end)
-        wanted = self.state.wanted_points(sequence, start, end)
+        wanted = sequence.points_in(start, end)
         return wanted if wanted and wanted[-1] == end else [*wanted, end]
 
     def _kind(self, sequence: Sequence, position: int) -> Kind:
@@ -178,8 +178,10 @@ class Publisher:
         for group in self.state.full:
             table = self.state.tables[group.number].pages[sequence.row]
             pages[group.number] = table[start // group.slot_tokens : end // group.slot_tokens].copy()
-        whole = [point for point in points if point > start and self._holds(held, point)]
-        headless = [group for group in self.state.windows if not group.head_blocks]
+        whole = [point for point in points if point > start]
+        for group in self.state.windows:
+            if group.has_pages:
+                whole = _held_points(held[group.number], group, whole)
         for group in self.state.windows:
             pages[group.number] = _window_run(held[group.number], group, start, end, whole)
         if prefix.can_grow(node):
@@ -188,16 +190,14 @@ class Publisher:
             node = prefix.insert(node, tokens, pages)
             self._stand_on(sequence, node)
             node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
-        filled = {p for p in whole if all(group.first_block(p) * group.slot_tokens >= start for group in headless)}
-        self._leave_points(sequence, points, held, filled if len(headless) == len(self.state.windows) else frozenset())
+        self._leave_points(sequence, points, held, {point for point in whole if self._first_needed(point) >= start})
 
-    def _holds(self, held: Held, point: int) -> bool:
-        """Whether a sequence has all window pages that a point needs itself."""
+    def _first_needed(self, point: int) -> int:
+        """The first token whose window pages a point needs."""
+        first = point
         for group in self.state.windows:
-            needed = held[group.number][group.first_block(point) : point // group.slot_tokens]
-            if np.count_nonzero(needed) < len(needed):
-                return not group.has_pages
-        return True
+            first = min(first, 0 if group.head_blocks else group.first_block(point) * group.slot_tokens)
+        return first
 
     # ---- a run that the tree has
 
@@ -251,14 +251,29 @@ class Publisher:
         return True
 
 
+def _held_points(held: Ids, group: PagedGroup, points: list[int]) -> list[int]:
+    """Those of some points, ascending, whose pages of a window are all held, the head apart."""
+    if not points or _is_whole(held, group.first_block(points[0]), points[-1] // group.slot_tokens):
+        return points
+    return [point for point in points if _is_whole(held, group.first_block(point), point // group.slot_tokens)]
+
+
+def _is_whole(held: Ids, low: int, high: int) -> bool:
+    return bool(np.count_nonzero(held[low:high]) == max(0, high - low))
+
+
 def _window_run(held: Ids, group: PagedGroup, start: int, end: int, points: list[int]) -> Ids:
     """The pages of a window for a new run: those that its points need."""
     size = group.slot_tokens
     first = start // size
-    pages = np.zeros(end // size - first, np.int32)
+    pages, low, high = np.zeros(end // size - first, np.int32), first, first
     for point in points:
-        low, high = max(group.first_block(point), first), point // size
-        pages[low - first : high - first] = held[low:high]
+        needed = group.first_block(point)
+        if needed > high:
+            pages[low - first : high - first] = held[low:high]
+            low = needed
+        high = point // size
+    pages[low - first : high - first] = held[low:high]
     if points and first < group.head_blocks:
         head = min(group.head_blocks, points[-1] // size)
         pages[: head - first] = held[first:head]

@@ -13,11 +13,25 @@ from kvweave.cache.state import CacheState
 from kvweave.table import Counts
 
 
-class OneRow:
-    """The step of one sequence from `start` to `after`; its tables shall have pages up to `reach`."""
+class StepOptions:
+    """Tables shall have pages for `lookahead` tokens more than the step has. Its last `drafts` tokens may be rejected.
+    It leaves states on its way itself (`in_step`), or at its end at most, where they are copied."""
 
-    def __init__(self, state: CacheState, sequence: Sequence, start: int, after: int, reach: int) -> None:
-        self.state = state
+    def __init__(self, lookahead: int, drafts: int, in_step: bool) -> None:
+        self.lookahead = lookahead
+        self.drafts = drafts
+        self.in_step = in_step
+
+
+PLAIN = StepOptions(0, 0, False)
+
+
+class OneRow:
+    """The step of one sequence from `start` to `after`."""
+
+    def __init__(self, state: CacheState, sequence: Sequence, start: int, after: int, options: StepOptions) -> None:
+        self.state, self.options = state, options
+        reach = after + options.lookahead
         self.sequences, self.rows = [sequence], sequence.rows
         self.start, self.after = [start], [after]
         self.longest = reach
@@ -32,13 +46,19 @@ class OneRow:
         """New blocks of the first `count` rows, by `CacheState.same_block_size`."""
         return self.growth if count else [0] * len(self.growth)
 
-    def spans(self) -> list[tuple[int, int]]:
-        """For each row the tokens that must be there at once: from the committed ones on."""
-        return [(self.state.counters.committed_of[self.sequences[0].row], self.longest)]
+    def num_states(self, count: int) -> int:
+        """New states of each group for the first `count` rows: a live one where there is none, and one for each draft
+        (of the step before, none is left)."""
+        have = self.state.tables[self.state.states[0].number].blocks_of[self.sequences[0].row]
+        return count * (1 + self.options.drafts) - min(have, count)
+
+    def span(self) -> tuple[Counts, Counts]:
+        """For each row the tokens that must be there at once: from the committed ones on, and how far."""
+        return self.state.counters.committed[self.rows], np.array([self.longest])
 
     def append(self) -> None:
         row = self.sequences[0].row
-        for same, count in zip(self.state.same_block_size, self.growth, strict=True):
+        for same, count in zip(self.state.same_block_size, self.growth):
             if count:
                 for group in same:
                     table = self.state.tables[group.number]
@@ -58,7 +78,7 @@ class OneRow:
 
 
 class ManyRows:
-    """The same for several sequences."""
+    """The same for several sequences, whose tables shall have pages up to `reach`."""
 
     def __init__(
         self,
@@ -68,8 +88,9 @@ class ManyRows:
         start: Counts,
         after: Counts,
         reach: Counts,
+        options: StepOptions,
     ) -> None:
-        self.state, self.rows, self.sequences = state, rows, sequences
+        self.state, self.rows, self.sequences, self.options = state, rows, sequences, options
         self.start, self.after = start, after
         self._reach = reach
         self.growth: list[Counts] = []
@@ -83,33 +104,41 @@ class ManyRows:
 
     @property
     def longest(self) -> int:
-        return int(np.maximum.reduce(self._reach))
+        return int(self._reach[self._reach.argmax()])
 
     def num_blocks(self, count: int) -> list[int]:
         if count == len(self.rows):
             return self._totals
         return [int(np.add.reduce(growth[:count])) for growth in self.growth]
 
-    def spans(self) -> list[tuple[int, int]]:
-        committed = self.state.counters.committed[self.rows].tolist()
-        return list(zip(committed, self._reach.tolist(), strict=True))
+    def num_states(self, count: int) -> int:
+        have = self.state.tables[self.state.states[0].number].blocks[self.rows[:count]]
+        return count * (1 + self.options.drafts) - int(np.count_nonzero(have))
+
+    def span(self) -> tuple[Counts, Counts]:
+        return self.state.counters.committed[self.rows], self._reach
 
     def append(self) -> None:
-        for same, growth, total in zip(self.state.same_block_size, self.growth, self._totals, strict=True):
+        for same, growth, total in zip(self.state.same_block_size, self.growth, self._totals):
             if not total:
                 continue
-            rows, more = self.rows, growth
-            if np.count_nonzero(growth) < len(growth):
-                rows, more = rows[growth > 0], growth[growth > 0]
+            growing = growth.nonzero()[0]
+            rows, more = self.rows[growing], growth[growing]
             for group in same:
                 self.state.tables[group.number].append(rows, more, self.state.allocate(group, total))
 
     def set_counters(self) -> None:
         counters = self.state.counters
         counters.lengths[self.rows] = self.after
-        ready = counters.next_stop[self.rows] - 1
-        for same in self.state.same_block_size:
-            np.minimum(ready, self.state.tables[same[0].number].blocks[self.rows] * same[0].slot_tokens, out=ready)
+        ends = [
+            self.state.tables[same[0].number].blocks[self.rows] * same[0].slot_tokens
+            for same in self.state.same_block_size
+        ]
+        if self.state.states:
+            ends.append(counters.next_stop[self.rows] - 1)
+        ready = ends[0]
+        for end in ends[1:]:
+            ready = np.minimum(ready, end)
         counters.ready[self.rows] = ready
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.cache.row_counters import RowCounters
 from kvweave.errors import BadSequence
 from kvweave.pool import Ids
 from kvweave.prefix import NEVER, Node, Point, StatePages, Tokens
@@ -16,16 +18,18 @@ from kvweave.prefix import NEVER, Node, Point, StatePages, Tokens
 Rows = NDArray[np.int64]
 
 
-class Home(Protocol):
+class Home:
     """What a sequence asks of the cache that it is in."""
 
-    def length_of(self, row: int) -> int: ...
-    def committed_of(self, row: int) -> int: ...
-    def step_start_of(self, row: int) -> int: ...
-    def next_stop(self, sequence: Sequence) -> int | None: ...
-    def state_tags(self) -> list[str]: ...
-    def flush_tokens(self, sequence: Sequence) -> None: ...
-    def close_sequence(self, sequence: Sequence) -> None: ...
+    def __init__(self, counters: RowCounters, state_tags: list[str]) -> None:
+        self.counters = counters
+        self.state_tags = state_tags
+
+    def flush_tokens(self, sequence: Sequence) -> None:
+        raise NotImplementedError
+
+    def close(self, sequence: Sequence, *, keep: bool = True) -> None:
+        raise NotImplementedError
 
 
 class Checkpoint(NamedTuple):
@@ -140,23 +144,33 @@ class Sequence:
     def length(self) -> int:
         """Tokens with pages allocated: cached, computed, or in a step that is under way."""
         self.check_open()
-        return self.home.length_of(self.row)
+        return self.home.counters.length_of[self.row]
 
     @property
     def committed(self) -> int:
         """Tokens whose KV is written and may be shared."""
         self.check_open()
-        return min(self.home.committed_of(self.row), self.private_from)
+        return min(self.home.counters.committed_of[self.row], self.private_from)
 
     @property
     def stop(self) -> int | None:
-        self.check_open()
-        return self.home.next_stop(self)
+        length = self.length
+        stop = self.next_point(length) if self.home.state_tags else NEVER
+        return None if stop == NEVER else stop
+
+    def next_point(self, position: int) -> int:
+        """The first wanted point of the prompt after `position`, or `NEVER`."""
+        at = bisect_right(self.prompt_points, position)
+        return self.prompt_points[at] if at < len(self.prompt_points) else NEVER
+
+    def points_in(self, start: int, end: int) -> list[int]:
+        """All wanted points of the prompt in (start, end], ascending."""
+        return self.prompt_points[bisect_right(self.prompt_points, start) : bisect_right(self.prompt_points, end)]
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Where the step just prepared should leave states, after `extend` with `checkpoints`."""
-        tags, start = self.home.state_tags(), self.home.step_start_of(self.row)
+        tags, start = self.home.state_tags, self.home.counters.step_start_of[self.row]
         return [
             Checkpoint(tag, position, page)
             for position in self.in_step
@@ -198,7 +212,7 @@ class Sequence:
     def close(self) -> None:
         """`Cache.close`, unless it is closed already."""
         if self.row >= 0:
-            self.home.close_sequence(self)
+            self.home.close(self)
 
     def __enter__(self) -> Sequence:
         return self
@@ -248,3 +262,7 @@ class Batch:
                 raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")
         if len(set(self.rows.tolist())) != len(self.rows):
             raise BadSequence("a sequence is twice in the batch")
+
+
+Sequences = Sequence | Batch | Iterable[Sequence]
+"""What calls for one sequence or for many take."""

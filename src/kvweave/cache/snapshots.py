@@ -23,10 +23,10 @@ class Snapshots:
     def positions(self, sequence: Sequence, start: int, end: int, on_the_way: bool) -> list[int]:
         """Which states the step over [start, end) should leave: all that are wanted, or only that at its end."""
         state = self.state
-        wanted = state.wanted_points(sequence, start, end)
+        wanted = sequence.points_in(start, end)
         after = wanted[-1] if wanted else start
         last = end // state.decode_every * state.decode_every
-        if last > after and state.next_in_prompt(sequence, after) > last:
+        if last > after and sequence.next_point(after) > last:
             wanted.append(last)
         return [p for p in wanted if p not in sequence.snapshots and (on_the_way or p == end)]
 

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 
 import numpy as np
 
+from kvweave.cache.row_counters import RowCounters
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.token_log import TokenLog
+from kvweave.cache.window_moves import WindowMoves
 from kvweave.plan import Plan
 from kvweave.pool import Ids, PagedGroup, PagePool
 from kvweave.pool.group import paged_groups
 from kvweave.prefix import NEVER, Event, Policy, PrefixCache, Retention
-from kvweave.table import BlockTable, Counts
-
-
-class RowCounters:
-    """One number a row, for whole batches at once; and, for one row, the same numbers as plain ints (`length_of[row]`:
-    a memoryview is read five times sooner than an array).
-
-    `lengths`: tokens with pages allocated. `committed`: tokens whose KV is written and may be shared. `ready`: the
-    length up to which `extend` has nothing to do but to count; `next_stop`: the first length at which it has to do
-    with states. `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at
-    which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that it
-    needs are not let go. `findable`: tokens that are in the tree. `step_start`: the length before the last step.
-    `drafts`: tokens of it that may be rejected. `prompts`: lengths of the prompts.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self._set(np.zeros((11, rows), np.int64))
-
-    def _set(self, counts: Counts) -> None:
-        self._counts = counts
-        self.lengths, self.length_of = _both(counts[0])
-        self.committed, self.committed_of = _both(counts[1])
-        self.ready, self.ready_of = _both(counts[2])
-        self.next_stop, self.next_stop_of = _both(counts[3])
-        self.next_event, self.next_event_of = _both(counts[4])
-        self.next_point, self.next_point_of = _both(counts[5])
-        self.hold, self.hold_of = _both(counts[6])
-        self.findable, self.findable_of = _both(counts[7])
-        self.step_start, self.step_start_of = _both(counts[8])
-        self.drafts, self.drafts_of = _both(counts[9])
-        self.prompts, self.prompt_of = _both(counts[10])
-
-    def add_rows(self, count: int) -> None:
-        self._set(np.pad(self._counts, ((0, 0), (0, count))))
-
-    def copy(self, source: int, row: int) -> None:
-        self._counts[:, row] = self._counts[:, source]
-
-
-def _both(counts: Counts) -> tuple[Counts, memoryview]:
-    return counts, counts.data
+from kvweave.table import BlockTable
 
 
 class CacheState:
@@ -88,6 +49,7 @@ class CacheState:
         self.grid = self.prefix.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
+        self.moves = WindowMoves(self.windows, self.grid)
         self.decode_every = -(-retention.decode_every // self.grid) * self.grid
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(rows)
@@ -114,7 +76,6 @@ class CacheState:
     def free_row(self, sequence: Sequence) -> None:
         for table in self.tables:
             table.clear(sequence.row)
-        self.tokens.clear(sequence.row)
         del self.by_row[sequence.row]
         self._free_rows.append(sequence.row)
         self.num_closed += 1
@@ -152,8 +113,7 @@ class CacheState:
             point = sequence.copy_at if 0 <= sequence.copy_at < point else point
         point = max(point, committed + 1)
         counters.next_point_of[row] = point
-        next_window = committed // self.grid * self.grid + self.grid if self.windows else NEVER
-        counters.next_event_of[row] = min(point, next_window)
+        counters.next_event_of[row] = min(point, self.moves.next(committed))
 
     def publish_at(self, sequence: Sequence) -> int:
         """The committed length at which a sequence publishes by itself: the last point of its prompt."""
@@ -164,14 +124,18 @@ class CacheState:
     def first_unpublished(self, sequence: Sequence) -> int:
         """The first wanted point that neither is in the tree nor has all it needs kept."""
         if self.states:
-            return min([NEVER, *(point for point in sequence.snapshots if point != sequence.answer)])
-        return self.next_in_prompt(sequence, sequence.node.end) if self.windows else NEVER
+            first = NEVER
+            for point in sequence.snapshots:
+                if point < first and point != sequence.answer:
+                    first = point
+            return first
+        return sequence.next_point(sequence.node.end) if self.windows else NEVER
 
     def passed_points(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Wanted points in (start, end] that neither are in the tree nor have all they need kept, ascending."""
         if self.states:
             return sorted(p for p in sequence.snapshots if start < p <= end and p != sequence.answer)
-        return self.wanted_points(sequence, max(start, sequence.node.end), end)
+        return sequence.points_in(max(start, sequence.node.end), end)
 
     # ---- where resume points are wanted
 
@@ -181,6 +145,9 @@ class CacheState:
             return
         grid, back = self.grid, sequence.drop_last_blocks * self.grid
         start, last = sequence.num_cached, (sequence.num_prompt - 1) // grid * grid
+        sequence.asked_points, sequence.prompt_points, sequence.last_point = [], [], 0
+        if start >= last and sequence.given_points is None:
+            return
         branch = sequence.branch - back if self.retention.branches else 0
         # a hit stops `back` tokens before what matches, so what matches must go on behind the point
         ends = {last, last - back} if self.retention.prompt_end else set()
@@ -192,23 +159,12 @@ class CacheState:
         sequence.prompt_points = sorted({*spaced, *sequence.asked_points})
         sequence.last_point = last
 
-    def next_in_prompt(self, sequence: Sequence, position: int) -> int:
-        """The first wanted point of the prompt after `position`, or `NEVER`."""
-        points = sequence.prompt_points
-        at = bisect_right(points, position)
-        return points[at] if at < len(points) else NEVER
-
     def next_wanted(self, sequence: Sequence, position: int) -> int:
         """The first position after `position` whose state is wanted: in the prompt, then now and again."""
-        wanted = self.next_in_prompt(sequence, position)
+        wanted = sequence.next_point(position)
         if wanted < NEVER:
             return wanted
         return position // self.decode_every * self.decode_every + self.decode_every
-
-    def wanted_points(self, sequence: Sequence, start: int, end: int) -> list[int]:
-        """All wanted points of the prompt in (start, end], ascending."""
-        points = sequence.prompt_points
-        return points[bisect_right(points, start) : bisect_right(points, end)]
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Tokens of a sequence that others may find: written, not private, and their ids known."""
@@ -235,7 +191,7 @@ class CacheState:
 
     def free_states(self, pages: tuple[int, ...]) -> None:
         """A page of each state group, which nobody holds any more."""
-        for group, page in zip(self.states, pages, strict=True):
+        for group, page in zip(self.states, pages):
             pool = self.pool_of[group.number]
             if pool:
                 pool.free_one(group.tag, page)

@@ -6,13 +6,15 @@ writes stays until it is committed. Counters move for all rows at once; rows tha
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from kvweave.cache.allocator import Demand, PageAllocator, Reclaimable
 from kvweave.cache.copies import CopyBuilder
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
-from kvweave.cache.room import ManyRows, OneRow, RowGrowth
+from kvweave.cache.room import PLAIN, ManyRows, OneRow, RowGrowth, StepOptions
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
@@ -40,51 +42,44 @@ class Steps:
     # ---- extend
 
     def extend(
-        self, rows: Rows, sequences: list[Sequence], counts: Counts | int, lookahead: int, drafts: int, in_step: bool
+        self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, options: StepOptions
     ) -> CopyBuilder | None:
-        """Room for `counts` more tokens of each row, all or nothing."""
+        """Room for `counts` more tokens of each row from `start`, its length, on; all or nothing."""
         counters = self.state.counters
-        drafts = drafts if self.state.states else 0
         if self._has_drafts and counters.drafts[rows].any():
             raise NotSettled("drafts of the last step are neither accepted nor rejected: call accept first")
         if len(sequences) == 1:
-            copies = self._extend_one(
-                sequences[0], counts if isinstance(counts, int) else int(counts[0]), lookahead, drafts, in_step
-            )
+            copies = self._extend_one(sequences[0], counts if isinstance(counts, int) else int(counts[0]), options)
         else:
-            copies = self._extend_many(rows, sequences, counts, lookahead, drafts, in_step)
-        if drafts:
+            copies = self._extend_many(rows, sequences, start, counts, options)
+        if options.drafts:
             self._has_drafts = True
-            counters.drafts[rows] = drafts
+            counters.drafts[rows] = options.drafts
         return copies
 
-    def _extend_one(
-        self, sequence: Sequence, count: int, lookahead: int, drafts: int, in_step: bool
-    ) -> CopyBuilder | None:
+    def _extend_one(self, sequence: Sequence, count: int, options: StepOptions) -> CopyBuilder | None:
         counters, row = self.state.counters, sequence.row
         start = counters.length_of[row]
         after, copies = start + count, None
-        if drafts or after + lookahead > counters.ready_of[row]:
-            room = OneRow(self.state, sequence, start, after, after + lookahead)
-            copies = self._make_room(room, drafts, in_step, [])
+        if options.drafts or after + options.lookahead > counters.ready_of[row]:
+            copies = self._make_room(OneRow(self.state, sequence, start, after, options), [])
         else:
             counters.length_of[row] = after
         counters.step_start_of[row] = start
         return copies
 
     def _extend_many(
-        self, rows: Rows, sequences: list[Sequence], counts: Counts | int, lookahead: int, drafts: int, in_step: bool
+        self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, options: StepOptions
     ) -> CopyBuilder | None:
         counters = self.state.counters
-        start = counters.lengths[rows]
         after = start + counts
-        reach = after + lookahead if lookahead else after
+        reach = after + options.lookahead if options.lookahead else after
         short, copies = reach > counters.ready[rows], None
-        if drafts or np.count_nonzero(short):
-            at = np.arange(len(rows)) if drafts else short.nonzero()[0]
+        if options.drafts or np.count_nonzero(short):
+            at = np.arange(len(rows)) if options.drafts else short.nonzero()[0]
             chosen = [sequences[i] for i in at.tolist()]
-            room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at])
-            copies = self._make_room(room, drafts, in_step, sequences)
+            room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
+            copies = self._make_room(room, sequences)
         counters.lengths[rows] = after
         counters.step_start[rows] = start
         return copies
@@ -92,82 +87,74 @@ class Steps:
     def can_extend(self, rows: Rows, sequences: list[Sequence], count: int) -> bool:
         """Whether there would be room for `count` more tokens of each row; changes nothing."""
         start = self.state.counters.lengths[rows]
-        room = ManyRows(self.state, rows, sequences, start, start + count, start + count)
-        demand = self._demand(room, len(rows), room.stateful, 1)
-        admits = self._admits(room)
-        return room.longest <= self.state.max_tokens and self.allocator.lacking(demand, admits=admits) is None
+        room = ManyRows(self.state, rows, sequences, start, start + count, start + count, PLAIN)
+        return room.longest <= self.state.max_tokens and self._fits(room, {}, len(rows))
 
-    def _admits(self, room: RowGrowth) -> bool:
-        """Whether a row that does not run yet is asking."""
-        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
-
-    def _make_room(self, room: RowGrowth, drafts: int, in_step: bool, others: list[Sequence]) -> CopyBuilder | None:
+    def _make_room(self, room: RowGrowth, others: list[Sequence]) -> CopyBuilder | None:
         """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
-        stateful = room.stateful
-        snapshots = [self._snapshots_of(room, i, drafts, in_step) for i in stateful]
-        admits = self._admits(room)
-        demand = self._demand(room, len(room.sequences), stateful, 1 + drafts)
-        optional = sum(map(len, snapshots))
+        stateful, options = room.stateful, room.options
+        snapshots = [self._snapshots_of(room, i) for i in stateful]
+        demand, optional = self._demand(room, len(room.sequences)), sum(map(len, snapshots))
         # Snapshots are optional: where they do not fit, the step goes without them.
-        if not optional or self.allocator.ensure(self._plus_states(demand, optional), admits=admits) is not None:
+        if not optional or not self._ensure_with_snapshots(room, demand, optional):
             snapshots = [[] for _ in stateful]
-            self._ensure(room, demand, admits, stateful, 1 + drafts, others)
+            self._ensure(room, demand, others)
         room.append()
         copies = CopyBuilder() if stateful else None
-        for i, positions in zip(stateful, snapshots, strict=True):
-            self._make_states(room.sequences[i], positions, in_step, copies)
-        if drafts:
-            self.snapshots.add_columns(room.rows, 1 + drafts)
+        for i, positions in zip(stateful, snapshots):
+            self._make_states(room.sequences[i], positions, options.in_step, copies)
+        if options.drafts:
+            self.snapshots.add_columns(room.rows, 1 + options.drafts)
         room.set_counters()
         for i in stateful:
             self.state.set_next_stop(room.sequences[i])
             self.state.set_next_event(room.sequences[i])
         return copies
 
-    def _snapshots_of(self, room: RowGrowth, i: int, drafts: int, in_step: bool) -> list[int]:
+    def _snapshots_of(self, room: RowGrowth, i: int) -> list[int]:
         """Positions of the states that a row's step should leave, drafts apart."""
+        drafts, in_step = room.options.drafts, room.options.in_step
         if drafts and not in_step:
             return []
         return self.snapshots.positions(room.sequences[i], int(room.start[i]), int(room.after[i]) - drafts, in_step)
 
-    def _demand(self, room: RowGrowth, count: int, stateful: list[int], columns: int) -> Demand:
+    def _demand(self, room: RowGrowth, count: int) -> Demand:
         """Pages that the first `count` rows need."""
-        state = self.state
-        demand = [0] * len(state.groups)
-        for same, pages in zip(state.same_block_size, room.num_blocks(count), strict=True):
+        demand = [0] * len(self.state.groups)
+        for same, pages in zip(self.state.same_block_size, room.num_blocks(count)):
             for group in same:
                 demand[group.number] = pages
-        if columns > 1:
-            for group in state.states:
-                have = state.tables[group.number].blocks[room.rows[:count]]
-                demand[group.number] = int(np.maximum(columns - have, 0).sum())
-        else:
-            for i in stateful:
-                for group in state.states if i < count else ():
-                    demand[group.number] += int(not state.tables[group.number].blocks_of[room.sequences[i].row])
+        if self.state.states:
+            states = room.num_states(count)
+            for group in self.state.states:
+                demand[group.number] = states
         return demand
 
-    def _plus_states(self, demand: Demand, count: int) -> Demand:
-        return [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups, strict=True)]
+    def _admits(self, room: RowGrowth) -> bool:
+        """Whether a row that does not run yet is asking."""
+        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
 
-    def _ensure(
-        self, room: RowGrowth, demand: Demand, admits: bool, stateful: list[int], columns: int, others: list[Sequence]
-    ) -> None:
+    def _ensure_with_snapshots(self, room: RowGrowth, demand: Demand, count: int) -> bool:
+        """Whether there are so many pages of each state more, made sure of with all others."""
+        more = [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups)]
+        return self.allocator.ensure(more, admits=self._admits(room)) is None
+
+    def _ensure(self, room: RowGrowth, demand: Demand, others: list[Sequence]) -> None:
         """Make sure of the pages, or raise with everything as it was."""
         if room.longest > self.state.max_tokens:
             longest = np.array([room.longest])
             never = self.allocator.never_fits(longest, longest)
             assert never is not None
             raise never
-        pool = self.allocator.ensure(demand, admits=admits)
+        known: Reclaimable = {}
+        pool = self.allocator.ensure(demand, admits=self._admits(room), known=known)
         if pool is not None:
-            known: Reclaimable = {}
+            fits = partial(self._fits, room, known)
+            raise self.allocator.refusal(pool, room.sequences, *room.span(), fits, others)
 
-            def fits(count: int) -> bool:
-                part = self._demand(room, count, stateful, columns)
-                return self.allocator.lacking(part, admits=admits, known=known) is None
-
-            raise self.allocator.refusal(pool, room.sequences, room.spans(), fits, others)
+    def _fits(self, room: RowGrowth, known: Reclaimable, count: int) -> bool:
+        """Whether there would be room for the first `count` rows."""
+        return self.allocator.lacking(self._demand(room, count), admits=self._admits(room), known=known) is None
 
     def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: CopyBuilder | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""
@@ -197,10 +184,8 @@ class Steps:
             return self._pass_events_one(sequences[0], end) if end >= counters.next_event_of[row] else None
         until = counters.lengths[rows] if until is None else until
         counters.committed[rows] = until
-        due = until >= counters.next_event[rows]
-        if not np.count_nonzero(due):
-            return None
-        return self._pass_events(rows[due], [sequences[i] for i in due.nonzero()[0].tolist()], until[due])
+        due = (until >= counters.next_event[rows]).nonzero()[0]
+        return self._pass_events(rows[due], [sequences[i] for i in due.tolist()], until[due]) if len(due) else None
 
     def _accept_committed(self, rows: Rows, until: Counts) -> None:
         """Drafts that are committed to the last are accepted."""
@@ -216,9 +201,8 @@ class Steps:
             copies = CopyBuilder()
             self._pass_point(sequence, copies)
         if state.windows:
-            end = until // state.grid * state.grid
-            self.allocator.advance_windows_of(sequence, end)
-            state.counters.next_event_of[row] = min(state.counters.next_point_of[row], end + state.grid)
+            self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
+            state.counters.next_event_of[row] = min(state.counters.next_point_of[row], state.moves.next(until))
         return copies
 
     def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder:
@@ -227,11 +211,12 @@ class Steps:
         for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
             self._pass_point(sequences[i], copies)
         if state.windows:
-            ends = until // state.grid * state.grid
+            numbers = until // state.grid
             for i in (counters.hold[rows] <= until).nonzero()[0].tolist():
-                self.allocator.advance_windows_of(sequences[i], int(ends[i]))
-            self.allocator.advance_windows(rows, ends)
-            counters.next_event[rows] = np.minimum(counters.next_point[rows], ends + state.grid)
+                self.allocator.advance_windows_of(sequences[i], int(numbers[i]) * state.grid)
+            needed, next_move = state.moves.look_up(numbers)
+            self.allocator.advance_windows(rows, needed)
+            counters.next_event[rows] = np.minimum(counters.next_point[rows], next_move)
         return copies
 
     def _pass_point(self, sequence: Sequence, copies: CopyBuilder) -> None:

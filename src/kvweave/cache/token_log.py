@@ -15,64 +15,61 @@ RECENT = 256
 
 
 class TokenLog:
-    """`known[row]` ids of a sequence are known, from its first token on; without a gap, whoever told them when."""
+    """`known[row]` ids of a sequence are known, from its first token on; without a gap, whoever told them when. Those
+    from `_handed[row]` on are kept here, the others by the sequence."""
 
     def __init__(self, rows: int) -> None:
-        self.known: Counts = np.zeros(rows, np.int64)
+        self._set(np.zeros((2, rows), np.int64))
         self._recent: Ids = np.zeros((rows, RECENT), np.int32)
-        self._fill: Counts = np.zeros(rows, np.int64)
+
+    def _set(self, counts: Counts) -> None:
+        self._counts = counts
+        self.known, self._handed = counts
+        self._known_of, self._handed_of = self.known.data, self._handed.data
 
     def add_rows(self, count: int) -> None:
-        self.known, self._fill = np.pad(self.known, (0, count)), np.pad(self._fill, (0, count))
+        self._set(np.pad(self._counts, ((0, 0), (0, count))))
         self._recent = np.pad(self._recent, ((0, count), (0, 0)))
 
-    def enter(self, sequence: Sequence, count: int) -> None:
-        """A sequence in its row knows `count` ids."""
-        self.known[sequence.row] = count
-        self._fill[sequence.row] = 0
-
-    def clear(self, row: int) -> None:
-        self.known[row] = self._fill[row] = 0
+    def enter(self, row: int, count: int) -> None:
+        """The sequence that comes into a row knows `count` ids."""
+        self._known_of[row] = self._handed_of[row] = count
 
     def flush(self, sequence: Sequence) -> None:
         """Hand a row's recent ids to its sequence."""
         row = sequence.row
-        fill = int(self._fill[row]) if row >= 0 else 0
-        if fill:
-            sequence.add_tokens(self._recent[row, :fill])
-            self._fill[row] = 0
+        recent = self._known_of[row] - self._handed_of[row] if row >= 0 else 0
+        if recent:
+            sequence.add_tokens(self._recent[row, :recent])
+            self._handed_of[row] = self._known_of[row]
 
     def cut(self, sequence: Sequence, length: int) -> None:
         """Forget the ids from `length` on."""
         self.flush(sequence)
         sequence.cut_tokens(length)
-        self.known[sequence.row] = min(int(self.known[sequence.row]), length)
+        self.enter(sequence.row, min(self._known_of[sequence.row], length))
 
     def cut_many(self, rows: Rows, sequences: list[Sequence], lengths: Counts) -> None:
         """`cut` for many rows at once."""
-        over = self.known[rows] - lengths
-        recent = (over > 0) & (over <= self._fill[rows])
-        self.known[rows[recent]] -= over[recent]
-        self._fill[rows[recent]] -= over[recent]
-        for i in np.flatnonzero((over > 0) & ~recent).tolist():
+        known, handed = self.known[rows], self._handed[rows]
+        self.known[rows] = np.minimum(known, np.maximum(lengths, handed))
+        for i in (lengths < handed).nonzero()[0].tolist():
             self.cut(sequences[i], int(lengths[i]))
 
     # ---- telling
 
     def checked(
         self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, tokens: object
-    ) -> Ids:
-        """The ids of the tokens [start, start + counts) of each row, one after the other, as an array.
-
-        Ids that are known already must be the same ones; none before them may be unknown.
-        """
+    ) -> tuple[Ids, bool]:
+        """The ids of the tokens [start, start + counts) of each row, one after the other, as an array; and whether none
+        of them is known yet. Those that are must be the same ones; none before them may be unknown."""
         ids = as_tokens(tokens if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else np.asarray(tokens).ravel())
         total = counts * len(rows) if isinstance(counts, int) else int(counts.sum())
         if len(ids) != total:
             raise BadTokens(f"{len(ids)} tokens for {len(rows)} sequences that get {total}")
         known = self.known[rows]
         if not np.count_nonzero(known != start):
-            return ids
+            return ids, True
         if (known < start).any():
             at = int(np.flatnonzero(known < start)[0])
             raise BadTokens(
@@ -84,29 +81,30 @@ class TokenLog:
                 raise BadTokens(
                     f"these are not the ids of the tokens from {first} on that the sequence was opened with"
                 )
-        return ids
+        return ids, False
 
-    def tell(self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, ids: Ids) -> None:
+    def tell(
+        self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, ids: Ids, are_new: bool
+    ) -> None:
         """Take over checked ids of the tokens [start, start + counts) of each row; those that are known, are."""
-        if isinstance(counts, int) and counts <= RECENT and not np.count_nonzero(self.known[rows] != start):
-            self._tell_alike(rows, sequences, ids.reshape(len(rows), counts))
+        if are_new and isinstance(counts, int) and counts <= RECENT:
+            self._tell_alike(rows, sequences, start, ids.reshape(len(rows), counts))
             return
         for sequence, first, given in _by_sequence(sequences, start, counts, ids):
             new = given[max(0, sequence.num_tokens - first) :]
             sequence.add_tokens(new)
-            self.known[sequence.row] += len(new)
+            self.enter(sequence.row, self._known_of[sequence.row] + len(new))
 
-    def _tell_alike(self, rows: Rows, sequences: list[Sequence], ids: Ids) -> None:
+    def _tell_alike(self, rows: Rows, sequences: list[Sequence], start: Counts, ids: Ids) -> None:
         """As many ids for each row, none of them known."""
-        width, fill = ids.shape[1], self._fill[rows]
-        if int(np.maximum.reduce(fill)) + width > RECENT:
+        width, column = ids.shape[1], start - self._handed[rows]
+        if int(column[column.argmax()]) + width > RECENT:
             for sequence in sequences:
                 self.flush(sequence)
-            fill = self._fill[rows]
-        for column in range(width):
-            self._recent[rows, fill + column] = ids[:, column]
-        self._fill[rows] = fill + width
-        self.known[rows] += width
+            column = start - self._handed[rows]
+        for i in range(width):
+            self._recent[rows, column + i if i else column] = ids[:, i]
+        self.known[rows] = start + width
 
 
 def _by_sequence(

@@ -53,13 +53,16 @@ class PagedGroup:
             self._first_blocks[position] = block
         return block
 
+    def first_blocks(self, positions: Counts) -> Counts:
+        """The same for many positions."""
+        return np.maximum(np.asarray(self.reach.tail(positions)) // self.slot_tokens, self.head_blocks)
+
     def blocks_for(self, start: Counts, end: Counts) -> Counts:
         """Blocks that must be there while the tokens [start, end) are computed in one step; for many at once."""
         if self.is_state:
             return np.ones_like(start)
         last = -(-end // self.slot_tokens)
-        tail = np.asarray(self.reach.tail(start)) // self.slot_tokens
-        first = np.minimum(np.maximum(tail, self.head_blocks), last)
+        first = np.minimum(self.first_blocks(start), last)
         blocks: Counts = last - first + np.minimum(self.head_blocks, first)
         return blocks
 

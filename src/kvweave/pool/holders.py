@@ -2,8 +2,8 @@
 
 A page's count is one number for two kinds of holders, since they are always asked together: the block tables and pins
 that name it, and, times `TREE`, the runs of the prefix tree that hold it. Pages in the tree that nobody names are
-evictable; `evictable_in` counts them by super-page (it is empty where a page is a whole super-page). NULL pages are
-passed over, and a page may be there several times.
+evictable; `evictable_in` counts them by super-page (it is empty where a page is a whole super-page). A free page has
+the count of the table that will get it: 1. NULL pages are passed over, and a page may be there several times.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NumpyHolders:
         left = holders[last]
         unnamed = last[(left & NAMES == 0) & (left > 0)]
         _count(evictable_in, unnamed, per_superpage, 1)
-        return _put(out, last[left == 0]), len(unnamed)
+        return _free(holders, last[left == 0], out), len(unnamed)
 
     @staticmethod
     def leave(holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int, out: Ids) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class NumpyHolders:
         last = _last_mentions(pages)
         gone = last[holders[last] == 0]
         _count(evictable_in, gone, per_superpage, -1)
-        return _put(out, gone), int(np.count_nonzero(holders[last] < TREE))
+        return _free(holders, gone, out), int(np.count_nonzero(holders[last] < TREE))
 
 
 def _last_mentions(pages: Ids) -> Ids:
@@ -75,7 +75,8 @@ def _count(evictable_in: Counts, pages: Ids, per_superpage: int, sign: int) -> N
         np.add.at(evictable_in, pages // per_superpage, sign)
 
 
-def _put(out: Ids, pages: Ids) -> int:
+def _free(holders: Counts, pages: Ids, out: Ids) -> int:
+    holders[pages] = 1
     out[: len(pages)] = pages
     return len(pages)
 

@@ -21,6 +21,13 @@ static inline void count_evictable(const Call *call, int32_t page, int64_t sign)
         ((int64_t *)call->evictable.buf)[page / call->size] += sign;
 }
 
+/* A page that nobody holds has the count of the table that will get it. */
+static inline int32_t freed(const Call *call, int32_t page)
+{
+    call->holders[page] = 1;
+    return page;
+}
+
 static void end(Call *call)
 {
     PyBuffer_Release(&call->holders_buffer);
@@ -105,7 +112,7 @@ static PyObject *release(PyObject *self, PyObject *args)
             continue;
         int64_t left = --call.holders[call.pages[i]];
         if (!left)
-            call.out[gone++] = call.pages[i];
+            call.out[gone++] = freed(&call, call.pages[i]);
         else if (!(left & NAMES)) {
             count_evictable(&call, call.pages[i], 1);
             unnamed++;
@@ -128,7 +135,7 @@ static PyObject *leave(PyObject *self, PyObject *args)
         int64_t left = call.holders[call.pages[i]] -= TREE;
         left_tree += left < TREE;
         if (!left) {
-            call.out[gone++] = call.pages[i];
+            call.out[gone++] = freed(&call, call.pages[i]);
             count_evictable(&call, call.pages[i], -1);
         }
     }

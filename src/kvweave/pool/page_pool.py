@@ -106,10 +106,7 @@ class PagePool:
         assert count <= free.size, f"pool {self.name}: {count} pages of {tag} were promised"
         if group.is_whole:
             group.num_superpages += count
-        pages = free.pop(count)
-        if group.counts_holders:
-            group.holders[pages] = 1
-        return pages
+        return free.pop(count)
 
     def allocate_one(self, tag: str) -> int:
         """`allocate`, for a single page."""
@@ -118,10 +115,7 @@ class PagePool:
         assert free.size, f"pool {self.name}: a page of {tag} was promised"
         if group.is_whole:
             group.num_superpages += 1
-        page = free.pop_one()
-        if group.counts_holders:
-            group.holders[page] = 1
-        return page
+        return free.pop_one()
 
     def allocate_apart(self, tag: str, is_needed: bool) -> int:
         """`allocate_one` for a page that is needed as long as its sequence runs, or one that may be evicted: such pages
@@ -136,6 +130,8 @@ class PagePool:
     def free(self, tag: str, pages: Ids) -> None:
         """Pages that nobody holds any more."""
         group = self.groups[tag]
+        if not len(pages):
+            return
         if group.is_whole:
             self.free_superpages.push(pages)
             group.num_superpages -= len(pages)

@@ -69,7 +69,7 @@ class PageStack:
 class GroupPages:
     """The pages of one group in its pool.
 
-    Where pages are shared one by one (windows: `counts_holders`), `holders` counts who holds each (see `holders.py`).
+    Where pages are shared one by one (windows), `holders` counts who holds each (see `holders.py`).
     Other pages have one owner. Pages of the tree that nobody else names or needs are `num_evictable`.
 
     Where a page is a whole super-page (`is_whole`), its free ones are the pool's.
@@ -82,8 +82,9 @@ class GroupPages:
         capacity = num_superpages * self.per_superpage
         self.free = PageStack(0 if self.is_whole else capacity)
         self.num_superpages = 0
-        self.counts_holders = group.cache.reach.per_token and group.cache.reach.span is not None
-        self.holders: NDArray[np.int64] = np.zeros(capacity if self.counts_holders else 0, np.int64)
+        is_window = group.cache.reach.per_token and group.cache.reach.span is not None
+        self.holders: NDArray[np.int64] = np.ones(capacity if is_window else 0, np.int64)
+        self.holders[:1] = 0  # NULL
         self.num_evictable = 0
         self.evictable_in: NDArray[np.int64] = np.zeros(0 if self.is_whole else num_superpages, np.int64)
         """Evictable pages of each super-page."""

@@ -167,7 +167,7 @@ class PrefixCache:
     def _count_pin(self, point: Point, sign: int) -> None:
         point.pins += sign
         if point.pins == (1 if sign > 0 else 0):
-            for group, page in zip(self.tree.states, point.states, strict=True):
+            for group, page in zip(self.tree.states, point.states):
                 if group.has_pages:
                     self._pages(group).count_evictable_one(page, -sign)
 
@@ -228,7 +228,7 @@ class PrefixCache:
 
     def _count_states(self, point: Point, sign: int) -> None:
         if point.states:
-            for group, page in zip(self.tree.states, point.states, strict=True):
+            for group, page in zip(self.tree.states, point.states):
                 if group.has_pages:
                     self.num_cached[group.number] += sign
                     self._pages(group).count_evictable_one(page, sign)
@@ -368,7 +368,7 @@ class PrefixCache:
             point.queue.remove(point)
         if point.states:
             self._count_states(point, -1)
-            for group, page in zip(self.tree.states, point.states, strict=True):
+            for group, page in zip(self.tree.states, point.states):
                 if group.has_pages:
                     self._pool(group).free_one(group.tag, page)
                     self.num_evicted[group.number] += 1

@@ -85,9 +85,3 @@ class Retention:
             # windows overlap, so close points cost no more than their rows; a state is a copy, and a stop
             every = max(states // STATE_SHARE, SPACING) if states else max(4 * grid, min(windows, SPACING))
         return Spacing(-(-every // unit) * unit, widens=self.every is None)
-
-
-ALL = Retention(every=1, decode_every=1)
-"""Keep every point there is."""
-ENDS = Retention(prompt_end=False, branches=False, every=0)
-"""Keep only the ends of sequences."""

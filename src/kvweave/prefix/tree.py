@@ -259,14 +259,16 @@ class Tree:
                 self._emit(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
     def drop(self, node: Node, group: PagedGroup, first: int, last: int) -> Ids:
-        """Lose the pages of a window in the blocks [first, last), counted from the start of a run; returns them."""
+        """Lose the pages of a window in the blocks [first, last), counted from the start of a run; returns them, with
+        the NULLs among them."""
         run = node.pages[group.number][first:last]
-        gone: Ids = run[run != NULL]
-        if len(gone):
-            if self._emit:
-                blocks = np.flatnonzero(run) + first + node.start // group.slot_tokens
-                self._emit(Lost(node.id, group.tag, tuple(blocks.tolist())))
-            run[:] = NULL
+        if not np.count_nonzero(run):
+            return NO_PAGES
+        if self._emit:
+            blocks = np.flatnonzero(run) + first + node.start // group.slot_tokens
+            self._emit(Lost(node.id, group.tag, tuple(blocks.tolist())))
+        gone = run.copy()
+        run[:] = NULL
         return gone
 
     def trim(self, node: Node, end: int) -> list[Ids]:

@@ -37,7 +37,10 @@ class BlockTable:
         if self.kernel_blocks > 1:
             self.kernels = np.zeros((num_rows, width * self.kernel_blocks), np.int32)
         self._set(*np.full((3, num_rows), [[self.head_blocks], [0], [0]], np.int64))
-        self._changed: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self._set_changed(np.zeros(num_rows, np.bool_))
+
+    def _set_changed(self, changed: NDArray[np.bool_]) -> None:
+        self._changed, self._changed_of = changed, changed.data
 
     def _set(self, first: Counts, published: Counts, blocks: Counts) -> None:
         """One number a row; and the same as plain ints, which are read five times sooner."""
@@ -52,7 +55,7 @@ class BlockTable:
         self.kernels = self.pages if same else _with_rows(self.kernels, count, used * self.kernel_blocks)
         first = np.pad(self.first, (0, count), constant_values=self.head_blocks)
         self._set(first, np.pad(self.published, (0, count)), np.pad(self.blocks, (0, count)))
-        self._changed = np.pad(self._changed, (0, count))
+        self._set_changed(np.pad(self._changed, (0, count)))
 
     def take_changed(self) -> Counts:
         """The rows that were written since this was last asked."""
@@ -65,7 +68,7 @@ class BlockTable:
     def write(self, row: int, start: int, pages: Ids) -> None:
         """Pages of one row from slot `start` on."""
         self.pages[row, start : start + len(pages)] = pages
-        self._changed[row] = True
+        self._changed_of[row] = True
         if self.kernel_blocks > 1:
             at = start * self.kernel_blocks
             self.kernels[row, at : at + len(pages) * self.kernel_blocks] = self.kernel_ids(pages).ravel()
@@ -73,7 +76,7 @@ class BlockTable:
     def write_one(self, row: int, slot: int, page: int) -> None:
         """`write`, for a single page."""
         self.pages[row, slot] = page
-        self._changed[row] = True
+        self._changed_of[row] = True
         if self.kernel_blocks > 1:
             at = slot * self.kernel_blocks
             self.kernels[row, at : at + self.kernel_blocks] = np.arange(self.kernel_blocks) + page * self.kernel_blocks
@@ -85,9 +88,8 @@ class BlockTable:
         if len(rows) == 1:
             self.write(int(rows[0]), int(slots[0]), pages)
             return
-        if len(pages) != len(rows) or np.minimum.reduce(counts) != 1:
-            slots = np.repeat(slots - np.cumsum(counts) + counts, counts) + np.arange(len(pages))
-            rows = np.repeat(rows, counts)
+        if len(pages) != len(rows) or counts[counts.argmax()] != 1:
+            rows, slots = spread(rows, slots, counts)
         self.write_many(rows, slots, pages)
 
     def write_many(self, rows: Counts, slots: Counts, pages: Ids) -> None:
@@ -102,7 +104,7 @@ class BlockTable:
         """NULL in the slots [start, end) of one row."""
         if end > start:
             self.pages[row, start:end] = NULL
-            self._changed[row] = True
+            self._changed_of[row] = True
             if self.kernel_blocks > 1:
                 self.kernels[row, start * self.kernel_blocks : end * self.kernel_blocks] = NULL
 
@@ -132,6 +134,12 @@ class BlockTable:
         if group.context_shards > 1:
             slots[positions // group.block_tokens % group.context_shards != cp_rank] = -1
         return slots
+
+
+def spread(rows: Counts, first: Counts, counts: Counts) -> tuple[Counts, Counts]:
+    """Each (row, number) of the numbers [first, first + count) of rows."""
+    numbers = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+    return np.repeat(rows, counts), numbers
 
 
 def _with_rows(table: Ids, count: int, used: int) -> Ids:
