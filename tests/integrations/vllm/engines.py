@@ -203,8 +203,7 @@ def engine(model: Path, store: Mapping[str, Any] | None = None, **options: Any) 
             enforce_eager=True,
             disable_log_stats=True,
             enable_prefix_caching=True,
-            kv_transfer_config=transfer,
-            **{**usual, **options},
+            **{**usual, "kv_transfer_config": transfer, **options},
         )
         made = Engine(llm)
         yield made
