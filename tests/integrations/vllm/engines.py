@@ -171,6 +171,21 @@ def without_checkpoints() -> None:
         MambaMixer2.get_kv_cache_spec = without
 
 
+def with_flat_rows() -> None:
+    """vLLM 0.32's CPU kernel for rotary embeddings rotates wrong rows of tensors that have three axes, as LFM2's keys
+    and queries have. A batch has other answers then than each prompt alone, and neither has those of transformers."""
+    from vllm.model_executor.models import lfm2
+
+    made = lfm2.get_rope
+    if made.__name__ != "flat":
+
+        def flat(*args: Any, **options: Any) -> Any:
+            rope = made(*args, **options)
+            return lambda positions, query, key: rope(positions, query.flatten(1), key.flatten(1))
+
+        lfm2.get_rope = flat
+
+
 def _answer(output: Any) -> Answer:
     (made,) = output.outputs
     logprobs = tuple(tuple(sorted((t, each.logprob) for t, each in step.items())) for step in made.logprobs)
@@ -185,6 +200,7 @@ def engine(model: Path, store: Mapping[str, Any] | None = None, **options: Any) 
     from vllm.distributed import cleanup_dist_env_and_memory
 
     without_checkpoints()
+    with_flat_rows()
     transfer = None
     if store is not None:
         transfer = KVTransferConfig(

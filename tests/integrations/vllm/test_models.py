@@ -89,9 +89,7 @@ def test_a_prompt_that_leaves_another_half_way_hits_what_they_share(served: tupl
 
 
 def test_eight_requests_at_once_load_each_its_own(served: tuple[str, Engine]) -> None:
-    name, made = served
-    if name == "lfm2":
-        pytest.skip("vLLM 0.32 on a CPU, without any connector: a batch of LFM2 has other answers than each alone")
+    _, made = served
     prompts = [tokens(500 + 20 * number, seed=10 + number) for number in range(8)]
     alone = [made.one(prompt) for prompt in prompts]
     made.forget()
@@ -140,7 +138,7 @@ def test_requests_that_are_preempted_for_want_of_blocks_end_with_the_same_answer
     made.forget()  # fails if a block were still held
     assert preempted
     assert {len(answer.tokens) for answer in together} == {new_tokens}
-    if name not in ("lfm2", "qwen3_next"):  # vLLM answers a batch of these otherwise than each alone, preempted or not
+    if name != "qwen3_next":  # in bfloat16 a batch and each alone disagree after a few tokens, preempted or not
         assert max(mine.difference(its) for mine, its in zip(together, alone, strict=True)) < TOLERANCE
 
 
