@@ -55,9 +55,9 @@ class ShardCopies:
             start = self._shard.tokens(chunk)[0]
             by_offsets.setdefault(tuple(start % share.page_tokens for share in self._shares), []).append(place)
         for offsets, places in by_offsets.items():
-            yield from self._alike(offsets, np.array(places), [chunks[place] for place in places], tables, whole)
+            yield from self._at_offsets(offsets, np.array(places), [chunks[place] for place in places], tables, whole)
 
-    def _alike(
+    def _at_offsets(
         self, offsets: tuple[int, ...], places: Numbers, chunks: Sequence[int], tables: Tables, whole: bool
     ) -> Iterator[BlockCopy]:
         """The copies of chunks that begin as far behind the beginnings of their pages."""
