@@ -131,11 +131,14 @@ def test_requests_that_are_preempted_for_want_of_blocks_end_with_the_same_answer
     prompts = [tokens(length + number, seed=20 + number) for number in range(8)]
     alone = [made.one(prompt, new_tokens=new_tokens) for prompt in prompts]
     made.forget()
-    room = 4 * made.most_blocks(prompts[0], new_tokens)
+    most = made.most_blocks(prompts[0], new_tokens)
     made.forget()
-    with made.free_blocks(room) as preempted:
-        together = made.ask(*prompts, new_tokens=new_tokens)
-    made.forget()  # fails if a block were still held
+    for room in (4, 3, 2, 4, 3, 2):  # how many are loaded at the same time, and meet, is a matter of threads
+        with made.free_blocks(room * most) as preempted:
+            together = made.ask(*prompts, new_tokens=new_tokens)
+        made.forget()  # fails if a block were still held
+        if preempted:
+            break
     assert preempted
     assert {len(answer.tokens) for answer in together} == {new_tokens}
     if name != "qwen3_next":  # in bfloat16 a batch and each alone disagree after a few tokens, preempted or not
