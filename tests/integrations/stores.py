@@ -26,7 +26,7 @@ def chunk_of(model: Any) -> int:
 
 
 def store_of(model: Any, tier: Tier, policy: TierPolicy = NEAR) -> Store:
-    return Store(Schema.of(examine(model).spec, chunk_tokens=chunk_of(model)), TierStack((tier, policy)))
+    return Store(Schema.of(examine(model).stored, chunk_tokens=chunk_of(model)), TierStack((tier, policy)))
 
 
 @contextmanager

@@ -131,6 +131,19 @@ def test_every_pair_of_engines(chunk: int) -> None:
             check_read(read, chunk, tokens, tier, whole=whole)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_payloads_that_are_collected_together_are_those_that_are_collected_one_by_one(layout: str) -> None:
+    """In any order, and from chunks that begin within their pages."""
+    schema, chunks = schema_of(64), [3, 0, 2, 5]
+    engine = Engine(schema, layout, 128, 512)
+    engine.compute(Truth(512, 64), states=range(8))
+    source = engine.pages.source(engine.tables)
+    for shard in (shard for shard in schema.shards if shard.reach.per_token):
+        together = np.zeros(len(chunks) * shard.payload_bytes, np.uint8)
+        source.fill(shard, chunks, together)
+        assert together.tobytes() == b"".join(source(shard, chunk).tobytes() for chunk in chunks)
+
+
 def test_pages_that_are_not_there_are_never_written_and_never_passed_for_rows() -> None:
     schema, chunk = schema_of(128), 128
     engine = Engine(schema, "[B, 2, N, H, D]", 32, 512)

@@ -217,3 +217,16 @@ def test_sinks_are_loaded_with_the_window() -> None:
     seen: set[tuple[str, int, int]] = set()
     assert store.load(store.lookup(prompt), checked(seen)) == 10 * SIZE
     assert {chunk for _, _, chunk in seen} == {0, 1, 8, 9}
+
+
+@given(st.sets(st.integers(0, 9), min_size=1), st.integers(0, 9))
+@pytest.mark.parametrize("spec", [hybrid(), SINKS])
+def test_a_save_keeps_what_each_of_its_points_needs_from_its_start_on(
+    spec: ModelSpec, chunks: set[int], first: int
+) -> None:
+    schema, points = Schema.of(spec), [256 * chunk for chunk in chunks]
+    store = Store(schema, TierStack(DictTier()))
+    prompt = store.prompt(np.arange(2560, dtype=np.int32), namespace(spec))
+    found = store._to_keep(prompt, truth, points, None, 256 * first)
+    needed = {(number, chunk) for point in points for number, s in enumerate(schema.shards) for chunk in s.needs(point)}
+    assert found == sorted((piece for piece in needed if piece[1] >= first), key=lambda piece: piece[::-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -16,6 +16,7 @@ from functools import partial
 from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write
 from kvweave.server.dma import DMARegistration, device_in_use
 from kvweave.store import Schema, Shard, Source
+from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck
 from kvweave.store.files import aligned
 from kvweave.store.forking import register_after_fork
@@ -28,6 +29,10 @@ Destination = Target | StagedScatter
 Finish = Callable[[], bool]
 THREADED_BYTES = 1 << 20
 """Smaller blobs are copied by the caller's thread: handing them to another takes longer."""
+
+TOGETHER_BYTES = 512 << 10
+"""Payloads of one shard that are collected together: they stay in the processor's cache until their checksums are
+computed."""
 
 
 def read(place: Bytes, shard: Shard, chunk: int, key: bytes, payload: Bytes) -> bool:
@@ -49,12 +54,20 @@ def land(place: Bytes, shard: Shard, chunk: int, key: bytes, sink: StagedScatter
     return sink.land(shard, chunk, place[check.head_bytes :], is_intact)
 
 
+def _of_one_shard(jobs: Iterable[ArenaBlob]) -> Iterator[list[ArenaBlob]]:
+    by_shard: dict[bytes, list[ArenaBlob]] = {}
+    for job in jobs:
+        by_shard.setdefault(job.shard.id, []).append(job)
+    for own in by_shard.values():
+        yield from batches(own, lambda job: job.shard.payload_bytes, TOGETHER_BYTES)
+
+
 class ArenaCopier:
     """Copies blobs, large ones with `workers` threads, through buffers that are reused."""
 
     def __init__(self, schema: Schema, workers: int) -> None:
         self.workers = max(1, workers)
-        self._largest = max(shard.payload_bytes for shard in schema.shards)
+        self._largest = max(TOGETHER_BYTES, *(shard.payload_bytes for shard in schema.shards))
         self._scratch: deque[Bytes] = deque()
         self._registered: list[DMARegistration] = []
         """Of scratch buffers, in a process that uses CUDA."""
@@ -101,8 +114,8 @@ class ArenaCopier:
             return self._write_given(jobs, source, until)
         flying: list[Finish] = []
         try:
-            for job in jobs:
-                flying.append(self._run(job.shard, partial(self._write_filled, job, source, until)))
+            for together in _of_one_shard(jobs):
+                flying.append(self._run(together[0].shard, partial(self._write_filled, together, source, until)))
         finally:
             fine = [finish() for finish in flying]
         return all(fine)
@@ -116,13 +129,14 @@ class ArenaCopier:
             writing.finish()
         return writing.fine
 
-    def _write_filled(self, job: ArenaBlob, source: FillableSource, until: float) -> bool:
-        memory = self._memory()
+    def _write_filled(self, jobs: Sequence[ArenaBlob], source: FillableSource, until: float) -> bool:
+        """Blobs of one shard: collected by one call, as that takes longer than to copy a small one."""
+        memory, size = self._memory(), jobs[0].shard.payload_bytes
         try:
-            payload = memory[: job.shard.payload_bytes]
             # not directly into the arena, which others could write to between the copy and its checksum
-            source.fill(job.shard, job.chunk, payload)
-            return write(*job, payload, until)
+            source.fill(jobs[0].shard, [job.chunk for job in jobs], memory[: len(jobs) * size])
+            payloads = memory[: len(jobs) * size].reshape(len(jobs), size)
+            return all(write(*job, payload, until) for job, payload in zip(jobs, payloads, strict=True))
         finally:
             self._scratch.append(memory)
 

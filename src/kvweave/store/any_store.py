@@ -260,9 +260,13 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         def takes_tail(shard: int, chunk: int) -> bool:
             return isinstance(source, PagedSource) and not source.holds(self.schema.shards[shard], chunk)
 
-        needs = (group.pieces(end, takes_tail).tolist() for end in ends for group in self.schema.groups)
-        first = start // size
-        found = {(chunk, shard) for each in needs for shard, chunk in each if shard in wanted and chunk >= first}
+        found = set[tuple[int, int]]()
+        for group in self.schema.groups:
+            # what is needed from the first token on is all needed by the last point: a prompt may have thousands
+            needing = ends if group.reach.tail(max(ends, default=0)) else [max(ends, default=0)]
+            for end in needing:
+                pieces = group.pieces(end, takes_tail, first=start // size).tolist()
+                found |= {(chunk, shard) for shard, chunk in pieces if shard in wanted}
         return [(shard, chunk) for chunk, shard in sorted(found)]
 
     def _count(self, **numbers: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -65,7 +65,7 @@ class PagePayloads:
 
     def sink_copies(self, shard: Shard, chunk: int, tables: Tables) -> Iterator[BlockCopy]:
         """The copies that write a chunk's payload into pages: of states all, else those whose page is there."""
-        return self._copies[shard.id].copies(chunk, tables, whole=not shard.reach.per_token)
+        return self._copies[shard.id].copies([chunk], tables, whole=not shard.reach.per_token)
 
     def holds(self, shard: Shard, chunk: int, tables: Tables) -> bool:
         """Whether there is a page for every row of a chunk."""
@@ -81,9 +81,9 @@ class PagedSource(Protocol):
 
 @runtime_checkable
 class FillableSource(Protocol):
-    """A source that can write payloads into given memory, from several threads at once."""
+    """A source that can write payloads into given memory, one after the other, from several threads at once."""
 
-    def fill(self, shard: Shard, chunk: int, out: Bytes) -> None: ...
+    def fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> None: ...
 
 
 class StagedScatter:
@@ -109,13 +109,13 @@ class Gather:
 
     def __call__(self, shard: Shard, chunk: int) -> Bytes:
         out = aligned(shard.payload_bytes)
-        self.fill(shard, chunk, out)
+        self.fill(shard, [chunk], out)
         out.flags.writeable = False
         return out
 
     def holds(self, shard: Shard, chunk: int) -> bool:
         return self._pages.holds(shard, chunk, self._tables)
 
-    def fill(self, shard: Shard, chunk: int, out: Bytes) -> None:
+    def fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> None:
         """Only complete chunks: an incomplete one would be taken for complete by a prompt that ends earlier."""
-        self._copier.gather(self._pages._copies[shard.id].copies(chunk, self._tables, whole=True), out)
+        self._copier.gather(self._pages._copies[shard.id].copies(chunks, self._tables, whole=True), out)

@@ -47,26 +47,42 @@ class ShardCopies:
         self._shares = [_TableShare(shard, *key, looks) for key, looks in found.items()]
         self._placed: dict[tuple[int, ...], list[_PlacedRuns]] = {}
 
-    def copies(self, chunk: int, tables: Tables, *, whole: bool) -> Iterator[BlockCopy]:
-        """Between the pages and the payload of a chunk. Rows on NULL pages are left out; `whole` refuses them."""
-        pages = [share.pages(chunk, tables, self._null) for share in self._shares]
-        missing = sum(int(np.count_nonzero(numbers == self._null)) for numbers in pages)
+    def copies(self, chunks: Sequence[int], tables: Tables, *, whole: bool) -> Iterator[BlockCopy]:
+        """Between the pages and the payloads of chunks, one payload after the other. Rows on NULL pages are left out;
+        `whole` refuses them."""
+        by_offsets: dict[tuple[int, ...], list[int]] = {}
+        for place, chunk in enumerate(chunks):
+            start = self._shard.tokens(chunk)[0]
+            by_offsets.setdefault(tuple(start % share.page_tokens for share in self._shares), []).append(place)
+        for offsets, places in by_offsets.items():
+            yield from self._at_offsets(offsets, np.array(places), [chunks[place] for place in places], tables, whole)
+
+    def _at_offsets(
+        self, offsets: tuple[int, ...], places: Numbers, chunks: Sequence[int], tables: Tables, whole: bool
+    ) -> Iterator[BlockCopy]:
+        """The copies of chunks that begin as far behind the beginnings of their pages."""
+        pages = [[share.pages(chunk, tables, self._null) for share in self._shares] for chunk in chunks]
+        numbers: Numbers = np.concatenate([each for of_chunk in pages for each in of_chunk]).reshape(len(chunks), -1)
+        missing = int(np.count_nonzero(numbers == self._null))
         if whole and missing:
+            gone = [chunk for chunk, own in zip(chunks, numbers, strict=True) if self._null in own]
             raise StoreError(
-                f"group {self._shard.tag!r}: {missing} of the {sum(map(len, pages))} pages of chunk {chunk} are not"
-                " there (NULL); keep windows in whole chunks, and states at their ends, or do not store it"
+                f"group {self._shard.tag!r}: {missing} of the {numbers.size} pages of chunk"
+                f" {', '.join(map(str, gone))} are not there (NULL); keep windows in whole chunks, and states at their"
+                " ends, or do not store it"
             )
-        numbers = pages[0] if len(pages) == 1 else np.concatenate(pages)
-        for runs in self._runs_at(self._shard.tokens(chunk)[0], [len(each) for each in pages]):
-            own = numbers[runs.slots]
-            held, kept = runs.held + own * runs.steps, runs.kept
+        starts = places[:, None] * self._shard.payload_bytes
+        for runs in self._runs_at(offsets, [len(each) for each in pages[0]]):
+            own = numbers[:, runs.slots]
+            held: Numbers = (runs.held + own * runs.steps).ravel()
+            kept: Numbers = (runs.kept + starts).ravel()
             if missing:
-                held, kept = held[own != self._null], kept[own != self._null]
+                is_there = (own != self._null).ravel()
+                held, kept = held[is_there], kept[is_there]
             yield BlockCopy(runs.pool, held, runs.held_strides, kept, runs.kept_strides, runs.shape)
 
-    def _runs_at(self, start: int, num_pages: Sequence[int]) -> list[_PlacedRuns]:
-        """The runs of a piece that begins at token `start`, of all tables: what lies alike is copied together."""
-        offsets = tuple(start % share.page_tokens for share in self._shares)
+    def _runs_at(self, offsets: tuple[int, ...], num_pages: Sequence[int]) -> list[_PlacedRuns]:
+        """The runs of a piece that begins so many tokens behind its first pages: what lies alike is copied together."""
         if offsets not in self._placed:
             alike: dict[tuple[Any, ...], list[tuple[Numbers, ...]]] = {}
             firsts = np.cumsum([0, *num_pages])

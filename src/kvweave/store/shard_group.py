@@ -52,9 +52,11 @@ class ShardGroup:
             position, lambda shard, chunk: present[shard + self.parts, chunk] and not present[shard, chunk]
         )
 
-    def pieces(self, position: int, takes_tail: Callable[[int, int], bool]) -> NDArray[np.int64]:
-        """As `needs`, but `takes_tail` decides for a (whole) shard and chunk of which the tail would be enough."""
+    def pieces(self, position: int, takes_tail: Callable[[int, int], bool], *, first: int = 0) -> NDArray[np.int64]:
+        """As `needs`, but `takes_tail` decides for a (whole) shard and chunk of which the tail would be enough. Chunks
+        before `first` are left out."""
         chunks = np.fromiter(chunks_needed(self.reach, self.chunk_tokens, position), np.int64)
+        chunks = chunks[chunks >= first]
         numbers = np.arange(self.first, self.first + self.parts)
         pieces = np.stack((np.repeat(numbers, len(chunks)), np.tile(chunks, self.parts)), axis=1)
         chunk, offset = divmod(int(self.reach.tail(position)), self.chunk_tokens)

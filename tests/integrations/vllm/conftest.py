@@ -15,4 +15,4 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     folder = tmp_path_factory.getbasetemp() / "checkpoints"
     folder.mkdir(exist_ok=True)
-    return lambda name, seed=0: checkpoint(name, folder, seed)
+    return lambda name, seed=0, **kind: checkpoint(name, folder, seed, **kind)

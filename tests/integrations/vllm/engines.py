@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,6 +98,49 @@ class Engine:
         (answer,) = self.ask(prompt, **options)
         return answer
 
+    def interrupted(self, prompt: Sequence[int], interrupt: Callable[[], None], new_tokens: int = 8) -> Answer:
+        """One request, with an interruption when half of its tokens are made."""
+        made = self.llm.llm_engine
+        made.add_request("interrupted", {"prompt_token_ids": [*prompt]}, self.sampling(new_tokens))
+        while made.has_unfinished_requests():
+            (output,) = made.step() or [None]
+            if output is not None and len(output.outputs[0].token_ids) == new_tokens // 2:
+                interrupt()
+        return _answer(output)
+
+    def preempt(self) -> None:
+        """The running requests, as vLLM does it where blocks are lacking; their blocks may stay in its own cache."""
+        while self.scheduler.running:
+            self.scheduler._preempt_request(self.scheduler.running.pop(), time.monotonic())
+        self.scheduler.prev_step_scheduled_req_ids.clear()
+
+    @contextmanager
+    def free_blocks(self, num_blocks: int) -> Iterator[list[Any]]:
+        """Leaves the engine so many blocks; yields the requests that are preempted meanwhile."""
+        pool, preempted, real = self.scheduler.kv_cache_manager.block_pool, list[Any](), self.scheduler._preempt_request
+
+        def counted(request: Any, *args: Any, **more: Any) -> None:
+            preempted.append(request)
+            real(request, *args, **more)
+
+        held = pool.get_new_blocks(pool.get_num_free_blocks() - num_blocks)
+        self.scheduler._preempt_request = counted
+        try:
+            yield preempted
+        finally:
+            self.scheduler._preempt_request = real
+            pool.free_blocks(held)
+
+    def most_blocks(self, prompt: Sequence[int], new_tokens: int) -> int:
+        """How many blocks one request holds at most."""
+        pool, made = self.scheduler.kv_cache_manager.block_pool, self.llm.llm_engine
+        free: list[int] = [pool.get_num_free_blocks()]
+        made.add_request("measured", {"prompt_token_ids": [*prompt]}, self.sampling(new_tokens))
+        while made.has_unfinished_requests():
+            made.step()
+            free.append(pool.get_num_free_blocks())
+        return max(free) - min(free)
+
     def settle(self) -> None:
         """Until every save is in the store."""
         connector = self.scheduler.connector
@@ -128,6 +171,21 @@ def without_checkpoints() -> None:
         MambaMixer2.get_kv_cache_spec = without
 
 
+def with_flat_rows() -> None:
+    """vLLM 0.32's CPU kernel for rotary embeddings rotates wrong rows of tensors that have three axes, as LFM2's keys
+    and queries have. A batch has other answers then than each prompt alone, and neither has those of transformers."""
+    from vllm.model_executor.models import lfm2
+
+    made = lfm2.get_rope
+    if made.__name__ != "flat":
+
+        def flat(*args: Any, **options: Any) -> Any:
+            rope = made(*args, **options)
+            return lambda positions, query, key: rope(positions, query.flatten(1), key.flatten(1))
+
+        lfm2.get_rope = flat
+
+
 def _answer(output: Any) -> Answer:
     (made,) = output.outputs
     logprobs = tuple(tuple(sorted((t, each.logprob) for t, each in step.items())) for step in made.logprobs)
@@ -142,6 +200,7 @@ def engine(model: Path, store: Mapping[str, Any] | None = None, **options: Any) 
     from vllm.distributed import cleanup_dist_env_and_memory
 
     without_checkpoints()
+    with_flat_rows()
     transfer = None
     if store is not None:
         transfer = KVTransferConfig(
@@ -160,8 +219,7 @@ def engine(model: Path, store: Mapping[str, Any] | None = None, **options: Any) 
             enforce_eager=True,
             disable_log_stats=True,
             enable_prefix_caching=True,
-            kv_transfer_config=transfer,
-            **{**usual, **options},
+            **{**usual, "kv_transfer_config": transfer, **options},
         )
         made = Engine(llm)
         yield made

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 VOCABULARY = 512
@@ -106,34 +107,42 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 STATES = ("lfm2", "qwen3_next", "granite_hybrid")
 """Those with recurrent layers."""
+WITHOUT_EXPERTS = {"llama4": {"interleave_moe_layer_step": 5}, "granite_hybrid": {"num_local_experts": 0}}
+"""What makes a model dense: with adapters, vLLM's experts have Triton kernels only, which a CPU has not."""
+NEED_EXPERTS = ("gpt_oss", "qwen3_next")
+"""Those that vLLM makes with experts only."""
 
 
 @cache
-def checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
-    """The directory of a model that transformers saved."""
-    class_name, fields = CONFIGS[name]
+def checkpoint(name: str, folder: Path, seed: int = 0, *, dense: bool = False) -> Path:
+    """The directory of a model that transformers saved; `dense`: without experts, where it can be."""
+    class_name, own = CONFIGS[name]
+    fields = {**COMMON, **own, **(WITHOUT_EXPERTS.get(name, {}) if dense else {})}
     model_class = getattr(transformers, class_name)
-    config = model_class.config_class(**{**COMMON, **fields})
+    config = model_class.config_class(**fields)
     torch.manual_seed(seed)
-    model = model_class._from_config(config, dtype=getattr(torch, {**COMMON, **fields}["dtype"]))
+    model = model_class._from_config(config, dtype=getattr(torch, fields["dtype"]))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.uniform_(-0.2, 0.2)
-    path = folder / f"{name}-{seed}"
+    path = folder / f"{name}-{seed}{'-dense' if dense else ''}"
     model.save_pretrained(path)
     return path
 
 
-def adapter(path: Path, seed: int) -> Path:
-    """A LoRA adapter for the keys of "llama"."""
+def adapter(model: Path, path: Path, seed: int) -> Path:
+    """A LoRA adapter for the keys of a checkpoint."""
     path.mkdir()
     facts = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["k_proj"], "bias": "none"}
-    (path / "adapter_config.json").write_text(json.dumps({**facts, "base_model_name_or_path": "llama"}))
+    (path / "adapter_config.json").write_text(json.dumps({**facts, "base_model_name_or_path": str(model)}))
     random, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(4):
-        prefix = f"base_model.model.model.layers.{layer}.self_attn.k_proj"
-        tensors[f"{prefix}.lora_A.weight"] = torch.rand((8, 64), generator=random) - 0.5
-        tensors[f"{prefix}.lora_B.weight"] = torch.rand((64, 8), generator=random) - 0.5
+    with safe_open(model / "model.safetensors", "pt") as weights:
+        keys = [name for name in weights.keys() if name.endswith("k_proj.weight")]  # noqa: SIM118 - not a dict
+        shapes = {name: weights.get_slice(name).get_shape() for name in keys}
+    for name, (rows, columns) in shapes.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{prefix}.lora_A.weight"] = torch.rand((8, columns), generator=random) - 0.5
+        tensors[f"{prefix}.lora_B.weight"] = torch.rand((rows, 8), generator=random) - 0.5
     save_file(tensors, path / "adapter_model.safetensors")
     return path

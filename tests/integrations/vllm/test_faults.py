@@ -1,9 +1,11 @@
-"""Faults of a store behind a real engine: each is a shorter hit, or none, and the same answer."""
+"""Every kind of model at a daemon that fails: each fault is a shorter hit, or none, and the same answer. The engines
+have small blocks, prefill in chunks, and have adapters where vLLM has them."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,24 +13,29 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.vllm.models import CONFIGS, NEED_EXPERTS, STATES, adapter
+
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-all has it in an environment of its own")
 from kvweave.server import RemoteStore
-from tests.integrations.vllm.engines import Engine, engine, tokens
+from tests.integrations.vllm.engines import Answer, Engine, engine, tokens
 from tests.server.models import spawned
 
 pytestmark = pytest.mark.slow
-TOLERANCE = 1e-3
+TOLERANCE = 2e-3
+LENGTH = 900  # an engine's own hit ends with block 28 of 32 tokens, ours with chunk 14 of 64: both at 896
+ADAPTERS = {"enable_lora": True, "max_lora_rank": 8}
 
 
 class Daemon:
-    """`kvweave serve` with a disk, which can be killed and started again."""
+    """`kvweave serve`, which can be killed and started again."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.socket, self._disk, self._stack = folder / "kv.sock", f"{folder / 'disk'}:200MiB", stack
+        self.socket, self._stack = folder / "kv.sock", stack
+        self._with_disk = ("--memory", "64MiB", "--disk", f"{folder / 'disk'}:200MiB")
         self.start()
 
-    def start(self) -> None:
-        self._process = self._stack.enter_context(spawned(self.socket, "--memory", "64MiB", "--disk", self._disk))
+    def start(self, *options: str) -> None:
+        self._process = self._stack.enter_context(spawned(self.socket, *(options or self._with_disk)))
 
     def kill(self) -> None:
         self._process.kill()
@@ -41,28 +48,97 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield Daemon(tmp_path_factory.mktemp("daemon"), stack)
 
 
-@pytest.fixture(scope="module", params=["gemma3", "qwen3_next"])
-def served(request: pytest.FixtureRequest, daemon: Daemon, model: Callable[..., Path]) -> Iterator[Engine]:
-    with engine(model(request.param), {"socket": str(daemon.socket)}) as made:
-        yield made
+@pytest.fixture
+def small_daemon(daemon: Daemon) -> Iterator[Callable[[int], None]]:
+    """Puts a daemon of so many bytes, without a disk, in the place of the one that was there."""
+
+    def start(num_bytes: int) -> None:
+        daemon.kill()
+        daemon.start("--memory", str(num_bytes))
+
+    yield start
+    daemon.kill()
+    daemon.start()
 
 
-def test_a_hit_comes_from_the_daemons_arena(served: Engine) -> None:
-    served.one(tokens(700))
-    own = served.one(tokens(700))
-    served.forget()
-    loaded = served.one(tokens(700))
-    assert loaded.cached == own.cached > 0
+class Served(Engine):
+    """An engine, with what it serves."""
+
+    def __init__(self, made: Engine, name: str, path: Path) -> None:
+        super().__init__(made.llm)
+        self.name, self.path = name, path
+
+    def answer_of_its_own(self, prompt: list[int]) -> Answer:
+        """From its own prefix cache, which is empty afterwards."""
+        self.one(prompt)
+        own = self.one(prompt)
+        self.forget()
+        assert own.cached >= 384
+        return own
+
+    def loaded_bytes(self, prompt: list[int]) -> int:
+        """What a load of a stored prompt reads."""
+        connector = self.scheduler.connector
+        hit = connector._store.lookup(connector._store.prompt(prompt, connector._namespaces._model))
+        connector._store.release(hit)
+        return sum(num_bytes for _, num_bytes in connector._store.load_sizes(hit, 0).values())
+
+    def first_hit(self, prompt: list[int]) -> Answer:
+        """The answer, as soon as the store gives a hit: connecting is tried again every half a second."""
+        for _ in range(20):
+            if (answer := self.one(prompt)).cached:
+                return answer
+            self.forget()
+            time.sleep(0.1)
+        raise AssertionError("the daemon's return brought no hit")
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def served(request: pytest.FixtureRequest, daemon: Daemon, model: Callable[..., Path]) -> Iterator[Served]:
+    name: str = request.param
+    path = model(name, dense=True)
+    options = {"block_size": 32, "max_num_batched_tokens": 512, **({} if name in NEED_EXPERTS else ADAPTERS)}
+    with engine(path, {"socket": str(daemon.socket)}, **options) as made:
+        yield Served(made, name, path)
+
+
+def test_a_prompt_prefilled_in_chunks_is_saved_piece_by_piece(served: Served) -> None:
+    cold, before = served.one(tokens(LENGTH)), served.counts["saves"]
+    own = served.answer_of_its_own(tokens(LENGTH))
+    loaded = served.one(tokens(LENGTH))
+    assert before >= (1 if served.name in STATES else 2)  # vLLM offers a state at a prompt's end
+    assert loaded.cached == own.cached
     assert loaded.logprobs == own.logprobs
+    assert loaded.difference(cold) < TOLERANCE
+
+
+def test_adapters_share_nothing_also_where_one_took_anothers_name(served: Served, tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    if served.name in NEED_EXPERTS:
+        pytest.skip("vLLM 0.32 on a CPU has no kernels for adapters beside experts: test_adapters_beside_experts.py")
+    prompt = tokens(LENGTH, seed=3)
+    folders = [adapter(served.path, tmp_path / name, seed) for seed, name in enumerate(("first", "second"))]
+    first, second = (LoRARequest("tuned", number, str(folder)) for number, folder in enumerate(folders, 1))
+    served.one(prompt, lora_request=first)
+    own = served.one(prompt, lora_request=first)
+    served.forget()
+    assert not served.one(prompt).cached
+    served.forget()
+    other = served.one(prompt, lora_request=second)
+    assert not other.cached
+    served.forget()
+    loaded = served.one(prompt, lora_request=first)
+    assert loaded.cached == own.cached >= 384
+    assert loaded.logprobs == own.logprobs
+    assert loaded.difference(other) > TOLERANCE
 
 
 def test_a_killed_daemon_is_plain_computation_and_its_return_brings_hits_from_disk(
-    served: Engine, daemon: Daemon
+    served: Served, daemon: Daemon
 ) -> None:
-    prompt = tokens(700, seed=1)
-    served.one(prompt)
-    own = served.one(prompt)
-    served.forget()
+    prompt = tokens(LENGTH, seed=1)
+    own = served.answer_of_its_own(prompt)
     assert served.scheduler.connector._store.flush()
     daemon.kill()
     alone = served.one(prompt)
@@ -70,19 +146,14 @@ def test_a_killed_daemon_is_plain_computation_and_its_return_brings_hits_from_di
     assert alone.difference(own) < TOLERANCE
     served.forget()
     daemon.start()
-    for _ in range(20):  # connecting is tried again after half a second
-        back = served.one(prompt)
-        if back.cached:
-            break
-        served.forget()
+    back = served.first_hit(prompt)
     assert back.cached == own.cached
     assert back.logprobs == own.logprobs
 
 
-def test_a_damaged_piece_is_a_shorter_hit_and_the_same_answer(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = tokens(700, seed=2)
-    right = served.one(prompt)
-    served.forget()
+def test_a_damaged_piece_is_a_shorter_hit_and_the_same_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = tokens(LENGTH, seed=2)
+    own, before = served.answer_of_its_own(prompt), served.counts["short_loads"]
     real, damaged = RemoteStore._fetch, list[int]()
 
     def without(self: RemoteStore, hit: Any, pieces: Any, budget: Any) -> Any:
@@ -95,15 +166,15 @@ def test_a_damaged_piece_is_a_shorter_hit_and_the_same_answer(served: Engine, mo
     monkeypatch.setattr(RemoteStore, "_fetch", without)
     loaded = served.one(prompt)
     assert damaged
-    assert served.counts["short_loads"] == 1
-    assert loaded.difference(right) < TOLERANCE
-    assert loaded.cached < 640
+    assert served.counts["short_loads"] == before + 1
+    assert loaded.difference(own) < TOLERANCE
+    assert loaded.cached < own.cached
 
 
 def test_a_request_that_ends_while_it_loads_leaves_no_block_behind(
-    served: Engine, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = tokens(700, seed=3)
+    prompt = tokens(LENGTH, seed=4)
     served.one(prompt)
     served.forget()
     pool = served.scheduler.kv_cache_manager.block_pool
@@ -129,3 +200,19 @@ def test_a_request_that_ends_while_it_loads_leaves_no_block_behind(
         time.sleep(0.01)
     assert pool.get_num_free_blocks() == free
     assert served.one(prompt).cached
+
+
+def test_an_arena_that_is_full_costs_hits_and_no_answer(served: Served, small_daemon: Callable[[int], None]) -> None:
+    prompts = [tokens(LENGTH, seed=30 + number) for number in range(8)]
+    right = [served.answer_of_its_own(prompt) for prompt in prompts]
+    small_daemon(4 * served.loaded_bytes(prompts[0]))
+    served.first_hit(prompts[0])
+    served.forget()
+    before = Counter(served.counts)
+    for _ in range(2):
+        answers = [served.one(prompt) for prompt in prompts]
+        served.forget()
+        assert max(mine.difference(its) for mine, its in zip(answers, right, strict=True)) < TOLERANCE
+    added = Counter(served.counts) - before
+    assert added["tokens_saved"] >= 8 * 384
+    assert 0 < added["tokens_loaded"] < 8 * right[0].cached  # of all prompts, were there room

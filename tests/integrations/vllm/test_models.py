@@ -89,15 +89,60 @@ def test_a_prompt_that_leaves_another_half_way_hits_what_they_share(served: tupl
 
 
 def test_eight_requests_at_once_load_each_its_own(served: tuple[str, Engine]) -> None:
-    name, made = served
-    if name == "lfm2":
-        pytest.skip("vLLM 0.32 on a CPU, without any connector: a batch of LFM2 has other answers than each alone")
+    _, made = served
     prompts = [tokens(500 + 20 * number, seed=10 + number) for number in range(8)]
     alone = [made.one(prompt) for prompt in prompts]
     made.forget()
     together = made.ask(*prompts)
     assert all(answer.cached >= 384 for answer in together)
     assert max(mine.difference(its) for mine, its in zip(together, alone, strict=True)) < TOLERANCE
+
+
+def test_a_preempted_request_goes_on_from_the_store_as_from_the_engines_own_blocks(
+    served: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, made = served
+    prompt, hits = tokens(650, seed=8), list[tuple[int, int]]()
+    connector = made.scheduler.connector
+    real = connector.get_num_new_matched_tokens
+
+    def watched(request: Any, num_computed: int) -> tuple[int | None, bool]:
+        found, is_async = real(request, num_computed)
+        if request.num_preemptions and found is not None:
+            hits.append((num_computed, found))
+        return found, is_async
+
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", watched)
+    made.one(prompt)
+    made.settle()
+    own = made.interrupted(prompt, made.preempt)
+    made.forget()
+    loaded = made.interrupted(prompt, lambda: made.core.reset_prefix_cache(reset_running_requests=True))
+    (own_hit, nothing), (forgotten, loaded_hit) = hits
+    assert (nothing, forgotten) == (0, 0)
+    assert own_hit == loaded_hit >= 384
+    assert loaded.logprobs == own.logprobs
+
+
+def test_requests_that_are_preempted_for_want_of_blocks_end_with_the_same_answers(served: tuple[str, Engine]) -> None:
+    name, made = served
+    block = max(group.kv_cache_spec.block_size for group in made.scheduler.kv_cache_config.kv_cache_groups)
+    length, new_tokens = max(2 * block, 256) - 20, 40  # at their ends all need a block more than at first
+    prompts = [tokens(length + number, seed=20 + number) for number in range(8)]
+    alone = [made.one(prompt, new_tokens=new_tokens) for prompt in prompts]
+    made.forget()
+    most = made.most_blocks(prompts[0], new_tokens)
+    made.forget()
+    for room in (4, 3, 2, 4, 3, 2):  # how many are loaded at the same time, and meet, is a matter of threads
+        with made.free_blocks(room * most) as preempted:
+            together = made.ask(*prompts, new_tokens=new_tokens)
+        made.forget()  # fails if a block were still held
+        if preempted:
+            break
+    assert preempted
+    assert {len(answer.tokens) for answer in together} == {new_tokens}
+    if name != "qwen3_next":  # in bfloat16 a batch and each alone disagree after a few tokens, preempted or not
+        assert max(mine.difference(its) for mine, its in zip(together, alone, strict=True)) < TOLERANCE
 
 
 def test_a_byte_flipped_on_disk_is_a_shorter_hit_and_the_same_answer(served: tuple[str, Engine]) -> None:
@@ -126,11 +171,22 @@ def flip_a_byte(store: Any, key: bytes, size: int) -> None:
     tier._medium.write(int(tier._catalog.starts[tier._catalog.slot_of[key]]), whole(blob))
 
 
-def test_salts_share_nothing(served: tuple[str, Engine]) -> None:
+def test_salts_and_tenants_share_nothing(served: tuple[str, Engine]) -> None:
     _, made = served
     prompt = tokens(700, seed=7)
     made.one(prompt, salt="a")
-    made.forget()
-    assert not made.one(prompt, salt="b").cached
+    for other in ({"salt": "b"}, {}, {"salt": "a", "params": {"kvweave.tenant": "other"}}):
+        made.forget()
+        assert not made.one(prompt, **other).cached
     made.forget()
     assert made.one(prompt, salt="a").cached >= 384
+
+
+def test_a_request_may_be_neither_saved_nor_loaded(served: tuple[str, Engine]) -> None:
+    _, made = served
+    prompt = tokens(700, seed=9)
+    made.one(prompt, params={"kvweave.skip_save": True})
+    made.forget()
+    assert not made.one(prompt, params={"kvweave.skip_load": True, "kvweave.nonsense": 1}).cached
+    made.forget()
+    assert made.one(prompt).cached >= 384

@@ -38,7 +38,7 @@ def ended(made: PageStore) -> PageJob:
 
 
 def has(made: PageStore, key: bytes) -> bool:
-    while (found := made.has(key)) is None:
+    while (found := made.has(key, "r")) is None:
         time.sleep(0.001)
     return found
 
@@ -81,6 +81,17 @@ def test_a_save_that_is_not_kept_says_so(store: Store, monkeypatch: pytest.Monke
     made = PageStore(store, Namespace("m"), pages())
     made.save(1, KEYS[:2], [0, 1])
     assert ended(made)[:3] == (1, 2, 0)
+
+
+def test_an_answer_that_a_request_never_took_is_not_the_next_ones(store: Store) -> None:
+    made = PageStore(store, Namespace("m"), pages())
+    assert made.has(KEYS[0], "first") is None
+    made.save(1, KEYS[:1], [0])
+    ended(made)
+    assert has(made, KEYS[0])
+    made.forget("first")
+    made.forget("r")
+    assert not made._asked
 
 
 def test_namespaces_share_nothing(store: Store) -> None:

@@ -76,7 +76,7 @@ def computed_rows(path: Path, class_name: str, prompt: list[int]) -> Rows:
     return rows
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "granite_hybrid", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "granite_hybrid", "qwen3_next"])
 def test_rows_in_the_store_are_those_of_transformers(name: str, model: Callable[..., Path], tmp_path: Path) -> None:
     prompt = tokens(700)
     with engine(model(name), {"store": f"{tmp_path}:100MiB", "chunk_tokens": CHUNK}) as writer:

@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.vllm.models import CONFIGS
+
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-all has it in an environment of its own")
 from tests.integrations.vllm.engines import Answer, Engine, engine, tokens
 from tests.server.models import spawned
 
 pytestmark = pytest.mark.slow
 PROMPT = tokens(650)
+READERS = {
+    **dict.fromkeys(("gemma3", "llama4", "lfm2"), (32, 64)),
+    **dict.fromkeys(("qwen3_next", "granite_hybrid"), (128,)),  # whose states are only where the writer's blocks end
+}
+"""Blocks of the engines that read; 32 where nothing is said."""
 ALONE = {"kvweave.skip_load": True, "kvweave.skip_save": True}
 
 
@@ -24,18 +31,18 @@ def own_and_loaded(reader: Engine) -> tuple[Answer, Answer]:
     return own, reader.one(PROMPT)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama4", "lfm2"])
-def test_blocks_of_128_are_read_as_blocks_of_32_and_64_after_a_restart(
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_engine_that_starts_anew_hits_what_one_of_other_blocks_wrote(
     name: str, model: Callable[..., Path], tmp_path: Path
 ) -> None:
     store = {"store": f"{tmp_path}:100MiB", "chunk_tokens": 32}
     with engine(model(name), store, block_size=128) as writer:
         writer.one(PROMPT)
         writer.settle()
-    for block_size in (32, 64):
+    for block_size in READERS.get(name, (32,)):
         with engine(model(name), store, block_size=block_size) as reader:
             own, loaded = own_and_loaded(reader)
-        assert loaded.cached == own.cached == 640
+        assert loaded.cached == own.cached == (384 if name == "qwen3_next" else 640)
         assert loaded.logprobs == own.logprobs
 
 

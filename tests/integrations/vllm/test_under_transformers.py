@@ -1,5 +1,5 @@
-"""What vLLM stored, `KVWeave` under transformers loads: full attention, windows, sinks. States not yet: transformers
-keeps a column more of every convolution."""
+"""What vLLM stored, `KVWeave` under transformers loads: full attention, windows, sinks, states. Of Llama-4 it finds
+nothing: transformers keeps a window, which begins before the chunk that vLLM keeps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ def first_logprobs(model: Any, prompt: list[int], **options: Any) -> torch.Tenso
     return torch.log_softmax(made.logits[0][0].float(), -1)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+RESUMED = {**dict.fromkeys(CONFIGS, 640), "qwen3_next": 384, "llama4": 0}
+"""Of 700 tokens: at vLLM's last block of all groups."""
+TOLERANCE = {"qwen3_next": 0.05}
+"""In bfloat16; else 1e-4, in float32."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_goes_on_from_what_vllm_stored(name: str, model: Callable[..., Path], tmp_path: Path) -> None:
     prompt, path = tokens(700), model(name)
     with engine(path, {"store": f"{tmp_path}:100MiB", "chunk_tokens": CHUNK}) as writer:
@@ -38,12 +44,12 @@ def test_transformers_goes_on_from_what_vllm_stored(name: str, model: Callable[.
         writer.settle()
     loaded = getattr(transformers, CONFIGS[name][0]).from_pretrained(path, dtype="auto").eval()
     plain = first_logprobs(loaded, prompt)
-    schema = Schema.of(examine(loaded).spec, chunk_tokens=CHUNK, parts=PARTS)
+    schema = Schema.of(examine(loaded).stored, chunk_tokens=CHUNK, parts=PARTS)
     with (
         Store(schema, TierStack(DiskTier(tmp_path, "100MiB"))) as store,
         KVWeave(loaded, "64MiB", store=store, weights=weights_digest(path)) as weave,
     ):
         found = first_logprobs(weave, prompt)
         record = weave.records[-1]
-    assert record.stored_tokens == 640
-    assert (found - plain).abs().max() < 1e-4
+    assert record.stored_tokens == RESUMED[name]
+    assert (found - plain).abs().max() < TOLERANCE.get(name, 1e-4)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from kvweave.cache import Cache, Sequence
 from kvweave.copying import PayloadCopier
+from kvweave.plan import View
 from kvweave.pool import NULL, Ids
 from kvweave.store import EngineMemory, PagePayloads, Schema, Sink
 from kvweave.store.page_payloads import Gather
@@ -24,7 +27,8 @@ class ArenaPayloads:
 
             copier = CUDAPayloadCopier(pools)
         held = pools if copier else {name: pool.numpy() for name, pool in pools.items()}
-        self._pages = PagePayloads(schema, EngineMemory.of_plan(arena.plan, held), copier)
+        memory = _stored(EngineMemory.of_plan(arena.plan, held), schema)
+        self._pages = PagePayloads(schema, memory, copier)
 
     def source(self, sequence: Sequence) -> Gather:
         """The payloads of a sequence, as its pages are when they are asked for; states as they are at its length."""
@@ -46,3 +50,20 @@ class ArenaPayloads:
         group, row = self._core.plan.group(tag), self._core.table(tag)[sequence.row]
         count = -(-sequence.length // group.block_tokens)
         return row[:count].copy() if group.cache.reach.per_token else np.repeat(row[:1], count)
+
+
+def _stored(memory: EngineMemory, schema: Schema) -> EngineMemory:
+    """The same, without the columns of convolutions that a store does not keep (`stored_spec`)."""
+    columns = {
+        (layer, shard.tag, role.name): role.shape[-1]
+        for shard in schema.shards
+        if not shard.reach.per_token
+        for layer, role, _ in shard.fields()
+    }
+
+    def last_columns(view: View) -> View:
+        count = columns.get((view.layer, view.tag, view.role), view.shape[-1])
+        offset = view.offset + (view.shape[-1] - count) * view.strides[-1]
+        return replace(view, offset=offset, shape=(*view.shape[:-1], count))
+
+    return replace(memory, views=tuple(map(last_columns, memory.views)))

@@ -28,11 +28,10 @@ class ModelStore:
 
     store: AnyStore[Any]
     is_ours: bool
-    spec: ModelSpec
     served: Served
 
     def store_sync(self, model: Any, memory: PagedMemory, weights: str | None, wait_s: float) -> StoreSync:
-        identity = Identity(model, self.spec, memory.watch, weights)
+        identity = Identity(model, self.served.stored, memory.watch, weights)
         return StoreSync(self.store, memory.core, memory.arena, identity, wait_s=wait_s, close=self.close)
 
     def close(self) -> None:
@@ -45,12 +44,12 @@ def open_model_store(store: str | Path | AnyStore[Any], served: Served, plan: Pl
     grid = math.lcm(*(group.block_tokens for group in plan.groups))
     is_ours = not isinstance(store, AnyStore)
     if isinstance(store, AnyStore):
-        _check(store.schema, served.spec, grid)
+        _check(store.schema, served.stored, grid)
     else:
         chunk = math.lcm(CHUNK_TOKENS, grid)
-        store = open_store(store, Schema.of(served.spec, chunk_tokens=chunk, parts=1), model=model)
+        store = open_store(store, Schema.of(served.stored, chunk_tokens=chunk, parts=1), model=model)
     planned = replace(served, spec=in_chunks(served.spec, store.schema.chunk_tokens))
-    return ModelStore(store, is_ours, served.spec, planned)
+    return ModelStore(store, is_ours, planned)
 
 
 def _check(given: Schema, spec: ModelSpec, grid: int) -> None:
@@ -64,7 +63,7 @@ def _check(given: Schema, spec: ModelSpec, grid: int) -> None:
         here, there = (", ".join(dict.fromkeys(shard.tag for shard in schema.shards)) for schema in (own, given))
         raise StoreError(
             f"the store is open for another model, or other dtypes: groups {there} there, {here} here; open it with"
-            " Schema.of(examine(model).spec), or let KVWeave open it"
+            " Schema.of(examine(model).stored), or let KVWeave open it"
         )
 
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from kvweave.errors import CannotServe, ConfigError
+from kvweave.integrations.transformers.stored_spec import stored_spec
 from kvweave.spec import LayerCache, ModelSpec
 from kvweave.spec.hf import from_config
 
@@ -46,9 +47,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that can be served: its spec, the layers of its cache, and what its forward accepts."""
+    """A model that can be served: its spec, what of it a store keeps, the layers of its cache, and what its forward
+    accepts."""
 
     spec: ModelSpec
+    stored: ModelSpec
     entries: tuple[Entry, ...]
     cache_name: str
     own_cache: type | None
@@ -111,6 +114,7 @@ def examine(model: Any) -> Served:
     entries = _entries(name, spec, own_cache() if own_cache else DynamicCache(config=text))
     return Served(
         spec,
+        stored_spec(spec, config),
         entries,
         cache_name,
         own_cache,

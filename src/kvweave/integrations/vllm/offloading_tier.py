@@ -49,8 +49,8 @@ class KVWeaveTier(SecondaryTierManager):  # type: ignore[misc]
         self._pages = PageStore(self._store, namespace, pages)
         self._loads: dict[int, list[bytes]] = {}
 
-    def lookup(self, key: bytes, req_context: Any) -> Any:  # noqa: ARG002
-        found = self._pages.has(key)
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        found = self._pages.has(key, req_context.req_id)
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
@@ -77,6 +77,9 @@ class KVWeaveTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_new_request(self, req_context: Any) -> Any:  # noqa: ARG002
         return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._pages.forget(req_context.req_id)
 
     def drain_jobs(self) -> None:
         self._pages.drain()

@@ -25,22 +25,29 @@ class PageStore:
 
     def __init__(self, store: AnyStore[Any], namespace: Namespace, pages: Bytes) -> None:
         self._store, self._pages, self._namespace = store, pages, namespace
-        self._asked: dict[bytes, Operation[list[Any]]] = {}
+        self._asked: dict[str, dict[bytes, Operation[list[Any]]]] = {}
         self._jobs: dict[int, tuple[Operation[Any], int, float]] = {}
 
     def _prompt(self, keys: Sequence[bytes]) -> HashedPrompt:
         return page_prompt(keys, self._namespace)
 
-    def has(self, key: bytes) -> bool | None:
-        """Whether the store has a page; None: it was asked, ask again."""
-        asked = self._asked.get(key)
+    def has(self, key: bytes, request: str) -> bool | None:
+        """Whether the store has a page; None: it was asked, ask again. An answer is for one request: to the next one,
+        a page that was missing may be stored."""
+        mine = self._asked.setdefault(request, {})
+        asked = mine.get(key)
         if asked is None:
-            self._asked[key] = self._store.submit_lookup([self._prompt([key])], lease=False)
+            mine[key] = self._store.submit_lookup([self._prompt([key])], lease=False)
             return None
         if not asked.is_done:
             return None
-        del self._asked[key]
+        del mine[key]
         return asked.error is None and asked.result(0)[0].position == 1
+
+    def forget(self, request: str) -> None:
+        """A request has ended: answers that it never took are of no use."""
+        for asked in self._asked.pop(request, {}).values():
+            asked.cancel()
 
     def save(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
         """Store these rows; they must not change until the job has ended."""
