@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from kvweave.errors import ReadOnly, StoreError, TierError
 from kvweave.store import DictTier, MemoryTier, Shard, Store, TierPolicy, TierStack
 from kvweave.store.breaker import CircuitBreaker
 from kvweave.store.keys import Bytes, HashedPrompt
+from kvweave.store.removals import FROM_NOW
 from kvweave.store.tier import Blob, ChecksumObserver, whole
 from kvweave.store.tier_stack import Budget
 from tests.store.faults import SCHEMA, SPEC, TOKENS, keys_of, payload, replace, stored, verify
@@ -342,7 +345,7 @@ def test_four_times_the_near_tier_at_once_is_all_stored_somewhere(far: Troubled,
     store, _ = make(near="1MiB")
     prompts = [store.prompt(TOKENS + number, namespace(SPEC)) for number in range(40)]
     assert all(store.save(prompt, payload).dropped == 0 for prompt in prompts)
-    assert store.stats().tiers[0].tier.refused == 0
+    assert store.stats().tiers[0].dropped == 0
     assert all(store.load(store.lookup(prompt), verify) == 1024 for prompt in prompts)
 
 
@@ -362,3 +365,19 @@ def test_a_breaker_opens_waits_and_tries_one() -> None:
     assert [breaker.passes(), breaker.passes()] == [True, False]
     breaker.succeeded()
     assert breaker.passes()
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_what_a_tier_fails_to_write_is_counted_as_dropped_and_told(
+    far: Troubled, write: Literal["through", "back"]
+) -> None:
+    with Store(SCHEMA, TierStack((far, dataclasses.replace(FAR, write=write, retries=0)))) as store:
+        prompt, before = store.prompt(TOKENS, namespace(SPEC)), store.submit_removed(FROM_NOW).result(10)
+        far.fails["put"] = TierError("a cable is gone")
+        saved = store.save(prompt, payload)
+        assert store.flush()
+        tier = store.stats().tiers[0]
+        assert tier.drops == {"failed": saved.stored + saved.dropped}
+        assert tier.stored == 0
+        told = store.submit_removed(before.number).result(10)
+        assert len(told.keys) == tier.dropped

@@ -1,4 +1,5 @@
-"""The tiers behind the arena. All methods may block for long: they are called from threads, never from the event loop.
+"""The tiers behind the arena. Methods may block for long: they are called from threads, never from the event loop,
+except `where` with a budget of 0.
 
     fetch   read from the nearest tier that has the blob into an extent of the arena, check it, then make it visible
     keep    write from the arena, which keeps the extent pinned until the write is done
@@ -44,7 +45,8 @@ class BackingTiers:
         self._lock = threading.Lock()
 
     def where(self, keys: Sequence[bytes], budget: Budget) -> tuple[NDArray[np.bool_], bool]:
-        """Which keys any tier has, and whether any tier did not answer in time."""
+        """Which keys any tier has, and whether any tier did not answer in time. With a budget of 0 this does not wait:
+        only tiers that answer at once are asked."""
         if self._tier_stack is None:
             return np.zeros(len(keys), bool), False
         where = self._tier_stack.where(keys, budget)
@@ -116,40 +118,27 @@ class BackingTiers:
 
     # ---- out of the arena
 
-    def keep(self, keys: Sequence[bytes], wait_s: float = 0.0) -> None:
+    def keep(self, keys: Sequence[bytes], budget: Budget) -> None:
         """Queue blobs of the arena for every tier that is written to. If a queue has no room they are dropped for
-        that tier, and counted."""
+        that tier, and counted. The caller has pinned them: otherwise they could be evicted before their turn."""
         for executor in self.executors:
             if executor.policy.write != "off":
                 pinned = self._arena.pin(keys)
                 entries = list(zip(keys, pinned.lengths.tolist(), strict=True))
                 self._arena.unpin(pinned.slots)
                 for batch in batches(entries, itemgetter(1)):
-                    self._queue(executor, [key for key, _ in batch], wait_s)
+                    self._queue(executor, [key for key, _ in batch], budget.within(executor.patience_s))
 
     def _queue(self, executor: TierExecutor, keys: Sequence[bytes], wait_s: float) -> None:
         """Queue one job, which pins its extents until it is done."""
         pinned = self._arena.pin(keys)
         entries = zip(keys, pinned.starts.tolist(), pinned.lengths.tolist(), strict=True)
-        here = [entry for entry in entries if entry[1] >= 0]
-        future = executor.start(executor.writes, partial(self._write, executor, here), wait_s) if here else None
-        if future is not None:
+        here = {key: whole(self._arena.view(start, length)) for key, start, length in entries if start >= 0}
+        future = executor.store([*here], [*here.values()], wait_s) if here else None
+        if future is None:
+            self._arena.unpin(pinned.slots)
+        else:
             future.add_done_callback(partial(self._kept, pinned.slots))
-            return
-        self._arena.unpin(pinned.slots)
-        executor.count("dropped", len(keys))
-        if here and wait_s and not executor.writes.is_open:  # no write left the queue in all that time: the tier hangs
-            executor.writes.failed()
-
-    def _write(self, executor: TierExecutor, entries: Sequence[tuple[bytes, int, int]]) -> list[bool]:
-        """Runs in a thread of the executor."""
-        blobs = [whole(self._arena.view(start, length)) for _, start, length in entries]
-        stored = executor.tier.put([key for key, _, _ in entries], blobs)
-        executor.count("stored", sum(stored))
-        executor.count("dropped", len(stored) - sum(stored))
-        kept = zip(entries, stored, strict=True)
-        executor.count("written_bytes", sum(length for (_, _, length), is_kept in kept if is_kept))
-        return stored
 
     def _kept(self, slots: Numbers, _: Future[list[bool]]) -> None:
         self._arena.unpin(slots)
@@ -200,9 +189,16 @@ class BackingTiers:
         budget, keys = Budget.of(wait_s), self._arena.keys()
         done = self._tier_stack.flush(wait_s)
         lacking = [keys[i] for i in np.flatnonzero(self._tier_stack.missing(keys, budget)).tolist()]
-        for first in range(0, len(lacking), 64):
-            self.keep(lacking[first : first + 64], budget.within(wait_s))
+        for first in range(0, len(lacking), AT_ONCE):
+            self._keep_pinned(lacking[first : first + AT_ONCE], budget)
         return self._tier_stack.flush(budget.within(wait_s)) and done
+
+    def _keep_pinned(self, keys: Sequence[bytes], budget: Budget) -> None:
+        pinned = self._arena.pin(keys)
+        try:
+            self.keep(keys, budget)
+        finally:
+            self._arena.unpin(pinned.slots)
 
     def flush(self, wait_s: float) -> bool:
         return self._tier_stack.flush(wait_s) if self._tier_stack else True
