@@ -127,6 +127,23 @@ def test_a_lookup_that_was_not_answered_is_counted_apart_from_a_miss() -> None:
     store.close()
 
 
+def test_a_save_that_no_tier_answered_is_dropped_and_not_called_present() -> None:
+    class Mute(DictTier):
+        def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+            assert go_on.wait(30)
+            return super().contains(keys)
+
+    go_on = threading.Event()
+    with Store(SCHEMA, TierStack((Mute(), TierPolicy(deadline_s=20)))) as store:
+        prompt = store.prompt(TOKENS, namespace(SPEC))
+        saved = store.save(prompt, payload, budget_s=0.05)
+        assert (saved.stored, saved.present) == (0, 0)
+        assert store.gather(prompt, payload, budget_s=0.05).commit() == saved
+        assert store.stats().unanswered == 2
+        go_on.set()
+        assert store.save(prompt, payload).stored == saved.dropped > 0
+
+
 @pytest.mark.slow
 def test_disk_prompts_are_found_while_two_writers_never_pause(tmp_path: Path) -> None:
     store = Store(SCHEMA, TierStack((DiskTier(tmp_path, "64MiB"), TierPolicy(write="back", queue_jobs=2))))

@@ -349,6 +349,27 @@ def test_four_times_the_near_tier_at_once_is_all_stored_somewhere(far: Troubled,
     assert all(store.load(store.lookup(prompt), verify) == 1024 for prompt in prompts)
 
 
+def test_a_tier_that_hangs_while_it_closes_is_abandoned_in_time() -> None:
+    class Clinging(DictTier):
+        def close(self) -> None:
+            assert fine.wait(30)
+
+    fine = threading.Event()
+    stack, began = TierStack((Clinging(), FAR)), time.monotonic()
+    assert not stack.close(0.1)
+    assert time.monotonic() - began < 5
+    fine.set()
+
+
+def test_an_error_of_a_tier_that_closes_is_raised() -> None:
+    class Failing(DictTier):
+        def close(self) -> None:
+            raise TierError("the disk is gone")
+
+    with pytest.raises(TierError, match="the disk is gone"):
+        TierStack((Failing(), FAR)).close(0.1)
+
+
 def test_a_cascade_of_nothing_is_an_error() -> None:
     with pytest.raises(StoreError, match="at least one"):
         TierStack()

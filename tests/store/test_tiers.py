@@ -122,6 +122,17 @@ def held(tier: Tier, tenant: str, numbers: range) -> int:
     return int(tier.contains([owned(tenant, n) for n in numbers]).sum())
 
 
+def test_tenants_without_a_quota_take_no_memory_of_their_own_however_many_come_and_go() -> None:
+    tier = MemoryTier(32 * 4096, quotas={"quiet": Quota(floor_bytes=8 * 4096)})
+    assert all(offer(tier, "quiet", range(4)))
+    for number in range(2000):
+        assert all(offer(tier, f"tenant {number}", range(1)))
+    catalog = tier._catalog
+    assert len(catalog._number_of) == len(catalog.used) - 1 == 1
+    assert catalog.used.sum() == tier.stats().used_bytes
+    assert held(tier, "quiet", range(4)) == 4
+
+
 def test_a_noisy_tenant_cannot_push_another_below_its_floor(small: Callable[..., Tier]) -> None:
     tier = small(32 * 4096, {"quiet": Quota(floor_bytes=8 * 4096)})
     assert all(offer(tier, "quiet", range(12)))

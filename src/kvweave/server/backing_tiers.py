@@ -188,10 +188,11 @@ class BackingTiers:
             return True
         budget, keys = Budget.of(wait_s), self._arena.keys()
         done = self._tier_stack.flush(wait_s)
-        lacking = [keys[i] for i in np.flatnonzero(self._tier_stack.missing(keys, budget)).tolist()]
+        missing = self._tier_stack.missing(keys, budget)
+        lacking = [keys[i] for i in np.flatnonzero(missing).tolist()] if missing is not None else []
         for first in range(0, len(lacking), AT_ONCE):
             self._keep_pinned(lacking[first : first + AT_ONCE], budget)
-        return self._tier_stack.flush(budget.within(wait_s)) and done
+        return self._tier_stack.flush(budget.within(wait_s)) and done and missing is not None
 
     def _keep_pinned(self, keys: Sequence[bytes], budget: Budget) -> None:
         pinned = self._arena.pin(keys)

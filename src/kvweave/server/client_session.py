@@ -64,8 +64,6 @@ class ClientSession:
             protocol.Close: self._close,
             protocol.Lookup: self._lookup,
             protocol.Fetch: self._fetch,
-            protocol.Prefetch: self._prefetch,
-            protocol.Renew: lambda request: protocol.Alive(self.leases.renew(request.leases)),
             protocol.PinLeases: lambda request: protocol.Alive(self.leases.pin(request.leases, self._most_pinned)),
             protocol.Release: self._release,
             protocol.Reserve: self._reserve,
@@ -252,9 +250,6 @@ class ClientSession:
         assert starts is not None, "a lease that is not counted was refused"
         self._state.counts["memory misses"] += int((starts == NOT_IN_ARENA).sum())
         return protocol.Places(packed(starts))
-
-    def _prefetch(self, request: protocol.Prefetch) -> Reply | Awaitable[Reply]:
-        return self._fetch(protocol.Fetch(request.sequence, 0, request.pieces, request.budget_s))
 
     def _release(self, request: protocol.Release) -> Reply:
         count = self.leases.release(request.leases)

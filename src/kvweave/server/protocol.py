@@ -116,26 +116,12 @@ class Lookup(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True, tag="bring"):
-    """Asks for the places of these pieces, under a lease; those of backing tiers are fetched first."""
+    """Asks for the places of these pieces, under a lease (not 0); those of backing tiers are fetched first."""
 
     sequence: Number
     lease: Number
     pieces: bytes
     budget_s: float | None = None
-
-
-class Prefetch(Message, frozen=True):
-    """Fetches these pieces into the arena, without a lease."""
-
-    sequence: Number
-    pieces: bytes
-    budget_s: float | None = None
-
-
-class Renew(Message, frozen=True):
-    """Extends these leases."""
-
-    leases: list[Number]
 
 
 class PinLeases(Message, frozen=True, tag="pin"):
@@ -315,7 +301,7 @@ class Failed(Message, frozen=True):
 
 
 Request = (
-    Hello | Ping | Register | Open | Close | Lookup | Fetch | Prefetch | Renew | PinLeases | Release | Reserve | CopyIn
+    Hello | Ping | Register | Open | Close | Lookup | Fetch | PinLeases | Release | Reserve | CopyIn
     | Commit | Damaged | Flush | Observed | RemovedSince | StatsRequest | Describe | Clear
 )  # fmt: skip
 Reply = Welcome | Done | Found | Places | Alive | RemovedKeys | StatsReply | DescribeReply | ClearReply | Failed

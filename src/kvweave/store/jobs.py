@@ -154,6 +154,13 @@ def run_now(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+def run_beside(work: Callable[[], T], name: str) -> Future[T]:
+    """Run in a thread of its own, which does not keep the process alive."""
+    future: Future[T] = Future()
+    threading.Thread(target=_settle, args=(future, work), name=name, daemon=True).start()
+    return future
+
+
 def _settle(future: Future[T], work: Callable[[], T]) -> None:
     try:
         future.set_result(work())

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvweave.errors import PartlyRead, ReadOnly, TierError, TierFull
 from kvweave.store.breaker import CircuitBreaker
 from kvweave.store.forking import register_after_fork
-from kvweave.store.jobs import JobQueue, run_now
+from kvweave.store.jobs import JobQueue, run_beside, run_now
 from kvweave.store.tier import Blob, Tier, TierStats
 
 T = TypeVar("T")
@@ -36,6 +36,8 @@ Drop = Literal["no room", "queue full", "paused", "failed", "late"]
 """Why a blob was not stored: nothing could be evicted for it; the queue of writes stayed full; the tier was paused
 after failures; the write failed; or it was not begun before its deadline."""
 DROPS: tuple[Drop, ...] = get_args(Drop)
+CLOSE_S = 1.0
+"""Seconds that a tier has at least to close."""
 PATIENCE = 4
 """A write waits for this many deadlines of its tier while the queue moves."""
 
@@ -240,12 +242,17 @@ class TierExecutor:
         return self._jobs.drain(wait_s)
 
     def close(self, wait_s: float) -> bool:
-        """Finish queued jobs and close the tier; returns whether it was closed. A tier that hangs for `wait_s` is
-        abandoned as it is."""
-        ended = self._is_forked or self._jobs.close(wait_s)
-        if ended:
-            self.tier.close()
-        return ended
+        """Finish queued jobs and close the tier; returns whether it was closed. A tier that hangs for `wait_s`, or a
+        second more in its own `close`, is abandoned as it is."""
+        until = time.monotonic() + wait_s
+        if not self._is_forked and not self._jobs.close(wait_s):
+            return False
+        closing = run_beside(self.tier.close, f"kvweave-{self.tier.name}-close")
+        try:
+            closing.result(max(CLOSE_S, until - time.monotonic()))
+        except Late:
+            return False
+        return True
 
     def after_fork(self) -> None:
         """In a forked child, which has none of the threads: requests are skipped there."""

@@ -100,14 +100,20 @@ class TierStack(ClosedAtEnd):
             if not len(missing):
                 break
             asked = keys if len(missing) == len(keys) else [keys[i] for i in missing.tolist()]
-            answer = executor.contains_now(asked)
-            if answer is None and not budget.is_spent:
-                future = executor.start(executor.lookups, partial(executor.tier.contains, asked))
-                answer = executor.finish(executor.lookups, future, budget.left_s)
+            answer = self._contains(executor, asked, budget)
             if answer is not None:
                 found[missing[answer]] = number
             late |= answer is None
         return TierLookup(found, late)
+
+    @staticmethod
+    def _contains(executor: TierExecutor, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_] | None:
+        """Which keys a tier has; None if it does not answer in time."""
+        answer = executor.contains_now(keys)
+        if answer is None and not budget.is_spent:
+            future = executor.start(executor.lookups, partial(executor.tier.contains, keys))
+            answer = executor.finish(executor.lookups, future, budget.left_s)
+        return answer
 
     def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> Iterator[tuple[int, Bytes]]:
         """The index and blob of each request that could be served, in any order. What a tier cannot deliver is
@@ -165,14 +171,14 @@ class TierStack(ClosedAtEnd):
 
     # ---- writing
 
-    def missing(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_]:
-        """Which keys are missing in some tier that is written to; a tier that does not answer counts as having them."""
-        lacking = np.zeros(len(keys), bool)
-        for executor in self.executors:
-            if executor.policy.write != "off":
-                future = executor.start(executor.lookups, partial(executor.tier.contains, keys))
-                answer = executor.finish(executor.lookups, future, budget.left_s)
-                lacking |= False if answer is None else ~answer
+    def missing(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_] | None:
+        """Which keys are missing in some tier that is written to and answers; None if no such tier answers."""
+        written = [executor for executor in self.executors if executor.policy.write != "off"]
+        answers = [self._contains(executor, keys, budget) for executor in written]
+        present = [answer for answer in answers if answer is not None]
+        if written and not present:
+            return None
+        lacking: NDArray[np.bool_] = ~np.logical_and.reduce(present, axis=0) if present else np.zeros(len(keys), bool)
         return lacking
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -202,12 +208,6 @@ class TierStack(ClosedAtEnd):
         """Whoever queued these for a tier may have told others that they are stored."""
         if self._removals and keys:
             self._removals.add(keys)
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete these keys in every tier."""
-        futures = [executor.start(executor.writes, partial(executor.tier.delete, keys)) for executor in self.executors]
-        for executor, future in zip(self.executors, futures, strict=True):
-            executor.finish(executor.writes, future)
 
     # ---- the rest
 
