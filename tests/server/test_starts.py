@@ -171,3 +171,16 @@ def test_a_daemon_that_serves_does_not_collect_what_was_there_at_its_start(tmp_p
     )
     frozen, watched = map(int, said.stdout.split())
     assert frozen > 20 * watched
+
+
+def test_a_daemon_serves_a_directory_that_became_read_only(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    wish = settings(tmp_path, disk=Disk(tiny / "disk", 512 << 10))
+    with serving(wish), store(wish.socket) as client:
+        assert client.save(prompt(0), truth, points=[256]).dropped == 0
+        assert client.flush()
+    subprocess.run(["mount", "-o", "remount,ro", tiny], check=True)
+    with serving(wish) as daemon, store(wish.socket) as client:
+        assert client.load(client.lookup(prompt(0)), verify) == 256
+        serves(client, 1)
+        until(lambda: "cannot be written" in daemon.state.backing.executors[0].stats().last_error)
+        assert daemon.report().tiers[1].drops.keys() <= {"failed", "paused"}
