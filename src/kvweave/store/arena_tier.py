@@ -114,7 +114,7 @@ class ArenaTier(ClosedAtEnd):
         catalog = self._catalog
         with self._lock:
             self._check_open()
-            slot = int(catalog.find([key])[0])
+            slot = catalog.find_one(key)
             if slot < 0:
                 return ABSENT
             start, length = int(catalog.starts[slot]), int(catalog.lengths[slot])
@@ -139,7 +139,7 @@ class ArenaTier(ClosedAtEnd):
     def _put(self, key: bytes, blob: Blob, length: int) -> bool:
         with self._lock:
             self._check_open()
-            if key in self._writing or self._catalog.find([key])[0] >= 0:
+            if key in self._writing or self._catalog.find_one(key) >= 0:
                 return True
             self._writing.add(key)
             self._moving += 1

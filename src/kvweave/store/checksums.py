@@ -72,8 +72,9 @@ class IOBuffers:
 def read(files: StripedFile, start: int, to: Bytes, head: int, io_buffers: IOBuffers) -> int | None:
     """Fill `to` from files; returns the checksum of what follows the first `head` bytes, None if the files end.
     Raises `OSError`."""
-    aligned = not ((to.ctypes.data + head) % 32 or head % SPAN_BYTES or _is_odd(files, start))
-    if native and io_buffers.queue and aligned and to.nbytes >= head + SHORTEST_BYTES:
+    is_bounced = bool(io_buffers.bounce.nbytes)  # whose bytes are copied to `to`, past the cache
+    fits = not (head % SPAN_BYTES or _is_odd(files, start) or (is_bounced and (to.ctypes.data + head) % 32))
+    if native and io_buffers.queue and fits and to.nbytes >= head + SHORTEST_BYTES:
         where = files.fds, files.stripe_bytes, files.sector, start
         return native.read(*where, to, head, io_buffers.bounce, io_buffers.piece_bytes, io_buffers.queue)
     digest = xxhash.xxh3_64()

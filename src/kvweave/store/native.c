@@ -704,7 +704,8 @@ static PyObject *read_(PyObject *self, PyObject *args)
     Queue *queue = PyCapsule_GetPointer(capsule, NULL);
     int bounced = memory.len >= piece;
     int fits = queue && is_sound(&files, at, piece, memory.len) && (bounced || sector == 1) && head >= 0 &&
-               head % SPAN == 0 && to.len >= head + SHORTEST && ((uintptr_t)to.buf + head) % sizeof(__m256i) == 0;
+               head % SPAN == 0 && to.len >= head + SHORTEST &&
+               (!bounced || ((uintptr_t)to.buf + head) % sizeof(__m256i) == 0);
     if (fits) {
         Bounce bounce = {bounced ? memory.buf : NULL, piece, bounced ? memory.len / piece : 1};
         Py_BEGIN_ALLOW_THREADS
