@@ -127,6 +127,20 @@ def test_a_lookup_that_was_not_answered_is_counted_apart_from_a_miss() -> None:
     store.close()
 
 
+def test_lookups_of_a_disk_need_none_of_its_threads(tmp_path: Path) -> None:
+    tier, go_on = DiskTier(tmp_path, "16MiB"), threading.Event()
+    with Store(SCHEMA, TierStack((tier, TierPolicy(deadline_s=5)))) as store:
+        prompt = store.prompt(TOKENS, namespace(SPEC))
+        store.save(prompt, payload)
+        executor = store.tier_stack.executors[0]
+        hanging = [executor.start(executor.reads, lambda: go_on.wait(30)) for _ in range(10)]
+        for budget_s in (0.0, 0.05, None):  # even a budget that is spent is enough
+            assert store.lookup(prompt, budget_s=budget_s).position == 1024
+        assert store.stats().unanswered == 0
+        go_on.set()
+        assert all(future and future.result(10) for future in hanging)
+
+
 def test_a_save_that_no_tier_answered_is_dropped_and_not_called_present() -> None:
     class Mute(DictTier):
         def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
