@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.server import Disk
 from kvweave.server.shared_arena import SharedArena
 from kvweave.store import DictTier, Saved, TierPolicy, TierStack
 from kvweave.store.tier import Blob
@@ -126,3 +127,19 @@ def test_room_that_is_freed_just_after_a_reservation_failed_is_not_missed(
         assert time.monotonic() - began < 1.5, "it waited although there was room"
         reader.close()
         writer.close()
+
+
+def test_a_prompt_on_disk_waits_for_room_in_the_arena_and_is_loaded_whole(tmp_path: Path) -> None:
+    wish = settings(tmp_path, memory=2 * prompt_bytes(), disk=Disk(tmp_path / "disk", 64 << 20))
+    with serving(wish) as daemon, store(tmp_path / "kv.sock") as client:
+        for number in range(4):
+            client.save(prompt(number), truth, points=POINTS)
+        assert client.flush()
+        arena = daemon.state.arena
+        held = arena.pin(arena.keys()).slots
+        timer = threading.Timer(0.5, arena.unpin, [held])
+        timer.start()
+        assert client.load(client.lookup(prompt(0)), verify) == 1024
+        assert client.stats().shortened == 0
+        timer.join()
+        assert not arena.is_held

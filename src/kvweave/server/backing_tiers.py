@@ -11,6 +11,7 @@ has timed out by then.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from kvweave.copying import Numbers
 from kvweave.errors import PartlyRead
 from kvweave.server.description import TierDescription
+from kvweave.server.protocol import NO_ROOM
 from kvweave.server.report import TierCleared
 from kvweave.server.shared_arena import SharedArena
 from kvweave.store import TierExecutorStats, TierStack
@@ -30,6 +32,7 @@ from kvweave.store.tier import KeyFilter, whole
 from kvweave.store.tier_executor import TierExecutor
 from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, read
 
+ROOM_POLL_S = 0.005
 AT_ONCE = 64
 """Blobs of one request to a tier: a remote tier fetches them together, and the first are visible before all have
 come."""
@@ -82,37 +85,54 @@ class BackingTiers:
             future.set_result(None)
 
     def _fetch_from(self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget) -> None:
-        wait_s = budget.within(executor.policy.deadline_s)
         turns = batches(wants, lambda want: want.num_bytes)
-        flying = [executor.start(executor.reads, partial(self._read, executor, batch), wait_s) for batch in turns]
+        flying = [self._start_read(executor, batch, budget) for batch in turns]
         for future in flying:
             executor.finish(executor.reads, future, budget.left_s)
 
-    def _read(self, executor: TierExecutor, wants: Sequence[BlobRequest]) -> None:
-        """Runs in a thread of the executor."""
+    def _start_read(self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget) -> Future[None] | None:
+        left = self._reserved(wants, budget.within(executor.policy.deadline_s))
+        future = executor.start(executor.reads, partial(self._read, executor, left)) if left else None
+        if future is None:
+            self._abandon(left)
+        else:
+            future.add_done_callback(lambda _: self._abandon(left))
+        return future
+
+    def _reserved(self, wants: Sequence[BlobRequest], wait_s: float) -> list[tuple[BlobRequest, int]]:
+        """Places of the blobs that nobody has or writes. While there is not enough room this waits, and holds nothing:
+        two that wait for each other's places would wait in vain."""
+        until, keys, lengths = time.monotonic() + wait_s, [w.key for w in wants], [w.num_bytes for w in wants]
+        while True:
+            was_held = self._arena.is_held
+            starts = self._arena.reserve(keys, lengths).tolist()
+            places = [(want, start) for want, start in zip(wants, starts, strict=True) if start >= 0]
+            if NO_ROOM not in starts or not was_held or time.monotonic() >= until:
+                return places
+            self._abandon(places)
+            time.sleep(ROOM_POLL_S)
+
+    def _abandon(self, places: list[tuple[BlobRequest, int]]) -> None:
+        """Free places of blobs that are not written."""
+        for want, start in places:
+            self._arena.abandon(want.key, start, want.num_bytes)
+        self._changed()
+
+    def _read(self, executor: TierExecutor, left: list[tuple[BlobRequest, int]]) -> None:
+        """Runs in a thread of the executor. What was read or is damaged is taken off the list: a second attempt reads
+        the others."""
         trouble = ""
-        starts = self._arena.reserve([want.key for want in wants], [want.num_bytes for want in wants]).tolist()
-        left = [(want, start) for want, start in zip(wants, starts, strict=True) if start >= 0]
-        try:
-            while left:
-                some = left[-AT_ONCE:]
-                places = [self._arena.view(start, want.num_bytes) for want, start in some]
-                fine, unread = read(
-                    executor, [want.key for want, _ in some], places, [want.check() for want, _ in some]
-                )
-                trouble = unread or trouble
-                del left[-AT_ONCE:]
-                for (want, start), is_fine in zip(some, fine, strict=True):
-                    (self._arena.commit if is_fine else self._arena.abandon)(want.key, start, want.num_bytes)
-                executor.count("hits", sum(fine))
-                executor.count("misses", len(fine) - sum(fine))
-                executor.count(
-                    "read_bytes", sum(place.nbytes for place, good in zip(places, fine, strict=True) if good)
-                )
-        finally:
-            for want, start in left:
-                self._arena.abandon(want.key, start, want.num_bytes)
-            self._changed()
+        while left:
+            some = left[-AT_ONCE:]
+            places = [self._arena.view(start, want.num_bytes) for want, start in some]
+            fine, unread = read(executor, [want.key for want, _ in some], places, [want.check() for want, _ in some])
+            trouble = unread or trouble
+            del left[-AT_ONCE:]
+            for (want, start), is_fine in zip(some, fine, strict=True):
+                (self._arena.commit if is_fine else self._arena.abandon)(want.key, start, want.num_bytes)
+            executor.count("hits", sum(fine))
+            executor.count("misses", len(fine) - sum(fine))
+            executor.count("read_bytes", sum(place.nbytes for place, good in zip(places, fine, strict=True) if good))
         if trouble:
             raise PartlyRead(trouble, None)
 
