@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvweave.server import Disk
+from kvweave.server.backing_tiers import BackingTiers
 from kvweave.server.shared_arena import SharedArena
 from kvweave.store import DictTier, Saved, TierPolicy, TierStack
 from kvweave.store.tier import Blob
+from kvweave.store.tier_stack import BlobRequest, Budget
 from tests.server.models import POINTS, prompt, prompt_bytes, serving, settings, store, verify
 from tests.store.models import truth
 
@@ -143,3 +145,26 @@ def test_a_prompt_on_disk_waits_for_room_in_the_arena_and_is_loaded_whole(tmp_pa
         assert client.stats().shortened == 0
         timer.join()
         assert not arena.is_held
+
+
+def test_what_others_evict_between_its_fetch_and_its_lease_is_fetched_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, real = list[int](), BackingTiers.fetch
+
+    def fetch(backing: BackingTiers, wants: Sequence[BlobRequest], budget: Budget) -> set[bytes]:
+        arrived = real(backing, wants, budget)
+        calls.append(len(arrived))
+        if len(calls) == 1:
+            backing._arena.clear()
+        return arrived
+
+    with serving(settings(tmp_path, disk=Disk(tmp_path / "disk", 64 << 20))) as daemon:
+        with store(tmp_path / "kv.sock") as client:
+            client.save(prompt(0), truth, points=POINTS)
+            assert client.flush()
+            daemon.state.arena.clear()
+            monkeypatch.setattr(BackingTiers, "fetch", fetch)
+            assert client.load(client.lookup(prompt(0)), verify) == 1024
+        assert len(calls) == 2
+        assert calls[0] == calls[1] > 0

@@ -57,18 +57,22 @@ class BackingTiers:
 
     # ---- into the arena
 
-    def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> None:
-        """Wait until these blobs are in the arena, as far as they can be read within the budget."""
+    def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> set[bytes]:
+        """Wait until these blobs are in the arena, as far as they can be read within the budget. Returns the keys of
+        those that this call has read: others may have evicted them since."""
+        arrived: set[bytes] = set()
         if self._tier_stack is None:
-            return
+            return arrived
         mine, others = self._claim(wants)
         try:
             tiers = self._tier_stack.where([want.key for want in mine], budget).tiers
             for number, executor in enumerate(self.executors):
-                self._fetch_from(executor, [mine[i] for i in np.flatnonzero(tiers == number).tolist()], budget)
+                there = [mine[i] for i in np.flatnonzero(tiers == number).tolist()]
+                self._fetch_from(executor, there, budget, arrived)
         finally:
             self._release(mine)
         wait(others, budget.within(max(executor.policy.deadline_s for executor in self.executors)))
+        return {*arrived}
 
     def _claim(self, wants: Sequence[BlobRequest]) -> tuple[list[BlobRequest], list[Future[None]]]:
         """The requests that nobody has in flight, and futures for the others."""
@@ -84,15 +88,19 @@ class BackingTiers:
         for future in futures:
             future.set_result(None)
 
-    def _fetch_from(self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget) -> None:
+    def _fetch_from(
+        self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget, arrived: set[bytes]
+    ) -> None:
         turns = batches(wants, lambda want: want.num_bytes)
-        flying = [self._start_read(executor, batch, budget) for batch in turns]
+        flying = [self._start_read(executor, batch, budget, arrived) for batch in turns]
         for future in flying:
             executor.finish(executor.reads, future, budget.left_s)
 
-    def _start_read(self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget) -> Future[None] | None:
+    def _start_read(
+        self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget, arrived: set[bytes]
+    ) -> Future[None] | None:
         left = self._reserved(wants, budget.within(executor.policy.deadline_s))
-        future = executor.start(executor.reads, partial(self._read, executor, left)) if left else None
+        future = executor.start(executor.reads, partial(self._read, executor, left, arrived)) if left else None
         if future is None:
             self._abandon(left)
         else:
@@ -118,7 +126,7 @@ class BackingTiers:
             self._arena.abandon(want.key, start, want.num_bytes)
         self._changed()
 
-    def _read(self, executor: TierExecutor, left: list[tuple[BlobRequest, int]]) -> None:
+    def _read(self, executor: TierExecutor, left: list[tuple[BlobRequest, int]], arrived: set[bytes]) -> None:
         """Runs in a thread of the executor. What was read or is damaged is taken off the list: a second attempt reads
         the others."""
         trouble = ""
@@ -130,6 +138,7 @@ class BackingTiers:
             del left[-AT_ONCE:]
             for (want, start), is_fine in zip(some, fine, strict=True):
                 (self._arena.commit if is_fine else self._arena.abandon)(want.key, start, want.num_bytes)
+            arrived.update(want.key for (want, _), is_fine in zip(some, fine, strict=True) if is_fine)
             executor.count("hits", sum(fine))
             executor.count("misses", len(fine) - sum(fine))
             executor.count("read_bytes", sum(place.nbytes for place, good in zip(places, fine, strict=True) if good))

@@ -240,9 +240,12 @@ class ClientSession:
     async def _fetch_from_backing(
         self, sequence: OpenSequence, pieces: Pieces, lease: int, budget_s: float | None
     ) -> Reply:
-        in_arena = self._arena.contains(sequence.keys_at(pieces))
-        wants = sequence.wants_at(pieces[~in_arena])
-        await self._state.in_thread("read", self._state.backing.fetch, wants, Budget.of(budget_s))
+        budget, keys = Budget.of(budget_s), sequence.keys_at(pieces)
+        wants = sequence.wants_at(pieces[~self._arena.contains(keys)])
+        arrived = await self._state.in_thread("read", self._state.backing.fetch, wants, budget)
+        evicted = [want for want in wants if want.key in arrived and want.key not in self._arena]
+        if evicted:  # by others, before the lease below: once more
+            await self._state.in_thread("read", self._state.backing.fetch, evicted, budget)
         return self._fetched(sequence, pieces, lease)
 
     def _fetched(self, sequence: OpenSequence, pieces: Pieces, lease: int) -> Reply:
