@@ -57,22 +57,21 @@ class BackingTiers:
 
     # ---- into the arena
 
-    def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> set[bytes]:
-        """Wait until these blobs are in the arena, as far as they can be read within the budget. Returns the keys of
-        those that this call has read: others may have evicted them since."""
-        arrived: set[bytes] = set()
+    def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> bool:
+        """Wait until these blobs are in the arena, as far as they can be read within the budget; returns whether any
+        has come. Others may have evicted it since."""
         if self._tier_stack is None:
-            return arrived
-        mine, others = self._claim(wants)
+            return False
+        arrived, (mine, others) = 0, self._claim(wants)
         try:
             tiers = self._tier_stack.where([want.key for want in mine], budget).tiers
             for number, executor in enumerate(self.executors):
                 there = [mine[i] for i in np.flatnonzero(tiers == number).tolist()]
-                self._fetch_from(executor, there, budget, arrived)
+                arrived += self._fetch_from(executor, there, budget)
         finally:
             self._release(mine)
-        wait(others, budget.within(max(executor.policy.deadline_s for executor in self.executors)))
-        return {*arrived}
+        ended = wait(others, budget.within(max(executor.policy.deadline_s for executor in self.executors))).done
+        return bool(arrived or ended)
 
     def _claim(self, wants: Sequence[BlobRequest]) -> tuple[list[BlobRequest], list[Future[None]]]:
         """The requests that nobody has in flight, and futures for the others."""
@@ -88,19 +87,15 @@ class BackingTiers:
         for future in futures:
             future.set_result(None)
 
-    def _fetch_from(
-        self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget, arrived: set[bytes]
-    ) -> None:
+    def _fetch_from(self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget) -> int:
+        """The number of blobs that were read in time."""
         turns = batches(wants, lambda want: want.num_bytes)
-        flying = [self._start_read(executor, batch, budget, arrived) for batch in turns]
-        for future in flying:
-            executor.finish(executor.reads, future, budget.left_s)
+        flying = [self._start_read(executor, batch, budget) for batch in turns]
+        return sum(executor.finish(executor.reads, future, budget.left_s) or 0 for future in flying)
 
-    def _start_read(
-        self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget, arrived: set[bytes]
-    ) -> Future[None] | None:
+    def _start_read(self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget) -> Future[int] | None:
         left = self._reserved(wants, budget.within(executor.policy.deadline_s))
-        future = executor.start(executor.reads, partial(self._read, executor, left, arrived)) if left else None
+        future = executor.start(executor.reads, partial(self._read, executor, left)) if left else None
         if future is None:
             self._abandon(left)
         else:
@@ -126,10 +121,10 @@ class BackingTiers:
             self._arena.abandon(want.key, start, want.num_bytes)
         self._changed()
 
-    def _read(self, executor: TierExecutor, left: list[tuple[BlobRequest, int]], arrived: set[bytes]) -> None:
-        """Runs in a thread of the executor. What was read or is damaged is taken off the list: a second attempt reads
-        the others."""
-        trouble = ""
+    def _read(self, executor: TierExecutor, left: list[tuple[BlobRequest, int]]) -> int:
+        """Read into the arena, in a thread of the executor; returns how many blobs are intact. What was read or is
+        damaged is taken off the list: a second attempt reads the others."""
+        trouble, arrived = "", 0
         while left:
             some = left[-AT_ONCE:]
             places = [self._arena.view(start, want.num_bytes) for want, start in some]
@@ -138,12 +133,13 @@ class BackingTiers:
             del left[-AT_ONCE:]
             for (want, start), is_fine in zip(some, fine, strict=True):
                 (self._arena.commit if is_fine else self._arena.abandon)(want.key, start, want.num_bytes)
-            arrived.update(want.key for (want, _), is_fine in zip(some, fine, strict=True) if is_fine)
+            arrived += sum(fine)
             executor.count("hits", sum(fine))
             executor.count("misses", len(fine) - sum(fine))
             executor.count("read_bytes", sum(place.nbytes for place, good in zip(places, fine, strict=True) if good))
         if trouble:
-            raise PartlyRead(trouble, None)
+            raise PartlyRead(trouble, arrived)
+        return arrived
 
     # ---- out of the arena
 

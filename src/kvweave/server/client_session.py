@@ -28,6 +28,8 @@ ROOM_S = 2.0
 """Seconds that a reservation waits for others to free space; `PATIENCE` times as long while they do, and it is too
 little."""
 AT_ONCE = Budget(0.0)
+FETCHES = 3
+"""Attempts to have all blobs of a request in the arena at once: others may evict some before they are leased."""
 SCHEMA_BYTES = 8 << 20
 """Bytes that the registrations of one connection may take."""
 Flags = NDArray[np.bool_]
@@ -241,11 +243,10 @@ class ClientSession:
         self, sequence: OpenSequence, pieces: Pieces, lease: int, budget_s: float | None
     ) -> Reply:
         budget, keys = Budget.of(budget_s), sequence.keys_at(pieces)
-        wants = sequence.wants_at(pieces[~self._arena.contains(keys)])
-        arrived = await self._state.in_thread("read", self._state.backing.fetch, wants, budget)
-        evicted = [want for want in wants if want.key in arrived and want.key not in self._arena]
-        if evicted:  # by others, before the lease below: once more
-            await self._state.in_thread("read", self._state.backing.fetch, evicted, budget)
+        for _ in range(FETCHES):
+            wants = sequence.wants_at(pieces[~self._arena.contains(keys)])
+            if not wants or not await self._state.in_thread("read", self._state.backing.fetch, wants, budget):
+                break
         return self._fetched(sequence, pieces, lease)
 
     def _fetched(self, sequence: OpenSequence, pieces: Pieces, lease: int) -> Reply:

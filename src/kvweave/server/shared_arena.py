@@ -50,10 +50,6 @@ class SharedArena(MemoryTier):
         super().__init__(buffer=memory, quotas=quotas, align=SECTOR)
         self._bytes = memory
 
-    def __contains__(self, key: bytes) -> bool:
-        """Whether a blob is here; no use of it."""
-        return key in self._catalog.slot_of
-
     def view(self, start: int, length: int) -> Bytes:
         return self._bytes[start : start + length]
 
