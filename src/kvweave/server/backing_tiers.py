@@ -110,7 +110,8 @@ class BackingTiers:
             was_held = self._arena.is_held
             starts = self._arena.reserve(keys, lengths).tolist()
             places = [(want, start) for want, start in zip(wants, starts, strict=True) if start >= 0]
-            if NO_ROOM not in starts or not was_held or time.monotonic() >= until:
+            may_come = was_held and max(lengths) <= self._arena.num_bytes
+            if NO_ROOM not in starts or not may_come or time.monotonic() >= until:
                 return places
             self._abandon(places)
             time.sleep(ROOM_POLL_S)
