@@ -53,7 +53,7 @@ class Journal(Protocol):
     def close(self) -> None: ...
 
 
-class Removed(NamedTuple):
+class RemovedEntries(NamedTuple):
     """Keys that left the catalog, and the extents of those that nobody reads."""
 
     keys: list[bytes]
@@ -206,13 +206,13 @@ class ArenaTier(ClosedAtEnd):
         if start not in self._bad:
             self._extents.give(start, length)
 
-    def _remove(self, slots: Sequence[int]) -> Removed:
+    def _remove(self, slots: Sequence[int]) -> RemovedEntries:
         """Take entries out of the catalog. Called with the lock held; `_forget` must follow."""
         catalog = self._catalog
         unpinned = [(int(catalog.starts[slot]), int(catalog.lengths[slot])) for slot in slots if not catalog.pins[slot]]
-        return Removed([catalog.remove(slot) for slot in slots], unpinned)
+        return RemovedEntries([catalog.remove(slot) for slot in slots], unpinned)
 
-    def _forget(self, removed: Removed) -> None:
+    def _forget(self, removed: RemovedEntries) -> None:
         """Record removals, then free their extents. Called with `_journal_lock` held, where there is a journal."""
         if self._journal:
             # on a full disk the removal is not recorded: the stale record fails its key or checksum later

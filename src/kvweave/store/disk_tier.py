@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import ReadOnly, TierError, Vanished
-from kvweave.store.arena_tier import ArenaTier, Removed
+from kvweave.store.arena_tier import ArenaTier, RemovedEntries
 from kvweave.store.catalog import Quota
 from kvweave.store.files import BufferedFile, DirectFile, DirectoryLock, failure
 from kvweave.store.journal import Entries, FileJournal
@@ -96,7 +96,7 @@ class DiskTier(ArenaTier):
             raise Vanished(f"{self.directory}: the files of the store were removed")
         return super().put(keys, blobs)
 
-    def _forget(self, removed: Removed) -> None:
+    def _forget(self, removed: RemovedEntries) -> None:
         super()._forget(removed)
         if self.writable and self._file_journal.wants_rewriting:
             self._rewrite()
