@@ -553,7 +553,7 @@ WITH_AVX2 static void take_spans(Sum *sum, const uint8_t *from, uint8_t *to, siz
 /* Whether there were `size` bytes, with the sum of what stands behind `head` of them; -1, with errno, where they could
  * not be read. Through a bounce the kernel writes to a small memory that stays in the cache, and from there it goes past
  * the cache to its place. Without one the kernel writes to the place itself, and each piece is summed while it is in the
- * cache: a copy less, which is a quarter of the processor's time. */
+ * cache: a copy less. */
 WITH_AVX2 static int read_all(const Files *files, Queue *queue, uint8_t *to, size_t head, size_t size, size_t at,
                               Bounce bounce, uint64_t *sum)
 {
