@@ -179,8 +179,9 @@ def lines(folder: Path, seconds: float, processes: int) -> Iterator[dict[str, ob
         tiers = prompts.store.report().tiers
         offered = round(sum(tier.written_bytes for tier in tiers[:1]) / (ARENA + DISK), 1)
         yield {"claim": "offered, times arena and disk", "ours": offered, "unit": "times", "prompts": saved}
-        dropped, disk = sum(each.dropped for each in seen), tiers[1]
-        yield {"claim": "blobs dropped by saves, by the disk; damaged", "ours": [dropped, disk.dropped, disk.damaged]}
+        dropped, (arena, disk) = sum(each.dropped for each in seen), tiers
+        yield {"claim": "blobs dropped by saves; damaged on disk", "ours": [dropped, disk.damaged]}
+        yield {"claim": "blobs dropped by the arena, by the disk, by reason", "ours": [arena.drops, disk.drops]}
         silent = sum(each.unanswered for each in seen)
         late = [silent, disk.late, disk.skipped]
         yield {"claim": "calls that the daemon did not answer; that the disk did late, or was not asked", "ours": late}

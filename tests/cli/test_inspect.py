@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvweave.server import Client, RemoteStore
+from kvweave.server.metrics import metrics
 from tests.cli.command import Kvweave
-from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
+from tests.server.models import LARGEST, POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.store.models import truth
 
 
@@ -65,3 +66,14 @@ def test_names_of_clients_and_models_cannot_talk_to_a_terminal(kvweave: Kvweave,
         assert "\x07" not in run.out
         assert "[bold red]x" in run.out
         client.close()
+
+
+def test_it_says_how_many_blobs_were_dropped_and_why_as_metrics_and_stats_do(kvweave: Kvweave, tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=LARGEST // 2)) as daemon, store(tmp_path / "kv.sock") as client:
+        dropped = client.save(prompt(), truth, points=POINTS).dropped
+        assert dropped > 0
+        run = kvweave("inspect", "--socket", str(tmp_path / "kv.sock"))
+        assert f"memory dropped {dropped} blobs: no room {dropped}\n" in run.out
+        found = kvweave("inspect", "--socket", str(tmp_path / "kv.sock"), "--json").json()
+        assert found["tiers"][0]["drops"] == client.stats().tiers[0].drops == {"no room": dropped}
+        assert f'tier_dropped_total{{tier="memory",reason="no room"}} {dropped}\n' in metrics(daemon.report())

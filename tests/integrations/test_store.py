@@ -252,7 +252,7 @@ def test_a_store_that_fails_is_counted_and_no_token_is_lost() -> None:
     model, ids = model_of("llama"), prompt(2 * CHUNK + 9)
     with started(model, Broken()) as weave:
         assert equal(weave, ids) == 0
-        assert use_of(weave).dropped == 0, "a tier that does not answer counts as having it"
+        assert use_of(weave).dropped > 0, "what no tier answered for is not called present"
         assert open_store_of(weave).stats().tiers[0].failed > 0
 
 

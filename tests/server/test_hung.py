@@ -21,7 +21,7 @@ from tests.store.models import truth
 
 @pytest.fixture
 def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Until this is set, disks hang in the middle of a journal write, with their tier's lock held."""
+    """Until this is set, disks hang in the middle of a journal write."""
     event, real = threading.Event(), FileJournal.added
 
     def added(self: FileJournal, key: bytes, start: int, length: int) -> None:
@@ -44,12 +44,12 @@ def hang(daemon: Daemon) -> None:
     tier = daemon.state.backing.executors[0].tier
     assert isinstance(tier, ReopeningTier)
     assert isinstance(tier._tier, DiskTier)
-    lock = tier._tier._lock
+    lock = tier._tier._journal_lock
     until(lambda: is_held(lock))
     client.close()
 
 
-def is_held(lock: threading.Condition) -> bool:
+def is_held(lock: threading.Lock) -> bool:
     if lock.acquire(blocking=False):
         lock.release()
         return False
@@ -73,6 +73,25 @@ def test_metrics_health_and_memory_hits_go_on_while_a_disk_hangs(tmp_path: Path,
         assert other.stats(budget_s=5).tiers[1].tier.capacity_bytes == 64 << 20
         other.close()
         assert not go_on.is_set()
+
+
+def test_prompts_on_disk_are_found_and_loaded_while_a_journal_write_hangs(
+    tmp_path: Path, go_on: threading.Event
+) -> None:
+    with serving(wish(tmp_path)) as daemon:
+        go_on.set()
+        client = store(daemon.settings.socket)
+        client.save(prompt(1), truth, points=POINTS)
+        assert client.flush()
+        daemon.state.arena.clear()
+        go_on.clear()
+        hang(daemon)
+        for _ in range(5):
+            assert client.load(client.lookup(prompt(1), budget_s=1), verify, budget_s=5) == 1024
+        assert client.stats().unanswered == daemon.report().unanswered == 0
+        client.close()
+        assert not go_on.is_set()
+        go_on.set()
 
 
 def test_a_daemon_whose_disk_hangs_stops_in_time(tmp_path: Path, go_on: threading.Event) -> None:

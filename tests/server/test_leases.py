@@ -155,16 +155,18 @@ def test_a_read_after_the_lease_is_a_miss_and_never_wrong(tmp_path: Path) -> Non
         writer.close()
 
 
-def test_a_lease_can_be_renewed_and_one_that_is_over_cannot(tmp_path: Path) -> None:
-    with serving(settings(tmp_path, lease_s=0.4)) as daemon:
+def test_pieces_that_are_fetched_again_under_a_lease_are_held_once(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
         client = store(tmp_path / "kv.sock")
-        client.save(prompt(), truth)
-        lease = client.lookup(prompt()).lease
-        for _ in range(8):
-            time.sleep(0.1)
-            assert client.client.ask(protocol.Renew([lease, 424242]), protocol.Alive).leases == [lease]
-        until(lambda: daemon.report().expired == 1)
-        assert client.client.ask(protocol.Renew([lease]), protocol.Alive).leases == []
+        client.save(prompt(), truth, points=POINTS)
+        held = []
+        for _ in range(20):
+            client._prompt_session.ask(prompt(), lambda sequence: protocol.Fetch(sequence, 7, ALL))
+            held.append(daemon.report().clients[0].leased_bytes)
+        assert {*held} == {held[0]}
+        assert daemon.state.arena._catalog.pins.max() == 1
+        assert client.client.ask(protocol.Release([7]), protocol.Done).count == 1
+        assert not daemon.state.arena._catalog.pins.any()
         client.close()
 
 

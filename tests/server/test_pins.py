@@ -87,11 +87,10 @@ def test_a_pin_brings_what_is_far(tmp_path: Path) -> None:
         client.close()
 
 
-def test_renewing_does_not_put_an_end_to_a_pin_and_unknown_leases_are_not_pinned(daemon: Daemon) -> None:
+def test_unknown_leases_are_not_pinned(daemon: Daemon) -> None:
     client = store(daemon.settings.socket)
     client.save(prompt(), truth, points=POINTS)
     pin = client.pin(client.lookup(prompt()))
-    assert client.client.ask(protocol.Renew([pin.lease, 999]), protocol.Alive).leases == [pin.lease]
     assert client.client.ask(protocol.PinLeases([pin.lease, 999]), protocol.Alive).leases == [pin.lease]
     flood(daemon)
     assert client.lookup(prompt()).position == 1024

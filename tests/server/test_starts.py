@@ -148,3 +148,39 @@ def test_a_stop_takes_no_longer_than_it_may_though_a_tier_hangs(tmp_path: Path) 
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
             assert time.monotonic() - began < 10
+
+
+def test_a_daemon_that_serves_does_not_collect_what_was_there_at_its_start(tmp_path: Path) -> None:
+    """A full collection of some 100,000 objects stops every client for 30 ms or more."""
+    program = (
+        "import gc, os, signal, sys, pathlib\n"
+        "from kvweave.server import Settings, run\n"
+        "def notify(state):\n"
+        "    if state == 'READY=1':\n"
+        "        print(gc.get_freeze_count(), sum(map(len, map(gc.get_objects, range(3)))))\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "run.notify = notify\n"
+        "run.run(Settings(memory=1 << 20, socket=pathlib.Path(sys.argv[1])))\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "kv.sock")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    frozen, watched = map(int, said.stdout.split())
+    assert frozen > 20 * watched
+
+
+def test_a_daemon_serves_a_directory_that_became_read_only(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    wish = settings(tmp_path, disk=Disk(tiny / "disk", 512 << 10))
+    with serving(wish), store(wish.socket) as client:
+        assert client.save(prompt(0), truth, points=[256]).dropped == 0
+        assert client.flush()
+    subprocess.run(["mount", "-o", "remount,ro", tiny], check=True)
+    with serving(wish) as daemon, store(wish.socket) as client:
+        assert client.load(client.lookup(prompt(0)), verify) == 256
+        serves(client, 1)
+        until(lambda: "cannot be written" in daemon.state.backing.executors[0].stats().last_error)
+        assert daemon.report().tiers[1].drops.keys() <= {"failed", "paused"}

@@ -147,7 +147,7 @@ class TierContract:
             thread.start()
         for thread in threads:
             thread.join()
-        assert not wrong
+        assert not wrong, wrong
 
     def test_stats_name_the_tier(self, tier: Tier) -> None:
         put(tier, *range(5))

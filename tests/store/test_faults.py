@@ -314,7 +314,7 @@ def test_writers_killed_at_random_moments_lose_nothing_that_was_committed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [TIGHT, ROOMY], ids=["tight", "roomy"])
-def test_two_hundred_writers_killed_at_random_moments(
+def test_six_hundred_writers_killed_at_random_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: tuple[int, int]
 ) -> None:
-    check_killed(tmp_path, 100, room, monkeypatch)
+    check_killed(tmp_path, 300, room, monkeypatch)

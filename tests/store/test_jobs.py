@@ -127,6 +127,37 @@ def test_a_lookup_that_was_not_answered_is_counted_apart_from_a_miss() -> None:
     store.close()
 
 
+def test_lookups_of_a_disk_need_none_of_its_threads(tmp_path: Path) -> None:
+    tier, go_on = DiskTier(tmp_path, "16MiB"), threading.Event()
+    with Store(SCHEMA, TierStack((tier, TierPolicy(deadline_s=5)))) as store:
+        prompt = store.prompt(TOKENS, namespace(SPEC))
+        store.save(prompt, payload)
+        executor = store.tier_stack.executors[0]
+        hanging = [executor.start(executor.reads, lambda: go_on.wait(30)) for _ in range(10)]
+        for budget_s in (0.0, 0.05, None):  # even a budget that is spent is enough
+            assert store.lookup(prompt, budget_s=budget_s).position == 1024
+        assert store.stats().unanswered == 0
+        go_on.set()
+        assert all(future and future.result(10) for future in hanging)
+
+
+def test_a_save_that_no_tier_answered_is_dropped_and_not_called_present() -> None:
+    class Mute(DictTier):
+        def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+            assert go_on.wait(30)
+            return super().contains(keys)
+
+    go_on = threading.Event()
+    with Store(SCHEMA, TierStack((Mute(), TierPolicy(deadline_s=20)))) as store:
+        prompt = store.prompt(TOKENS, namespace(SPEC))
+        saved = store.save(prompt, payload, budget_s=0.05)
+        assert (saved.stored, saved.present) == (0, 0)
+        assert store.gather(prompt, payload, budget_s=0.05).commit() == saved
+        assert store.stats().unanswered == 2
+        go_on.set()
+        assert store.save(prompt, payload).stored == saved.dropped > 0
+
+
 @pytest.mark.slow
 def test_disk_prompts_are_found_while_two_writers_never_pause(tmp_path: Path) -> None:
     store = Store(SCHEMA, TierStack((DiskTier(tmp_path, "64MiB"), TierPolicy(write="back", queue_jobs=2))))
@@ -150,3 +181,89 @@ def test_disk_prompts_are_found_while_two_writers_never_pause(tmp_path: Path) ->
         writer.join()
     assert found == [1024] * 60
     store.close()
+
+
+def test_callers_get_room_in_a_full_queue_in_the_order_in_which_they_came() -> None:
+    jobs, go_on, order = JobQueue("test", 1, 1), threading.Event(), list[int]()
+    jobs.write(lambda: go_on.wait(30))
+    jobs.write(lambda: None, 10)
+
+    def write(number: int) -> None:
+        assert jobs.write(lambda: order.append(number), 30)
+
+    callers = [threading.Thread(target=write, args=(number,)) for number in range(12)]
+    for caller in callers:
+        caller.start()
+        time.sleep(0.02)
+    go_on.set()
+    for caller in callers:
+        caller.join()
+    assert jobs.drain(10)
+    assert order == [*range(12)]
+    assert jobs.close(10)
+
+
+def test_a_caller_waits_while_the_queue_moves_and_gives_up_when_it_does_not() -> None:
+    jobs, go_on = JobQueue("test", 1, 1), threading.Event()
+    callers = [
+        threading.Thread(target=jobs.write, args=(lambda: time.sleep(0.2), 30, 30))
+        for _ in range(10)  # two seconds of work
+    ]
+    for caller in callers:
+        caller.start()
+    time.sleep(0.05)
+    assert jobs.write(lambda: go_on.wait(30), 30, stalled_s=1.0) is not None
+    for caller in callers:
+        caller.join()
+    assert jobs.write(lambda: None, 5) is not None
+    began = time.monotonic()
+    assert jobs.write(lambda: None, 30, stalled_s=0.1) is None
+    assert time.monotonic() - began < 5
+    assert jobs.is_stalled(0.1)
+    go_on.set()
+    assert jobs.close(10)
+
+
+def test_reads_without_end_do_not_hold_a_write_up_for_ever(jobs: JobQueue) -> None:
+    stop = threading.Event()
+
+    def keep_reading() -> None:
+        while not stop.is_set():
+            jobs.read(lambda: time.sleep(0.002)).result(10)
+
+    readers = [threading.Thread(target=keep_reading) for _ in range(12)]
+    for reader in readers:
+        reader.start()
+    try:
+        writes = [jobs.write(lambda: "done") for _ in range(3)]
+        assert [write.result(10) for write in writes if write] == ["done"] * 3
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
+
+
+def test_a_store_whose_queue_hangs_opens_its_breaker_and_saves_wait_no_more() -> None:
+    tier = SlowWrites()
+    with Store(SCHEMA, TierStack((tier, TierPolicy(write="back", queue_jobs=1, deadline_s=0.1)))) as store:
+        tier.go.clear()
+        for number in range(3 + 3):  # two threads and a queue of one, then three that wait in vain
+            store.save(store.prompt(TOKENS + number, namespace(SPEC)), payload)
+        began = time.monotonic()
+        assert store.save(store.prompt(TOKENS + 9, namespace(SPEC)), payload).stored == 0
+        assert time.monotonic() - began < 0.1, "a save waits for a tier that hangs"
+        drops = store.stats().tiers[0].drops
+        assert drops["queue full"] > 0
+        assert drops["paused"] > 0
+        tier.go.set()
+
+
+def test_a_write_that_was_not_begun_in_time_is_counted_as_late() -> None:
+    tier = SlowWrites()
+    with Store(SCHEMA, TierStack((tier, TierPolicy(workers=1, deadline_s=0.1)))) as store:
+        tier.go.clear()
+        saved = [store.save(store.prompt(TOKENS + number, namespace(SPEC)), payload) for number in range(2)]
+        assert store.stats().tiers[0].drops == {
+            "late": saved[1].dropped
+        }  # the first hangs, and the second waits for it
+        tier.go.set()

@@ -78,7 +78,21 @@ def test_values_go_and_come_in_batches(cluster: MooncakeTier, monkeypatch: pytes
     assert cluster.get([key(n) for n in range(25)], buffers) == [size] * 24 + [ABSENT]
     assert all(buffers[n].tobytes() == value(n, size) for n in numbers)
     assert cluster.delete([key(n) for n in range(25)]) == 24
-    assert line.asked == {"put_batch": 2, "batch_get_buffer": 2, "batch_remove": 1}
+    assert line.asked == {"put_batch": 2, "batch_get_buffer": 2, "batch_is_exist": 1, "batch_remove": 1}
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_and_no_miss(
+    cluster: MooncakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Counted(cluster._store)
+    monkeypatch.setattr(cluster, "_store", line)
+    monkeypatch.setattr(line, "batch_get_buffer", lambda keys: [None] * len(keys), raising=False)
+    monkeypatch.setattr(line, "batch_is_exist", lambda keys: [-900] * len(keys), raising=False)
+    monkeypatch.setattr(line, "batch_remove", lambda keys, _: [-900] * len(keys), raising=False)
+    with pytest.raises(TierError, match="-900"):
+        got(cluster, 1)
+    with pytest.raises(TierError, match="1 of 1 were not deleted"):
+        cluster.delete([key(1)])
 
 
 def test_a_batch_that_the_cluster_refuses_is_tried_value_by_value(

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvweave.errors import TierError, TierFull
@@ -231,6 +232,20 @@ def test_a_folder_on_a_full_disk_is_full(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(TierFull, match="No space left"):
         put(tier, 2)
     assert got(tier, 1) == value(1)
+
+
+def test_an_object_of_another_size_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's object of many gigabytes at a blob's path would fill the memory."""
+
+    class Found:
+        meta = {"size": 1 << 40}
+
+        def bytes(self) -> bytes:
+            raise AssertionError("fetched")
+
+    tier = ObjectTier(f"file://{tmp_path}")
+    monkeypatch.setattr(obstore, "get", lambda *_: Found())
+    assert tier.get([key(1)], [np.empty(100, np.uint8)]) == [1 << 40]
 
 
 def test_many_objects_are_deleted_in_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

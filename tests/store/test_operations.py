@@ -45,7 +45,7 @@ class TestEmbedded(EngineContract):
     def lose(self, store: AnyStore[Any], prompt: HashedPrompt, chunk: int) -> None:
         assert isinstance(store, Store)
         number = len(SCHEMA.shards)
-        store.tier_stack.delete(prompt.keys(SCHEMA.ids)[chunk * number : (chunk + 1) * number])
+        store.tier_stack.executors[0].tier.delete(prompt.keys(SCHEMA.ids)[chunk * number : (chunk + 1) * number])
 
 
 @pytest.fixture

@@ -49,3 +49,9 @@ def test_a_key_of_another_type_costs_only_itself() -> None:
 def test_any_other_error_is_the_servers() -> None:
     with pytest.raises(TierError, match="LOADING"):
         lengths(b"abc", redis.ResponseError("LOADING the data set"))
+
+
+def test_a_server_that_does_not_know_clusters_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = RedisTier("redis://127.0.0.1:1")
+    monkeypatch.setattr(tier._node, "info", lambda _: {})
+    assert tier._server is tier._node

@@ -114,7 +114,7 @@ def test_what_is_lost_between_lookup_and_load_shortens_it(store: Store) -> None:
     hit = store.lookup(prompt)
     shards = len(store.schema.shards)
     state = next(i for i, shard in enumerate(store.schema.shards) if shard.tag == "state")
-    store.tier_stack.delete([hit.keys[7 * shards + state]])
+    store.tier_stack.executors[0].tier.delete([hit.keys[7 * shards + state]])
     seen: set[tuple[str, int, int]] = set()
     assert store.load(hit, checked(seen)) == 1024
     assert {("window", 0, 2), ("window", 0, 3), ("state", 0, 3)} <= seen
@@ -189,7 +189,7 @@ def test_the_hit_is_the_longest_position_whose_needs_are_all_there(reaches: list
     store = Store(schema, TierStack((tier, NEAR)))
     prompt = store.prompt([*range(size * count + 1)], namespace(spec))
     store.save(prompt, everything, points=range(0, size * count + 1, size))
-    store.tier_stack.delete([key for key in prompt.keys(schema.ids) if chance.random() < 0.15])
+    tier.delete([key for key in prompt.keys(schema.ids) if chance.random() < 0.15])
     present = store.lookup(prompt).tiers >= 0
     fine = [
         p for p in range(0, size * count + 1, size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from kvweave.errors import ReadOnly, StoreError, TierError
 from kvweave.store import DictTier, MemoryTier, Shard, Store, TierPolicy, TierStack
 from kvweave.store.breaker import CircuitBreaker
 from kvweave.store.keys import Bytes, HashedPrompt
+from kvweave.store.removals import FROM_NOW
 from kvweave.store.tier import Blob, ChecksumObserver, whole
 from kvweave.store.tier_stack import Budget
 from tests.store.faults import SCHEMA, SPEC, TOKENS, keys_of, payload, replace, stored, verify
@@ -342,8 +345,29 @@ def test_four_times_the_near_tier_at_once_is_all_stored_somewhere(far: Troubled,
     store, _ = make(near="1MiB")
     prompts = [store.prompt(TOKENS + number, namespace(SPEC)) for number in range(40)]
     assert all(store.save(prompt, payload).dropped == 0 for prompt in prompts)
-    assert store.stats().tiers[0].tier.refused == 0
+    assert store.stats().tiers[0].dropped == 0
     assert all(store.load(store.lookup(prompt), verify) == 1024 for prompt in prompts)
+
+
+def test_a_tier_that_hangs_while_it_closes_is_abandoned_in_time() -> None:
+    class Clinging(DictTier):
+        def close(self) -> None:
+            assert fine.wait(30)
+
+    fine = threading.Event()
+    stack, began = TierStack((Clinging(), FAR)), time.monotonic()
+    assert not stack.close(0.1)
+    assert time.monotonic() - began < 5
+    fine.set()
+
+
+def test_an_error_of_a_tier_that_closes_is_raised() -> None:
+    class Failing(DictTier):
+        def close(self) -> None:
+            raise TierError("the disk is gone")
+
+    with pytest.raises(TierError, match="the disk is gone"):
+        TierStack((Failing(), FAR)).close(0.1)
 
 
 def test_a_cascade_of_nothing_is_an_error() -> None:
@@ -362,3 +386,19 @@ def test_a_breaker_opens_waits_and_tries_one() -> None:
     assert [breaker.passes(), breaker.passes()] == [True, False]
     breaker.succeeded()
     assert breaker.passes()
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_what_a_tier_fails_to_write_is_counted_as_dropped_and_told(
+    far: Troubled, write: Literal["through", "back"]
+) -> None:
+    with Store(SCHEMA, TierStack((far, dataclasses.replace(FAR, write=write, retries=0)))) as store:
+        prompt, before = store.prompt(TOKENS, namespace(SPEC)), store.submit_removed(FROM_NOW).result(10)
+        far.fails["put"] = TierError("a cable is gone")
+        saved = store.save(prompt, payload)
+        assert store.flush()
+        tier = store.stats().tiers[0]
+        assert tier.drops == {"failed": saved.stored + saved.dropped}
+        assert tier.stored == 0
+        told = store.submit_removed(before.number).result(10)
+        assert len(told.keys) == tier.dropped

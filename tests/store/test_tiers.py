@@ -82,7 +82,7 @@ def test_four_times_the_capacity_offered_at_once_and_no_put_is_refused(small: Ca
     tier = small(64 * 8192)
     assert all(put(tier, *range(256), length=8192))
     stats = tier.stats()
-    assert (stats.entries, stats.evicted, stats.refused, stats.used_bytes) == (64, 192, 0, 64 * 8192)
+    assert (stats.entries, stats.evicted, stats.used_bytes) == (64, 192, 64 * 8192)
     assert all(got(tier, n, 8192) == value(n, 8192) for n in range(192, 256))
 
 
@@ -108,7 +108,6 @@ def test_a_value_larger_than_the_tier_is_refused_and_nothing_else_goes(small: Ca
     put(tier, 1, length=4096)
     assert put(tier, 2, length=5 * 4096) == [False]
     assert got(tier, 1, 4096) is not None
-    assert tier.stats().refused == 1
 
 
 def owned(tenant: str, number: int) -> bytes:
@@ -121,6 +120,17 @@ def offer(tier: Tier, tenant: str, numbers: range) -> list[bool]:
 
 def held(tier: Tier, tenant: str, numbers: range) -> int:
     return int(tier.contains([owned(tenant, n) for n in numbers]).sum())
+
+
+def test_tenants_without_a_quota_take_no_memory_of_their_own_however_many_come_and_go() -> None:
+    tier = MemoryTier(32 * 4096, quotas={"quiet": Quota(floor_bytes=8 * 4096)})
+    assert all(offer(tier, "quiet", range(4)))
+    for number in range(2000):
+        assert all(offer(tier, f"tenant {number}", range(1)))
+    catalog = tier._catalog
+    assert len(catalog._number_of) == len(catalog.used) - 1 == 1
+    assert catalog.used.sum() == tier.stats().used_bytes
+    assert held(tier, "quiet", range(4)) == 4
 
 
 def test_a_noisy_tenant_cannot_push_another_below_its_floor(small: Callable[..., Tier]) -> None:

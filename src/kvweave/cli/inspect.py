@@ -55,12 +55,17 @@ def _print(report: Report, description: Description) -> None:
     out.print(Text(f"kvweave {report.version}, process {report.pid}, up {_time(report.uptime_s)}", style="bold"))
     found = f"{report.tokens_found:,} of {report.tokens_asked:,} tokens found ({report.hit_rate:.1%})"
     out.print(
-        f"{count(report.lookups, 'lookup')}, {found}; {count(report.requests, 'request')}, {report.failures:,} failed"
+        f"{count(report.lookups, 'lookup')}, {found}, {report.unanswered:,} unanswered;"
+        f" {count(report.requests, 'request')}, {report.failures:,} failed"
     )
     out.print(
         f"leases last {description.lease_s:g} s; limits of a connection: {format_size(description.reserve_bytes)}"
         f" reserved, {format_size(description.pin_bytes)} pinned"
     )
+    for executor in report.tiers:
+        if executor.dropped:
+            reasons = ", ".join(f"{why} {number:,}" for why, number in executor.drops.items())
+            out.print(plain_text(f"{executor.tier.name} dropped {count(executor.dropped, 'blob')}: {reasons}"))
     for table in (_tiers(report), _models(report, description), _prefixes(report), _clients(report)):
         if table.row_count:
             out.print()
@@ -77,7 +82,7 @@ def _tiers(report: Report) -> Table:
             executor.hits,
             executor.misses,
             executor.stored,
-            executor.dropped + tier.refused,
+            executor.dropped,
             executor.damaged,
             tier.evicted,
         )

@@ -1,4 +1,5 @@
-"""The tiers behind the arena. All methods may block for long: they are called from threads, never from the event loop.
+"""The tiers behind the arena. Methods may block for long: they are called from threads, never from the event loop,
+except `where` with a budget of 0.
 
     fetch   read from the nearest tier that has the blob into an extent of the arena, check it, then make it visible
     keep    write from the arena, which keeps the extent pinned until the write is done
@@ -10,6 +11,7 @@ has timed out by then.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from kvweave.copying import Numbers
 from kvweave.errors import PartlyRead
 from kvweave.server.description import TierDescription
+from kvweave.server.protocol import NO_ROOM
 from kvweave.server.report import TierCleared
 from kvweave.server.shared_arena import SharedArena
 from kvweave.store import TierExecutorStats, TierStack
@@ -29,6 +32,7 @@ from kvweave.store.tier import KeyFilter, whole
 from kvweave.store.tier_executor import TierExecutor
 from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, read
 
+ROOM_POLL_S = 0.005
 AT_ONCE = 64
 """Blobs of one request to a tier: a remote tier fetches them together, and the first are visible before all have
 come."""
@@ -44,7 +48,8 @@ class BackingTiers:
         self._lock = threading.Lock()
 
     def where(self, keys: Sequence[bytes], budget: Budget) -> tuple[NDArray[np.bool_], bool]:
-        """Which keys any tier has, and whether any tier did not answer in time."""
+        """Which keys any tier has, and whether any tier did not answer in time. With a budget of 0 this does not wait:
+        only tiers that answer at once are asked."""
         if self._tier_stack is None:
             return np.zeros(len(keys), bool), False
         where = self._tier_stack.where(keys, budget)
@@ -52,18 +57,21 @@ class BackingTiers:
 
     # ---- into the arena
 
-    def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> None:
-        """Wait until these blobs are in the arena, as far as they can be read within the budget."""
+    def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> bool:
+        """Wait until these blobs are in the arena, as far as they can be read within the budget; returns whether any
+        has come. Others may have evicted it since."""
         if self._tier_stack is None:
-            return
-        mine, others = self._claim(wants)
+            return False
+        arrived, (mine, others) = 0, self._claim(wants)
         try:
             tiers = self._tier_stack.where([want.key for want in mine], budget).tiers
             for number, executor in enumerate(self.executors):
-                self._fetch_from(executor, [mine[i] for i in np.flatnonzero(tiers == number).tolist()], budget)
+                there = [mine[i] for i in np.flatnonzero(tiers == number).tolist()]
+                arrived += self._fetch_from(executor, there, budget)
         finally:
             self._release(mine)
-        wait(others, budget.within(max(executor.policy.deadline_s for executor in self.executors)))
+        ended = wait(others, budget.within(max(executor.policy.deadline_s for executor in self.executors))).done
+        return bool(arrived or ended)
 
     def _claim(self, wants: Sequence[BlobRequest]) -> tuple[list[BlobRequest], list[Future[None]]]:
         """The requests that nobody has in flight, and futures for the others."""
@@ -79,77 +87,84 @@ class BackingTiers:
         for future in futures:
             future.set_result(None)
 
-    def _fetch_from(self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget) -> None:
-        wait_s = budget.within(executor.policy.deadline_s)
+    def _fetch_from(self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget) -> int:
+        """The number of blobs that were read in time."""
         turns = batches(wants, lambda want: want.num_bytes)
-        flying = [executor.start(executor.reads, partial(self._read, executor, batch), wait_s) for batch in turns]
-        for future in flying:
-            executor.finish(executor.reads, future, budget.left_s)
+        flying = [self._start_read(executor, batch, budget) for batch in turns]
+        return sum(executor.finish(executor.reads, future, budget.left_s) or 0 for future in flying)
 
-    def _read(self, executor: TierExecutor, wants: Sequence[BlobRequest]) -> None:
-        """Runs in a thread of the executor."""
-        trouble = ""
-        starts = self._arena.reserve([want.key for want in wants], [want.num_bytes for want in wants]).tolist()
-        left = [(want, start) for want, start in zip(wants, starts, strict=True) if start >= 0]
-        try:
-            while left:
-                some = left[-AT_ONCE:]
-                places = [self._arena.view(start, want.num_bytes) for want, start in some]
-                fine, unread = read(
-                    executor, [want.key for want, _ in some], places, [want.check() for want, _ in some]
-                )
-                trouble = unread or trouble
-                del left[-AT_ONCE:]
-                for (want, start), is_fine in zip(some, fine, strict=True):
-                    (self._arena.commit if is_fine else self._arena.abandon)(want.key, start, want.num_bytes)
-                executor.count("hits", sum(fine))
-                executor.count("misses", len(fine) - sum(fine))
-                executor.count(
-                    "read_bytes", sum(place.nbytes for place, good in zip(places, fine, strict=True) if good)
-                )
-        finally:
-            for want, start in left:
-                self._arena.abandon(want.key, start, want.num_bytes)
-            self._changed()
+    def _start_read(self, executor: TierExecutor, wants: Sequence[BlobRequest], budget: Budget) -> Future[int] | None:
+        left = self._reserved(wants, budget.within(executor.policy.deadline_s))
+        future = executor.start(executor.reads, partial(self._read, executor, left)) if left else None
+        if future is None:
+            self._abandon(left)
+        else:
+            future.add_done_callback(lambda _: self._abandon(left))
+        return future
+
+    def _reserved(self, wants: Sequence[BlobRequest], wait_s: float) -> list[tuple[BlobRequest, int]]:
+        """Places of the blobs that nobody has or writes. While there is not enough room this waits, and holds nothing:
+        two that wait for each other's places would wait in vain."""
+        until, keys, lengths = time.monotonic() + wait_s, [w.key for w in wants], [w.num_bytes for w in wants]
+        while True:
+            was_held = self._arena.is_held
+            starts = self._arena.reserve(keys, lengths).tolist()
+            places = [(want, start) for want, start in zip(wants, starts, strict=True) if start >= 0]
+            may_come = was_held and max(lengths) <= self._arena.num_bytes
+            if NO_ROOM not in starts or not may_come or time.monotonic() >= until:
+                return places
+            self._abandon(places)
+            time.sleep(ROOM_POLL_S)
+
+    def _abandon(self, places: list[tuple[BlobRequest, int]]) -> None:
+        """Free places of blobs that are not written."""
+        for want, start in places:
+            self._arena.abandon(want.key, start, want.num_bytes)
+        self._changed()
+
+    def _read(self, executor: TierExecutor, left: list[tuple[BlobRequest, int]]) -> int:
+        """Read into the arena, in a thread of the executor; returns how many blobs are intact. What was read or is
+        damaged is taken off the list: a second attempt reads the others."""
+        trouble, arrived = "", 0
+        while left:
+            some = left[-AT_ONCE:]
+            places = [self._arena.view(start, want.num_bytes) for want, start in some]
+            fine, unread = read(executor, [want.key for want, _ in some], places, [want.check() for want, _ in some])
+            trouble = unread or trouble
+            del left[-AT_ONCE:]
+            for (want, start), is_fine in zip(some, fine, strict=True):
+                (self._arena.commit if is_fine else self._arena.abandon)(want.key, start, want.num_bytes)
+            arrived += sum(fine)
+            executor.count("hits", sum(fine))
+            executor.count("misses", len(fine) - sum(fine))
+            executor.count("read_bytes", sum(place.nbytes for place, good in zip(places, fine, strict=True) if good))
         if trouble:
-            raise PartlyRead(trouble, None)
+            raise PartlyRead(trouble, arrived)
+        return arrived
 
     # ---- out of the arena
 
-    def keep(self, keys: Sequence[bytes], wait_s: float = 0.0) -> None:
+    def keep(self, keys: Sequence[bytes], budget: Budget) -> None:
         """Queue blobs of the arena for every tier that is written to. If a queue has no room they are dropped for
-        that tier, and counted."""
+        that tier, and counted. The caller has pinned them: otherwise they could be evicted before their turn."""
         for executor in self.executors:
             if executor.policy.write != "off":
                 pinned = self._arena.pin(keys)
                 entries = list(zip(keys, pinned.lengths.tolist(), strict=True))
                 self._arena.unpin(pinned.slots)
                 for batch in batches(entries, itemgetter(1)):
-                    self._queue(executor, [key for key, _ in batch], wait_s)
+                    self._queue(executor, [key for key, _ in batch], budget.within(executor.patience_s))
 
     def _queue(self, executor: TierExecutor, keys: Sequence[bytes], wait_s: float) -> None:
         """Queue one job, which pins its extents until it is done."""
         pinned = self._arena.pin(keys)
         entries = zip(keys, pinned.starts.tolist(), pinned.lengths.tolist(), strict=True)
-        here = [entry for entry in entries if entry[1] >= 0]
-        future = executor.start(executor.writes, partial(self._write, executor, here), wait_s) if here else None
-        if future is not None:
+        here = {key: whole(self._arena.view(start, length)) for key, start, length in entries if start >= 0}
+        future = executor.store([*here], [*here.values()], wait_s) if here else None
+        if future is None:
+            self._arena.unpin(pinned.slots)
+        else:
             future.add_done_callback(partial(self._kept, pinned.slots))
-            return
-        self._arena.unpin(pinned.slots)
-        executor.count("dropped", len(keys))
-        if here and wait_s and not executor.writes.is_open:  # no write left the queue in all that time: the tier hangs
-            executor.writes.failed()
-
-    def _write(self, executor: TierExecutor, entries: Sequence[tuple[bytes, int, int]]) -> list[bool]:
-        """Runs in a thread of the executor."""
-        blobs = [whole(self._arena.view(start, length)) for _, start, length in entries]
-        stored = executor.tier.put([key for key, _, _ in entries], blobs)
-        executor.count("stored", sum(stored))
-        executor.count("dropped", len(stored) - sum(stored))
-        kept = zip(entries, stored, strict=True)
-        executor.count("written_bytes", sum(length for (_, _, length), is_kept in kept if is_kept))
-        return stored
 
     def _kept(self, slots: Numbers, _: Future[list[bool]]) -> None:
         self._arena.unpin(slots)
@@ -199,10 +214,18 @@ class BackingTiers:
             return True
         budget, keys = Budget.of(wait_s), self._arena.keys()
         done = self._tier_stack.flush(wait_s)
-        lacking = [keys[i] for i in np.flatnonzero(self._tier_stack.missing(keys, budget)).tolist()]
-        for first in range(0, len(lacking), 64):
-            self.keep(lacking[first : first + 64], budget.within(wait_s))
-        return self._tier_stack.flush(budget.within(wait_s)) and done
+        missing = self._tier_stack.missing(keys, budget)
+        lacking = [keys[i] for i in np.flatnonzero(missing).tolist()] if missing is not None else []
+        for first in range(0, len(lacking), AT_ONCE):
+            self._keep_pinned(lacking[first : first + AT_ONCE], budget)
+        return self._tier_stack.flush(budget.within(wait_s)) and done and missing is not None
+
+    def _keep_pinned(self, keys: Sequence[bytes], budget: Budget) -> None:
+        pinned = self._arena.pin(keys)
+        try:
+            self.keep(keys, budget)
+        finally:
+            self._arena.unpin(pinned.slots)
 
     def flush(self, wait_s: float) -> bool:
         return self._tier_stack.flush(wait_s) if self._tier_stack else True

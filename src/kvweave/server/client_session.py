@@ -4,13 +4,13 @@ coroutine; all others are computed at once."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.copying import Numbers
 from kvweave.errors import BadRequest, OverLimit
 from kvweave.server import protocol
 from kvweave.server.inbox import Inbox, places_of
@@ -21,10 +21,15 @@ from kvweave.server.registered_model import RegisteredModel
 from kvweave.server.server_state import ServerState
 from kvweave.store.keys import PREFIX_BYTES, SHARD_ID_BYTES
 from kvweave.store.striped_file import SECTOR
+from kvweave.store.tier_executor import PATIENCE
 from kvweave.store.tier_stack import UNLIMITED, BlobRequest, Budget
 
 ROOM_S = 2.0
-"""Seconds that a reservation waits for space that others hold."""
+"""Seconds that a reservation waits for others to free space; `PATIENCE` times as long while they do, and it is too
+little."""
+AT_ONCE = Budget(0.0)
+FETCHES = 3
+"""Attempts to have all blobs of a request in the arena at once: others may evict some before they are leased."""
 SCHEMA_BYTES = 8 << 20
 """Bytes that the registrations of one connection may take."""
 Flags = NDArray[np.bool_]
@@ -61,8 +66,6 @@ class ClientSession:
             protocol.Close: self._close,
             protocol.Lookup: self._lookup,
             protocol.Fetch: self._fetch,
-            protocol.Prefetch: self._prefetch,
-            protocol.Renew: lambda request: protocol.Alive(self.leases.renew(request.leases)),
             protocol.PinLeases: lambda request: protocol.Alive(self.leases.pin(request.leases, self._most_pinned)),
             protocol.Release: self._release,
             protocol.Reserve: self._reserve,
@@ -165,14 +168,26 @@ class ClientSession:
         position = sequence.registered.position(_matrix(in_arena, sequence), sequence.limit)
         if position == sequence.limit or not self._state.backing.executors:
             return self._found(sequence, request, position, in_arena, in_arena, late=False)
-        return self._lookup_backing(sequence, in_arena, request)
+        keys = [sequence.keys[i] for i in np.flatnonzero(~in_arena).tolist()]
+        if len(keys) <= STEP_KEYS:
+            in_backing, is_unknown = self._state.backing.where(keys, AT_ONCE)
+            if not is_unknown:
+                return self._found_in_backing(sequence, request, in_arena, in_backing, late=False)
+        return self._lookup_backing(sequence, request, in_arena, keys)
 
-    async def _lookup_backing(self, sequence: OpenSequence, in_arena: Flags, request: protocol.Lookup) -> Reply:
-        lacking, present = np.flatnonzero(~in_arena), in_arena.copy()
-        keys = [sequence.keys[i] for i in lacking.tolist()]
-        present[lacking], late = await self._state.in_thread(
+    async def _lookup_backing(
+        self, sequence: OpenSequence, request: protocol.Lookup, in_arena: Flags, keys: Sequence[bytes]
+    ) -> Reply:
+        in_backing, late = await self._state.in_thread(
             "read", self._state.backing.where, keys, Budget.of(request.budget_s)
         )
+        return self._found_in_backing(sequence, request, in_arena, in_backing, late=late)
+
+    def _found_in_backing(
+        self, sequence: OpenSequence, request: protocol.Lookup, in_arena: Flags, in_backing: Flags, *, late: bool
+    ) -> Reply:
+        present = in_arena.copy()
+        present[~in_arena] = in_backing
         position = sequence.registered.position(_matrix(present, sequence), sequence.limit)
         return self._found(sequence, request, position, in_arena, present, late=late)
 
@@ -227,9 +242,11 @@ class ClientSession:
     async def _fetch_from_backing(
         self, sequence: OpenSequence, pieces: Pieces, lease: int, budget_s: float | None
     ) -> Reply:
-        in_arena = self._arena.contains(sequence.keys_at(pieces))
-        wants = sequence.wants_at(pieces[~in_arena])
-        await self._state.in_thread("read", self._state.backing.fetch, wants, Budget.of(budget_s))
+        budget, keys = Budget.of(budget_s), sequence.keys_at(pieces)
+        for _ in range(FETCHES):
+            wants = sequence.wants_at(pieces[~self._arena.contains(keys)])
+            if not wants or not await self._state.in_thread("read", self._state.backing.fetch, wants, budget):
+                break
         return self._fetched(sequence, pieces, lease)
 
     def _fetched(self, sequence: OpenSequence, pieces: Pieces, lease: int) -> Reply:
@@ -237,9 +254,6 @@ class ClientSession:
         assert starts is not None, "a lease that is not counted was refused"
         self._state.counts["memory misses"] += int((starts == NOT_IN_ARENA).sum())
         return protocol.Places(packed(starts))
-
-    def _prefetch(self, request: protocol.Prefetch) -> Reply | Awaitable[Reply]:
-        return self._fetch(protocol.Fetch(request.sequence, 0, request.pieces, request.budget_s))
 
     def _release(self, request: protocol.Release) -> Reply:
         count = self.leases.release(request.leases)
@@ -267,19 +281,22 @@ class ClientSession:
         if self.leases.holds(request.reservation) or len(self.leases) >= self._limits.leases:
             raise OverLimit(f"reservation {request.reservation} is held already, or too many are; commit first")
         starts = self._arena.reserve(keys, lengths)
-        if (starts == NO_ROOM).any() and (starts < 0).all() and self._arena.is_held:
+        if _is_without_room(starts):
             return self._reserve_later(request, keys, lengths)
         return self._reserved(request.reservation, keys, starts, lengths)
 
     async def _reserve_later(self, request: protocol.Reserve, keys: Sequence[bytes], lengths: Sequence[int]) -> Reply:
-        """No piece had room. A client that waits here holds nothing that another could wait for, so there is no
-        deadlock."""
-        until = time.monotonic() + Budget.of(request.budget_s).within(ROOM_S)
+        """No piece had room. Wait while others free some, and no longer than `ROOM_S` for the next to do so. A client
+        that waits here holds nothing that another could wait for, so there is no deadlock."""
+        budget, is_last = Budget.of(Budget.of(request.budget_s).within(PATIENCE * ROOM_S)), False
         while True:
-            await self._state.change(until - time.monotonic())
+            # both before the attempt: what is freed after it is not missed
+            change, was_held = self._state.next_change, self._arena.is_held
             starts = self._arena.reserve(keys, lengths)
-            if (starts != NO_ROOM).any() or time.monotonic() >= until:
+            may_wait = _is_without_room(starts) and (was_held or self._arena.is_held)
+            if is_last or not may_wait:
                 return self._reserved(request.reservation, keys, starts, lengths)
+            is_last = not await _happens(change, budget.within(ROOM_S))
 
     def _reserved(
         self, reservation: int, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: Sequence[int]
@@ -287,6 +304,8 @@ class ClientSession:
         extents = [each for each in zip(keys, starts.tolist(), lengths, strict=True) if each[1] >= 0]
         if extents:
             self.leases.reserve(reservation, extents, is_written=not self._state.settings.inbox)
+        else:  # otherwise the client asks again for the others, when it has written these
+            self._state.count_no_room(int((starts == NO_ROOM).sum()))
         return protocol.Places(packed(starts))
 
     def _copy_in(self, request: protocol.CopyIn) -> Awaitable[Reply]:
@@ -333,10 +352,20 @@ class ClientSession:
         self._state.changed()
         return self._keep(keys, request.budget_s) if self._state.backing.executors else protocol.Done(len(keys))
 
-    async def _keep(self, keys: Sequence[bytes], budget_s: float | None) -> Reply:
-        """Queue for the backing tiers; a full queue delays the reply, up to the deadline."""
-        longest = max(executor.policy.deadline_s for executor in self._state.backing.executors)
-        await self._state.in_thread("write", self._state.backing.keep, keys, Budget.of(budget_s).within(longest))
+    def _keep(self, keys: Sequence[bytes], budget_s: float | None) -> Awaitable[Reply]:
+        """Queue for the backing tiers; a full queue delays the reply, up to the deadline. Pinned from the commit on:
+        what is evicted before it is queued would be lost."""
+        longest = max(executor.patience_s for executor in self._state.backing.executors)
+        budget = Budget.of(Budget.of(budget_s).within(longest))
+        # shielded: when the connection ends, the blobs are queued all the same, and unpinned
+        return asyncio.shield(self._kept(keys, self._arena.pin(keys).slots, budget))
+
+    async def _kept(self, keys: Sequence[bytes], slots: Numbers, budget: Budget) -> Reply:
+        try:
+            await self._state.in_thread("write", self._state.backing.keep, keys, budget)
+        finally:
+            self._arena.unpin(slots)
+            self._state.changed()
         return protocol.Done(len(keys))
 
     def _damaged(self, request: protocol.Damaged) -> Awaitable[Reply]:
@@ -349,6 +378,19 @@ class ClientSession:
         damaged = await self._state.in_thread("read", self._state.backing.forget_damaged, wants)
         self._state.counts["memory damaged"] += damaged
         return protocol.Done(damaged)
+
+
+def _is_without_room(starts: Numbers) -> bool:
+    """Whether no piece of a reservation has room, and some need it."""
+    return bool((starts == NO_ROOM).any() and (starts < 0).all())
+
+
+async def _happens(event: asyncio.Event, wait_s: float) -> bool:
+    """Whether an event is set in time."""
+    try:
+        return await asyncio.wait_for(event.wait(), wait_s)
+    except TimeoutError:
+        return False
 
 
 def _matrix(flags: NDArray[np.bool_], sequence: OpenSequence) -> NDArray[np.bool_]:

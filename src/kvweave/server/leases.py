@@ -66,16 +66,21 @@ class Leases:
     # ---- reading
 
     def lease(self, number: int, slots: Numbers, *, counted: bool = False) -> bool:
-        """Hold pinned slots under a number, in addition to those it holds already. Raises `OverLimit`, and unpins them,
-        if the connection has too many leases.
+        """Hold pinned slots under a number, in addition to those it holds already; a slot is held once. Raises
+        `OverLimit`, and unpins them, if the connection has too many leases.
 
         `counted`: charge them to the quotas of this connection and of all lookups; if one is used up, the slots are
         unpinned, and this returns False.
         """
-        known, num_bytes = self._leases.get(number), self._arena.pinned_bytes(slots)
+        known = self._leases.get(number)
         if known is None and len(self) >= self._most:
             self._arena.unpin(slots)
             raise OverLimit(f"{self._most} leases are held already; release some")
+        if known is not None:
+            is_held = np.isin(slots, known.slots)
+            self._arena.unpin(slots[is_held])
+            slots = slots[~is_held]
+        num_bytes = self._arena.pinned_bytes(slots)
         if counted and not self._charge(num_bytes):
             self._arena.unpin(slots)
             return False
@@ -94,14 +99,6 @@ class Leases:
         self._counted += num_bytes
         share.held_bytes += num_bytes
         return True
-
-    def renew(self, numbers: Sequence[int]) -> list[int]:
-        """Extend leases; returns those that still exist."""
-        alive = [number for number in numbers if number in self._leases]
-        for number in alive:
-            lease = self._leases[number]
-            lease.until = max(lease.until, time.monotonic() + self._lease_s)
-        return alive
 
     def pin(self, numbers: Sequence[int], most_bytes: int) -> list[int]:
         """Make leases permanent; returns those that still exist. Raises `OverLimit`, and changes nothing, if that

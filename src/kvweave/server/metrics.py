@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvweave.server.report import Report
 from kvweave.store import TierExecutorStats
 from kvweave.store.histogram import BUCKETS_S, HistogramStats
+from kvweave.store.tier_executor import DROPS
 
 Sample = tuple[dict[str, str], float]
 
@@ -83,14 +84,17 @@ def _tiers(tiers: tuple[TierExecutorStats, ...]) -> Iterator[MetricFamily]:
         ("used_bytes", "gauge", "Bytes in use."),
         ("capacity_bytes", "gauge", "Bytes that may be used."),
         ("evicted", "counter", "Blobs that made room for others."),
-        ("refused", "counter", "Blobs that found no room."),
     ):
         values = [(executor.tier.name, getattr(executor.tier, name)) for executor in tiers]
         samples: list[Sample] = [({"tier": tier}, value) for tier, value in values if value is not None]
         yield MetricFamily(f"tier_{name}{'_total' if kind == 'counter' else ''}", kind, words, samples)
-    for name in ("hits", "misses", "stored", "dropped", "damaged", "late", "failed", "skipped", "retried"):
+    for name in ("hits", "misses", "stored", "damaged", "late", "failed", "skipped", "retried"):
         counted: list[Sample] = [({"tier": executor.tier.name}, getattr(executor, name)) for executor in tiers]
         yield MetricFamily(f"tier_{name}_total", "counter", f"Questions to a tier: {name}.", counted)
+    drops: list[Sample] = [
+        ({"tier": executor.tier.name, "reason": why}, executor.drops.get(why, 0)) for executor in tiers for why in DROPS
+    ]
+    yield MetricFamily("tier_dropped_total", "counter", "Blobs that were not stored, by reason.", drops)
     yield _both_ways(
         tiers, "tier_bytes_total", "counter", "Bytes that a tier gave and took.", "read_bytes", "written_bytes"
     )

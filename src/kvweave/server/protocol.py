@@ -25,7 +25,7 @@ from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerE
 from kvweave.server.description import Description
 from kvweave.server.report import Report, TierCleared
 
-VERSION = 5
+VERSION = 6
 LENGTH_BYTES = ID_BYTES = 4
 MESSAGE_BYTES = 4 << 20
 """The longest message: the digests of 32 million tokens in chunks of 256."""
@@ -116,26 +116,12 @@ class Lookup(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True, tag="bring"):
-    """Asks for the places of these pieces, under a lease; those of backing tiers are fetched first."""
+    """Asks for the places of these pieces, under a lease (not 0); those of backing tiers are fetched first."""
 
     sequence: Number
     lease: Number
     pieces: bytes
     budget_s: float | None = None
-
-
-class Prefetch(Message, frozen=True):
-    """Fetches these pieces into the arena, without a lease."""
-
-    sequence: Number
-    pieces: bytes
-    budget_s: float | None = None
-
-
-class Renew(Message, frozen=True):
-    """Extends these leases."""
-
-    leases: list[Number]
 
 
 class PinLeases(Message, frozen=True, tag="pin"):
@@ -315,7 +301,7 @@ class Failed(Message, frozen=True):
 
 
 Request = (
-    Hello | Ping | Register | Open | Close | Lookup | Fetch | Prefetch | Renew | PinLeases | Release | Reserve | CopyIn
+    Hello | Ping | Register | Open | Close | Lookup | Fetch | PinLeases | Release | Reserve | CopyIn
     | Commit | Damaged | Flush | Observed | RemovedSince | StatsRequest | Describe | Clear
 )  # fmt: skip
 Reply = Welcome | Done | Found | Places | Alive | RemovedKeys | StatsReply | DescribeReply | ClearReply | Failed

@@ -84,12 +84,10 @@ class ServerState:
         self._change.set()
         self._change = asyncio.Event()
 
-    async def change(self, wait_s: float) -> None:
-        """Wait until extents or leases are freed, or the time is over."""
-        try:
-            await asyncio.wait_for(self._change.wait(), wait_s)
-        except TimeoutError:
-            return
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Set when extents or leases are freed the next time."""
+        return self._change
 
     # ---- models and prefixes
 
@@ -113,6 +111,10 @@ class ServerState:
             lacking = int(np.count_nonzero(~present[at]))
             for executor in self.backing.executors:
                 executor.count("misses", lacking)
+
+    def count_no_room(self, number: int) -> None:
+        """Count blobs for which nothing in the arena could be evicted."""
+        self.counts["memory no room"] += number
 
     def _used(self, sequence: OpenSequence, position: int) -> None:
         prefix = sequence.prefixes[position // sequence.registered.chunk_tokens - 1].tobytes()
@@ -190,9 +192,11 @@ class ServerState:
 
     def tiers(self) -> tuple[TierExecutorStats, ...]:
         counts = {name: self.counts[f"memory {name}"] for name in COUNTED}
+        no_room = self.counts["memory no room"]
         arena = TierExecutorStats(
-            self.arena.stats(), **counts, queued_reads=0, queued_writes=0, open=False, last_error=""
-        )
+            self.arena.stats(), **counts, drops={"no room": no_room} if no_room else {}, queued_reads=0,
+            queued_writes=0, open=False, last_error="",
+        )  # fmt: skip
         return (arena, *self.backing.stats())
 
     def close(self, wait_s: float) -> bool:

@@ -76,8 +76,8 @@ class SharedArena(MemoryTier):
         return start
 
     def commit(self, key: bytes, start: int, length: int) -> None:
+        self._publish(key, start, length)
         with self._lock:
-            self._publish(key, start, length)
             self._writing.discard(key)
 
     def abandon(self, key: bytes, start: int, length: int) -> None:

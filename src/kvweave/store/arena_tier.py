@@ -4,7 +4,8 @@
     get      pin, read, unpin: an extent that is being read is never overwritten
     delete   invisible at once; the extent is freed when its last reader is done
 
-The lock is held while the catalog changes, never while bytes are copied.
+The lock is held while the catalog changes, never while bytes are copied or the journal is written: a disk that is slow
+to take a record does not delay lookups. `_journal_lock` keeps the order of records; it is taken before the lock.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,7 @@ class Medium(Protocol):
 
 
 class Journal(Protocol):
-    """Persists entries, in order. Called with the tier's lock held."""
+    """Persists entries, in order. Called with `_journal_lock` held."""
 
     def added(self, key: bytes, start: int, length: int) -> None: ...
 
@@ -50,6 +51,13 @@ class Journal(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class RemovedEntries(NamedTuple):
+    """Keys that left the catalog, and the extents of those that nobody reads."""
+
+    keys: list[bytes]
+    unpinned: list[tuple[int, int]]
 
 
 class ArenaTier(ClosedAtEnd):
@@ -73,12 +81,12 @@ class ArenaTier(ClosedAtEnd):
         if not self._extents.capacity:
             raise StoreError(f"tier {name!r}: {capacity} bytes are too few for one extent of {align}")
         self._catalog = Catalog(self._extents.capacity, quotas)
-        self._lock = threading.Condition()
+        self._lock, self._journal_lock = threading.Condition(), threading.Lock()
         self._moving = 0
         self._writing: set[bytes] = set()
         self._bad: set[int] = set()
         """Starts of extents that could not be read: this process does not write there again."""
-        self._evicted = self._refused = 0
+        self._evicted = 0
         self._removals: RemovalLog | None = None
         self._closed = False
         register_after_fork(self)
@@ -89,6 +97,15 @@ class ArenaTier(ClosedAtEnd):
             found: NDArray[np.bool_] = self._catalog.find(keys) >= 0
         return found
 
+    def contains_now(self, keys: Sequence[bytes]) -> NDArray[np.bool_] | None:
+        """As `contains`, but None if another thread changes the catalog now."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return self.contains(keys)
+        finally:
+            self._lock.release()
+
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
         observers: Sequence[ChecksumObserver | None] = observer or [None] * len(keys)
         return [self._get(*each) for each in zip(keys, into, observers, strict=True)]
@@ -97,7 +114,7 @@ class ArenaTier(ClosedAtEnd):
         catalog = self._catalog
         with self._lock:
             self._check_open()
-            slot = int(catalog.find([key])[0])
+            slot = catalog.find_one(key)
             if slot < 0:
                 return ABSENT
             start, length = int(catalog.starts[slot]), int(catalog.lengths[slot])
@@ -122,14 +139,22 @@ class ArenaTier(ClosedAtEnd):
     def _put(self, key: bytes, blob: Blob, length: int) -> bool:
         with self._lock:
             self._check_open()
-            if key in self._writing or self._catalog.find([key])[0] >= 0:
+            if key in self._writing or self._catalog.find_one(key) >= 0:
                 return True
-            start = self._room(key, length)
-            if start is None:
-                self._refused += 1
-                return False
             self._writing.add(key)
             self._moving += 1
+        try:
+            with self._journal_lock:
+                start = self._room(key, length)
+            if start is not None:
+                self._write(key, start, blob, length)
+            return start is not None
+        finally:
+            with self._lock:
+                self._writing.discard(key)
+                self._moved()
+
+    def _write(self, key: bytes, start: int, blob: Blob, length: int) -> None:
         try:
             self._medium.write(start, blob)
             self._publish(key, start, length)  # only now: a reader never finds half a blob
@@ -137,11 +162,6 @@ class ArenaTier(ClosedAtEnd):
             with self._lock:
                 self._give(key, start, length)
             raise
-        finally:
-            with self._lock:
-                self._writing.discard(key)
-                self._moved()
-        return True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -152,26 +172,31 @@ class ArenaTier(ClosedAtEnd):
         self._lock.notify_all()
 
     def _publish(self, key: bytes, start: int, length: int) -> None:
-        with self._lock:
+        with self._journal_lock:
             if self._journal:
                 self._journal.added(key, start, length)
-            self._catalog.add(key, start, length, self._extents.rounded(length))
+            with self._lock:
+                self._catalog.add(key, start, length, self._extents.rounded(length))
 
     def _room(self, key: bytes, length: int) -> int | None:
         """Allocate an extent and charge it to the key's tenant; evicts entries until there is room. None: there is
-        no room."""
+        no room. Called with `_journal_lock` held, where there is a journal."""
         catalog, size = self._catalog, self._extents.rounded(length)
-        owner = catalog.owner(key)
-        if size > min(self._extents.capacity, catalog.limits[owner]):
-            return None
-        while catalog.used[owner] + size > catalog.limits[owner] or (start := self._extents.take(length)) is None:
-            victim = catalog.victim(owner, size)
-            if victim is None:
-                return None
-            self._forget([victim])
-            self._evicted += 1
-        catalog.charge(owner, size)
-        return start
+        while True:
+            with self._lock:
+                owner = catalog.owner(key)
+                if size > min(self._extents.capacity, catalog.limits[owner]):
+                    return None
+                fits = catalog.used[owner] + size <= catalog.limits[owner]
+                if fits and (start := self._extents.take(length)) is not None:
+                    catalog.charge(owner, size)
+                    return start
+                victim = catalog.victim(owner, size)
+                if victim is None:
+                    return None
+                removed = self._remove([victim])
+                self._evicted += 1
+            self._forget(removed)
 
     def _give(self, key: bytes, start: int, length: int) -> None:
         self._catalog.used[self._catalog.owner(key)] -= self._extents.rounded(length)
@@ -181,28 +206,35 @@ class ArenaTier(ClosedAtEnd):
         if start not in self._bad:
             self._extents.give(start, length)
 
-    def _forget(self, slots: Sequence[int]) -> None:
+    def _remove(self, slots: Sequence[int]) -> RemovedEntries:
+        """Take entries out of the catalog. Called with the lock held; `_forget` must follow."""
         catalog = self._catalog
-        keys = [catalog.remove(slot) for slot in slots]
+        unpinned = [(int(catalog.starts[slot]), int(catalog.lengths[slot])) for slot in slots if not catalog.pins[slot]]
+        return RemovedEntries([catalog.remove(slot) for slot in slots], unpinned)
+
+    def _forget(self, removed: RemovedEntries) -> None:
+        """Record removals, then free their extents. Called with `_journal_lock` held, where there is a journal."""
         if self._journal:
             # on a full disk the removal is not recorded: the stale record fails its key or checksum later
             with suppress(TierError):
-                self._journal.removed(keys)
+                self._journal.removed(removed.keys)
         if self._removals:
-            self._removals.add(keys)
-        for slot in slots:
-            if not catalog.pins[slot]:
-                self._give_extent(int(catalog.starts[slot]), int(catalog.lengths[slot]))
+            self._removals.add(removed.keys)
+        with self._lock:
+            for start, length in removed.unpinned:
+                self._give_extent(start, length)
 
     def follow_removals(self, log: RemovalLog) -> None:
         """From now on add to `log` what leaves this tier."""
         self._removals = log
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        with self._lock:
-            self._check_open()
-            slots = [slot for key in dict.fromkeys(keys) if (slot := self._catalog.slot_of.get(key)) is not None]
-            self._forget(slots)
+        with self._journal_lock:
+            with self._lock:
+                self._check_open()
+                slots = [slot for key in dict.fromkeys(keys) if (slot := self._catalog.slot_of.get(key)) is not None]
+                removed = self._remove(slots)
+            self._forget(removed)
         return len(slots)
 
     def clear(self, key_filter: KeyFilter = ALL) -> int:
@@ -216,19 +248,22 @@ class ArenaTier(ClosedAtEnd):
     def stats(self) -> TierStats:
         """A snapshot. Does not take the lock: its holder may hang in disk I/O."""
         used = self._extents.capacity - self._extents.free_bytes
-        return TierStats(self.name, len(self._catalog), used, self._extents.capacity, self._evicted, self._refused)
+        return TierStats(self.name, len(self._catalog), used, self._extents.capacity, self._evicted)
 
     def after_fork(self) -> None:
         """In a forked child: bytes and journal belong to the parent, and the lock's holder does not exist. The tier
         is closed there."""
-        self._lock, self._moving, self._closed = threading.Condition(), 0, True
+        self._lock, self._journal_lock = threading.Condition(), threading.Lock()
+        self._moving, self._closed = 0, True
 
     def close(self) -> None:
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                # the kernel could reuse a closed file descriptor while another thread still reads through it
-                self._lock.wait_for(lambda: not self._moving)
-                if self._journal:
-                    self._journal.close()
-                self._medium.close()
+            if self._closed:
+                return
+            self._closed = True
+            # the kernel could reuse a closed file descriptor while another thread still reads through it
+            self._lock.wait_for(lambda: not self._moving)
+        with self._journal_lock:
+            if self._journal:
+                self._journal.close()
+            self._medium.close()

@@ -44,12 +44,12 @@ def header_bytes(shard: ShardHeader) -> int:
     return -(-(HEADER.size + len(shard.meta)) // ALIGN) * ALIGN
 
 
-def header(shard: ShardHeader, chunk: int, key: bytes, checksum: int = 0) -> bytes:
-    """The header of the blob that holds one chunk of a shard."""
+def header(shard: ShardHeader, chunk: int, key: bytes) -> bytes:
+    """The header of the blob that holds one chunk of a shard, with zeros for its checksum."""
     meta = shard.meta.ljust(header_bytes(shard) - HEADER.size)
     start = 0 if shard.is_keyed else chunk * shard.chunk_tokens
     stop = start + shard.chunk_tokens
-    fixed = HEADER.pack(MAGIC, VERSION, 0, len(meta), 0, shard.payload_bytes, checksum, key, start, stop)
+    fixed = HEADER.pack(MAGIC, VERSION, 0, len(meta), 0, shard.payload_bytes, 0, key, start, stop)
     return fixed + meta
 
 
@@ -86,7 +86,8 @@ def seal(shard: Shard, chunk: int, key: bytes, payload: Bytes) -> Blob:
 
 def sealed(shard: ShardHeader, chunk: int, key: bytes, payload_sum: int) -> bytes:
     """The header for a payload with this checksum."""
-    return header(shard, chunk, key, _checksum(header(shard, chunk, key), payload_sum))
+    head = header(shard, chunk, key)
+    return head[: CHECKSUM.start] + _checksum(head, payload_sum).to_bytes(8, "little") + head[CHECKSUM.stop :]
 
 
 class BlobCheck:

@@ -55,27 +55,28 @@ class IOBuffers:
     """A thread's buffers for file I/O, and its queue of requests in flight.
 
     The buffers are small, so that they stay in the processor's cache. Through the page cache one request is in flight
-    at a time, and is written directly from its source.
+    at a time, and is read directly to its destination and written directly from its source.
     """
 
     def __init__(self, *, direct: bool) -> None:
-        reads, writes = (8, 8) if direct else (1, 0)
+        slots = 8 if direct else 0
         self.piece_bytes = (512 if direct else 256) << 10
         memory = mmap.mmap(-1, IO_BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # without huge pages, which let the kernel split requests less
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.memory = np.frombuffer(memory, np.uint8)
-        self.reading, self.writing = (self.memory[: count * self.piece_bytes] for count in (reads, writes))
+        self.bounce = self.memory[: slots * self.piece_bytes]
         self.queue = native.queue(direct) if native else None
 
 
 def read(files: StripedFile, start: int, to: Bytes, head: int, io_buffers: IOBuffers) -> int | None:
     """Fill `to` from files; returns the checksum of what follows the first `head` bytes, None if the files end.
     Raises `OSError`."""
-    aligned = not ((to.ctypes.data + head) % 32 or head % SPAN_BYTES or _is_odd(files, start))
-    if native and io_buffers.queue and aligned and to.nbytes >= head + SHORTEST_BYTES:
+    is_bounced = bool(io_buffers.bounce.nbytes)  # whose bytes are copied to `to`, past the cache
+    fits = not (head % SPAN_BYTES or _is_odd(files, start) or (is_bounced and (to.ctypes.data + head) % 32))
+    if native and io_buffers.queue and fits and to.nbytes >= head + SHORTEST_BYTES:
         where = files.fds, files.stripe_bytes, files.sector, start
-        return native.read(*where, to, head, io_buffers.reading, io_buffers.piece_bytes, io_buffers.queue)
+        return native.read(*where, to, head, io_buffers.bounce, io_buffers.piece_bytes, io_buffers.queue)
     digest = xxhash.xxh3_64()
     for at in range(0, to.nbytes, io_buffers.piece_bytes):
         piece = to[at : at + io_buffers.piece_bytes]
@@ -91,7 +92,7 @@ def write(files: StripedFile, start: int, source: Bytes, io_buffers: IOBuffers) 
     """Write to files, in whole sectors; returns the checksum of what was written. Raises `OSError`."""
     if native and io_buffers.queue and source.nbytes >= SHORTEST_BYTES and not _is_odd(files, start):
         where = files.fds, files.stripe_bytes, files.sector, start
-        return native.write(*where, source, io_buffers.writing, io_buffers.piece_bytes, io_buffers.queue)
+        return native.write(*where, source, io_buffers.bounce, io_buffers.piece_bytes, io_buffers.queue)
     digest = xxhash.xxh3_64()
     for at in range(0, source.nbytes, io_buffers.piece_bytes):
         piece = source[at : at + io_buffers.piece_bytes]

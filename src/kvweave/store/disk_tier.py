@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import ReadOnly, TierError, Vanished
-from kvweave.store.arena_tier import ArenaTier
+from kvweave.store.arena_tier import ArenaTier, RemovedEntries
 from kvweave.store.catalog import Quota
 from kvweave.store.files import BufferedFile, DirectFile, DirectoryLock, failure
 from kvweave.store.journal import Entries, FileJournal
@@ -96,18 +96,20 @@ class DiskTier(ArenaTier):
             raise Vanished(f"{self.directory}: the files of the store were removed")
         return super().put(keys, blobs)
 
-    def _forget(self, slots: Sequence[int]) -> None:
-        super()._forget(slots)
+    def _forget(self, removed: RemovedEntries) -> None:
+        super()._forget(removed)
         if self.writable and self._file_journal.wants_rewriting:
             self._rewrite()
 
     def _rewrite(self) -> None:
         catalog = self._catalog
-        keys, slots = catalog.by_age()
-        self._file_journal.rewrite(keys, catalog.starts[slots], catalog.lengths[slots])
+        with self._lock:
+            keys, slots = catalog.by_age()
+            starts, lengths = catalog.starts[slots], catalog.lengths[slots]
+        self._file_journal.rewrite(keys, starts, lengths)
 
     def close(self) -> None:
-        with self._lock, suppress(TierError):
+        with self._journal_lock, suppress(TierError):
             # The journal's order is the order of use, by which the next process evicts.
             if self.writable and not self._closed and self._catalog.was_asked and not self._is_gone:
                 self._rewrite()

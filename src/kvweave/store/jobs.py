@@ -1,6 +1,7 @@
 """The job queue of a tier: reads are served before writes, and one thread serves reads alone.
 
 A write that has started cannot be interrupted, so a reserved thread is needed to keep reads from waiting behind it.
+Reads without end do not hold writes up for ever: a write that has waited for `OVERDUE_S` is next for the other threads.
 Waiting reads hold no memory, so their number is not limited; waiting writes hold their blobs, so it is.
 """
 
@@ -11,16 +12,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from math import inf
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+OVERDUE_S = 0.5
 
 
 class _Job:
-    __slots__ = ("future", "work")
+    __slots__ = ("future", "queued_at", "work")
 
     def __init__(self, future: Future[Any], work: Callable[[], Any]) -> None:
-        self.future, self.work = future, work
+        self.future, self.work, self.queued_at = future, work, time.monotonic()
 
 
 class JobQueue:
@@ -34,6 +37,10 @@ class JobQueue:
         self._unfinished: dict[int, None] = {}
         """Numbers of the writes that are queued or running, the oldest first."""
         self._count = 0
+        self._turns: deque[object] = deque()
+        """Callers that wait for room in the queue of writes, in their order."""
+        self._moved_at = 0.0
+        """When a write last left the queue, or came into an empty one."""
         self._changed = threading.Condition()
         self._closed = False
         kinds = [True, *[False] * workers] if workers else []
@@ -51,20 +58,42 @@ class JobQueue:
             self._changed.notify_all()
         return future
 
-    def write(self, work: Callable[[], T], wait_s: float = 0.0) -> Future[T] | None:
-        """Queue a write; None if there was no room in the queue for `wait_s`."""
+    def write(self, work: Callable[[], T], wait_s: float = 0.0, stalled_s: float = inf) -> Future[T] | None:
+        """Queue a write. While the queue is full, callers wait, the first come first. None: there was no room for
+        `wait_s`, or no write left the queue for `stalled_s`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or len(self._writes) < self._most_writes, wait_s):
-                return None
-            if self._closed:
+            if not self._has_room(wait_s, stalled_s):
                 return None
             self._count += 1
             future, number = Future[T](), self._count
             self._unfinished[number] = None
+            if not self._writes:
+                self._moved_at = time.monotonic()
             self._writes.append(_Job(future, work))
             self._changed.notify_all()
         future.add_done_callback(lambda _: self._finished(number))
         return future
+
+    def _has_room(self, wait_s: float, stalled_s: float) -> bool:
+        """Wait for this caller's turn and for room."""
+        turn, began = object(), time.monotonic()
+        self._turns.append(turn)
+        try:
+            while not self._closed:
+                if self._turns[0] is turn and len(self._writes) < self._most_writes:
+                    return True
+                end = min(began + wait_s, max(began, self._moved_at) + stalled_s)
+                if (left_s := end - time.monotonic()) <= 0:
+                    return False
+                self._changed.wait(left_s)
+            return False
+        finally:
+            self._turns.remove(turn)
+            self._changed.notify_all()
+
+    def is_stalled(self, seconds: float) -> bool:
+        """Whether writes wait, and none has left the queue for so long."""
+        return bool(self._writes) and time.monotonic() - self._moved_at >= seconds
 
     @property
     def queued(self) -> tuple[int, int]:
@@ -85,14 +114,20 @@ class JobQueue:
     def _next(self, only_reads: bool) -> _Job | None:
         with self._changed:
             while True:
-                if self._reads:
+                may_write = bool(self._writes) and not only_reads
+                if self._reads and not (may_write and self._is_overdue(self._writes[0])):
                     return self._reads.popleft()
-                if self._writes and not only_reads:
+                if may_write:
+                    self._moved_at = time.monotonic()
                     self._changed.notify_all()
                     return self._writes.popleft()
                 if self._closed:
                     return None
                 self._changed.wait()
+
+    @staticmethod
+    def _is_overdue(write: _Job) -> bool:
+        return time.monotonic() - write.queued_at >= OVERDUE_S
 
     def drain(self, wait_s: float) -> bool:
         """Wait until every write queued before this call was tried; returns whether it was. Later writes are not
@@ -116,6 +151,13 @@ def run_now(work: Callable[[], T]) -> Future[T]:
     """Run in the caller's thread."""
     future: Future[T] = Future()
     _settle(future, work)
+    return future
+
+
+def run_beside(work: Callable[[], T], name: str) -> Future[T]:
+    """Run in a thread of its own, which does not keep the process alive."""
+    future: Future[T] = Future()
+    threading.Thread(target=_settle, args=(future, work), name=name, daemon=True).start()
     return future
 
 

@@ -17,9 +17,11 @@ from kvweave.errors import TierError
 from kvweave.store.batches import batches
 from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import PREFIX_BYTES, SHARD_ID_BYTES, TENANT_BYTES, Bytes
-from kvweave.store.tier import ALL, Blob, ChecksumObserver, KeyFilter, TierStats, fill, joined
+from kvweave.store.tier import ABSENT, ALL, Blob, ChecksumObserver, KeyFilter, TierStats, fill, joined
 from kvweave.units import parse_bytes
 
+NOT_STORED = (-703, -704)
+"""Mooncake's error codes: the value is being written; there is none."""
 EXISTS = -705
 """Mooncake's error code: the key exists."""
 NO_ROOM = -200
@@ -66,6 +68,8 @@ class MooncakeTier(ClosedAtEnd):
             lengths += [
                 fill(target, value and memoryview(value)) for (_, target), value in zip(batch, values, strict=True)
             ]
+        if ABSENT in lengths:  # Mooncake does not say why it has no value: raise if the cluster does not answer
+            self.contains(keys[:1])
         return lengths
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
@@ -86,7 +90,10 @@ class MooncakeTier(ClosedAtEnd):
         return bool(code != NO_ROOM)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        return sum(code == 0 for code in self._store.batch_remove([key.hex() for key in keys], True))
+        codes = self._store.batch_remove([key.hex() for key in keys], True) if keys else []
+        if wrong := [code for code in codes if code not in (0, *NOT_STORED)]:
+            raise TierError(f"tier {self.name!r}: {len(wrong)} of {len(keys)} were not deleted (code {min(wrong)})")
+        return sum(code == 0 for code in codes)
 
     def clear(self, key_filter: KeyFilter = ALL) -> int:
         """Values whose keys are not of kvweave's form are not touched."""

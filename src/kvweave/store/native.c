@@ -278,8 +278,9 @@ WITH_AVX2 INLINE void add_spans(Sum *sum, const uint8_t *from, uint8_t *to, size
     _mm256_store_si256((__m256i *)sum->lanes + 1, acc[1]);
 }
 
-/* The same past the cache to `to`, aligned, in registers twice as wide: of bytes in the cache, sums take most time. */
-WITH_AVX512 static void stream_spans(Sum *sum, const uint8_t *from, uint8_t *to, size_t size)
+/* The same in registers twice as wide, past the cache to `to`, aligned, if there is one: of bytes in the cache, sums take
+ * most time. */
+WITH_AVX512 INLINE void add_wide_spans(Sum *sum, const uint8_t *from, uint8_t *to, size_t size)
 {
     const __m512i prime = _mm512_set1_epi64(PRIME32_1), last = _mm512_loadu_si512(SECRET + sizeof SECRET - STRIPE);
     __m512i acc = _mm512_loadu_si512(sum->lanes), secrets[STRIPES];
@@ -292,13 +293,24 @@ WITH_AVX512 static void stream_spans(Sum *sum, const uint8_t *from, uint8_t *to,
             __m512i keyed = _mm512_xor_si512(data, secrets[i]);
             __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
             acc = _mm512_add_epi64(acc, _mm512_add_epi64(product, _mm512_shuffle_epi32(data, 0x4e)));
-            _mm512_stream_si512((__m512i *)(to + at + i * STRIPE), data);
+            if (to)
+                _mm512_stream_si512((__m512i *)(to + at + i * STRIPE), data);
         }
         __m512i mixed = _mm512_xor_si512(_mm512_xor_si512(acc, _mm512_srli_epi64(acc, 47)), last);
         __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime);
         acc = _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
     }
     _mm512_storeu_si512(sum->lanes, acc);
+}
+
+WITH_AVX512 static void stream_spans(Sum *sum, const uint8_t *from, uint8_t *to, size_t size)
+{
+    add_wide_spans(sum, from, to, size);
+}
+
+WITH_AVX512 static void sum_spans(Sum *sum, const uint8_t *from, size_t size)
+{
+    add_wide_spans(sum, from, NULL, size);
 }
 
 INLINE uint64_t folded(uint64_t a, uint64_t b)
@@ -526,38 +538,51 @@ typedef struct {
     int slots;
 } Bounce;
 
+/* The part of a piece that is behind the head and in whole spans: summed, and copied to `to` if there is one. */
+WITH_AVX2 static void take_spans(Sum *sum, const uint8_t *from, uint8_t *to, size_t size)
+{
+    int wide = __builtin_cpu_supports("avx512f") && (uintptr_t)to % STRIPE == 0;
+    if (wide && to)
+        stream_spans(sum, from, to, size);
+    else if (wide)
+        sum_spans(sum, from, size);
+    else
+        add_spans(sum, from, to, size, 1, 0);
+}
+
 /* Whether there were `size` bytes, with the sum of what stands behind `head` of them; -1, with errno, where they could
- * not be read. The kernel writes to a small memory that stays in the cache, and from there it goes past the cache to its
- * place: the place's old bytes are never fetched. */
+ * not be read. Through a bounce the kernel writes to a small memory that stays in the cache, and from there it goes past
+ * the cache to its place. Without one the kernel writes to the place itself, and each piece is summed while it is in the
+ * cache: a copy less. */
 WITH_AVX2 static int read_all(const Files *files, Queue *queue, uint8_t *to, size_t head, size_t size, size_t at,
                               Bounce bounce, uint64_t *sum)
 {
     Sum running;
     size_t whole = (size - head - 1) / SPAN * SPAN, asked = 0, counts[SLOTS];
-    int begun = 0, ended = 0, wide = __builtin_cpu_supports("avx512f") && (uintptr_t)(to + head) % STRIPE == 0;
+    int begun = 0, ended = 0;
     start(&running);
     for (size_t done = 0; done < size; ended++) {
         for (; asked < size && begun - ended < bounce.slots; begun++) {
             int slot = begun % bounce.slots;
             size_t count = next_piece(at + asked, asked, bounce.piece, size - asked);
-            begin(queue, slot, files, 0, bounce.memory + slot * bounce.piece, in_sectors(files, count), at + asked);
+            uint8_t *memory = bounce.memory ? bounce.memory + slot * bounce.piece : to + asked;
+            begin(queue, slot, files, 0, memory, in_sectors(files, count), at + asked);
             counts[slot] = count;
             asked += count;
         }
         int slot = ended % bounce.slots;
-        const uint8_t *from = bounce.memory + slot * bounce.piece;
+        const uint8_t *from = queue->slots[slot].memory;
         size_t count = counts[slot], of_head = done < head ? head - done : 0;
         ssize_t moved = end(queue, slot, files, 0);
         if (moved < (ssize_t)count)
             return failed(queue, moved < 0 ? -1 : 0);
         of_head = of_head < count ? of_head : count;
         size_t left = head + whole - done - of_head, spans = count - of_head < left ? count - of_head : left;
-        memcpy(to + done, from, of_head);
-        if (wide)
-            stream_spans(&running, from + of_head, to + done + of_head, spans);
-        else
-            add_spans(&running, from + of_head, to + done + of_head, spans, 1, 0);
-        memcpy(to + done + of_head + spans, from + of_head + spans, count - of_head - spans);
+        take_spans(&running, from + of_head, bounce.memory ? to + done + of_head : NULL, spans);
+        if (bounce.memory) {
+            memcpy(to + done, from, of_head);
+            memcpy(to + done + of_head + spans, from + of_head + spans, count - of_head - spans);
+        }
         done += count;
     }
     _mm_sfence();
@@ -677,10 +702,12 @@ static PyObject *read_(PyObject *self, PyObject *args)
         return NULL;
     Files files = {fds.buf, fds.len / sizeof(int), stripe, sector};
     Queue *queue = PyCapsule_GetPointer(capsule, NULL);
-    int fits = queue && is_sound(&files, at, piece, memory.len) && memory.len >= piece && head >= 0 &&
-               head % SPAN == 0 && to.len >= head + SHORTEST && ((uintptr_t)to.buf + head) % sizeof(__m256i) == 0;
+    int bounced = memory.len >= piece;
+    int fits = queue && is_sound(&files, at, piece, memory.len) && (bounced || sector == 1) && head >= 0 &&
+               head % SPAN == 0 && to.len >= head + SHORTEST &&
+               (!bounced || ((uintptr_t)to.buf + head) % sizeof(__m256i) == 0);
     if (fits) {
-        Bounce bounce = {memory.buf, piece, memory.len / piece};
+        Bounce bounce = {bounced ? memory.buf : NULL, piece, bounced ? memory.len / piece : 1};
         Py_BEGIN_ALLOW_THREADS
         fine = read_all(&files, queue, to.buf, head, to.len, at, bounce, &sum);
         Py_END_ALLOW_THREADS

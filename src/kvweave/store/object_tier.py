@@ -89,7 +89,9 @@ class ObjectTier(ClosedAtEnd):
 
     def _get(self, key: bytes, target: Bytes) -> int:
         try:
-            return fill(target, memoryview(obstore.get(self._store, _path(key)).bytes()))
+            found = obstore.get(self._store, _path(key))
+            size: int = found.meta["size"]
+            return fill(target, memoryview(found.bytes())) if size == target.nbytes else size
         except NOT_HERE:
             return ABSENT
 

@@ -1,6 +1,6 @@
 """Lookups, loads and saves that go on in threads of the store, while an engine does its steps.
 
-Lookups have threads of their own, so that they never wait behind a load; loads go before saves.
+Lookups have threads of their own, so that they never wait behind a load; loads go before saves (`JobQueue`).
 """
 
 from __future__ import annotations

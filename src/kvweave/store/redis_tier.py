@@ -60,7 +60,7 @@ class RedisTier(ClosedAtEnd):
         with self._lock:
             if self._client is None:
                 if self._cluster is None:
-                    self._cluster = bool(self._node.info("cluster")["cluster_enabled"])
+                    self._cluster = bool(self._node.info("cluster").get("cluster_enabled"))
                 self._client = redis.RedisCluster.from_url(self._url, **self._options) if self._cluster else self._node
             return self._client
 

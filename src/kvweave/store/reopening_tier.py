@@ -69,6 +69,12 @@ class ReopeningTier(ClosedAtEnd):
         with self._in_use() as tier:
             return tier.contains(keys)
 
+    def contains_now(self, keys: Sequence[bytes]) -> NDArray[np.bool_] | None:
+        """As `contains`, but None if the tier is not open, or cannot answer without waiting."""
+        ask = getattr(self._tier, "contains_now", None)
+        found: NDArray[np.bool_] | None = ask(keys) if ask else None
+        return found
+
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
         with self._in_use() as tier:
             return tier.get(keys, into, observer)

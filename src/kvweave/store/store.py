@@ -148,9 +148,9 @@ class Store(AnyStore[Hit]):
         budget: Budget,
         gathered: Callable[[], None],
     ) -> SaveOutcome:
-        keys, todo = self._lacking(prompt, pieces, budget)
-        turns = [*batches(todo, lambda piece: self._sizes[piece.shard])]
-        failed: list[ChunkRef] = []
+        keys, todo, is_known = self._lacking(prompt, pieces, budget)
+        turns = [*batches(todo, lambda piece: self._sizes[piece.shard])] if is_known else []
+        failed: list[ChunkRef] = [] if is_known else [*pieces]
         for number, batch in enumerate(turns, 1):
             blobs = self._sealed(batch, source)
             if number == len(turns):
@@ -160,18 +160,21 @@ class Store(AnyStore[Hit]):
         return SaveOutcome(Saved(len(todo) - len(failed), len(keys) - len(todo), len(failed)), failed)
 
     def _gather(self, prompt: HashedPrompt, source: Source, pieces: Sequence[ChunkRef], budget: Budget) -> GatheredSave:
-        keys, todo = self._lacking(prompt, pieces, budget)
-        taken = next(batches(todo, lambda piece: self._sizes[piece.shard], GATHER_BYTES), [])
+        keys, todo, is_known = self._lacking(prompt, pieces, budget)
+        taken = next(batches(todo, lambda piece: self._sizes[piece.shard], GATHER_BYTES), []) if is_known else []
         return _GatheredBlobs(self, keys, todo, self._sealed(taken, source))
 
     def _lacking(
         self, prompt: HashedPrompt, pieces: Sequence[ChunkRef], budget: Budget
-    ) -> tuple[list[bytes], list[_Piece]]:
-        """The keys of all pieces, and the pieces that some tier lacks."""
+    ) -> tuple[list[bytes], list[_Piece], bool]:
+        """The keys of all pieces, the pieces that some tier lacks, and whether any tier said so: if none did, all
+        pieces are lacking, and writing them would be in vain."""
         every = prompt.keys(self.schema.ids)
         keys = [every[chunk * len(self.schema.shards) + shard] for shard, chunk in pieces]
-        lacking = self.tier_stack.missing(keys, budget)
-        return keys, [_Piece(*pieces[i], keys[i]) for i in np.flatnonzero(lacking).tolist()]
+        missing = self.tier_stack.missing(keys, budget)
+        self._count(unanswered=int(missing is None))
+        lacking = range(len(keys)) if missing is None else np.flatnonzero(missing).tolist()
+        return keys, [_Piece(*pieces[i], keys[i]) for i in lacking], missing is not None
 
     def _sealed(self, batch: Sequence[_Piece], source: Source) -> list[Blob]:
         shards = self.schema.shards

@@ -68,7 +68,6 @@ class TierStats:
     used_bytes: int | None = None
     capacity_bytes: int | None = None
     evicted: int = 0
-    refused: int = 0
 
 
 class Tier(Protocol):

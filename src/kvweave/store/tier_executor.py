@@ -11,24 +11,35 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast, get_args
 
-from kvweave.errors import PartlyRead, ReadOnly, TierFull
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import PartlyRead, ReadOnly, TierError, TierFull
 from kvweave.store.breaker import CircuitBreaker
 from kvweave.store.forking import register_after_fork
-from kvweave.store.jobs import JobQueue, run_now
-from kvweave.store.tier import Tier, TierStats
+from kvweave.store.jobs import JobQueue, run_beside, run_now
+from kvweave.store.tier import Blob, Tier, TierStats
 
 T = TypeVar("T")
 COUNTED = (
-    "hits", "misses", "stored", "dropped", "damaged", "late", "failed", "skipped", "retried", "read_bytes",
-    "written_bytes",
+    "hits", "misses", "stored", "damaged", "late", "failed", "skipped", "retried", "read_bytes", "written_bytes",
 )  # fmt: skip
 """What is counted of the questions to a tier, and of their bytes."""
+Drop = Literal["no room", "queue full", "paused", "failed", "late"]
+"""Why a blob was not stored: nothing could be evicted for it; the queue of writes stayed full; the tier was paused
+after failures; the write failed; or it was not begun before its deadline."""
+DROPS: tuple[Drop, ...] = get_args(Drop)
+CLOSE_S = 1.0
+"""Seconds that a tier has at least to close."""
+PATIENCE = 4
+"""A write waits for this many deadlines of its tier while the queue moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +49,8 @@ class TierPolicy:
     `write`: "through" (a save waits for this tier), "back" (a save queues for it), "off". `promote`: blobs found in
     lower tiers are put here. `inline`: run in the caller's thread, for tiers that cannot hang. `deadline_s` is the time
     for one lookup or one batch of blobs; later it is a miss. At most `queue_jobs` writes wait; a write that finds the
-    queue full until its deadline is dropped. `workers` is the number of threads, beside one for reads alone.
+    queue full is dropped when no other write left the queue for `deadline_s`, or after `PATIENCE` times that. `workers`
+    is the number of threads, beside one for reads alone.
     """
 
     write: Literal["through", "back", "off"] = "through"
@@ -61,7 +73,8 @@ class TierExecutorStats:
     hits: int
     misses: int
     stored: int
-    dropped: int
+    drops: dict[str, int]
+    """Blobs that were not stored, by reason (`Drop`)."""
     damaged: int
     late: int
     failed: int
@@ -75,6 +88,10 @@ class TierExecutorStats:
     open: bool
     last_error: str
 
+    @property
+    def dropped(self) -> int:
+        return sum(self.drops.values())
+
 
 class TierExecutor:
     """Runs the requests to one tier. Thread-safe."""
@@ -83,6 +100,7 @@ class TierExecutor:
         self.tier, self.policy = tier, policy
         self.lookups, self.reads, self.writes = (CircuitBreaker(policy.failures, policy.cool_s) for _ in range(3))
         self._counts: Counter[str] = Counter()
+        self._drops: Counter[str] = Counter()
         self._last_error = ""
         self._lock, self._is_forked = threading.Lock(), False
         self._jobs = JobQueue(tier.name, 0 if policy.inline else policy.workers, policy.queue_jobs)
@@ -92,10 +110,27 @@ class TierExecutor:
         with self._lock:
             self._counts[what] += number
 
+    def count_drop(self, why: Drop, number: int) -> None:
+        if number:
+            with self._lock:
+                self._drops[why] += number
+
     # ---- asking
 
+    def contains_now(self, keys: Sequence[bytes]) -> NDArray[np.bool_] | None:
+        """Which keys are stored, from a tier whose index is in memory; None if it is not, if it is in use by another
+        thread now, or if the tier is paused."""
+        ask = getattr(self.tier, "contains_now", None)
+        if ask is None or self._is_forked or self.lookups.is_open or self.reads.is_open:
+            return None
+        with suppress(TierError):
+            found: NDArray[np.bool_] | None = ask(keys)
+            return found
+        return None
+
     def start(self, breaker: CircuitBreaker, ask: Callable[[], T], wait_s: float = 0.0) -> Future[T] | None:
-        """Start a request; None if the breaker skips the tier, or the write queue stays full for `wait_s`."""
+        """Start a request; None if the breaker skips the tier, or the write queue stays full for `wait_s`, or does not
+        move for the deadline: then the tier hangs, which counts as a failure."""
         found_in_vain = breaker is self.lookups and self.reads.is_cooling
         if found_in_vain or self._is_forked or not breaker.passes():
             self.count("skipped")
@@ -106,10 +141,52 @@ class TierExecutor:
 
         if self.policy.inline:
             return run_now(job)
-        future = self._jobs.write(job, wait_s) if breaker is self.writes else self._jobs.read(job)
+        if breaker is not self.writes:
+            return self._jobs.read(job)
+        future = self._jobs.write(job, wait_s, self.policy.deadline_s)
         if future is None:
             self.count("skipped")
+            if self._jobs.is_stalled(self.policy.deadline_s) and not breaker.is_open:
+                breaker.failed()
         return future
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        blobs: Sequence[Blob],
+        wait_s: float,
+        lost: Callable[[Sequence[bytes]], None] = lambda _: None,
+    ) -> Future[list[bool]] | None:
+        """Start to write blobs. What is not stored, now or later, is counted by its reason, and told to `lost`."""
+
+        def drop(why: Drop, dropped: Sequence[bytes]) -> None:
+            self.count_drop(why, len(dropped))
+            lost(dropped)
+
+        def put() -> list[bool]:
+            stored = self.tier.put(keys, blobs)
+            self.count("stored", sum(stored))
+            kept = zip(blobs, stored, strict=True)
+            self.count("written_bytes", sum(blob.num_bytes for blob, is_kept in kept if is_kept))
+            drop("no room", [key for key, is_kept in zip(keys, stored, strict=True) if not is_kept])
+            return stored
+
+        def ended(future: Future[list[bool]]) -> None:
+            if future.cancelled() or future.exception():
+                drop("late" if future.cancelled() else "failed", keys)
+
+        why: Drop = "paused" if self.writes.is_open or self._is_forked else "queue full"
+        future = self.start(self.writes, put, wait_s)
+        if future is None:
+            drop(why, keys)
+        else:
+            future.add_done_callback(ended)
+        return future
+
+    @property
+    def patience_s(self) -> float:
+        """How long a write without a budget waits for room in the queue."""
+        return PATIENCE * self.policy.deadline_s
 
     def finish(self, breaker: CircuitBreaker, future: Future[T] | None, wait_s: float | None = None) -> T | None:
         """Wait for the result; None if it did not come in time, or the tier failed."""
@@ -165,12 +242,17 @@ class TierExecutor:
         return self._jobs.drain(wait_s)
 
     def close(self, wait_s: float) -> bool:
-        """Finish queued jobs and close the tier; returns whether it was closed. A tier that hangs for `wait_s` is
-        abandoned as it is."""
-        ended = self._is_forked or self._jobs.close(wait_s)
-        if ended:
-            self.tier.close()
-        return ended
+        """Finish queued jobs and close the tier; returns whether it was closed. A tier that hangs for `wait_s`, or a
+        second more in its own `close`, is abandoned as it is."""
+        until = time.monotonic() + wait_s
+        if not self._is_forked and not self._jobs.close(wait_s):
+            return False
+        closing = run_beside(self.tier.close, f"kvweave-{self.tier.name}-close")
+        try:
+            closing.result(max(CLOSE_S, until - time.monotonic()))
+        except Late:
+            return False
+        return True
 
     def after_fork(self) -> None:
         """In a forked child, which has none of the threads: requests are skipped there."""
@@ -178,11 +260,11 @@ class TierExecutor:
 
     def stats(self) -> TierExecutorStats:
         with self._lock:
-            count = dict(self._counts)
+            count, drops = dict(self._counts), dict(self._drops)
         numbers = {name: count.get(name, 0) for name in COUNTED}
         queued_reads, queued_writes = self._jobs.queued
         is_open = any(breaker.is_open for breaker in (self.lookups, self.reads, self.writes))
         return TierExecutorStats(
-            self.tier.stats(), **numbers, queued_reads=queued_reads, queued_writes=queued_writes,
+            self.tier.stats(), **numbers, drops=drops, queued_reads=queued_reads, queued_writes=queued_writes,
             open=is_open, last_error=self._last_error,
         )  # fmt: skip

@@ -92,22 +92,28 @@ class TierStack(ClosedAtEnd):
     # ---- reading
 
     def where(self, keys: Sequence[bytes], budget: Budget) -> TierLookup:
-        """Ask each tier about the keys that nearer tiers lack."""
+        """Ask each tier about the keys that nearer tiers lack. When the budget is spent, only tiers that answer at once
+        are asked."""
         found, late = np.full(len(keys), NOWHERE, np.int8), False
         for number, executor in enumerate(self.executors):
             missing = np.flatnonzero(found == NOWHERE)
             if not len(missing):
                 break
-            if budget.is_spent:
-                late = True
-                break
             asked = keys if len(missing) == len(keys) else [keys[i] for i in missing.tolist()]
-            future = executor.start(executor.lookups, partial(executor.tier.contains, asked))
-            answer = executor.finish(executor.lookups, future, budget.left_s)
+            answer = self._contains(executor, asked, budget)
             if answer is not None:
                 found[missing[answer]] = number
             late |= answer is None
         return TierLookup(found, late)
+
+    @staticmethod
+    def _contains(executor: TierExecutor, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_] | None:
+        """Which keys a tier has; None if it does not answer in time."""
+        answer = executor.contains_now(keys)
+        if answer is None and not budget.is_spent:
+            future = executor.start(executor.lookups, partial(executor.tier.contains, keys))
+            answer = executor.finish(executor.lookups, future, budget.left_s)
+        return answer
 
     def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> Iterator[tuple[int, Bytes]]:
         """The index and blob of each request that could be served, in any order. What a tier cannot deliver is
@@ -161,18 +167,18 @@ class TierStack(ClosedAtEnd):
     def _promote(self, number: int, key: bytes, blob: Bytes) -> None:
         for executor in self.executors[:number]:
             if executor.policy.promote:
-                self._store(executor, [key], [whole(blob)], wait_s=0.0)
+                executor.store([key], [whole(blob)], 0.0, self._lost)
 
     # ---- writing
 
-    def missing(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_]:
-        """Which keys are missing in some tier that is written to; a tier that does not answer counts as having them."""
-        lacking = np.zeros(len(keys), bool)
-        for executor in self.executors:
-            if executor.policy.write != "off":
-                future = executor.start(executor.lookups, partial(executor.tier.contains, keys))
-                answer = executor.finish(executor.lookups, future, budget.left_s)
-                lacking |= False if answer is None else ~answer
+    def missing(self, keys: Sequence[bytes], budget: Budget) -> NDArray[np.bool_] | None:
+        """Which keys are missing in some tier that is written to and answers; None if no such tier answers."""
+        written = [executor for executor in self.executors if executor.policy.write != "off"]
+        answers = [self._contains(executor, keys, budget) for executor in written]
+        present = [answer for answer in answers if answer is not None]
+        if written and not present:
+            return None
+        lacking: NDArray[np.bool_] = ~np.logical_and.reduce(present, axis=0) if present else np.zeros(len(keys), bool)
         return lacking
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -188,9 +194,8 @@ class TierStack(ClosedAtEnd):
         waiting = []
         for executor in self.executors:
             if executor.policy.write != "off":
-                waiting.append(
-                    (executor, self._store(executor, keys, blobs, budget.within(executor.policy.deadline_s)))
-                )
+                future = executor.store(keys, blobs, budget.within(executor.patience_s), self._lost)
+                waiting.append((executor, future))
         for executor, future in waiting:
             if executor.policy.write == "through":
                 answer = executor.finish(executor.writes, future, budget.left_s)
@@ -199,34 +204,10 @@ class TierStack(ClosedAtEnd):
                 kept |= future is not None
         return kept
 
-    def _store(
-        self, executor: TierExecutor, keys: Sequence[bytes], blobs: Sequence[Blob], wait_s: float
-    ) -> Future[list[bool]] | None:
-        def store() -> list[bool]:
-            stored = executor.tier.put(keys, blobs)
-            executor.count("stored", sum(stored))
-            executor.count("dropped", len(stored) - sum(stored))
-            kept = zip(blobs, stored, strict=True)
-            executor.count("written_bytes", sum(blob.num_bytes for blob, is_kept in kept if is_kept))
-            self._lost([key for key, is_kept in zip(keys, stored, strict=True) if not is_kept])
-            return stored
-
-        future = executor.start(executor.writes, store, wait_s)
-        if future is None:
-            executor.count("dropped", len(keys))
-            self._lost(keys)
-        return future
-
     def _lost(self, keys: Sequence[bytes]) -> None:
         """Whoever queued these for a tier may have told others that they are stored."""
-        if self._removals:
+        if self._removals and keys:
             self._removals.add(keys)
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete these keys in every tier."""
-        futures = [executor.start(executor.writes, partial(executor.tier.delete, keys)) for executor in self.executors]
-        for executor, future in zip(self.executors, futures, strict=True):
-            executor.finish(executor.writes, future)
 
     # ---- the rest
 
