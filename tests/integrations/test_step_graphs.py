@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvweave.attention import StepSize
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.captured_forward import CapturedForward
 from kvweave.integrations.transformers.step_graphs import StepGraphs
@@ -141,6 +142,42 @@ def test_a_forward_that_cannot_be_captured_is_computed_as_before(
         assert not weave.graphs.is_useful
         assert same(weave, prompt(30, seed=1))
     assert "computed without graphs" in caplog.text
+
+
+def test_a_model_that_changes_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, of_before = copy.deepcopy(model_of("llama")), StepSize(999, 999)
+    norm = model.model.norm
+    with KVWeave(model, "64MiB", graphs=True) as weave:
+        steps = count_steps(weave, monkeypatch)
+
+        def is_kept() -> bool:
+            """Whether a graph outlives the next request, which is right and computed at fixed addresses."""
+            weave.graphs._captured[of_before] = None  # type: ignore[assignment]
+            steps.clear()
+            assert same(weave, prompt(30))
+            assert steps
+            return of_before in weave.graphs._captured
+
+        assert is_kept()
+        norm.weight = torch.nn.Parameter(norm.weight * 3)
+        assert not is_kept()
+        norm.weight.data.mul_(0.5)
+        assert not is_kept()
+        assert is_kept()
+
+
+def test_hooks_of_the_user_are_called_for_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(model_of("llama"))
+    with KVWeave(model, "64MiB", graphs=True) as weave:
+        steps = count_steps(weave, monkeypatch)
+        called: list[int] = []
+        hook = model.model.layers[0].register_forward_hook(lambda *_: called.append(1))
+        weave.generate(prompt(30), **greedy(8))
+        assert len(called) == 8
+        assert not steps
+        hook.remove()
+        assert same(weave, prompt(30))
+        assert len(steps) >= 7
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from kvweave.integrations.transformers.paged_forward import CLOSE
 from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.prefill import forward_inputs
 from kvweave.integrations.transformers.support import Served
+from kvweave.integrations.transformers.watch import ModelVersion
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class StepGraphs:
         self._buffers: StepBuffers | None = None
         self._captured: dict[StepSize, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool: Any = None
-        self.is_useful = is_wanted and self._could_be()
+        self._can_follow = is_wanted and self._could_be()
+        self.is_useful = self._can_follow
         self._layers = CompiledLayers(model) if self.is_useful and compiles else nullcontext()
 
     def _could_be(self) -> bool:
@@ -89,9 +91,27 @@ class StepGraphs:
         if not self.is_useful:
             return
         core, ids = self._memory.core, np.arange(1, 1 + LEARNING_TOKENS)
-        expected, found = self._learning_logits(core, ids, False), self._learning_logits(core, ids, True)
-        allowed = CLOSE.get(expected.dtype, 0.0) * float(expected.abs().max())
-        self.is_useful = float((found - expected).abs().max()) <= allowed
+        self._can_follow = False
+        try:
+            expected, found = self._learning_logits(core, ids, False), self._learning_logits(core, ids, True)
+            allowed = CLOSE.get(expected.dtype, 0.0) * float(expected.abs().max())
+            self._can_follow = float((found - expected).abs().max()) <= allowed
+        except Exception as error:  # it will say so in its first request
+            log.debug("cannot find out whether %s can be captured: %s", type(self._model).__name__, error)
+        self._memory.watch.on_change = self.follow
+        self.follow(self._memory.watch.look())
+
+    def follow(self, version: ModelVersion) -> None:
+        """The model is of another version: its tensors may be others than those that were captured. With hooks of the
+        user's own, which a replay would not call, in training and under autocast no graph serves."""
+        self._captured.clear()
+        is_plain = not (version.hooks or version.is_training or version.autocast)
+        self.is_useful = self._can_follow and is_plain
+
+    def close(self) -> None:
+        """Drop the graphs; nothing is computed by them any more."""
+        self._captured.clear()
+        self._buffers, self._can_follow, self.is_useful = None, False, False
 
     def _learning_logits(self, core: Cache, ids: np.ndarray, at_fixed_addresses: bool) -> torch.Tensor:
         """The logits after all tokens, the last one computed by itself."""
@@ -147,7 +167,7 @@ class StepGraphs:
                     type(self._model).__name__,
                     str(error).partition("\n")[0],
                 )
-                self._captures = self.is_useful = False
+                self._captures = self._can_follow = self.is_useful = False
         if not self._captures:
             return self._forward(size)
         graph, logits = self._captured[size]

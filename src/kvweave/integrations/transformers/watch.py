@@ -13,7 +13,7 @@ It runs once a request, so it must be cheap: of the weights, only a few elements
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -45,13 +45,16 @@ class ModelWatch:
         self._model = model
         self._seen: tuple[object, ...] = ()
         self._changes = -1
+        self._version: ModelVersion | None = None
+        self.on_change: Callable[[ModelVersion], None] = lambda _: None
+        """Called by `look` with the first version, and with every other one after that."""
 
     @property
     def config(self) -> Any:
         return self._model.config
 
     def look(self) -> ModelVersion:
-        """The current version. Reads only the probed elements, and changes nothing."""
+        """The current version. Reads only the probed elements."""
         modules = _modules(self._model)
         tensors = [tensor for module in modules for tensor in _kept(module) if tensor.numel()]
         seen = [(tensor.data_ptr(), version(tensor)) for tensor in tensors], _probe(tensors)
@@ -59,7 +62,13 @@ class ModelWatch:
             self._seen, self._changes = seen, self._changes + 1
         training = any(module.training for module in modules)
         config, device = config_digest(self._model.config), self._model.device.type
-        return ModelVersion(self._changes, adapters(modules), config, training, _hooks(modules), autocast_dtype(device))
+        found = ModelVersion(
+            self._changes, adapters(modules), config, training, _hooks(modules), autocast_dtype(device)
+        )
+        if found != self._version:
+            self._version = found
+            self.on_change(found)
+        return found
 
 
 def _modules(model: Any) -> list[Any]:

@@ -258,6 +258,7 @@ class KVWeave:
     def close(self) -> None:
         """Remove the hooks from the model and free the memory; calling it twice is fine."""
         self._unhook()
+        self.graphs.close()
         if self._store_sync and not self.is_closed:
             self._store_sync.close()
         self.arena.close()
