@@ -166,6 +166,27 @@ def test_a_model_that_changes_is_captured_anew(monkeypatch: pytest.MonkeyPatch) 
         assert is_kept()
 
 
+@pytest.mark.parametrize("asked", [{"output_hidden_states": True}, {"return_dict": False}], ids=str)
+@pytest.mark.parametrize("place", ["call", "config"])
+def test_calls_that_ask_for_more_than_logits_get_it(
+    asked: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "config" and "return_dict" in asked:
+        pytest.skip("transformers' own Llama fails with it")
+    model = copy.deepcopy(model_of("llama"))
+    with KVWeave(model, "64MiB", graphs=True) as weave, torch.no_grad():
+        steps = count_steps(weave, monkeypatch)
+        model.config.output_hidden_states = place == "config"
+        given = asked if place == "call" else {}
+        theirs = model(prompt(30), use_cache=False, **given)
+        with weave.past(prompt(30)) as past:
+            steps.clear()
+            ours = model(prompt(30)[:, -1:], past_key_values=past, use_cache=True, **given)
+        assert type(ours) is type(theirs)
+        assert len(getattr(ours, "hidden_states", ())) == len(getattr(theirs, "hidden_states", ()))
+        assert not steps
+
+
 def test_hooks_of_the_user_are_called_for_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(model_of("llama"))
     with KVWeave(model, "64MiB", graphs=True) as weave:

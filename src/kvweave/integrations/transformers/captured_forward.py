@@ -62,7 +62,8 @@ class CapturedForward:
         """The size of the step, if a graph gives all that is asked for."""
         if any(value is not None and value is not False for name, value in inputs.items() if name not in FOLLOWED):
             return None
-        if not past.reads_in_place or past.computed_by is not self._model or inputs.get("return_dict") is False:
+        asks_more = self._model.config.output_hidden_states or inputs.get("return_dict") is False
+        if asks_more or not past.reads_in_place or past.computed_by is not self._model:
             return None
         rows, count = inputs["input_ids"].shape
         if count > 1 and inputs.get("logits_to_keep") != 1:
