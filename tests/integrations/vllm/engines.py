@@ -21,6 +21,9 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
+SETTLE_S = 30
+"""A save that waits for room in a full arena takes seconds."""
+
 LogProb = tuple[tuple[int, float], ...]
 """Of one step: the likeliest tokens."""
 
@@ -143,13 +146,11 @@ class Engine:
 
     def settle(self) -> None:
         """Until every save is in the store."""
-        connector = self.scheduler.connector
-        for _ in range(1000):
-            if connector is None or not connector._scheduler.saves:
-                return
+        connector, until = self.scheduler.connector, time.monotonic() + SETTLE_S
+        while connector is not None and connector._scheduler.saves:
+            assert time.monotonic() < until, "saves never ended"
             self.core.step()
             time.sleep(0.002)
-        raise AssertionError("saves never ended")
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache, when everything is saved."""
