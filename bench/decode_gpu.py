@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import transformers
 
-from bench.gpu_models import MODELS, floor_seconds
+from bench.gpu_models import MODELS, build, floor_seconds
 from kvweave.attention import StepSize
 from kvweave.cache import Sequence
 from kvweave.integrations.transformers import KVWeave
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
     for name in options.models:
-        model = MODELS[name]()
+        model = build(MODELS[name]())
         ours: dict[tuple[int, int], dict[str, float]] = {}
         with KVWeave(model, "76GiB", rows=64, max_tokens=40960, compile_layers=not options.no_compile) as weave:
             fill_pages(weave)

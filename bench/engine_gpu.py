@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig
 
-from bench.gpu_models import MODELS
+from bench.gpu_models import MODELS, build
 from kvweave.engine import Engine, Sampling
 
 FAMILIES, EACH, SHARED, OWN, NEW, LONG, QUESTION = 4, 8, 1536, 512, 64, 32768, 32
@@ -111,7 +111,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.models:
         torch.manual_seed(0)
-        model, peers = MODELS[name](), {}
+        model, peers = build(MODELS[name]()), {}
         with Engine(model, "40GiB", budget=8192, max_running=32, max_tokens=40960) as engine:
             by_engine(engine, prompts())
             seconds = timed(lambda engine=engine: by_engine(engine, prompts()))  # type: ignore[misc]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
-from transformers import Gemma3TextConfig, LlamaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3NextConfig
 
 BYTES_PER_SECOND = 4.17e12
 """What a copy on an H200 reaches."""
@@ -15,7 +14,7 @@ SIZES: dict[str, Any] = {"vocab_size": 65536, "max_position_embeddings": 65536, 
 
 def llama() -> Any:
     """About 3.4 billion parameters, all layers with full attention."""
-    config = LlamaConfig(
+    return LlamaConfig(
         **SIZES,
         hidden_size=3072,
         num_hidden_layers=28,
@@ -23,12 +22,11 @@ def llama() -> Any:
         num_key_value_heads=8,
         intermediate_size=8192,
     )
-    return _built(transformers.LlamaForCausalLM, config)
 
 
 def gemma() -> Any:
     """About 3.5 billion parameters: windows and full attention."""
-    config = Gemma3TextConfig(
+    return Gemma3TextConfig(
         **SIZES,
         hidden_size=2560,
         num_hidden_layers=34,
@@ -38,12 +36,11 @@ def gemma() -> Any:
         sliding_window=1024,
         sliding_window_pattern=6,
     )
-    return _built(transformers.Gemma3ForCausalLM, config)
 
 
 def qwen() -> Any:
     """About 3 billion parameters: states and full attention, with dense layers for experts."""
-    config = Qwen3NextConfig(
+    return Qwen3NextConfig(
         **SIZES,
         hidden_size=2560,
         num_hidden_layers=24,
@@ -56,16 +53,15 @@ def qwen() -> Any:
         linear_value_head_dim=128,
         mlp_only_layers=list(range(24)),
     )
-    return _built(transformers.Qwen3NextForCausalLM, config)
 
 
 MODELS = {"llama": llama, "gemma-3": gemma, "qwen3-next": qwen}
 
 
-def _built(model_class: Any, config: Any) -> Any:
+def build(config: Any, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        return model_class._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
 def floor_seconds(model: Any, spec: Any, rows: int, context: int) -> float:

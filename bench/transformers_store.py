@@ -4,7 +4,7 @@ The store is a directory; a new KVWeave over it has nothing in memory. The page 
 What comes from the store is bit for bit what went there. But prompts are cut elsewhere where there is a store, so in
 bfloat16 (a GPU's models) near ties may fall otherwise than without one.
 
-Run: PYTHONPATH=src python3 -m bench.transformers_store [shared tokens]
+Run: PYTHONPATH=src:. python3 -m bench.transformers_store [shared tokens]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from bench.transformers_gpu import build, gemma, qwen
+from bench.gpu_models import build, gemma, qwen
 from kvweave.integrations.transformers import KVWeave
 
 
@@ -27,11 +27,8 @@ def small(config: Any) -> Any:
     return config
 
 
-def model_of(model_class: Any, config: Any) -> Any:
-    if torch.cuda.is_available():
-        return build(model_class, config)
-    torch.manual_seed(0)
-    return model_class._from_config(small(config), dtype=torch.float32, attn_implementation="sdpa").eval()
+def model_of(config: Any) -> Any:
+    return build(config) if torch.cuda.is_available() else build(small(config), "cpu", torch.float32)
 
 
 def ask(model: Any, store: str | None, ids: torch.Tensor, memory: str) -> tuple[list[int], Any, Any]:
@@ -47,12 +44,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     cuda = torch.cuda.is_available()
     shared = int(sys.argv[1]) if len(sys.argv) > 1 else 32768 if cuda else 2048
-    models = {
-        "windows + full": (transformers.Gemma3ForCausalLM, gemma),
-        "states + full": (transformers.Qwen3NextForCausalLM, qwen),
-    }
-    for name, (model_class, config) in models.items():
-        model = model_of(model_class, config())
+    for name, config in {"windows + full": gemma, "states + full": qwen}.items():
+        model = model_of(config())
         ids = torch.randint(3, 500, (1, shared + 100), device=model.device)
         memory = "24GiB" if cuda else "1GiB"
         with tempfile.TemporaryDirectory() as folder:

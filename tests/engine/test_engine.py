@@ -265,6 +265,22 @@ def test_a_model_that_fails_fails_its_requests_and_no_later_one(monkeypatch: pyt
         check_books(engine)
 
 
+def test_a_commit_that_fails_fails_those_whose_prompts_are_under_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of("llama", budget=16) as engine:
+        commit = engine._scheduler.commit
+
+        def fail(_: Any) -> Any:
+            monkeypatch.setattr(engine._scheduler, "commit", commit)
+            raise RuntimeError("no commit")
+
+        monkeypatch.setattr(engine._scheduler, "commit", fail)
+        with pytest.raises(RuntimeError, match="no commit"):
+            engine.submit(prompt(40)[0].tolist(), Sampling(2, stop_tokens=())).result(timeout_s=30)
+        ids, answer = answers("llama")[0]
+        assert list(engine.submit(ids, Sampling(2, stop_tokens=())).result(timeout_s=30).tokens) == answer[:2]
+        check_books(engine)
+
+
 def test_prefixes_are_shared_within_a_namespace_only() -> None:
     ids = prompt(60)[0].tolist()
     with engine_of("llama", times=8) as engine:

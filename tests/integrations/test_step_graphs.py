@@ -6,12 +6,14 @@ import copy
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvweave.attention import StepSize
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.captured_forward import CapturedForward
+from kvweave.integrations.transformers.fixed_cache import FixedCache
 from kvweave.integrations.transformers.step_graphs import StepGraphs
 from tests.integrations.checks import CLOSE
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
@@ -127,6 +129,21 @@ def test_a_cache_with_more_rows_than_it_was_made_for_goes_on(monkeypatch: pytest
         assert same(weave, prompt(30))
         assert same(weave, prompt(30, seed=1), num_beams=5)
         assert 5 in steps
+
+
+def test_states_are_as_they_were_after_forwards_that_only_prepare_a_capture_even_if_they_fail() -> None:
+    with weave_of("qwen3_next") as weave, weave.past(prompt(30)) as past:
+        (sequence,) = past.sequences
+        weave.graphs._fitting_buffers().load([sequence], [1], np.array([5]), StepSize(1, 1))
+        fixed = weave.graphs._step(StepSize(1, 1))
+        cache = FixedCache(weave.memory, fixed)
+        states = [(state, fixed.states[state.tag]) for layer in cache._states for state in layer.states]
+        before = [state.pages[slots].clone() for state, slots in states]
+        with pytest.raises(RuntimeError, match="out of memory"), cache.unchanged_states():
+            for state, slots in states:
+                state.pages[slots] += 1
+            raise RuntimeError("out of memory")
+        assert all(torch.equal(state.pages[slots], was) for (state, slots), was in zip(states, before, strict=True))
 
 
 def test_a_forward_that_cannot_be_captured_is_computed_as_before(

@@ -297,7 +297,8 @@ class Engine:
                     self._admission.after_commit(chunk)
         except Exception as error:
             log.exception("a step of %d requests failed", len(launched.chunks))
-            self._fail([entry for entry in live if entry], error)
+            found = (self._entries.get(chunk.job.number) for chunk in launched.chunks)
+            self._fail([entry for entry in found if entry], error)
             return True
         for entry, (token, logs) in zip(live, tokens, strict=True):
             if entry:

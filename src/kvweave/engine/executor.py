@@ -7,7 +7,6 @@ stacked   all others: decodes in calls `[rows, 1]`, each chunk of a prompt in a 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
@@ -31,22 +30,19 @@ class Executor:
         self._weave, self.model, self.served, self.memory = weave, weave.model, weave.served, weave.memory
         self._cache_class = step_cache_class(weave.opener.cache_class)
         self.rope = weave.memory.rope
-        self.has_states = any(not cache.reach.per_token for _, cache in self.served.spec.caches())
         self._needs_equal_lengths = counts_padding(self.served) or takes_no_padding(self.served)
-        parameter = inspect.signature(self.model.forward).parameters.get("logits_to_keep")
-        self._keeps_chosen_logits = parameter is not None and "Tensor" in str(parameter.annotation)
 
     @property
     def is_packed(self) -> bool:
         """Whether a step is one call; known once the model has run."""
-        is_plain = self.served.takes_positions and not self.has_states and not self.rope.is_there
+        is_plain = self.served.takes_positions and not self.served.has_states and not self.rope.is_there
         return is_plain and self._weave.attends_in_place
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a step may be computed before the tokens of the one before it are known here. States would have
         advanced by then, when theirs are to be kept; and what a store gets is copied between two steps."""
-        return self._weave.graphs.is_useful and not self.has_states and self._weave.store is None
+        return self._weave.graphs.is_useful and not self.served.has_states and self._weave.store is None
 
     def can_run_ahead(self, chunks: SequenceOf[JobChunk]) -> bool:
         """Whether those tokens of a step that are not known here are needed by graphs only, which find them on the
@@ -131,14 +127,14 @@ class Executor:
         ends = np.cumsum([chunk.num_tokens for chunk in chunks]) - 1
         last = torch.from_numpy(ends[[chunk.gives_token for chunk in chunks]]).to(device)
         inputs = {"input_ids": ids.to(device)[None], "position_ids": positions.to(device)[None], "use_cache": True}
-        if self._keeps_chosen_logits:
+        if self.served.takes_chosen_logits:
             inputs["logits_to_keep"] = last if len(last) else torch.zeros(1, dtype=torch.long, device=device)
         counts, lengths = [chunk.num_tokens for chunk in chunks], [chunk.start for chunk in chunks]
         with PackedCache(self.memory, _sequences(chunks), lengths, counts) as past:
             logits: torch.Tensor = self.model(**inputs, past_key_values=past).logits[0]
         if not len(last):
             return None
-        return logits if self._keeps_chosen_logits else logits[last]
+        return logits if self.served.takes_chosen_logits else logits[last]
 
     def _stacked(self, chunks: SequenceOf[JobChunk]) -> torch.Tensor:
         """The logits after each row's last token."""

@@ -54,7 +54,7 @@ class CallReader:
     def __init__(self, model: Any, served: Served, rope: LengthRope) -> None:
         self._model, self._rope = model, rope
         self._takes_no_padding = takes_no_padding(served)
-        self._has_states = any(not cache.reach.per_token for _, cache in served.spec.caches())
+        self._has_states = served.has_states
         self._positional = [name for name in inspect.signature(type(model).generate).parameters if name != "self"]
         self._named = set(self._positional)
         self._forward = set(inspect.signature(model.forward).parameters)

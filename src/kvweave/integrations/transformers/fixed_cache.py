@@ -62,9 +62,11 @@ class FixedCache(StepCache):
         """Forwards within this context leave the states of the step's rows as they are."""
         all_states = [state for layer in self._states for state in layer.states]
         before = [state.pages.index_select(0, self._fixed.states[state.tag]) for state in all_states]
-        yield
-        for state, tensor in zip(all_states, before, strict=True):
-            state.pages.index_copy_(0, self._fixed.states[state.tag], tensor)
+        try:
+            yield
+        finally:
+            for state, tensor in zip(all_states, before, strict=True):
+                state.pages.index_copy_(0, self._fixed.states[state.tag], tensor)
 
 
 for _name, _ in inspect.getmembers(TransformersCache, inspect.isfunction):

@@ -33,6 +33,11 @@ class PagedMemory:
     """Of each layer with keys and values; empty for models some of whose layers never attend in place."""
     switched: SwitchedConfigs
 
+    @property
+    def attends_in_place(self) -> bool:
+        """Whether the attention of every layer reads pages where they lie; if not, rows are gathered for some."""
+        return bool(self.attention) and all(layer.verdicts == {True: True, False: True} for layer in self.attention)
+
 
 class RowSaver(Protocol):
     """Saves rows of a cache to a store: told when rows reach the end of a chunk, and before they are closed."""

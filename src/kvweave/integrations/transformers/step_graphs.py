@@ -6,7 +6,6 @@ its length. One that cannot be captured (its forward waits for the device) is ru
 
 from __future__ import annotations
 
-import inspect
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
@@ -47,12 +46,8 @@ class StepGraphs:
         memory: PagedMemory,
         is_wanted: bool = True,
         compiles: bool = False,
-        max_rows: int = DECODES[-1],
     ) -> None:
-        self._model, self._served, self._memory, self._max_rows = model, served, memory, max_rows
-        self._has_states = any(not cache.reach.per_token for _, cache in served.spec.caches())
-        parameter = inspect.signature(model.forward).parameters.get("logits_to_keep")
-        self._keeps_chosen_logits = parameter is not None and "Tensor" in str(parameter.annotation)
+        self._model, self._served, self._memory = model, served, memory
         self._captures = model.device.type == "cuda"
         self._buffers: StepBuffers | None = None
         self._captured: dict[StepSize, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -63,8 +58,7 @@ class StepGraphs:
 
     def _could_be(self) -> bool:
         """Whether what a forward computes can follow from ids, positions and pages alone."""
-        served, layers = self._served, self._memory.attention
-        in_place = bool(layers) and all(layer.verdicts == {True: True, False: True} for layer in layers)
+        served, in_place = self._served, self._memory.attends_in_place
         plain = served.takes_positions and served.cache_name == "past_key_values" and served.own_cache is None
         return in_place and plain and not counts_padding(served) and not self._memory.rope.is_there
 
@@ -74,13 +68,13 @@ class StepGraphs:
         """The size that a step of so many tokens a row is padded to, which come after `lengths` others; None if there
         is no graph for it. States begin as zeros, which no graph makes."""
         rows, tokens = len(counts), sum(counts)
-        if not self.is_useful or (self._has_states and not all(lengths)):
+        if not self.is_useful or (self._served.has_states and not all(lengths)):
             return None
         if rows == tokens:
             rows = _next(DECODES, rows)
-            return StepSize(rows, rows) if 0 < rows <= self._max_rows else None
+            return StepSize(rows, rows) if rows else None
         tokens = _next(CHUNKS, tokens + 1)
-        if self._has_states or not tokens:
+        if self._served.has_states or not tokens:
             return None
         rows = 2 if rows == 1 else _next(DECODES, rows + 1)
         return StepSize(tokens, rows) if 0 < rows < tokens else None
@@ -153,7 +147,7 @@ class StepGraphs:
             self._captured.clear()
             longest = longest_sequence(self._memory.core)
             device = self._memory.arena.memory.device
-            self._buffers = StepBuffers(self._memory.core, device, max(CHUNKS), self._max_rows, longest)
+            self._buffers = StepBuffers(self._memory.core, device, max(*CHUNKS, *DECODES), max(DECODES), longest)
         return self._buffers
 
     def replay(self, size: StepSize) -> torch.Tensor:
@@ -195,13 +189,13 @@ class StepGraphs:
         fixed = self._step(size)
         shape = (size.rows, 1) if size.is_decode else (1, size.tokens)
         inputs = {"input_ids": fixed.ids.view(shape), "position_ids": fixed.positions.view(shape), "use_cache": True}
-        if self._keeps_chosen_logits and not size.is_decode:
+        if self._served.takes_chosen_logits and not size.is_decode:
             inputs["logits_to_keep"] = fixed.last
         with self._layers:
             logits: torch.Tensor = self._model(**inputs, past_key_values=FixedCache(self._memory, fixed)).logits
         if size.is_decode:
             return logits[:, -1]
-        return logits[0] if self._keeps_chosen_logits else logits[0].index_select(0, fixed.last)
+        return logits[0] if self._served.takes_chosen_logits else logits[0].index_select(0, fixed.last)
 
 
 class CompiledLayers:

@@ -57,7 +57,13 @@ class Served:
     own_cache: type | None
     takes_positions: bool
     takes_logits_to_keep: bool
+    takes_chosen_logits: bool
+    """Whether `logits_to_keep` may be a tensor of places."""
     scans_afresh: bool
+
+    @property
+    def has_states(self) -> bool:
+        return any(not cache.reach.per_token for _, cache in self.spec.caches())
 
 
 def wrapped(model: Any) -> list[Any]:
@@ -95,7 +101,7 @@ def check_adapters(model: Any) -> None:
 def examine(model: Any) -> Served:
     """Examine a model; raises `CannotServe` with the reason."""
     name, config = type(model).__name__, model.config
-    accepted = set(inspect.signature(model.forward).parameters)
+    accepted = inspect.signature(model.forward).parameters
     cache_name = next((known for known in CACHE_NAMES if known in accepted), None)
     if cache_name is None:
         raise CannotServe(name, f"its forward takes no cache ({', '.join(CACHE_NAMES)})")
@@ -120,6 +126,7 @@ def examine(model: Any) -> Served:
         own_cache,
         takes_positions="position_ids" in accepted,
         takes_logits_to_keep="logits_to_keep" in accepted,
+        takes_chosen_logits="logits_to_keep" in accepted and "Tensor" in str(accepted["logits_to_keep"].annotation),
         scans_afresh=text.model_type in SCANS_AFRESH,
     )
 

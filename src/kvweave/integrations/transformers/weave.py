@@ -248,8 +248,7 @@ class KVWeave:
     @property
     def attends_in_place(self) -> bool:
         """Whether the attention of every layer reads pages where they lie; if not, rows are gathered for some."""
-        layers = self.memory.attention
-        return bool(layers) and all(layer.verdicts == {True: True, False: True} for layer in layers)
+        return self.memory.attends_in_place
 
     @property
     def is_closed(self) -> bool:
