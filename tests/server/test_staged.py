@@ -4,7 +4,7 @@ only what is intact gets into pages. A copier of the host that stages stands in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +27,16 @@ class StagingCopier(HostPayloadCopier):
     def __init__(self, pools: dict[str, Bytes]) -> None:
         super().__init__(pools)
         self.seen: list[Bytes] = []
+        self.calls = 0
         self.between: Callable[[], None] = lambda: None
 
     def after_caller(self) -> StagingCopier:
         return self
 
-    def land(self, copies: Iterable[BlockCopy], payload: Bytes, is_intact: Callable[[], bool]) -> bool:
-        self.seen.append(payload)
-        staged = payload.copy()
+    def land(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes], is_intact: Callable[[], bool]) -> bool:
+        self.seen += payloads
+        self.calls += 1
+        staged = np.concatenate(payloads)
         self.between()
         fine = is_intact()
         if fine:
@@ -71,6 +73,17 @@ def test_payloads_come_straight_out_of_the_arena(tmp_path: Path, options: dict[s
         for place, rows in computed().items():
             kept = slice(None) if place[1] == "full" else slice(-1, None)
             assert share(made)[place][kept] == rows[kept], place
+        client.close()
+
+
+def test_payloads_of_a_shard_come_by_one_call_up_to_the_size_that_the_copier_wants(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, copier) = saved(daemon), engine()
+        assert client.load(client.lookup(prompt()), pages.sink(made.table)) == TOKENS
+        assert copier.calls == len(SCHEMA.shards)
+        copier.together_bytes, copier.calls, before = 1, 0, len(copier.seen)
+        assert client.load(client.lookup(prompt()), pages.sink(made.table)) == TOKENS
+        assert copier.calls == before == len(copier.seen) - before
         client.close()
 
 
@@ -129,5 +142,5 @@ def test_no_copy_outlives_a_load_that_raised(tmp_path: Path, monkeypatch: pytest
         copier.between = slow
         with pytest.raises(BadCopy):
             client.load(client.lookup(prompt()), pages.sink(made.table))
-        assert len(ended) == len(copier.seen) > 1
+        assert len(ended) == copier.calls > 1
         client.close()

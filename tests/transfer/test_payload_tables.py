@@ -19,6 +19,8 @@ from tests.store.engines import LAYOUTS, SPEC, Engine, Truth
 class TableCopier:
     """As the device does it: a table made of what pages look like, then a copy a tile, in words."""
 
+    together_bytes = 1
+
     def __init__(self, pools: dict[str, Bytes]) -> None:
         self._pools = pools
 

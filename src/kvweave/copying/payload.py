@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvweave.copying.blocks import Bytes, Numbers, Shape, StridedBlocks, copy_blocks
@@ -10,30 +10,44 @@ from kvweave.errors import BadCopy
 
 
 class BlockCopy(NamedTuple):
-    """Blocks of `shape` (planes, rows, bytes of a run): block i starts at `held[i]` of a pool, at `kept[i]` of the
-    payload, and its runs lie as far apart as either side's strides say."""
+    """Blocks of `shape` (planes, rows, bytes of a run): block i starts at `held[i]` of the pool `pools[pool_index[i]]`,
+    at `kept[i]` of the payload, and its runs lie as far apart as either side's strides say."""
 
-    pool: str
+    pools: tuple[str, ...]
+    pool_index: Numbers | None
+    """None if there is one pool."""
     held: Numbers
     held_strides: tuple[int, int]
     kept: Numbers
     kept_strides: tuple[int, int]
     shape: Shape
 
-    def check(self, pool_bytes: int, payload_bytes: int) -> None:
+    def of_pools(self, numbers: Numbers) -> Numbers | int:
+        """Of one number for each pool, those of the blocks' pools."""
+        return int(numbers[0]) if self.pool_index is None else numbers[self.pool_index]
+
+    def check(self, pool_bytes: Numbers, payload_bytes: int) -> None:
         """Raises `BadCopy` if a block, of at least one, does not lie in memories of so many bytes."""
-        for name, size, starts, strides in (
-            ("pool", pool_bytes, self.held, self.held_strides),
+        for name, sizes, starts, strides in (
+            ("pool", self.of_pools(pool_bytes), self.held, self.held_strides),
             ("payload", payload_bytes, self.kept, self.kept_strides),
         ):
             reach = strides[0] * (self.shape[0] - 1) + strides[1] * (self.shape[1] - 1) + self.shape[2]
-            first, last = starts.min(), starts.max() + reach
-            if first < 0 or last > size:
-                raise BadCopy(f"blocks span bytes {first} to {last} of a {name} of {size}: is a page number wrong?")
+            first, beyond = int(starts.min()), starts + (reach - sizes)
+            if first < 0 or beyond.max() > 0:
+                raise BadCopy(
+                    f"blocks begin at byte {first} of a {name}, and end {beyond.max()} bytes behind its end: is a page"
+                    " number wrong?"
+                )
 
 
 class PayloadCopier(Protocol):
     """Carries out copies; may be used by several threads. Both calls block until every byte is where it belongs."""
+
+    @property
+    def together_bytes(self) -> int:
+        """Bytes of payloads that are best gathered by one call."""
+        ...
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
         """Out of the pools into a payload on the host."""
@@ -50,15 +64,19 @@ class PayloadCopier(Protocol):
 
 @runtime_checkable
 class StagedCopier(PayloadCopier, Protocol):
-    """Copies through memory of its own, so that a payload which others may change is checked between the two halves."""
+    """Copies through memory of its own, so that payloads which others may change are checked between the two halves."""
 
-    def land(self, copies: Iterable[BlockCopy], payload: Bytes, is_intact: Callable[[], bool]) -> bool:
-        """Copy the payload, call `is_intact`, and write the pools only if that is so; returns whether it was."""
+    def land(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes], is_intact: Callable[[], bool]) -> bool:
+        """Copy payloads, which are one for `copies`, one after the other; call `is_intact`, and write the pools only if
+        that is so; returns whether it was."""
         ...
 
 
 class HostPayloadCopier:
     """Pools in the host's memory."""
+
+    together_bytes = 512 << 10
+    """They stay in the processor's cache until their checksums are computed."""
 
     def __init__(self, pools: Mapping[str, Bytes]) -> None:
         self._pools = pools
@@ -75,7 +93,8 @@ class HostPayloadCopier:
         return self
 
     def _held(self, copy: BlockCopy) -> StridedBlocks:
-        return StridedBlocks([self._pools[copy.pool]], copy.held, copy.held_strides)
+        pools = [self._pools[name] for name in copy.pools]
+        return StridedBlocks(pools, copy.held, copy.held_strides, copy.pool_index)
 
 
 def _kept(copy: BlockCopy, payload: Bytes) -> StridedBlocks:

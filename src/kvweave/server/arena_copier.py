@@ -7,11 +7,13 @@ checksum is correct. So an expired lease costs a miss, never wrong data.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
+from typing import TypeVar
 
 from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write
 from kvweave.server.dma import DMARegistration, device_in_use
@@ -26,49 +28,50 @@ from kvweave.store.page_payloads import FillableSource, StagedScatter
 Target = Callable[[Shard, int], Bytes]
 """Returns memory for the payload of a shard's chunk: contiguous, and of its length."""
 Destination = Target | StagedScatter
-Finish = Callable[[], bool]
+Result = TypeVar("Result")
+Finish = Callable[[], Result]
 THREADED_BYTES = 1 << 20
-"""Smaller blobs are copied by the caller's thread: handing them to another takes longer."""
-
-TOGETHER_BYTES = 512 << 10
-"""Payloads of one shard that are collected together: they stay in the processor's cache until their checksums are
-computed."""
+"""Fewer bytes are copied by the caller's thread: handing them to another takes longer."""
 
 
-def read(place: Bytes, shard: Shard, chunk: int, key: bytes, payload: Bytes) -> bool:
-    """Copy a payload out of the arena; returns whether the copy is intact."""
-    return BlobCheck(shard, chunk, key).copied(place, payload) is not None
+def read(job: ArenaBlob, payload: Bytes) -> list[bool]:
+    """Copy a payload out of the arena; returns whether the copy is intact, as the only one."""
+    return [BlobCheck(job.shard, job.chunk, job.key).copied(job.place, payload) is not None]
 
 
-def land(place: Bytes, shard: Shard, chunk: int, key: bytes, sink: StagedScatter, until: float) -> bool:
-    """Copy a payload from the arena to a sink's pages; returns whether it was intact, and the lease not over (`until`).
+def land(jobs: Sequence[ArenaBlob], sink: StagedScatter, until: float) -> list[bool]:
+    """Copy payloads of one shard from the arena to a sink's pages; returns which were intact, and the lease not over
+    (`until`). If one was not, each is copied by itself.
 
-    The blob is checked after it was read. Under a lease no other blob is written there; a client that writes without
+    Blobs are checked after they were read. Under a lease no other blob is written there; a client that writes without
     one damages the blob for good, so what was wrong when it was read is found wrong.
     """
-    check = BlobCheck(shard, chunk, key)
+    checks = [BlobCheck(job.shard, job.chunk, job.key) for job in jobs]
+    payloads = [job.place[check.head_bytes :] for job, check in zip(jobs, checks, strict=True)]
 
-    def is_intact() -> bool:
-        return check.passes(place) and time.monotonic() < until
+    def are_intact() -> bool:
+        passed = all(check.passes(job.place) for job, check in zip(jobs, checks, strict=True))
+        return passed and time.monotonic() < until
 
-    return sink.land(shard, chunk, place[check.head_bytes :], is_intact)
+    if sink.land(jobs[0].shard, [job.chunk for job in jobs], payloads, are_intact):
+        return [True] * len(jobs)
+    return [False] if len(jobs) == 1 else [land([job], sink, until)[0] for job in jobs]
 
 
-def _of_one_shard(jobs: Iterable[ArenaBlob]) -> Iterator[list[ArenaBlob]]:
-    by_shard: dict[bytes, list[ArenaBlob]] = {}
-    for job in jobs:
-        by_shard.setdefault(job.shard.id, []).append(job)
-    for own in by_shard.values():
-        yield from batches(own, lambda job: job.shard.payload_bytes, TOGETHER_BYTES)
+def _together(jobs: Iterable[ArenaBlob], most_bytes: int) -> Iterator[list[ArenaBlob]]:
+    """Jobs in order, those of one shard that follow each other together, up to so many bytes."""
+    for _, own in groupby(jobs, lambda job: job.shard.id):
+        yield from batches(own, lambda job: job.shard.payload_bytes, most_bytes)
 
 
 class ArenaCopier:
-    """Copies blobs, large ones with `workers` threads, through buffers that are reused."""
+    """Copies blobs, many bytes at once with `workers` threads, through buffers that are reused."""
 
     def __init__(self, schema: Schema, workers: int) -> None:
         self.workers = max(1, workers)
-        self._largest = max(TOGETHER_BYTES, *(shard.payload_bytes for shard in schema.shards))
-        self._scratch: deque[Bytes] = deque()
+        self._largest = max(shard.payload_bytes for shard in schema.shards)
+        self._scratch: defaultdict[int, deque[Bytes]] = defaultdict(deque)
+        """Buffers that are not in use, by size."""
         self._registered: list[DMARegistration] = []
         """Of scratch buffers, in a process that uses CUDA."""
         self._pool = ThreadPoolExecutor(self.workers, "kvweave-copy")
@@ -77,20 +80,21 @@ class ArenaCopier:
     def reads(
         self, jobs: Iterable[ArenaBlob], target: Destination | None, until: float
     ) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
-        """The payloads that are intact, None for the others; several copies are in flight.
+        """The payloads that are intact, None for the others, in order; several copies are in flight.
 
         A payload is valid until the next one is asked for, unless it was copied into memory of `target`, or into its
         pages: straight out of the arena, where nobody but a broken client writes before `until`.
         """
-        flying: deque[tuple[ArenaBlob, Bytes, Finish]] = deque()
+        flying: deque[tuple[list[ArenaBlob], Bytes, Finish[list[bool]]]] = deque()
         try:
-            for job in jobs:
+            for together in _together(jobs, target.together_bytes if isinstance(target, StagedScatter) else 0):
+                job, memory = together[0], together[0].place
                 if isinstance(target, StagedScatter):
-                    memory, work = job.place, partial(land, *job, target, until)
+                    work = partial(land, together, target, until)
                 else:
-                    memory = target(job.shard, job.chunk) if target else self._memory()
-                    work = partial(read, *job, memory[: job.shard.payload_bytes])
-                flying.append((job, memory, self._run(job.shard, work)))
+                    memory = target(job.shard, job.chunk) if target else self._memory(self._largest)
+                    work = partial(read, job, memory[: job.shard.payload_bytes])
+                flying.append((together, memory, self._run(together, work)))
                 if len(flying) > self.workers:
                     yield from self._finished(*flying.popleft(), target)
             while flying:
@@ -101,21 +105,22 @@ class ArenaCopier:
                     finish()
 
     def _finished(
-        self, job: ArenaBlob, memory: Bytes, finish: Finish, target: Destination | None
+        self, jobs: list[ArenaBlob], memory: Bytes, finish: Finish[list[bool]], target: Destination | None
     ) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
-        yield job, memory[: job.shard.payload_bytes] if finish() else None
+        for job, fine in zip(jobs, finish(), strict=True):
+            yield job, memory[: job.shard.payload_bytes] if fine else None
         if target is None:
-            self._scratch.append(memory)
+            self._scratch[memory.nbytes].append(memory)
 
     def writes(self, jobs: Iterable[ArenaBlob], source: Source, until: float) -> bool:
         """Write payloads; returns whether all were written in time. If `source` raises, no write is in flight any
         more."""
         if not isinstance(source, FillableSource):
             return self._write_given(jobs, source, until)
-        flying: list[Finish] = []
+        flying: list[Finish[bool]] = []
         try:
-            for together in _of_one_shard(jobs):
-                flying.append(self._run(together[0].shard, partial(self._write_filled, together, source, until)))
+            for together in _together(sorted(jobs, key=lambda job: job.shard.id), source.together_bytes):
+                flying.append(self._run(together, partial(self._write_filled, together, source, until)))
         finally:
             fine = [finish() for finish in flying]
         return all(fine)
@@ -124,47 +129,49 @@ class ArenaCopier:
         writing = ArenaWriter(source, until, 2 * self.workers)
         try:
             for job in jobs:
-                writing.add(job, self._pool if self._is_large(job.shard) else None)
+                writing.add(job, self._pool if self._are_many_bytes([job]) else None)
         finally:
             writing.finish()
         return writing.fine
 
     def _write_filled(self, jobs: Sequence[ArenaBlob], source: FillableSource, until: float) -> bool:
         """Blobs of one shard: collected by one call, as that takes longer than to copy a small one."""
-        memory, size = self._memory(), jobs[0].shard.payload_bytes
+        memory, size = self._memory(max(source.together_bytes, self._largest)), jobs[0].shard.payload_bytes
         try:
             # not directly into the arena, which others could write to between the copy and its checksum
             source.fill(jobs[0].shard, [job.chunk for job in jobs], memory[: len(jobs) * size])
             payloads = memory[: len(jobs) * size].reshape(len(jobs), size)
             return all(write(*job, payload, until) for job, payload in zip(jobs, payloads, strict=True))
         finally:
-            self._scratch.append(memory)
+            self._scratch[memory.nbytes].append(memory)
 
-    def _memory(self) -> Bytes:
+    def _memory(self, num_bytes: int) -> Bytes:
         try:
-            return self._scratch.pop()
+            return self._scratch[num_bytes].pop()
         except IndexError:  # all buffers are in use
-            memory, device = aligned(self._largest), device_in_use()
+            memory, device = aligned(num_bytes), device_in_use()
             if device is not None:
                 self._registered.append(registration := DMARegistration(memory))
                 registration.register(device)
             return memory
 
-    def _run(self, shard: Shard, work: Finish) -> Finish:
+    def _run(self, jobs: Sequence[ArenaBlob], work: Finish[Result]) -> Finish[Result]:
         """Start work; the returned function waits for its end."""
-        if self._is_large(shard):
+        if self._are_many_bytes(jobs):
             return self._pool.submit(work).result
         done = work()
         return lambda: done
 
-    def _is_large(self, shard: Shard) -> bool:
-        return shard.payload_bytes >= THREADED_BYTES and self.workers > 1
+    def _are_many_bytes(self, jobs: Sequence[ArenaBlob]) -> bool:
+        """Whether jobs of one shard are."""
+        return len(jobs) * jobs[0].shard.payload_bytes >= THREADED_BYTES and self.workers > 1
 
     def after_fork(self) -> None:
         """In a forked child, which has none of the threads, and cannot use CUDA."""
         for registration in self._registered:
             registration.disown()
-        self._pool, self._scratch = ThreadPoolExecutor(self.workers, "kvweave-copy"), deque()
+        self._pool = ThreadPoolExecutor(self.workers, "kvweave-copy")
+        self._scratch.clear()
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -18,6 +18,7 @@ from kvweave.server.save_operation import ArenaLayout
 from kvweave.store import HashedPrompt, Schema
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
+from kvweave.store.page_payloads import StagedScatter
 from kvweave.store.tier_stack import Budget
 
 
@@ -58,6 +59,8 @@ class ArenaReads:
         if not places:
             return
         arena, layout = session.arena(generation), ArenaLayout(session, self._schema)
+        if isinstance(hit.target, StagedScatter):
+            places = self._side_by_side(places, hit.target.together_bytes)
         in_time = takewhile(lambda _: not budget.is_spent, places.items())
         jobs = (layout.job(arena, hit.prompt, *piece, start) for piece, start in in_time)
         damaged = []
@@ -70,6 +73,16 @@ class ArenaReads:
             with self._or_miss():
                 what = packed(damaged, "<i4")
                 session.ask(hit.prompt, lambda sequence: protocol.Damaged(sequence, what), budget, generation)
+
+    def _side_by_side(self, places: dict[ChunkRef, int], most_bytes: int) -> dict[ChunkRef, int]:
+        """Pieces in such an order that up to so many bytes of one shard follow each other, and earlier chunks come
+        before later ones otherwise."""
+
+        def order(piece: ChunkRef) -> tuple[int, ChunkRef]:
+            shard, chunk = piece
+            return chunk * self._schema.shards[shard].payload_bytes // most_bytes, piece
+
+        return {piece: places[piece] for piece in sorted(places, key=order)}
 
 
 def fetch_to_arena(

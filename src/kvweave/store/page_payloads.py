@@ -59,13 +59,13 @@ class PagePayloads:
             return StagedScatter(self, tables, copier)
 
         def write(shard: Shard, chunk: int, payload: Bytes) -> None:
-            copier.scatter(self.sink_copies(shard, chunk, tables), payload)
+            copier.scatter(self.sink_copies(shard, [chunk], tables), payload)
 
         return write
 
-    def sink_copies(self, shard: Shard, chunk: int, tables: Tables) -> Iterator[BlockCopy]:
-        """The copies that write a chunk's payload into pages: of states all, else those whose page is there."""
-        return self._copies[shard.id].copies([chunk], tables, whole=not shard.reach.per_token)
+    def sink_copies(self, shard: Shard, chunks: Sequence[int], tables: Tables) -> Iterator[BlockCopy]:
+        """The copies that write chunks' payloads into pages: of states all, else those whose page is there."""
+        return self._copies[shard.id].copies(chunks, tables, whole=not shard.reach.per_token)
 
     def holds(self, shard: Shard, chunk: int, tables: Tables) -> bool:
         """Whether there is a page for every row of a chunk."""
@@ -81,7 +81,11 @@ class PagedSource(Protocol):
 
 @runtime_checkable
 class FillableSource(Protocol):
-    """A source that can write payloads into given memory, one after the other, from several threads at once."""
+    """A source that can write payloads into given memory, one after the other, from several threads at once; best
+    `together_bytes` of them by one call."""
+
+    @property
+    def together_bytes(self) -> int: ...
 
     def fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> None: ...
 
@@ -93,12 +97,18 @@ class StagedScatter:
         self._pages, self._tables, self._copier = pages, tables, copier
 
     def __call__(self, shard: Shard, chunk: int, payload: Bytes) -> None:
-        self._copier.scatter(self._pages.sink_copies(shard, chunk, self._tables), payload)
+        self._copier.scatter(self._pages.sink_copies(shard, [chunk], self._tables), payload)
 
-    def land(self, shard: Shard, chunk: int, payload: Bytes, is_intact: Callable[[], bool]) -> bool:
-        """As a call, for a payload that others may write to: it is copied first, then `is_intact` must say that it was
-        right until then, and only then pages are written. May be called by several threads."""
-        return self._copier.land(self._pages.sink_copies(shard, chunk, self._tables), payload, is_intact)
+    @property
+    def together_bytes(self) -> int:
+        return self._copier.together_bytes
+
+    def land(
+        self, shard: Shard, chunks: Sequence[int], payloads: Sequence[Bytes], is_intact: Callable[[], bool]
+    ) -> bool:
+        """As calls, for payloads that others may write to: they are copied first, then `is_intact` must say that they
+        were right until then, and only then pages are written. May be called by several threads."""
+        return self._copier.land(self._pages.sink_copies(shard, chunks, self._tables), payloads, is_intact)
 
 
 class Gather:
@@ -115,6 +125,10 @@ class Gather:
 
     def holds(self, shard: Shard, chunk: int) -> bool:
         return self._pages.holds(shard, chunk, self._tables)
+
+    @property
+    def together_bytes(self) -> int:
+        return self._copier.together_bytes
 
     def fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> None:
         """Only complete chunks: an incomplete one would be taken for complete by a prompt that ends earlier."""

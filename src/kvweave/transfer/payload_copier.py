@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +37,17 @@ class CUDAPayloadCopier:
     and is scattered. Each call blocks until it is done; calls of several threads overlap, and have staging memory each.
     """
 
+    together_bytes = 16 << 20
+    """To say what a call has to do takes the host as long as to copy some megabytes."""
+
     def __init__(self, pools: Mapping[str, torch.Tensor]) -> None:
         devices = {pool.device for pool in pools.values()}
         if [device.type for device in devices] != ["cuda"]:
             names = ", ".join(sorted(map(str, devices))) or "(none)"
             raise BadCopy(f"pools must be on one GPU, not on {names}; describe the memory of each device apart")
         (self._device,), self._pools = devices, pools
+        self._addresses = {name: int(pool.data_ptr()) for name, pool in pools.items()}
+        self._sizes = {name: int(pool.nbytes) for name, pool in pools.items()}
         self._context, self._tabulator = context_of(self._device.index), Tabulator(self._device.index)
         self._idle: deque[_Channel] = deque()
         self._after: Event | None = None
@@ -54,7 +59,7 @@ class CUDAPayloadCopier:
         return following
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
-        table = self._table(copies, payload)
+        table = self._table(copies, payload.nbytes)
         if table.template.batches:
             commands, channel = CommandBuffer(), self._channel(payload.nbytes)
             self._launch(commands, channel, table, gather=True)
@@ -63,14 +68,18 @@ class CUDAPayloadCopier:
             self._idle.append(channel)  # a channel on which something broke is not used again
 
     def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
-        self.land(copies, payload, lambda: True)
+        self.land(copies, [payload], lambda: True)
 
-    def land(self, copies: Iterable[BlockCopy], payload: Bytes, is_intact: Callable[[], bool]) -> bool:
-        table = self._table(copies, payload)
+    def land(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes], is_intact: Callable[[], bool]) -> bool:
+        num_bytes = sum(payload.nbytes for payload in payloads)
+        table = self._table(copies, num_bytes)
         if not table.template.batches:
             return is_intact()
-        commands, channel = CommandBuffer(), self._channel(payload.nbytes)
-        commands.copy(channel.slot.address, payload.ctypes.data, payload.nbytes, channel.number)
+        commands, channel = CommandBuffer(), self._channel(num_bytes)
+        target = channel.slot.address
+        for payload in payloads:
+            commands.copy(target, payload.ctypes.data, payload.nbytes, channel.number)
+            target += payload.nbytes
         self._carry_out(commands, channel)
         fine = is_intact()
         if fine:
@@ -96,10 +105,8 @@ class CUDAPayloadCopier:
         submit(commands, self._context, 0, done)
         done.wait()
 
-    def _table(self, copies: Iterable[BlockCopy], payload: Bytes) -> PayloadTable:
-        addresses = {name: int(pool.data_ptr()) for name, pool in self._pools.items()}
-        sizes = {name: int(pool.nbytes) for name, pool in self._pools.items()}
-        return PayloadTable(copies, addresses, sizes, payload.nbytes)
+    def _table(self, copies: Iterable[BlockCopy], payload_bytes: int) -> PayloadTable:
+        return PayloadTable(copies, self._addresses, self._sizes, payload_bytes)
 
     def _channel(self, num_bytes: int) -> _Channel:
         try:

@@ -29,9 +29,10 @@ class PayloadTable:
         batches, found = [], list[Numbers]()
         for copy in copies:
             if len(copy.held):
-                copy.check(sizes[copy.pool], payload_bytes)
+                copy.check(np.array([sizes[name] for name in copy.pools]), payload_bytes)
+                pools = copy.of_pools(np.array([addresses[name] for name in copy.pools]))
                 batches.append(PageBatch(0, _tiling(copy), np.arange(len(copy.held)), copy.kept))
-                found += [copy.held + addresses[copy.pool], copy.kept]
+                found += [copy.held + pools, copy.kept]
         self.template = CopyTemplate(payload_bytes, 0, batches=tuple(batches), staged_bytes=payload_bytes)
         self.address_table = np.concatenate([np.empty(0, np.int64), *found])
         pages = (int(np.bitwise_or.reduce(numbers)) for numbers in found[::2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,12 +31,28 @@ class FixedBatchStep(BatchStep):
         return self.fixed.step
 
 
+class LayersByCall:
+    """The layers of a cache for a model that asks for one by its number: to `torch.compile` a call, whose outcome it
+    does not know. Of a list it would compile the code of each number anew."""
+
+    def __init__(self, layers: SequenceOf[Any]) -> None:
+        self._layers = layers
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __getitem__(self, number: int) -> Any:
+        return self._layers[number]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
 class FixedCache(StepCache):
     """The rows of one step; all layers attend in place. States are copied in, and back when the model has returned."""
 
     def __init__(self, memory: PagedMemory, fixed: FixedStep) -> None:
         super().__init__(memory, [], [UNKNOWN])
         self._fixed = fixed
+        self.layers: Any = LayersByCall(self.layers)
 
     @property
     def is_open(self) -> bool:

@@ -1,0 +1,148 @@
+"""On an H200: an engine's pages go to the daemon and back at 95% of a flat pinned copy's speed, checks included.
+
+Tensors in vLLM's layouts, blocks of 16 tokens all over them, 16 chunks of 256 tokens: `[blocks, 2, tokens, heads, dim]`
+of 32 layers, and latents `[blocks, tokens, 576]` of 61. One save, and one lookup and load, from the call until all is
+there, checksums included; the ceiling is one flat copy of as many bytes between the device and pinned memory, in turns.
+The peer is LMCache 0.5.6, whose figures are of its kernels alone, without a server, on another machine of the kind.
+
+Run: PYTHONPATH=src:. python3 -m bench.server_gpu [rounds]
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.server import HERE
+from bench.transfer import PEERS, tell
+from kvweave.errors import ServerError
+from kvweave.server import Client, RemoteStore, Settings, protocol
+from kvweave.server.run import run
+from kvweave.spec import ModelSpec
+from kvweave.store import EngineMemory, PagePayloads, Schema, TableUse
+from kvweave.tensor import GQA, MLA, LayerRequest, assemble
+from kvweave.transfer.payload_copier import payload_copier
+
+CHUNKS, CHUNK, BLOCK, GOAL = 16, 256, 16, 0.95
+TOKENS = CHUNKS * CHUNK
+
+
+@contextmanager
+def daemon(folder: Path) -> Iterator[Path]:
+    settings = Settings(memory=2 << 30, socket=folder / "kv.sock")
+    process = multiprocessing.get_context("spawn").Process(target=run, args=(settings,))
+    process.start()
+    try:
+        connected(settings.socket).close()
+        yield settings.socket
+    finally:
+        process.terminate()
+        process.join()
+
+
+def connected(socket: Path) -> Client:
+    """A client whose arena is registered for DMA."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            client = Client(socket)
+            assert client.register(), "the arena is not registered for DMA"
+        except ServerError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+        else:
+            return client
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 1 << 15, shape, dtype=torch.int16, device="cuda").view(torch.bfloat16)
+
+
+def engines() -> dict[str, tuple[ModelSpec, EngineMemory]]:
+    """Models, and tensors as vLLM would allocate them."""
+    blocks = 1 + 2 * TOKENS // BLOCK
+    gqa = assemble("gqa", [(GQA(), LayerRequest(layer, heads=8)) for layer in range(32)])
+    mla = assemble("mla", [(MLA(), LayerRequest(layer)) for layer in range(61)])
+    both = {layer: random(blocks, 2, BLOCK, 8, 128) for layer in range(32)}
+    tensors = {
+        "gqa": {(layer, role): both[layer][:, i] for layer in both for i, role in enumerate(("key", "value"))},
+        "mla": {(layer, "latent"): random(blocks, BLOCK, 576) for layer in range(61)},
+    }
+    return {spec.model_type: (spec, described(spec, tensors[spec.model_type])) for spec in (gqa, mla)}
+
+
+def described(spec: ModelSpec, tensors: dict[tuple[int, str], torch.Tensor]) -> EngineMemory:
+    ((tag, _),) = spec.groups().items()
+    tables = {(layer, tag): TableUse("pages", BLOCK) for layer, _ in tensors}
+    return EngineMemory.of_tensors({(layer, tag, role): tensor for (layer, role), tensor in tensors.items()}, tables)
+
+
+def seconds(act: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    act()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(name: str, spec: ModelSpec, memory: EngineMemory, socket: Path, workers: int, rounds: int) -> None:
+    schema = Schema.of(spec, chunk_tokens=CHUNK)
+    pages = PagePayloads(schema, memory, payload_copier(memory.pools))
+    store = RemoteStore(schema, connected(socket), workers=workers)
+    order = np.random.default_rng(0).permutation(np.arange(1, 1 + 2 * TOKENS // BLOCK)).astype(np.int32)
+    at, to = ({"pages": order[part::2][: TOKENS // BLOCK]} for part in range(2))
+    num_bytes = CHUNKS * sum(shard.payload_bytes for shard in schema.shards)
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    times: dict[str, list[float]] = {"store": [], "load": [], "flat store": [], "flat load": []}
+    for number in range(rounds):
+        prompt = store.prompt([number, *range(TOKENS)], HERE)
+        times["flat store"].append(seconds(partial(host.copy_, device, non_blocking=True)))
+        times["store"].append(seconds(partial(store.save, prompt, pages.source(at))))
+        times["flat load"].append(seconds(partial(device.copy_, host, non_blocking=True)))
+        times["load"].append(seconds(partial(load, store, prompt, pages, to)))
+        if not number:
+            check(pages, schema, at, to)
+        store.client.ask(protocol.Clear(), protocol.ClearReply)
+    speed = {what: num_bytes / statistics.median(taken[2:]) / 1e9 for what, taken in times.items()}
+    for what in ("store", "load"):
+        peer = PEERS[name if name == "gqa" else "mla+indexer", CHUNKS][what]
+        claim = f"{what} through the daemon, {name}, {CHUNKS} chunks ({num_bytes / 1e6:.0f} MB), {workers} threads"
+        tell(claim, speed[what], speed[f"flat {what}"], GOAL, peer)
+    store.close()
+
+
+def load(store: RemoteStore, prompt: Any, pages: PagePayloads, to: dict[str, Any]) -> None:
+    found = store.load(store.lookup(prompt), pages.sink(to))
+    assert found == TOKENS, f"{found} of {TOKENS} tokens"
+
+
+def check(pages: PagePayloads, schema: Schema, at: dict[str, Any], to: dict[str, Any]) -> None:
+    """What came is what went."""
+    one, other = pages.source(at), pages.source(to)
+    for shard in schema.shards:
+        assert np.array_equal(one(shard, CHUNKS - 1), other(shard, CHUNKS - 1)), shard.tag
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 12
+    with tempfile.TemporaryDirectory() as folder, daemon(Path(folder)) as socket:
+        for name, (spec, memory) in engines().items():
+            for workers in (2, 4, 8):
+                measure(name, spec, memory, socket, workers, rounds)
+
+
+if __name__ == "__main__":
+    main()
