@@ -140,7 +140,7 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 12
     with tempfile.TemporaryDirectory() as folder, daemon(Path(folder)) as socket:
         for name, (spec, memory) in engines().items():
-            for workers in (2, 4, 8):
+            for workers in (4, 8, 12):
                 measure(name, spec, memory, socket, workers, rounds)
 
 

@@ -207,6 +207,8 @@ class CompiledLayers:
 
     def __init__(self, model: Any) -> None:
         self._layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        linears = (module for layer in self._layers for module in layer.modules() if type(module) is torch.nn.Linear)
+        self._narrowing = [linear for linear in linears if linear.in_features > linear.out_features]
         self._compiled = [
             torch.compile(layer._call_impl, options={"coordinate_descent_tuning": True}) for layer in self._layers
         ]
@@ -216,11 +218,34 @@ class CompiledLayers:
         self._config.__enter__()
         for layer, compiled in zip(self._layers, self._compiled, strict=True):
             layer._compiled_call_impl = compiled
+        for linear in self._narrowing:
+            linear.__class__ = NarrowingLinear
 
     def __exit__(self, *_: object) -> None:
+        for linear in self._narrowing:
+            linear.__class__ = torch.nn.Linear
         for layer in self._layers:
             layer._compiled_call_impl = None
         self._config.__exit__(None, None, None)
+
+
+class NarrowingLinear(torch.nn.Linear):
+    """Takes one row as it is in memory. `torch.compile` makes a product with one row a sum, and computes what it is of,
+    as the activation of a feed-forward layer, once for every number of the result: 41 us instead of 16 on an H200."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(in_memory(hidden) if hidden.numel() == self.in_features else hidden)
+
+
+@torch.library.custom_op("kvweave::in_memory", mutates_args=())
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, which no compiler sees through."""
+    return tensor.clone()
+
+
+@in_memory.register_fake
+def _in_memory_shape(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor)
 
 
 def longest_sequence(core: Cache) -> int:
