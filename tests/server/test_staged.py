@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvweave.copying import BlockCopy, HostPayloadCopier, StagedCopier
+from kvweave.copying import BlockCopy, HostPayloadCopier, Landing, StagedCopier
 from kvweave.errors import BadCopy
 from kvweave.server import Daemon, RemoteStore
 from kvweave.store import EngineMemory, PagePayloads
@@ -33,15 +33,23 @@ class StagingCopier(HostPayloadCopier):
     def after_caller(self) -> StagingCopier:
         return self
 
-    def land(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes], is_intact: Callable[[], bool]) -> bool:
+    def begin_gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> Callable[[], None]:
+        self.gather(copies, payload)
+        return lambda: None
+
+    def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
         self.seen += payloads
         self.calls += 1
         staged = np.concatenate(payloads)
-        self.between()
-        fine = is_intact()
-        if fine:
-            self.scatter(copies, staged)
-        return fine
+
+        def land(is_intact: Callable[[], bool]) -> bool:
+            self.between()
+            fine = is_intact()
+            if fine:
+                self.scatter(copies, staged)
+            return fine
+
+        return land
 
 
 def engine() -> tuple[Rank, PagePayloads, StagingCopier]:
@@ -143,4 +151,29 @@ def test_no_copy_outlives_a_load_that_raised(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(BadCopy):
             client.load(client.lookup(prompt()), pages.sink(made.table))
         assert len(ended) == copier.calls > 1
+        client.close()
+
+
+def test_no_gather_outlives_a_save_that_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.server.arena_copier.THREADED_BYTES", 1)
+    begun, ended = [], []
+
+    class Breaking(StagingCopier):
+        def begin_gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> Callable[[], None]:  # noqa: ARG002
+            begun.append(1)
+
+            def finish() -> None:
+                time.sleep(0.05)
+                ended.append(1)
+                raise BadCopy("no such page")
+
+            return finish
+
+    with serving(settings(tmp_path)) as daemon:
+        client, made = store(daemon.settings.socket), rank(SCHEMA, SPEC, TOKENS, block_tokens=64)
+        pages = PagePayloads(SCHEMA, EngineMemory.of_plan(made.plan, made.pools), Breaking(made.pools))
+        with pytest.raises(BadCopy):
+            client.save(prompt(), pages.source(made.table), points=POINTS)
+        assert len(ended) == len(begun) > 1
+        assert client.lookup(prompt()).position == 0
         client.close()

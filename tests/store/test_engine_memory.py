@@ -140,7 +140,7 @@ def test_payloads_that_are_collected_together_are_those_that_are_collected_one_b
     source = engine.pages.source(engine.tables)
     for shard in (shard for shard in schema.shards if shard.reach.per_token):
         together = np.zeros(len(chunks) * shard.payload_bytes, np.uint8)
-        source.fill(shard, chunks, together)
+        source.begin_fill(shard, chunks, together)()
         assert together.tobytes() == b"".join(source(shard, chunk).tobytes() for chunk in chunks)
 
 

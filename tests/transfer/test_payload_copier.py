@@ -89,7 +89,7 @@ def test_a_payload_on_its_way_to_a_gpu_is_judged_before_pages_are_written(fine: 
             payload[:] = 0xEE  # it was read by then
             return fine
 
-        assert sink.land(SCHEMA.shards[number], [chunk], [payload], judged) is fine
+        assert sink.begin_landing(SCHEMA.shards[number], [chunk], [payload])(judged) is fine
     assert came_back(engine, pools) == expected
 
 

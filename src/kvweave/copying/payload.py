@@ -62,13 +62,22 @@ class PayloadCopier(Protocol):
         ...
 
 
+Landing = Callable[[Callable[[], bool]], bool]
+"""Waits until payloads were copied from where they are, then asks whether they were intact until now, and writes the
+pools only if so; returns whether they were."""
+
+
 @runtime_checkable
 class StagedCopier(PayloadCopier, Protocol):
-    """Copies through memory of its own, so that payloads which others may change are checked between the two halves."""
+    """Copies through memory of its own, so that copies of many payloads overlap, and payloads which others may change
+    are checked on their way."""
 
-    def land(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes], is_intact: Callable[[], bool]) -> bool:
-        """Copy payloads, which are one for `copies`, one after the other; call `is_intact`, and write the pools only if
-        that is so; returns whether it was."""
+    def begin_gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> Callable[[], None]:
+        """Start a gather; the returned function waits for its end."""
+        ...
+
+    def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
+        """Start a scatter of payloads, which are one for `copies`, one after the other."""
         ...
 
 

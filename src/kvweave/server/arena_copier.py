@@ -39,23 +39,27 @@ def read(job: ArenaBlob, payload: Bytes) -> list[bool]:
     return [BlobCheck(job.shard, job.chunk, job.key).copied(job.place, payload) is not None]
 
 
-def land(jobs: Sequence[ArenaBlob], sink: StagedScatter, until: float) -> list[bool]:
-    """Copy payloads of one shard from the arena to a sink's pages; returns which were intact, and the lease not over
-    (`until`). If one was not, each is copied by itself.
+def begin_landing(jobs: Sequence[ArenaBlob], sink: StagedScatter, until: float) -> Finish[list[bool]]:
+    """Start to copy payloads of one shard from the arena to a sink's pages. What is returned ends it, and returns which
+    were intact, and the lease not over (`until`); if one was not, each is copied by itself.
 
     Blobs are checked after they were read. Under a lease no other blob is written there; a client that writes without
     one damages the blob for good, so what was wrong when it was read is found wrong.
     """
     checks = [BlobCheck(job.shard, job.chunk, job.key) for job in jobs]
     payloads = [job.place[check.head_bytes :] for job, check in zip(jobs, checks, strict=True)]
+    land = sink.begin_landing(jobs[0].shard, [job.chunk for job in jobs], payloads)
 
     def are_intact() -> bool:
         passed = all(check.passes(job.place) for job, check in zip(jobs, checks, strict=True))
         return passed and time.monotonic() < until
 
-    if sink.land(jobs[0].shard, [job.chunk for job in jobs], payloads, are_intact):
-        return [True] * len(jobs)
-    return [False] if len(jobs) == 1 else [land([job], sink, until)[0] for job in jobs]
+    def finish() -> list[bool]:
+        if land(are_intact):
+            return [True] * len(jobs)
+        return [False] if len(jobs) == 1 else [begin_landing([job], sink, until)()[0] for job in jobs]
+
+    return finish
 
 
 def _together(jobs: Iterable[ArenaBlob], most_bytes: int) -> Iterator[list[ArenaBlob]]:
@@ -90,7 +94,7 @@ class ArenaCopier:
             for together in _together(jobs, target.together_bytes if isinstance(target, StagedScatter) else 0):
                 job, memory = together[0], together[0].place
                 if isinstance(target, StagedScatter):
-                    work = partial(land, together, target, until)
+                    work = begin_landing(together, target, until)
                 else:
                     memory = target(job.shard, job.chunk) if target else self._memory(self._largest)
                     work = partial(read, job, memory[: job.shard.payload_bytes])
@@ -117,13 +121,20 @@ class ArenaCopier:
         more."""
         if not isinstance(source, FillableSource):
             return self._write_given(jobs, source, until)
-        flying: list[Finish[bool]] = []
+        flying: deque[Finish[bool]] = deque()
+        fine = True
         try:
             for together in _together(sorted(jobs, key=lambda job: job.shard.id), source.together_bytes):
-                flying.append(self._run(together, partial(self._write_filled, together, source, until)))
+                flying.append(self._run(together, self._begin_filled(together, source, until)))
+                if len(flying) > self.workers:
+                    fine &= flying.popleft()()
+            while flying:
+                fine &= flying.popleft()()
         finally:
-            fine = [finish() for finish in flying]
-        return all(fine)
+            for finish in flying:
+                with suppress(Exception):  # one is on its way to the caller
+                    finish()
+        return fine
 
     def _write_given(self, jobs: Iterable[ArenaBlob], source: Source, until: float) -> bool:
         writing = ArenaWriter(source, until, 2 * self.workers)
@@ -134,16 +145,21 @@ class ArenaCopier:
             writing.finish()
         return writing.fine
 
-    def _write_filled(self, jobs: Sequence[ArenaBlob], source: FillableSource, until: float) -> bool:
+    def _begin_filled(self, jobs: Sequence[ArenaBlob], source: FillableSource, until: float) -> Finish[bool]:
         """Blobs of one shard: collected by one call, as that takes longer than to copy a small one."""
         memory, size = self._memory(max(source.together_bytes, self._largest)), jobs[0].shard.payload_bytes
-        try:
-            # not directly into the arena, which others could write to between the copy and its checksum
-            source.fill(jobs[0].shard, [job.chunk for job in jobs], memory[: len(jobs) * size])
-            payloads = memory[: len(jobs) * size].reshape(len(jobs), size)
-            return all(write(*job, payload, until) for job, payload in zip(jobs, payloads, strict=True))
-        finally:
-            self._scratch[memory.nbytes].append(memory)
+        # not directly into the arena, which others could write to between the copy and its checksum
+        payloads = memory[: len(jobs) * size].reshape(len(jobs), size)
+        fill = source.begin_fill(jobs[0].shard, [job.chunk for job in jobs], payloads.reshape(-1))
+
+        def finish() -> bool:
+            try:
+                fill()
+                return all(write(*job, payload, until) for job, payload in zip(jobs, payloads, strict=True))
+            finally:
+                self._scratch[memory.nbytes].append(memory)
+
+        return finish
 
     def _memory(self, num_bytes: int) -> Bytes:
         try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from kvweave.copying import BlockCopy, HostPayloadCopier, PayloadCopier, StagedCopier
+from kvweave.copying import BlockCopy, HostPayloadCopier, Landing, PayloadCopier, StagedCopier
 from kvweave.errors import StoreError
 from kvweave.store.engine_memory import EngineMemory
 from kvweave.store.files import aligned
@@ -81,13 +81,13 @@ class PagedSource(Protocol):
 
 @runtime_checkable
 class FillableSource(Protocol):
-    """A source that can write payloads into given memory, one after the other, from several threads at once; best
-    `together_bytes` of them by one call."""
+    """A source that can write payloads into given memory, one after the other, best `together_bytes` of them by one
+    call. What `begin_fill` returns ends the call, and may be called by another thread."""
 
     @property
     def together_bytes(self) -> int: ...
 
-    def fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> None: ...
+    def begin_fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> Callable[[], None]: ...
 
 
 class StagedScatter:
@@ -103,12 +103,10 @@ class StagedScatter:
     def together_bytes(self) -> int:
         return self._copier.together_bytes
 
-    def land(
-        self, shard: Shard, chunks: Sequence[int], payloads: Sequence[Bytes], is_intact: Callable[[], bool]
-    ) -> bool:
-        """As calls, for payloads that others may write to: they are copied first, then `is_intact` must say that they
-        were right until then, and only then pages are written. May be called by several threads."""
-        return self._copier.land(self._pages.sink_copies(shard, chunks, self._tables), payloads, is_intact)
+    def begin_landing(self, shard: Shard, chunks: Sequence[int], payloads: Sequence[Bytes]) -> Landing:
+        """As calls, for payloads that others may write to. What is returned ends it, and may be called by another
+        thread."""
+        return self._copier.begin_landing(self._pages.sink_copies(shard, chunks, self._tables), payloads)
 
 
 class Gather:
@@ -119,7 +117,7 @@ class Gather:
 
     def __call__(self, shard: Shard, chunk: int) -> Bytes:
         out = aligned(shard.payload_bytes)
-        self.fill(shard, [chunk], out)
+        self.begin_fill(shard, [chunk], out)()
         out.flags.writeable = False
         return out
 
@@ -130,6 +128,9 @@ class Gather:
     def together_bytes(self) -> int:
         return self._copier.together_bytes
 
-    def fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> None:
+    def begin_fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> Callable[[], None]:
         """Only complete chunks: an incomplete one would be taken for complete by a prompt that ends earlier."""
-        self._copier.gather(self._pages._copies[shard.id].copies(chunks, self._tables, whole=True), out)
+        copies = self._pages._copies[shard.id].copies(chunks, self._tables, whole=True)
+        if isinstance(self._copier, StagedCopier):
+            return self._copier.begin_gather(copies, out)
+        return partial(self._copier.gather, copies, out)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvweave.copying import BlockCopy, Bytes
+from kvweave.copying import BlockCopy, Bytes, Landing
 from kvweave.errors import BadCopy
 from kvweave.transfer.command_buffer import CommandBuffer
 from kvweave.transfer.driver import Event, context_of, submit
@@ -34,7 +34,7 @@ class CUDAPayloadCopier:
     """Between pools on one GPU and payloads on the host, fast where these are pinned. A `StagedCopier`.
 
     A payload is gathered in staging memory in the order in which it is stored, and leaves by one copy; it comes by one,
-    and is scattered. Each call blocks until it is done; calls of several threads overlap, and have staging memory each.
+    and is scattered. What was begun and what several threads do overlaps, and has staging memory each.
     """
 
     together_bytes = 16 << 20
@@ -59,35 +59,48 @@ class CUDAPayloadCopier:
         return following
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
+        self.begin_gather(copies, payload)()
+
+    def begin_gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> Callable[[], None]:
         table = self._table(copies, payload.nbytes)
-        if table.template.batches:
-            commands, channel = CommandBuffer(), self._channel(payload.nbytes)
-            self._launch(commands, channel, table, gather=True)
-            commands.copy(payload.ctypes.data, channel.slot.address, payload.nbytes, channel.number)
-            self._carry_out(commands, channel)
+        if not table.template.batches:
+            return lambda: None
+        commands, channel = CommandBuffer(), self._channel(payload.nbytes)
+        self._launch(commands, channel, table, gather=True)
+        commands.copy(payload.ctypes.data, channel.slot.address, payload.nbytes, channel.number)
+        done = self._submit(commands, channel)
+
+        def finish() -> None:
+            done.wait()
             self._idle.append(channel)  # a channel on which something broke is not used again
 
-    def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
-        self.land(copies, [payload], lambda: True)
+        return finish
 
-    def land(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes], is_intact: Callable[[], bool]) -> bool:
+    def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
+        self.begin_landing(copies, [payload])(lambda: True)
+
+    def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
         num_bytes = sum(payload.nbytes for payload in payloads)
         table = self._table(copies, num_bytes)
         if not table.template.batches:
-            return is_intact()
-        commands, channel = CommandBuffer(), self._channel(num_bytes)
+            return lambda is_intact: is_intact()
+        copying, writing, channel = CommandBuffer(), CommandBuffer(), self._channel(num_bytes)
         target = channel.slot.address
         for payload in payloads:
-            commands.copy(target, payload.ctypes.data, payload.nbytes, channel.number)
+            copying.copy(target, payload.ctypes.data, payload.nbytes, channel.number)
             target += payload.nbytes
-        self._carry_out(commands, channel)
-        fine = is_intact()
-        if fine:
-            commands = CommandBuffer()
-            self._launch(commands, channel, table, gather=False)
-            self._carry_out(commands, channel)
-        self._idle.append(channel)
-        return fine
+        arrived = self._submit(copying, channel)
+        self._launch(writing, channel, table, gather=False)
+
+        def land(is_intact: Callable[[], bool]) -> bool:
+            arrived.wait()
+            fine = is_intact()
+            if fine:
+                self._submit(writing, channel).wait()
+            self._idle.append(channel)
+            return fine
+
+        return land
 
     def _launch(self, commands: CommandBuffer, channel: _Channel, table: PayloadTable, *, gather: bool) -> None:
         if self._after is not None:
@@ -98,12 +111,12 @@ class CUDAPayloadCopier:
             self._device.index, gather=gather,
         )  # fmt: skip
 
-    def _carry_out(self, commands: CommandBuffer, channel: _Channel) -> None:
-        """Submit, and wait for the end."""
+    def _submit(self, commands: CommandBuffer, channel: _Channel) -> Event:
+        """Submit; the event is done when all commands are."""
         done = Event(self._context)
         commands.signal(channel.number)
         submit(commands, self._context, 0, done)
-        done.wait()
+        return done
 
     def _table(self, copies: Iterable[BlockCopy], payload_bytes: int) -> PayloadTable:
         return PayloadTable(copies, self._addresses, self._sizes, payload_bytes)

@@ -207,8 +207,9 @@ class CompiledLayers:
 
     def __init__(self, model: Any) -> None:
         self._layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        linears = (module for layer in self._layers for module in layer.modules() if type(module) is torch.nn.Linear)
-        self._narrowing = [linear for linear in linears if linear.in_features > linear.out_features]
+        width = model.get_input_embeddings().weight.shape[-1]
+        linears = [module for layer in self._layers for module in layer.modules() if type(module) is torch.nn.Linear]
+        self._narrowing = [linear for linear in linears if linear.in_features > linear.out_features == width]
         self._compiled = [
             torch.compile(layer._call_impl, options={"coordinate_descent_tuning": True}) for layer in self._layers
         ]
@@ -231,7 +232,7 @@ class CompiledLayers:
 
 class NarrowingLinear(torch.nn.Linear):
     """Takes one row as it is in memory. `torch.compile` makes a product with one row a sum, and computes what it is of,
-    as the activation of a feed-forward layer, once for every number of the result: 41 us instead of 16 on an H200."""
+    as the activation of a feed-forward layer, once for every number of the result: 29 us instead of 14 on an H200."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(in_memory(hidden) if hidden.numel() == self.in_features else hidden)
