@@ -159,7 +159,7 @@ def test_no_gather_outlives_a_save_that_raised(tmp_path: Path, monkeypatch: pyte
     begun, ended = [], []
 
     class Breaking(StagingCopier):
-        def begin_gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> Callable[[], None]:  # noqa: ARG002
+        def begin_gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> Callable[[], None]:
             begun.append(1)
 
             def finish() -> None:
