@@ -22,7 +22,7 @@ from kvweave.cli.run.run_request import RunRequest
 from kvweave.cli.run.text import ByteTokenizer
 from kvweave.cli.run.workload import PromptWriter, WorkloadSize, agents, play
 from kvweave.cli.source import example_names
-from kvweave.integrations.transformers import KVWeave
+from kvweave.engine import Engine, EngineRequest
 from tests.cli.command import Kvweave
 from tests.cli.threads import one_thread  # noqa: F401
 
@@ -137,16 +137,16 @@ def test_a_chat_says_its_model_first_and_only_sums_at_the_end(
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = chat.AnswerPrinter.put
+    add = chat.AnswerPrinter.add
     interrupted: list[chat.AnswerPrinter] = []
 
-    def until_the_third(printer: chat.AnswerPrinter, value: Any) -> None:
-        put(printer, value)
+    def until_the_third(printer: chat.AnswerPrinter, token: int) -> None:
+        add(printer, token)
         if len(printer.tokens) == 3 and not interrupted:
             interrupted.append(printer)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat.AnswerPrinter, "put", until_the_third)
+    monkeypatch.setattr(chat.AnswerPrinter, "add", until_the_third)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello, who are you, and what do you keep?\nand now?\n"))
     run = kvweave(*GEMMA, "--chat")
     assert run.code == 0, run.err
@@ -312,21 +312,21 @@ def test_a_directory_without_a_tokenizer_reads_bytes_and_says_so(kvweave: Kvweav
 # ---- comparison can fail
 
 
-class Forgetful(KVWeave):
-    """Wipes its pages after each request, so that what is found is wrong."""
+class Forgetful(Engine):
+    """Wipes its pages before each request, so that what is found is wrong."""
 
-    def generate(self, *inputs: Any, **options: Any) -> Any:
-        answer = super().generate(*inputs, **options)
-        for memory in self.arena.tensors().values():
-            memory.zero_()
-        return answer
+    def submit(self, *prompt: Any, **options: Any) -> EngineRequest:
+        with self.weave.memory.core_lock:
+            for memory in self.weave.arena.tensors().values():
+                memory.zero_()
+        return super().submit(*prompt, **options)
 
 
 @pytest.mark.parametrize("argv", [GEMMA, QWEN], ids=["window", "states"])
 def test_a_token_that_differs_is_exit_code_1_and_one_line(
     kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(runner, "KVWeave", Forgetful)
+    monkeypatch.setattr(runner, "Engine", Forgetful)
     run = kvweave(*argv, *SMALL, "--compare")
     assert run.code == 1
     assert run.err.startswith("kvweave: ")
@@ -346,7 +346,7 @@ WRONG = {
     "not enough memory": ((*GEMMA[:-4], "--memory", "1KiB"), "would"),
     "no room for one prompt": (
         (*GEMMA[:-4], "--memory", "700KiB", "--prompt", "x" * 3000),
-        "a sequence of 3000 tokens, those from 2999 on in one step, takes",
+        "a sequence of 3128 tokens, those from 3127 on in one step, takes",
     ),
     "two things at once": ((*GEMMA, "--chat", "--prompt", "x"), "--prompt and --chat exclude one another"),
     "unknown workload": ((*GEMMA, "--workload", "agent"), "did you mean 'agents'?"),

@@ -50,6 +50,8 @@ class Admission:
             self._version = memory.watch.look()
         row = self._opener.open_sequence(prompt, store_batch, self._version)
         self._admitted[job.number] = Admitted(row, store_batch)
+        if store_batch and job.num_cached is None:
+            job.num_stored = store_batch.num_loaded
         return row.sequence
 
     def limit(self, job: Job, start: int) -> int:

@@ -323,7 +323,7 @@ class Engine:
         self._counts.update(finished=1, cached_tokens=job.num_cached or 0, preemptions=job.num_preempted)
         if self._on_finish is not None:
             self._on_finish(job)
-        entry.request.finish(reason, job.num_cached or 0, job.num_preempted)
+        entry.request.finish(reason, job.num_cached or 0, job.num_stored, job.num_preempted)
 
     def _fail(self, entries: Iterable[LiveRequest], error: BaseException) -> None:
         for entry in entries:

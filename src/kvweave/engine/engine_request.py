@@ -23,6 +23,8 @@ class Result:
     finish_reason: FinishReason
     cached_tokens: int
     """Tokens of the prompt that were found in the cache or the store."""
+    stored_tokens: int
+    """Those of them that came from the store."""
     preemptions: int
     logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)
 
@@ -123,12 +125,11 @@ class EngineRequest:
             self._tokens.append(token)
             self._tell()
 
-    def finish(self, reason: FinishReason, cached_tokens: int, preemptions: int) -> None:
+    def finish(self, reason: FinishReason, cached_tokens: int, stored_tokens: int, preemptions: int) -> None:
         with self._changed:
             if not self.is_done:
-                self._result = Result(
-                    self.prompt, tuple(self._tokens), reason, cached_tokens, preemptions, tuple(self._logprobs)
-                )
+                found = cached_tokens, stored_tokens, preemptions
+                self._result = Result(self.prompt, tuple(self._tokens), reason, *found, tuple(self._logprobs))
             self._tell()
 
     def fail(self, error: BaseException) -> None:

@@ -31,6 +31,8 @@ class Job:
     """Tokens that steps under way will give."""
     num_cached: int | None = None
     """Tokens of its prompt that were found when it first ran."""
+    num_stored: int = 0
+    """Those of them that came from the store."""
     num_preempted: int = 0
     is_shared: bool = True
     """Whether what is computed may be found by others."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from transformers import TextStreamer
 
 from kvweave.cli.run.format_outcomes import format_reuse
@@ -16,7 +17,7 @@ QUIT = ("/quit", "/exit")
 PROMPT = "you> "
 
 
-def converse(engine: ModelAsker, text: TextCodec, said: Iterable[str], tell: Callable[[str], None]) -> None:
+def converse(asker: ModelAsker, text: TextCodec, said: Iterable[str], tell: Callable[[str], None]) -> None:
     """Answer each line with the whole conversation as the prompt; what was reused is said after each answer.
 
     Ctrl-C ends the answer that is being given, and not the conversation.
@@ -26,27 +27,25 @@ def converse(engine: ModelAsker, text: TextCodec, said: Iterable[str], tell: Cal
         messages.append(("user", line))
         printer = AnswerPrinter(text)
         try:
-            engine.ask(f"turn {turn}", text.chat(messages), printer)
-            about = format_reuse(engine.outcomes[-1])
+            asker.ask(f"turn {turn}", text.chat(messages), printer.add)
+            about = format_reuse(asker.outcomes[-1])
         except KeyboardInterrupt:
-            printer.end()
             about = f"stopped after {len(printer.tokens)} tokens"
+        printer.streamer.end()
         messages.append(("assistant", text.decode(printer.tokens).strip()))
         tell(about)
 
 
-class AnswerPrinter(TextStreamer):  # type: ignore[misc]
+class AnswerPrinter:
     """Prints an answer as it comes, and has its tokens."""
 
     def __init__(self, text: TextCodec) -> None:
-        super().__init__(text, skip_prompt=True, skip_special_tokens=True)
+        self.streamer = TextStreamer(text, skip_special_tokens=True)
         self.tokens: list[int] = []
 
-    def put(self, value: Any) -> None:
-        """The prompt comes first, then the tokens of the answer."""
-        if not self.next_tokens_are_prompt:
-            self.tokens += value.flatten().tolist()
-        super().put(value)
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        self.streamer.put(torch.tensor([token]))
 
 
 def lines() -> Iterator[str]:

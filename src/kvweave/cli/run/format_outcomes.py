@@ -92,7 +92,8 @@ def format_total(outcomes: RunOutcomes) -> list[str]:
     )
     if not outcomes.unequal:
         lines.append(
-            f"All {outcomes.new_tokens:,} generated tokens are equal (logits within {outcomes.logit_difference:.1g})."
+            f"All {outcomes.new_tokens:,} generated tokens are equal (log-probabilities within"
+            f" {outcomes.logprob_difference:.1g})."
         )
     return lines
 

@@ -3,85 +3,80 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvweave.cli.run.outcome import BaselineOutcome, RequestOutcome
-from kvweave.integrations.transformers import KVWeave
+from kvweave.engine import Engine, Result, Sampling
 from kvweave.sim import TraceWriter
 
 WARM_UP_TOKENS = 8
 
 
 class ModelAsker:
-    """Asks a model: greedily, or with options of sampling as `generate` takes them. With `compare`, asks it again
-    without reuse, each time. `recording` is told of every request."""
+    """Asks an engine. With `compare`, asks its model again without reuse, each time. `recording` is told of every
+    request. Random tokens are drawn from the seed of `sampling` and the number of the request."""
 
     def __init__(
-        self,
-        weave: KVWeave,
-        max_new_tokens: int,
-        compare: bool,
-        recording: TraceWriter | None = None,
-        sampling: Mapping[str, float] | None = None,
+        self, engine: Engine, sampling: Sampling, compare: bool = False, recording: TraceWriter | None = None
     ) -> None:
-        self.weave, self.compare, self.recording = weave, compare, recording
+        self.engine, self.compare, self.recording = engine, compare, recording
         self.outcomes: list[RequestOutcome] = []
-        pad = weave.model.generation_config.pad_token_id
-        self._options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            **({"do_sample": True, **sampling} if sampling else {"do_sample": False}),
-            "num_beams": 1,
-            "pad_token_id": 0 if pad is None else pad,
-            "return_dict_in_generate": True,
-            "output_logits": compare,
-        }
+        self._sampling = replace(sampling, logprobs=0) if compare else sampling
 
     def warm_up(self) -> None:
         """The first call of a process pays for threads and kernels; no request should."""
-        ids = torch.arange(1, 1 + WARM_UP_TOKENS, device=self.weave.model.device)[None]
-        self.weave.model.generate(ids, attention_mask=torch.ones_like(ids), **self._options | {"max_new_tokens": 2})
+        self._generate(torch.arange(1, 1 + WARM_UP_TOKENS, device=self.engine.model.device)[None], max_new_tokens=2)
 
-    def ask(self, who: str, prompt: Sequence[int], streamer: Any = None) -> list[int]:
-        """The answer to a prompt; what it took is added to `outcomes`."""
-        arrived = time.monotonic()
-        ids = torch.tensor([list(prompt)], device=self.weave.model.device)
-        mask = torch.ones_like(ids)
-        answer = self.weave.generate(
-            ids, attention_mask=mask, **self._options | ({"streamer": streamer} if streamer else {})
-        )
-        record = self.weave.records[-1]
-        plain = self._plain(ids, mask, answer) if self.compare else None
-        self.outcomes.append(
-            RequestOutcome(
-                who,
-                record.prompt_tokens,
-                record.reused_tokens,
-                record.new_tokens,
-                record.first_token_seconds,
-                record.seconds,
-                plain,
-                record.stored_tokens,
-            )
-        )
-        tokens: list[int] = answer.sequences[0, ids.shape[1] :].tolist()
+    def ask(self, who: str, prompt: Sequence[int], on_token: Callable[[int], None] | None = None) -> list[int]:
+        """The answer to a prompt, told token by token; what it took is added to `outcomes`."""
+        arrived, start, first = time.monotonic(), time.perf_counter(), 0.0
+        request = self.engine.submit(prompt, replace(self._sampling, seed=self._seed()))
+        try:
+            for token in request:
+                first = first or time.perf_counter() - start
+                if on_token is not None:
+                    on_token(token)
+            result, seconds = request.result(), time.perf_counter() - start
+        finally:
+            request.cancel()
+        plain = self._plain(result) if self.compare else None
+        found = len(prompt), result.cached_tokens, len(result.tokens)
+        self.outcomes.append(RequestOutcome(who, *found, first, seconds, plain, result.stored_tokens))
         if self.recording is not None:
             session = who.partition(",")[0]
-            self.recording.write(prompt, tokens, session=session, cached=record.reused_tokens, arrived=arrived)
-        return tokens
+            cached = result.cached_tokens
+            self.recording.write(prompt, result.tokens, session=session, cached=cached, arrived=arrived)
+        return list(result.tokens)
 
-    def _plain(self, ids: torch.Tensor, mask: torch.Tensor, ours: Any) -> BaselineOutcome:
+    def _seed(self) -> int | None:
+        seed = self._sampling.seed
+        return None if seed is None else seed + len(self.outcomes)
+
+    def _plain(self, ours: Result) -> BaselineOutcome:
+        model = self.engine.model
+        ids = torch.tensor([ours.prompt], device=model.device)
         start = time.perf_counter()
-        with _first_forward(self.weave.model) as first:
-            theirs = self.weave.model.generate(ids, attention_mask=mask, **self._options)
+        with _first_forward(model) as first:
+            theirs = self._generate(ids, max_new_tokens=self._sampling.max_new_tokens)
         end = time.perf_counter()
-        at = _differs_at(ours.sequences[0, ids.shape[1] :].tolist(), theirs.sequences[0, ids.shape[1] :].tolist())
-        same = slice(None if at is None else at + 1)
-        gap = max(float((a - b).abs().max()) for a, b in zip(ours.logits[same], theirs.logits[same], strict=False))
-        return BaselineOutcome(first[0] - start, end - start, at, gap)
+        at = _differs_at(ours.tokens, theirs.sequences[0, ids.shape[1] :].tolist())
+        gaps = [
+            abs(one.logprob - float(other[0].float().log_softmax(-1)[one.token]))
+            for one, other in zip(ours.logprobs[: None if at is None else at + 1], theirs.logits, strict=False)
+        ]
+        return BaselineOutcome(first[0] - start, end - start, at, max(gaps))
+
+    def _generate(self, ids: torch.Tensor, **options: Any) -> Any:
+        """By transformers alone."""
+        pad = self.engine.model.generation_config.pad_token_id
+        how = {"do_sample": False, "num_beams": 1, "pad_token_id": 0 if pad is None else pad, "output_logits": True}
+        how |= {"return_dict_in_generate": True, "repetition_penalty": self._sampling.repetition_penalty, **options}
+        return self.engine.model.generate(ids, attention_mask=torch.ones_like(ids), **how)
 
 
 @contextmanager
@@ -101,7 +96,7 @@ def _first_forward(model: Any) -> Iterator[list[float]]:
         hook.remove()
 
 
-def _differs_at(ours: list[int], theirs: list[int]) -> int | None:
+def _differs_at(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     for at, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         if one != other:
             return at

@@ -11,14 +11,14 @@ from typing import Any
 class BaselineOutcome:
     """The same request without reuse: transformers' own cache, new each time.
 
-    `differs_at` is the first new token that is another one, None where all are equal; `logit_difference` is the largest
-    of any logit up to there.
+    `differs_at` is the first new token that is another one, None where all are equal; `logprob_difference` is the
+    largest of the logarithms of our tokens' probabilities, up to there.
     """
 
     first_token_seconds: float
     seconds: float
     differs_at: int | None
-    logit_difference: float
+    logprob_difference: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class RunOutcomes:
         return [outcome for outcome in self.each if not outcome.is_equal]
 
     @property
-    def logit_difference(self) -> float:
-        return max((outcome.plain.logit_difference for outcome in self.each if outcome.plain), default=0.0)
+    def logprob_difference(self) -> float:
+        return max((outcome.plain.logprob_difference for outcome in self.each if outcome.plain), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, as JSON has them."""

@@ -32,7 +32,7 @@ class RunRequest:
     compare: bool = False
     max_new_tokens: int | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Options of `generate` beside the temperature; none: greedy."""
+    """Of `Sampling`; none: greedy."""
     block_tokens: int = 16
     store: str | None = None
     weights: str | None = None

@@ -17,6 +17,7 @@ from kvweave.cli.run.model_asker import ModelAsker
 from kvweave.cli.run.outcome import RunOutcomes
 from kvweave.cli.run.run_request import RunRequest, RunResult
 from kvweave.cli.run.workload import WORKLOADS, PromptWriter, play
+from kvweave.engine import Engine, Sampling
 from kvweave.errors import ConfigError
 from kvweave.integrations.transformers import KVWeave, WeaveStats
 from kvweave.sim import TraceWriter
@@ -33,18 +34,25 @@ def run(request: RunRequest, on_request: OnProgress, tell: OnProgress) -> RunRes
         request.source, size=request.parameters, dtype=request.dtype, device=request.device, seed=request.seed
     )
     options: dict[str, Any] = {"block_tokens": request.block_tokens, "store": request.store, "weights": request.weights}
-    with KVWeave(loaded.model, request.memory, **options) as weave:
+    with Engine(loaded.model, request.memory, **options) as engine:
+        weave = engine.weave
         _check_length(request, weave)
         with _recording(request, weave) as recording:
-            engine = ModelAsker(weave, request.most_new_tokens, request.compare, recording, request.sampling)
-            engine.warm_up()
-            transformers.set_seed(request.seed)
+            asker = ModelAsker(engine, _sampling(request, loaded.model), request.compare, recording)
+            asker.warm_up()
             on_request("")
-            said = _generate(request, loaded, engine, on_request, tell)
+            said = _generate(request, loaded, asker, on_request, tell)
         answer = PlanResult(weave.plan, weave.served.spec, loaded.dtype)
-        snapshot, outcomes = weave.core.contents(), RunOutcomes.of(engine.outcomes)
-        store = _store(weave.stats())
+        with weave.memory.core_lock:
+            snapshot = weave.core.contents()
+        outcomes, store = RunOutcomes.of(asker.outcomes), _store(weave.stats())
     return RunResult(request, loaded.name, loaded.about, loaded.num_parameters, answer, outcomes, snapshot, store, said)
+
+
+def _sampling(request: RunRequest, model: Any) -> Sampling:
+    penalty = model.generation_config.repetition_penalty or 1.0
+    chosen: dict[str, Any] = {"repetition_penalty": penalty, **request.sampling}
+    return Sampling(request.most_new_tokens, seed=request.seed, **chosen)
 
 
 def _recording(request: RunRequest, weave: KVWeave) -> AbstractContextManager[TraceWriter | None]:
@@ -67,24 +75,22 @@ def _check_length(request: RunRequest, weave: KVWeave) -> None:
 
 
 def _generate(
-    request: RunRequest, loaded: LoadedModel, engine: ModelAsker, on_request: OnProgress, tell: OnProgress
+    request: RunRequest, loaded: LoadedModel, asker: ModelAsker, on_request: OnProgress, tell: OnProgress
 ) -> tuple[str, ...]:
     if request.chat:
         for about in (loaded.name, *loaded.about):
             tell(about)
-        converse(engine, loaded.text, lines(), tell)
+        converse(asker, loaded.text, lines(), tell)
         return ()
     if request.prompts:
-        return tuple(
-            _prompt(loaded, engine, number, text, on_request) for number, text in enumerate(request.prompts, 1)
-        )
+        return tuple(_prompt(loaded, asker, number, text, on_request) for number, text in enumerate(request.prompts, 1))
     asks = WORKLOADS[request.played](PromptWriter(loaded.text, Random(request.seed)), request.size)
-    for ask in play(asks, lambda ask: engine.ask(ask.who, ask.prompt)):
+    for ask in play(asks, lambda ask: asker.ask(ask.who, ask.prompt)):
         on_request(ask.who)
     return ()
 
 
-def _prompt(loaded: LoadedModel, engine: ModelAsker, number: int, text: str, on_request: OnProgress) -> str:
-    answer = engine.ask(f"prompt {number}", loaded.text.encode(text))
+def _prompt(loaded: LoadedModel, asker: ModelAsker, number: int, text: str, on_request: OnProgress) -> str:
+    answer = asker.ask(f"prompt {number}", loaded.text.encode(text))
     on_request(f"prompt {number}")
     return loaded.text.decode(answer)
