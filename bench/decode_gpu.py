@@ -58,7 +58,7 @@ def on_pages(weave: KVWeave, rows: int, context: int) -> dict[str, float]:
     sequences, counts = filled(weave, rows, context), [1] * rows
     size = weave.graphs.size_of(counts, [context] * rows)
     assert size, "the model decodes by graphs"
-    ids, launched = np.full(rows, 7), deque[torch.Tensor]()
+    ids, launched = np.full(rows, 7), deque[torch.cuda.Event]()
     start, host = time.perf_counter(), 0.0
     for step in range(STEPS + 8):
         if step == 8:
@@ -68,11 +68,12 @@ def on_pages(weave: KVWeave, rows: int, context: int) -> dict[str, float]:
         carry_out(weave.arena, weave.core.extend(sequences, 1))
         chosen = weave.graphs.run(sequences, counts, ids, size).argmax(-1)
         weave.graphs.note_tokens(sequences, chosen)
-        launched.append(chosen)
+        chosen.to("cpu", non_blocking=True)
+        launched.append(torch.cuda.current_stream().record_event())
         ids = np.full(rows, UNKNOWN_ID)
         host += time.perf_counter() - began
         if len(launched) > (0 if weave.served.has_states else 1):  # the engine runs one step ahead where it can
-            launched.popleft().tolist()
+            launched.popleft().synchronize()
             began = time.perf_counter()
             lengths = [context + step + 1 - len(launched)] * rows
             carry_out(weave.arena, weave.core.commit(sequences, lengths, share=False))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -130,8 +130,8 @@ class StepBuffers:
 
     def note_tokens(self, sequences: SequenceOf[Sequence], tokens: torch.Tensor) -> None:
         """The next token of each sequence, on the device."""
-        rows = torch.tensor([sequence.row for sequence in sequences])
-        self._noted.index_copy_(0, rows.to(self._noted.device, non_blocking=True), tokens)
+        rows = np.array([sequence.row for sequence in sequences])
+        self._noted.index_copy_(0, self._sent(rows), tokens)
 
     @property
     def are_outgrown(self) -> bool:
@@ -142,8 +142,14 @@ class StepBuffers:
         if len(rows):
             there = self._tables[tag]
             new = np.ascontiguousarray(self._cache.kernel_table(tag)[rows, : there.shape[1]])
-            which = torch.from_numpy(rows).to(there.device, non_blocking=True)
-            there.index_copy_(0, which, torch.from_numpy(new).to(there.device, non_blocking=True))
+            there.index_copy_(0, self._sent(rows), self._sent(new))
+
+    def _sent(self, numbers: NDArray[np.integer[Any]]) -> torch.Tensor:
+        """A copy on the device, for which the host waits no longer than for its own part: what is copied from memory
+        that is not pinned may wait for all that the device has to do."""
+        here = torch.from_numpy(numbers)
+        device = self._numbers.device
+        return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
     # ---- on the device
 
