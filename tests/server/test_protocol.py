@@ -192,10 +192,11 @@ def test_limits_of_a_connection_are_errors_by_name(tmp_path: Path) -> None:
         everything = packed([(shard, chunk) for shard in range(12) for chunk in range(4)], "<i4")
         client.ask(protocol.Reserve(1, 1, everything), protocol.Places)
         client.ask(protocol.Commit(1), protocol.Done)
+        one = packed([(0, 0)], "<i4")
         for lease in (1, 2):
-            client.ask(protocol.Fetch(1, lease, everything), protocol.Places)
+            client.ask(protocol.Fetch(1, lease, one), protocol.Places)
         with pytest.raises(OverLimit, match="2 leases"):
-            client.ask(protocol.Fetch(1, 3, everything), protocol.Places)
+            client.ask(protocol.Fetch(1, 3, one), protocol.Places)
         client.ask(protocol.Release([1, 2]), protocol.Done)
         assert client.ask(protocol.Clear(), protocol.ClearReply).entries == 48
         assert client.ask(protocol.StatsRequest(), protocol.StatsReply).report.tiers[0].tier.used_bytes == 0
