@@ -142,9 +142,10 @@ class Shard:
                 yield layer, role, slice(start, stop)
                 start = stop
 
-    def needs(self, position: int) -> Iterator[int]:
+    def needs(self, position: int) -> list[int]:
         """The chunks that are needed to resume at `position`, in order."""
-        return chunks_needed(self.reach, self.chunk_tokens, position)
+        needed: list[int] = chunks_needed(self.reach, self.chunk_tokens, position).tolist()
+        return needed
 
     def held_by(self, ranks: int, rank: int) -> bool:
         """Whether this rank writes the part: it holds all of it, and no lower rank does."""
