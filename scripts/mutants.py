@@ -30,14 +30,10 @@ for seed in range(320):
     Life(seed).run(80)
 """
 CORE = ("tests/cache/test_cache.py", "tests/cache/test_window_moves.py", "tests/pool", "tests/table", "tests/prefix")
-SERVER = tuple(
-    f"tests/server/test_{name}.py"
-    for name in ("leases", "shares", "pins", "protocol", "requests", "tiers", "operations", "deadlines", "small_promises")
-)
-STORE = tuple(
-    f"tests/store/test_{name}.py"
-    for name in ("tiers", "tier_stack", "recovery", "recency", "removals", "jobs", "operations", "unreadable", "store")
-)
+SERVER_FILES = "leases shares pins protocol requests tiers operations deadlines small_promises inbox capacity"
+SERVER = tuple(f"tests/server/test_{name}.py" for name in SERVER_FILES.split())
+STORE_FILES = "tiers tier_stack recovery recency removals jobs operations unreadable store"
+STORE = tuple(f"tests/store/test_{name}.py" for name in STORE_FILES.split())
 TESTS = {"store": (*STORE, *SERVER), "server": SERVER}
 """By a mutant's folder; of the others the core's."""
 LEFT_OUT = "two_hundred_thousand_presence_patterns"
@@ -97,7 +93,7 @@ class Copy:
             path.write_text(source)
 
     def failure(self, folder: str, **environment: str) -> str:
-        """The first thing that fails of what mutants of a folder are tried by, in one line; empty where nothing does."""
+        """What fails first of that by which mutants of a folder are tried, in one line; empty where nothing does."""
         lives = "" if folder in TESTS else self._run("lives", LIVES_SECONDS, environment, "-c", LIVES, str(self.folder))
         options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-k", f"not {LEFT_OUT}")
         tests = ("-m", "pytest", *options, *TESTS.get(folder, CORE))
@@ -147,8 +143,8 @@ def main() -> int:
         for mutant in mutants:
             print(f"{mutant.file}: {mutant.breaks}{' (equivalent)' if mutant.equivalent else ''}")
         return 0
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(Path(folder).resolve(), options.patience)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
+        copy = Copy(Path(place).resolve(), options.patience)
         for folder in sorted({mutant.folder for mutant in mutants}):
             if failure := copy.failure(folder):
                 print(f"{folder} as it is fails: {failure}")
