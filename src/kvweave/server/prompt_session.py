@@ -130,10 +130,6 @@ class PromptSession:
         if request is self._register:
             self._generation = 0
 
-    def forget(self) -> None:
-        """Close all sequences; later requests open them again."""
-        self.client.exchange(lambda: self._closing(0))
-
     def _introduce(self, prompt: HashedPrompt) -> list[protocol.Message]:
         first: list[protocol.Message] = []
         if self._generation != self.client.generation:
