@@ -12,6 +12,7 @@ from kvweave.server.protocol import packed
 from kvweave.server.shared_arena import SharedArena
 from kvweave.store import Quota
 from kvweave.store.catalog import Catalog
+from kvweave.store.keys import tenant_id
 from tests.server.models import POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, store, verify
 from tests.store.models import truth
 
@@ -171,4 +172,18 @@ def test_a_reservation_looks_at_all_entries_once_not_once_for_each_piece(monkeyp
     arena.unpin(one.slots)
     assert np.count_nonzero(arena.reserve(wanted, [4096] * len(wanted)) >= 0) == 1
     assert len(looks) <= 5
+    arena.close()
+
+
+def test_what_rose_above_its_floor_by_a_reservation_can_be_evicted() -> None:
+    page, floor = 4096, Quota(floor_bytes=2 * 4096)
+    arena = SharedArena(5 * page, quotas={"floor": floor})
+    mine = [tenant_id("floor") + bytes([number]) * 40 for number in range(3)]
+    theirs = [tenant_id("other") + bytes([number]) * 40 for number in range(3)]
+    for key in (*mine[:2], *theirs[:2]):
+        arena.commit(key, *arena.reserve([key], [page]).tolist(), page)
+    arena.pin(theirs[:2])
+    assert arena.reserve(theirs[2:], [2 * page]).tolist() == [protocol.NO_ROOM], "one is free, the others are kept"
+    assert arena.reserve(mine[2:], [page]).min() >= 0
+    assert arena.reserve(theirs[2:], [page]).min() >= 0, "of three, one is above the floor"
     arena.close()
