@@ -181,7 +181,8 @@ def test_what_rose_above_its_floor_by_a_reservation_can_be_evicted() -> None:
     mine = [tenant_id("floor") + bytes([number]) * 40 for number in range(3)]
     theirs = [tenant_id("other") + bytes([number]) * 40 for number in range(3)]
     for key in (*mine[:2], *theirs[:2]):
-        arena.commit(key, *arena.reserve([key], [page]).tolist(), page)
+        (start,) = arena.reserve([key], [page]).tolist()
+        arena.commit(key, start, page)
     arena.pin(theirs[:2])
     assert arena.reserve(theirs[2:], [2 * page]).tolist() == [protocol.NO_ROOM], "one is free, the others are kept"
     assert arena.reserve(mine[2:], [page]).min() >= 0

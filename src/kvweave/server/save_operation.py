@@ -19,7 +19,6 @@ from kvweave.server.protocol import MOST_PIECES, NO_ROOM, numbers, packed
 from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Source
 from kvweave.store.any_store import GATHER_BYTES
 from kvweave.store.batches import batches
-from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.results import SaveOutcome
@@ -31,7 +30,7 @@ class ArenaLayout:
 
     def __init__(self, prompt_session: PromptSession, schema: Schema) -> None:
         self.prompt_session, self._shards = prompt_session, schema.shards
-        self._sizes = [blob_bytes(shard) for shard in schema.shards]
+        self._sizes = prompt_session.blob_bytes
 
     def job(self, arena: Bytes, prompt: HashedPrompt, number: int, chunk: int, start: int) -> ArenaBlob:
         shard = self._shards[number]
