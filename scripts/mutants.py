@@ -32,7 +32,9 @@ for seed in range(320):
 CORE = ("tests/cache/test_cache.py", "tests/cache/test_window_moves.py", "tests/pool", "tests/table", "tests/prefix")
 SERVER_FILES = "leases shares pins protocol requests tiers operations deadlines small_promises inbox capacity"
 SERVER = tuple(f"tests/server/test_{name}.py" for name in SERVER_FILES.split())
-STORE_FILES = "tiers breaker faults tier_stack recovery recency removals jobs operations unreadable store"
+STORE_FILES = (
+    "budget breaker journal ticket tiers faults tier_stack recovery recency removals jobs operations unreadable store"
+)
 STORE = tuple(f"tests/store/test_{name}.py" for name in STORE_FILES.split())
 TESTS = {"store": (*STORE, *SERVER), "server": SERVER}
 """By a mutant's folder; of the others the core's."""
