@@ -11,7 +11,8 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,10 @@ def throughput(made: Engine, seed: int) -> float:
 
 
 class SchedulerTime:
-    """Seconds in our calls in each step: from one `build_connector_meta` to the next."""
+    """Seconds in our calls, by call, in each step: from one `build_connector_meta` to the next."""
 
     def __init__(self, made: Engine) -> None:
-        self.steps, self._spent = list[float](), 0.0
+        self.steps, self._spent = list[Counter[str]](), Counter[str]()
         for name in CALLS:
             self._watch(made.scheduler.connector, name)
 
@@ -77,10 +78,10 @@ class SchedulerTime:
             try:
                 return real(*args)
             finally:
-                self._spent += time.perf_counter() - began
+                self._spent[name] += time.perf_counter() - began  # type: ignore[assignment]
                 if name == "build_connector_meta":
                     self.steps.append(self._spent)
-                    self._spent = 0.0
+                    self._spent = Counter()
 
         setattr(connector, name, watched)
 
@@ -103,13 +104,22 @@ def measure(model: Path, name: str, store: Mapping[str, Any], plain: tuple[float
         report(f"warm from {name}", first_tokens(made, 0), throughput(made, 10_000), plain)
         made.forget()
         watch = SchedulerTime(made)
-        made.ask(*(prompt(SHORT, 50_000 + i) for i in range(MANY)), new_tokens=60)
-        steps = sorted(watch.steps)
-        print(
-            f"{'':<22} our calls in a step of {MANY} requests: median {statistics.median(steps) * 1e6:.0f} us,"
-            f" 99% {steps[int(0.99 * len(steps))] * 1e6:.0f} us",
-            flush=True,
-        )
+        for what in ("computed", "loaded"):
+            watch.steps.clear()
+            made.ask(*(prompt(SHORT, 50_000 + i) for i in range(MANY)), new_tokens=60)
+            worst, (call, longest) = max(map(Counter.total, watch.steps)), worst_call(watch.steps)
+            print(
+                f"{'':<22} our calls in a step of {MANY} requests, prompts {what}: median"
+                f" {statistics.median(map(Counter.total, watch.steps)) * 1e6:.0f} us, worst {worst * 1e6:.0f} us,"
+                f" {longest * 1e6:.0f} of them in {call}",
+                flush=True,
+            )
+            made.forget()
+
+
+def worst_call(steps: Sequence[Counter[str]]) -> tuple[str, float]:
+    """What took longest in the step that took longest."""
+    return max(steps, key=Counter.total).most_common(1)[0]
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Mutation testing of the core, run by hand: `python scripts/mutants.py [--only SUBSTRING] [--patience N] [--list]`.
+"""Mutation testing, run by hand: `python scripts/mutants.py [--only SUBSTRING] [--patience N] [--list]`.
 
-Each mutant of `mutants.toml` is one small change of src/kvweave/{cache,prefix,pool,table}, made in a copy of the tree.
-Random lives run against it first, then the core's tests; it is killed when anything fails or does not end in time.
-Exits with 1 if a mutant survives that is not marked as equivalent, or if the core fails as it is.
+Each mutant of `mutants.toml` is one small change of src/kvweave/{cache,prefix,pool,table,store,server}, made in a copy
+of the tree. Random lives run against those of the core first, then tests of the mutant's folder; it is killed when
+anything fails or does not end in time. Exits with 1 if a mutant survives that is not marked as equivalent, or if
+anything fails as it is.
 """
 
 from __future__ import annotations
@@ -28,11 +29,19 @@ assert kvweave.__file__.startswith(sys.argv[1]), f"{kvweave.__file__} is not the
 for seed in range(320):
     Life(seed).run(80)
 """
-TESTS = ("tests/cache/test_cache.py", "tests/cache/test_window_moves.py", "tests/pool", "tests/table", "tests/prefix")
+CORE = ("tests/cache/test_cache.py", "tests/cache/test_window_moves.py", "tests/pool", "tests/table", "tests/prefix")
+SERVER_FILES = "leases shares pins protocol requests tiers operations deadlines small_promises inbox capacity"
+SERVER = tuple(f"tests/server/test_{name}.py" for name in SERVER_FILES.split())
+STORE_FILES = (
+    "budget breaker journal ticket tiers faults tier_stack recovery recency removals jobs operations unreadable store"
+)
+STORE = tuple(f"tests/store/test_{name}.py" for name in STORE_FILES.split())
+TESTS = {"store": (*STORE, *SERVER), "server": SERVER}
+"""By a mutant's folder; of the others the core's."""
 LEFT_OUT = "two_hundred_thousand_presence_patterns"
 """It takes longer than all others, and is about prefix/joint.py alone, of which there are no mutants."""
 LIVES_SECONDS, TESTS_SECONDS = 60, 240
-"""Many times what the unmutated core takes: beyond, a mutant hangs."""
+"""Many times what unmutated code takes: beyond, a mutant hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,10 @@ class Mutant:
     breaks: str
     equivalent: str = ""
     """Why no test can notice it, where none can."""
+
+    @property
+    def folder(self) -> str:
+        return self.file.partition("/")[0]
 
     def applied(self, source: str) -> str:
         if source.count(self.old) != 1:
@@ -77,14 +90,15 @@ class Copy:
         source = path.read_text()
         path.write_text(mutant.applied(source))
         try:
-            return self.failure(PYTHONDONTWRITEBYTECODE="1")  # compiled files stay those of the unmutated core
+            return self.failure(mutant.folder, PYTHONDONTWRITEBYTECODE="1")  # compiled files stay those of the core
         finally:
             path.write_text(source)
 
-    def failure(self, **environment: str) -> str:
-        """The first thing that fails, in one line; empty where nothing does."""
-        lives = self._run("lives", LIVES_SECONDS, environment, "-c", LIVES, str(self.folder))
-        tests = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"not {LEFT_OUT}", *TESTS)
+    def failure(self, folder: str, **environment: str) -> str:
+        """What fails first of that by which mutants of a folder are tried, in one line; empty where nothing does."""
+        lives = "" if folder in TESTS else self._run("lives", LIVES_SECONDS, environment, "-c", LIVES, str(self.folder))
+        options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-k", f"not {LEFT_OUT}")
+        tests = ("-m", "pytest", *options, *TESTS.get(folder, CORE))
         return lives or self._run("pytest", TESTS_SECONDS, environment, *tests)
 
     def _run(self, name: str, seconds: int, environment: dict[str, str], *arguments: str) -> str:
@@ -131,12 +145,12 @@ def main() -> int:
         for mutant in mutants:
             print(f"{mutant.file}: {mutant.breaks}{' (equivalent)' if mutant.equivalent else ''}")
         return 0
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(Path(folder).resolve(), options.patience)
-        failure = copy.failure()
-        if failure:
-            print(f"the core as it is fails: {failure}")
-            return 1
+    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
+        copy = Copy(Path(place).resolve(), options.patience)
+        for folder in sorted({mutant.folder for mutant in mutants}):
+            if failure := copy.failure(folder):
+                print(f"{folder} as it is fails: {failure}")
+                return 1
         alive = survivors(copy, mutants)
     unmarked = [mutant for mutant in alive if not mutant.equivalent]
     print(f"{len(mutants)} mutants, {len(mutants) - len(alive)} killed, {len(alive) - len(unmarked)} equivalent")

@@ -16,6 +16,7 @@ import kvweave
 ROOT = Path(kvweave.__file__).parent
 CORE = ("errors", "units", "host_memory", "spec", "plan", "pool", "prefix", "table", "cache")
 EDGES = (
+    "trace_writer",
     "operation",
     "copying",
     "tensor",

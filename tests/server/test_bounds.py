@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import ssl
@@ -23,6 +22,7 @@ from kvweave.server.model_registry import MOST, MOST_BYTES
 from kvweave.server.open_sequence import STEP_KEYS, OpenSequence
 from kvweave.server.registered_model import RegisteredModel, registration
 from kvweave.store.blob import header_bytes
+from kvweave.store.keys import shard_id
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.server.test_leases import until
 from tests.store.models import truth
@@ -34,7 +34,7 @@ def schema(number: int, padding: int = 0) -> protocol.Register:
     role = {"name": "key", "rows": 256, "shape": [4], "dtype": "bfloat16"}
     meta = json.dumps(facts | {"roles": [role]}).encode()
     size = header_bytes(Shard(meta)) + 2048
-    shard = protocol.ShardInfo(hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:8], size, meta)
+    shard = protocol.ShardInfo(shard_id(meta), size, meta)
     return protocol.Register(1, f"model {number}", 256, [shard], [protocol.GroupInfo("full", 1, {"kind": "full"})])
 
 

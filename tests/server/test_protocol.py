@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import struct
 import time
@@ -22,6 +21,7 @@ from kvweave.server.protocol import DIGEST, ID_BYTES, LENGTH_BYTES, VERSION, Fai
 from kvweave.server.registered_model import registration
 from kvweave.store import Quota
 from kvweave.store.blob import blob_bytes
+from kvweave.store.keys import shard_id
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.store.models import truth
 
@@ -136,7 +136,7 @@ def test_a_schema_that_lies_about_itself_is_an_error_for_its_client_alone(daemon
     right = registration(1, "m", SCHEMA)
     with Client(daemon.settings.socket) as client:
         for meta in (b"[]", b"{}", b"7", b"[" * 50_000, b'{"chunk_tokens": 256, "layers": 5}', b"\xff"):
-            shard = protocol.ShardInfo(hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:8], 5000, meta)
+            shard = protocol.ShardInfo(shard_id(meta), 5000, meta)
             with pytest.raises(BadRequest, match="cannot be read"):
                 client.ask(replaced(right, shards=[shard, *right.shards[1:]]), protocol.Done)
         client.ask(protocol.StatsRequest(), protocol.StatsReply)
@@ -192,10 +192,11 @@ def test_limits_of_a_connection_are_errors_by_name(tmp_path: Path) -> None:
         everything = packed([(shard, chunk) for shard in range(12) for chunk in range(4)], "<i4")
         client.ask(protocol.Reserve(1, 1, everything), protocol.Places)
         client.ask(protocol.Commit(1), protocol.Done)
+        one = packed([(0, 0)], "<i4")
         for lease in (1, 2):
-            client.ask(protocol.Fetch(1, lease, everything), protocol.Places)
+            client.ask(protocol.Fetch(1, lease, one), protocol.Places)
         with pytest.raises(OverLimit, match="2 leases"):
-            client.ask(protocol.Fetch(1, 3, everything), protocol.Places)
+            client.ask(protocol.Fetch(1, 3, one), protocol.Places)
         client.ask(protocol.Release([1, 2]), protocol.Done)
         assert client.ask(protocol.Clear(), protocol.ClearReply).entries == 48
         assert client.ask(protocol.StatsRequest(), protocol.StatsReply).report.tiers[0].tier.used_bytes == 0

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kvweave.server import Limits, protocol
+from kvweave.server import Disk, Limits, RemoteStore, protocol
 from kvweave.server.protocol import packed
 from kvweave.server.shared_arena import SharedArena
 from kvweave.store import Quota
 from kvweave.store.catalog import Catalog
+from kvweave.store.keys import tenant_id
 from tests.server.models import POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, store, verify
 from tests.store.models import truth
 
@@ -46,6 +47,75 @@ def test_honest_lookups_never_hold_the_whole_arena(tmp_path: Path) -> None:
             assert reader.load(hit, verify) == 1024
         for each in (*readers, writer):
             each.close()
+
+
+EVERYTHING = packed([(shard, chunk) for shard in range(len(SCHEMA.shards)) for chunk in range(4)], "<i4")
+
+
+def fetch(client: RemoteStore, number: int, lease: int) -> protocol.Reply:
+    """All of a prompt, under a lease."""
+    reply, _ = client._prompt_session.ask(prompt(number), lambda sequence: protocol.Fetch(sequence, lease, EVERYTHING))
+    return reply
+
+
+def reserve(client: RemoteStore, number: int, shard: int) -> None:
+    """One piece of a prompt."""
+    one, reservation = packed([(shard, 0)], "<i4"), client.client.number()
+    client._prompt_session.ask(prompt(number), lambda sequence: protocol.Reserve(sequence, reservation, one))
+
+
+def test_fetches_of_one_connection_never_hold_more_than_its_share(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=12 * prompt_bytes())) as daemon:
+        greedy, writer = store(tmp_path / "kv.sock"), store(tmp_path / "kv.sock")
+        for number in range(10):
+            greedy.save(prompt(number), truth, points=POINTS)
+        replies = [fetch(greedy, number, lease) for number, lease in enumerate([7, 7, 8, 9, 10, 11, 12, 13, 14, 15])]
+        assert {type(reply) for reply in replies} == {protocol.Places, protocol.Failed}
+        arena = daemon.state.arena.num_bytes
+        assert 0 < max(client.leased_bytes for client in daemon.report().clients) <= arena // 4
+        began = time.monotonic()
+        assert writer.save(prompt(100), truth, points=POINTS).dropped == 0
+        assert time.monotonic() - began < 2, "it did not wait for anybody's lease"
+        greedy.client.ask(protocol.Release([7, 8, 9]), protocol.Done)
+        assert isinstance(fetch(greedy, 9, 16), protocol.Places), "what was released can be leased again"
+        greedy.close()
+        writer.close()
+
+
+def test_a_pinned_lease_does_not_grow_beyond_the_share_of_fetches(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=12 * prompt_bytes())) as daemon:
+        client = store(tmp_path / "kv.sock")
+        for number in range(10):
+            client.save(prompt(number), truth, points=POINTS)
+        pin = client.pin(client.lookup(prompt(0), lease=False))
+        for number in range(1, 10):
+            fetch(client, number, pin.lease)
+        assert daemon.report().clients[0].leased_bytes <= prompt_bytes() + daemon.state.arena.num_bytes // 4
+        client.close()
+
+
+def test_single_blobs_are_not_reserved_beyond_the_share_either(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=12 * prompt_bytes())) as daemon:
+        client = store(tmp_path / "kv.sock")
+        for number in range(40):
+            for shard in range(len(SCHEMA.shards)):
+                reserve(client, number, shard)
+        assert 0 < daemon.report().clients[0].reserved_bytes <= daemon.state.arena.num_bytes // 4
+        client.close()
+
+
+def test_saves_and_loads_of_one_client_wait_for_each_other_and_are_not_refused(tmp_path: Path) -> None:
+    """Each alone takes what a connection may hold."""
+    with serving(settings(tmp_path, memory=4 * prompt_bytes(), disk=Disk(tmp_path / "disk", 64 << 20))):
+        client = store(tmp_path / "kv.sock")
+        saves = [client.submit_save(prompt(number), truth, points=POINTS) for number in range(12)]
+        assert sum(save.result().dropped for save in saves) == 0
+        assert client.flush()
+        hits = [client.lookup(prompt(number), lease=False) for number in range(12)]
+        loads = [client.submit_load(hit, verify) for hit in hits]
+        assert [load.result() for load in loads] == [1024] * 12
+        assert client.unreachable == 0
+        client.close()
 
 
 def test_what_is_given_back_can_be_leased_again(tmp_path: Path) -> None:
@@ -102,4 +172,19 @@ def test_a_reservation_looks_at_all_entries_once_not_once_for_each_piece(monkeyp
     arena.unpin(one.slots)
     assert np.count_nonzero(arena.reserve(wanted, [4096] * len(wanted)) >= 0) == 1
     assert len(looks) <= 5
+    arena.close()
+
+
+def test_what_rose_above_its_floor_by_a_reservation_can_be_evicted() -> None:
+    page, floor = 4096, Quota(floor_bytes=2 * 4096)
+    arena = SharedArena(5 * page, quotas={"floor": floor})
+    mine = [tenant_id("floor") + bytes([number]) * 40 for number in range(3)]
+    theirs = [tenant_id("other") + bytes([number]) * 40 for number in range(3)]
+    for key in (*mine[:2], *theirs[:2]):
+        (start,) = arena.reserve([key], [page]).tolist()
+        arena.commit(key, start, page)
+    arena.pin(theirs[:2])
+    assert arena.reserve(theirs[2:], [2 * page]).tolist() == [protocol.NO_ROOM], "one is free, the others are kept"
+    assert arena.reserve(mine[2:], [page]).min() >= 0
+    assert arena.reserve(theirs[2:], [page]).min() >= 0, "of three, one is above the floor"
     arena.close()

@@ -47,6 +47,21 @@ def test_a_restart_serves_what_was_saved(tmp_path: Path) -> None:
     client.close()
 
 
+def test_nothing_is_refused_after_a_restart_with_a_smaller_arena(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "disk", 64 << 20)
+    with serving(settings(tmp_path, memory=32 * prompt_bytes(), disk=disk)):
+        client = store(tmp_path / "kv.sock")
+        assert client.save(prompt(0), truth, points=POINTS).dropped == 0
+        client.submit_save(prompt(1), truth, points=POINTS).result()
+    for memory in (3 * prompt_bytes(), 2 * prompt_bytes()):
+        with serving(settings(tmp_path, memory=memory, disk=disk)):
+            number = memory
+            assert client.save(prompt(number), truth, points=POINTS).dropped == 0
+            assert client.submit_load(client.lookup(prompt(0)), verify).result() == 1024
+            assert client.unreachable == 0
+    client.close()
+
+
 def test_a_stop_writes_what_only_memory_holds(tmp_path: Path) -> None:
     with serving(settings(tmp_path, **disk(tmp_path))) as daemon:
         client = store(tmp_path / "kv.sock")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,6 +187,34 @@ def test_what_is_being_read_is_neither_overwritten_nor_lost() -> None:
     assert tier._catalog.unpin(slot)
     tier._extents.give(start, 4096)
     assert put(tier, 5, length=8192) == [True]
+
+
+def test_a_tier_that_is_closed_waits_for_those_who_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel could give the number of a closed file to another one."""
+    events, reads, goes_on = list[str](), threading.Event(), threading.Event()
+    tier = MemoryTier(4 * 4096)
+    put(tier, 1, length=4096)
+    medium = tier._medium
+
+    def slow(*_: object) -> bool:
+        reads.set()
+        goes_on.wait(10)
+        events.append("read")
+        return True
+
+    monkeypatch.setattr(medium, "read", slow)
+    monkeypatch.setattr(medium, "close", lambda: events.append("closed"))
+    reader = threading.Thread(target=got, args=(tier, 1, 4096))
+    reader.start()
+    assert reads.wait(10)
+    closer = threading.Thread(target=tier.close)
+    closer.start()
+    closer.join(0.1)
+    assert not events
+    goes_on.set()
+    for thread in (reader, closer):
+        thread.join(10)
+    assert events == ["read", "closed"]
 
 
 def test_a_directory_has_one_owner(tmp_path: Path) -> None:

@@ -34,10 +34,11 @@ class ArenaReads:
         self, session: PromptSession, hit: RemoteHit, pieces: Sequence[ChunkRef], budget: Budget
     ) -> Iterator[tuple[ChunkRef, Bytes]]:
         """The payloads of the pieces that could be fetched in time."""
-        for batch in ArenaLayout(session, self._schema).batches(pieces):
+        layout = ArenaLayout(session, self._schema)
+        for batch in layout.batches(pieces, budget):
             if budget.is_spent:
                 return
-            with self._or_miss():
+            with self._or_miss(), layout.allowed(session.client.fetching, batch, budget):
                 lease, until = session.client.number(), time.monotonic() + session.client.welcome.lease_s
                 places, generation = fetch_to_arena(session, hit.prompt, batch, lease, budget)
                 try:

@@ -65,6 +65,15 @@ class Channel:
             raise
         return Handshake(reply, descriptors)
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether either side has closed the connection."""
+        ended, descriptor = select.poll(), self._socket.fileno()
+        if descriptor < 0:
+            return True
+        ended.register(descriptor, select.POLLRDHUP)
+        return bool(ended.poll(0))
+
     def check(self) -> None:
         """Raise `ServerTimeout` if the daemon is frozen, `ConnectionError` if it has also closed the connection.
 
@@ -72,9 +81,7 @@ class Channel:
         """
         if not self.heartbeat.is_frozen:
             return
-        ended = select.poll()
-        ended.register(self._socket, select.POLLRDHUP)
-        if ended.poll(0):
+        if self.is_ended:
             raise ConnectionResetError("the daemon closed the connection")
         raise ServerTimeout(f"the daemon is frozen: no sign of life for {self.heartbeat.silent_s:.1f} s")
 

@@ -22,6 +22,7 @@ import msgspec
 
 from kvweave.errors import ServerError, ServerGone, ServerTimeout
 from kvweave.server import protocol
+from kvweave.server.allowance import Allowance
 from kvweave.server.channel import Channel, Handshake
 from kvweave.server.heartbeat import HeartbeatReader
 from kvweave.server.mapping import NO_BYTES, MappedArena, map_arena, map_inbox, unmapped
@@ -76,6 +77,7 @@ class Client(ClosedAtEnd):
         self._mapped = unmapped()
         self.inbox_lock = threading.Lock()
         """Held by the thread that writes to the inbox, until the daemon has copied what is there."""
+        self.reserving, self.fetching = Allowance(), Allowance()
         register_after_fork(self)
         with self._lock:
             self._connect(time.monotonic() + timeout_s)
@@ -164,6 +166,12 @@ class Client(ClosedAtEnd):
         )  # fmt: skip
 
     # ---- connecting
+
+    def refresh(self, timeout_s: float | None = None) -> None:
+        """Make a new connection if the daemon has ended this one: the limits of its next start may be others. Without a
+        round trip otherwise."""
+        if self._channel is None or self._channel.is_ended:
+            self.ask(protocol.Ping(), protocol.Done, timeout_s)
 
     def _connect(self, until: float) -> Channel:
         if time.monotonic() < self._retry_at:
@@ -276,6 +284,7 @@ class Client(ClosedAtEnd):
     def after_fork(self) -> None:
         """In a forked child: the connection, and what is held over it, belong to the parent."""
         self._lock, self.inbox_lock, self._to_undo = threading.RLock(), threading.Lock(), []
+        self.reserving, self.fetching = Allowance(), Allowance()
         self._to_tell.clear()
         self._hang_up()
         self._mapped.dma.disown()

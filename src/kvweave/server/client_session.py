@@ -234,7 +234,7 @@ class ClientSession:
     def _fetch(self, request: protocol.Fetch) -> Reply | Awaitable[Reply]:
         sequence = self._sequence(request.sequence)
         pieces = sequence.pieces(request.pieces)
-        self._check_bytes(sequence.lengths_at(pieces))
+        self._check_bytes(sequence.lengths_at(pieces), self.leases.fetched_bytes if request.lease else 0)
         if self._state.backing.executors and not self._arena.contains(sequence.keys_at(pieces)).all():
             return self._fetch_from_backing(sequence, pieces, request.lease, request.budget_s)
         return self._fetched(sequence, pieces, request.lease)
@@ -335,10 +335,11 @@ class ClientSession:
         return protocol.Done(len(extents))
 
     def _check_bytes(self, lengths: Sequence[int], held: int = 0) -> None:
-        """Raise `OverLimit` for more bytes than one request may have; a single blob is limited by the arena alone."""
+        """Raise `OverLimit` if these were more bytes than a connection may hold; a blob that is held alone is limited
+        by the arena only."""
         wanted = held + sum(max(length, SECTOR) for length in lengths)
-        if len(lengths) > 1 and wanted > self._most_bytes:
-            raise OverLimit(f"{wanted} bytes at once, {self._most_bytes} at most; ask for less at a time")
+        if (held or len(lengths) > 1) and wanted > self._most_bytes:
+            raise OverLimit(f"{wanted} bytes at once, {self._most_bytes} at most; ask for less, or release some first")
 
     def _commit(self, request: protocol.Commit) -> Reply | Awaitable[Reply]:
         if request.abandon:

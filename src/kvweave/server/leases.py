@@ -19,12 +19,14 @@ Extent = tuple[bytes, int, int]
 
 @dataclass(slots=True)
 class Lease:
-    """Slots that are pinned until a time; `counted` of their bytes are charged to the quota of lookups."""
+    """Slots that are pinned until a time. Of their bytes, `counted` are charged to the quota of lookups, and `fetched`
+    to that of fetches."""
 
     slots: Numbers
     until: float
     num_bytes: int
     counted: int = 0
+    fetched: int = 0
 
 
 class LeaseQuota:
@@ -60,6 +62,11 @@ class Leases:
         return sum(lease.num_bytes for lease in self._leases.values())
 
     @property
+    def fetched_bytes(self) -> int:
+        """What is held by fetches, and is not permanent."""
+        return sum(lease.fetched for lease in self._leases.values())
+
+    @property
     def reserved_bytes(self) -> int:
         return sum(length for reservation in self._reservations.values() for _, _, length in reservation.extents)
 
@@ -84,12 +91,13 @@ class Leases:
         if counted and not self._charge(num_bytes):
             self._arena.unpin(slots)
             return False
-        until, charged = time.monotonic() + self._lease_s, num_bytes if counted else 0
-        if known is None:
-            self._leases[number] = Lease(slots, until, num_bytes, charged)
+        held = self._leases.setdefault(number, Lease(slots[:0], 0.0, 0))
+        held.slots, held.until = np.concatenate((held.slots, slots)), max(held.until, time.monotonic() + self._lease_s)
+        held.num_bytes += num_bytes
+        if counted:
+            held.counted += num_bytes
         else:
-            known.slots, known.until = np.concatenate((known.slots, slots)), max(known.until, until)
-            known.num_bytes, known.counted = known.num_bytes + num_bytes, known.counted + charged
+            held.fetched += num_bytes
         return True
 
     def _charge(self, num_bytes: int) -> bool:
@@ -109,7 +117,7 @@ class Leases:
         if num_bytes > most_bytes:
             raise OverLimit(f"{num_bytes} bytes would be pinned, {most_bytes} at most; unpin something")
         for number in alive:
-            self._leases[number].until = FOREVER
+            self._leases[number].until, self._leases[number].fetched = FOREVER, 0
         return alive
 
     def release(self, numbers: Sequence[int]) -> int:

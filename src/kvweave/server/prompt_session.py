@@ -33,6 +33,8 @@ class PromptSession:
         self._arena_of = arena_of or client
         self._schema = client.number()
         self._register = registration(self._schema, model, schema)
+        self.blob_bytes = [shard.blob_bytes for shard in self._register.shards]
+        """By number of a shard."""
         self._generation = 0
         self._sequences: OrderedDict[bytes, int] = OrderedDict()
         self._leases: dict[int, int] = {}
@@ -129,10 +131,6 @@ class PromptSession:
         self._keys.pop(self._sequences.pop(_name(prompt), 0), None)
         if request is self._register:
             self._generation = 0
-
-    def forget(self) -> None:
-        """Close all sequences; later requests open them again."""
-        self.client.exchange(lambda: self._closing(0))
 
     def _introduce(self, prompt: HashedPrompt) -> list[protocol.Message]:
         first: list[protocol.Message] = []

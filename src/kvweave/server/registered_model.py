@@ -23,7 +23,7 @@ from kvweave.spec import DType, Reach, codec
 from kvweave.spec.reach import reach_class
 from kvweave.store import Schema
 from kvweave.store.blob import blob_bytes, header_bytes
-from kvweave.store.keys import SHARD_ID_BYTES
+from kvweave.store.keys import SHARD_ID_BYTES, shard_id
 from kvweave.store.shard_group import ShardGroup
 
 MOST = 1 << 40
@@ -133,7 +133,7 @@ def digest(request: Register) -> bytes:
 
 def _meta(shard: ShardInfo, chunk_tokens: int) -> _Meta:
     """What a shard says of itself. Raises `BadRequest` if its id is not the digest of its `meta`."""
-    if hashlib.sha256(b"kvweave row 1\0" + shard.meta).digest()[:SHARD_ID_BYTES] != shard.id:
+    if shard_id(shard.meta) != shard.id:
         raise BadRequest(f"shard {shard.id.hex()} has another digest: this is a schema of another version of kvweave")
     try:
         meta = msgspec.json.decode(shard.meta, type=_Meta)

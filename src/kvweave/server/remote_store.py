@@ -226,7 +226,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         pieces = [*self._needs(hit.position, wanted, hit.present)]
         with self.or_miss(), self.client.again(arena=False, timeout_s=reply_timeout(budget)) as client:
             session = PromptSession(client, self.schema, self._prompt_session.model)
-            for batch in ArenaLayout(session, self.schema).batches(pieces):
+            for batch in ArenaLayout(session, self.schema).batches(pieces, budget):
                 for piece in fetch_to_arena(session, hit.prompt, batch, 0, budget)[0]:
                     in_arena[piece] = True
         failed = [piece for piece in pieces if not in_arena[piece]]
@@ -242,19 +242,24 @@ class RemoteStore(AnyStore[RemoteHit]):
             return PinnedHit(0, 0, 0, self.unpin)
         wanted, in_arena = self._wanted(hit, shards)
         lease, generation, budget = self.client.number(), self.client.generation, Budget.of(budget_s)
+        layout = ArenaLayout(self._prompt_session, self.schema)
         try:
-            for batch in self._arena("pin").batches([*self._needs(hit.position, wanted, hit.present)]):
-                for piece in fetch_to_arena(self._prompt_session, hit.prompt, batch, lease, budget)[0]:
-                    in_arena[piece] = True
-            alive = self.client.ask(protocol.PinLeases([lease]), protocol.Alive, reply_timeout(budget)).leases
-            if self.client.generation != generation:
-                raise ServerGone("the connection was lost, and what was pinned with it")
-            if lease not in alive:
-                raise LeaseExpired("the lease expired before it was pinned; nothing is pinned")
+            for batch in layout.batches([*self._needs(hit.position, wanted, hit.present)], budget):
+                with layout.allowed(self.client.fetching, batch, budget):
+                    for piece in fetch_to_arena(self._prompt_session, hit.prompt, batch, lease, budget)[0]:
+                        in_arena[piece] = True
+                    self._keep_lease(lease, generation, budget)
         except ServerError:
             release_lease(self.client, lease, self.client.generation, budget)
             raise
         return PinnedHit(self._position(hit.prompt, in_arena, hit.position), lease, generation, self.unpin)
+
+    def _keep_lease(self, lease: int, generation: int, budget: Budget) -> None:
+        alive = self.client.ask(protocol.PinLeases([lease]), protocol.Alive, reply_timeout(budget)).leases
+        if self.client.generation != generation:
+            raise ServerGone("the connection was lost, and what was pinned with it")
+        if lease not in alive:
+            raise LeaseExpired("the lease expired before it was pinned; nothing is pinned")
 
     def submit_pin(self, prompt: HashedPrompt) -> Operation[PinnedHit]:
         operation: Operation[PinnedHit] = self._operations.new("load", None, None)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from kvweave.errors import LeaseExpired, OverLimit, ServerError
 from kvweave.server import protocol
+from kvweave.server.allowance import Allowance
 from kvweave.server.arena_copier import ArenaCopier
 from kvweave.server.arena_writer import ArenaBlob
 from kvweave.server.inbox import inbox_starts
@@ -18,7 +19,6 @@ from kvweave.server.protocol import MOST_PIECES, NO_ROOM, numbers, packed
 from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Source
 from kvweave.store.any_store import GATHER_BYTES
 from kvweave.store.batches import batches
-from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.results import SaveOutcome
@@ -30,7 +30,7 @@ class ArenaLayout:
 
     def __init__(self, prompt_session: PromptSession, schema: Schema) -> None:
         self.prompt_session, self._shards = prompt_session, schema.shards
-        self._sizes = [blob_bytes(shard) for shard in schema.shards]
+        self._sizes = prompt_session.blob_bytes
 
     def job(self, arena: Bytes, prompt: HashedPrompt, number: int, chunk: int, start: int) -> ArenaBlob:
         shard = self._shards[number]
@@ -45,11 +45,22 @@ class ArenaLayout:
         """What the blobs of these pieces take in an inbox."""
         return inbox_starts([self._sizes[number] for number, _ in pieces])[-1]
 
-    def batches(self, pieces: Sequence[ChunkRef], inbox_bytes: int = 0) -> Iterator[list[ChunkRef]]:
-        """Pieces for one request each, as far as they fit into an inbox, if there is one; a larger one is alone."""
-        most = min(GATHER_BYTES, self.prompt_session.client.welcome.reserve_bytes, inbox_bytes or GATHER_BYTES)
+    def batches(
+        self, pieces: Sequence[ChunkRef], budget: Budget, *, through_inbox: bool = False
+    ) -> Iterator[list[ChunkRef]]:
+        """Pieces for one request each, as far as they fit into the inbox, if there is one; a larger one is alone."""
+        client = self.prompt_session.client
+        with suppress(ServerError):  # the request that follows fails the same way
+            client.refresh(reply_timeout(budget))
+        inbox_bytes = client.welcome.inbox_bytes if through_inbox else 0
+        most = min(GATHER_BYTES, client.welcome.reserve_bytes, inbox_bytes or GATHER_BYTES)
         least = -(-most // MOST_PIECES)  # so that a batch has no more than so many
         return batches(pieces, lambda piece: max(least, self.num_bytes([piece])), most)
+
+    def allowed(self, allowance: Allowance, pieces: Sequence[ChunkRef], budget: Budget) -> AbstractContextManager[None]:
+        """A context in which these pieces are held over the connection, within its limit."""
+        welcome = self.prompt_session.client.welcome
+        return allowance.holding(self.num_bytes(pieces), welcome.reserve_bytes, welcome.lease_s, budget)
 
 
 class ReservedBatch(NamedTuple):
@@ -89,26 +100,27 @@ class SaveOperation:
         """Save batch by batch, as far as there is room and time. Calls `gathered` when everything is copied."""
         pieces = deque(wanted)
         while pieces and not budget.is_spent:
-            batch = next(self._batches(pieces))
+            batch = next(self._batches(pieces, budget))
             for _ in batch:
                 pieces.popleft()
-            reserved = self.reserve(prompt, batch, budget)
-            is_written = self.write(reserved, budget)
-            if not pieces and not reserved.without_room:
-                gathered()
-            if is_written and self.commit(reserved, budget):  # visible blobs may be evicted, which makes room
-                pieces.extendleft(reversed(reserved.without_room))
+            with self._arena.allowed(self._client.reserving, batch, budget):
+                reserved = self.reserve(prompt, batch, budget)
+                is_written = self.write(reserved, budget)
+                if not pieces and not reserved.without_room:
+                    gathered()
+                if is_written and self.commit(reserved, budget):  # visible blobs may be evicted, which makes room
+                    pieces.extendleft(reversed(reserved.without_room))
 
     def gather(self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget) -> ReservedBatch | None:
         """Copy the first batch into places that are not visible yet; None if nothing could be copied."""
-        batch = next(self._batches(wanted), [])
+        batch = next(self._batches(wanted, budget), [])
         reserved = self.reserve(prompt, batch, budget) if batch else None
         return reserved if reserved and self.write(reserved, budget) else None
 
-    def _batches(self, pieces: Sequence[ChunkRef]) -> Iterator[list[ChunkRef]]:
+    def _batches(self, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[list[ChunkRef]]:
         """What is saved at once: no more than the inbox holds, where there is one. Raises `OverLimit`."""
-        inbox_bytes = self._client.welcome.inbox_bytes
-        for batch in self._arena.batches(pieces, inbox_bytes):
+        for batch in self._arena.batches(pieces, budget, through_inbox=True):
+            inbox_bytes = self._client.welcome.inbox_bytes
             if inbox_bytes and (size := self._arena.num_bytes(batch)) > inbox_bytes:
                 raise OverLimit(f"a blob of {size} bytes, an inbox of {inbox_bytes}: take a larger --inbox")
             yield batch

@@ -49,7 +49,7 @@ class Limits:
     schemas: int = 16
     leases: int = 4096
     reserve_share: float = 0.25
-    """Share of the arena that a connection may reserve, or lease by one request, at once."""
+    """Share of the arena that a connection may reserve, and that its fetches may lease, at once."""
     lease_share: float = 0.25
     """Share of the arena that its lookups may lease. Beyond it, and beyond half of the arena for all connections,
     lookups take no lease."""

@@ -11,7 +11,8 @@ from kvweave.sim.result import Cell, OracleHits, Simulation, TokenSplit
 from kvweave.sim.simulate import Options, simulate
 from kvweave.sim.tiers import SimulatedTier, TierUse
 from kvweave.sim.trace import Request, Trace
-from kvweave.sim.traces import FORMATS, Reading, TraceWriter, load_tokenizer, read_trace
+from kvweave.sim.traces import FORMATS, Reading, load_tokenizer, read_trace
+from kvweave.trace_writer import TraceWriter
 
 __all__ = [
     "FORMATS",

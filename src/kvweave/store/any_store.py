@@ -39,6 +39,7 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
     def __init__(self, schema: Schema) -> None:
         super().__init__(schema)
         self._sizes = [blob_bytes(shard) for shard in schema.shards]
+        self._blob_bytes = np.array(self._sizes)
         self._counts = Counter[str]()
 
     def prompt(self, tokens: TokenIds, namespace: Namespace, spans: Sequence[Span] = ()) -> HashedPrompt:
@@ -148,12 +149,13 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
 
     def load_sizes(self, hit: Found, start: int = 0) -> dict[str, GroupLoad]:
         """By tag, of groups of which a load of this hit from `start` on reads anything; as the lookup found it."""
-        first, sizes, found = start // self.schema.chunk_tokens, np.array(self._sizes), dict[str, GroupLoad]()
+        first, found = start // self.schema.chunk_tokens, dict[str, GroupLoad]()
         for group in self.schema.groups:
             pieces = group.needs(hit.position, hit.present)
-            shards, chunks = pieces[pieces[:, 1] >= first].T
+            shards, chunks = (pieces[pieces[:, 1] >= first] if first else pieces).T
             if len(shards):
-                found[group.tag] = GroupLoad(self._farthest(hit, shards, chunks), int(sizes[shards].sum()))
+                num_bytes = int(self._blob_bytes[shards].sum())
+                found[group.tag] = GroupLoad(self._farthest(hit, shards, chunks), num_bytes)
         return found
 
     @abstractmethod

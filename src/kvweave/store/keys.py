@@ -85,6 +85,11 @@ def tenant_id(name: str) -> bytes:
     return hashlib.sha256(b"kvweave tenant 1\0" + name.encode()).digest()[:TENANT_BYTES]
 
 
+def shard_id(meta: bytes) -> bytes:
+    """The last bytes of every key of a shard, of its description."""
+    return hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:SHARD_ID_BYTES]
+
+
 class UnfinishedChunk(NamedTuple):
     """The tokens behind a prompt's last whole chunk, and the spans that start among them."""
 

@@ -6,7 +6,6 @@ part of the key. Payloads are not read here: one that was overwritten fails its 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from kvweave.store.blob import HEADER, MAGIC, VERSION
 from kvweave.store.files import aligned
 from kvweave.store.journal import Entries
-from kvweave.store.keys import KEY_BYTES, SHARD_ID_BYTES, TENANT_BYTES
+from kvweave.store.keys import KEY_BYTES, SHARD_ID_BYTES, TENANT_BYTES, shard_id
 from kvweave.store.striped_file import SECTOR, StripedFile
 
 WINDOW_BYTES = 64 << 10
@@ -78,6 +77,6 @@ def _header(files: StripedFile, start: int, begin: NDArray[np.uint8]) -> tuple[b
     if files.read(start, head) < head_bytes:
         return None
     meta = head[HEADER.size :].tobytes().rstrip(b" ")
-    if hashlib.sha256(b"kvweave row 1\0" + meta).digest()[:SHARD_ID_BYTES] != key[KEY_BYTES - SHARD_ID_BYTES :]:
+    if shard_id(meta) != key[KEY_BYTES - SHARD_ID_BYTES :]:
         return None
     return key, head_bytes + payload_bytes

@@ -9,7 +9,7 @@ be there whole, or from token r on: as a piece of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,25 +55,27 @@ class ShardGroup:
     def pieces(self, position: int, takes_tail: Callable[[int, int], bool], *, first: int = 0) -> NDArray[np.int64]:
         """As `needs`, but `takes_tail` decides for a (whole) shard and chunk of which the tail would be enough. Chunks
         before `first` are left out."""
-        chunks = np.fromiter(chunks_needed(self.reach, self.chunk_tokens, position), np.int64)
-        chunks = chunks[chunks >= first]
-        numbers = np.arange(self.first, self.first + self.parts)
-        pieces = np.stack((np.repeat(numbers, len(chunks)), np.tile(chunks, self.parts)), axis=1)
+        chunks = chunks_needed(self.reach, self.chunk_tokens, position)
+        chunks = chunks[chunks >= first] if first else chunks
+        pieces = np.empty((self.parts, len(chunks), 2), np.int64)
+        pieces[..., 0] = np.arange(self.first, self.first + self.parts)[:, None]
+        pieces[..., 1] = chunks
         chunk, offset = divmod(int(self.reach.tail(position)), self.chunk_tokens)
         if self.tail_start and offset >= self.tail_start and chunk * self.chunk_tokens >= self.reach.head:
-            for at in np.flatnonzero(pieces[:, 1] == chunk).tolist():
-                if takes_tail(int(pieces[at, 0]), chunk):
-                    pieces[at, 0] += self.parts
-        return pieces
+            for at in np.flatnonzero(chunks == chunk).tolist():
+                for part in range(self.parts):
+                    if takes_tail(self.first + part, chunk):
+                        pieces[part, at, 0] += self.parts
+        return pieces.reshape(-1, 2)
 
 
-def chunks_needed(reach: Reach, chunk_tokens: int, position: int) -> Iterator[int]:
+def chunks_needed(reach: Reach, chunk_tokens: int, position: int) -> NDArray[np.int64]:
     """The chunks that must be there, whole or from the tail on, to go on from `position`, in order."""
     end = position // chunk_tokens
     head = min(-(-reach.head // chunk_tokens), end)
     tail = int(reach.tail(position)) // chunk_tokens
-    yield from range(min(head, tail))
-    yield from range(tail, end)
+    after = np.arange(tail, end)
+    return np.concatenate((np.arange(min(head, tail)), after)) if head and tail else after
 
 
 def tail_start(reach: Reach, chunk_tokens: int, unit_tokens: int) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvweave.errors import StoreError
 from kvweave.spec import LayerCache, ModelSpec, Reach, Role, codec
-from kvweave.store.keys import SHARD_ID_BYTES, Bytes
+from kvweave.store.keys import SHARD_ID_BYTES, Bytes, shard_id
 from kvweave.store.shard_group import ShardGroup, chunks_needed, tail_start
 
 
@@ -127,7 +127,7 @@ class Shard:
 
     @cached_property
     def id(self) -> bytes:
-        return hashlib.sha256(b"kvweave row 1\0" + self.meta).digest()[:SHARD_ID_BYTES]
+        return shard_id(self.meta)
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -142,9 +142,10 @@ class Shard:
                 yield layer, role, slice(start, stop)
                 start = stop
 
-    def needs(self, position: int) -> Iterator[int]:
+    def needs(self, position: int) -> list[int]:
         """The chunks that are needed to resume at `position`, in order."""
-        return chunks_needed(self.reach, self.chunk_tokens, position)
+        needed: list[int] = chunks_needed(self.reach, self.chunk_tokens, position).tolist()
+        return needed
 
     def held_by(self, ranks: int, rank: int) -> bool:
         """Whether this rank writes the part: it holds all of it, and no lower rank does."""

@@ -42,6 +42,7 @@ def test_pages_go_to_a_store_and_come_back_after_a_restart(tmp_path: Path) -> No
 
     def looked_up(tier: Any, key: bytes) -> Any:
         while (found := tier.lookup(key, context)) is LookupResult.RETRY:
+            tier.on_schedule_end(None)
             time.sleep(0.001)
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ def ended(made: PageStore) -> PageJob:
 
 def has(made: PageStore, key: bytes) -> bool:
     while (found := made.has(key, "r")) is None:
+        made.ask()
         time.sleep(0.001)
     return found
 
@@ -86,12 +88,49 @@ def test_a_save_that_is_not_kept_says_so(store: Store, monkeypatch: pytest.Monke
 def test_an_answer_that_a_request_never_took_is_not_the_next_ones(store: Store) -> None:
     made = PageStore(store, Namespace("m"), pages())
     assert made.has(KEYS[0], "first") is None
+    made.ask()
     made.save(1, KEYS[:1], [0])
     ended(made)
     assert has(made, KEYS[0])
     made.forget("first")
+    assert made.has(KEYS[0], "first") is None
+    made.forget("first")
     made.forget("r")
-    assert not made._asked
+    made.ask()
+    assert not made._answers
+
+
+def test_keys_of_a_step_are_asked_for_in_one_lookup(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    real = Store.submit_lookup
+
+    def counted(self: Store, prompts: Any, **more: Any) -> Any:
+        asked.append(prompts)
+        return real(self, prompts, **more)
+
+    monkeypatch.setattr(Store, "submit_lookup", counted)
+    made = PageStore(store, Namespace("m"), pages())
+    made.save(1, [KEYS[1], KEYS[4]], [1, 4])
+    ended(made)
+    for _ in range(2):
+        assert {made.has(key, request) for request in ("a", "b") for key in KEYS} == {None}
+    made.ask()
+    made.ask()
+    while (found := [made.has(key, "a") for key in KEYS]) == [None] * ROWS:
+        time.sleep(0.001)
+    assert found == [number in (1, 4) for number in range(ROWS)]
+    assert [made.has(key, "b") for key in KEYS] == found
+    assert len(asked) == 1
+    assert [made.has(key, "a") for key in KEYS[:1]] == [False], "a request that asks again is not told to wait"
+
+
+def test_a_lookup_that_fails_is_a_miss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("a tier that is broken")
+
+    made = PageStore(store, Namespace("m"), pages())
+    monkeypatch.setattr(Store, "_lookup_all", fails)
+    assert not has(made, KEYS[0])
 
 
 def test_namespaces_share_nothing(store: Store) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -266,6 +267,19 @@ def has_tokens(request: Any) -> bool:
 def adapter_file(request: Any) -> AdapterFile | None:
     lora = request.lora_request
     return None if lora is None else AdapterFile(lora.lora_name, lora.lora_path)
+
+
+def trace_path(config: Any, path: str) -> Path:
+    """Where an engine records its requests: each of several data-parallel ones has a file of its own."""
+    parallel, given = config.parallel_config, Path(path)
+    if parallel.data_parallel_size == 1:
+        return given
+    return given.with_name(f"{given.stem}-{parallel.data_parallel_index}{given.suffix}")
+
+
+def cached_tokens(output: Any) -> Iterator[tuple[str, int]]:
+    """The requests that run for the first time in a step, with the tokens that were found for them."""
+    return ((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
 
 
 def computed_tokens(output: Any) -> Iterator[tuple[str, int]]:

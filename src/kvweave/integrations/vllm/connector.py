@@ -31,6 +31,7 @@ from kvweave.integrations.vllm.request_state import RequestState
 from kvweave.integrations.vllm.running_saves import RunningSaves
 from kvweave.integrations.vllm.scheduler_side import Scheduled, SchedulerSide
 from kvweave.integrations.vllm.step_messages import StepJobs, WorkerReport
+from kvweave.integrations.vllm.trace_recorder import RecordedRequest, TraceRecorder
 from kvweave.integrations.vllm.worker_side import WorkerSide
 from kvweave.spec import ModelSpec
 from kvweave.store import PagePayloads, Schema
@@ -71,6 +72,7 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._chunk_tokens = self._settings.chunk_tokens or chunk_tokens(self._groups)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._recorder: TraceRecorder | None = None
         self._spec: ModelSpec | None = None
         if role is KVConnectorRole.SCHEDULER and adapter.recompute_failures(vllm_config):
             log.warning(
@@ -121,6 +123,8 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._announced = AnnouncedBlocks(adapter.groups_of_shards(schema, spec, self._groups))
             self._removals = RemovalFollower(self._store)
         self._scheduler = SchedulerSide(self._settings, self._store, self._groups, saves)
+        if self._settings.record:
+            self._recorder = TraceRecorder(adapter.trace_path(self._config, self._settings.record))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pins = adapter.BlockPins(gpu_block_pool)
@@ -138,8 +142,11 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = replace(settings, skip_save=skip_save, skip_load=settings.skip_load or not transfer.is_kv_consumer)
         lora = adapter.adapter_file(request)
         namespace = self._namespaces.of(settings, request.cache_salt, lora)
-        prompt = self._store.prompt(request.prompt_token_ids, namespace, spans_of(request.mm_features))
-        length, name = request.num_prompt_tokens, lora.name if lora else None
+        spans, length, name = spans_of(request.mm_features), request.num_prompt_tokens, lora.name if lora else None
+        prompt = self._store.prompt(request.prompt_token_ids, namespace, spans)
+        if self._recorder:
+            recorded = RecordedRequest(request.all_token_ids, length, namespace.fingerprint.hex(), spans)
+            self._recorder.begin(request.request_id, recorded)
         state = RequestState(settings, request.all_token_ids, length, prompt, request.block_hashes, name)
         self._scheduler.add(request.request_id, state)
 
@@ -154,6 +161,9 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if self._scheduler is None:
             return StepMetadata(StepJobs())
+        if self._recorder:
+            for request, num_cached in adapter.cached_tokens(scheduler_output):
+                self._recorder.scheduled(request, num_cached)
         blocks = scheduler_output.kv_connector_block_state
         scheduled = (
             Scheduled(request, computed, scheduler_output.num_scheduled_tokens[request])
@@ -172,6 +182,8 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:  # noqa: ARG002
         if self._scheduler:
             self._scheduler.finished(request.request_id)
+        if self._recorder:
+            self._recorder.end(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool:
@@ -254,5 +266,7 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if report.is_empty else WorkerMetadata(report)
 
     def shutdown(self) -> None:
+        if self._recorder:
+            self._recorder.close()
         if self._scheduler or self._worker:
             close_engine_store(self._store)

@@ -36,6 +36,8 @@ class ConnectorSettings:
     """Whether generated tokens are saved, too."""
     always_load: bool = False
     """Whether a hit is loaded even where computing it would be faster, by the speeds measured so far."""
+    record: str = ""
+    """A file for a trace of all requests, without their text (`kvweave simulate`)."""
     lookup_timeout_s: float = 1.0
     load_timeout_s: float = 10.0
 

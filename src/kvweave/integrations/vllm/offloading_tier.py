@@ -53,6 +53,9 @@ class KVWeaveTier(SecondaryTierManager):  # type: ignore[misc]
         found = self._pages.has(key, req_context.req_id)
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
+    def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
+        self._pages.ask()
+
     def submit_store(self, job_metadata: Any) -> None:
         self._pages.save(job_metadata.job_id, [*job_metadata.keys], job_metadata.chunk_ids)
 

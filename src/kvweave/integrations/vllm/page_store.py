@@ -20,34 +20,61 @@ class PageJob(NamedTuple):
     seconds: float
 
 
+class _Question(NamedTuple):
+    """A lookup, and for each of its prompts the keys and where their answers belong."""
+
+    operation: Operation[list[Any]]
+    asked: list[tuple[list[bytes], dict[bytes, bool | None]]]
+
+
 class PageStore:
     """Moves rows of `pages` (`[pages, bytes]`) by the store's threads. No call waits but `drain`."""
 
     def __init__(self, store: AnyStore[Any], namespace: Namespace, pages: Bytes) -> None:
         self._store, self._pages, self._namespace = store, pages, namespace
-        self._asked: dict[str, dict[bytes, Operation[list[Any]]]] = {}
+        self._answers: dict[str, dict[bytes, bool | None]] = {}
+        """By request: None where the store has not answered yet."""
+        self._unasked: dict[str, list[bytes]] = {}
+        self._questions: list[_Question] = []
         self._jobs: dict[int, tuple[Operation[Any], int, float]] = {}
 
     def _prompt(self, keys: Sequence[bytes]) -> HashedPrompt:
         return page_prompt(keys, self._namespace)
 
     def has(self, key: bytes, request: str) -> bool | None:
-        """Whether the store has a page; None: it was asked, ask again. An answer is for one request: to the next one,
-        a page that was missing may be stored."""
-        mine = self._asked.setdefault(request, {})
-        asked = mine.get(key)
-        if asked is None:
-            mine[key] = self._store.submit_lookup([self._prompt([key])], lease=False)
-            return None
-        if not asked.is_done:
-            return None
-        del mine[key]
-        return asked.error is None and asked.result(0)[0].position == 1
+        """Whether the store has a page; None: `ask` sends the question, ask again after it. An answer is for one
+        request: to the next one, a page that was missing may be stored."""
+        self._take_answers()
+        mine = self._answers.setdefault(request, {})
+        if key not in mine:
+            mine[key] = None
+            self._unasked.setdefault(request, []).append(key)
+        elif mine[key]:
+            del mine[key]  # a page that is asked for again was promoted, and is gone from the engine's memory
+            return True
+        return mine[key]
+
+    def ask(self) -> None:
+        """Ask the store for all keys that were wanted since the last call: one lookup, and one prompt a request."""
+        if not self._unasked:
+            return
+        asked = [(keys, self._answers[request]) for request, keys in self._unasked.items()]
+        self._unasked = {}
+        operation = self._store.submit_lookup([self._prompt(keys) for keys, _ in asked], lease=False)
+        self._questions.append(_Question(operation, asked))
+
+    def _take_answers(self) -> None:
+        for question in [each for each in self._questions if each.operation.is_done]:
+            self._questions.remove(question)
+            operation = question.operation
+            hits = operation.result(0) if operation.error is None else [None] * len(question.asked)
+            for (keys, answers), hit in zip(question.asked, hits, strict=True):
+                answers.update(zip(keys, hit.present[0].tolist() if hit else [False] * len(keys), strict=True))
 
     def forget(self, request: str) -> None:
         """A request has ended: answers that it never took are of no use."""
-        for asked in self._asked.pop(request, {}).values():
-            asked.cancel()
+        self._answers.pop(request, None)
+        self._unasked.pop(request, None)
 
     def save(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
         """Store these rows; they must not change until the job has ended."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from kvweave.integrations.vllm.connector_settings import RequestSettings
-from kvweave.store import AnyHit, HashedPrompt, Operation
+from kvweave.integrations.vllm.request_lookups import RequestLookup
+from kvweave.store import AnyHit, HashedPrompt
 from kvweave.store.results import GroupLoad
 
 HIT_S = 5.0
@@ -27,12 +27,9 @@ class RequestState:
     block_hashes: Sequence[bytes] = ()
     """The engine's own, for those who follow its events: grows."""
     adapter: str | None = None
-    lookup: Operation[list[Any]] | None = None
+    lookup: RequestLookup | None = None
     hit: AnyHit | None = None
-    asked_at: float = 0.0
     found_at: float = 0.0
-    source: str = ""
-    """The farthest tier that the hit comes from."""
     start: int = 0
     """What the engine itself had when it last asked."""
     limit: int | None = None

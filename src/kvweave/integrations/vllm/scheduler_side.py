@@ -11,19 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvweave.errors import OperationTimeout
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.engine_groups import EngineGroup, hit_alignment
 from kvweave.integrations.vllm.load_or_compute import Speeds
 from kvweave.integrations.vllm.pinned_prompts import PinnedPrompts
+from kvweave.integrations.vllm.request_lookups import RequestLookup, RequestLookups
 from kvweave.integrations.vllm.request_state import RequestState
 from kvweave.integrations.vllm.running_saves import RunningSaves, SavedRange
 from kvweave.integrations.vllm.step_messages import LoadJob, SaveJob, StepJobs, TableSlice, WorkerReport
-from kvweave.store import AnyHit, AnyStore, Operation
+from kvweave.store import AnyHit, AnyStore
 
 log = logging.getLogger("kvweave.vllm")
-IDLE_WAIT_S = 0.005
-"""What a request's first lookup may take of the scheduler's time while nothing is running."""
 BlockIds = Sequence[Sequence[int]]
 """By the engine's group: the block table of a request."""
 Offers = Mapping[str, Sequence[tuple[int, int, int]]]
@@ -53,7 +51,7 @@ class SchedulerSide:
         self._states = [group for group in groups if group.is_state]
         self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadJob] = []
-        self.saves, self._is_idle = saves, True
+        self.saves, self._lookups = saves, RequestLookups(store, settings.lookup_timeout_s)
         self._step_began, self._step_tokens = 0.0, 0
         self.speeds = Speeds()
         self.counts, self.seconds = Counter[str](), dict.fromkeys(("lookup_seconds", "load_seconds"), 0.0)
@@ -65,7 +63,7 @@ class SchedulerSide:
     def add(self, request: str, state: RequestState) -> None:
         self._requests[request] = state
         if not state.settings.skip_load:
-            self._look_up(request, state)
+            self._look_up(state)
 
     def match(self, request: str, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond those that the engine has; None: ask again, the lookup is on its way."""
@@ -73,43 +71,39 @@ class SchedulerSide:
         if state is None or state.settings.skip_load:
             return 0
         if state.lookup is None and (state.hit is None or state.is_hit_old):
-            self._look_up(request, state)
+            self._look_up(state)
         if state.lookup is not None and not self._found(state, state.lookup):
             return None
         if state.hit is None:  # the lookup failed
             return 0
-        state.start = num_computed
         num_tokens = state.hit.position - num_computed
         if num_tokens < max(1, self._settings.min_load_tokens):
             return 0
-        state.sizes = self._store.load_sizes(state.hit, num_computed)
+        if not state.sizes or state.start != num_computed:
+            state.start, state.sizes = num_computed, self._store.load_sizes(state.hit, num_computed)
         if not self._settings.always_load and not self.speeds.is_load_faster(state.sizes, num_tokens):
             self.counts["computed_instead"] += 1
             return 0
         return num_tokens
 
-    def _look_up(self, request: str, state: RequestState) -> None:
+    def _look_up(self, state: RequestState) -> None:
         prompt = state.hash_up_to(len(state.tokens) if self._settings.save_generated else state.num_prompt_tokens)
-        state.hit, state.asked_at = None, time.monotonic()
-        state.lookup = self._store.submit_lookup([prompt], request=request, budget_s=self._settings.lookup_timeout_s)
+        state.hit, state.sizes, state.lookup = None, {}, self._lookups.begin(prompt)
 
-    def _found(self, state: RequestState, lookup: Operation[list[Any]]) -> bool:
-        if not lookup.is_done and not self._is_idle:
-            return False
+    def _found(self, state: RequestState, lookup: RequestLookup) -> bool:
         try:
-            (hit,) = lookup.result(timeout=IDLE_WAIT_S)
-        except OperationTimeout:
-            return False
+            hit = self._lookups.result(lookup)
         except Exception as error:  # whatever a tier raises: the engine goes on
             log.warning("a lookup failed, and is a miss: %r", error)
             state.lookup, state.settings = None, replace(state.settings, skip_load=True)
             return True
+        if hit is None:
+            return False
         state.lookup, state.found_at = None, time.monotonic()
         state.saved = max(state.saved, hit.position)
         state.hit = self._aligned(hit, hit.position if state.limit is None else min(state.limit, hit.position))
-        state.source = self._store.farthest_tier(state.hit)
         self.counts.update(lookups=1, tokens_found=state.hit.position)
-        self.seconds["lookup_seconds"] += state.found_at - state.asked_at
+        self.seconds["lookup_seconds"] += state.found_at - lookup.asked_at
         return True
 
     def _aligned(self, hit: AnyHit, limit: int) -> AnyHit:
@@ -143,14 +137,15 @@ class SchedulerSide:
     ) -> StepJobs:
         """The jobs of a step; to be called once it is decided what is computed in it."""
         self._store.poll()  # operations are asked for by their handles; forget those that nobody waits for
-        saves, num_new, self._is_idle = [], 0, True
+        saves, num_new = [], 0
         for each in scheduled:
-            self._is_idle, num_new = False, num_new + each.num_new
+            num_new += each.num_new
             state = self._requests.get(each.request)
             if state is not None and not state.settings.skip_save:
                 points, snapshots = self._points(state, each, offers.get(each.request, ()))
                 if points and (block_ids := tables(each.request)) is not None:
                     saves.append(self._save(state, points, block_ids, snapshots))
+        self._lookups.step(is_idle=not num_new)
         self._step_began, self._step_tokens = time.monotonic(), num_new
         loads, self._loads = tuple(self._loads), []
         return StepJobs(loads, tuple(saves))
@@ -224,9 +219,10 @@ class SchedulerSide:
                 state.loading = None
 
     def source_of(self, request: str) -> str:
-        """The farthest tier that a request is being loaded from."""
+        """The farthest tier that a request is being loaded from, or would be."""
         state = self._requests.get(request)
-        return state.source if state else ""
+        hit = (state.loading or state.hit) if state else None
+        return self._store.farthest_tier(hit) if hit else ""
 
     def take_counts(self) -> dict[str, float]:
         """What was counted since the last call."""
@@ -244,7 +240,7 @@ class SchedulerSide:
         self._pins.request_ended(state)
         self._pins.proceed(self.saves.is_saving)
         if state.lookup is not None:
-            state.lookup.cancel()
+            self._lookups.abandon(state.lookup)
         for hit in (state.hit, state.loading):
             if hit is not None:
                 self._store.release_later(hit)

@@ -9,10 +9,9 @@ from kvweave.errors import TraceError, UnknownName
 from kvweave.sim.trace import Trace
 from kvweave.sim.traces import agent, bailian, chat_trace, coding, lengths, logs, mooncake, recorded
 from kvweave.sim.traces.reading import Reading, load_tokenizer
-from kvweave.sim.traces.recorded import TraceWriter
 from kvweave.sim.traces.trace_files import Head, head
 
-__all__ = ["FORMATS", "Reading", "TraceWriter", "load_tokenizer", "read_trace"]
+__all__ = ["FORMATS", "Reading", "load_tokenizer", "read_trace"]
 
 
 class Format(Protocol):

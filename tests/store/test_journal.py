@@ -1,0 +1,56 @@
+"""The journal: half a record, whoever left it, costs itself and nothing that is written after it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import TierError
+from kvweave.store.journal import Entries, FileJournal
+from kvweave.store.keys import KEY_BYTES
+
+KEYS = [bytes([number]) * KEY_BYTES for number in range(4)]
+
+
+def opened(path: Path) -> tuple[FileJournal, Entries]:
+    def recover(_: Entries) -> Entries:
+        raise AssertionError("its start is not damaged")
+
+    journal = FileJournal(path, writable=True)
+    return journal, journal.open(recover)
+
+
+def live(path: Path) -> list[bytes]:
+    journal, entries = opened(path)
+    journal.close()
+    return [*entries.number_of]
+
+
+def test_records_after_one_that_was_torn_by_a_crash_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal, _ = opened(path)
+    journal.added(KEYS[0], 0, 4096)
+    journal.close()
+    with path.open("ab") as file:
+        file.write(b"half a record")
+    journal, entries = opened(path)
+    assert [*entries.number_of] == KEYS[:1]
+    journal.added(KEYS[1], 4096, 4096)
+    journal.close()
+    assert live(path) == KEYS[:2]
+
+
+def test_records_after_one_that_a_full_disk_cut_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "journal", os.write
+    journal, _ = opened(path)
+    journal.added(KEYS[0], 0, 4096)
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:30]))
+    with pytest.raises(TierError, match="No space left"):
+        journal.added(KEYS[1], 4096, 4096)
+    monkeypatch.undo()
+    journal.added(KEYS[2], 8192, 4096)
+    journal.removed(KEYS[:1])
+    journal.close()
+    assert live(path) == KEYS[2:3]
