@@ -116,8 +116,11 @@ def test_steps_at_fixed_addresses_that_run_ahead_give_the_same_answers(
             load(name, engine, 64, seed=1)
             assert engine.stats().finished == 64
             check_books(engine)
+            assert any(size.is_decode for size in sizes)
+            if len(decode_sizes) == 2:
+                continue  # whether just two ever decode at once is chance
             assert any(size.is_decode and size.rows > 1 for size in sizes)
-            if name not in ("qwen3_next", "lfm2") and len(decode_sizes) > 2:
+            if name not in ("qwen3_next", "lfm2"):
                 assert any(not size.is_decode for size in sizes), "chunks of prompts, where there are no states"
 
 
