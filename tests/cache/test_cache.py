@@ -7,6 +7,7 @@ import itertools
 import random
 import sys
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -1443,6 +1444,29 @@ def test_whoever_opens_a_prompt_may_say_where_its_resume_points_are() -> None:
     engine.carry_out(cache.commit(sequence))
     assert cache.lookup([*range(68), 99]) == 64
     check_books(cache)
+
+
+def test_a_fork_that_looks_again_leaves_points_where_its_parent_was_told_to() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8))
+    waiting = cache.open(range(60), points=[20, 40])
+    (child,), copies = cache.fork(waiting)
+    list(copies)
+    run(cache, range(22), points=[16])
+    assert cache.rematch(child) == 16
+    cache.extend(child, 44, checkpoints=True)
+    assert [checkpoint.position for checkpoint in child.checkpoints] == [20, 40]
+
+
+def test_a_fork_does_not_copy_the_tokens_that_are_in_the_tree() -> None:
+    cache = Cache(full_plan(pages=260, blocks=256))
+    sequence = run(cache, np.arange(65_000), close=False)
+    cache.publish()
+    tracemalloc.start()
+    _, copies = cache.fork(sequence)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    list(copies)
+    assert peak < 65_000, f"{peak} bytes for a fork of 65,000 tokens"
 
 
 # ---- small things that nothing else would notice

@@ -86,14 +86,8 @@ class Forks:
 
     def _child(self, sequence: Sequence, copies: CopyBuilder) -> Sequence:
         state, row = self.state, self.state.take_row()
-        child = Sequence(sequence.home, row, sequence.tokens, sequence.namespace, sequence.priority, sequence.node)
-        child.start_at(sequence.node.end, sequence.tokens)
-        child.num_cached, child.num_prompt, child.branch = sequence.num_cached, sequence.num_prompt, sequence.branch
-        child.asked_points, child.prompt_points = sequence.asked_points, sequence.prompt_points
-        child.last_point = sequence.last_point
-        child.opened, child.drop_last_blocks = sequence.opened, sequence.drop_last_blocks
-        child.restore, child.private_from = sequence.restore, sequence.private_from
-        state.prefix.pin(sequence.node)
+        child = sequence.fork(row)
+        state.prefix.pin(child.node)
         if child.restore is not None:
             state.prefix.pin_states(child.restore, 1)
         state.by_row[row] = child
