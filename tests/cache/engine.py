@@ -254,12 +254,21 @@ def check_points(cache: Cache, group: PagedGroup) -> None:
         assert kept == inside, f"{group.tag}: blocks {kept} are kept in {node.start} to {node.end}, {inside} are needed"
 
 
+def points_by_page(cache: Cache, group: PagedGroup) -> Counter[int]:
+    """How many points need each page of a window."""
+    counts: Counter[int] = Counter()
+    for node in cache.state.prefix.tree.nodes():
+        path = [page for above in node.path() for page in above.pages[group.number].tolist()]
+        for point in node.points:
+            counts.update(path[slot] for slot in {t // group.slot_tokens for t in needed_tokens(group, point.position)})
+    return counts
+
+
 def _check_group(cache: Cache, group: PagedGroup, pool: PagePool, pins: list[Any]) -> None:
     state, pages = cache.state, pool.groups[group.tag]
     table, tag = state.tables[group.number], group.tag
     cached = Counter(page for node in state.prefix.tree.nodes() for page in node_pages(cache, node, group))
-    if not group.is_window or group.slot_tokens == cache.grid:
-        assert all(count == 1 for count in cached.values()), f"{tag}: a page is in the tree twice"
+    assert all(count == 1 for count in cached.values()), f"{tag}: a page is in the tree twice"
     assert len(cached) == state.prefix.num_cached[group.number], f"{tag}: {len(cached)} pages are cached"
     held: Counter[int] = Counter()
     for row, sequence in state.by_row.items():
@@ -275,6 +284,7 @@ def _check_group(cache: Cache, group: PagedGroup, pool: PagePool, pins: list[Any
             held.update(path[slot] for slot in needed)
     if group.is_window:
         check_points(cache, group)
+        cached = points_by_page(cache, group)
     free = (pool.free_superpages if pages.is_whole else pages.free).all
     times = np.bincount(free, minlength=(pool.num_superpages + 1) * pages.per_superpage)
     assert times.max() <= 1, f"{tag}: a page is free twice"

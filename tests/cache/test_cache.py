@@ -28,7 +28,7 @@ from kvweave.errors import (
 )
 from kvweave.plan import Parallel, PoolRequest
 from kvweave.pool import NULL
-from kvweave.prefix import EvictionCandidate, Kind, Retention, Spacing, Span
+from kvweave.prefix import EvictionCandidate, Kind, Node, Retention, Spacing, Span
 from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
@@ -940,37 +940,24 @@ def test_a_fork_at_the_end_of_a_window_block_needs_no_page() -> None:
     assert cache.table("window")[child.row, :2].tolist() == cache.table("window")[sequence.row, :2].tolist()
 
 
-def forked_in_half_a_grid(window_pages: int) -> tuple[Cache, Sequence]:
-    """A fork of 12 tokens that shares all three blocks of its window, the last one beyond the tree."""
+def test_a_fork_shares_window_blocks_that_are_in_the_tree_and_copies_the_others() -> None:
     caches = group("full", Full()), group("window", Window(8))
-    own = {"window": PoolRequest(pages=window_pages)}
-    cache = Cache(plan_of(*caches, blocks={"full": 8, "window": 4}, own_pools=own))
+    cache = Cache(plan_of(*caches, blocks={"full": 8, "window": 4}, own_pools={"window": PoolRequest(pages=4)}))
     sequence = run(cache, range(12), close=False)
     (child,), copies = cache.fork(sequence)
-    assert [copy.tag for copy in copies] == ["full"]
-    return cache, child
-
-
-def test_a_truncation_into_a_window_block_that_others_hold_copies_it() -> None:
-    cache, child = forked_in_half_a_grid(window_pages=4)
-    shared = int(cache.table("window")[child.row, 2])
-    (copy,) = cache.truncate(child, 10)
-    assert (copy.tag, copy.src.tolist(), copy.dst.tolist()) == (
-        "window",
-        [shared],
-        [cache.table("window")[child.row, 2]],
-    )
-    assert copy.dst.tolist() != [shared]
+    assert [(copy.tag, len(copy.src)) for copy in copies] == [("full", 1), ("window", 1)]
+    table = cache.table("window")[[sequence.row, child.row], :3]
+    assert (table[0] == table[1]).tolist() == [True, True, False]
+    assert not cache.truncate(child, 10), "what it goes back into is its own"
     check_books(cache)
 
 
-def test_a_truncation_for_whose_copy_there_is_no_page_changes_nothing() -> None:
-    cache, child = forked_in_half_a_grid(window_pages=3)
-    before = cache.table("window").copy()
+def test_a_fork_for_whose_window_block_there_is_no_page_changes_nothing() -> None:
+    caches = group("full", Full()), group("window", Window(12))
+    cache = Cache(plan_of(*caches, blocks={"full": 8, "window": 4}, own_pools={"window": PoolRequest(pages=3)}))
+    sequence = run(cache, range(12), close=False)
     with pytest.raises(OutOfPages):
-        cache.truncate(child, 10)
-    assert (child.length, child.committed) == (12, 12)
-    assert (cache.table("window") == before).all(), "from 10 on the first block is needed"
+        cache.fork(sequence)
     check_books(cache)
 
 
@@ -1467,6 +1454,25 @@ def test_a_fork_does_not_copy_the_tokens_that_are_in_the_tree() -> None:
     tracemalloc.stop()
     list(copies)
     assert peak < 65_000, f"{peak} bytes for a fork of 65,000 tokens"
+
+
+class NotWalked(dict[bytes, Node]):
+    def values(self) -> Any:
+        raise AssertionError("the work grows with the number of children")
+
+
+@pytest.mark.parametrize("reach", [Window(8), SinkWindow(5, 8)])
+def test_to_give_up_a_point_takes_no_look_at_what_lies_below_it(reach: Reach) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", reach)), retention=Retention(every=0))
+    for i in range(5):
+        run(cache, [*range(12), *[20 + i] * 6])
+    tree = cache.state.prefix.tree
+    (node,) = [node for node in tree.nodes() if len(node.children) == 5]
+    children, node.children = node.children, NotWalked(node.children)
+    cache.state.prefix.drop_point(node.points[-1])
+    node.children = children
+    check_books(cache)
+    assert cache.lookup([*range(12), *[20] * 6]) == 16
 
 
 # ---- small things that nothing else would notice

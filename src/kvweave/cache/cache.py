@@ -321,7 +321,8 @@ class Cache(Home):
     # ---- fork, truncate, close
 
     def fork(self, sequence: Sequence, n: int = 1) -> tuple[list[Sequence], Copies]:
-        """`n` more sequences with the same past; full blocks are shared, the last one and states are copied."""
+        """`n` more sequences with the same past; blocks up to the last multiple of the grid are shared, others and
+        states are copied."""
         self._check_thread()
         self._rows(sequence)
         if n < 1:
@@ -340,16 +341,15 @@ class Cache(Home):
         return self._hand_out(copies)
 
     def truncate(self, sequence: Sequence, length: int) -> Copies:
-        """Forget the tokens from `length` on, those of the prompt too; their pages are freed. Returns copies to be made
-        before the next step."""
+        """Forget the tokens from `length` on, those of the prompt too; their pages are freed. Nothing has to be copied:
+        no other sequence holds a block that is still to be written."""
         self._check_thread()
         self._rows(sequence)
         low = max(1, sequence.node.end)
         if not low <= length <= sequence.length:
             raise CannotTruncate(f"cannot cut {sequence.length} tokens to {length}; {low} are shared with the tree")
-        copies = CopyBuilder()
-        self._forks.truncate(sequence, length, copies)
-        return self._hand_out(copies)
+        self._forks.truncate(sequence, length)
+        return NO_COPIES
 
     def close(self, sequence: Sequence, *, keep: bool = True) -> None:
         """End a sequence, or preempt it: what it committed stays in the tree, unless `keep` is False; the rest is

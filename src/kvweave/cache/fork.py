@@ -17,8 +17,8 @@ from kvweave.pool import Ids, PagedGroup
 
 
 class Forks:
-    """Written blocks are shared: those of full groups through the tree, those of windows by counted references. The
-    block that the next token is written into, and the live states, are copied."""
+    """Blocks that are in the tree are shared. Those behind its last run, and the live states, are copied: so no block
+    that is still to be written has two holders, and no page is in the tree twice."""
 
     def __init__(
         self,
@@ -67,22 +67,20 @@ class Forks:
         demand = [0] * len(self.state.groups)
         for i, count in children.items():
             for group in self.state.groups:
-                demand[group.number] += count * self._num_copied(group, sequences[i])
+                table, (first, end) = self.state.tables[group.number], self._copied(group, sequences[i])
+                demand[group.number] += count * int(np.count_nonzero(table.pages[sequences[i].row, first:end]))
         pool = self.allocator.ensure(demand)
         if pool is not None:
             lengths = np.array([sequence.committed for sequence in sequences])
             raise self.allocator.refusal(pool, sequences, lengths, lengths)
 
-    def _num_copied(self, group: PagedGroup, sequence: Sequence) -> int:
-        """Pages that a child cannot share: the live state; blocks that are not in the tree, or not full."""
-        row, table = sequence.row, self.state.tables[group.number]
+    def _copied(self, group: PagedGroup, sequence: Sequence) -> tuple[int, int]:
+        """The blocks [first, end) that a child cannot share: the live state; those that will not be in the tree."""
         if group.is_state:
-            return int(table.blocks_of[row] > 0)
-        length = self.state.counters.committed_of[row]
-        if group.is_full:
-            shared = max(min(length, sequence.private_from) // self.state.grid * self.state.grid, sequence.node.end)
-            return -(-length // group.slot_tokens) - shared // group.slot_tokens
-        return int(length % group.slot_tokens > 0)
+            return 0, min(1, self.state.tables[group.number].blocks_of[sequence.row])
+        length, grid = self.state.counters.committed_of[sequence.row], self.state.grid
+        shared = max(min(length, sequence.private_from) // grid * grid, sequence.node.end)
+        return shared // group.slot_tokens, -(-length // group.slot_tokens)
 
     def _child(self, sequence: Sequence, copies: CopyBuilder) -> Sequence:
         state, row = self.state, self.state.take_row()
@@ -94,33 +92,27 @@ class Forks:
         state.counters.copy(sequence.row, row)
         state.tokens.enter(row, sequence.num_tokens)
         for group in state.groups:
-            self._share(group, sequence.row, row, copies)
+            self._share(group, sequence, row, copies)
         self.publisher.stand(child)
         state.set_next_stop(child)
         state.set_next_event(child)
         return child
 
-    def _share(self, group: PagedGroup, source: int, row: int, copies: CopyBuilder) -> None:
-        """Let `row` name the pages of `source`, but copies of those that cannot be shared."""
-        state, table = self.state, self.state.tables[group.number]
-        length = state.counters.length_of[source]
-        if group.is_state:
-            blocks, shared = min(1, table.blocks_of[source]), 0
-        else:
-            blocks = -(-length // group.slot_tokens)
-            shared = table.published_of[source] if group.is_full else length // group.slot_tokens
-        pages = table.pages[source, :blocks].copy()
+    def _share(self, group: PagedGroup, sequence: Sequence, row: int, copies: CopyBuilder) -> None:
+        """Let `row` name the pages of a sequence, but copies of those that cannot be shared."""
+        state, table, source = self.state, self.state.tables[group.number], sequence.row
+        first, end = self._copied(group, sequence)
+        pages = table.pages[source, :end].copy()
         if group.is_window:
-            state.share(group, pages[:shared])
-        if blocks > shared:
-            fresh = state.allocate(group, blocks - shared)
-            for src, dst in zip(pages[shared:].tolist(), fresh.tolist(), strict=True):
-                if group.has_pages:
-                    copies.add(row, group.tag, src, dst)
-            pages[shared:] = fresh
+            state.share(group, pages[:first])
+        own = first + np.flatnonzero(pages[first:])
+        fresh = state.allocate(group, len(own))
+        for src, dst in zip(pages[own].tolist(), fresh.tolist()):
+            copies.add(row, group.tag, src, dst)
+        pages[own] = fresh
         table.write(row, 0, pages)
         table.first_of[row], table.published_of[row] = table.first_of[source], table.published_of[source]
-        table.blocks_of[row] = blocks
+        table.blocks_of[row] = end
 
     # ---- reorder
 
@@ -162,23 +154,11 @@ class Forks:
 
     # ---- truncate
 
-    def truncate(self, sequence: Sequence, length: int, copies: CopyBuilder) -> None:
+    def truncate(self, sequence: Sequence, length: int) -> None:
         """Give back the pages beyond `length`, after making sure that what is before it is all there."""
         state, row = self.state, sequence.row
         for group in state.groups:
             self._check_reach(group, sequence, length)
-        halves = [group for group in state.windows if self._is_shared_half(group, row, length)]
-        demand = [0] * len(state.groups)
-        for group in halves:
-            demand[group.number] = 1
-        committed = state.counters.committed_of[row]
-        state.counters.committed_of[row] = min(committed, length)  # so that what is behind it now is not reclaimed
-        pool = self.allocator.ensure(demand)
-        if pool is not None:
-            state.counters.committed_of[row] = committed
-            raise self.allocator.refusal(pool, [sequence], np.array([length]), np.array([length]))
-        for group in halves:
-            self._copy_half(group, row, length, copies)
         for group in state.rows:
             table = state.tables[group.number]
             keep, blocks = -(-length // group.slot_tokens), table.blocks_of[row]
@@ -205,20 +185,6 @@ class Forks:
         self.publisher.stand(sequence)
         state.set_next_stop(sequence)
         state.set_next_event(sequence)
-
-    def _is_shared_half(self, group: PagedGroup, row: int, length: int) -> bool:
-        """Whether `length` cuts a block of a window that others hold too: the next token will be written into it."""
-        table, pool = self.state.tables[group.number], self.state.pool_of[group.number]
-        if not length % group.slot_tokens or pool is None:
-            return False
-        return pool.groups[group.tag].is_shared(int(table.pages[row, length // group.slot_tokens]))
-
-    def _copy_half(self, group: PagedGroup, row: int, length: int, copies: CopyBuilder) -> None:
-        table, slot = self.state.tables[group.number], length // group.slot_tokens
-        old, fresh = table.pages[row, slot : slot + 1].copy(), self.state.allocate(group, 1)
-        table.write(row, slot, fresh)
-        self.state.release(group, old)
-        copies.add(row, group.tag, int(old[0]), int(fresh[0]))
 
     def _check_reach(self, group: PagedGroup, sequence: Sequence, length: int) -> None:
         row, table = sequence.row, self.state.tables[group.number]

@@ -8,9 +8,9 @@ from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
-from kvweave.pool import Ids, PagedGroup
+from kvweave.pool import PagedGroup
 from kvweave.prefix import Node, Point, Tokens
-from kvweave.prefix.tree import Match
+from kvweave.prefix.tree import Match, Run
 
 
 class Loader:
@@ -46,7 +46,7 @@ class Loader:
         self.state.prefix.unpin(old)
 
     def _enter(self, sequence: Sequence, prompt: Tokens, match: Match | None) -> None:
-        state, row = self.state, sequence.row
+        state = self.state
         position = 0 if match is None else self.hit(match, len(prompt), sequence.drop_last_blocks)
         if match is not None and position:
             point = state.prefix.pin_at(match, position, sequence.priority, with_states=bool(state.states))
@@ -58,9 +58,8 @@ class Loader:
         sequence.start_at(position, prompt)
         sequence.branch = match.length if match is not None and match.length > position else 0
         if position:
-            path = sequence.node.path()
             for group in state.rows:
-                self._enter_run(group, row, [n.pages[group.number] for n in path], position)
+                self._enter_run(group, sequence, position)
         state.want_points(sequence)
         self._set_counters(sequence, position)
 
@@ -73,30 +72,25 @@ class Loader:
         state.set_next_stop(sequence)
         state.set_next_event(sequence)
 
-    def _enter_run(self, group: PagedGroup, row: int, runs: list[Ids], position: int) -> None:
+    def _enter_run(self, group: PagedGroup, sequence: Sequence, position: int) -> None:
         """The pages of a hit that the next token can see; what lies between head and tail stays NULL."""
-        table, blocks, head = self.state.tables[group.number], position // group.slot_tokens, group.head_blocks
+        table, row, blocks = self.state.tables[group.number], sequence.row, position // group.slot_tokens
         first = 0 if group.is_full else min(group.first_block(position), blocks)
-        low, tail = blocks, []
-        for pages in reversed(runs):  # from the end: of a long prompt only the runs of the tail are joined
-            if low > first:
-                tail.append(pages)
-                low -= len(pages)
-        if tail:
-            pages = tail[0] if len(tail) == 1 else np.concatenate(tail[::-1])
-            self._name(group, row, max(low, first), pages[max(0, first - low) :])
-        if head and first > 0:
-            self._name(group, row, 0, np.concatenate(runs)[: min(head, first)])
-        table.first_of[row] = max(first, head)
+        self._name(group, sequence, first, blocks)
+        self._name(group, sequence, 0, min(group.head_blocks, first))
+        table.first_of[row] = max(first, group.head_blocks)
         table.blocks_of[row] = blocks
         if group.is_full:
             table.published_of[row] = blocks
 
-    def _name(self, group: PagedGroup, row: int, start: int, pages: Ids) -> None:
-        """Let a row name pages of the tree from slot `start` on."""
-        self.state.tables[group.number].write(row, start, pages)
-        if group.is_window:
-            self.state.share(group, pages)
+    def _name(self, group: PagedGroup, sequence: Sequence, low: int, high: int) -> None:
+        """Let a sequence's table name the tree's pages of the blocks [low, high)."""
+        runs = [run.pages for run in self.state.prefix.tree.runs(group, sequence.node, low, high)]
+        if runs:
+            pages = runs[0] if len(runs) == 1 else np.concatenate(runs[::-1])
+            self.state.tables[group.number].write(sequence.row, low, pages)
+            if group.is_window:
+                self.state.share(group, pages)
 
     def leave_row(self, sequence: Sequence) -> None:
         """Let go of all pages that a row holds, and of the states of its hit."""
@@ -115,24 +109,20 @@ class Loader:
         """Keep what resuming at a position of a matched path needs."""
         state = self.state
         point = state.prefix.pin_at(match, position, 0, with_states=True)
-        for group, pages in self._windows_of(point):
-            state.share(group, pages)
+        for run in self._windows_of(point):
+            state.share(run.group, run.pages)
         return point.node, point
 
     def unpin(self, node: Node, point: Point) -> None:
-        for group, pages in self._windows_of(point):
-            self.state.release(group, pages)
+        for run in self._windows_of(point):
+            self.state.release(run.group, run.pages)
         self.state.prefix.pin_states(point, -1)
         self.state.prefix.unpin(node)
 
-    def _windows_of(self, point: Point) -> list[tuple[PagedGroup, Ids]]:
+    def _windows_of(self, point: Point) -> list[Run]:
         """The window pages that a point needs; pinned points keep them all."""
-        found = []
-        for group in self.state.windows:
-            if group.has_pages:
-                pages = self.state.prefix.tree.path_pages(group, point.node, point.position)
-                found.append((group, pages))
-        return found
+        tree = self.state.prefix.tree
+        return [run for group in tree.windows for run in tree.window_runs(group, point.node, point.position)]
 
     # ---- loading
 

@@ -7,18 +7,15 @@ window pages are held by the table and by the tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-from collections.abc import Set as AbstractSet
-
 import numpy as np
 
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
-from kvweave.pool import NULL, Ids, PagedGroup
+from kvweave.pool import NULL, Ids
 from kvweave.prefix import Kind, Node
-from kvweave.prefix.tree import NO_PAGES
+from kvweave.prefix.tree import NO_PAGES, Run
 
-Held = dict[int, Ids]
+Held = list[Ids]
 UNKNOWN = b""
 MOST_PUBLISHED = 32
 """So many twins, sequences that computed the same tokens at the same time, are published when a prompt meets them."""
@@ -114,13 +111,15 @@ class Publisher:
             sequence.asked_points, sequence.prompt_points, sequence.last_point = [], [], 0
 
     def _held_pages(self, sequence: Sequence) -> Held:
-        """By group number: the pages of a window by block, in the table and parked beside it."""
-        held: Held = {}
-        for group in self.state.windows:
+        """By group: the pages of a sequence by block, those among them that are parked beside a window's table."""
+        held: Held = [NO_PAGES] * len(self.state.groups)
+        for group in self.state.rows:
             table = self.state.tables[group.number]
-            pages = table.pages[sequence.row, : table.blocks_of[sequence.row]].copy()
-            for first, run in sequence.parked.get(group.number, ()):
-                pages[first : first + len(run)] = run
+            pages = table.pages[sequence.row, : table.blocks_of[sequence.row]]
+            if group.number in sequence.parked:
+                pages = pages.copy()
+                for first, run in sequence.parked[group.number]:
+                    pages[first : first + len(run)] = run
             held[group.number] = pages
         return held
 
@@ -173,31 +172,18 @@ class Publisher:
     def _build(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
         """A new run from the sequence's node to `end`, or more of its own last run."""
         prefix, node, start = self.state.prefix, sequence.node, sequence.node.end
-        tokens = sequence.run(start, end)
-        pages: list[Ids] = [NO_PAGES] * len(self.state.groups)
-        for group in self.state.full:
-            table = self.state.tables[group.number].pages[sequence.row]
-            pages[group.number] = table[start // group.slot_tokens : end // group.slot_tokens].copy()
-        whole = [point for point in points if point > start]
-        for group in self.state.windows:
-            if group.has_pages:
-                whole = _held_points(held[group.number], group, whole)
-        for group in self.state.windows:
-            pages[group.number] = _window_run(held[group.number], group, start, end, whole)
+        tokens, pages = sequence.run(start, end), [NO_PAGES] * len(held)
+        for group in self.state.rows:
+            size = group.slot_tokens
+            pages[group.number] = held[group.number][start // size : end // size].copy()
         if prefix.can_grow(node):
             prefix.grow(node, tokens, pages)
         else:
             node = prefix.insert(node, tokens, pages)
             self._stand_on(sequence, node)
             node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
-        self._leave_points(sequence, points, held, {point for point in whole if self._first_needed(point) >= start})
-
-    def _first_needed(self, point: int) -> int:
-        """The first token whose window pages a point needs."""
-        first = point
-        for group in self.state.windows:
-            first = min(first, 0 if group.head_blocks else group.first_block(point) * group.slot_tokens)
-        return first
+        self._leave_points(sequence, points, held)
+        prefix.keep_needed(node, start)
 
     # ---- a run that the tree has
 
@@ -217,17 +203,14 @@ class Publisher:
             if group.has_pages:
                 self.state.release(group, gone)
 
-    def _leave_points(
-        self, sequence: Sequence, points: SequenceOf[int], held: Held, filled: AbstractSet[int] = frozenset()
-    ) -> None:
-        """Resume points in the run on which a sequence stands, wherever the window pages they need are there or ours;
-        those of `filled` are there."""
+    def _leave_points(self, sequence: Sequence, points: list[int], held: Held) -> None:
+        """Resume points in the run on which a sequence stands, where the window pages they need are there or ours."""
         state, node = self.state, sequence.node
         for point in points:
             if not node.start < point <= node.end:
                 continue
             states = sequence.snapshots.pop(point, ())
-            if node.point_at(point) is None and (point in filled or self._fill_windows(held, node, point)):
+            if node.point_at(point) is None and self._fill_windows(held, node, point):
                 kind = self._kind(sequence, point)
                 state.prefix.add_point(node, point, kind, states, sequence.priority, sequence.num_cached)
             elif states:
@@ -235,65 +218,15 @@ class Publisher:
 
     def _fill_windows(self, held: Held, node: Node, point: int) -> bool:
         """Whether the window pages of a point are all there, after ours have filled the gaps."""
-        gaps: list[tuple[Node, PagedGroup, int, Ids]] = []
+        tree, gaps = self.state.prefix.tree, list[tuple[Run, Ids]]()
         for group in self.state.windows:
-            if not group.has_pages:
-                continue
-            end = point // group.slot_tokens
-            first = min(group.first_block(point), end)
-            for low, high in ((0, min(group.head_blocks, end)), (first, end)):
-                found = _gaps(held[group.number], group, node, low, high)
-                if found is None:
-                    return False
-                gaps += found
-        for at, group, low, pages in gaps:
-            self.state.prefix.fill(at, group, low, pages)
+            if group.has_pages:
+                for run in tree.window_runs(group, node, point):
+                    if np.count_nonzero(run.pages) < len(run.pages):
+                        ours = held[group.number][run.first : run.first + len(run.pages)]
+                        if np.count_nonzero(run.pages | ours) < len(ours):
+                            return False
+                        gaps.append((run, ours))
+        for run, ours in gaps:
+            tree.fill(run, ours)
         return True
-
-
-def _held_points(held: Ids, group: PagedGroup, points: list[int]) -> list[int]:
-    """Those of some points, ascending, whose pages of a window are all held, the head apart."""
-    if not points or _is_whole(held, group.first_block(points[0]), points[-1] // group.slot_tokens):
-        return points
-    return [point for point in points if _is_whole(held, group.first_block(point), point // group.slot_tokens)]
-
-
-def _is_whole(held: Ids, low: int, high: int) -> bool:
-    return bool(np.count_nonzero(held[low:high]) == max(0, high - low))
-
-
-def _window_run(held: Ids, group: PagedGroup, start: int, end: int, points: list[int]) -> Ids:
-    """The pages of a window for a new run: those that its points need."""
-    size = group.slot_tokens
-    first = start // size
-    pages, low, high = np.zeros(end // size - first, np.int32), first, first
-    for point in points:
-        needed = group.first_block(point)
-        if needed > high:
-            pages[low - first : high - first] = held[low:high]
-            low = needed
-        high = point // size
-    pages[low - first : high - first] = held[low:high]
-    if points and first < group.head_blocks:
-        head = min(group.head_blocks, points[-1] // size)
-        pages[: head - first] = held[first:head]
-    return pages
-
-
-def _gaps(
-    held: Ids, group: PagedGroup, node: Node, low: int, high: int
-) -> list[tuple[Node, PagedGroup, int, Ids]] | None:
-    """Held pages for runs at or above `node` that lack some in the blocks [low, high); None where they are not held."""
-    found: list[tuple[Node, PagedGroup, int, Ids]] = []
-    at = node
-    while high > low and at.parent is not None:
-        start = at.start // group.slot_tokens
-        first = max(low, start)
-        theirs = at.pages[group.number][first - start : max(0, high - start)]
-        if np.count_nonzero(theirs) < len(theirs):
-            ours = held[first:high]
-            if not (ours[theirs == NULL] != NULL).all():
-                return None
-            found.append((at, group, first, ours))
-        high, at = min(high, start), at.parent
-    return found

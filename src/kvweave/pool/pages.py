@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvweave.plan import Group
 from kvweave.pool import holders
-from kvweave.pool.holders import NAMES, Ids
+from kvweave.pool.holders import NAMES, TREE, Ids
 
 NULL = 0
 
@@ -100,7 +100,7 @@ class GroupPages:
         self.num_evictable -= holders.share(self.holders, pages, self.evictable_in, self.per_superpage)
 
     def enter_cache(self, pages: Ids) -> int:
-        """The tree holds `pages` too, which tables name; returns how many of them it did not hold before."""
+        """A point of the tree needs `pages`; returns how many of them the tree did not hold before."""
         return holders.enter(self.holders, pages)
 
     def release(self, pages: Ids) -> Ids:
@@ -111,15 +111,16 @@ class GroupPages:
         return out[:num_gone]
 
     def leave_cache(self, pages: Ids) -> tuple[Ids, int]:
-        """The tree lets go of `pages`; returns those that nobody holds now, and how many left the tree."""
+        """A point of the tree needs `pages` no more; returns those that nobody holds now, and how many left the tree."""
         out = np.empty(len(pages), np.int32)
         num_gone, num_left = holders.leave(self.holders, pages, self.evictable_in, self.per_superpage, out)
         self.num_evictable -= num_gone
         return out[:num_gone], num_left
 
-    def is_shared(self, page: int) -> bool:
-        """Whether a page that a table names has another holder."""
-        return bool(self.holders[page] > 1)
+    def not_in_cache(self, pages: Ids) -> NDArray[np.bool_]:
+        """Which of `pages` the tree does not hold."""
+        absent: NDArray[np.bool_] = self.holders[pages] < TREE
+        return absent
 
     def num_names(self, pages: Ids) -> NDArray[np.int64]:
         """How many tables and pins name each of `pages`."""

@@ -19,7 +19,7 @@ from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.orders import order_of
 from kvweave.prefix.policy import CENSUS, Policy
-from kvweave.prefix.tree import Match, PublishStanding, Tree
+from kvweave.prefix.tree import Match, PublishStanding, Run, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
@@ -52,6 +52,7 @@ class PrefixCache:
         self._pools = list(pools)
         self._has_inner = bool(self.tree.windows or self.tree.states)
         self._full = [group for group in self.tree.full if group.has_pages]
+        self._windows = [group for group in self.tree.windows if group.has_pages]
         self._tips = [EvictionQueue(is_tips=True) for _ in range(self.order.num_queues)]
         self._inner = [EvictionQueue(is_tips=False) for _ in range(self.order.num_queues)]
         self._queues = [*self._tips, *self._inner]
@@ -196,35 +197,40 @@ class PrefixCache:
         self._count_rows(node, pages)
 
     def _count_rows(self, node: Node, pages: list[Ids]) -> None:
-        """Pages that enter the tree with a run: those of full groups change their owner, windows' are held by both."""
+        """Pages of full groups enter the tree with a run: they change their owner."""
         for group in self._full:
             self.num_cached[group.number] += len(pages[group.number])
             if not node.pins:
                 self._pages(group).count_evictable(pages[group.number], 1)
-        for group in self.tree.windows:
-            self._enter_windows(group, pages[group.number])
-
-    def fill(self, node: Node, group: PagedGroup, first: int, pages: Ids) -> None:
-        """Put a window's pages into gaps of a run, from block `first` on; whose they were holds them too."""
-        self._enter_windows(group, self.tree.fill(node, group, first, pages))
-
-    def _enter_windows(self, group: PagedGroup, pages: Ids) -> None:
-        if len(pages) and group.has_pages:
-            self.num_cached[group.number] += self._pages(group).enter_cache(pages)
 
     def add_point(
         self, node: Node, position: int, kind: Kind, states: StatePages, priority: int, found: int = 0
     ) -> Point:
         """A resume point, whose window pages are in the tree already. Its states are the tree's from now on. `found`:
         tokens that the request which makes it had found."""
-        point = self.tree.add_point(node, position, kind, states)
-        point.last_used, point.priority = self.tick(), priority
-        point.found = found
-        self._count_states(point, 1)
+        point = self._new_point(node, position, kind, states)
+        point.priority, point.found = priority, found
         self._requeue(point)
         if not node.pins and len(node.points) > 1:
             self._requeue(node.points[-2])
         return point
+
+    def _new_point(self, node: Node, position: int, kind: Kind, states: StatePages) -> Point:
+        """A point that waits in no queue yet."""
+        point = self.tree.add_point(node, position, kind, states)
+        point.last_used = self.tick()
+        self._count_states(point, 1)
+        for group in self._windows:
+            pages = self._pages(group)
+            for run in self.tree.window_runs(group, node, position):
+                self.num_cached[group.number] += pages.enter_cache(run.pages)
+        return point
+
+    def keep_needed(self, node: Node, start: int) -> None:
+        """Of the window pages that a run has from `start` on, the tree keeps those that points need."""
+        for group in self._windows:
+            for run in self.tree.runs(group, node, start // group.slot_tokens, node.end // group.slot_tokens):
+                self.tree.lose(run, self._pages(group).not_in_cache(run.pages))
 
     def _count_states(self, point: Point, sign: int) -> None:
         if point.states:
@@ -320,120 +326,38 @@ class PrefixCache:
         """
         node = point.node
         above = node.points[-2].position if len(node.points) > 1 else node.start
-        for group in self.tree.windows:
+        for group in self._windows:
             first = group.first_block(point.position)
-            moves = group.needs_last_block and group.has_pages and group.first_block(limit) < first
+            moves = group.needs_last_block and group.first_block(limit) < first
             if moves and above <= limit and above // group.slot_tokens < first:
                 return above
         return self.tree.last_resumable(self.tree.path_of(node), limit, node.start)
 
     def _drop_spaced(self, node: Node) -> None:
-        """Give up the points of a run that nobody has asked for, and the window pages that only they need."""
-        spaced = [point for point in node.points if point.kind == Kind.SPACED and not self._is_tip(point)]
-        for point in spaced:
-            self._forget(point)
-        for group in self.tree.windows:
-            if group.has_pages:
-                at = group.head_blocks
-                for point in node.points:
-                    self._free_window(node, group, at, group.first_block(point.position))
-                    at = max(at, point.position // group.slot_tokens)
-                self._free_window(node, group, at, min(self._needed_below(node, group), node.end // group.slot_tokens))
-        if self._reaches_above(spaced[0], node):
-            self._free_windows(spaced[0])
+        """Give up the points of a run that nobody has asked for."""
+        for point in [point for point in node.points if point.kind == Kind.SPACED and not self._is_tip(point)]:
+            self.drop_point(point)
 
     def drop_point(self, point: Point) -> None:
-        """Give up a point that others lie behind, or that a holder stands at: its states, and what only it needs."""
-        self._forget(point)
-        self._free_windows(point)
-
-    def _reaches_above(self, point: Point, node: Node) -> bool:
-        """Whether a point of a run needs window pages of runs above it."""
-        for group in self.tree.windows:
-            if group.head_blocks or group.first_block(point.position) * group.slot_tokens < node.start:
-                return True
-        return False
-
-    def _free_windows(self, point: Point) -> None:
-        """Free the window pages that a point, gone from its node, needed and no other point does."""
-        for group in self.tree.windows:
-            if group.has_pages:
-                self._free_exclusive(point, group)
-                if group.head_blocks:
-                    self._free_heads(point.node, group)
-
-    def _forget(self, point: Point) -> None:
-        """Take a point out of its node and free its states."""
+        """Give up a point: its states, and the window pages that no other point needs."""
         if point.queue is not None:
             point.queue.remove(point)
-        if point.states:
-            self._count_states(point, -1)
-            for group, page in zip(self.tree.states, point.states):
-                if group.has_pages:
-                    self._pool(group).free_one(group.tag, page)
-                    self.num_evicted[group.number] += 1
+        self._count_states(point, -1)
+        for group, page in zip(self.tree.states, point.states):
+            if group.has_pages:
+                self._pool(group).free_one(group.tag, page)
+                self.num_evicted[group.number] += 1
+        for group in self._windows:
+            for run in self.tree.window_runs(group, point.node, point.position):
+                self._leave_windows(run)
         self.tree.remove_point(point)
 
-    def _free_exclusive(self, point: Point, group: PagedGroup) -> None:
-        """Those of one group, the head apart.
-
-        Tails never come back, so a point above needs every page from this one's tail up to itself, and the points
-        below need every page from the lowest of their tails on.
-        """
-        first, last = group.first_block(point.position), point.position // group.slot_tokens
-        node: Node | None = point.node
-        while node is not None and node.parent is not None:
-            above = below = None
-            for other in node.points:
-                if other.position < point.position:
-                    above = other
-                elif below is None:
-                    below = other
-            low = first if above is None else max(first, above.position // group.slot_tokens)
-            needed = group.first_block(below.position) if below is not None else self._needed_below(node, group)
-            self._free_window(node, group, max(low, node.start // group.slot_tokens), min(last, needed))
-            if above is not None or first >= node.start // group.slot_tokens:
-                return
-            node, last = node.parent, node.start // group.slot_tokens
-
-    def _needed_below(self, node: Node, group: PagedGroup) -> int:
-        """The first block of a window that points below a node need."""
-        first, end = NO_LIMIT, node.end // group.slot_tokens
-        stack = list(node.children.values())
-        while stack:
-            child = stack.pop()
-            if child.points:
-                first = min(first, group.first_block(child.points[0].position))
-            elif group.first_block(child.end) < end:
-                stack.extend(child.children.values())
-        return first
-
-    def _free_heads(self, node: Node, group: PagedGroup) -> None:
-        """Free the parts of a head that no point at or below a run, or above it, needs any more."""
-        for at in reversed(node.path()):
-            needed = self._head_needed(at, group)
-            self._free_window(at, group, needed, group.head_blocks)
-            if needed > at.start // group.slot_tokens:
-                return
-
-    def _head_needed(self, node: Node, group: PagedGroup) -> int:
-        """How many blocks of a head the points at or below a node need."""
-        needed, stack = 0, [node]
-        while stack and needed < group.head_blocks:
-            at = stack.pop()
-            if at.points:
-                needed = max(needed, min(group.head_blocks, at.points[-1].position // group.slot_tokens))
-            stack.extend(at.children.values())
-        return needed
-
-    def _free_window(self, node: Node, group: PagedGroup, first: int, last: int) -> None:
-        start = node.start // group.slot_tokens
-        if last > max(first, start):
-            self._leave_windows(group, self.tree.drop(node, group, max(0, first - start), last - start))
-
-    def _leave_windows(self, group: PagedGroup, pages: Ids) -> None:
-        if len(pages) and group.has_pages:
-            gone, num_left = self._pages(group).leave_cache(pages)
+    def _leave_windows(self, run: Run) -> None:
+        """A point needs the pages of a run no more."""
+        group, pages = run.group, self._pages(run.group)
+        gone, num_left = pages.leave_cache(run.pages)
+        if num_left:
+            self.tree.lose(run, pages.not_in_cache(run.pages))
             self.num_cached[group.number] -= num_left
             self._pool(group).free(group.tag, gone)
             self.num_evicted[group.number] += len(gone)
@@ -460,9 +384,7 @@ class PrefixCache:
     def _is_bare(self, node: Node) -> bool:
         """Whether nothing in a run is resumable, since a window has no page there: chains of such runs go quickly."""
         return not node.points and any(
-            group.needs_last_block and not np.count_nonzero(node.pages[group.number])
-            for group in self.tree.windows
-            if group.has_pages
+            group.needs_last_block and not np.count_nonzero(node.pages[group.number]) for group in self._windows
         )
 
     def _shorten(self, node: Node, end: int, heir: Point | None) -> bool:
@@ -470,42 +392,42 @@ class PrefixCache:
 
         Who evicts a point passes it on as `heir`: what is left was used as recently, and is as important.
         """
-        lowest = None
-        while node.points and node.points[-1].position > end:
-            lowest = node.points[-1]
-            heir = heir or lowest
-            self._forget(lowest)
-        if end == node.start:
-            if lowest is not None and self._reaches_above(lowest, node):
-                self._free_windows(lowest)
+        beyond = [point for point in node.points if point.position > end]
+        if heir is None and beyond:
+            heir = beyond[-1]
+        point = None
+        if end > node.start:  # it needs window pages of those beyond, and comes before they go
+            point = node.point_at(end) or self._successor(node, end, heir)
+        for gone in reversed(beyond):
+            self.drop_point(gone)
+        if point is None:
             self._free_rows(node.pages)
             self.tree.remove(node)
             node.parent = None
             return False
         if end < node.end:
             self._free_rows(self.tree.trim(node, end))
-        point = node.point_at(end)
-        if point is None:
-            point = self.add_point(node, end, heir.kind if heir else Kind.ANSWER, (), 0)
-            point.last_used = heir.last_used if heir else point.last_used
-            if heir is not None:
-                point.found, point.continued = heir.found, heir.continued
         if heir is not None:
             point.last_used = max(point.last_used, heir.last_used)
             point.priority, point.hits = max(point.priority, heir.priority), max(point.hits, heir.hits)
         self._move(point, self._tips)
         return True
 
+    def _successor(self, node: Node, position: int, heir: Point | None) -> Point:
+        """A new point for one that goes."""
+        point = self._new_point(node, position, Kind.ANSWER if heir is None else heir.kind, ())
+        if heir is not None:
+            point.last_used, point.found, point.continued = heir.last_used, heir.found, heir.continued
+        return point
+
     def _free_rows(self, pages: list[Ids]) -> None:
-        """Pages of a run that nobody holds leave the tree."""
+        """Pages of full groups, which nobody holds, leave the tree with a run."""
         for group in self._full:
             gone = pages[group.number]
             self._pages(group).count_evictable(gone, -1)
             self.num_cached[group.number] -= len(gone)
             self._pool(group).free(group.tag, gone)
             self.num_evicted[group.number] += len(gone)
-        for group in self.tree.windows:
-            self._leave_windows(group, pages[group.number])
 
     def clear(self) -> None:
         """Forget everything; nobody may hold anything."""

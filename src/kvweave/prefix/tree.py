@@ -33,6 +33,18 @@ class Match:
         self.length = length
 
 
+class Run:
+    """A view of a node's pages of a group, from block `first` on, counted from the start of the sequence."""
+
+    __slots__ = ("first", "group", "node", "pages")
+
+    def __init__(self, node: Node, group: PagedGroup, first: int, pages: Ids) -> None:
+        self.node = node
+        self.group = group
+        self.first = first
+        self.pages = pages
+
+
 class Tree:
     """All namespaces' roots. `emit`, where given, is told of every change, in order."""
 
@@ -105,24 +117,37 @@ class Tree:
                 break
         if self.states:
             return low
-        if self._has_windows_of(nodes, limit):
+        if self._has_windows_of(nodes[-1], limit):
             return limit
         positions = np.arange(low // self.grid + 1, limit // self.grid + 1) * self.grid
         return joint_hit([self._present(group, nodes) for group in self.windows], self.grid, limit, positions) or low
 
-    def _has_windows_of(self, nodes: list[Node], position: int) -> bool:
-        """Whether a path has all window pages that going on from a position needs: a short way to most answers, which
-        leaves heads out."""
+    def runs(self, group: PagedGroup, node: Node, low: int, high: int) -> list[Run]:
+        """The pages of the blocks [low, high) on the path down to `node`, from the lowest node up."""
+        runs: list[Run] = []
+        at: Node | None = node
+        while high > low and at is not None:
+            start = at.start // group.slot_tokens
+            if high > start:
+                first = max(low, start)
+                runs.append(Run(at, group, first, at.pages[group.number][first - start : high - start]))
+                high = start
+            at = at.parent
+        return runs
+
+    def window_runs(self, group: PagedGroup, node: Node, position: int) -> list[Run]:
+        """The pages of a window, head included, that going on from a position in `node` needs."""
+        end = position // group.slot_tokens
+        first = min(group.first_block(position), end)
+        runs = self.runs(group, node, first, end)
+        return runs + self.runs(group, node, 0, min(group.head_blocks, first)) if group.head_blocks else runs
+
+    def _has_windows_of(self, node: Node, position: int) -> bool:
+        """Whether all window pages are there that going on from a position in `node` needs."""
         for group in self.windows:
-            low, high, at = group.first_block(position), position // group.slot_tokens, len(nodes) - 1
-            if group.head_blocks:
-                return False
-            while high > low:
-                start = nodes[at].start // group.slot_tokens
-                run = nodes[at].pages[group.number][max(low - start, 0) : max(high - start, 0)]
-                if np.count_nonzero(run) < len(run):
+            for run in self.window_runs(group, node, position):
+                if np.count_nonzero(run.pages) < len(run.pages):
                     return False
-                high, at = min(high, start), at - 1
         return True
 
     def _present(self, group: PagedGroup, nodes: list[Node]) -> Present:
@@ -143,15 +168,6 @@ class Tree:
             at = at.parent
             nodes.append(at)
         return nodes[::-1]
-
-    def path_pages(self, group: PagedGroup, node: Node, position: int) -> Ids:
-        """The pages of a window, head included, that going on from a position in `node` needs."""
-        pages = [at.pages[group.number] for at in node.path()]
-        end = position // group.slot_tokens
-        whole = np.concatenate([*pages, NO_PAGES])[:end]
-        first = min(group.first_block(position), end)
-        needed: Ids = np.concatenate([whole[: min(group.head_blocks, first)], whole[first:]])
-        return needed
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""
@@ -230,17 +246,11 @@ class Tree:
             self._emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
             self._emit_kept(node, self.rows)
 
-    def fill(self, node: Node, group: PagedGroup, first: int, pages: Ids) -> Ids:
-        """Put pages into gaps of a window from block `first` (counted from position 0) on; returns those it took."""
-        at = first - node.start // group.slot_tokens
-        own = node.pages[group.number][at : at + len(pages)]
-        gaps = (own == NULL) & (pages != NULL)
-        taken: Ids = pages[gaps]
-        if len(taken):
-            own[gaps] = taken
-            if self._emit:
-                self._emit_kept(node, [group])
-        return taken
+    def fill(self, run: Run, pages: Ids) -> None:
+        """Put pages into the gaps of a window's run."""
+        np.copyto(run.pages, pages, where=run.pages == NULL)
+        if self._emit:
+            self._emit_kept(run.node, [run.group])
 
     def add_point(self, node: Node, position: int, kind: Kind, states: StatePages) -> Point:
         point = Point(node, position, kind, states)
@@ -258,21 +268,15 @@ class Tree:
             for group in self.states:
                 self._emit(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
-    def drop(self, node: Node, group: PagedGroup, first: int, last: int) -> Ids:
-        """Lose the pages of a window in the blocks [first, last), counted from the start of a run; returns them, with
-        the NULLs among them."""
-        run = node.pages[group.number][first:last]
-        if not np.count_nonzero(run):
-            return NO_PAGES
+    def lose(self, run: Run, lost: NDArray[np.bool_]) -> None:
+        """Lose some pages of a window's run."""
         if self._emit:
-            blocks = np.flatnonzero(run) + first + node.start // group.slot_tokens
-            self._emit(Lost(node.id, group.tag, tuple(blocks.tolist())))
-        gone = run.copy()
-        run[:] = NULL
-        return gone
+            blocks = np.flatnonzero(lost & (run.pages != NULL)) + run.first
+            self._emit(Lost(run.node.id, run.group.tag, tuple(blocks.tolist())))
+        run.pages[lost] = NULL
 
     def trim(self, node: Node, end: int) -> list[Ids]:
-        """Cut a leaf's run to `end`, beyond which it has no point; returns the pages that left, NULLs among them."""
+        """Cut a leaf's run to `end`, beyond which it has no point; returns the pages that left."""
         assert not node.children, "only the end of a leaf can be cut off"
         assert node.start < end < node.end, f"{end} is not inside the run {node.start} to {node.end}"
         gone = [NO_PAGES] * len(self.groups)
