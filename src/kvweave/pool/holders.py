@@ -1,7 +1,7 @@
 """Who holds each page of a window, counted for many pages in one call: in C, or in numpy where it was not compiled.
 
 A page's count is one number for two kinds of holders, since they are always asked together: the block tables and pins
-that name it, and, times `TREE`, the resume points of the prefix tree that need it. Pages in the tree that nobody names are
+that name it, and, times `TREE`, the points of the prefix tree that need it. Pages in the tree that nobody names are
 evictable; `evictable_in` counts them by super-page (it is empty where a page is a whole super-page). A free page has
 the count of the table that will get it: 1. NULL pages are passed over, and a page may be there several times.
 """
@@ -53,8 +53,8 @@ class NumpyHolders:
 
     @staticmethod
     def leave(holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int, out: Ids) -> tuple[int, int]:
-        """A point of the tree needs `pages` no more; `out` gets those that nobody holds now. Returns how many these are, and
-        how many the tree does not hold any more."""
+        """A point of the tree needs `pages` no more; `out` gets those that nobody holds now. Returns how many these
+        are, and how many the tree does not hold any more."""
         pages = pages[pages > 0]
         np.subtract.at(holders, pages, TREE)
         last = _last_mentions(pages)

@@ -111,7 +111,7 @@ class GroupPages:
         return out[:num_gone]
 
     def leave_cache(self, pages: Ids) -> tuple[Ids, int]:
-        """A point of the tree needs `pages` no more; returns those that nobody holds now, and how many left the tree."""
+        """A point of the tree needs `pages` no more: those that nobody holds now, and how many left the tree."""
         out = np.empty(len(pages), np.int32)
         num_gone, num_left = holders.leave(self.holders, pages, self.evictable_in, self.per_superpage, out)
         self.num_evictable -= num_gone
