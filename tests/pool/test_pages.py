@@ -95,7 +95,7 @@ def test_a_cached_page_is_evictable_when_no_table_names_it() -> None:
     assert window.num_evictable == 2
     window.share(pages[:1])
     assert window.num_evictable == 1
-    gone, num_left = window.leave_cache(pages)
+    gone, num_left = window.leave_cache(pages.copy())
     assert (gone.tolist(), num_left, window.num_evictable) == ([pages[1]], 2, 0)
     assert window.release(pages[:1]).tolist() == [pages[0]]
 

@@ -10,7 +10,7 @@ from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.pool import PagedGroup
 from kvweave.prefix import Node, Point, Tokens
-from kvweave.prefix.tree import Match, Run
+from kvweave.prefix.tree import Match
 
 
 class Loader:
@@ -109,20 +109,15 @@ class Loader:
         """Keep what resuming at a position of a matched path needs."""
         state = self.state
         point = state.prefix.pin_at(match, position, 0, with_states=True)
-        for run in self._windows_of(point):
+        for run in self.state.prefix.window_runs(point.node, point.position):
             state.share(run.group, run.pages)
         return point.node, point
 
     def unpin(self, node: Node, point: Point) -> None:
-        for run in self._windows_of(point):
+        for run in self.state.prefix.window_runs(point.node, point.position):
             self.state.release(run.group, run.pages)
         self.state.prefix.pin_states(point, -1)
         self.state.prefix.unpin(node)
-
-    def _windows_of(self, point: Point) -> list[Run]:
-        """The window pages that a point needs; pinned points keep them all."""
-        tree = self.state.prefix.tree
-        return [run for group in tree.windows for run in tree.window_runs(group, point.node, point.position)]
 
     # ---- loading
 

@@ -210,23 +210,22 @@ class Publisher:
             if not node.start < point <= node.end:
                 continue
             states = sequence.snapshots.pop(point, ())
-            if node.point_at(point) is None and self._fill_windows(held, node, point):
+            runs = self._filled_windows(held, node, point) if node.point_at(point) is None else None
+            if runs is not None:
                 kind = self._kind(sequence, point)
-                state.prefix.add_point(node, point, kind, states, sequence.priority, sequence.num_cached)
-            elif states:
+                state.prefix.add_point(node, point, kind, states, sequence.priority, sequence.num_cached, runs)
+            else:
                 state.free_states(states)
 
-    def _fill_windows(self, held: Held, node: Node, point: int) -> bool:
-        """Whether the window pages of a point are all there, after ours have filled the gaps."""
-        tree, gaps = self.state.prefix.tree, list[tuple[Run, Ids]]()
-        for group in self.state.windows:
-            if group.has_pages:
-                for run in tree.window_runs(group, node, point):
-                    if np.count_nonzero(run.pages) < len(run.pages):
-                        ours = held[group.number][run.first : run.first + len(run.pages)]
-                        if np.count_nonzero(run.pages | ours) < len(ours):
-                            return False
-                        gaps.append((run, ours))
+    def _filled_windows(self, held: Held, node: Node, point: int) -> list[Run] | None:
+        """The window pages of a point, after ours have filled their gaps; None where some are nowhere."""
+        gaps, runs = list[tuple[Run, Ids]](), self.state.prefix.window_runs(node, point)
+        for run in runs:
+            if np.count_nonzero(run.pages) < len(run.pages):
+                ours = held[run.group.number][run.first : run.first + len(run.pages)]
+                if np.count_nonzero(run.pages | ours) < len(ours):
+                    return None
+                gaps.append((run, ours))
         for run, ours in gaps:
-            tree.fill(run, ours)
-        return True
+            self.state.prefix.tree.fill(run, ours)
+        return runs

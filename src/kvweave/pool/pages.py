@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvweave.plan import Group
 from kvweave.pool import holders
-from kvweave.pool.holders import NAMES, TREE, Ids
+from kvweave.pool.holders import NAMES, Ids
 
 NULL = 0
 
@@ -111,16 +111,16 @@ class GroupPages:
         return out[:num_gone]
 
     def leave_cache(self, pages: Ids) -> tuple[Ids, int]:
-        """A point of the tree needs `pages` no more: those that nobody holds now, and how many left the tree."""
+        """A point of the tree needs `pages` no more: those that nobody holds now, and how many leave the tree, whose
+        places are NULL then."""
         out = np.empty(len(pages), np.int32)
         num_gone, num_left = holders.leave(self.holders, pages, self.evictable_in, self.per_superpage, out)
         self.num_evictable -= num_gone
         return out[:num_gone], num_left
 
-    def not_in_cache(self, pages: Ids) -> NDArray[np.bool_]:
-        """Which of `pages` the tree does not hold."""
-        absent: NDArray[np.bool_] = self.holders[pages] < TREE
-        return absent
+    def prune(self, pages: Ids) -> None:
+        """NULL takes the place of those of `pages` that are not in the tree."""
+        holders.prune(self.holders, pages)
 
     def num_names(self, pages: Ids) -> NDArray[np.int64]:
         """How many tables and pins name each of `pages`."""

@@ -100,7 +100,7 @@ class PrefixCache:
         if node.end > position:
             node = self.split(node, position)
         if point is None:
-            point = self.add_point(node, position, Kind.BRANCH, (), priority)
+            point = self.add_point(node, position, Kind.BRANCH, priority=priority)
         if not point.hits and not node.children:
             point.continued = True
         point.kind = max(point.kind, Kind.BRANCH)
@@ -204,33 +204,45 @@ class PrefixCache:
                 self._pages(group).count_evictable(pages[group.number], 1)
 
     def add_point(
-        self, node: Node, position: int, kind: Kind, states: StatePages, priority: int, found: int = 0
+        self,
+        node: Node,
+        position: int,
+        kind: Kind,
+        states: StatePages = (),
+        priority: int = 0,
+        found: int = 0,
+        runs: list[Run] | None = None,
     ) -> Point:
-        """A resume point, whose window pages are in the tree already. Its states are the tree's from now on. `found`:
-        tokens that the request which makes it had found."""
-        point = self._new_point(node, position, kind, states)
+        """A resume point, whose window pages are in the tree already: in `runs`, where these are known. Its states are
+        the tree's from now on. `found`: tokens that the request which makes it had found."""
+        point = self._new_point(
+            node, position, kind, states, self.window_runs(node, position) if runs is None else runs
+        )
         point.priority, point.found = priority, found
         self._requeue(point)
         if not node.pins and len(node.points) > 1:
             self._requeue(node.points[-2])
         return point
 
-    def _new_point(self, node: Node, position: int, kind: Kind, states: StatePages) -> Point:
+    def window_runs(self, node: Node, position: int) -> list[Run]:
+        """All window pages that going on from a position in `node` needs."""
+        return [run for group in self._windows for run in self.tree.window_runs(group, node, position)]
+
+    def _new_point(self, node: Node, position: int, kind: Kind, states: StatePages, runs: list[Run]) -> Point:
         """A point that waits in no queue yet."""
         point = self.tree.add_point(node, position, kind, states)
         point.last_used = self.tick()
         self._count_states(point, 1)
-        for group in self._windows:
-            pages = self._pages(group)
-            for run in self.tree.window_runs(group, node, position):
-                self.num_cached[group.number] += pages.enter_cache(run.pages)
+        for run in runs:
+            self.num_cached[run.group.number] += self._pages(run.group).enter_cache(run.pages)
         return point
 
     def keep_needed(self, node: Node, start: int) -> None:
         """Of the window pages that a run has from `start` on, the tree keeps those that points need."""
         for group in self._windows:
-            for run in self.tree.runs(group, node, start // group.slot_tokens, node.end // group.slot_tokens):
-                self.tree.lose(run, self._pages(group).not_in_cache(run.pages))
+            first = (start - node.start) // group.slot_tokens
+            self._pages(group).prune(node.pages[group.number][first:])
+        self.tree.tell_kept(node, self._windows)
 
     def _count_states(self, point: Point, sign: int) -> None:
         if point.states:
@@ -347,17 +359,16 @@ class PrefixCache:
             if group.has_pages:
                 self._pool(group).free_one(group.tag, page)
                 self.num_evicted[group.number] += 1
-        for group in self._windows:
-            for run in self.tree.window_runs(group, point.node, point.position):
-                self._leave_windows(run)
+        for run in self.window_runs(point.node, point.position):
+            self._leave_windows(run)
         self.tree.remove_point(point)
 
     def _leave_windows(self, run: Run) -> None:
         """A point needs the pages of a run no more."""
-        group, pages = run.group, self._pages(run.group)
-        gone, num_left = pages.leave_cache(run.pages)
+        group, before = run.group, run.pages.copy() if self.tree.emits else run.pages
+        gone, num_left = self._pages(group).leave_cache(run.pages)
         if num_left:
-            self.tree.lose(run, pages.not_in_cache(run.pages))
+            self.tree.tell_lost(run, before)
             self.num_cached[group.number] -= num_left
             self._pool(group).free(group.tag, gone)
             self.num_evicted[group.number] += len(gone)
@@ -415,7 +426,8 @@ class PrefixCache:
 
     def _successor(self, node: Node, position: int, heir: Point | None) -> Point:
         """A new point for one that goes."""
-        point = self._new_point(node, position, Kind.ANSWER if heir is None else heir.kind, ())
+        kind = Kind.ANSWER if heir is None else heir.kind
+        point = self._new_point(node, position, kind, (), self.window_runs(node, position))
         if heir is not None:
             point.last_used, point.found, point.continued = heir.last_used, heir.found, heir.continued
         return point

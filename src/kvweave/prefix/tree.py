@@ -58,7 +58,8 @@ class Tree:
         self.roots: dict[Hashable, Node] = {}
         self.num_nodes = 0
         self._next_id = 0
-        self._emit = emit
+        self._tell = emit or _tell_nobody
+        self.emits = emit is not None
 
     # ---- looking
 
@@ -67,8 +68,8 @@ class Tree:
         if node is None:
             node = self.roots[namespace] = Node(self._take_id(), None, 0, NO_PAGES, self.empty_pages(0))
             node.namespace = namespace
-            if self._emit:
-                self._emit(Stored(node.id, None, namespace, 0, ()))
+            if self.emits:
+                self._tell(Stored(node.id, None, namespace, 0, ()))
         return node
 
     def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding | None = None) -> Match:
@@ -200,8 +201,8 @@ class Tree:
                 point.node = upper
         upper.children[self._key(node.tokens)] = node
         self.num_nodes += 1
-        if self._emit:
-            self._emit(Split(node.id, upper.id, position))
+        if self.emits:
+            self._tell(Split(node.id, upper.id, position))
         return upper
 
     def join(self, nodes: list[Node]) -> None:
@@ -218,8 +219,8 @@ class Tree:
         first.parent.children[self._key(last.tokens)] = last
         self.num_nodes -= len(nodes) - 1
         for node in reversed(nodes[:-1]):
-            if self._emit:
-                self._emit(Joined(last.id, node.id))
+            if self.emits:
+                self._tell(Joined(last.id, node.id))
 
     def insert(self, parent: Node, tokens: Tokens, pages: list[Ids]) -> Node:
         """A new run below `parent`, whose first grid of tokens is not among its children.
@@ -231,9 +232,9 @@ class Tree:
         assert key not in parent.children, "a run is in the tree once"
         parent.children[key] = node
         self.num_nodes += 1
-        if self._emit:
-            self._emit(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
-            self._emit_kept(node, self.rows)
+        if self.emits:
+            self._tell(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
+        self.tell_kept(node, self.full)
         return node
 
     def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
@@ -242,21 +243,19 @@ class Tree:
         node.end += len(tokens)
         for group in self.rows:
             node.pages[group.number] = np.concatenate([node.pages[group.number], pages[group.number]])
-        if self._emit:
-            self._emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
-            self._emit_kept(node, self.rows)
+        if self.emits:
+            self._tell(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
+        self.tell_kept(node, self.full)
 
     def fill(self, run: Run, pages: Ids) -> None:
         """Put pages into the gaps of a window's run."""
         np.copyto(run.pages, pages, where=run.pages == NULL)
-        if self._emit:
-            self._emit_kept(run.node, [run.group])
+        self.tell_kept(run.node, [run.group])
 
     def add_point(self, node: Node, position: int, kind: Kind, states: StatePages) -> Point:
         point = Point(node, position, kind, states)
         node.add_point(point)
-        if self._emit:
-            self._emit_kept(node, self.states)
+        self.tell_kept(node, self.states)
         return point
 
     # ---- shrinking
@@ -264,16 +263,15 @@ class Tree:
     def remove_point(self, point: Point) -> None:
         point.node.points.remove(point)
         point.alive = False
-        if self._emit:
+        if self.emits:
             for group in self.states:
-                self._emit(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
+                self._tell(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
-    def lose(self, run: Run, lost: NDArray[np.bool_]) -> None:
-        """Lose some pages of a window's run."""
-        if self._emit:
-            blocks = np.flatnonzero(lost & (run.pages != NULL)) + run.first
-            self._emit(Lost(run.node.id, run.group.tag, tuple(blocks.tolist())))
-        run.pages[lost] = NULL
+    def tell_lost(self, run: Run, before: Ids) -> None:
+        """Say what a run of a window has lost of what it was `before`."""
+        if self.emits:
+            blocks = np.flatnonzero(run.pages != before) + run.first
+            self._tell(Lost(run.node.id, run.group.tag, tuple(blocks.tolist())))
 
     def trim(self, node: Node, end: int) -> list[Ids]:
         """Cut a leaf's run to `end`, beyond which it has no point; returns the pages that left."""
@@ -284,8 +282,8 @@ class Tree:
             pages, cut = node.pages[group.number], (end - node.start) // group.slot_tokens
             gone[group.number], node.pages[group.number] = pages[cut:], _own(pages[:cut])
         node.tokens, node.end = _own(node.tokens[: end - node.start]), end
-        if self._emit:
-            self._emit(Trimmed(node.id, end))
+        if self.emits:
+            self._tell(Trimmed(node.id, end))
         return gone
 
     def remove(self, node: Node) -> None:
@@ -296,14 +294,14 @@ class Tree:
         else:
             del node.parent.children[self._key(node.tokens)]
             self.num_nodes -= 1
-        if self._emit:
-            self._emit(Removed(node.id))
+        if self.emits:
+            self._tell(Removed(node.id))
 
     def clear(self) -> None:
         self.roots.clear()
         self.num_nodes = 0
-        if self._emit:
-            self._emit(Cleared())
+        if self.emits:
+            self._tell(Cleared())
 
     # ---- small things
 
@@ -317,17 +315,21 @@ class Tree:
         self._next_id += 1
         return self._next_id
 
-    def _emit_kept(self, node: Node, groups: Sequence[PagedGroup]) -> None:
-        assert self._emit is not None
-        for group in groups:
+    def tell_kept(self, node: Node, groups: Sequence[PagedGroup]) -> None:
+        """Say what a node holds of some groups now."""
+        for group in groups if self.emits else ():
             if group.is_state:
                 blocks = [point.position // group.slot_tokens - 1 for point in node.points]
             else:
-                blocks = (np.flatnonzero(node.pages[group.number] != NULL) + node.start // group.slot_tokens).tolist()
-            self._emit(Kept(node.id, group.tag, tuple(blocks)))
+                blocks = (np.flatnonzero(node.pages[group.number]) + node.start // group.slot_tokens).tolist()
+            self._tell(Kept(node.id, group.tag, tuple(blocks)))
 
 
 def _own(array: Ids) -> Ids:
     """The array itself, or a copy where it would keep a much larger one alive."""
     base = array.base
     return array if base is None or 2 * len(array) >= len(base) else array.copy()
+
+
+def _tell_nobody(event: Event) -> None:
+    """Where nobody listens to events."""
