@@ -368,7 +368,7 @@ def test_super_pages_move_between_groups_as_demand_moves() -> None:
     many = [cache.open([i, 1]) for i in range(min(40, supers - 2))]
     for sequence in many:
         cache.extend(sequence, 2)
-    held = cache.state.pools[0].groups["state"].num_superpages
+    held = cache.state.pages[cache.state.states[0].number].num_superpages
     for sequence in (*many, longest):
         cache.close(sequence)
     assert held >= len(many)
@@ -1098,7 +1098,7 @@ def test_what_would_free_no_page_is_not_evicted() -> None:
         plan_of(group("full", Full()), group("window", Window(6)), pools="shared"), retention=Retention(every=0)
     )
     (pool,) = cache.state.pools
-    assert all(pages.is_whole for pages in pool.groups.values())
+    assert all(pages.is_whole for pages in pool.groups)
     pool.free_superpages.replace(np.arange(1, 13, dtype=np.int32))
     pool.num_superpages = 12
     for tokens in ([7] * 9, range(17)):

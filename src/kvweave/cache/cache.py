@@ -463,7 +463,7 @@ class Cache(Home):
             self._prompt_tokens,
             self._hit_tokens,
             self._infinite.hit_tokens if self._infinite else None,
-            sum(state.prefix.num_evicted),
+            sum(pages.num_evicted for pages in state.pages),
         )
 
     def contents(self) -> CacheContents:

@@ -104,9 +104,9 @@ class Forks:
         first, end = self._copied(group, sequence)
         pages = table.pages[source, :end].copy()
         if group.is_window:
-            state.share(group, pages[:first])
+            state.pages[group.number].share(pages[:first])
         own = first + np.flatnonzero(pages[first:])
-        fresh = state.allocate(group, len(own))
+        fresh = state.pages[group.number].allocate(len(own))
         for src, dst in zip(pages[own].tolist(), fresh.tolist()):
             copies.add(row, group.tag, src, dst)
         pages[own] = fresh
@@ -165,7 +165,7 @@ class Forks:
             pages: Ids = table.pages[row, keep:blocks].copy()
             table.erase(row, keep, blocks)
             table.blocks_of[row] = min(keep, blocks)
-            state.release(group, pages)
+            state.pages[group.number].release(pages)
         sequence.num_prompt = state.counters.prompt_of[row] = min(sequence.num_prompt, length)
         self.cut(sequence, length)
 

@@ -90,14 +90,13 @@ class Loader:
             pages = runs[0] if len(runs) == 1 else np.concatenate(runs[::-1])
             self.state.tables[group.number].write(sequence.row, low, pages)
             if group.is_window:
-                self.state.share(group, pages)
+                self.state.pages[group.number].share(pages)
 
     def leave_row(self, sequence: Sequence) -> None:
         """Let go of all pages that a row holds, and of the states of its hit."""
         state = self.state
         for group in state.groups:
-            if group.has_pages:
-                state.release(group, state.tables[group.number].held(sequence.row))
+            state.pages[group.number].release(state.tables[group.number].held(sequence.row))
         state.release_parked(sequence)
         if sequence.restore is not None:
             state.prefix.pin_states(sequence.restore, -1)
@@ -110,12 +109,12 @@ class Loader:
         state = self.state
         point = state.prefix.pin_at(match, position, 0, with_states=True)
         for run in self.state.prefix.window_runs(point.node, point.position):
-            state.share(run.group, run.pages)
+            state.pages[run.group.number].share(run.pages)
         return point.node, point
 
     def unpin(self, node: Node, point: Point) -> None:
         for run in self.state.prefix.window_runs(point.node, point.position):
-            self.state.release(run.group, run.pages)
+            self.state.pages[run.group.number].release(run.pages)
         self.state.prefix.pin_states(point, -1)
         self.state.prefix.unpin(node)
 
@@ -160,12 +159,12 @@ class Loader:
         before = table.blocks_of[row]
         table.blocks_of[row] = 1 if group.is_state else position // group.slot_tokens
         for low, high in lacking:
-            table.write(row, low, state.allocate(group, high - low))
+            table.write(row, low, state.pages[group.number].allocate(high - low))
         if group.is_window:
             first = group.first_block(position)
             old, passed = table.first_of[row], min(first, before)
             if passed > old:
                 pages = table.pages[row, old:passed].copy()
                 table.erase(row, old, passed)
-                state.release(group, pages)
+                state.pages[group.number].release(pages)
             table.first_of[row] = first

@@ -75,7 +75,7 @@ class Publisher:
                 first = max(group.first_block(position), table.first_of[sequence.row])
                 pages = table.pages[sequence.row, first:end].copy()
                 if len(pages):
-                    state.share(group, pages)
+                    state.pages[group.number].share(pages)
                     sequence.parked[group.number] = [(first, pages)]
 
     # ---- publish
@@ -198,10 +198,9 @@ class Publisher:
             else:
                 swapped = (ours != theirs) & (ours != NULL) & (theirs != NULL)
                 gone = ours[swapped]
-                self.state.share(group, theirs[swapped])
+                self.state.pages[group.number].share(theirs[swapped])
                 table.write(sequence.row, first, np.where(swapped, theirs, ours))
-            if group.has_pages:
-                self.state.release(group, gone)
+            self.state.pages[group.number].release(gone)
 
     def _leave_points(self, sequence: Sequence, points: list[int], held: Held) -> None:
         """Resume points in the run on which a sequence stands, where the window pages they need are there or ours."""

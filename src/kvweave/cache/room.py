@@ -64,9 +64,9 @@ class OneRow:
                     table = self.state.tables[group.number]
                     blocks = table.blocks_of[row]
                     if count == 1:
-                        table.write_one(row, blocks, self.state.allocate_one(group))
+                        table.write_one(row, blocks, self.state.pages[group.number].allocate_one())
                     else:
-                        table.write(row, blocks, self.state.allocate(group, count))
+                        table.write(row, blocks, self.state.pages[group.number].allocate(count))
                     table.blocks_of[row] = blocks + count
 
     def set_counters(self) -> None:
@@ -125,7 +125,7 @@ class ManyRows:
             growing = growth.nonzero()[0]
             rows, more = self.rows[growing], growth[growing]
             for group in same:
-                self.state.tables[group.number].append(rows, more, self.state.allocate(group, total))
+                self.state.tables[group.number].append(rows, more, self.state.pages[group.number].allocate(total))
 
     def set_counters(self) -> None:
         counters = self.state.counters

@@ -75,7 +75,7 @@ class Snapshots:
         for group in self.state.states:
             table = self.state.tables[group.number]
             more = columns - table.blocks[rows]
-            pages = self.state.allocate(group, int(np.maximum(more, 0).sum()))
+            pages = self.state.pages[group.number].allocate(int(np.maximum(more, 0).sum()))
             table.append(rows[more > 0], more[more > 0], pages)
 
     def choose(self, rows: Rows, rejected: Counts) -> None:
@@ -97,8 +97,7 @@ class Snapshots:
         kept = np.where(slots == 0, pages[is_live][:, None], np.int32(NULL)).astype(np.int32)
         table.write_many(np.repeat(rows, width), slots.ravel(), kept.ravel())
         table.blocks[rows] = 1
-        if group.has_pages:
-            self.state.release(group, pages[~is_live])
+        self.state.pages[group.number].release(pages[~is_live])
 
     # ---- the end
 

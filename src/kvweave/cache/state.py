@@ -11,7 +11,7 @@ from kvweave.cache.sequence import Sequence
 from kvweave.cache.token_log import TokenLog
 from kvweave.cache.window_moves import WindowMoves
 from kvweave.plan import Plan
-from kvweave.pool import Ids, PagedGroup, PagePool
+from kvweave.pool import NoPages, PagedGroup, PagePool
 from kvweave.pool.group import paged_groups
 from kvweave.prefix import NEVER, Event, Policy, PrefixCache, Retention
 from kvweave.table import BlockTable
@@ -39,13 +39,15 @@ class CacheState:
         self.windows = [group for group in self.groups if group.is_window]
         self.states = [group for group in self.groups if group.is_state]
         self.state_tags = [group.tag for group in self.states]
-        self.pools = [PagePool(pool, [g for g in plan.groups if g.pool == pool.name]) for pool in plan.pools]
-        by_name = {pool.name: pool for pool in self.pools}
-        self.pool_of = [by_name[group.pool] if group.has_pages else None for group in self.groups]
+        with_pages = [group for group in self.groups if group.has_pages]
+        self.pools = [PagePool(pool, [g for g in with_pages if g.pool == pool.name]) for pool in plan.pools]
+        by_number = {pages.group.number: pages for pool in self.pools for pages in pool.groups}
+        self.pages = [by_number.get(group.number) or NoPages(group) for group in self.groups]
+        """By group number."""
         self.tables = [BlockTable(group, rows, self._width(group)) for group in self.groups]
         self.same_block_size = list(_by_slot_tokens(self.rows).values())
         """Groups of rows whose tables have as many blocks as one another, always."""
-        self.prefix = PrefixCache(self.groups, self.pool_of, policy, on_event)
+        self.prefix = PrefixCache(self.groups, self.pages, policy, on_event)
         self.grid = self.prefix.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
@@ -172,47 +174,20 @@ class CacheState:
 
     # ---- pages
 
-    def allocate(self, group: PagedGroup, count: int) -> Ids:
-        pool = self.pool_of[group.number]
-        return pool.allocate(group.tag, count) if pool else np.zeros(count, np.int32)
-
-    def allocate_one(self, group: PagedGroup) -> int:
-        pool = self.pool_of[group.number]
-        return pool.allocate_one(group.tag) if pool else 0
-
-    def allocate_state(self, group: PagedGroup, is_needed: bool) -> int:
-        """A page for a live state, or for a snapshot."""
-        pool = self.pool_of[group.number]
-        return pool.allocate_apart(group.tag, is_needed) if pool else 0
-
     def allocate_snapshot(self) -> tuple[int, ...]:
         """A page of each state group."""
-        return tuple([self.allocate_state(group, is_needed=False) for group in self.states])
+        return tuple([self.pages[group.number].allocate_apart(is_needed=False) for group in self.states])
 
     def free_states(self, pages: tuple[int, ...]) -> None:
         """A page of each state group, which nobody holds any more."""
         for group, page in zip(self.states, pages):
-            pool = self.pool_of[group.number]
-            if pool:
-                pool.free_one(group.tag, page)
-
-    def release(self, group: PagedGroup, pages: Ids) -> None:
-        """Tables let go of pages that they held, of windows NULLs among them; those that nobody else holds are free."""
-        pool = self.pool_of[group.number]
-        if pool and len(pages):
-            pool.free(group.tag, pool.groups[group.tag].release(pages) if group.is_window else pages)
+            self.pages[group.number].free_one(page)
 
     def release_parked(self, sequence: Sequence) -> None:
         """Points that were not published yet need pages no more."""
         for number, runs in sequence.parked.items():
-            self.release(self.groups[number], np.concatenate([pages for _, pages in runs]))
+            self.pages[number].release(np.concatenate([pages for _, pages in runs]))
         sequence.parked = {}
-
-    def share(self, group: PagedGroup, pages: Ids) -> None:
-        """A table names pages of a window that others hold; NULLs are passed over."""
-        pool = self.pool_of[group.number]
-        if pool and len(pages):
-            pool.groups[group.tag].share(pages)
 
     def live_states(self, row: int) -> list[int]:
         """The pages of a row's live states."""

@@ -164,7 +164,7 @@ class Steps:
         for group in state.states:
             table = state.tables[group.number]
             if not table.blocks_of[row]:
-                table.write_one(row, 0, state.allocate_state(group, is_needed=True))
+                table.write_one(row, 0, state.pages[group.number].allocate_apart(is_needed=True))
                 table.blocks_of[row] = 1
         self.snapshots.restore(sequence, copies)
         sequence.in_step = []

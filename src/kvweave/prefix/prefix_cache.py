@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvweave.pool import GroupPages, Ids, PagedGroup, PagePool
+from kvweave.pool import GroupPages, Ids, PagedGroup
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
@@ -29,7 +29,7 @@ NO_LIMIT = 2**62
 
 
 class PrefixCache:
-    """`num_cached[g]` counts the pages of group g in the tree; how many of them are evictable, their pool knows.
+    """How many pages are in the tree, and how many of them are evictable, their `GroupPages` know.
 
     A holder (a running sequence, a pin) stands on a node: the pages of full groups from there up to the root cannot
     be evicted. Window pages that its table names are its own as well; states are pinned until they were copied.
@@ -38,18 +38,15 @@ class PrefixCache:
     def __init__(
         self,
         groups: Sequence[PagedGroup],
-        pools: Sequence[PagePool | None],
+        pages: Sequence[GroupPages],
         policy: str | Policy,
         emit: Callable[[Event], None] | None = None,
     ) -> None:
         self.tree = Tree(groups, emit)
         self.grid = self.tree.grid
         self.order = order_of(policy, self.tree.groups, self.grid)
-        self.num_cached = [0] * len(groups)
-        self.num_evicted = [0] * len(groups)
-        """Pages that became free by eviction, by group."""
         self._clock = 0
-        self._pools = list(pools)
+        self._pages = list(pages)
         self._has_inner = bool(self.tree.windows or self.tree.states)
         self._full = [group for group in self.tree.full if group.has_pages]
         self._windows = [group for group in self.tree.windows if group.has_pages]
@@ -158,7 +155,7 @@ class PrefixCache:
         if nodes:
             for group in self._full:
                 pages = [node.pages[group.number] for node in nodes]
-                self._pages(group).count_evictable(pages[0] if len(pages) == 1 else np.concatenate(pages), sign)
+                self._pages[group.number].count_evictable(pages[0] if len(pages) == 1 else np.concatenate(pages), sign)
 
     def pin_states(self, point: Point, sign: int) -> None:
         """Somebody must find the states of a point unharmed (1), or needs them no more (-1)."""
@@ -169,8 +166,7 @@ class PrefixCache:
         point.pins += sign
         if point.pins == (1 if sign > 0 else 0):
             for group, page in zip(self.tree.states, point.states):
-                if group.has_pages:
-                    self._pages(group).count_evictable_one(page, -sign)
+                self._pages[group.number].count_evictable_one(page, -sign)
 
     # ---- growing
 
@@ -199,9 +195,7 @@ class PrefixCache:
     def _count_rows(self, node: Node, pages: list[Ids]) -> None:
         """Pages of full groups enter the tree with a run: they change their owner."""
         for group in self._full:
-            self.num_cached[group.number] += len(pages[group.number])
-            if not node.pins:
-                self._pages(group).count_evictable(pages[group.number], 1)
+            self._pages[group.number].cache(pages[group.number], is_needed=node.pins > 0)
 
     def add_point(
         self,
@@ -232,24 +226,18 @@ class PrefixCache:
         """A point that waits in no queue yet."""
         point = self.tree.add_point(node, position, kind, states)
         point.last_used = self.tick()
-        self._count_states(point, 1)
+        for group, page in zip(self.tree.states, states):
+            self._pages[group.number].cache_one(page)
         for run in runs:
-            self.num_cached[run.group.number] += self._pages(run.group).enter_cache(run.pages)
+            self._pages[run.group.number].enter_cache(run.pages)
         return point
 
     def keep_needed(self, node: Node, start: int) -> None:
         """Of the window pages that a run has from `start` on, the tree keeps those that points need."""
         for group in self._windows:
             first = (start - node.start) // group.slot_tokens
-            self._pages(group).prune(node.pages[group.number][first:])
+            self._pages[group.number].prune(node.pages[group.number][first:])
         self.tree.tell_kept(node, self._windows)
-
-    def _count_states(self, point: Point, sign: int) -> None:
-        if point.states:
-            for group, page in zip(self.tree.states, point.states):
-                if group.has_pages:
-                    self.num_cached[group.number] += sign
-                    self._pages(group).count_evictable_one(page, sign)
 
     # ---- queues
 
@@ -295,8 +283,9 @@ class PrefixCache:
 
     def evict(self, group: PagedGroup, count: int) -> None:
         """Free `count` pages of a group in the policy's order, or all that can be; no more where runs can be cut."""
-        goal = self.num_evicted[group.number] + count
-        while (lacking := goal - self.num_evicted[group.number]) > 0:
+        pages = self._pages[group.number]
+        goal = pages.num_evicted + count
+        while (lacking := goal - pages.num_evicted) > 0:
             point = self._next(only_tips=group.is_full)
             if point is None:
                 return
@@ -354,24 +343,17 @@ class PrefixCache:
         """Give up a point: its states, and the window pages that no other point needs."""
         if point.queue is not None:
             point.queue.remove(point)
-        self._count_states(point, -1)
         for group, page in zip(self.tree.states, point.states):
-            if group.has_pages:
-                self._pool(group).free_one(group.tag, page)
-                self.num_evicted[group.number] += 1
+            self._pages[group.number].evict_one(page)
         for run in self.window_runs(point.node, point.position):
             self._leave_windows(run)
         self.tree.remove_point(point)
 
     def _leave_windows(self, run: Run) -> None:
         """A point needs the pages of a run no more."""
-        group, before = run.group, run.pages.copy() if self.tree.emits else run.pages
-        gone, num_left = self._pages(group).leave_cache(run.pages)
-        if num_left:
+        before = run.pages.copy() if self.tree.emits else run.pages
+        if self._pages[run.group.number].leave_cache(run.pages):
             self.tree.tell_lost(run, before)
-            self.num_cached[group.number] -= num_left
-            self._pool(group).free(group.tag, gone)
-            self.num_evicted[group.number] += len(gone)
 
     # ---- leaves end at a point
 
@@ -435,25 +417,12 @@ class PrefixCache:
     def _free_rows(self, pages: list[Ids]) -> None:
         """Pages of full groups, which nobody holds, leave the tree with a run."""
         for group in self._full:
-            gone = pages[group.number]
-            self._pages(group).count_evictable(gone, -1)
-            self.num_cached[group.number] -= len(gone)
-            self._pool(group).free(group.tag, gone)
-            self.num_evicted[group.number] += len(gone)
+            self._pages[group.number].evict(pages[group.number])
 
     def clear(self) -> None:
         """Forget everything; nobody may hold anything."""
         while self.evict_next(NO_LIMIT):
             pass
-        assert not any(self.num_cached), f"{self.num_cached} pages are left in an empty tree"
+        left = {pages.group.tag: pages.num_cached for pages in self._pages if pages.num_cached}
+        assert not left, f"pages are left in an empty tree: {left}"
         self.tree.clear()
-
-    # ---- small things
-
-    def _pool(self, group: PagedGroup) -> PagePool:
-        pool = self._pools[group.number]
-        assert pool is not None, f"group {group.tag} has no pages here"
-        return pool
-
-    def _pages(self, group: PagedGroup) -> GroupPages:
-        return self._pool(group).groups[group.tag]

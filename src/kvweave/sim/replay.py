@@ -169,12 +169,12 @@ class _Replayer:
         iter(self.cache.commit(sequence))
 
     def look(self, number: int) -> None:
-        cached = self.cache.state.prefix.num_cached
-        sizes = tuple(count * size for count, size in zip(cached, self._sizes, strict=True))
+        counts = (pages.num_cached for pages in self.cache.state.pages)
+        sizes = tuple(count * size for count, size in zip(counts, self._sizes, strict=True))
         self.occupancy.append(Occupancy(number, sizes))
 
     def outcome(self, seconds: float) -> Replay:
-        evicted = self.cache.state.prefix.num_evicted
+        evicted = (pages.num_evicted for pages in self.cache.state.pages)
         gone = sum(count * size for count, size in zip(evicted, self._sizes, strict=True))
         columns = (self.hits, self.rows, self.kinds, self.refused)
         return Replay(*columns, tuple(self.occupancy), gone, seconds)
