@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvweave.cache.allocator import PageAllocator
-from kvweave.cache.copies import CopyBuilder
+from kvweave.cache.copies import Copies
 from kvweave.cache.publish import Publisher
 from kvweave.cache.sequence import FIELDS, Sequence
 from kvweave.cache.snapshots import Snapshots
@@ -36,12 +36,12 @@ class Forks:
 
     # ---- fork
 
-    def fork(self, sequence: Sequence, n: int, copies: CopyBuilder) -> list[Sequence]:
+    def fork(self, sequence: Sequence, n: int, copies: Copies) -> list[Sequence]:
         self._check_settled(sequence)
         self._ensure([sequence], {0: n})
         return self._fork_now(sequence, n, copies)
 
-    def _fork_now(self, sequence: Sequence, n: int, copies: CopyBuilder) -> list[Sequence]:
+    def _fork_now(self, sequence: Sequence, n: int, copies: Copies) -> list[Sequence]:
         """For which there is room. The parent is published, so that full blocks are the tree's."""
         self.publisher.publish(sequence, without_point=True)
         self.state.set_next_event(sequence)
@@ -82,7 +82,7 @@ class Forks:
         shared = max(min(length, sequence.private_from) // grid * grid, sequence.node.end)
         return shared // group.slot_tokens, -(-length // group.slot_tokens)
 
-    def _child(self, sequence: Sequence, copies: CopyBuilder) -> Sequence:
+    def _child(self, sequence: Sequence, copies: Copies) -> Sequence:
         state, row = self.state, self.state.take_row()
         child = sequence.fork(row)
         state.prefix.pin(child.node)
@@ -98,7 +98,7 @@ class Forks:
         state.set_next_event(child)
         return child
 
-    def _share(self, group: PagedGroup, sequence: Sequence, row: int, copies: CopyBuilder) -> None:
+    def _share(self, group: PagedGroup, sequence: Sequence, row: int, copies: Copies) -> None:
         """Let `row` name the pages of a sequence, but copies of those that cannot be shared."""
         state, table, source = self.state, self.state.tables[group.number], sequence.row
         first, end = self._copied(group, sequence)
@@ -116,7 +116,7 @@ class Forks:
 
     # ---- reorder
 
-    def reorder(self, sequences: list[Sequence], parents: list[int], copies: CopyBuilder) -> None:
+    def reorder(self, sequences: list[Sequence], parents: list[int], copies: Copies) -> None:
         """Fork each parent for its further children, then let the children take the places of the dropped."""
         children: dict[int, list[int]] = {}
         for child, parent in enumerate(parents):

@@ -171,15 +171,13 @@ class Publisher:
 
     def _build(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
         """A new run from the sequence's node to `end`, or more of its own last run."""
-        prefix, node, start = self.state.prefix, sequence.node, sequence.node.end
+        prefix, start = self.state.prefix, sequence.node.end
         tokens, pages = sequence.run(start, end), [NO_PAGES] * len(held)
         for group in self.state.rows:
             size = group.slot_tokens
             pages[group.number] = held[group.number][start // size : end // size].copy()
-        if prefix.can_grow(node):
-            prefix.grow(node, tokens, pages)
-        else:
-            node = prefix.insert(node, tokens, pages)
+        node = prefix.add_run(sequence.node, tokens, pages)
+        if node is not sequence.node:
             self._stand_on(sequence, node)
             node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
         self._leave_points(sequence, points, held)

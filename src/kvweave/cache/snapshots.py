@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvweave.cache.copies import CopyBuilder
+from kvweave.cache.copies import Copies
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import NULL, PagedGroup
@@ -39,7 +39,7 @@ class Snapshots:
         elif positions:
             sequence.copy_at = positions[-1]
 
-    def restore(self, sequence: Sequence, copies: CopyBuilder) -> None:
+    def restore(self, sequence: Sequence, copies: Copies) -> None:
         """Copy the states of the hit into the live ones, before the first step."""
         point = sequence.restore
         if point is not None:
@@ -49,7 +49,7 @@ class Snapshots:
 
     # ---- between steps
 
-    def copy_live(self, sequence: Sequence, copies: CopyBuilder) -> None:
+    def copy_live(self, sequence: Sequence, copies: Copies) -> None:
         """Copy the live state to the snapshot that waits for it: the step that ends there is the last so far."""
         if sequence.copy_at >= 0:
             assert sequence.copy_at == self.state.counters.length_of[sequence.row], "the live state has gone on"

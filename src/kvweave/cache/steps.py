@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from kvweave.cache.allocator import Demand, PageAllocator, Reclaimable
-from kvweave.cache.copies import CopyBuilder
+from kvweave.cache.copies import Copies
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
 from kvweave.cache.room import PLAIN, ManyRows, OneRow, RowGrowth, StepOptions
@@ -43,7 +43,7 @@ class Steps:
 
     def extend(
         self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, options: StepOptions
-    ) -> CopyBuilder | None:
+    ) -> Copies | None:
         """Room for `counts` more tokens of each row from `start`, its length, on; all or nothing."""
         counters = self.state.counters
         if self._has_drafts and counters.drafts[rows].any():
@@ -57,7 +57,7 @@ class Steps:
             counters.drafts[rows] = options.drafts
         return copies
 
-    def _extend_one(self, sequence: Sequence, count: int, options: StepOptions) -> CopyBuilder | None:
+    def _extend_one(self, sequence: Sequence, count: int, options: StepOptions) -> Copies | None:
         counters, row = self.state.counters, sequence.row
         start = counters.length_of[row]
         after, copies = start + count, None
@@ -70,7 +70,7 @@ class Steps:
 
     def _extend_many(
         self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, options: StepOptions
-    ) -> CopyBuilder | None:
+    ) -> Copies | None:
         counters = self.state.counters
         after = start + counts
         reach = after + options.lookahead if options.lookahead else after
@@ -90,7 +90,7 @@ class Steps:
         room = ManyRows(self.state, rows, sequences, start, start + count, start + count, PLAIN)
         return room.longest <= self.state.max_tokens and self._fits(room, {}, len(rows))
 
-    def _make_room(self, room: RowGrowth, others: list[Sequence]) -> CopyBuilder | None:
+    def _make_room(self, room: RowGrowth, others: list[Sequence]) -> Copies | None:
         """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
         stateful, options = room.stateful, room.options
         snapshots = [self._snapshots_of(room, i) for i in stateful]
@@ -100,7 +100,7 @@ class Steps:
             snapshots = [[] for _ in stateful]
             self._ensure(room, demand, others)
         room.append()
-        copies = CopyBuilder() if stateful else None
+        copies = Copies() if stateful else None
         for i, positions in zip(stateful, snapshots):
             self._make_states(room.sequences[i], positions, options.in_step, copies)
         if options.drafts:
@@ -156,7 +156,7 @@ class Steps:
         """Whether there would be room for the first `count` rows."""
         return self.allocator.lacking(self._demand(room, count), admits=self._admits(room), known=known) is None
 
-    def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: CopyBuilder | None) -> None:
+    def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: Copies | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""
         assert copies is not None
         state, row = self.state, sequence.row
@@ -172,7 +172,7 @@ class Steps:
 
     # ---- commit
 
-    def commit(self, rows: Rows, sequences: list[Sequence], until: Counts | None) -> CopyBuilder | None:
+    def commit(self, rows: Rows, sequences: list[Sequence], until: Counts | None) -> Copies | None:
         """What was written up to `until`, or all of it, may be shared; returns the copies to be made next."""
         counters = self.state.counters
         if self._has_drafts:
@@ -194,20 +194,20 @@ class Steps:
         if accepted.any():
             self.snapshots.choose(rows[accepted], np.zeros(int(accepted.sum()), np.int64))
 
-    def _pass_events_one(self, sequence: Sequence, until: int) -> CopyBuilder | None:
+    def _pass_events_one(self, sequence: Sequence, until: int) -> Copies | None:
         """`_pass_events` for one row, in plain numbers."""
         state, row, copies = self.state, sequence.row, None
         if until >= state.counters.next_point_of[row]:
-            copies = CopyBuilder()
+            copies = Copies()
             self._pass_point(sequence, copies)
         if state.windows:
             self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
             state.counters.next_event_of[row] = min(state.counters.next_point_of[row], state.moves.next(until))
         return copies
 
-    def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder:
+    def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> Copies:
         """These rows have passed a point, or windows move on, or others could find more of them."""
-        state, counters, copies = self.state, self.state.counters, CopyBuilder()
+        state, counters, copies = self.state, self.state.counters, Copies()
         for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
             self._pass_point(sequences[i], copies)
         if state.windows:
@@ -219,7 +219,7 @@ class Steps:
             counters.next_event[rows] = np.minimum(counters.next_point[rows], next_move)
         return copies
 
-    def _pass_point(self, sequence: Sequence, copies: CopyBuilder) -> None:
+    def _pass_point(self, sequence: Sequence, copies: Copies) -> None:
         """A sequence has passed points, which enter the tree."""
         state, row = self.state, sequence.row
         committed = state.counters.committed_of[row]

@@ -59,7 +59,7 @@ class PrefixCache:
     def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding) -> Match:
         """The longest run of tokens in the tree; sequences that have more of them are published on the way."""
         match = self.tree.match(namespace, tokens, publish)
-        if len(match.nodes) > LONGEST_PATH and self._join(match.nodes):
+        if match.node is not None and match.num_nodes > LONGEST_PATH and self._join(match.node.path()):
             match = self.tree.match(namespace, tokens)
         return match
 
@@ -90,7 +90,10 @@ class PrefixCache:
     def pin_at(self, match: Match, position: int, priority: int, *, with_states: bool) -> Point:
         """A holder stands at a position of a matched path, and may need the states there: the point at this position,
         the last one of its node. It is used now."""
-        node = next(node for node in match.nodes if node.end >= position)
+        node = match.node
+        while node is not None and node.start >= position:
+            node = node.parent
+        assert node is not None, "what is pinned was matched"
         point = node.point_at(position)
         if node.points:
             self.order.on_hit(point or node.points[-1], position, self._clock)
@@ -106,7 +109,7 @@ class PrefixCache:
         point.priority = max(point.priority, priority)
         node.growing_tip = False
         node.uses += 1
-        self._pin_path(node, None)
+        self._count_holder(node, None, 1)
         if with_states:
             self._count_pin(point, 1)
         self._move(point, self._queues_of(point))
@@ -116,46 +119,36 @@ class PrefixCache:
     def pin(self, node: Node) -> None:
         """A holder stands on `node`."""
         node.uses += 1
-        self._pin_path(node, None)
+        self._count_holder(node, None, 1)
         self._requeue_last(node)
 
     def move_pin(self, old: Node, new: Node) -> None:
         """A holder of `old` stands on `new` below it."""
         old.uses -= 1
         new.uses += 1
-        self._pin_path(new, old)
+        self._count_holder(new, old, 1)
         self._requeue_last(new)
-
-    def _pin_path(self, node: Node, above: Node | None) -> None:
-        at: Node | None = node
-        newly = []
-        while at is not above and at is not None:
-            at.pins += 1
-            if at.pins == 1 and at.parent is not None:
-                newly.append(at)
-            at = at.parent
-        self._count_path(newly, -1)
 
     def unpin(self, node: Node) -> None:
         """A holder of `node` is gone."""
         node.uses -= 1
-        at: Node | None = node
-        free = []
-        while at is not None:
-            at.pins -= 1
-            if at.pins == 0 and at.parent is not None:
-                free.append(at)
-            at = at.parent
-        self._count_path(free, 1)
+        self._count_holder(node, None, -1)
         self._requeue_last(node)
         self._settle(node, None)
 
-    def _count_path(self, nodes: list[Node], sign: int) -> None:
-        """The rows of some runs become evictable (1), or are needed (-1)."""
-        if nodes:
-            for group in self._full:
-                pages = [node.pages[group.number] for node in nodes]
-                self._pages[group.number].count_evictable(pages[0] if len(pages) == 1 else np.concatenate(pages), sign)
+    def _count_holder(self, node: Node, above: Node | None, sign: int) -> None:
+        """From `node` up to below `above` there is one holder more (1) or less (-1): pages of full groups are needed
+        from the first one on, and are evictable after the last."""
+        at: Node | None = node
+        changed = []
+        while at is not above and at is not None:
+            at.pins += sign
+            if at.pins == (1 if sign > 0 else 0) and at.parent is not None:
+                changed.append(at)
+            at = at.parent
+        for group in self._full if changed else ():
+            pages = [node.pages[group.number] for node in changed]
+            self._pages[group.number].count_evictable(pages[0] if len(pages) == 1 else np.concatenate(pages), -sign)
 
     def pin_states(self, point: Point, sign: int) -> None:
         """Somebody must find the states of a point unharmed (1), or needs them no more (-1)."""
@@ -176,26 +169,17 @@ class PrefixCache:
         self._requeue_spaced(node)
         return upper
 
-    def insert(self, parent: Node, tokens: Tokens, pages: list[Ids]) -> Node:
-        """A new run, which nobody holds yet."""
-        node = self.tree.insert(parent, tokens, pages)
-        self._count_rows(node, pages)
-        self._requeue_last(parent)
-        return node
-
-    def can_grow(self, node: Node) -> bool:
-        """Whether a run may be lengthened in place: a sequence's own end that nobody else has touched."""
-        return node.growing_tip and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN
-
-    def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
-        """Lengthen a run that its one holder stands on."""
-        self.tree.grow(node, tokens, pages)
-        self._count_rows(node, pages)
-
-    def _count_rows(self, node: Node, pages: list[Ids]) -> None:
-        """Pages of full groups enter the tree with a run: they change their owner."""
+    def add_run(self, node: Node, tokens: Tokens, pages: list[Ids]) -> Node:
+        """A run behind the node on which a sequence stands, with its pages, which are the tree's from now on: a new
+        one, which nobody holds yet, or more of the node itself, where it is the sequence's own end."""
+        if node.growing_tip and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN:
+            self.tree.grow(node, tokens, pages)
+        else:
+            parent, node = node, self.tree.insert(node, tokens, pages)
+            self._requeue_last(parent)
         for group in self._full:
             self._pages[group.number].cache(pages[group.number], is_needed=node.pins > 0)
+        return node
 
     def add_point(
         self,
@@ -332,7 +316,7 @@ class PrefixCache:
             moves = group.needs_last_block and group.first_block(limit) < first
             if moves and above <= limit and above // group.slot_tokens < first:
                 return above
-        return self.tree.last_resumable(self.tree.path_of(node), limit, node.start)
+        return self.tree.last_resumable(node, limit, node.start)
 
     def _drop_spaced(self, node: Node) -> None:
         """Give up the points of a run that nobody has asked for."""
@@ -368,7 +352,7 @@ class PrefixCache:
             if heir is None and node.points and node.points[-1].position == node.end:
                 break
             bare = self._is_bare(node)
-            end = node.start if bare else self.tree.last_resumable(self.tree.path_of(node), node.end, node.start)
+            end = node.start if bare else self.tree.last_resumable(node, node.end, node.start)
             if self._shorten(node, end, heir):
                 return
             node = parent

@@ -26,11 +26,12 @@ PublishStanding = Callable[[Node, bytes], None]
 
 
 class Match:
-    """The nodes along which a prompt ran, and how many of its tokens (on the grid) they hold."""
+    """How many tokens of a prompt (on the grid) the tree holds, the node in which they end, and how many lead there."""
 
-    def __init__(self, nodes: list[Node], length: int) -> None:
-        self.nodes = nodes
+    def __init__(self, node: Node | None, length: int, num_nodes: int) -> None:
+        self.node = node
         self.length = length
+        self.num_nodes = num_nodes
 
 
 class Run:
@@ -74,7 +75,7 @@ class Tree:
 
     def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding | None = None) -> Match:
         """The longest run of tokens in the tree, on the grid."""
-        node, nodes, length, grid = self.roots.get(namespace), [], 0, self.grid
+        node, last, length, num_nodes, grid = self.roots.get(namespace), None, 0, 0, self.grid
         while node is not None and len(tokens) - length >= grid:
             key = tokens[length : length + grid].tobytes()
             if publish is not None and node.standing:
@@ -85,10 +86,10 @@ class Tree:
             same = grid  # by the key
             if len(child.tokens) > grid:
                 same = self.common(child.tokens, tokens[length : length + len(child.tokens)])
-            nodes.append(child)
+            last, num_nodes = child, num_nodes + 1
             length += same
             node = child if same == len(child.tokens) else None
-        return Match(nodes, length)
+        return Match(last, length, num_nodes)
 
     def common(self, run: Tokens, tokens: Tokens) -> int:
         """How many tokens two runs have in common at their start, on the grid."""
@@ -96,11 +97,11 @@ class Tree:
 
     def hit(self, match: Match, limit: int) -> int:
         """The longest position up to `limit` from which every group can go on, by what the matched nodes hold."""
-        return self.last_resumable(match.nodes, min(match.length, limit) // self.grid * self.grid, 0)
+        return 0 if match.node is None else self.last_resumable(match.node, min(match.length, limit), 0)
 
-    def last_resumable(self, nodes: list[Node], limit: int, low: int) -> int:
-        """The last position in (low, limit], on the grid and on a path of nodes, from which every group can go on;
-        `low` if none. The path begins at the root, or above all that going on from such a position needs.
+    def last_resumable(self, node: Node, limit: int, low: int) -> int:
+        """The last position in (low, limit], on the grid and on the path down to a node, from which every group can go
+        on; `low` if none.
 
         Full attention can go on from anywhere, states only from points. Windows can from points, and from wherever
         the pages kept for neighbouring points happen to suffice.
@@ -108,20 +109,19 @@ class Tree:
         limit = limit // self.grid * self.grid
         if limit <= low or not (self.states or self.windows):
             return max(low, limit)
-        for node in reversed(nodes):
-            if node.end < limit and not self.states:
-                break
-            for point in reversed(node.points):
+        at: Node | None = node
+        while at is not None and at.end > low and (self.states or at.end >= limit):
+            for point in reversed(at.points):
                 if point.position <= limit and (self.states or point.position == limit):
                     return max(low, point.position)
-            if node.start <= low:
-                break
+            at = at.parent
         if self.states:
             return low
-        if self._has_windows_of(nodes[-1], limit):
+        if self._has_windows_of(node, limit):
             return limit
         positions = np.arange(low // self.grid + 1, limit // self.grid + 1) * self.grid
-        return joint_hit([self._present(group, nodes) for group in self.windows], self.grid, limit, positions) or low
+        present = [self._present(group, node, int(positions[0]), limit) for group in self.windows]
+        return joint_hit(present, self.grid, limit, positions) or low
 
     def runs(self, group: PagedGroup, node: Node, low: int, high: int) -> list[Run]:
         """The pages of the blocks [low, high) on the path down to `node`, from the lowest node up."""
@@ -151,24 +151,11 @@ class Tree:
                     return False
         return True
 
-    def _present(self, group: PagedGroup, nodes: list[Node]) -> Present:
-        arrays = [node.pages[group.number] for node in nodes]
-        pages = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        return Present(group.reach, group.slot_tokens, pages != NULL, nodes[0].start // group.slot_tokens)
-
-    def path_of(self, node: Node) -> list[Node]:
-        """The nodes that say whether a position in `node` is resumable: windows may reach above it."""
-        if self.states or not self.windows:
-            return [node]
-        first, at = node.start + self.grid, node
-        if any(group.head_blocks for group in self.windows):
-            return node.path()
-        low = min(group.first_block(first) * group.slot_tokens for group in self.windows)
-        nodes = [node]
-        while at.start > low and at.parent is not None:
-            at = at.parent
-            nodes.append(at)
-        return nodes[::-1]
+    def _present(self, group: PagedGroup, node: Node, low: int, limit: int) -> Present:
+        """Which blocks of a window are there, of those that going on from the positions [low, limit] needs."""
+        first = 0 if group.head_blocks else group.first_block(low)
+        runs = [run.pages for run in self.runs(group, node, first, limit // group.slot_tokens)]
+        return Present(group.reach, group.slot_tokens, np.concatenate([NO_PAGES, *runs[::-1]]) != NULL, first)
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""

@@ -128,7 +128,7 @@ class _Replayer:
         tree = self.cache.state.prefix.tree
         match = tree.match(namespace, prompt)
         hit = tree.hit(match, len(prompt) - 1)
-        for node in reversed(match.nodes):
+        for node in reversed(match.node.path() if match.node is not None else []):
             if node.start < hit <= node.end:
                 point = node.point_at(hit)
                 return -1 if point is None else int(point.kind)
