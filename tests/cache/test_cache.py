@@ -1475,6 +1475,29 @@ def test_to_give_up_a_point_takes_no_look_at_what_lies_below_it(reach: Reach) ->
     assert cache.lookup([*range(12), *[20] * 6]) == 16
 
 
+def test_a_step_beyond_max_tokens_that_would_leave_states_changes_nothing() -> None:
+    caches = group("full", Full()), group("state", State())
+    cache = Cache(plan_of(*caches), retention=Retention(every=8), max_tokens=16)
+    sequence = cache.open(range(40))
+    with pytest.raises(NeverFits, match="larger max_tokens"):
+        cache.extend(sequence, 40, checkpoints=True)
+    assert sequence.length == 0
+    check_books(cache)
+
+
+def test_publish_finds_states_that_come_after_it_has_looked() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(False, False, 0, 16))
+    sequence, engine = run(cache, range(13), close=False), engine_of(cache)
+    for length in range(13, 16):
+        cache.publish()
+        assert not cache.contents().tree
+        engine.carry_out(cache.extend(sequence, 1, tokens=[length]))
+        engine.step(sequence, length)
+        engine.carry_out(cache.commit(sequence))
+    (branch,) = cache.contents().tree
+    assert branch.end == 16
+
+
 # ---- small things that nothing else would notice
 
 

@@ -67,7 +67,7 @@ class Loader:
         state, row = self.state, sequence.row
         counters = state.counters
         counters.length_of[row] = counters.committed_of[row] = position
-        counters.findable_of[row] = counters.step_start_of[row] = position
+        counters.looked_at_of[row] = counters.step_start_of[row] = position
         counters.drafts_of[row], counters.prompt_of[row] = 0, sequence.num_prompt
         state.set_next_stop(sequence)
         state.set_next_event(sequence)

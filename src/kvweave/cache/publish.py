@@ -48,16 +48,19 @@ class Publisher:
         """Publish sequences that stand on a node and go on with these tokens; of very many, some at a time."""
         standing, end = node.standing, node.end + self.state.grid
         assert standing is not None
-        for sequence in list(standing.get(UNKNOWN, ())):
-            if self.state.num_shareable(sequence) >= end:
-                self.leave(sequence)
-                self.stand(sequence)
+        for sequence in self._with_more(standing.get(UNKNOWN), end):
+            self.leave(sequence)
+            self.stand(sequence)
         if key in standing:
             node.growing_tip = False  # whoever walks by here must find a child, not a longer node
-            with_more = [s for s in standing[key] if self.state.num_shareable(s) >= end]
-            for sequence in with_more[:MOST_PUBLISHED]:
+            for sequence in self._with_more(standing[key], end)[:MOST_PUBLISHED]:
                 self.publish(sequence)
                 self.state.set_next_event(sequence)
+
+    def _with_more(self, standing: dict[Sequence, None] | None, end: int) -> list[Sequence]:
+        """Those of some sequences, of which there may be thousands, that have tokens up to `end` to share."""
+        committed = self.state.counters.committed_of
+        return [s for s in standing or () if committed[s.row] >= end and self.state.num_shareable(s) >= end]
 
     # ---- while generating
 
@@ -83,11 +86,13 @@ class Publisher:
     def publish_all(self) -> None:
         """Publish every sequence that has more than others can find."""
         state, counters = self.state, self.state.counters
-        for row in (counters.committed - counters.findable >= state.grid).nonzero()[0].tolist():
+        for row in (counters.committed - counters.looked_at >= state.grid).nonzero()[0].tolist():
             sequence = state.by_row.get(row)
             if sequence is not None and (sequence.snapshots or not state.states):
                 self.publish(sequence)
                 state.set_next_event(sequence)
+            else:
+                counters.looked_at_of[row] = counters.committed_of[row] // state.grid * state.grid
 
     def publish(self, sequence: Sequence, *, without_point: bool = False) -> None:
         """Put what is committed into the tree, up to the last resume point; or all of it, `without_point` there."""
@@ -100,7 +105,7 @@ class Publisher:
             return
         self.leave(sequence)
         self._lead_to(sequence, end, points, self._held_pages(sequence))
-        state.counters.findable_of[sequence.row] = end
+        state.counters.looked_at_of[sequence.row] = end
         self.stand(sequence)
         state.release_parked(sequence)
         for group in state.full:

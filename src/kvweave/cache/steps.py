@@ -21,6 +21,9 @@ from kvweave.cache.state import CacheState
 from kvweave.errors import NotSettled
 from kvweave.table import Counts
 
+MANY = 64
+"""Of more rows than so many it is asked first whether they have room at all."""
+
 
 class Steps:
     def __init__(
@@ -92,9 +95,11 @@ class Steps:
 
     def _make_room(self, room: RowGrowth, others: list[Sequence]) -> Copies | None:
         """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
-        stateful, options = room.stateful, room.options
+        stateful, options, demand = room.stateful, room.options, room.demand(len(room.sequences))
+        if room.longest > self.state.max_tokens or len(stateful) > MANY:
+            self._ensure(room, demand, others)  # before all of them are asked what else they want
         snapshots = [self._snapshots_of(room, i) for i in stateful]
-        demand, optional = self._demand(room, len(room.sequences)), sum(map(len, snapshots))
+        optional = sum(map(len, snapshots))
         # Snapshots are optional: where they do not fit, the step goes without them.
         if not optional or not self._ensure_with_snapshots(room, demand, optional):
             snapshots = [[] for _ in stateful]
@@ -117,18 +122,6 @@ class Steps:
         if drafts and not in_step:
             return []
         return self.snapshots.positions(room.sequences[i], int(room.start[i]), int(room.after[i]) - drafts, in_step)
-
-    def _demand(self, room: RowGrowth, count: int) -> Demand:
-        """Pages that the first `count` rows need."""
-        demand = [0] * len(self.state.groups)
-        for same, pages in zip(self.state.same_block_size, room.num_blocks(count)):
-            for group in same:
-                demand[group.number] = pages
-        if self.state.states:
-            states = room.num_states(count)
-            for group in self.state.states:
-                demand[group.number] = states
-        return demand
 
     def _admits(self, room: RowGrowth) -> bool:
         """Whether a row that does not run yet is asking."""
@@ -154,7 +147,7 @@ class Steps:
 
     def _fits(self, room: RowGrowth, known: Reclaimable, count: int) -> bool:
         """Whether there would be room for the first `count` rows."""
-        return self.allocator.lacking(self._demand(room, count), admits=self._admits(room), known=known) is None
+        return self.allocator.lacking(room.demand(count), admits=self._admits(room), known=known) is None
 
     def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: Copies | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""
