@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from threading import get_ident
 from types import TracebackType
 
@@ -91,7 +92,9 @@ class Cache(Home):
         self._allocator = PageAllocator(self.state, admission_reserve)
         self._snapshots = Snapshots(self.state)
         self._publisher = Publisher(self.state)
-        self._forks = Forks(self.state, self._allocator, self._publisher, self._snapshots, self._drop)
+        self._forks = Forks(
+            self.state, self._allocator, self._publisher, self._snapshots, partial(self.close, keep=False)
+        )
         self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher, self._forks)
         self._loader = Loader(self.state, self._allocator, self._snapshots)
         self._contents = ContentTokens(on_event)
@@ -356,9 +359,6 @@ class Cache(Home):
         sequence.node.growing_tip = False
         state.prefix.unpin(sequence.node)
         state.free_row(sequence)
-
-    def _drop(self, sequence: Sequence) -> None:
-        self.close(sequence, keep=False)
 
     # ---- what stays
 

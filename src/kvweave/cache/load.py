@@ -98,9 +98,7 @@ class Loader:
         for group in state.groups:
             state.pages[group.number].release(state.tables[group.number].held(sequence.row))
         state.release_parked(sequence)
-        if sequence.restore is not None:
-            state.prefix.pin_states(sequence.restore, -1)
-            sequence.restore = None
+        state.drop_restore(sequence)
 
     # ---- pins
 
@@ -130,17 +128,16 @@ class Loader:
         pool = None if keeps else self.allocator.ensure(demand, admits=True)
         if pool is not None:
             raise self.allocator.refusal(pool, [sequence], np.array([position]), np.array([position]))
-        for group in state.groups:
-            self._load_group(group, sequence.row, position, lacking[group.number])
-        if sequence.restore is not None:
-            state.prefix.pin_states(sequence.restore, -1)
-            sequence.restore = None
-        state.counters.length_of[sequence.row] = position
-        if keeps:
-            self.snapshots.reserve(sequence, [position], in_step=False)
         if state.windows or state.states:
             sequence.asked_points = [position, *(point for point in sequence.asked_points if point > position)]
             sequence.prompt_points = [position, *(point for point in sequence.prompt_points if point > position)]
+        self.allocator.advance_windows_of(sequence, position)
+        for group in state.groups:
+            self._load_group(group, sequence.row, position, lacking[group.number])
+        state.drop_restore(sequence)
+        state.counters.length_of[sequence.row] = position
+        if keeps:
+            self.snapshots.reserve(sequence, [position], in_step=False)
         state.set_next_stop(sequence)
         state.set_next_event(sequence)
 
@@ -155,16 +152,9 @@ class Loader:
         return [(low, high) for low, high in runs if low < high]
 
     def _load_group(self, group: PagedGroup, row: int, position: int, lacking: list[tuple[int, int]]) -> None:
-        state, table = self.state, self.state.tables[group.number]
-        before = table.blocks_of[row]
+        table, pages = self.state.tables[group.number], self.state.pages[group.number]
         table.blocks_of[row] = 1 if group.is_state else position // group.slot_tokens
         for low, high in lacking:
-            table.write(row, low, state.pages[group.number].allocate(high - low))
+            table.write(row, low, pages.allocate(high - low))
         if group.is_window:
-            first = group.first_block(position)
-            old, passed = table.first_of[row], min(first, before)
-            if passed > old:
-                pages = table.pages[row, old:passed].copy()
-                table.erase(row, old, passed)
-                state.pages[group.number].release(pages)
-            table.first_of[row] = first
+            table.first_of[row] = group.first_block(position)

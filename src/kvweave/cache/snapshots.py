@@ -44,8 +44,7 @@ class Snapshots:
         point = sequence.restore
         if point is not None:
             copies.add_all(sequence.row, self.state.state_tags, point.states, self.state.live_states(sequence.row))
-            self.state.prefix.pin_states(point, -1)
-            sequence.restore = None
+            self.state.drop_restore(sequence)
 
     # ---- between steps
 

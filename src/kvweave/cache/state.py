@@ -34,20 +34,18 @@ class CacheState:
         self.max_tokens = max_tokens
         self.max_drafts = max_drafts
         self.groups = paged_groups(plan)
-        self.rows = [group for group in self.groups if not group.is_state]
-        self.full = [group for group in self.groups if group.is_full]
-        self.windows = [group for group in self.groups if group.is_window]
-        self.states = [group for group in self.groups if group.is_state]
-        self.state_tags = [group.tag for group in self.states]
         with_pages = [group for group in self.groups if group.has_pages]
         self.pools = [PagePool(pool, [g for g in with_pages if g.pool == pool.name]) for pool in plan.pools]
         by_number = {pages.group.number: pages for pool in self.pools for pages in pool.groups}
         self.pages = [by_number.get(group.number) or NoPages(group) for group in self.groups]
         """By group number."""
+        self.prefix = PrefixCache(self.groups, self.pages, policy, on_event)
+        tree = self.prefix.tree
+        self.rows, self.full, self.windows, self.states = tree.rows, tree.full, tree.windows, tree.states
+        self.state_tags = [group.tag for group in self.states]
         self.tables = [BlockTable(group, rows, self._width(group)) for group in self.groups]
         self.same_block_size = list(_by_slot_tokens(self.rows).values())
         """Groups of rows whose tables have as many blocks as one another, always."""
-        self.prefix = PrefixCache(self.groups, self.pages, policy, on_event)
         self.grid = self.prefix.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
@@ -188,6 +186,12 @@ class CacheState:
         for number, runs in sequence.parked.items():
             self.pages[number].release(np.concatenate([pages for _, pages in runs]))
         sequence.parked = {}
+
+    def drop_restore(self, sequence: Sequence) -> None:
+        """The states of its hit were copied, or are not wanted."""
+        if sequence.restore is not None:
+            self.prefix.pin_states(sequence.restore, -1)
+            sequence.restore = None
 
     def live_states(self, row: int) -> list[int]:
         """The pages of a row's live states."""

@@ -251,10 +251,6 @@ class PrefixCache:
         is_inner = self._has_inner and (point.kind != Kind.SPACED or node.first_spaced() is point)
         return self._inner if is_inner else None
 
-    def _is_tip(self, point: Point) -> bool:
-        """Whether it waits as the end of a leaf."""
-        return point.queue is not None and point.queue.is_tips
-
     def _move(self, point: Point, queues: list[EvictionQueue] | None) -> None:
         if point.queue is not None:
             point.queue.remove(point)
@@ -270,7 +266,7 @@ class PrefixCache:
         pages = self._pages[group.number]
         goal = pages.num_evicted + count
         while (lacking := goal - pages.num_evicted) > 0:
-            point = self._next(only_tips=group.is_full)
+            point = self.order.choose(self._tips if group.is_full else self._queues, self._clock)
             if point is None:
                 return
             tokens = self.grid if group.is_state else -(-lacking * group.slot_tokens // self.grid) * self.grid
@@ -279,13 +275,10 @@ class PrefixCache:
     def evict_next(self, tokens: int) -> bool:
         """Evict the point that the policy values least, whatever its pages, and cut a run by so many tokens at least;
         False when there is none."""
-        point = self._next(only_tips=False)
+        point = self.order.choose(self._queues, self._clock)
         if point is not None:
             self._evict(point, tokens)
         return point is not None
-
-    def _next(self, only_tips: bool) -> Point | None:
-        return self.order.choose(self._tips if only_tips else self._queues, self._clock)
 
     def _evict(self, point: Point, tokens: int) -> None:
         """Give up a point, and of a leaf at least its last `tokens` tokens."""
@@ -320,8 +313,10 @@ class PrefixCache:
 
     def _drop_spaced(self, node: Node) -> None:
         """Give up the points of a run that nobody has asked for."""
-        for point in [point for point in node.points if point.kind == Kind.SPACED and not self._is_tip(point)]:
-            self.drop_point(point)
+        for point in list(node.points):
+            is_tip = point.queue is not None and point.queue.is_tips
+            if point.kind == Kind.SPACED and not is_tip:
+                self.drop_point(point)
 
     def drop_point(self, point: Point) -> None:
         """Give up a point: its states, and the window pages that no other point needs."""
