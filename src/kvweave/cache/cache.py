@@ -18,7 +18,6 @@ from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from threading import get_ident
-from types import TracebackType
 
 import numpy as np
 
@@ -37,17 +36,7 @@ from kvweave.cache.steps import Steps
 from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NotSettled, UnknownName, WrongThread
 from kvweave.plan import Plan
 from kvweave.pool import Ids
-from kvweave.prefix import (
-    POLICIES,
-    ContentTokens,
-    Event,
-    Policy,
-    Retention,
-    Spacing,
-    Span,
-    Tokens,
-    as_tokens,
-)
+from kvweave.prefix import POLICIES, ContentTokens, Event, Policy, Retention, Spacing, Span, Tokens, as_tokens
 from kvweave.prefix.ghosts import prefix_sums
 from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, Counts, spread
@@ -396,9 +385,7 @@ class Cache(Home):
     def __enter__(self) -> Cache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Close all sequences that are open; what they committed stays."""
         for sequence in list(self.state.by_row.values()):
             self.close(sequence)

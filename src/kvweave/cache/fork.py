@@ -94,8 +94,7 @@ class Forks:
         for group in state.groups:
             self._share(group, sequence, row, copies)
         self.publisher.stand(child)
-        state.set_next_stop(child)
-        state.set_next_event(child)
+        state.set_next_lengths(child)
         return child
 
     def _share(self, group: PagedGroup, sequence: Sequence, row: int, copies: Copies) -> None:
@@ -184,8 +183,7 @@ class Forks:
         self.snapshots.drop_after(sequence, length)
         self.publisher.leave(sequence)
         self.publisher.stand(sequence)
-        state.set_next_stop(sequence)
-        state.set_next_event(sequence)
+        state.set_next_lengths(sequence)
 
     def _check_reach(self, group: PagedGroup, sequence: Sequence, length: int) -> None:
         row, table = sequence.row, self.state.tables[group.number]

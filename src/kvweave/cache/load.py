@@ -69,8 +69,7 @@ class Loader:
         counters.length_of[row] = counters.committed_of[row] = position
         counters.looked_at_of[row] = counters.step_start_of[row] = position
         counters.drafts_of[row], counters.prompt_of[row] = 0, sequence.num_prompt
-        state.set_next_stop(sequence)
-        state.set_next_event(sequence)
+        state.set_next_lengths(sequence)
 
     def _enter_run(self, group: PagedGroup, sequence: Sequence, position: int) -> None:
         """The pages of a hit that the next token can see; what lies between head and tail stays NULL."""
@@ -138,8 +137,7 @@ class Loader:
         state.counters.length_of[sequence.row] = position
         if keeps:
             self.snapshots.reserve(sequence, [position], in_step=False)
-        state.set_next_stop(sequence)
-        state.set_next_event(sequence)
+        state.set_next_lengths(sequence)
 
     def _lacking(self, group: PagedGroup, row: int, position: int) -> list[tuple[int, int]]:
         """Slots that are needed to go on from `position` and are not there, as runs: of the head, and of the tail."""

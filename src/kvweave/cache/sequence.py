@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -229,9 +228,7 @@ class Sequence:
     def __enter__(self) -> Sequence:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

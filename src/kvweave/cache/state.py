@@ -90,6 +90,11 @@ class CacheState:
             ready = min(ready, self.tables[same[0].number].blocks_of[row] * same[0].slot_tokens)
         self.counters.ready_of[row] = ready
 
+    def set_next_lengths(self, sequence: Sequence) -> None:
+        """Note where `extend` and `commit` have more to do with a sequence than to count."""
+        self.set_next_stop(sequence)
+        self.set_next_event(sequence)
+
     def set_next_stop(self, sequence: Sequence) -> None:
         """Note the next length at which `extend` has to do with states: at once where one is to be copied or made; and
         how far it need only count."""

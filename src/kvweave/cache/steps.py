@@ -27,12 +27,7 @@ MANY = 64
 
 class Steps:
     def __init__(
-        self,
-        state: CacheState,
-        allocator: PageAllocator,
-        snapshots: Snapshots,
-        publisher: Publisher,
-        forks: Forks,
+        self, state: CacheState, allocator: PageAllocator, snapshots: Snapshots, publisher: Publisher, forks: Forks
     ) -> None:
         self.state = state
         self.allocator = allocator
@@ -112,8 +107,7 @@ class Steps:
             self.snapshots.add_columns(room.rows, 1 + options.drafts)
         room.set_counters()
         for i in stateful:
-            self.state.set_next_stop(room.sequences[i])
-            self.state.set_next_event(room.sequences[i])
+            self.state.set_next_lengths(room.sequences[i])
         return copies
 
     def _snapshots_of(self, room: RowGrowth, i: int) -> list[int]:
