@@ -952,6 +952,20 @@ def test_a_fork_shares_window_blocks_that_are_in_the_tree_and_copies_the_others(
     check_books(cache)
 
 
+def test_a_fork_copies_no_window_block_that_its_next_token_cannot_see() -> None:
+    caches = group("full", Full()), group("window", Window(4))
+    cache = Cache(plan_of(*caches, blocks={"full": 16, "window": 4}, own_pools={"window": PoolRequest(pages=8)}))
+    sequence = run(cache, range(28), close=False)
+    assert np.count_nonzero(cache.table("window")[sequence.row]) == 4, "windows move on at multiples of the grid"
+    children, copies = cache.fork(sequence, 4)
+    assert [(copy.tag, len(copy.src)) for copy in copies] == [("full", 4), ("window", 4)]
+    engine_of(cache).carry_out(copies)
+    engine_of(cache).run()
+    for child in children:
+        engine_of(cache).check_committed(child, list(range(28)))
+    check_books(cache)
+
+
 def test_a_fork_for_whose_window_block_there_is_no_page_changes_nothing() -> None:
     caches = group("full", Full()), group("window", Window(12))
     cache = Cache(plan_of(*caches, blocks={"full": 8, "window": 4}, own_pools={"window": PoolRequest(pages=3)}))

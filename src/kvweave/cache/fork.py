@@ -67,20 +67,22 @@ class Forks:
         demand = [0] * len(self.state.groups)
         for i, count in children.items():
             for group in self.state.groups:
-                table, (first, end) = self.state.tables[group.number], self._copied(group, sequences[i])
-                demand[group.number] += count * int(np.count_nonzero(table.pages[sequences[i].row, first:end]))
+                demand[group.number] += count * len(self._blocks(group, sequences[i])[1])
         pool = self.allocator.ensure(demand)
         if pool is not None:
             lengths = np.array([sequence.committed for sequence in sequences])
             raise self.allocator.refusal(pool, sequences, lengths, lengths)
 
-    def _copied(self, group: PagedGroup, sequence: Sequence) -> tuple[int, int]:
-        """The blocks [first, end) that a child cannot share: the live state; those that will not be in the tree."""
+    def _blocks(self, group: PagedGroup, sequence: Sequence) -> tuple[int, list[int], int]:
+        """How many blocks a child shares, for they will be in the tree; of which others it needs copies; and how many
+        blocks it has."""
+        length, grid, size = self.state.counters.committed_of[sequence.row], self.state.grid, group.slot_tokens
         if group.is_state:
-            return 0, min(1, self.state.tables[group.number].blocks_of[sequence.row])
-        length, grid = self.state.counters.committed_of[sequence.row], self.state.grid
-        shared = max(min(length, sequence.private_from) // grid * grid, sequence.node.end)
-        return shared // group.slot_tokens, -(-length // group.slot_tokens)
+            have = min(1, self.state.tables[group.number].blocks_of[sequence.row])
+            return 0, list(range(have)), have
+        shared = max(min(length, sequence.private_from) // grid * grid, sequence.node.end) // size
+        first, end = 0 if group.is_full else group.first_block(length), -(-length // size)
+        return shared, [block for block in range(shared, end) if block < group.head_blocks or block >= first], end
 
     def _child(self, sequence: Sequence, copies: Copies) -> Sequence:
         state, row = self.state, self.state.take_row()
@@ -100,15 +102,14 @@ class Forks:
     def _share(self, group: PagedGroup, sequence: Sequence, row: int, copies: Copies) -> None:
         """Let `row` name the pages of a sequence, but copies of those that cannot be shared."""
         state, table, source = self.state, self.state.tables[group.number], sequence.row
-        first, end = self._copied(group, sequence)
-        pages = table.pages[source, :end].copy()
+        shared, copied, end = self._blocks(group, sequence)
+        pages: Ids = np.zeros(end, np.int32)
+        pages[:shared] = table.pages[source, :shared]
+        pages[copied] = state.pages[group.number].allocate(len(copied))
         if group.is_window:
-            state.pages[group.number].share(pages[:first])
-        own = first + np.flatnonzero(pages[first:])
-        fresh = state.pages[group.number].allocate(len(own))
-        for src, dst in zip(pages[own].tolist(), fresh.tolist()):
-            copies.add(row, group.tag, src, dst)
-        pages[own] = fresh
+            state.pages[group.number].share(pages[:shared])
+        for block in copied if group.has_pages else ():
+            copies.add(row, group.tag, int(table.pages[source, block]), int(pages[block]))
         table.write(row, 0, pages)
         table.first_of[row], table.published_of[row] = table.first_of[source], table.published_of[source]
         table.blocks_of[row] = end
