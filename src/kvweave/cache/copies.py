@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvweave.pool import Ids
+from kvweave.pool import NULL, Ids
 
 
 class Copy(NamedTuple):
@@ -41,9 +41,10 @@ class Copies:
         self.rows.add(row)
 
     def add_all(self, row: int, tags: Sequence[str], src: Sequence[int], dst: Sequence[int]) -> None:
-        """A page of each group."""
+        """A page of each group, but of those that have none here."""
         for tag, source, target in zip(tags, src, dst):
-            self.add(row, tag, source, target)
+            if target != NULL:
+                self.add(row, tag, source, target)
 
     def __iter__(self) -> Iterator[Copy]:
         self.taken = True

@@ -249,7 +249,9 @@ class NoPages(GroupPages):
     """Of a group of which this rank has no layers: all its pages are NULL, and nothing is counted."""
 
     def __init__(self, group: PagedGroup) -> None:
-        super().__init__(group, 1, PageStack(0))
+        super().__init__(group, 0, PageStack(0))
+        self.per_superpage = 1
+        self.holders = np.zeros(1, np.int64)  # of NULL
 
     def allocate(self, count: int) -> Ids:
         return np.zeros(count, np.int32)
