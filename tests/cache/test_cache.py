@@ -1512,6 +1512,20 @@ def test_publish_finds_states_that_come_after_it_has_looked() -> None:
     assert branch.end == 16
 
 
+def test_a_shortage_takes_from_sequences_no_more_than_it_needs() -> None:
+    caches = group("full", Full()), group("state", State())
+    plan = plan_of(*caches, pages=1000, own_pools={"state": PoolRequest(pages=400)})
+    cache = Cache(plan, retention=Retention(every=8))
+    running = [cache.open([i, *[0] * 32]) for i in range(200)]
+    for sequence in running:
+        list(cache.extend(sequence, 8))
+        list(cache.commit(sequence))
+    assert sum(len(sequence.snapshots) for sequence in running) == 200
+    list(cache.extend(cache.open([300] * 4), 4))
+    assert 100 < sum(len(sequence.snapshots) for sequence in running) < 200
+    check_books(cache)
+
+
 # ---- small things that nothing else would notice
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from heapq import nsmallest
+from itertools import islice
 
 import numpy as np
 
-from kvweave.cache.sequence import Rows, Sequence
+from kvweave.cache.sequence import Batch, Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.errors import NeverFits, OutOfPages, Shortage
 from kvweave.pool import Ids, PagedGroup, PagePool
@@ -16,6 +17,8 @@ from kvweave.table import Counts, spread
 
 MOST_NAMED = 8
 """So many sequences that could be preempted are named in an error."""
+RECLAIMED = 64
+"""Of so many sequences at a time is taken what they need not hold, until a request can be met."""
 
 Demand = list[int]
 """Pages by group number."""
@@ -67,36 +70,36 @@ class PageAllocator:
 
     # ---- sequences hold on to what points that are not in the tree yet need; under pressure they need not
 
-    def _behind(self, group: PagedGroup) -> tuple[Rows, Counts, Counts]:
+    def _behind(self, group: PagedGroup, rows: Rows) -> tuple[Rows, Counts, Counts]:
         """Rows of a window that hold blocks behind what their next token needs: row, first block, how many."""
-        rows: Rows = np.fromiter(self.state.by_row, np.int64, len(self.state.by_row))
         first = self.state.tables[group.number].first[rows]
         behind = group.first_blocks(self.state.counters.committed[rows]) - first
         moving = behind > 0
         return rows[moving], first[moving], behind[moving]
 
-    def _spare_snapshots(self) -> list[tuple[Sequence, int]]:
+    def _spare_snapshots(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
         """Snapshots that no step in flight is to write: taken and not in the tree yet, or still to be copied."""
-        committed = self.state.counters.committed
+        committed = self.state.counters.committed_of
         return [
             (sequence, position)
-            for sequence in self.state.by_row.values()
+            for sequence in sequences
             for position in sequence.snapshots
-            if position <= int(committed[sequence.row]) or position == sequence.copy_at
+            if position <= committed[sequence.row] or position == sequence.copy_at
         ]
 
     def _reclaimable(self, pool: PagePool) -> dict[int, Ids]:
         """Pages that would be free if sequences held no more than their next tokens need."""
         found: dict[int, Ids] = {}
-        spare = self._spare_snapshots() if self.state.states else []
+        running = self.state.by_row
+        spare = self._spare_snapshots(running.values()) if self.state.states else []
         for pages in pool.groups:
             group = pages.group
             if group.is_state and spare:
                 nth = self.state.states.index(group)
                 found[group.number] = np.array([sequence.snapshots[at][nth] for sequence, at in spare], np.int32)
-            if group.is_window and self.state.by_row:
-                rows, first, count = self._behind(group)
-                parked = [run for s in self.state.by_row.values() for _, run in s.parked.get(group.number, ())]
+            if group.is_window and running:
+                rows, first, count = self._behind(group, np.fromiter(running, np.int64, len(running)))
+                parked = [run for s in running.values() for _, run in s.parked.get(group.number, ())]
                 behind = self.state.tables[group.number].pages[spread(rows, first, count)]
                 held, times = np.unique(np.concatenate([behind, *parked]), return_counts=True)
                 found[group.number] = held[times == pages.num_names(held)]
@@ -145,24 +148,25 @@ class PageAllocator:
         table.write_many(rows, slots, np.zeros(len(slots), np.int32))
         self.state.pages[group.number].release(pages)
 
-    def _reclaim(self) -> None:
-        """Let every sequence hold no more than its next token needs."""
-        for sequence, position in self._spare_snapshots() if self.state.states else ():
+    def _reclaim(self, sequences: list[Sequence]) -> None:
+        """Let sequences hold no more than their next tokens need."""
+        for sequence, position in self._spare_snapshots(sequences):
             self.state.free_states(sequence.snapshots.pop(position))
             sequence.copy_at = -1 if position == sequence.copy_at else sequence.copy_at
             sequence.answer = -1
             self.state.set_next_event(sequence)
-        for sequence in self.state.by_row.values():
+        for sequence in sequences:
             self.state.release_parked(sequence)
         for group in self.state.windows:
-            rows, first, count = self._behind(group)
+            rows, first, count = self._behind(group, Batch(sequences).rows)
             if len(rows):
                 self._pass(group, rows, first, count)
 
     # ---- evicting
 
     def _free_up(self, pool: PagePool, demand: Demand) -> None:
-        """Evict until the pages can be allocated: of each group its own first, then whatever the policy says."""
+        """Evict until the pages can be allocated: of each group its own first, then whatever the policy says, then what
+        sequences hold and do not need yet."""
         prefix = self.state.prefix
         promised = 0  # super-pages for groups before
         for pages in pool.groups:
@@ -174,11 +178,12 @@ class PageAllocator:
             promised += pages.superpages_for(count)
         rows = [pages for pages in pool.groups if not pages.group.is_state]
         tokens = min((pages.group.slot_tokens * pages.per_superpage for pages in rows), default=1)
+        running = iter(list(self.state.by_row.values()))
         while not pool.is_ready(demand):
             if not prefix.evict_next(tokens):
-                self._reclaim()
-                while not pool.is_ready(demand):
-                    assert prefix.evict_next(tokens), f"pool {pool.name}: {demand} pages could be had, but were not"
+                some = list(islice(running, RECLAIMED))
+                assert some, f"pool {pool.name}: {demand} pages could be had, but were not"
+                self._reclaim(some)
         assert pool.prepare(demand), "what is ready can be prepared"
 
     # ---- refusing
