@@ -13,7 +13,7 @@ from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import NULL, Ids
 from kvweave.prefix import Kind, Node
-from kvweave.prefix.tree import NO_PAGES, Run
+from kvweave.prefix.tree import NO_PAGES, PageRun
 
 Held = list[Ids]
 UNKNOWN = b""
@@ -219,9 +219,9 @@ class Publisher:
             else:
                 state.free_states(states)
 
-    def _filled_windows(self, held: Held, node: Node, point: int) -> list[Run] | None:
+    def _filled_windows(self, held: Held, node: Node, point: int) -> list[PageRun] | None:
         """The window pages of a point, after ours have filled their gaps; None where some are nowhere."""
-        gaps, runs = list[tuple[Run, Ids]](), self.state.prefix.window_runs(node, point)
+        gaps, runs = list[tuple[PageRun, Ids]](), self.state.prefix.window_runs(node, point)
         for run in runs:
             if np.count_nonzero(run.pages) < len(run.pages):
                 ours = held[run.group.number][run.first : run.first + len(run.pages)]

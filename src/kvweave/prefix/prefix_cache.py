@@ -19,7 +19,7 @@ from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.orders import order_of
 from kvweave.prefix.policy import CENSUS, Policy
-from kvweave.prefix.tree import Match, PublishStanding, Run, Tree
+from kvweave.prefix.tree import Match, PageRun, PublishStanding, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
@@ -189,7 +189,7 @@ class PrefixCache:
         states: StatePages = (),
         priority: int = 0,
         found: int = 0,
-        runs: list[Run] | None = None,
+        runs: list[PageRun] | None = None,
     ) -> Point:
         """A resume point, whose window pages are in the tree already: in `runs`, where these are known. Its states are
         the tree's from now on. `found`: tokens that the request which makes it had found."""
@@ -202,11 +202,11 @@ class PrefixCache:
             self._requeue(node.points[-2])
         return point
 
-    def window_runs(self, node: Node, position: int) -> list[Run]:
+    def window_runs(self, node: Node, position: int) -> list[PageRun]:
         """All window pages that going on from a position in `node` needs."""
         return [run for group in self._windows for run in self.tree.window_runs(group, node, position)]
 
-    def _new_point(self, node: Node, position: int, kind: Kind, states: StatePages, runs: list[Run]) -> Point:
+    def _new_point(self, node: Node, position: int, kind: Kind, states: StatePages, runs: list[PageRun]) -> Point:
         """A point that waits in no queue yet."""
         point = self.tree.add_point(node, position, kind, states)
         point.last_used = self.tick()
@@ -328,7 +328,7 @@ class PrefixCache:
             self._leave_windows(run)
         self.tree.remove_point(point)
 
-    def _leave_windows(self, run: Run) -> None:
+    def _leave_windows(self, run: PageRun) -> None:
         """A point needs the pages of a run no more."""
         before = run.pages.copy() if self.tree.emits else run.pages
         if self._pages[run.group.number].leave_cache(run.pages):

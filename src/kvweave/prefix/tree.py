@@ -34,7 +34,7 @@ class Match:
         self.num_nodes = num_nodes
 
 
-class Run:
+class PageRun:
     """A view of a node's pages of a group, from block `first` on, counted from the start of the sequence."""
 
     __slots__ = ("first", "group", "node", "pages")
@@ -123,20 +123,20 @@ class Tree:
         present = [self._present(group, node, int(positions[0]), limit) for group in self.windows]
         return joint_hit(present, self.grid, limit, positions) or low
 
-    def runs(self, group: PagedGroup, node: Node, low: int, high: int) -> list[Run]:
+    def runs(self, group: PagedGroup, node: Node, low: int, high: int) -> list[PageRun]:
         """The pages of the blocks [low, high) on the path down to `node`, from the lowest node up."""
-        runs: list[Run] = []
+        runs: list[PageRun] = []
         at: Node | None = node
         while high > low and at is not None:
             start = at.start // group.slot_tokens
             if high > start:
                 first = max(low, start)
-                runs.append(Run(at, group, first, at.pages[group.number][first - start : high - start]))
+                runs.append(PageRun(at, group, first, at.pages[group.number][first - start : high - start]))
                 high = start
             at = at.parent
         return runs
 
-    def window_runs(self, group: PagedGroup, node: Node, position: int) -> list[Run]:
+    def window_runs(self, group: PagedGroup, node: Node, position: int) -> list[PageRun]:
         """The pages of a window, head included, that going on from a position in `node` needs."""
         end = position // group.slot_tokens
         first = min(group.first_block(position), end)
@@ -234,7 +234,7 @@ class Tree:
             self._tell(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
         self.tell_kept(node, self.full)
 
-    def fill(self, run: Run, pages: Ids) -> None:
+    def fill(self, run: PageRun, pages: Ids) -> None:
         """Put pages into the gaps of a window's run."""
         np.copyto(run.pages, pages, where=run.pages == NULL)
         self.tell_kept(run.node, [run.group])
@@ -254,7 +254,7 @@ class Tree:
             for group in self.states:
                 self._tell(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
-    def tell_lost(self, run: Run, before: Ids) -> None:
+    def tell_lost(self, run: PageRun, before: Ids) -> None:
         """Say what a run of a window has lost of what it was `before`."""
         if self.emits:
             blocks = np.flatnonzero(run.pages != before) + run.first
