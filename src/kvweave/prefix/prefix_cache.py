@@ -175,8 +175,7 @@ class PrefixCache:
         if node.growing_tip and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN:
             self.tree.grow(node, tokens, pages)
         else:
-            parent, node = node, self.tree.insert(node, tokens, pages)
-            self._requeue_last(parent)
+            node = self.tree.insert(node, tokens, pages)
         for group in self._full:
             self._pages[group.number].cache(pages[group.number], is_needed=node.pins > 0)
         return node
