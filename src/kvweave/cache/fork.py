@@ -14,6 +14,7 @@ from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.errors import CannotTruncate, NotSettled
 from kvweave.pool import Ids, PagedGroup
+from kvweave.table import Counts
 
 
 class Forks:
@@ -73,16 +74,16 @@ class Forks:
             lengths = np.array([sequence.committed for sequence in sequences])
             raise self.allocator.refusal(pool, sequences, lengths, lengths)
 
-    def _blocks(self, group: PagedGroup, sequence: Sequence) -> tuple[int, list[int], int]:
-        """How many blocks a child shares, for they will be in the tree; of which others it needs copies; and how many
-        blocks it has."""
-        length, grid, size = self.state.counters.committed_of[sequence.row], self.state.grid, group.slot_tokens
-        if group.is_state:
-            have = min(1, self.state.tables[group.number].blocks_of[sequence.row])
-            return 0, list(range(have)), have
-        shared = max(min(length, sequence.private_from) // grid * grid, sequence.node.end) // size
-        first, end = 0 if group.is_full else group.first_block(length), -(-length // size)
-        return shared, [block for block in range(shared, end) if block < group.head_blocks or block >= first], end
+    def _blocks(self, group: PagedGroup, sequence: Sequence) -> tuple[int, Counts, int]:
+        """How many blocks a child shares, for they will be in the tree; which others there are, of which it needs
+        copies; and how many blocks it has."""
+        table, row = self.state.tables[group.number], sequence.row
+        shared, end = 0, min(1, table.blocks_of[row])
+        if not group.is_state:
+            length, grid = self.state.counters.committed_of[row], self.state.grid
+            shared = max(min(length, sequence.private_from) // grid * grid, sequence.node.end) // group.slot_tokens
+            end = -(-length // group.slot_tokens)
+        return shared, shared + np.flatnonzero(table.pages[row, shared:end]), end
 
     def _child(self, sequence: Sequence, copies: Copies) -> Sequence:
         state, row = self.state, self.state.take_row()
@@ -108,7 +109,7 @@ class Forks:
         pages[copied] = state.pages[group.number].allocate(len(copied))
         if group.is_window:
             state.pages[group.number].share(pages[:shared])
-        for block in copied if group.has_pages else ():
+        for block in copied.tolist():
             copies.add(row, group.tag, int(table.pages[source, block]), int(pages[block]))
         table.write(row, 0, pages)
         table.first_of[row], table.published_of[row] = table.first_of[source], table.published_of[source]
