@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvweave.cache import Cache, Copy, Sequence
-from kvweave.pool import NULL, PagedGroup, PagePool
+from kvweave.pool import NULL, GroupPages, PagedGroup, PagePool
 from kvweave.pool.holders import TREE
 from kvweave.prefix import Node
 
@@ -204,8 +204,7 @@ def could_have(cache: Cache, wanted: dict[str, int], pins: Iterable[Any] = ()) -
     """Brute force: whether so many pages of each group would be there if nothing unneeded were kept."""
     for pool in cache.state.pools:
         free, lack = pool.num_superpages, 0
-        for group in (group for group in cache.state.groups if group.has_pages and group.pool == pool.name):
-            size = pool.groups[group.tag].per_superpage
+        for group, size in ((pages.group, pages.per_superpage) for pages in pool.groups):
             needed = needed_pages(cache, group, pins)
             taken = {page // size for page in needed}
             free -= len(taken)
@@ -220,12 +219,10 @@ def check_books(cache: Cache, pins: Iterable[Any] = ()) -> None:
     """Every page is free or held by as many as are counted, the counts of what is cached and evictable are true, and
     tables and kernel tables agree."""
     pins = list(pins)
-    for group in cache.state.groups:
-        pool = cache.state.pool_of[group.number]
-        if pool is not None:
-            _check_group(cache, group, pool, pins)
     for pool in cache.state.pools:
-        assert pool.free_superpages.size + sum(g.num_superpages for g in pool.groups.values()) == pool.num_superpages
+        for pages in pool.groups:
+            _check_group(cache, pages, pool, pins)
+        assert pool.free_superpages.size + sum(pages.num_superpages for pages in pool.groups) == pool.num_superpages
     nodes = list(cache.state.prefix.tree.nodes())
     assert len(nodes) == cache.state.prefix.tree.num_nodes
     for node in nodes:
@@ -254,13 +251,22 @@ def check_points(cache: Cache, group: PagedGroup) -> None:
         assert kept == inside, f"{group.tag}: blocks {kept} are kept in {node.start} to {node.end}, {inside} are needed"
 
 
-def _check_group(cache: Cache, group: PagedGroup, pool: PagePool, pins: list[Any]) -> None:
-    state, pages = cache.state, pool.groups[group.tag]
+def points_by_page(cache: Cache, group: PagedGroup) -> Counter[int]:
+    """How many points need each page of a window."""
+    counts: Counter[int] = Counter()
+    for node in cache.state.prefix.tree.nodes():
+        path = [page for above in node.path() for page in above.pages[group.number].tolist()]
+        for point in node.points:
+            counts.update(path[slot] for slot in {t // group.slot_tokens for t in needed_tokens(group, point.position)})
+    return counts
+
+
+def _check_group(cache: Cache, pages: GroupPages, pool: PagePool, pins: list[Any]) -> None:
+    state, group = cache.state, pages.group
     table, tag = state.tables[group.number], group.tag
     cached = Counter(page for node in state.prefix.tree.nodes() for page in node_pages(cache, node, group))
-    if not group.is_window or group.slot_tokens == cache.grid:
-        assert all(count == 1 for count in cached.values()), f"{tag}: a page is in the tree twice"
-    assert len(cached) == state.prefix.num_cached[group.number], f"{tag}: {len(cached)} pages are cached"
+    assert all(count == 1 for count in cached.values()), f"{tag}: a page is in the tree twice"
+    assert len(cached) == pages.num_cached, f"{tag}: {len(cached)} pages are cached"
     held: Counter[int] = Counter()
     for row, sequence in state.by_row.items():
         held.update(page for page in table.held(row).tolist() if page)
@@ -275,7 +281,8 @@ def _check_group(cache: Cache, group: PagedGroup, pool: PagePool, pins: list[Any
             held.update(path[slot] for slot in needed)
     if group.is_window:
         check_points(cache, group)
-    free = (pool.free_superpages if pages.is_whole else pages.free).all
+        cached = points_by_page(cache, group)
+    free = (pool.free_superpages if pages.is_whole else pages.free_pages).all
     times = np.bincount(free, minlength=(pool.num_superpages + 1) * pages.per_superpage)
     assert times.max() <= 1, f"{tag}: a page is free twice"
     assert not times[[*held, *cached]].any(), f"{tag}: a free page is held"
@@ -288,7 +295,7 @@ def _check_group(cache: Cache, group: PagedGroup, pool: PagePool, pins: list[Any
             assert divmod(int(pages.holders[page]), TREE) == (cached[page], held[page]), f"{tag}: page {page}"
         else:
             assert holders == 1, f"{tag}: page {page} has {holders} holders"
-    assert len(set(held) | set(cached)) == pool.num_allocated(tag), f"{tag}: pages are lost"
+    assert len(set(held) | set(cached)) == pages.num_allocated, f"{tag}: pages are lost"
     unneeded = set(cached) - set(held) - needed_pages(cache, group, pins)
     if group.is_full:
         unneeded = {p for n in state.prefix.tree.nodes() if not n.pins for p in node_pages(cache, n, group)}

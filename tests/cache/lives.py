@@ -67,9 +67,9 @@ class Running:
 class Life:
     """`steps` random operations on one cache; `counts` says how often each kind happened."""
 
-    def __init__(self, seed: int, policy: str | Policy = "") -> None:
+    def __init__(self, seed: int, policy: str | Policy = "", plan: Plan | None = None) -> None:
         self.rng = random.Random(seed)
-        self.plan = random_plan(self.rng)
+        self.plan = plan or random_plan(self.rng)
         self.events: list[Event] = []
         self.cache = Cache(
             self.plan,

@@ -7,6 +7,7 @@ import itertools
 import random
 import sys
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from kvweave.errors import (
 )
 from kvweave.plan import Parallel, PoolRequest
 from kvweave.pool import NULL
-from kvweave.prefix import EvictionCandidate, Kind, Retention, Spacing, Span
+from kvweave.prefix import EvictionCandidate, Kind, Node, Retention, Spacing, Span
 from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
@@ -367,7 +368,7 @@ def test_super_pages_move_between_groups_as_demand_moves() -> None:
     many = [cache.open([i, 1]) for i in range(min(40, supers - 2))]
     for sequence in many:
         cache.extend(sequence, 2)
-    held = cache.state.pools[0].groups["state"].num_superpages
+    held = cache.state.pages[cache.state.states[0].number].num_superpages
     for sequence in (*many, longest):
         cache.close(sequence)
     assert held >= len(many)
@@ -939,37 +940,53 @@ def test_a_fork_at_the_end_of_a_window_block_needs_no_page() -> None:
     assert cache.table("window")[child.row, :2].tolist() == cache.table("window")[sequence.row, :2].tolist()
 
 
-def forked_in_half_a_grid(window_pages: int) -> tuple[Cache, Sequence]:
-    """A fork of 12 tokens that shares all three blocks of its window, the last one beyond the tree."""
+def test_a_fork_shares_window_blocks_that_are_in_the_tree_and_copies_the_others() -> None:
     caches = group("full", Full()), group("window", Window(8))
-    own = {"window": PoolRequest(pages=window_pages)}
-    cache = Cache(plan_of(*caches, blocks={"full": 8, "window": 4}, own_pools=own))
+    cache = Cache(plan_of(*caches, blocks={"full": 8, "window": 4}, own_pools={"window": PoolRequest(pages=4)}))
     sequence = run(cache, range(12), close=False)
     (child,), copies = cache.fork(sequence)
-    assert [copy.tag for copy in copies] == ["full"]
-    return cache, child
-
-
-def test_a_truncation_into_a_window_block_that_others_hold_copies_it() -> None:
-    cache, child = forked_in_half_a_grid(window_pages=4)
-    shared = int(cache.table("window")[child.row, 2])
-    (copy,) = cache.truncate(child, 10)
-    assert (copy.tag, copy.src.tolist(), copy.dst.tolist()) == (
-        "window",
-        [shared],
-        [cache.table("window")[child.row, 2]],
-    )
-    assert copy.dst.tolist() != [shared]
+    assert [(copy.tag, len(copy.src)) for copy in copies] == [("full", 1), ("window", 1)]
+    table = cache.table("window")[[sequence.row, child.row], :3]
+    assert (table[0] == table[1]).tolist() == [True, True, False]
+    assert not cache.truncate(child, 10), "what it goes back into is its own"
     check_books(cache)
 
 
-def test_a_truncation_for_whose_copy_there_is_no_page_changes_nothing() -> None:
-    cache, child = forked_in_half_a_grid(window_pages=3)
-    before = cache.table("window").copy()
+def test_a_fork_copies_no_window_block_that_is_gone() -> None:
+    caches = group("full", Full()), group("window", Window(4))
+    cache = Cache(plan_of(*caches, blocks={"full": 16, "window": 4}, own_pools={"window": PoolRequest(pages=8)}))
+    sequence = run(cache, range(28), close=False)
+    other = cache.open([99] * 28)
+    cache.extend(other, 28)
+    cache.commit(other)
+    assert np.count_nonzero(cache.table("window")[sequence.row]) == 1, "the others were taken in a shortage"
+    cache.close(other, keep=False)
+    children, copies = cache.fork(sequence, 4)
+    assert [(copy.tag, len(copy.src)) for copy in copies] == [("full", 4), ("window", 4)]
+    engine_of(cache).carry_out(copies)
+    engine_of(cache).run()
+    for child in children:
+        engine_of(cache).check_committed(child, list(range(28)))
+    check_books(cache)
+
+
+def test_a_fork_can_go_back_as_far_as_its_parent() -> None:
+    caches = group("full", Full()), group("window", Window(4))
+    cache = Cache(plan_of(*caches, blocks={"full": 16, "window": 4}))
+    (child,), copies = cache.fork(run(cache, range(28), close=False))
+    engine_of(cache).carry_out(copies)
+    engine_of(cache).run()
+    cache.truncate(child, 18)
+    engine_of(cache).check_committed(child, list(range(18)))
+    check_books(cache)
+
+
+def test_a_fork_for_whose_window_block_there_is_no_page_changes_nothing() -> None:
+    caches = group("full", Full()), group("window", Window(12))
+    cache = Cache(plan_of(*caches, blocks={"full": 8, "window": 4}, own_pools={"window": PoolRequest(pages=3)}))
+    sequence = run(cache, range(12), close=False)
     with pytest.raises(OutOfPages):
-        cache.truncate(child, 10)
-    assert (child.length, child.committed) == (12, 12)
-    assert (cache.table("window") == before).all(), "from 10 on the first block is needed"
+        cache.fork(sequence)
     check_books(cache)
 
 
@@ -1110,7 +1127,7 @@ def test_what_would_free_no_page_is_not_evicted() -> None:
         plan_of(group("full", Full()), group("window", Window(6)), pools="shared"), retention=Retention(every=0)
     )
     (pool,) = cache.state.pools
-    assert all(pages.is_whole for pages in pool.groups.values())
+    assert all(pages.is_whole for pages in pool.groups)
     pool.free_superpages.replace(np.arange(1, 13, dtype=np.int32))
     pool.num_superpages = 12
     for tokens in ([7] * 9, range(17)):
@@ -1442,6 +1459,85 @@ def test_whoever_opens_a_prompt_may_say_where_its_resume_points_are() -> None:
     engine.step(sequence, 60)
     engine.carry_out(cache.commit(sequence))
     assert cache.lookup([*range(68), 99]) == 64
+    check_books(cache)
+
+
+def test_a_fork_that_looks_again_leaves_points_where_its_parent_was_told_to() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=8))
+    waiting = cache.open(range(60), points=[20, 40])
+    (child,), copies = cache.fork(waiting)
+    list(copies)
+    run(cache, range(22), points=[16])
+    assert cache.rematch(child) == 16
+    cache.extend(child, 44, checkpoints=True)
+    assert [checkpoint.position for checkpoint in child.checkpoints] == [20, 40]
+
+
+def test_a_fork_does_not_copy_the_tokens_that_are_in_the_tree() -> None:
+    cache = Cache(full_plan(pages=260, blocks=256))
+    sequence = run(cache, np.arange(65_000), close=False)
+    cache.publish()
+    tracemalloc.start()
+    _, copies = cache.fork(sequence)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    list(copies)
+    assert peak < 65_000, f"{peak} bytes for a fork of 65,000 tokens"
+
+
+class NotWalked(dict[bytes, Node]):
+    def values(self) -> Any:
+        raise AssertionError("the work grows with the number of children")
+
+
+@pytest.mark.parametrize("reach", [Window(8), SinkWindow(5, 8)])
+def test_to_give_up_a_point_takes_no_look_at_what_lies_below_it(reach: Reach) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", reach)), retention=Retention(every=0))
+    for i in range(5):
+        run(cache, [*range(12), *[20 + i] * 6])
+    tree = cache.state.prefix.tree
+    (node,) = [node for node in tree.nodes() if len(node.children) == 5]
+    children, node.children = node.children, NotWalked(node.children)
+    cache.state.prefix.drop_point(node.points[-1])
+    node.children = children
+    check_books(cache)
+    assert cache.lookup([*range(12), *[20] * 6]) == 16
+
+
+def test_a_step_beyond_max_tokens_that_would_leave_states_changes_nothing() -> None:
+    caches = group("full", Full()), group("state", State())
+    cache = Cache(plan_of(*caches), retention=Retention(every=8), max_tokens=16)
+    sequence = cache.open(range(40))
+    with pytest.raises(NeverFits, match="larger max_tokens"):
+        cache.extend(sequence, 40, checkpoints=True)
+    assert sequence.length == 0
+    check_books(cache)
+
+
+def test_publish_finds_states_that_come_after_it_has_looked() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(False, False, 0, 16))
+    sequence, engine = run(cache, range(13), close=False), engine_of(cache)
+    for length in range(13, 16):
+        cache.publish()
+        assert not cache.contents().tree
+        engine.carry_out(cache.extend(sequence, 1, tokens=[length]))
+        engine.step(sequence, length)
+        engine.carry_out(cache.commit(sequence))
+    (branch,) = cache.contents().tree
+    assert branch.end == 16
+
+
+def test_a_shortage_takes_from_sequences_no_more_than_it_needs() -> None:
+    caches = group("full", Full()), group("state", State())
+    plan = plan_of(*caches, pages=1000, own_pools={"state": PoolRequest(pages=400)})
+    cache = Cache(plan, retention=Retention(every=8))
+    running = [cache.open([i, *[0] * 32]) for i in range(200)]
+    for sequence in running:
+        list(cache.extend(sequence, 8))
+        list(cache.commit(sequence))
+    assert sum(len(sequence.snapshots) for sequence in running) == 200
+    list(cache.extend(cache.open([300] * 4), 4))
+    assert 100 < sum(len(sequence.snapshots) for sequence in running) < 200
     check_books(cache)
 
 

@@ -15,7 +15,10 @@ SIZE = 2
 PAGES = 6
 Runs = list[tuple[str, list[int]]]
 runs = st.lists(
-    st.tuples(st.sampled_from(["share", "enter", "release", "leave"]), st.lists(st.integers(0, PAGES - 1), max_size=5)),
+    st.tuples(
+        st.sampled_from(["share", "enter", "release", "leave", "prune"]),
+        st.lists(st.integers(0, PAGES - 1), max_size=5),
+    ),
     max_size=30,
 )
 
@@ -32,15 +35,18 @@ class Side:
     def run(self, name: str, pages: list[int]) -> tuple[object, ...]:
         given = np.array(pages, np.int32)
         outs = [np.full(len(given), -1, np.int32)] if name in ("release", "leave") else []
-        more = [] if name == "enter" else [self.evictable_in, self.size]
+        more = [] if name in ("enter", "prune") else [self.evictable_in, self.size]
         found = getattr(self.functions, name)(self.holders, given, *more, *outs)
         gone = outs[0][: found[0]].tolist() if outs else []
-        return found, gone, self.holders.tolist(), self.evictable_in.tolist()
+        return found, gone, given.tolist(), self.holders.tolist(), self.evictable_in.tolist()
 
 
 def possible(name: str, pages: list[int], holders: np.ndarray) -> list[int]:
-    """Those of `pages` whose holders can be asked for it: nobody lets go of what it does not hold, and the tree takes
-    only what tables name."""
+    """Those of `pages` whose holders can be asked for it: nobody lets go of what it does not hold, the tree takes only
+    what tables name, and a point that goes names each page once."""
+    if name == "prune":
+        return pages
+    pages = list(dict.fromkeys(pages)) if name == "leave" else pages
     left, fine = {page: int(holders[page]) for page in pages}, []
     for page in pages:
         named = left[page] & NAMES
@@ -79,6 +85,15 @@ def test_a_page_in_two_runs_of_the_tree_is_evictable_and_gone_once() -> None:
         assert found == [(1, []), ((0, 1), []), (1, []), ((0, 1), []), ((0, 0), []), ((1, 1), [3])]
         assert side.holders[3] == 1  # that of its next table
         assert not side.evictable_in.any()
+
+
+def test_pages_that_leave_the_tree_are_null_where_it_named_them() -> None:
+    for functions in (native, NumpyHolders):
+        side = Side(functions, SIZE)
+        side.run("enter", [3, 4])
+        side.run("enter", [4])
+        assert side.run("leave", [3, 0, 4])[2] == [0, 0, 4]
+        assert side.run("prune", [3, 0, 4])[2] == [0, 0, 4]
 
 
 @pytest.mark.parametrize("pages", [[PAGES], [-1], [2, 1000]])

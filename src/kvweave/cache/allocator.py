@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from heapq import nsmallest
+from itertools import islice
 
 import numpy as np
 
-from kvweave.cache.sequence import Rows, Sequence
+from kvweave.cache.sequence import Batch, Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.errors import NeverFits, OutOfPages, Shortage
 from kvweave.pool import Ids, PagedGroup, PagePool
@@ -16,11 +17,13 @@ from kvweave.table import Counts, spread
 
 MOST_NAMED = 8
 """So many sequences that could be preempted are named in an error."""
+RECLAIMED = 64
+"""Of so many sequences at a time is taken what they need not hold, until a request can be met."""
 
 Demand = list[int]
 """Pages by group number."""
-Reclaimable = dict[str, dict[str, Ids]]
-"""By pool and tag: pages that would be free if sequences held no more than their next tokens need."""
+Reclaimable = dict[str, dict[int, Ids]]
+"""By pool and group number: pages that would be free if sequences held no more than their next tokens need."""
 
 
 class PageAllocator:
@@ -30,92 +33,76 @@ class PageAllocator:
     def __init__(self, state: CacheState, reserve: float) -> None:
         self.state = state
         self.reserve = reserve
-        self._groups_of = [
-            [group for group in state.groups if state.pool_of[group.number] is pool] for pool in state.pools
-        ]
 
     # ---- asking
 
     def ensure(self, demand: Demand, *, admits: bool = False, known: Reclaimable | None = None) -> PagePool | None:
         """Make sure that these pages can be allocated now, by eviction if need be; the pool that cannot give them, if
         there is one: then nothing was changed. Who asks on gets to know what was found out of sequences as `known`."""
-        wanted = self._by_pool(demand)
-        lacking = self._lacking(wanted, admits, {} if known is None else known)
+        lacking = self.lacking(demand, admits=admits, known=known)
         if lacking is None:
-            for pool, groups, pages in wanted:
-                if not pool.prepare(pages):
-                    self._free_up(pool, pages, groups)
+            for pool in self.state.pools:
+                if not pool.prepare(demand):
+                    self._free_up(pool, demand)
         return lacking
 
     def lacking(self, demand: Demand, *, admits: bool = False, known: Reclaimable | None = None) -> PagePool | None:
         """The pool that could not give these pages, not even by eviction; changes nothing. Who asks several times
         at one moment passes on what is `known`."""
-        return self._lacking(self._by_pool(demand), admits, {} if known is None else known)
-
-    def _by_pool(self, demand: Demand) -> list[tuple[PagePool, list[PagedGroup], dict[str, int]]]:
-        found = []
-        for pool, groups in zip(self.state.pools, self._groups_of):
-            wanted = {group.tag: demand[group.number] for group in groups if demand[group.number]}
-            if wanted:
-                found.append((pool, groups, wanted))
-        return found
-
-    def _lacking(
-        self, wanted: list[tuple[PagePool, list[PagedGroup], dict[str, int]]], admits: bool, known: Reclaimable
-    ) -> PagePool | None:
-        for pool, groups, pages in wanted:
-            asked = self._with_reserve(pool, pages) if admits and self.reserve else pages
+        known = {} if known is None else known
+        for pool in self.state.pools:
+            asked = self._with_reserve(pool, demand) if admits and self.reserve else demand
             if pool.is_ready(asked) or pool.could_be_ready(asked, {}):
                 continue
             if pool.name not in known:
-                known[pool.name] = self._reclaimable(groups)
+                known[pool.name] = self._reclaimable(pool)
             if not pool.could_be_ready(asked, known[pool.name]):
                 return pool
         return None
 
-    def _with_reserve(self, pool: PagePool, wanted: Mapping[str, int]) -> dict[str, int]:
-        tag = max(pool.groups, key=lambda name: pool.groups[name].per_superpage)
-        pages = int(self.reserve * pool.num_superpages * pool.groups[tag].per_superpage)
-        return {**wanted, tag: wanted.get(tag, 0) + pages}
+    def _with_reserve(self, pool: PagePool, demand: Demand) -> Demand:
+        """A pool of which nothing is asked need not have its reserve."""
+        largest = max(pool.groups, key=lambda pages: pages.per_superpage)
+        asked = list(demand)
+        if any(demand[pages.group.number] for pages in pool.groups):
+            asked[largest.group.number] += int(self.reserve * pool.num_superpages * largest.per_superpage)
+        return asked
 
     # ---- sequences hold on to what points that are not in the tree yet need; under pressure they need not
 
-    def _behind(self, group: PagedGroup) -> tuple[Rows, Counts, Counts]:
+    def _behind(self, group: PagedGroup, rows: Rows) -> tuple[Rows, Counts, Counts]:
         """Rows of a window that hold blocks behind what their next token needs: row, first block, how many."""
-        rows: Rows = np.fromiter(self.state.by_row, np.int64, len(self.state.by_row))
         first = self.state.tables[group.number].first[rows]
         behind = group.first_blocks(self.state.counters.committed[rows]) - first
         moving = behind > 0
         return rows[moving], first[moving], behind[moving]
 
-    def _spare_snapshots(self) -> list[tuple[Sequence, int]]:
+    def _spare_snapshots(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
         """Snapshots that no step in flight is to write: taken and not in the tree yet, or still to be copied."""
-        committed = self.state.counters.committed
+        committed = self.state.counters.committed_of
         return [
             (sequence, position)
-            for sequence in self.state.by_row.values()
+            for sequence in sequences
             for position in sequence.snapshots
-            if position <= int(committed[sequence.row]) or position == sequence.copy_at
+            if position <= committed[sequence.row] or position == sequence.copy_at
         ]
 
-    def _reclaimable(self, groups: list[PagedGroup]) -> dict[str, Ids]:
+    def _reclaimable(self, pool: PagePool) -> dict[int, Ids]:
         """Pages that would be free if sequences held no more than their next tokens need."""
-        found: dict[str, Ids] = {}
-        spare = self._spare_snapshots() if self.state.states else []
-        for group in groups:
-            pool = self.state.pool_of[group.number]
+        found: dict[int, Ids] = {}
+        running = self.state.by_row
+        spare = self._spare_snapshots(running.values()) if self.state.states else []
+        for pages in pool.groups:
+            group = pages.group
             if group.is_state and spare:
                 nth = self.state.states.index(group)
-                found[group.tag] = np.array([sequence.snapshots[at][nth] for sequence, at in spare], np.int32)
-            if not group.is_window or pool is None or not self.state.by_row:
-                continue
-            rows, first, count = self._behind(group)
-            parked = [pages for s in self.state.by_row.values() for _, pages in s.parked.get(group.number, ())]
-            if len(rows) or parked:
+                found[group.number] = np.array([sequence.snapshots[at][nth] for sequence, at in spare], np.int32)
+            if group.is_window and running:
+                rows, first, count = self._behind(group, np.fromiter(running, np.int64, len(running)))
+                parked = [run for s in running.values() for _, run in s.parked.get(group.number, ())]
                 behind = self.state.tables[group.number].pages[spread(rows, first, count)]
-                pages = np.concatenate([behind, *parked])
-                pages, holders = np.unique(pages, return_counts=True)
-                found[group.tag] = pages[holders == pool.groups[group.tag].num_names(pages)]
+                held, times = np.unique(np.concatenate([behind, *parked]), return_counts=True)
+                found[group.number] = held[times == pages.num_names(held)]
         return found
 
     def advance_windows(self, rows: Rows, first_blocks: list[Counts]) -> None:
@@ -148,7 +135,7 @@ class PageAllocator:
             gone.append(pages[at - first :])
             table.first_of[row] = last
             table.erase(row, first, last)
-            self.state.release(group, gone[0] if len(gone) == 1 else np.concatenate(gone))
+            self.state.pages[group.number].release(gone[0] if len(gone) == 1 else np.concatenate(gone))
 
     def _pass(self, group: PagedGroup, rows: Rows, first: Counts, passed: Counts) -> None:
         """Take `passed` slots of each row, from `first` on, out of a window's table."""
@@ -159,42 +146,45 @@ class PageAllocator:
             rows, slots = spread(rows, first, passed)
         pages = table.pages[rows, slots]
         table.write_many(rows, slots, np.zeros(len(slots), np.int32))
-        self.state.release(group, pages)
+        self.state.pages[group.number].release(pages)
 
-    def _reclaim(self) -> None:
-        """Let every sequence hold no more than its next token needs."""
-        for sequence, position in self._spare_snapshots() if self.state.states else ():
+    def _reclaim(self, sequences: list[Sequence]) -> None:
+        """Let sequences hold no more than their next tokens need."""
+        for sequence, position in self._spare_snapshots(sequences):
             self.state.free_states(sequence.snapshots.pop(position))
             sequence.copy_at = -1 if position == sequence.copy_at else sequence.copy_at
             sequence.answer = -1
             self.state.set_next_event(sequence)
-        for sequence in self.state.by_row.values():
+        for sequence in sequences:
             self.state.release_parked(sequence)
         for group in self.state.windows:
-            rows, first, count = self._behind(group)
+            rows, first, count = self._behind(group, Batch(sequences).rows)
             if len(rows):
                 self._pass(group, rows, first, count)
 
     # ---- evicting
 
-    def _free_up(self, pool: PagePool, wanted: Mapping[str, int], groups: list[PagedGroup]) -> None:
-        """Evict until the pages can be allocated: of each group its own first, then whatever the policy says."""
+    def _free_up(self, pool: PagePool, demand: Demand) -> None:
+        """Evict until the pages can be allocated: of each group its own first, then whatever the policy says, then what
+        sequences hold and do not need yet."""
         prefix = self.state.prefix
         promised = 0  # super-pages for groups before
-        for group in groups:
-            pages, count = pool.groups[group.tag], wanted.get(group.tag, 0)
+        for pages in pool.groups:
+            count = demand[pages.group.number]
             superpages = max(0, pool.free_superpages.size - promised)
-            short = count - pages.free.size - superpages * pages.per_superpage
+            short = count - pages.free_pages.size - superpages * pages.per_superpage
             if short > 0:
-                prefix.evict(group, min(short, pages.num_evictable))
+                prefix.evict(pages.group, min(short, pages.num_evictable))
             promised += pages.superpages_for(count)
-        tokens = min((g.slot_tokens * pool.groups[g.tag].per_superpage for g in groups if not g.is_state), default=1)
-        while not pool.is_ready(wanted):
+        rows = [pages for pages in pool.groups if not pages.group.is_state]
+        tokens = min((pages.group.slot_tokens * pages.per_superpage for pages in rows), default=1)
+        running = iter(list(self.state.by_row.values()))
+        while not pool.is_ready(demand):
             if not prefix.evict_next(tokens):
-                self._reclaim()
-                while not pool.is_ready(wanted):
-                    assert prefix.evict_next(tokens), f"pool {pool.name}: {wanted} pages could be had, but were not"
-        assert pool.prepare(wanted), "what is ready can be prepared"
+                some = list(islice(running, RECLAIMED))
+                assert some, f"pool {pool.name}: {demand} pages could be had, but were not"
+                self._reclaim(some)
+        assert pool.prepare(demand), "what is ready can be prepared"
 
     # ---- refusing
 
@@ -221,14 +211,12 @@ class PageAllocator:
 
     def _shortages(self, pool: PagePool, ends: Counts, sequences: list[Sequence]) -> list[Shortage]:
         shortages, rows = [], np.array([sequence.row for sequence in sequences])
-        for group in self.state.groups:
-            if self.state.pool_of[group.number] is not pool:
-                continue
+        for pages in pool.groups:
+            group = pages.group
             blocks = np.ones_like(ends) if group.is_state else -(-ends // group.slot_tokens)
             wanted = int(np.maximum(blocks - self.state.tables[group.number].blocks[rows], 0).sum())
             if wanted:
-                evictable = pool.groups[group.tag].num_evictable
-                shortages.append(Shortage(group.tag, wanted, pool.available(group.tag), evictable))
+                shortages.append(Shortage(group.tag, wanted, pool.available(pages), pages.num_evictable))
         return shortages
 
     def _preemptible(self, asking: SequenceOf[Sequence]) -> list[Sequence]:
@@ -248,10 +236,10 @@ class PageAllocator:
                 available_bytes=state.plan.num_bytes,
                 smallest_bytes=state.plan.num_bytes,
             )
-        for pool, groups in zip(state.pools, self._groups_of, strict=True):
+        for pool in state.pools:
             superpages = np.zeros(len(starts), np.int64)
-            for group in groups:
-                superpages += -(-group.blocks_for(starts, ends) // pool.groups[group.tag].per_superpage)
+            for pages in pool.groups:
+                superpages += -(-pages.group.blocks_for(starts, ends) // pages.per_superpage)
             too_many = np.flatnonzero(superpages > pool.num_superpages)
             if len(too_many):
                 at = int(too_many[-1])

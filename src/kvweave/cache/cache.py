@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from threading import get_ident
-from types import TracebackType
 
 import numpy as np
 
 from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.contents import CacheContents, contents
-from kvweave.cache.copies import NO_COPIES, Copies, CopyBuilder
+from kvweave.cache.copies import NO_COPIES, Copies
 from kvweave.cache.fork import Forks
 from kvweave.cache.load import Loader
 from kvweave.cache.publish import Publisher
@@ -36,17 +36,7 @@ from kvweave.cache.steps import Steps
 from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NotSettled, UnknownName, WrongThread
 from kvweave.plan import Plan
 from kvweave.pool import Ids
-from kvweave.prefix import (
-    POLICIES,
-    ContentTokens,
-    Event,
-    Policy,
-    Retention,
-    Spacing,
-    Span,
-    Tokens,
-    as_tokens,
-)
+from kvweave.prefix import POLICIES, ContentTokens, Event, Policy, Retention, Spacing, Span, Tokens, as_tokens
 from kvweave.prefix.ghosts import prefix_sums
 from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, Counts, spread
@@ -91,7 +81,9 @@ class Cache(Home):
         self._allocator = PageAllocator(self.state, admission_reserve)
         self._snapshots = Snapshots(self.state)
         self._publisher = Publisher(self.state)
-        self._forks = Forks(self.state, self._allocator, self._publisher, self._snapshots, self._drop)
+        self._forks = Forks(
+            self.state, self._allocator, self._publisher, self._snapshots, partial(self.close, keep=False)
+        )
         self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher, self._forks)
         self._loader = Loader(self.state, self._allocator, self._snapshots)
         self._contents = ContentTokens(on_event)
@@ -135,7 +127,6 @@ class Cache(Home):
         is generated behind it, at which it leaves resume points (rounded down to the grid) instead of where the
         retention wants them.
         """
-        self._check_thread()
         prompt = self._prompt(tokens, spans)
         if drop_last_blocks < 0:
             raise BadSequence(f"drop_last_blocks must be at least 0, got {drop_last_blocks}")
@@ -155,6 +146,8 @@ class Cache(Home):
         return sequence
 
     def _prompt(self, tokens: object, spans: SequenceOf[Span]) -> Tokens:
+        """What makes a prompt, as one array; the cache's own thread asks."""
+        self._check_thread()
         prompt = self._contents.replace(as_tokens(tokens), spans)
         if not len(prompt):
             raise BadTokens("a prompt needs at least one token")
@@ -167,7 +160,6 @@ class Cache(Home):
         self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = (), drop_last_blocks: int = 0
     ) -> int:
         """The tokens that `open` would find of a prompt; nothing is pinned, and nothing counts as used."""
-        self._check_thread()
         prompt = self._prompt(tokens, spans)
         return self._loader.hit(self._match(namespace, prompt), len(prompt), max(0, drop_last_blocks))
 
@@ -176,7 +168,6 @@ class Cache(Home):
 
         Returns how many of its tokens are cached now. Costs no more than `open`.
         """
-        self._check_thread()
         self._rows(sequence)
         if sequence.length != sequence.num_cached or sequence.length != sequence.committed:
             raise NotSettled(
@@ -223,7 +214,6 @@ class Cache(Home):
         for pages for the states that the step should leave on its way and at its end (`Sequence.checkpoints`). Any
         number of steps may be prepared before the first is committed. Returns the copies to be made before the step.
         """
-        self._check_thread()
         rows, chosen = self._rows(sequences)
         counts = n if isinstance(n, int) else np.asarray(n, np.int64)
         least = counts if isinstance(counts, int) else int(counts.min()) if counts.shape == rows.shape else 0
@@ -244,7 +234,6 @@ class Cache(Home):
     def can_extend(self, sequences: Sequences, n: int) -> bool:
         """Whether `extend` would find room for `n` more tokens of each sequence now; changes nothing. Where windows are
         short of pages, fewer tokens a step need fewer."""
-        self._check_thread()
         return self._steps.can_extend(*self._rows(sequences, check_copies=False), n)
 
     def commit(
@@ -256,7 +245,6 @@ class Cache(Home):
         committed are accepted, those beyond `lengths` are still open. With `share=False` what a sequence writes from
         here on is its own and is never found by others. Returns the copies to be made before the next step.
         """
-        self._check_thread()
         rows, chosen = self._rows(sequences)
         until = None if lengths is None else self._checked_lengths(rows, lengths)
         if tokens is not None:
@@ -269,7 +257,6 @@ class Cache(Home):
     def accept(self, sequences: Sequences, lengths: object) -> None:
         """The drafts beyond `lengths` (one number, or one each) are rejected, those before accepted; before or after
         `commit`. Pages stay, for the next step needs them."""
-        self._check_thread()
         rows, chosen = self._rows(sequences)
         until = self._checked_lengths(rows, lengths)
         if self.state.states:
@@ -308,7 +295,6 @@ class Cache(Home):
         the pages from `num_cached` on that the tables name, whole ones, and the live states; then `commit`. If that
         fails, `close` with `keep=False`: nobody has seen them.
         """
-        self._check_thread()
         self._rows(sequence)
         start = sequence.length
         if start != sequence.num_cached or not start < position < sequence.num_prompt or position % self.grid:
@@ -321,40 +307,36 @@ class Cache(Home):
     # ---- fork, truncate, close
 
     def fork(self, sequence: Sequence, n: int = 1) -> tuple[list[Sequence], Copies]:
-        """`n` more sequences with the same past; full blocks are shared, the last one and states are copied."""
-        self._check_thread()
+        """`n` more sequences with the same past; blocks up to the last multiple of the grid are shared, others and
+        states are copied."""
         self._rows(sequence)
         if n < 1:
             raise BadSequence(f"cannot fork into {n} sequences")
-        copies = CopyBuilder()
+        copies = Copies()
         return self._forks.fork(sequence, n, copies), self._hand_out(copies)
 
     def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> Copies:
         """Beam search: sequence i goes on as sequence `parents[i]` was. All or nothing."""
-        self._check_thread()
         rows, chosen = self._rows(sequences)
         if len(parents) != len(rows) or any(not 0 <= parent < len(rows) for parent in parents):
             raise BadSequence(f"parents {list(parents)} do not name {len(rows)} sequences")
-        copies = CopyBuilder()
+        copies = Copies()
         self._forks.reorder(chosen, list(parents), copies)
         return self._hand_out(copies)
 
     def truncate(self, sequence: Sequence, length: int) -> Copies:
-        """Forget the tokens from `length` on, those of the prompt too; their pages are freed. Returns copies to be made
-        before the next step."""
-        self._check_thread()
+        """Forget the tokens from `length` on, those of the prompt too; their pages are freed. Nothing has to be copied:
+        no other sequence holds a block that is still to be written."""
         self._rows(sequence)
         low = max(1, sequence.node.end)
         if not low <= length <= sequence.length:
             raise CannotTruncate(f"cannot cut {sequence.length} tokens to {length}; {low} are shared with the tree")
-        copies = CopyBuilder()
-        self._forks.truncate(sequence, length, copies)
-        return self._hand_out(copies)
+        self._forks.truncate(sequence, length)
+        return NO_COPIES
 
     def close(self, sequence: Sequence, *, keep: bool = True) -> None:
         """End a sequence, or preempt it: what it committed stays in the tree, unless `keep` is False; the rest is
         freed. Opened again with its tokens, it resumes from what it left."""
-        self._check_thread()
         self._rows(sequence, check_copies=False)
         state = self.state
         if keep and not self._is_outstanding(sequence.rows):
@@ -367,14 +349,10 @@ class Cache(Home):
         state.prefix.unpin(sequence.node)
         state.free_row(sequence)
 
-    def _drop(self, sequence: Sequence) -> None:
-        self.close(sequence, keep=False)
-
     # ---- what stays
 
     def pin(self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = ()) -> Pin | None:
         """Keep the longest cached prefix of `tokens` (a system prompt) from eviction; None when nothing is cached."""
-        self._check_thread()
         prompt = self._prompt(tokens, spans)
         match = self._match(namespace, prompt)
         position = self.state.prefix.tree.hit(match, match.length)
@@ -407,9 +385,7 @@ class Cache(Home):
     def __enter__(self) -> Cache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Close all sequences that are open; what they committed stays."""
         for sequence in list(self.state.by_row.values()):
             self.close(sequence)
@@ -463,7 +439,7 @@ class Cache(Home):
             self._prompt_tokens,
             self._hit_tokens,
             self._infinite.hit_tokens if self._infinite else None,
-            sum(state.prefix.num_evicted),
+            sum(pages.num_evicted for pages in state.pages),
         )
 
     def contents(self) -> CacheContents:
@@ -482,7 +458,8 @@ class Cache(Home):
         self._owner = get_ident()
 
     def _rows(self, sequences: Sequences, check_copies: bool = True) -> tuple[Rows, list[Sequence]]:
-        """The rows of open sequences of this cache, whose copies were taken over."""
+        """The rows of open sequences of this cache, whose copies were taken over; its own thread asks."""
+        self._check_thread()
         if isinstance(sequences, Sequence):
             if sequences.home is not self or sequences.row < 0:
                 raise BadSequence(f"the sequence is {'closed' if sequences.home is self else 'of another cache'}")
@@ -499,10 +476,9 @@ class Cache(Home):
             raise NotSettled("the copies that the last call returned were never read: carry them out first")
         return rows, chosen
 
-    def _hand_out(self, builder: CopyBuilder | None) -> Copies:
-        if builder is None or not builder.rows:
+    def _hand_out(self, copies: Copies | None) -> Copies:
+        if not copies:
             return NO_COPIES
-        copies = Copies(builder.build(), builder.rows)
         self._outstanding.append(copies)
         return copies
 

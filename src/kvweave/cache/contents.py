@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from kvweave.cache.state import CacheState
 from kvweave.cache.stats import Stats
-from kvweave.pool import NULL, PagedGroup, PagePool
+from kvweave.pool import NULL, GroupPages, PagedGroup, PagePool
 from kvweave.prefix import Node
 
 
@@ -99,18 +99,17 @@ def _tree(state: CacheState, ends: dict[int, int]) -> Iterator[Branch]:
 
 def _pool(state: CacheState, pool: PagePool, ends: dict[int, int]) -> PoolMap:
     found: dict[int, SuperPage] = {}
-    for group in state.groups:
-        if state.pool_of[group.number] is pool:
-            for superpage in _group(state, pool, group, ends):
-                found[superpage.number] = superpage
+    for pages in pool.groups:
+        for superpage in _group(state, pages, ends):
+            found[superpage.number] = superpage
     numbers = range(1, pool.num_superpages + 1)
     return PoolMap(pool.name, tuple(found.get(number, SuperPage(number, None, ())) for number in numbers))
 
 
-def _group(state: CacheState, pool: PagePool, group: PagedGroup, ends: dict[int, int]) -> Iterator[SuperPage]:
+def _group(state: CacheState, pages: GroupPages, ends: dict[int, int]) -> Iterator[SuperPage]:
     """The super-pages of one group: those in which it has a page, in use or free."""
-    pages, owners = pool.groups[group.tag], dict.fromkeys(_held(state, group), Owner.HELD)
-    owners |= dict.fromkeys(pages.free.all.tolist(), Owner.FREE)
+    group, owners = pages.group, dict.fromkeys(_held(state, pages.group), Owner.HELD)
+    owners |= dict.fromkeys(pages.free_pages.all.tolist(), Owner.FREE)
     for node in state.prefix.tree.nodes():
         owner = Owner.SHARED if ends[node.id] > 1 else Owner.CACHED
         owners |= dict.fromkeys(_pages(state, node, group), owner)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvweave.pool import Ids
+from kvweave.pool import NULL, Ids
 
 
 class Copy(NamedTuple):
@@ -19,57 +19,45 @@ class Copy(NamedTuple):
 
 
 class Copies:
-    """Copies in the order in which they are to be carried out. Whoever iterates over them has taken them over.
+    """Copies in the order in which they are to be carried out, one a group. Whoever iterates over them has taken them
+    over.
 
     Until then the next call on one of their sequences is refused: a page that was never copied would be read as if
-    it had been.
+    it had been. No page of one call is both read and written.
     """
 
-    __slots__ = ("_copies", "rows", "taken")
-
-    def __init__(self, copies: list[Copy], rows: set[int]) -> None:
-        self._copies = copies
-        self.rows = rows
-        self.taken = not copies
-
-    def __iter__(self) -> Iterator[Copy]:
-        self.taken = True
-        return iter(self._copies)
-
-    def __len__(self) -> int:
-        return len(self._copies)
-
-    def __repr__(self) -> str:
-        return repr(self._copies)
-
-
-NO_COPIES = Copies([], set())
-
-
-class CopyBuilder:
-    """Collects single pages into one copy a group. No page of one call is both read and written."""
+    __slots__ = ("_pages", "rows", "taken")
 
     def __init__(self) -> None:
         self.rows: set[int] = set()
+        self.taken = False
         self._pages: dict[str, tuple[list[int], list[int]]] = {}
 
     def add(self, row: int, tag: str, src: int, dst: int) -> None:
+        """One page, for the sequence in a row."""
         sources, targets = self._pages.setdefault(tag, ([], []))
         sources.append(src)
         targets.append(dst)
         self.rows.add(row)
 
     def add_all(self, row: int, tags: Sequence[str], src: Sequence[int], dst: Sequence[int]) -> None:
-        """A page of each group."""
+        """A page of each group, but of those that have none here."""
         for tag, source, target in zip(tags, src, dst):
-            self.add(row, tag, source, target)
+            if target != NULL:
+                self.add(row, tag, source, target)
 
-    def build(self) -> list[Copy]:
-        pages: Ids = np.array([page for both in self._pages.values() for side in both for page in side], np.int32)
-        copies, at = [], 0
-        for tag, (sources, _) in self._pages.items():
-            middle = at + len(sources)
-            end = middle + len(sources)
-            copies.append(Copy(tag, pages[at:middle], pages[middle:end]))
-            at = end
-        return copies
+    def __iter__(self) -> Iterator[Copy]:
+        self.taken = True
+        return iter(self._all())
+
+    def _all(self) -> list[Copy]:
+        return [Copy(tag, *np.array(both, np.int32)) for tag, both in self._pages.items()]
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+
+NO_COPIES = Copies()

@@ -7,18 +7,19 @@ from collections.abc import Callable
 import numpy as np
 
 from kvweave.cache.allocator import PageAllocator
-from kvweave.cache.copies import CopyBuilder
+from kvweave.cache.copies import Copies
 from kvweave.cache.publish import Publisher
 from kvweave.cache.sequence import FIELDS, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.errors import CannotTruncate, NotSettled
 from kvweave.pool import Ids, PagedGroup
+from kvweave.table import Counts
 
 
 class Forks:
-    """Written blocks are shared: those of full groups through the tree, those of windows by counted references. The
-    block that the next token is written into, and the live states, are copied."""
+    """Blocks that are in the tree are shared. Those behind its last run, and the live states, are copied: so no block
+    that is still to be written has two holders, and no page is in the tree twice."""
 
     def __init__(
         self,
@@ -36,12 +37,12 @@ class Forks:
 
     # ---- fork
 
-    def fork(self, sequence: Sequence, n: int, copies: CopyBuilder) -> list[Sequence]:
+    def fork(self, sequence: Sequence, n: int, copies: Copies) -> list[Sequence]:
         self._check_settled(sequence)
         self._ensure([sequence], {0: n})
         return self._fork_now(sequence, n, copies)
 
-    def _fork_now(self, sequence: Sequence, n: int, copies: CopyBuilder) -> list[Sequence]:
+    def _fork_now(self, sequence: Sequence, n: int, copies: Copies) -> list[Sequence]:
         """For which there is room. The parent is published, so that full blocks are the tree's."""
         self.publisher.publish(sequence, without_point=True)
         self.state.set_next_event(sequence)
@@ -67,70 +68,56 @@ class Forks:
         demand = [0] * len(self.state.groups)
         for i, count in children.items():
             for group in self.state.groups:
-                demand[group.number] += count * self._num_copied(group, sequences[i])
+                demand[group.number] += count * len(self._blocks(group, sequences[i])[1])
         pool = self.allocator.ensure(demand)
         if pool is not None:
             lengths = np.array([sequence.committed for sequence in sequences])
             raise self.allocator.refusal(pool, sequences, lengths, lengths)
 
-    def _num_copied(self, group: PagedGroup, sequence: Sequence) -> int:
-        """Pages that a child cannot share: the live state; blocks that are not in the tree, or not full."""
-        row, table = sequence.row, self.state.tables[group.number]
-        if group.is_state:
-            return int(table.blocks_of[row] > 0)
-        length = self.state.counters.committed_of[row]
-        if group.is_full:
-            shared = max(min(length, sequence.private_from) // self.state.grid * self.state.grid, sequence.node.end)
-            return -(-length // group.slot_tokens) - shared // group.slot_tokens
-        return int(length % group.slot_tokens > 0)
+    def _blocks(self, group: PagedGroup, sequence: Sequence) -> tuple[int, Counts, int]:
+        """How many blocks a child shares, for they will be in the tree; which others there are, of which it needs
+        copies; and how many blocks it has."""
+        table, row = self.state.tables[group.number], sequence.row
+        shared, end = 0, min(1, table.blocks_of[row])
+        if not group.is_state:
+            length, grid = self.state.counters.committed_of[row], self.state.grid
+            shared = max(min(length, sequence.private_from) // grid * grid, sequence.node.end) // group.slot_tokens
+            end = -(-length // group.slot_tokens)
+        return shared, shared + np.flatnonzero(table.pages[row, shared:end]), end
 
-    def _child(self, sequence: Sequence, copies: CopyBuilder) -> Sequence:
+    def _child(self, sequence: Sequence, copies: Copies) -> Sequence:
         state, row = self.state, self.state.take_row()
-        child = Sequence(sequence.home, row, sequence.tokens, sequence.namespace, sequence.priority, sequence.node)
-        child.start_at(sequence.node.end, sequence.tokens)
-        child.num_cached, child.num_prompt, child.branch = sequence.num_cached, sequence.num_prompt, sequence.branch
-        child.asked_points, child.prompt_points = sequence.asked_points, sequence.prompt_points
-        child.last_point = sequence.last_point
-        child.opened, child.drop_last_blocks = sequence.opened, sequence.drop_last_blocks
-        child.restore, child.private_from = sequence.restore, sequence.private_from
-        state.prefix.pin(sequence.node)
+        child = sequence.fork(row)
+        state.prefix.pin(child.node)
         if child.restore is not None:
             state.prefix.pin_states(child.restore, 1)
         state.by_row[row] = child
         state.counters.copy(sequence.row, row)
         state.tokens.enter(row, sequence.num_tokens)
         for group in state.groups:
-            self._share(group, sequence.row, row, copies)
+            self._share(group, sequence, row, copies)
         self.publisher.stand(child)
-        state.set_next_stop(child)
-        state.set_next_event(child)
+        state.set_next_lengths(child)
         return child
 
-    def _share(self, group: PagedGroup, source: int, row: int, copies: CopyBuilder) -> None:
-        """Let `row` name the pages of `source`, but copies of those that cannot be shared."""
-        state, table = self.state, self.state.tables[group.number]
-        length = state.counters.length_of[source]
-        if group.is_state:
-            blocks, shared = min(1, table.blocks_of[source]), 0
-        else:
-            blocks = -(-length // group.slot_tokens)
-            shared = table.published_of[source] if group.is_full else length // group.slot_tokens
-        pages = table.pages[source, :blocks].copy()
+    def _share(self, group: PagedGroup, sequence: Sequence, row: int, copies: Copies) -> None:
+        """Let `row` name the pages of a sequence, but copies of those that cannot be shared."""
+        state, table, source = self.state, self.state.tables[group.number], sequence.row
+        shared, copied, end = self._blocks(group, sequence)
+        pages: Ids = np.zeros(end, np.int32)
+        pages[:shared] = table.pages[source, :shared]
+        pages[copied] = state.pages[group.number].allocate(len(copied))
         if group.is_window:
-            state.share(group, pages[:shared])
-        if blocks > shared:
-            fresh = state.allocate(group, blocks - shared)
-            for src, dst in zip(pages[shared:].tolist(), fresh.tolist(), strict=True):
-                if group.has_pages:
-                    copies.add(row, group.tag, src, dst)
-            pages[shared:] = fresh
+            state.pages[group.number].share(pages[:shared])
+        for block in copied.tolist():
+            copies.add(row, group.tag, int(table.pages[source, block]), int(pages[block]))
         table.write(row, 0, pages)
         table.first_of[row], table.published_of[row] = table.first_of[source], table.published_of[source]
-        table.blocks_of[row] = blocks
+        table.blocks_of[row] = end
 
     # ---- reorder
 
-    def reorder(self, sequences: list[Sequence], parents: list[int], copies: CopyBuilder) -> None:
+    def reorder(self, sequences: list[Sequence], parents: list[int], copies: Copies) -> None:
         """Fork each parent for its further children, then let the children take the places of the dropped."""
         children: dict[int, list[int]] = {}
         for child, parent in enumerate(parents):
@@ -168,30 +155,18 @@ class Forks:
 
     # ---- truncate
 
-    def truncate(self, sequence: Sequence, length: int, copies: CopyBuilder) -> None:
+    def truncate(self, sequence: Sequence, length: int) -> None:
         """Give back the pages beyond `length`, after making sure that what is before it is all there."""
         state, row = self.state, sequence.row
         for group in state.groups:
             self._check_reach(group, sequence, length)
-        halves = [group for group in state.windows if self._is_shared_half(group, row, length)]
-        demand = [0] * len(state.groups)
-        for group in halves:
-            demand[group.number] = 1
-        committed = state.counters.committed_of[row]
-        state.counters.committed_of[row] = min(committed, length)  # so that what is behind it now is not reclaimed
-        pool = self.allocator.ensure(demand)
-        if pool is not None:
-            state.counters.committed_of[row] = committed
-            raise self.allocator.refusal(pool, [sequence], np.array([length]), np.array([length]))
-        for group in halves:
-            self._copy_half(group, row, length, copies)
         for group in state.rows:
             table = state.tables[group.number]
             keep, blocks = -(-length // group.slot_tokens), table.blocks_of[row]
             pages: Ids = table.pages[row, keep:blocks].copy()
             table.erase(row, keep, blocks)
             table.blocks_of[row] = min(keep, blocks)
-            state.release(group, pages)
+            state.pages[group.number].release(pages)
         sequence.num_prompt = state.counters.prompt_of[row] = min(sequence.num_prompt, length)
         self.cut(sequence, length)
 
@@ -205,26 +180,12 @@ class Forks:
         counters.length_of[row] = length
         counters.committed_of[row] = min(counters.committed_of[row], length)
         counters.step_start_of[row] = min(counters.step_start_of[row], length)
+        counters.looked_at_of[row] = min(counters.looked_at_of[row], sequence.node.end)
         state.tokens.cut(sequence, max(length, sequence.num_prompt))
         self.snapshots.drop_after(sequence, length)
         self.publisher.leave(sequence)
         self.publisher.stand(sequence)
-        state.set_next_stop(sequence)
-        state.set_next_event(sequence)
-
-    def _is_shared_half(self, group: PagedGroup, row: int, length: int) -> bool:
-        """Whether `length` cuts a block of a window that others hold too: the next token will be written into it."""
-        table, pool = self.state.tables[group.number], self.state.pool_of[group.number]
-        if not length % group.slot_tokens or pool is None:
-            return False
-        return pool.groups[group.tag].is_shared(int(table.pages[row, length // group.slot_tokens]))
-
-    def _copy_half(self, group: PagedGroup, row: int, length: int, copies: CopyBuilder) -> None:
-        table, slot = self.state.tables[group.number], length // group.slot_tokens
-        old, fresh = table.pages[row, slot : slot + 1].copy(), self.state.allocate(group, 1)
-        table.write(row, slot, fresh)
-        self.state.release(group, old)
-        copies.add(row, group.tag, int(old[0]), int(fresh[0]))
+        state.set_next_lengths(sequence)
 
     def _check_reach(self, group: PagedGroup, sequence: Sequence, length: int) -> None:
         row, table = sequence.row, self.state.tables[group.number]

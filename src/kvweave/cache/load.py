@@ -8,7 +8,7 @@ from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
-from kvweave.pool import Ids, PagedGroup
+from kvweave.pool import PagedGroup
 from kvweave.prefix import Node, Point, Tokens
 from kvweave.prefix.tree import Match
 
@@ -46,7 +46,7 @@ class Loader:
         self.state.prefix.unpin(old)
 
     def _enter(self, sequence: Sequence, prompt: Tokens, match: Match | None) -> None:
-        state, row = self.state, sequence.row
+        state = self.state
         position = 0 if match is None else self.hit(match, len(prompt), sequence.drop_last_blocks)
         if match is not None and position:
             point = state.prefix.pin_at(match, position, sequence.priority, with_states=bool(state.states))
@@ -58,9 +58,8 @@ class Loader:
         sequence.start_at(position, prompt)
         sequence.branch = match.length if match is not None and match.length > position else 0
         if position:
-            path = sequence.node.path()
             for group in state.rows:
-                self._enter_run(group, row, [n.pages[group.number] for n in path], position)
+                self._enter_run(group, sequence, position)
         state.want_points(sequence)
         self._set_counters(sequence, position)
 
@@ -68,46 +67,37 @@ class Loader:
         state, row = self.state, sequence.row
         counters = state.counters
         counters.length_of[row] = counters.committed_of[row] = position
-        counters.findable_of[row] = counters.step_start_of[row] = position
+        counters.looked_at_of[row] = counters.step_start_of[row] = position
         counters.drafts_of[row], counters.prompt_of[row] = 0, sequence.num_prompt
-        state.set_next_stop(sequence)
-        state.set_next_event(sequence)
+        state.set_next_lengths(sequence)
 
-    def _enter_run(self, group: PagedGroup, row: int, runs: list[Ids], position: int) -> None:
+    def _enter_run(self, group: PagedGroup, sequence: Sequence, position: int) -> None:
         """The pages of a hit that the next token can see; what lies between head and tail stays NULL."""
-        table, blocks, head = self.state.tables[group.number], position // group.slot_tokens, group.head_blocks
+        table, row, blocks = self.state.tables[group.number], sequence.row, position // group.slot_tokens
         first = 0 if group.is_full else min(group.first_block(position), blocks)
-        low, tail = blocks, []
-        for pages in reversed(runs):  # from the end: of a long prompt only the runs of the tail are joined
-            if low > first:
-                tail.append(pages)
-                low -= len(pages)
-        if tail:
-            pages = tail[0] if len(tail) == 1 else np.concatenate(tail[::-1])
-            self._name(group, row, max(low, first), pages[max(0, first - low) :])
-        if head and first > 0:
-            self._name(group, row, 0, np.concatenate(runs)[: min(head, first)])
-        table.first_of[row] = max(first, head)
+        self._name(group, sequence, first, blocks)
+        self._name(group, sequence, 0, min(group.head_blocks, first))
+        table.first_of[row] = max(first, group.head_blocks)
         table.blocks_of[row] = blocks
         if group.is_full:
             table.published_of[row] = blocks
 
-    def _name(self, group: PagedGroup, row: int, start: int, pages: Ids) -> None:
-        """Let a row name pages of the tree from slot `start` on."""
-        self.state.tables[group.number].write(row, start, pages)
-        if group.is_window:
-            self.state.share(group, pages)
+    def _name(self, group: PagedGroup, sequence: Sequence, low: int, high: int) -> None:
+        """Let a sequence's table name the tree's pages of the blocks [low, high)."""
+        runs = [run.pages for run in self.state.prefix.tree.runs(group, sequence.node, low, high)]
+        if runs:
+            pages = runs[0] if len(runs) == 1 else np.concatenate(runs[::-1])
+            self.state.tables[group.number].write(sequence.row, low, pages)
+            if group.is_window:
+                self.state.pages[group.number].share(pages)
 
     def leave_row(self, sequence: Sequence) -> None:
         """Let go of all pages that a row holds, and of the states of its hit."""
         state = self.state
         for group in state.groups:
-            if group.has_pages:
-                state.release(group, state.tables[group.number].held(sequence.row))
+            state.pages[group.number].release(state.tables[group.number].held(sequence.row))
         state.release_parked(sequence)
-        if sequence.restore is not None:
-            state.prefix.pin_states(sequence.restore, -1)
-            sequence.restore = None
+        state.drop_restore(sequence)
 
     # ---- pins
 
@@ -115,24 +105,15 @@ class Loader:
         """Keep what resuming at a position of a matched path needs."""
         state = self.state
         point = state.prefix.pin_at(match, position, 0, with_states=True)
-        for group, pages in self._windows_of(point):
-            state.share(group, pages)
+        for run in self.state.prefix.window_runs(point.node, point.position):
+            state.pages[run.group.number].share(run.pages)
         return point.node, point
 
     def unpin(self, node: Node, point: Point) -> None:
-        for group, pages in self._windows_of(point):
-            self.state.release(group, pages)
+        for run in self.state.prefix.window_runs(point.node, point.position):
+            self.state.pages[run.group.number].release(run.pages)
         self.state.prefix.pin_states(point, -1)
         self.state.prefix.unpin(node)
-
-    def _windows_of(self, point: Point) -> list[tuple[PagedGroup, Ids]]:
-        """The window pages that a point needs; pinned points keep them all."""
-        found = []
-        for group in self.state.windows:
-            if group.has_pages:
-                pages = self.state.prefix.tree.path_pages(group, point.node, point.position)
-                found.append((group, pages))
-        return found
 
     # ---- loading
 
@@ -146,19 +127,17 @@ class Loader:
         pool = None if keeps else self.allocator.ensure(demand, admits=True)
         if pool is not None:
             raise self.allocator.refusal(pool, [sequence], np.array([position]), np.array([position]))
-        for group in state.groups:
-            self._load_group(group, sequence.row, position, lacking[group.number])
-        if sequence.restore is not None:
-            state.prefix.pin_states(sequence.restore, -1)
-            sequence.restore = None
-        state.counters.length_of[sequence.row] = position
-        if keeps:
-            self.snapshots.reserve(sequence, [position], in_step=False)
         if state.windows or state.states:
             sequence.asked_points = [position, *(point for point in sequence.asked_points if point > position)]
             sequence.prompt_points = [position, *(point for point in sequence.prompt_points if point > position)]
-        state.set_next_stop(sequence)
-        state.set_next_event(sequence)
+        self.allocator.advance_windows_of(sequence, position)
+        for group in state.groups:
+            self._load_group(group, sequence.row, position, lacking[group.number])
+        state.drop_restore(sequence)
+        state.counters.length_of[sequence.row] = position
+        if keeps:
+            self.snapshots.reserve(sequence, [position], in_step=False)
+        state.set_next_lengths(sequence)
 
     def _lacking(self, group: PagedGroup, row: int, position: int) -> list[tuple[int, int]]:
         """Slots that are needed to go on from `position` and are not there, as runs: of the head, and of the tail."""
@@ -171,16 +150,9 @@ class Loader:
         return [(low, high) for low, high in runs if low < high]
 
     def _load_group(self, group: PagedGroup, row: int, position: int, lacking: list[tuple[int, int]]) -> None:
-        state, table = self.state, self.state.tables[group.number]
-        before = table.blocks_of[row]
+        table, pages = self.state.tables[group.number], self.state.pages[group.number]
         table.blocks_of[row] = 1 if group.is_state else position // group.slot_tokens
         for low, high in lacking:
-            table.write(row, low, state.allocate(group, high - low))
+            table.write(row, low, pages.allocate(high - low))
         if group.is_window:
-            first = group.first_block(position)
-            old, passed = table.first_of[row], min(first, before)
-            if passed > old:
-                pages = table.pages[row, old:passed].copy()
-                table.erase(row, old, passed)
-                state.release(group, pages)
-            table.first_of[row] = first
+            table.first_of[row] = group.first_block(position)

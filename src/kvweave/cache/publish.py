@@ -7,18 +7,15 @@ window pages are held by the table and by the tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-from collections.abc import Set as AbstractSet
-
 import numpy as np
 
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
-from kvweave.pool import NULL, Ids, PagedGroup
+from kvweave.pool import NULL, Ids
 from kvweave.prefix import Kind, Node
-from kvweave.prefix.tree import NO_PAGES
+from kvweave.prefix.tree import NO_PAGES, PageRun
 
-Held = dict[int, Ids]
+Held = list[Ids]
 UNKNOWN = b""
 MOST_PUBLISHED = 32
 """So many twins, sequences that computed the same tokens at the same time, are published when a prompt meets them."""
@@ -51,16 +48,19 @@ class Publisher:
         """Publish sequences that stand on a node and go on with these tokens; of very many, some at a time."""
         standing, end = node.standing, node.end + self.state.grid
         assert standing is not None
-        for sequence in list(standing.get(UNKNOWN, ())):
-            if self.state.num_shareable(sequence) >= end:
-                self.leave(sequence)
-                self.stand(sequence)
+        for sequence in self._with_more(standing.get(UNKNOWN), end):
+            self.leave(sequence)
+            self.stand(sequence)
         if key in standing:
             node.growing_tip = False  # whoever walks by here must find a child, not a longer node
-            with_more = [s for s in standing[key] if self.state.num_shareable(s) >= end]
-            for sequence in with_more[:MOST_PUBLISHED]:
+            for sequence in self._with_more(standing[key], end)[:MOST_PUBLISHED]:
                 self.publish(sequence)
                 self.state.set_next_event(sequence)
+
+    def _with_more(self, standing: dict[Sequence, None] | None, end: int) -> list[Sequence]:
+        """Those of some sequences, of which there may be thousands, that have tokens up to `end` to share."""
+        committed = self.state.counters.committed_of
+        return [s for s in standing or () if committed[s.row] >= end and self.state.num_shareable(s) >= end]
 
     # ---- while generating
 
@@ -78,7 +78,7 @@ class Publisher:
                 first = max(group.first_block(position), table.first_of[sequence.row])
                 pages = table.pages[sequence.row, first:end].copy()
                 if len(pages):
-                    state.share(group, pages)
+                    state.pages[group.number].share(pages)
                     sequence.parked[group.number] = [(first, pages)]
 
     # ---- publish
@@ -86,11 +86,13 @@ class Publisher:
     def publish_all(self) -> None:
         """Publish every sequence that has more than others can find."""
         state, counters = self.state, self.state.counters
-        for row in (counters.committed - counters.findable >= state.grid).nonzero()[0].tolist():
+        for row in (counters.committed - counters.looked_at >= state.grid).nonzero()[0].tolist():
             sequence = state.by_row.get(row)
             if sequence is not None and (sequence.snapshots or not state.states):
                 self.publish(sequence)
                 state.set_next_event(sequence)
+            else:
+                counters.looked_at_of[row] = counters.committed_of[row] // state.grid * state.grid
 
     def publish(self, sequence: Sequence, *, without_point: bool = False) -> None:
         """Put what is committed into the tree, up to the last resume point; or all of it, `without_point` there."""
@@ -103,7 +105,7 @@ class Publisher:
             return
         self.leave(sequence)
         self._lead_to(sequence, end, points, self._held_pages(sequence))
-        state.counters.findable_of[sequence.row] = end
+        state.counters.looked_at_of[sequence.row] = end
         self.stand(sequence)
         state.release_parked(sequence)
         for group in state.full:
@@ -114,13 +116,15 @@ class Publisher:
             sequence.asked_points, sequence.prompt_points, sequence.last_point = [], [], 0
 
     def _held_pages(self, sequence: Sequence) -> Held:
-        """By group number: the pages of a window by block, in the table and parked beside it."""
-        held: Held = {}
-        for group in self.state.windows:
+        """By group: the pages of a sequence by block, those among them that are parked beside a window's table."""
+        held: Held = [NO_PAGES] * len(self.state.groups)
+        for group in self.state.rows:
             table = self.state.tables[group.number]
-            pages = table.pages[sequence.row, : table.blocks_of[sequence.row]].copy()
-            for first, run in sequence.parked.get(group.number, ()):
-                pages[first : first + len(run)] = run
+            pages = table.pages[sequence.row, : table.blocks_of[sequence.row]]
+            if group.number in sequence.parked:
+                pages = pages.copy()
+                for first, run in sequence.parked[group.number]:
+                    pages[first : first + len(run)] = run
             held[group.number] = pages
         return held
 
@@ -172,32 +176,17 @@ class Publisher:
 
     def _build(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
         """A new run from the sequence's node to `end`, or more of its own last run."""
-        prefix, node, start = self.state.prefix, sequence.node, sequence.node.end
-        tokens = sequence.run(start, end)
-        pages: list[Ids] = [NO_PAGES] * len(self.state.groups)
-        for group in self.state.full:
-            table = self.state.tables[group.number].pages[sequence.row]
-            pages[group.number] = table[start // group.slot_tokens : end // group.slot_tokens].copy()
-        whole = [point for point in points if point > start]
-        for group in self.state.windows:
-            if group.has_pages:
-                whole = _held_points(held[group.number], group, whole)
-        for group in self.state.windows:
-            pages[group.number] = _window_run(held[group.number], group, start, end, whole)
-        if prefix.can_grow(node):
-            prefix.grow(node, tokens, pages)
-        else:
-            node = prefix.insert(node, tokens, pages)
+        prefix, start = self.state.prefix, sequence.node.end
+        tokens, pages = sequence.run(start, end), [NO_PAGES] * len(held)
+        for group in self.state.rows:
+            size = group.slot_tokens
+            pages[group.number] = held[group.number][start // size : end // size].copy()
+        node = prefix.add_run(sequence.node, tokens, pages)
+        if node is not sequence.node:
             self._stand_on(sequence, node)
             node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
-        self._leave_points(sequence, points, held, {point for point in whole if self._first_needed(point) >= start})
-
-    def _first_needed(self, point: int) -> int:
-        """The first token whose window pages a point needs."""
-        first = point
-        for group in self.state.windows:
-            first = min(first, 0 if group.head_blocks else group.first_block(point) * group.slot_tokens)
-        return first
+        self._leave_points(sequence, points, held)
+        prefix.keep_needed(node, start)
 
     # ---- a run that the tree has
 
@@ -212,88 +201,33 @@ class Publisher:
             else:
                 swapped = (ours != theirs) & (ours != NULL) & (theirs != NULL)
                 gone = ours[swapped]
-                self.state.share(group, theirs[swapped])
+                self.state.pages[group.number].share(theirs[swapped])
                 table.write(sequence.row, first, np.where(swapped, theirs, ours))
-            if group.has_pages:
-                self.state.release(group, gone)
+            self.state.pages[group.number].release(gone)
 
-    def _leave_points(
-        self, sequence: Sequence, points: SequenceOf[int], held: Held, filled: AbstractSet[int] = frozenset()
-    ) -> None:
-        """Resume points in the run on which a sequence stands, wherever the window pages they need are there or ours;
-        those of `filled` are there."""
+    def _leave_points(self, sequence: Sequence, points: list[int], held: Held) -> None:
+        """Resume points in the run on which a sequence stands, where the window pages they need are there or ours."""
         state, node = self.state, sequence.node
         for point in points:
             if not node.start < point <= node.end:
                 continue
             states = sequence.snapshots.pop(point, ())
-            if node.point_at(point) is None and (point in filled or self._fill_windows(held, node, point)):
+            runs = self._filled_windows(held, node, point) if node.point_at(point) is None else None
+            if runs is not None:
                 kind = self._kind(sequence, point)
-                state.prefix.add_point(node, point, kind, states, sequence.priority, sequence.num_cached)
-            elif states:
+                state.prefix.add_point(node, point, kind, states, sequence.priority, sequence.num_cached, runs)
+            else:
                 state.free_states(states)
 
-    def _fill_windows(self, held: Held, node: Node, point: int) -> bool:
-        """Whether the window pages of a point are all there, after ours have filled the gaps."""
-        gaps: list[tuple[Node, PagedGroup, int, Ids]] = []
-        for group in self.state.windows:
-            if not group.has_pages:
-                continue
-            end = point // group.slot_tokens
-            first = min(group.first_block(point), end)
-            for low, high in ((0, min(group.head_blocks, end)), (first, end)):
-                found = _gaps(held[group.number], group, node, low, high)
-                if found is None:
-                    return False
-                gaps += found
-        for at, group, low, pages in gaps:
-            self.state.prefix.fill(at, group, low, pages)
-        return True
-
-
-def _held_points(held: Ids, group: PagedGroup, points: list[int]) -> list[int]:
-    """Those of some points, ascending, whose pages of a window are all held, the head apart."""
-    if not points or _is_whole(held, group.first_block(points[0]), points[-1] // group.slot_tokens):
-        return points
-    return [point for point in points if _is_whole(held, group.first_block(point), point // group.slot_tokens)]
-
-
-def _is_whole(held: Ids, low: int, high: int) -> bool:
-    return bool(np.count_nonzero(held[low:high]) == max(0, high - low))
-
-
-def _window_run(held: Ids, group: PagedGroup, start: int, end: int, points: list[int]) -> Ids:
-    """The pages of a window for a new run: those that its points need."""
-    size = group.slot_tokens
-    first = start // size
-    pages, low, high = np.zeros(end // size - first, np.int32), first, first
-    for point in points:
-        needed = group.first_block(point)
-        if needed > high:
-            pages[low - first : high - first] = held[low:high]
-            low = needed
-        high = point // size
-    pages[low - first : high - first] = held[low:high]
-    if points and first < group.head_blocks:
-        head = min(group.head_blocks, points[-1] // size)
-        pages[: head - first] = held[first:head]
-    return pages
-
-
-def _gaps(
-    held: Ids, group: PagedGroup, node: Node, low: int, high: int
-) -> list[tuple[Node, PagedGroup, int, Ids]] | None:
-    """Held pages for runs at or above `node` that lack some in the blocks [low, high); None where they are not held."""
-    found: list[tuple[Node, PagedGroup, int, Ids]] = []
-    at = node
-    while high > low and at.parent is not None:
-        start = at.start // group.slot_tokens
-        first = max(low, start)
-        theirs = at.pages[group.number][first - start : max(0, high - start)]
-        if np.count_nonzero(theirs) < len(theirs):
-            ours = held[first:high]
-            if not (ours[theirs == NULL] != NULL).all():
-                return None
-            found.append((at, group, first, ours))
-        high, at = min(high, start), at.parent
-    return found
+    def _filled_windows(self, held: Held, node: Node, point: int) -> list[PageRun] | None:
+        """The window pages of a point, after ours have filled their gaps; None where some are nowhere."""
+        gaps, runs = list[tuple[PageRun, Ids]](), self.state.prefix.window_runs(node, point)
+        for run in runs:
+            if np.count_nonzero(run.pages) < len(run.pages):
+                ours = held[run.group.number][run.first : run.first + len(run.pages)]
+                if np.count_nonzero(run.pages | ours) < len(ours):
+                    return None
+                gaps.append((run, ours))
+        for run, ours in gaps:
+            self.state.prefix.tree.fill(run, ours)
+        return runs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvweave.cache.allocator import Demand
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.table import Counts
@@ -42,15 +43,14 @@ class OneRow:
         passes_stop = bool(state.states) and reach >= state.counters.next_stop_of[sequence.row]
         self.stateful = [0] if passes_stop else []
 
-    def num_blocks(self, count: int) -> list[int]:
-        """New blocks of the first `count` rows, by `CacheState.same_block_size`."""
-        return self.growth if count else [0] * len(self.growth)
-
-    def num_states(self, count: int) -> int:
-        """New states of each group for the first `count` rows: a live one where there is none, and one for each draft
-        (of the step before, none is left)."""
-        have = self.state.tables[self.state.states[0].number].blocks_of[self.sequences[0].row]
-        return count * (1 + self.options.drafts) - min(have, count)
+    def demand(self, _count: int) -> Demand:
+        """Pages for the first `count` rows: new blocks; a live state where there is none, and one for each draft (of
+        the step before, none is left)."""
+        num_states = 0
+        if self.state.states:
+            have = self.state.tables[self.state.states[0].number].blocks_of[self.sequences[0].row]
+            num_states = 1 + self.options.drafts - min(have, 1)
+        return _demand(self.state, self.growth, num_states)
 
     def span(self) -> tuple[Counts, Counts]:
         """For each row the tokens that must be there at once: from the committed ones on, and how far."""
@@ -64,9 +64,9 @@ class OneRow:
                     table = self.state.tables[group.number]
                     blocks = table.blocks_of[row]
                     if count == 1:
-                        table.write_one(row, blocks, self.state.allocate_one(group))
+                        table.write_one(row, blocks, self.state.pages[group.number].allocate_one())
                     else:
-                        table.write(row, blocks, self.state.allocate(group, count))
+                        table.write(row, blocks, self.state.pages[group.number].allocate(count))
                     table.blocks_of[row] = blocks + count
 
     def set_counters(self) -> None:
@@ -106,14 +106,14 @@ class ManyRows:
     def longest(self) -> int:
         return int(self._reach[self._reach.argmax()])
 
-    def num_blocks(self, count: int) -> list[int]:
-        if count == len(self.rows):
-            return self._totals
-        return [int(np.add.reduce(growth[:count])) for growth in self.growth]
-
-    def num_states(self, count: int) -> int:
-        have = self.state.tables[self.state.states[0].number].blocks[self.rows[:count]]
-        return count * (1 + self.options.drafts) - int(np.count_nonzero(have))
+    def demand(self, count: int) -> Demand:
+        blocks, num_states = self._totals, 0
+        if count < len(self.rows):
+            blocks = [int(np.add.reduce(growth[:count])) for growth in self.growth]
+        if self.state.states:
+            have = self.state.tables[self.state.states[0].number].blocks[self.rows[:count]]
+            num_states = count * (1 + self.options.drafts) - int(np.count_nonzero(have))
+        return _demand(self.state, blocks, num_states)
 
     def span(self) -> tuple[Counts, Counts]:
         return self.state.counters.committed[self.rows], self._reach
@@ -125,7 +125,7 @@ class ManyRows:
             growing = growth.nonzero()[0]
             rows, more = self.rows[growing], growth[growing]
             for group in same:
-                self.state.tables[group.number].append(rows, more, self.state.allocate(group, total))
+                self.state.tables[group.number].append(rows, more, self.state.pages[group.number].allocate(total))
 
     def set_counters(self) -> None:
         counters = self.state.counters
@@ -143,3 +143,14 @@ class ManyRows:
 
 
 RowGrowth = OneRow | ManyRows
+
+
+def _demand(state: CacheState, blocks: list[int], num_states: int) -> Demand:
+    """So many blocks, by `CacheState.same_block_size`, and so many states of each group."""
+    demand = [0] * len(state.groups)
+    for same, count in zip(state.same_block_size, blocks):
+        for group in same:
+            demand[group.number] = count
+    for group in state.states:
+        demand[group.number] = num_states
+    return demand

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -40,36 +39,39 @@ class Checkpoint(NamedTuple):
     page: int
 
 
-FIELDS = (
-    "_buffer",
-    "_first",
-    "_num_tokens",
-    "answer",
+INHERITED = (
     "asked_points",
     "branch",
-    "copy_at",
     "drop_last_blocks",
     "given_points",
     "home",
-    "in_step",
     "last_point",
     "namespace",
     "node",
     "num_cached",
     "num_prompt",
     "opened",
-    "parked",
     "priority",
     "private_from",
     "prompt_points",
     "restore",
+)
+OWN = (
+    "_buffer",
+    "_first",
+    "_num_tokens",
+    "answer",
+    "copy_at",
+    "in_step",
+    "parked",
     "row",
     "rows",
     "snapshots",
     "standing_key",
     "tip",
 )
-"""What makes up a sequence."""
+FIELDS = (*INHERITED, *OWN)
+"""What makes up a sequence: what its forks have in common with it, and what is its own."""
 
 
 class Sequence:
@@ -130,6 +132,15 @@ class Sequence:
         self._first = position
         self._buffer = tokens[position:].copy()
         self._num_tokens = len(tokens)
+
+    def fork(self, row: int) -> Sequence:
+        """A sequence in another row with the same past, of which it keeps the tokens that are not in the tree."""
+        first, known = self.node.end, self.num_tokens
+        child = Sequence(self.home, row, self.run(first, known).copy(), self.namespace, self.priority, self.node)
+        for name in INHERITED:
+            setattr(child, name, getattr(self, name))
+        child._first, child._num_tokens = first, known
+        return child
 
     def check_open(self) -> None:
         """Row -1 would be somebody else's."""
@@ -217,9 +228,7 @@ class Sequence:
     def __enter__(self) -> Sequence:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvweave.cache.copies import CopyBuilder
+from kvweave.cache.copies import Copies
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import NULL, PagedGroup
@@ -39,17 +39,16 @@ class Snapshots:
         elif positions:
             sequence.copy_at = positions[-1]
 
-    def restore(self, sequence: Sequence, copies: CopyBuilder) -> None:
+    def restore(self, sequence: Sequence, copies: Copies) -> None:
         """Copy the states of the hit into the live ones, before the first step."""
         point = sequence.restore
         if point is not None:
             copies.add_all(sequence.row, self.state.state_tags, point.states, self.state.live_states(sequence.row))
-            self.state.prefix.pin_states(point, -1)
-            sequence.restore = None
+            self.state.drop_restore(sequence)
 
     # ---- between steps
 
-    def copy_live(self, sequence: Sequence, copies: CopyBuilder) -> None:
+    def copy_live(self, sequence: Sequence, copies: Copies) -> None:
         """Copy the live state to the snapshot that waits for it: the step that ends there is the last so far."""
         if sequence.copy_at >= 0:
             assert sequence.copy_at == self.state.counters.length_of[sequence.row], "the live state has gone on"
@@ -75,7 +74,7 @@ class Snapshots:
         for group in self.state.states:
             table = self.state.tables[group.number]
             more = columns - table.blocks[rows]
-            pages = self.state.allocate(group, int(np.maximum(more, 0).sum()))
+            pages = self.state.pages[group.number].allocate(int(np.maximum(more, 0).sum()))
             table.append(rows[more > 0], more[more > 0], pages)
 
     def choose(self, rows: Rows, rejected: Counts) -> None:
@@ -97,8 +96,7 @@ class Snapshots:
         kept = np.where(slots == 0, pages[is_live][:, None], np.int32(NULL)).astype(np.int32)
         table.write_many(np.repeat(rows, width), slots.ravel(), kept.ravel())
         table.blocks[rows] = 1
-        if group.has_pages:
-            self.state.release(group, pages[~is_live])
+        self.state.pages[group.number].release(pages[~is_live])
 
     # ---- the end
 

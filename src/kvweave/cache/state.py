@@ -11,7 +11,7 @@ from kvweave.cache.sequence import Sequence
 from kvweave.cache.token_log import TokenLog
 from kvweave.cache.window_moves import WindowMoves
 from kvweave.plan import Plan
-from kvweave.pool import Ids, PagedGroup, PagePool
+from kvweave.pool import NoPages, PagedGroup, PagePool
 from kvweave.pool.group import paged_groups
 from kvweave.prefix import NEVER, Event, Policy, PrefixCache, Retention
 from kvweave.table import BlockTable
@@ -34,18 +34,18 @@ class CacheState:
         self.max_tokens = max_tokens
         self.max_drafts = max_drafts
         self.groups = paged_groups(plan)
-        self.rows = [group for group in self.groups if not group.is_state]
-        self.full = [group for group in self.groups if group.is_full]
-        self.windows = [group for group in self.groups if group.is_window]
-        self.states = [group for group in self.groups if group.is_state]
+        with_pages = [group for group in self.groups if group.has_pages]
+        self.pools = [PagePool(pool, [g for g in with_pages if g.pool == pool.name]) for pool in plan.pools]
+        by_number = {pages.group.number: pages for pool in self.pools for pages in pool.groups}
+        self.pages = [by_number.get(group.number) or NoPages(group) for group in self.groups]
+        """By group number."""
+        self.prefix = PrefixCache(self.groups, self.pages, policy, on_event)
+        tree = self.prefix.tree
+        self.rows, self.full, self.windows, self.states = tree.rows, tree.full, tree.windows, tree.states
         self.state_tags = [group.tag for group in self.states]
-        self.pools = [PagePool(pool, [g for g in plan.groups if g.pool == pool.name]) for pool in plan.pools]
-        by_name = {pool.name: pool for pool in self.pools}
-        self.pool_of = [by_name[group.pool] if group.has_pages else None for group in self.groups]
         self.tables = [BlockTable(group, rows, self._width(group)) for group in self.groups]
         self.same_block_size = list(_by_slot_tokens(self.rows).values())
         """Groups of rows whose tables have as many blocks as one another, always."""
-        self.prefix = PrefixCache(self.groups, self.pool_of, policy, on_event)
         self.grid = self.prefix.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
@@ -89,6 +89,11 @@ class CacheState:
         for same in self.same_block_size:
             ready = min(ready, self.tables[same[0].number].blocks_of[row] * same[0].slot_tokens)
         self.counters.ready_of[row] = ready
+
+    def set_next_lengths(self, sequence: Sequence) -> None:
+        """Note where `extend` and `commit` have more to do with a sequence than to count."""
+        self.set_next_stop(sequence)
+        self.set_next_event(sequence)
 
     def set_next_stop(self, sequence: Sequence) -> None:
         """Note the next length at which `extend` has to do with states: at once where one is to be copied or made; and
@@ -172,47 +177,26 @@ class CacheState:
 
     # ---- pages
 
-    def allocate(self, group: PagedGroup, count: int) -> Ids:
-        pool = self.pool_of[group.number]
-        return pool.allocate(group.tag, count) if pool else np.zeros(count, np.int32)
-
-    def allocate_one(self, group: PagedGroup) -> int:
-        pool = self.pool_of[group.number]
-        return pool.allocate_one(group.tag) if pool else 0
-
-    def allocate_state(self, group: PagedGroup, is_needed: bool) -> int:
-        """A page for a live state, or for a snapshot."""
-        pool = self.pool_of[group.number]
-        return pool.allocate_apart(group.tag, is_needed) if pool else 0
-
     def allocate_snapshot(self) -> tuple[int, ...]:
         """A page of each state group."""
-        return tuple([self.allocate_state(group, is_needed=False) for group in self.states])
+        return tuple([self.pages[group.number].allocate_apart(is_needed=False) for group in self.states])
 
     def free_states(self, pages: tuple[int, ...]) -> None:
         """A page of each state group, which nobody holds any more."""
         for group, page in zip(self.states, pages):
-            pool = self.pool_of[group.number]
-            if pool:
-                pool.free_one(group.tag, page)
-
-    def release(self, group: PagedGroup, pages: Ids) -> None:
-        """Tables let go of pages that they held, of windows NULLs among them; those that nobody else holds are free."""
-        pool = self.pool_of[group.number]
-        if pool and len(pages):
-            pool.free(group.tag, pool.groups[group.tag].release(pages) if group.is_window else pages)
+            self.pages[group.number].free_one(page)
 
     def release_parked(self, sequence: Sequence) -> None:
         """Points that were not published yet need pages no more."""
         for number, runs in sequence.parked.items():
-            self.release(self.groups[number], np.concatenate([pages for _, pages in runs]))
+            self.pages[number].release(np.concatenate([pages for _, pages in runs]))
         sequence.parked = {}
 
-    def share(self, group: PagedGroup, pages: Ids) -> None:
-        """A table names pages of a window that others hold; NULLs are passed over."""
-        pool = self.pool_of[group.number]
-        if pool and len(pages):
-            pool.groups[group.tag].share(pages)
+    def drop_restore(self, sequence: Sequence) -> None:
+        """The states of its hit were copied, or are not wanted."""
+        if sequence.restore is not None:
+            self.prefix.pin_states(sequence.restore, -1)
+            sequence.restore = None
 
     def live_states(self, row: int) -> list[int]:
         """The pages of a row's live states."""

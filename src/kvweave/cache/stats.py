@@ -54,14 +54,10 @@ class Stats:
 
 def group_stats(state: CacheState) -> tuple[GroupStats, ...]:
     found = []
-    for group in state.groups:
-        pool, cached = state.pool_of[group.number], state.prefix.num_cached[group.number]
-        if pool is None:
-            found.append(GroupStats(group.tag, 0, 0, 0, 0, 0))
-            continue
-        pages, allocated = pool.groups[group.tag], pool.num_allocated(group.tag)
-        padding = state.plan.padding_bytes(group.tag) * allocated
-        found.append(GroupStats(group.tag, pages.free.size, allocated - cached, cached, pages.num_evictable, padding))
+    for pages in state.pages:
+        tag, cached, padding = pages.group.tag, pages.num_cached, state.plan.padding_bytes(pages.group.tag)
+        held, padding = pages.num_allocated - cached, padding * pages.num_allocated
+        found.append(GroupStats(tag, pages.free_pages.size, held, cached, pages.num_evictable, padding))
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from kvweave.cache.allocator import Demand, PageAllocator, Reclaimable
-from kvweave.cache.copies import CopyBuilder
+from kvweave.cache.copies import Copies
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
 from kvweave.cache.room import PLAIN, ManyRows, OneRow, RowGrowth, StepOptions
@@ -21,15 +21,13 @@ from kvweave.cache.state import CacheState
 from kvweave.errors import NotSettled
 from kvweave.table import Counts
 
+MANY = 64
+"""Of more rows than so many it is asked first whether they have room at all."""
+
 
 class Steps:
     def __init__(
-        self,
-        state: CacheState,
-        allocator: PageAllocator,
-        snapshots: Snapshots,
-        publisher: Publisher,
-        forks: Forks,
+        self, state: CacheState, allocator: PageAllocator, snapshots: Snapshots, publisher: Publisher, forks: Forks
     ) -> None:
         self.state = state
         self.allocator = allocator
@@ -43,7 +41,7 @@ class Steps:
 
     def extend(
         self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, options: StepOptions
-    ) -> CopyBuilder | None:
+    ) -> Copies | None:
         """Room for `counts` more tokens of each row from `start`, its length, on; all or nothing."""
         counters = self.state.counters
         if self._has_drafts and counters.drafts[rows].any():
@@ -57,7 +55,7 @@ class Steps:
             counters.drafts[rows] = options.drafts
         return copies
 
-    def _extend_one(self, sequence: Sequence, count: int, options: StepOptions) -> CopyBuilder | None:
+    def _extend_one(self, sequence: Sequence, count: int, options: StepOptions) -> Copies | None:
         counters, row = self.state.counters, sequence.row
         start = counters.length_of[row]
         after, copies = start + count, None
@@ -70,7 +68,7 @@ class Steps:
 
     def _extend_many(
         self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, options: StepOptions
-    ) -> CopyBuilder | None:
+    ) -> Copies | None:
         counters = self.state.counters
         after = start + counts
         reach = after + options.lookahead if options.lookahead else after
@@ -90,25 +88,26 @@ class Steps:
         room = ManyRows(self.state, rows, sequences, start, start + count, start + count, PLAIN)
         return room.longest <= self.state.max_tokens and self._fits(room, {}, len(rows))
 
-    def _make_room(self, room: RowGrowth, others: list[Sequence]) -> CopyBuilder | None:
+    def _make_room(self, room: RowGrowth, others: list[Sequence]) -> Copies | None:
         """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
-        stateful, options = room.stateful, room.options
+        stateful, options, demand = room.stateful, room.options, room.demand(len(room.sequences))
+        if room.longest > self.state.max_tokens or len(stateful) > MANY:
+            self._ensure(room, demand, others)  # before all of them are asked what else they want
         snapshots = [self._snapshots_of(room, i) for i in stateful]
-        demand, optional = self._demand(room, len(room.sequences)), sum(map(len, snapshots))
+        optional = sum(map(len, snapshots))
         # Snapshots are optional: where they do not fit, the step goes without them.
         if not optional or not self._ensure_with_snapshots(room, demand, optional):
             snapshots = [[] for _ in stateful]
             self._ensure(room, demand, others)
         room.append()
-        copies = CopyBuilder() if stateful else None
+        copies = Copies() if stateful else None
         for i, positions in zip(stateful, snapshots):
             self._make_states(room.sequences[i], positions, options.in_step, copies)
         if options.drafts:
             self.snapshots.add_columns(room.rows, 1 + options.drafts)
         room.set_counters()
         for i in stateful:
-            self.state.set_next_stop(room.sequences[i])
-            self.state.set_next_event(room.sequences[i])
+            self.state.set_next_lengths(room.sequences[i])
         return copies
 
     def _snapshots_of(self, room: RowGrowth, i: int) -> list[int]:
@@ -117,18 +116,6 @@ class Steps:
         if drafts and not in_step:
             return []
         return self.snapshots.positions(room.sequences[i], int(room.start[i]), int(room.after[i]) - drafts, in_step)
-
-    def _demand(self, room: RowGrowth, count: int) -> Demand:
-        """Pages that the first `count` rows need."""
-        demand = [0] * len(self.state.groups)
-        for same, pages in zip(self.state.same_block_size, room.num_blocks(count)):
-            for group in same:
-                demand[group.number] = pages
-        if self.state.states:
-            states = room.num_states(count)
-            for group in self.state.states:
-                demand[group.number] = states
-        return demand
 
     def _admits(self, room: RowGrowth) -> bool:
         """Whether a row that does not run yet is asking."""
@@ -154,9 +141,9 @@ class Steps:
 
     def _fits(self, room: RowGrowth, known: Reclaimable, count: int) -> bool:
         """Whether there would be room for the first `count` rows."""
-        return self.allocator.lacking(self._demand(room, count), admits=self._admits(room), known=known) is None
+        return self.allocator.lacking(room.demand(count), admits=self._admits(room), known=known) is None
 
-    def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: CopyBuilder | None) -> None:
+    def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: Copies | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""
         assert copies is not None
         state, row = self.state, sequence.row
@@ -164,7 +151,7 @@ class Steps:
         for group in state.states:
             table = state.tables[group.number]
             if not table.blocks_of[row]:
-                table.write_one(row, 0, state.allocate_state(group, is_needed=True))
+                table.write_one(row, 0, state.pages[group.number].allocate_apart(is_needed=True))
                 table.blocks_of[row] = 1
         self.snapshots.restore(sequence, copies)
         sequence.in_step = []
@@ -172,7 +159,7 @@ class Steps:
 
     # ---- commit
 
-    def commit(self, rows: Rows, sequences: list[Sequence], until: Counts | None) -> CopyBuilder | None:
+    def commit(self, rows: Rows, sequences: list[Sequence], until: Counts | None) -> Copies | None:
         """What was written up to `until`, or all of it, may be shared; returns the copies to be made next."""
         counters = self.state.counters
         if self._has_drafts:
@@ -194,20 +181,20 @@ class Steps:
         if accepted.any():
             self.snapshots.choose(rows[accepted], np.zeros(int(accepted.sum()), np.int64))
 
-    def _pass_events_one(self, sequence: Sequence, until: int) -> CopyBuilder | None:
+    def _pass_events_one(self, sequence: Sequence, until: int) -> Copies | None:
         """`_pass_events` for one row, in plain numbers."""
         state, row, copies = self.state, sequence.row, None
         if until >= state.counters.next_point_of[row]:
-            copies = CopyBuilder()
+            copies = Copies()
             self._pass_point(sequence, copies)
         if state.windows:
             self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
             state.counters.next_event_of[row] = min(state.counters.next_point_of[row], state.moves.next(until))
         return copies
 
-    def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> CopyBuilder:
+    def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> Copies:
         """These rows have passed a point, or windows move on, or others could find more of them."""
-        state, counters, copies = self.state, self.state.counters, CopyBuilder()
+        state, counters, copies = self.state, self.state.counters, Copies()
         for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
             self._pass_point(sequences[i], copies)
         if state.windows:
@@ -219,7 +206,7 @@ class Steps:
             counters.next_event[rows] = np.minimum(counters.next_point[rows], next_move)
         return copies
 
-    def _pass_point(self, sequence: Sequence, copies: CopyBuilder) -> None:
+    def _pass_point(self, sequence: Sequence, copies: Copies) -> None:
         """A sequence has passed points, which enter the tree."""
         state, row = self.state, sequence.row
         committed = state.counters.committed_of[row]

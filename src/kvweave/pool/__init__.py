@@ -3,6 +3,6 @@
 from kvweave.pool.group import PagedGroup
 from kvweave.pool.holders import Ids
 from kvweave.pool.page_pool import PagePool
-from kvweave.pool.pages import NULL, GroupPages, PageStack
+from kvweave.pool.pages import NULL, GroupPages, NoPages, PageStack
 
-__all__ = ["NULL", "GroupPages", "Ids", "PagePool", "PageStack", "PagedGroup"]
+__all__ = ["NULL", "GroupPages", "Ids", "NoPages", "PagePool", "PageStack", "PagedGroup"]

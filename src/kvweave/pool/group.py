@@ -35,6 +35,7 @@ class PagedGroup:
         self.kernel_blocks = 1 if self.is_state else group.kernel_blocks
         self.head_blocks = -(-group.cache.reach.head // self.slot_tokens)
         self.pool = group.pool
+        self.pages_per_superpage = group.pages_per_superpage
         self.has_pages = bool(group.layers)
         """False on a rank without such layers: its table is all NULL, and it takes no memory."""
         self.page_bytes = stride_bytes

@@ -1,7 +1,7 @@
 """Who holds each page of a window, counted for many pages in one call: in C, or in numpy where it was not compiled.
 
 A page's count is one number for two kinds of holders, since they are always asked together: the block tables and pins
-that name it, and, times `TREE`, the runs of the prefix tree that hold it. Pages in the tree that nobody names are
+that name it, and, times `TREE`, the points of the prefix tree that need it. Pages in the tree that nobody names are
 evictable; `evictable_in` counts them by super-page (it is empty where a page is a whole super-page). A free page has
 the count of the table that will get it: 1. NULL pages are passed over, and a page may be there several times.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NAMES", "TREE", "Ids", "NumpyHolders", "enter", "leave", "release", "share"]
+__all__ = ["NAMES", "TREE", "Ids", "NumpyHolders", "enter", "leave", "prune", "release", "share"]
 
 Ids = NDArray[np.int32]
 Counts = NDArray[np.int64]
@@ -33,7 +33,7 @@ class NumpyHolders:
 
     @staticmethod
     def enter(holders: Counts, pages: Ids) -> int:
-        """The tree holds `pages` too, which tables name; returns how many of them it did not hold before."""
+        """A point of the tree needs `pages`; returns how many of them the tree did not hold before."""
         pages = pages[pages > 0]
         entered = np.unique(pages[holders[pages] < TREE])
         np.add.at(holders, pages, TREE)
@@ -53,14 +53,20 @@ class NumpyHolders:
 
     @staticmethod
     def leave(holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int, out: Ids) -> tuple[int, int]:
-        """The tree lets go of each of `pages`; `out` gets those that nobody holds now. Returns how many these are, and
-        how many the tree does not hold any more."""
-        pages = pages[pages > 0]
-        np.subtract.at(holders, pages, TREE)
-        last = _last_mentions(pages)
-        gone = last[holders[last] == 0]
+        """A point of the tree needs `pages` no more, each there once; NULL takes the place of those that leave the
+        tree, and `out` gets those that nobody holds now. Returns how many these are, and how many leave the tree."""
+        own = pages[pages > 0]
+        holders[own] -= TREE
+        left = own[holders[own] < TREE]
+        gone = left[holders[left] == 0]
         _count(evictable_in, gone, per_superpage, -1)
-        return _free(holders, gone, out), int(np.count_nonzero(holders[last] < TREE))
+        NumpyHolders.prune(holders, pages)
+        return _free(holders, gone, out), len(left)
+
+    @staticmethod
+    def prune(holders: Counts, pages: Ids) -> None:
+        """NULL takes the place of those of `pages` that are not in the tree."""
+        pages[holders[pages] < TREE] = 0
 
 
 def _last_mentions(pages: Ids) -> Ids:
@@ -82,7 +88,7 @@ def _free(holders: Counts, pages: Ids, out: Ids) -> int:
 
 
 try:
-    from kvweave.pool._native import enter, leave, release, share
+    from kvweave.pool._native import enter, leave, prune, release, share
 except ImportError:  # no C compiler was there
     share, enter = NumpyHolders.share, NumpyHolders.enter
-    release, leave = NumpyHolders.release, NumpyHolders.leave
+    release, leave, prune = NumpyHolders.release, NumpyHolders.leave, NumpyHolders.prune

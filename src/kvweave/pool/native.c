@@ -11,8 +11,7 @@ typedef struct {
     Py_buffer holders_buffer, pages_buffer, evictable, out_buffer;
     Py_ssize_t size, count;
     int64_t *holders;
-    const int32_t *pages;
-    int32_t *out;
+    int32_t *pages, *out;
 } Call;
 
 static inline void count_evictable(const Call *call, int32_t page, int64_t sign)
@@ -126,21 +125,37 @@ static PyObject *leave(PyObject *self, PyObject *args)
 {
     Call call;
     (void)self;
-    if (!begin(args, &call, "w*y*w*nw*"))
+    if (!begin(args, &call, "w*w*w*nw*"))
         return NULL;
     Py_ssize_t gone = 0, left_tree = 0;
     for (Py_ssize_t i = 0; i < call.count; i++) {
         if (!call.pages[i])
             continue;
         int64_t left = call.holders[call.pages[i]] -= TREE;
-        left_tree += left < TREE;
         if (!left) {
             call.out[gone++] = freed(&call, call.pages[i]);
             count_evictable(&call, call.pages[i], -1);
         }
+        if (left < TREE) {
+            left_tree++;
+            call.pages[i] = 0;
+        }
     }
     end(&call);
     return Py_BuildValue("nn", gone, left_tree);
+}
+
+static PyObject *prune(PyObject *self, PyObject *args)
+{
+    Call call;
+    (void)self;
+    if (!begin(args, &call, "w*w*"))
+        return NULL;
+    for (Py_ssize_t i = 0; i < call.count; i++)
+        if (call.holders[call.pages[i]] < TREE)
+            call.pages[i] = 0;
+    end(&call);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
@@ -148,6 +163,7 @@ static PyMethodDef methods[] = {
     {"enter", enter, METH_VARARGS, "enter(holders, pages) -> newly in the tree"},
     {"release", release, METH_VARARGS, "release(holders, pages, evictable_in, per_superpage, out) -> gone, unnamed"},
     {"leave", leave, METH_VARARGS, "leave(holders, pages, evictable_in, per_superpage, out) -> gone, left"},
+    {"prune", prune, METH_VARARGS, "prune(holders, pages): NULL for those that are not in the tree"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.plan import Group
 from kvweave.pool import holders
+from kvweave.pool.group import PagedGroup
 from kvweave.pool.holders import NAMES, Ids
 
 NULL = 0
@@ -67,63 +67,128 @@ class PageStack:
 
 
 class GroupPages:
-    """The pages of one group in its pool.
+    """The pages of one group in its pool: those that are free, and counts of the others.
 
-    Where pages are shared one by one (windows), `holders` counts who holds each (see `holders.py`).
-    Other pages have one owner. Pages of the tree that nobody else names or needs are `num_evictable`.
-
+    Where pages are shared one by one (windows), `holders` counts who holds each (see `holders.py`). Other pages have
+    one owner. `num_cached` pages are in the prefix tree, of which `num_evictable` are named and needed by nobody else.
     Where a page is a whole super-page (`is_whole`), its free ones are the pool's.
     """
 
-    def __init__(self, group: Group, num_superpages: int) -> None:
-        self.tag = group.tag
+    def __init__(self, group: PagedGroup, num_superpages: int, free_superpages: PageStack) -> None:
+        self.group = group
         self.per_superpage = group.pages_per_superpage
         self.is_whole = self.per_superpage == 1
         capacity = num_superpages * self.per_superpage
-        self.free = PageStack(0 if self.is_whole else capacity)
-        self.num_superpages = 0
-        is_window = group.cache.reach.per_token and group.cache.reach.span is not None
-        self.holders: NDArray[np.int64] = np.ones(capacity if is_window else 0, np.int64)
+        self.free_pages = PageStack(0 if self.is_whole else capacity)
+        """Of its own super-pages."""
+        self._stack = free_superpages if self.is_whole else self.free_pages
+        self.holders: NDArray[np.int64] = np.ones(capacity if group.is_window else 0, np.int64)
         self.holders[:1] = 0  # NULL
-        self.num_evictable = 0
+        self.num_allocated = self.num_cached = self.num_evictable = self.num_evicted = 0
         self.evictable_in: NDArray[np.int64] = np.zeros(0 if self.is_whole else num_superpages, np.int64)
         """Evictable pages of each super-page."""
 
-    def superpages_for(self, count: int) -> int:
-        """Super-pages it lacks to have `count` free pages."""
-        return max(0, -(-(count - self.free.size) // self.per_superpage))
+    # ---- allocate and free
 
-    # ---- shared page by page: windows. NULLs are passed over
+    def allocate(self, count: int) -> Ids:
+        """`count` pages, for which the pool has made room."""
+        assert count <= self._stack.size, f"{count} pages of {self.group.tag} were promised"
+        self.num_allocated += count
+        return self._stack.pop(count)
+
+    def allocate_one(self) -> int:
+        """`allocate`, for a single page."""
+        assert self._stack.size, f"a page of {self.group.tag} was promised"
+        self.num_allocated += 1
+        return self._stack.pop_one()
+
+    def allocate_apart(self, is_needed: bool) -> int:
+        """`allocate_one` for a page that is needed as long as its sequence runs, or one that may be evicted: such pages
+        are kept apart, so that whole super-pages can be emptied when pages are evicted."""
+        if self.is_whole or self.free_pages.size < 2:
+            return self.allocate_one()
+        needed = self.per_superpage - self.free_in() - self.evictable_in
+        crowd = needed[self.free_pages.all // self.per_superpage]
+        self.num_allocated += 1
+        return self.free_pages.take_out(int(crowd.argmax() if is_needed else crowd.argmin()))
+
+    def free(self, pages: Ids) -> None:
+        """Pages that nobody holds any more."""
+        if len(pages):
+            self.num_allocated -= len(pages)
+            self._stack.push(pages)
+
+    def free_one(self, page: int) -> None:
+        """`free`, for a single page."""
+        self.num_allocated -= 1
+        self._stack.push_one(page)
+
+    # ---- block tables name pages. NULLs of windows are passed over
 
     def share(self, pages: Ids) -> None:
-        """One more table names each of `pages`."""
-        self.num_evictable -= holders.share(self.holders, pages, self.evictable_in, self.per_superpage)
+        """One more table names each of `pages`, of a window."""
+        if len(pages):
+            self.num_evictable -= holders.share(self.holders, pages, self.evictable_in, self.per_superpage)
 
-    def enter_cache(self, pages: Ids) -> int:
-        """The tree holds `pages` too, which tables name; returns how many of them it did not hold before."""
-        return holders.enter(self.holders, pages)
-
-    def release(self, pages: Ids) -> Ids:
-        """Tables let go of `pages`, of each as often as it is in there; returns those that nobody holds now."""
-        out = np.empty(len(pages), np.int32)
-        num_gone, num_unnamed = holders.release(self.holders, pages, self.evictable_in, self.per_superpage, out)
-        self.num_evictable += num_unnamed
-        return out[:num_gone]
-
-    def leave_cache(self, pages: Ids) -> tuple[Ids, int]:
-        """The tree lets go of `pages`; returns those that nobody holds now, and how many left the tree."""
-        out = np.empty(len(pages), np.int32)
-        num_gone, num_left = holders.leave(self.holders, pages, self.evictable_in, self.per_superpage, out)
-        self.num_evictable -= num_gone
-        return out[:num_gone], num_left
-
-    def is_shared(self, page: int) -> bool:
-        """Whether a page that a table names has another holder."""
-        return bool(self.holders[page] > 1)
+    def release(self, pages: Ids) -> None:
+        """Tables let go of `pages`, of each as often as it is in there; those that nobody holds now are free."""
+        if not self.group.is_window:
+            self.free(pages)
+        elif len(pages):
+            out = np.empty(len(pages), np.int32)
+            num_gone, num_unnamed = holders.release(self.holders, pages, self.evictable_in, self.per_superpage, out)
+            self.num_evictable += num_unnamed
+            self.free(out[:num_gone])
 
     def num_names(self, pages: Ids) -> NDArray[np.int64]:
         """How many tables and pins name each of `pages`."""
         return self.holders[pages] & NAMES
+
+    # ---- the tree has pages: of windows those that its points need, of others those that were given to it
+
+    def enter_cache(self, pages: Ids) -> None:
+        """A point of the tree needs `pages` of a window."""
+        self.num_cached += holders.enter(self.holders, pages)
+
+    def leave_cache(self, pages: Ids) -> int:
+        """A point of the tree needs `pages` of a window no more. NULL takes the place of those that leave the tree; how
+        many these are."""
+        out = np.empty(len(pages), np.int32)
+        num_gone, num_left = holders.leave(self.holders, pages, self.evictable_in, self.per_superpage, out)
+        self.num_evictable -= num_gone
+        self.num_evicted += num_gone
+        self.num_cached -= num_left
+        self.free(out[:num_gone])
+        return num_left
+
+    def prune(self, pages: Ids) -> None:
+        """NULL takes the place of those of `pages`, of a window, that are not in the tree."""
+        holders.prune(self.holders, pages)
+
+    def cache(self, pages: Ids, is_needed: bool) -> None:
+        """Pages are the tree's from now on."""
+        self.num_cached += len(pages)
+        if not is_needed:
+            self.count_evictable(pages, 1)
+
+    def evict(self, pages: Ids) -> None:
+        """Evictable pages of the tree are free."""
+        self.count_evictable(pages, -1)
+        self.num_cached -= len(pages)
+        self.num_evicted += len(pages)
+        self.free(pages)
+
+    def cache_one(self, page: int) -> None:
+        """`cache`, for a single page that nobody needs."""
+        self.num_cached += 1
+        self.count_evictable_one(page, 1)
+
+    def evict_one(self, page: int) -> None:
+        """`evict`, for a single page."""
+        self.count_evictable_one(page, -1)
+        self.num_cached -= 1
+        self.num_evicted += 1
+        self.free_one(page)
 
     def count_evictable(self, pages: Ids, sign: int) -> None:
         """These pages of the prefix cache are needed by nobody else from now on (1), or are again (-1)."""
@@ -139,28 +204,75 @@ class GroupPages:
 
     # ---- super-pages
 
+    @property
+    def num_superpages(self) -> int:
+        return (self.num_allocated + self.free_pages.size) // self.per_superpage
+
+    def superpages_for(self, count: int) -> int:
+        """Super-pages it lacks to have `count` free pages."""
+        return max(0, -(-(count - self.free_pages.size) // self.per_superpage))
+
     def free_in(self) -> NDArray[np.int64]:
         """Free pages of each super-page."""
         counts: NDArray[np.int64] = np.bincount(
-            self.free.all // self.per_superpage, minlength=len(self.evictable_in)
+            self.free_pages.all // self.per_superpage, minlength=len(self.evictable_in)
         ).astype(np.int64)
         return counts
 
     def empty_superpages(self) -> Ids:
         """Super-pages of this group none of whose pages is in use."""
-        if self.free.size < self.per_superpage:
+        if self.free_pages.size < self.per_superpage:
             return np.empty(0, np.int32)
         return np.flatnonzero(self.free_in() == self.per_superpage).astype(np.int32)
 
+    def could_be_empty(self, reclaimable: Ids) -> int:
+        """How many super-pages there are in which nothing is needed."""
+        if self.is_whole:
+            return self.num_evictable + len(reclaimable)
+        counts = self.free_in() + self.evictable_in
+        counts += np.bincount(reclaimable // self.per_superpage, minlength=len(counts))
+        return int(np.count_nonzero(counts == self.per_superpage))
+
     def add_superpages(self, superpages: Ids) -> None:
         pages = superpages[:, None] * self.per_superpage + np.arange(self.per_superpage)
-        self.free.push(pages.ravel().astype(np.int32))
-        self.num_superpages += len(superpages)
+        self.free_pages.push(pages.ravel().astype(np.int32))
 
     def drop_superpages(self, superpages: Ids) -> None:
         """Forget the free pages of these super-pages."""
         gone = np.zeros(len(self.evictable_in), bool)
         gone[superpages] = True
-        free = self.free.all
-        self.free.replace(free[~gone[free // self.per_superpage]])
-        self.num_superpages -= len(superpages)
+        free = self.free_pages.all
+        self.free_pages.replace(free[~gone[free // self.per_superpage]])
+
+
+class NoPages(GroupPages):
+    """Of a group of which this rank has no layers: all its pages are NULL, and nothing is counted."""
+
+    def __init__(self, group: PagedGroup) -> None:
+        super().__init__(group, 0, PageStack(0))
+        self.per_superpage = 1
+        self.holders = np.zeros(1, np.int64)  # of NULL
+
+    def allocate(self, count: int) -> Ids:
+        return np.zeros(count, np.int32)
+
+    def allocate_one(self) -> int:
+        return NULL
+
+    def allocate_apart(self, is_needed: bool) -> int:  # noqa: ARG002
+        return NULL
+
+    def free(self, pages: Ids) -> None:
+        pass
+
+    def free_one(self, page: int) -> None:
+        pass
+
+    def cache_one(self, page: int) -> None:
+        pass
+
+    def evict_one(self, page: int) -> None:
+        pass
+
+    def count_evictable_one(self, page: int, sign: int) -> None:
+        pass

@@ -105,16 +105,11 @@ def as_tokens(tokens: object) -> Tokens:
         if has_negative(tokens):
             raise BadTokens(f"token ids must not be negative, got {int(tokens.min())}")
         return tokens
-    taken = _taken(tokens)
-    return _converted(tokens) if taken is None else taken
-
-
-def _taken(tokens: object) -> Tokens | None:
-    """A list of nothing but ints that are token ids; None for anything else, which `_converted` takes or refuses."""
-    if not isinstance(tokens, (list, tuple)):
-        return None
-    array: Tokens = np.empty(len(tokens), np.int32)
-    return array if take(tokens, array) else None
+    if isinstance(tokens, (list, tuple)):
+        array: Tokens = np.empty(len(tokens), np.int32)
+        if take(tokens, array):
+            return array
+    return _converted(tokens)
 
 
 def _converted(tokens: object) -> Tokens:

@@ -26,11 +26,24 @@ PublishStanding = Callable[[Node, bytes], None]
 
 
 class Match:
-    """The nodes along which a prompt ran, and how many of its tokens (on the grid) they hold."""
+    """How many tokens of a prompt (on the grid) the tree holds, the node in which they end, and how many lead there."""
 
-    def __init__(self, nodes: list[Node], length: int) -> None:
-        self.nodes = nodes
+    def __init__(self, node: Node | None, length: int, num_nodes: int) -> None:
+        self.node = node
         self.length = length
+        self.num_nodes = num_nodes
+
+
+class PageRun:
+    """A view of a node's pages of a group, from block `first` on, counted from the start of the sequence."""
+
+    __slots__ = ("first", "group", "node", "pages")
+
+    def __init__(self, node: Node, group: PagedGroup, first: int, pages: Ids) -> None:
+        self.node = node
+        self.group = group
+        self.first = first
+        self.pages = pages
 
 
 class Tree:
@@ -46,7 +59,8 @@ class Tree:
         self.roots: dict[Hashable, Node] = {}
         self.num_nodes = 0
         self._next_id = 0
-        self._emit = emit
+        self._tell = emit or _tell_nobody
+        self.emits = emit is not None
 
     # ---- looking
 
@@ -55,13 +69,13 @@ class Tree:
         if node is None:
             node = self.roots[namespace] = Node(self._take_id(), None, 0, NO_PAGES, self.empty_pages(0))
             node.namespace = namespace
-            if self._emit:
-                self._emit(Stored(node.id, None, namespace, 0, ()))
+            if self.emits:
+                self._tell(Stored(node.id, None, namespace, 0, ()))
         return node
 
     def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding | None = None) -> Match:
         """The longest run of tokens in the tree, on the grid."""
-        node, nodes, length, grid = self.roots.get(namespace), [], 0, self.grid
+        node, last, length, num_nodes, grid = self.roots.get(namespace), None, 0, 0, self.grid
         while node is not None and len(tokens) - length >= grid:
             key = tokens[length : length + grid].tobytes()
             if publish is not None and node.standing:
@@ -72,10 +86,10 @@ class Tree:
             same = grid  # by the key
             if len(child.tokens) > grid:
                 same = self.common(child.tokens, tokens[length : length + len(child.tokens)])
-            nodes.append(child)
+            last, num_nodes = child, num_nodes + 1
             length += same
             node = child if same == len(child.tokens) else None
-        return Match(nodes, length)
+        return Match(last, length, num_nodes)
 
     def common(self, run: Tokens, tokens: Tokens) -> int:
         """How many tokens two runs have in common at their start, on the grid."""
@@ -83,11 +97,11 @@ class Tree:
 
     def hit(self, match: Match, limit: int) -> int:
         """The longest position up to `limit` from which every group can go on, by what the matched nodes hold."""
-        return self.last_resumable(match.nodes, min(match.length, limit) // self.grid * self.grid, 0)
+        return 0 if match.node is None else self.last_resumable(match.node, min(match.length, limit), 0)
 
-    def last_resumable(self, nodes: list[Node], limit: int, low: int) -> int:
-        """The last position in (low, limit], on the grid and on a path of nodes, from which every group can go on;
-        `low` if none. The path begins at the root, or above all that going on from such a position needs.
+    def last_resumable(self, node: Node, limit: int, low: int) -> int:
+        """The last position in (low, limit], on the grid and on the path down to a node, from which every group can go
+        on; `low` if none.
 
         Full attention can go on from anywhere, states only from points. Windows can from points, and from wherever
         the pages kept for neighbouring points happen to suffice.
@@ -95,63 +109,53 @@ class Tree:
         limit = limit // self.grid * self.grid
         if limit <= low or not (self.states or self.windows):
             return max(low, limit)
-        for node in reversed(nodes):
-            if node.end < limit and not self.states:
-                break
-            for point in reversed(node.points):
+        at: Node | None = node
+        while at is not None and at.end > low and (self.states or at.end >= limit):
+            for point in reversed(at.points):
                 if point.position <= limit and (self.states or point.position == limit):
                     return max(low, point.position)
-            if node.start <= low:
-                break
+            at = at.parent
         if self.states:
             return low
-        if self._has_windows_of(nodes, limit):
+        if self._has_windows_of(node, limit):
             return limit
         positions = np.arange(low // self.grid + 1, limit // self.grid + 1) * self.grid
-        return joint_hit([self._present(group, nodes) for group in self.windows], self.grid, limit, positions) or low
+        present = [self._present(group, node, int(positions[0]), limit) for group in self.windows]
+        return joint_hit(present, self.grid, limit, positions) or low
 
-    def _has_windows_of(self, nodes: list[Node], position: int) -> bool:
-        """Whether a path has all window pages that going on from a position needs: a short way to most answers, which
-        leaves heads out."""
+    def runs(self, group: PagedGroup, node: Node, low: int, high: int) -> list[PageRun]:
+        """The pages of the blocks [low, high) on the path down to `node`, from the lowest node up."""
+        runs: list[PageRun] = []
+        at: Node | None = node
+        while high > low and at is not None:
+            start = at.start // group.slot_tokens
+            if high > start:
+                first = max(low, start)
+                runs.append(PageRun(at, group, first, at.pages[group.number][first - start : high - start]))
+                high = start
+            at = at.parent
+        return runs
+
+    def window_runs(self, group: PagedGroup, node: Node, position: int) -> list[PageRun]:
+        """The pages of a window, head included, that going on from a position in `node` needs."""
+        end = position // group.slot_tokens
+        first = min(group.first_block(position), end)
+        runs = self.runs(group, node, first, end)
+        return runs + self.runs(group, node, 0, min(group.head_blocks, first)) if group.head_blocks else runs
+
+    def _has_windows_of(self, node: Node, position: int) -> bool:
+        """Whether all window pages are there that going on from a position in `node` needs."""
         for group in self.windows:
-            low, high, at = group.first_block(position), position // group.slot_tokens, len(nodes) - 1
-            if group.head_blocks:
-                return False
-            while high > low:
-                start = nodes[at].start // group.slot_tokens
-                run = nodes[at].pages[group.number][max(low - start, 0) : max(high - start, 0)]
-                if np.count_nonzero(run) < len(run):
+            for run in self.window_runs(group, node, position):
+                if np.count_nonzero(run.pages) < len(run.pages):
                     return False
-                high, at = min(high, start), at - 1
         return True
 
-    def _present(self, group: PagedGroup, nodes: list[Node]) -> Present:
-        arrays = [node.pages[group.number] for node in nodes]
-        pages = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        return Present(group.reach, group.slot_tokens, pages != NULL, nodes[0].start // group.slot_tokens)
-
-    def path_of(self, node: Node) -> list[Node]:
-        """The nodes that say whether a position in `node` is resumable: windows may reach above it."""
-        if self.states or not self.windows:
-            return [node]
-        first, at = node.start + self.grid, node
-        if any(group.head_blocks for group in self.windows):
-            return node.path()
-        low = min(group.first_block(first) * group.slot_tokens for group in self.windows)
-        nodes = [node]
-        while at.start > low and at.parent is not None:
-            at = at.parent
-            nodes.append(at)
-        return nodes[::-1]
-
-    def path_pages(self, group: PagedGroup, node: Node, position: int) -> Ids:
-        """The pages of a window, head included, that going on from a position in `node` needs."""
-        pages = [at.pages[group.number] for at in node.path()]
-        end = position // group.slot_tokens
-        whole = np.concatenate([*pages, NO_PAGES])[:end]
-        first = min(group.first_block(position), end)
-        needed: Ids = np.concatenate([whole[: min(group.head_blocks, first)], whole[first:]])
-        return needed
+    def _present(self, group: PagedGroup, node: Node, low: int, limit: int) -> Present:
+        """Which blocks of a window are there, of those that going on from the positions [low, limit] needs."""
+        first = 0 if group.head_blocks else group.first_block(low)
+        runs = [run.pages for run in self.runs(group, node, first, limit // group.slot_tokens)]
+        return Present(group.reach, group.slot_tokens, np.concatenate([NO_PAGES, *runs[::-1]]) != NULL, first)
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""
@@ -184,8 +188,8 @@ class Tree:
                 point.node = upper
         upper.children[self._key(node.tokens)] = node
         self.num_nodes += 1
-        if self._emit:
-            self._emit(Split(node.id, upper.id, position))
+        if self.emits:
+            self._tell(Split(node.id, upper.id, position))
         return upper
 
     def join(self, nodes: list[Node]) -> None:
@@ -202,8 +206,8 @@ class Tree:
         first.parent.children[self._key(last.tokens)] = last
         self.num_nodes -= len(nodes) - 1
         for node in reversed(nodes[:-1]):
-            if self._emit:
-                self._emit(Joined(last.id, node.id))
+            if self.emits:
+                self._tell(Joined(last.id, node.id))
 
     def insert(self, parent: Node, tokens: Tokens, pages: list[Ids]) -> Node:
         """A new run below `parent`, whose first grid of tokens is not among its children.
@@ -215,9 +219,9 @@ class Tree:
         assert key not in parent.children, "a run is in the tree once"
         parent.children[key] = node
         self.num_nodes += 1
-        if self._emit:
-            self._emit(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
-            self._emit_kept(node, self.rows)
+        if self.emits:
+            self._tell(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
+        self.tell_kept(node, self.full)
         return node
 
     def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
@@ -226,27 +230,19 @@ class Tree:
         node.end += len(tokens)
         for group in self.rows:
             node.pages[group.number] = np.concatenate([node.pages[group.number], pages[group.number]])
-        if self._emit:
-            self._emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
-            self._emit_kept(node, self.rows)
+        if self.emits:
+            self._tell(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
+        self.tell_kept(node, self.full)
 
-    def fill(self, node: Node, group: PagedGroup, first: int, pages: Ids) -> Ids:
-        """Put pages into gaps of a window from block `first` (counted from position 0) on; returns those it took."""
-        at = first - node.start // group.slot_tokens
-        own = node.pages[group.number][at : at + len(pages)]
-        gaps = (own == NULL) & (pages != NULL)
-        taken: Ids = pages[gaps]
-        if len(taken):
-            own[gaps] = taken
-            if self._emit:
-                self._emit_kept(node, [group])
-        return taken
+    def fill(self, run: PageRun, pages: Ids) -> None:
+        """Put pages into the gaps of a window's run."""
+        np.copyto(run.pages, pages, where=run.pages == NULL)
+        self.tell_kept(run.node, [run.group])
 
     def add_point(self, node: Node, position: int, kind: Kind, states: StatePages) -> Point:
         point = Point(node, position, kind, states)
         node.add_point(point)
-        if self._emit:
-            self._emit_kept(node, self.states)
+        self.tell_kept(node, self.states)
         return point
 
     # ---- shrinking
@@ -254,25 +250,18 @@ class Tree:
     def remove_point(self, point: Point) -> None:
         point.node.points.remove(point)
         point.alive = False
-        if self._emit:
+        if self.emits:
             for group in self.states:
-                self._emit(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
+                self._tell(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
-    def drop(self, node: Node, group: PagedGroup, first: int, last: int) -> Ids:
-        """Lose the pages of a window in the blocks [first, last), counted from the start of a run; returns them, with
-        the NULLs among them."""
-        run = node.pages[group.number][first:last]
-        if not np.count_nonzero(run):
-            return NO_PAGES
-        if self._emit:
-            blocks = np.flatnonzero(run) + first + node.start // group.slot_tokens
-            self._emit(Lost(node.id, group.tag, tuple(blocks.tolist())))
-        gone = run.copy()
-        run[:] = NULL
-        return gone
+    def tell_lost(self, run: PageRun, before: Ids) -> None:
+        """Say what a run of a window has lost of what it was `before`."""
+        if self.emits:
+            blocks = np.flatnonzero(run.pages != before) + run.first
+            self._tell(Lost(run.node.id, run.group.tag, tuple(blocks.tolist())))
 
     def trim(self, node: Node, end: int) -> list[Ids]:
-        """Cut a leaf's run to `end`, beyond which it has no point; returns the pages that left, NULLs among them."""
+        """Cut a leaf's run to `end`, beyond which it has no point; returns the pages that left."""
         assert not node.children, "only the end of a leaf can be cut off"
         assert node.start < end < node.end, f"{end} is not inside the run {node.start} to {node.end}"
         gone = [NO_PAGES] * len(self.groups)
@@ -280,8 +269,8 @@ class Tree:
             pages, cut = node.pages[group.number], (end - node.start) // group.slot_tokens
             gone[group.number], node.pages[group.number] = pages[cut:], _own(pages[:cut])
         node.tokens, node.end = _own(node.tokens[: end - node.start]), end
-        if self._emit:
-            self._emit(Trimmed(node.id, end))
+        if self.emits:
+            self._tell(Trimmed(node.id, end))
         return gone
 
     def remove(self, node: Node) -> None:
@@ -292,14 +281,14 @@ class Tree:
         else:
             del node.parent.children[self._key(node.tokens)]
             self.num_nodes -= 1
-        if self._emit:
-            self._emit(Removed(node.id))
+        if self.emits:
+            self._tell(Removed(node.id))
 
     def clear(self) -> None:
         self.roots.clear()
         self.num_nodes = 0
-        if self._emit:
-            self._emit(Cleared())
+        if self.emits:
+            self._tell(Cleared())
 
     # ---- small things
 
@@ -313,17 +302,21 @@ class Tree:
         self._next_id += 1
         return self._next_id
 
-    def _emit_kept(self, node: Node, groups: Sequence[PagedGroup]) -> None:
-        assert self._emit is not None
-        for group in groups:
+    def tell_kept(self, node: Node, groups: Sequence[PagedGroup]) -> None:
+        """Say what a node holds of some groups now."""
+        for group in groups if self.emits else ():
             if group.is_state:
                 blocks = [point.position // group.slot_tokens - 1 for point in node.points]
             else:
-                blocks = (np.flatnonzero(node.pages[group.number] != NULL) + node.start // group.slot_tokens).tolist()
-            self._emit(Kept(node.id, group.tag, tuple(blocks)))
+                blocks = (np.flatnonzero(node.pages[group.number]) + node.start // group.slot_tokens).tolist()
+            self._tell(Kept(node.id, group.tag, tuple(blocks)))
 
 
 def _own(array: Ids) -> Ids:
     """The array itself, or a copy where it would keep a much larger one alive."""
     base = array.base
     return array if base is None or 2 * len(array) >= len(base) else array.copy()
+
+
+def _tell_nobody(event: Event) -> None:
+    """Where nobody listens to events."""

@@ -128,7 +128,7 @@ class _Replayer:
         tree = self.cache.state.prefix.tree
         match = tree.match(namespace, prompt)
         hit = tree.hit(match, len(prompt) - 1)
-        for node in reversed(match.nodes):
+        for node in reversed(match.node.path() if match.node is not None else []):
             if node.start < hit <= node.end:
                 point = node.point_at(hit)
                 return -1 if point is None else int(point.kind)
@@ -169,12 +169,12 @@ class _Replayer:
         iter(self.cache.commit(sequence))
 
     def look(self, number: int) -> None:
-        cached = self.cache.state.prefix.num_cached
-        sizes = tuple(count * size for count, size in zip(cached, self._sizes, strict=True))
+        counts = (pages.num_cached for pages in self.cache.state.pages)
+        sizes = tuple(count * size for count, size in zip(counts, self._sizes, strict=True))
         self.occupancy.append(Occupancy(number, sizes))
 
     def outcome(self, seconds: float) -> Replay:
-        evicted = self.cache.state.prefix.num_evicted
+        evicted = (pages.num_evicted for pages in self.cache.state.pages)
         gone = sum(count * size for count, size in zip(evicted, self._sizes, strict=True))
         columns = (self.hits, self.rows, self.kinds, self.refused)
         return Replay(*columns, tuple(self.occupancy), gone, seconds)
