@@ -95,7 +95,7 @@ def test_many_requests_in_tiny_memory_get_the_answers_of_transformers_alone(name
         load(name, engine, 64, seed=0)
         stats = engine.stats()
         assert stats.finished == 64
-        assert stats.cached_tokens > 0
+        assert stats.cached_tokens > 0 or name == "mamba2"  # which finds states only, where memory for some is left
         check_books(engine)
 
 
