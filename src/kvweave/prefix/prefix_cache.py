@@ -18,7 +18,7 @@ from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.orders import order_of
-from kvweave.prefix.policy import CENSUS, Policy
+from kvweave.prefix.policy import Policy
 from kvweave.prefix.tree import Match, PublishStanding, Tree
 
 LONGEST_PATH = 32
@@ -83,8 +83,6 @@ class PrefixCache:
 
     def tick(self) -> int:
         self._clock += 1
-        if not self._clock % CENSUS:
-            self.order.on_census(self._queues, self._clock)
         return self._clock
 
     # ---- holders
@@ -102,7 +100,7 @@ class PrefixCache:
             point = self.add_point(node, position, Kind.BRANCH, (), priority)
         if not point.hits and not node.children:
             point.continued = True
-        point.kind = max(point.kind, Kind.BRANCH)
+        point.kind, point.cut = max(point.kind, Kind.BRANCH), False
         point.hits += 1
         point.last_used = self.tick()
         point.priority = max(point.priority, priority)
@@ -269,8 +267,8 @@ class PrefixCache:
         if point.queue is not None:
             point.queue.remove(point)
         if queues is not None:
+            point.queued, point.weight = self._clock, 0.0
             number, key = self.order.place(point, queues is self._tips, self._clock)
-            point.weight = 0.0
             queues[number].add(point, key)
 
     # ---- evicting
@@ -470,7 +468,7 @@ class PrefixCache:
 
         Who evicts a point passes it on as `heir`: what is left was used as recently, and is as important.
         """
-        lowest = None
+        lowest, is_evicted = None, heir is not None
         while node.points and node.points[-1].position > end:
             lowest = node.points[-1]
             heir = heir or lowest
@@ -489,7 +487,7 @@ class PrefixCache:
             point = self.add_point(node, end, heir.kind if heir else Kind.ANSWER, (), 0)
             point.last_used = heir.last_used if heir else point.last_used
             if heir is not None:
-                point.found, point.continued = heir.found, heir.continued
+                point.found, point.continued, point.cut = heir.found, heir.continued, is_evicted
         if heir is not None:
             point.last_used = max(point.last_used, heir.last_used)
             point.priority, point.hits = max(point.priority, heir.priority), max(point.hits, heir.hits)
