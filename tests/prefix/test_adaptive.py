@@ -58,11 +58,16 @@ def test_where_nothing_is_ever_hit_it_is_lru() -> None:
 
 
 def wait(order: Adaptive, queue: EvictionQueue, point: Point, now: int, *, is_tip: bool = True) -> float:
-    """Put a point among those that wait; its key."""
-    point.queued, point.weight = now, 0.0
+    """A point is used, and waits; its key."""
+    point.last_used, point.floor = now, order.floor
+    return queued(order, queue, point, now, is_tip=is_tip)
+
+
+def queued(order: Adaptive, queue: EvictionQueue, point: Point, now: int, *, is_tip: bool = True) -> float:
+    point.queued = now
     _, key = order.place(point, is_tip, now)
     queue.add(point, key)
-    return float(key)
+    return float(key[0])
 
 
 def adaptive_after(hits_of: dict[int, float]) -> Adaptive:
@@ -96,8 +101,14 @@ def test_a_class_of_which_nothing_is_known_keeps_its_place_among_the_others() ->
 
 
 def test_no_weight_is_greater_than_the_most() -> None:
-    weights = adaptive_after({NOTHING_FOUND: 1.0, MUCH_FOUND: 0.0}).weights
-    assert max(weights) == MOST_WEIGHT
+    order, queue, point = Adaptive([]), EvictionQueue(is_tips=True), a_point(found=80)
+    for number, count in ((NOTHING_FOUND, 100), (MUCH_FOUND, 10000)):
+        order.began[number][0] = order.ended[number][9] = count
+    order.hits[NOTHING_FOUND][9] = 100
+    wait(order, queue, point, 0)
+    for _ in range(FIT):
+        order.on_evict(point, 400)
+    assert order.weights[NOTHING_FOUND] == MOST_WEIGHT
 
 
 def test_a_gain_counts_from_what_was_evicted_last() -> None:
@@ -109,18 +120,27 @@ def test_a_gain_counts_from_what_was_evicted_last() -> None:
     assert wait(order, queue, a_point(), 2) == 2.0
 
 
-def test_what_is_left_of_a_run_is_as_old_as_what_was_cut_off() -> None:
+def test_time_counts_from_the_last_use_however_late_a_point_comes_to_wait() -> None:
     order, queue = Adaptive([]), EvictionQueue(is_tips=True)
-    whole, rest = a_point(), a_point(cut=True)
-    wait(order, queue, whole, 5)
-    order.on_evict(whole, 20)
-    assert wait(order, queue, rest, 20) == whole.entry[0], "it is the next to go"
-    order.weights[REST] = 3.0
-    assert wait(order, queue, a_point(cut=True), 20) == whole.entry[0] + 2.0
-    rest.last_used = 5
-    order.on_hit(rest, 100, 68)
+    child, parent = a_point(), a_point(cut=True)
+    wait(order, queue, child, 5)
+    parent.last_used = 5
+    order.on_evict(child, 20)
+    assert queued(order, queue, parent, 20) == child.entry[0][0], "it is the next to go"
+    order.on_hit(parent, 100, 68)
     assert order.hits[REST][6] == 1.0, "it was hit at an age of 63"
     assert order.began[REST][4] == 1.0, "it came to wait at an age of 15"
+
+
+def test_what_is_left_of_a_run_inherits_the_time_of_its_end() -> None:
+    cache = Cache(full_plan(pages=12), policy="adaptive")
+    run(cache, [*range(40)])
+    run(cache, [*range(100, 120)])
+    (first,) = cache.state.prefix.tree.match("", np.arange(40, dtype=np.int32)).nodes
+    (second,) = cache.state.prefix.tree.match("", np.arange(100, 120, dtype=np.int32)).nodes
+    assert first.points[-1].cut
+    assert first.points[-1].floor == 0.0
+    assert second.points[-1].floor > 0.0
 
 
 def test_a_hit_makes_a_run_whole_again() -> None:
@@ -141,9 +161,8 @@ def test_what_a_state_saves_does_not_depend_on_spaced_ones_above_it() -> None:
     assert node.points[3].position_above() == 64
     assert node.points[3].position_above(skip_spaced=True) == 16
     order = Adaptive(Cache(plan_of(group("full", Full()), group("state", State()))).state.prefix.tree.groups)
-    order.place(node.points[3], is_tip=False, now=0)
-    order.place(node.points[2], is_tip=False, now=0)
-    assert node.points[3].weight == pytest.approx(80 / 48 * node.points[2].weight)
+    keys = [order.place(node.points[number], is_tip=False, now=0)[1][0] for number in (2, 3)]
+    assert keys[1] == pytest.approx(80 / 48 * keys[0])
 
 
 def test_what_a_prompt_uses_of_a_run_counts_by_its_share() -> None:

@@ -1,10 +1,10 @@
 """`Adaptive`, the default policy: greedy-dual whose weights are learned (docs/reuse-policy.md explains it).
 
 A point is kept for a time in proportion to its gain: the weight of its class x the tokens that it saves for its bytes.
-As in every greedy-dual policy that time passes as memory is needed: a point's key is the key of what was evicted last,
-plus its gain. The weight is counted: hits, over the time that evictable points of the class were there to be hit, a
-moment at age `a` counting `1 / a`. Eviction ends the time of a point, it does not distort the count, so nothing has to
-be remembered of what is gone.
+As in every greedy-dual policy that time passes as memory is needed: the key of a point is the key of what had been
+evicted last when the point was used, plus its gain. The weight is counted: hits, over the time that evictable points of
+the class were there to be hit, a moment at age `a` counting `1 / a`. Eviction ends the time of a point, it does not
+distort the count, so nothing has to be remembered of what is gone.
 """
 
 from __future__ import annotations
@@ -75,18 +75,12 @@ class Adaptive(Order):
         """... and when they were hit or evicted."""
         self.num_hits = 0.0
         self._num_ended = 0
-        self._floor = 0.0
-        self._gain_evicted = 0.0
-        """The gain of what was evicted last."""
         self._log_age = 0.0
         """Moving average of log2 of the age at which points are evicted."""
         self._has_rows_alone = all(group.is_full for group in groups)
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002
-        gain = point.weight = self.weights[class_of(point)] * self._density(point, is_tip)
-        if point.cut:  # as old as what was cut off: that much of its time is over
-            gain = max(0.0, gain - self._gain_evicted)
-        return 0, self._floor + gain
+        return 0, (point.floor + self.weights[class_of(point)] * self._density(point, is_tip), point.last_used)
 
     def _density(self, point: Point, is_tip: bool) -> float:
         """The tokens that a point saves for its bytes, 1 where these are rows alone. Spaced points above it do not
@@ -103,19 +97,19 @@ class Adaptive(Order):
         if waiting is not None and waiting.queue is not None:  # those that nobody could evict are not counted
             start = point.node.start
             share = min(1.0, (position - start) / max(1, point.position - start))
-            self.hits[class_of(waiting)][_octave(_age(waiting, now))] += share
+            self.hits[class_of(waiting)][_octave(now - waiting.last_used)] += share
             self.num_hits += share
             self._end(waiting, now)
 
     def on_evict(self, point: Point, now: int) -> None:
-        self._floor, self._gain_evicted = point.entry[0], point.weight
+        self.floor = max(self.floor, point.entry[0][0])
         self._end(point, now)
-        self._log_age += (log2(_age(point, now) + 1) - self._log_age) / min(self._num_ended, 64)
+        self._log_age += (log2(now - point.last_used + 1) - self._log_age) / min(self._num_ended, 64)
 
     def _end(self, point: Point, now: int) -> None:
         number = class_of(point)
-        self.began[number][_octave(_age(point, point.queued))] += 1
-        self.ended[number][_octave(_age(point, now))] += 1
+        self.began[number][_octave(point.queued - point.last_used)] += 1
+        self.ended[number][_octave(now - point.last_used)] += 1
         self._num_ended += 1
         if not self._num_ended % FIT:
             self._fit()
@@ -137,11 +131,6 @@ class Adaptive(Order):
         for table in (self.hits, self.began, self.ended):
             for row in table:
                 row[:] = [count / 2 for count in row]
-
-
-def _age(point: Point, now: int) -> int:
-    """Since it came to wait; of what is left of a run, since the run was used."""
-    return now - (point.last_used if point.cut else point.queued)
 
 
 def _octave(age: int) -> int:

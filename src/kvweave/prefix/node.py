@@ -43,6 +43,7 @@ class Point:
         "continued",
         "cut",
         "entry",
+        "floor",
         "found",
         "hits",
         "kind",
@@ -64,6 +65,8 @@ class Point:
         self.states = states
         self.alive = True
         self.last_used = 0
+        self.floor = 0.0
+        """That of the policy's order, when it was last used."""
         self.hits = 0
         self.priority = 0
         self.pins = 0
@@ -74,7 +77,7 @@ class Point:
         self.cut = False
         """Whether it is what was left when the end of a leaf was evicted, and was not hit since."""
         self.weight = 0.0
-        """For the policy, while it waits: how many times more slowly than others it ages; 0 until that is asked."""
+        """How many times more slowly than others it ages, where the policy looks at ages; 0 until that is asked."""
         self.queue: Any = None
         """The eviction queue that it is in, if any, and its entry there."""
         self.entry: Any = None

@@ -117,6 +117,8 @@ class Order:
 
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
         self.groups = groups
+        self.floor = 0.0
+        """Of orders in which time passes as memory is needed: the key of what was evicted last."""
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
         """The queue in which a point waits, and its key there. Asked at every use: cheap."""
@@ -189,17 +191,13 @@ class GreedyDual(Order):
     """Greedy-dual with sizes and frequencies: uses x tokens saved for the bytes, plus the value of what went last, so
     that what is not used again falls behind."""
 
-    def __init__(self, groups: Sequence[PagedGroup]) -> None:
-        super().__init__(groups)
-        self._floor = 0.0
-
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
         candidate = EvictionCandidate(point, self.groups, is_tip, now)
         gain = (1 + candidate.hits) * max(1, candidate.row_bytes) / max(1, candidate.num_bytes)
-        return 0, self._floor + gain
+        return 0, self.floor + gain
 
     def on_evict(self, point: Point, now: int) -> None:  # noqa: ARG002
-        self._floor = point.entry[0]
+        self.floor = point.entry[0]
 
 
 HIT_WEIGHT = 4.0

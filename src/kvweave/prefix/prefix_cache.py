@@ -102,7 +102,7 @@ class PrefixCache:
             point.continued = True
         point.kind, point.cut = max(point.kind, Kind.BRANCH), False
         point.hits += 1
-        point.last_used = self.tick()
+        self._use(point)
         point.priority = max(point.priority, priority)
         node.growing_tip = False
         node.uses += 1
@@ -216,13 +216,16 @@ class PrefixCache:
         """A resume point, whose window pages are in the tree already. Its states are the tree's from now on. `found`:
         tokens that the request which makes it had found."""
         point = self.tree.add_point(node, position, kind, states)
-        point.last_used, point.priority = self.tick(), priority
-        point.found = found
+        self._use(point)
+        point.priority, point.found = priority, found
         self._count_states(point, 1)
         self._requeue(point)
         if not node.pins and len(node.points) > 1:
             self._requeue(node.points[-2])
         return point
+
+    def _use(self, point: Point) -> None:
+        point.last_used, point.floor = self.tick(), self.order.floor
 
     def _count_states(self, point: Point, sign: int) -> None:
         if point.states:
@@ -485,11 +488,11 @@ class PrefixCache:
         point = node.point_at(end)
         if point is None:
             point = self.add_point(node, end, heir.kind if heir else Kind.ANSWER, (), 0)
-            point.last_used = heir.last_used if heir else point.last_used
             if heir is not None:
+                point.last_used, point.floor = heir.last_used, heir.floor
                 point.found, point.continued, point.cut = heir.found, heir.continued, is_evicted
         if heir is not None:
-            point.last_used = max(point.last_used, heir.last_used)
+            point.last_used, point.floor = max(point.last_used, heir.last_used), max(point.floor, heir.floor)
             point.priority, point.hits = max(point.priority, heir.priority), max(point.hits, heir.hits)
         self._move(point, self._tips)
         return True
