@@ -2,8 +2,8 @@
 
 Ours: the share of prompt tokens that the policy hits. The peer is the oracle that knows where later requests go on,
 with LRU (kvweave.sim.oracles); the other oracles, the bound and the requests replayed a second are beside them. Traces
-are no part of the repository: Mooncake's are in kvcache-ai/Mooncake, FAST25-release/traces. A TRACE may also be the name
-of a workload (bench.workloads).
+are no part of the repository: Mooncake's are in kvcache-ai/Mooncake, FAST25-release/traces. A TRACE may also be the
+name of a workload (bench.workloads).
 
 Run, with the core compiled: python -m bench.simulate TRACE... [--memory 16GB ...] [--read blocks] [--sample 0.25]
 [--seed 1] [--policy lru ...] [--no-oracles]
