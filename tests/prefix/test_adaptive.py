@@ -9,7 +9,18 @@ import pytest
 
 from kvweave.cache import Cache
 from kvweave.prefix import Kind
-from kvweave.prefix.adaptive import CLASSES, FIT, MOST_HITS, MOST_WEIGHT, OCTAVES, PRIORS, REST, Adaptive, class_of
+from kvweave.prefix.adaptive import (
+    CLASSES,
+    FIT,
+    MOST_HITS,
+    MOST_WEIGHT,
+    OCTAVES,
+    PRIORS,
+    REST,
+    SPACED_PRIOR,
+    Adaptive,
+    class_of,
+)
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Node, Point
 from kvweave.spec import Full, State
@@ -162,7 +173,7 @@ def test_what_a_state_saves_does_not_depend_on_spaced_ones_above_it() -> None:
     assert node.points[3].position_above(skip_spaced=True) == 16
     order = Adaptive(Cache(plan_of(group("full", Full()), group("state", State()))).state.prefix.tree.groups)
     keys = [order.place(node.points[number], is_tip=False, now=0)[1][0] for number in (2, 3)]
-    assert keys[1] == pytest.approx(80 / 48 * keys[0])
+    assert keys[1] == pytest.approx(80 / 48 * keys[0] / SPACED_PRIOR)
 
 
 def test_what_a_prompt_uses_of_a_run_counts_by_its_share() -> None:

@@ -42,7 +42,9 @@ BELIEF = 8.0
 """A weight is what it is for all points at first; so many hits are worth as much as that belief."""
 MOST_WEIGHT = 4.0
 """What was hit before is believed to be worth so much, and nothing ever more: what is kept in vain goes soon enough."""
-PRIORS = [MOST_WEIGHT if FIRST_HIT <= number < REST else 1.0 for number in range(len(CLASSES))]
+SPACED_PRIOR = 0.1
+"""Points that nobody has asked for are believed to be worth next to nothing, until hits say otherwise."""
+PRIORS = [SPACED_PRIOR, *[MOST_WEIGHT if FIRST_HIT <= number < REST else 1.0 for number in range(1, len(CLASSES))]]
 FIT = 64
 """Weights are worked out anew after so many hits and evictions."""
 MOST_HITS = 4096.0
