@@ -2,10 +2,11 @@
 
 Ours: the share of prompt tokens that the policy hits. The peer is the oracle that knows where later requests go on,
 with LRU (kvweave.sim.oracles); the other oracles, the bound and the requests replayed a second are beside them. Traces
-are no part of the repository: Mooncake's are in kvcache-ai/Mooncake, FAST25-release/traces.
+are no part of the repository: Mooncake's are in kvcache-ai/Mooncake, FAST25-release/traces. A TRACE may also be the
+name of a workload (bench.workloads).
 
 Run, with the core compiled: python -m bench.simulate TRACE... [--memory 16GB ...] [--read blocks] [--sample 0.25]
-[--policy lru ...] [--no-oracles]
+[--seed 1] [--policy lru ...] [--no-oracles]
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import partial
 from importlib.resources import files
 
 import kvweave.prefix.tree as core
+from bench.workloads import WORKLOADS, workload
 from kvweave import from_config, make_plan
 from kvweave.sim import Cell, Options, Reading, Trace, load_policy, read_trace, simulate
 from kvweave.units import format_size, parse_bytes
@@ -59,13 +61,15 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="append")
     parser.add_argument("--read", default="cont")
     parser.add_argument("--sample", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-oracles", action="store_true")
     asked = parser.parse_args()
     policies = {name: load_policy(name) for name in asked.policy or ["adaptive"]}
     memories = [parse_bytes(size) for size in asked.memory or BUDGETS]
     options = Options(memories, policies, with_oracles=not asked.no_oracles)
     for path in asked.traces:
-        trace = read_trace(path, reading=Reading(way=asked.read)).sample(asked.sample)
+        read = workload(path) if path in WORKLOADS else read_trace(path, reading=Reading(way=asked.read))
+        trace = read.sample(asked.sample, asked.seed)
         for model in asked.model or MODELS:
             for line in figures(trace, model, options):
                 print(json.dumps(line), flush=True)

@@ -1322,10 +1322,10 @@ def test_a_state_that_was_restored_can_be_evicted_while_its_sequence_runs() -> N
     check_books(cache)
 
 
-def test_points_on_the_way_are_evicted_before_others_on_both_sides_of_a_hit() -> None:
+def test_lru_evicts_points_on_the_way_before_others_on_both_sides_of_a_hit() -> None:
     own = {"state": PoolRequest(pages=10)}
     plan = plan_of(group("full", Full()), group("state", State()), own_pools=own)
-    cache = Cache(plan, retention=Retention(every=4))
+    cache = Cache(plan, policy="lru", retention=Retention(every=4))
     run(cache, range(39))
     assert cache.stats().group("state").cached == 9
     standing = cache.open([*range(8), 99])

@@ -9,19 +9,32 @@ import pytest
 
 from kvweave.cache import Cache
 from kvweave.prefix import Kind
-from kvweave.prefix.adaptive import CLASSES, FIRST_HIT, HIT_PRIOR, MOST_HITS, OCTAVES, Adaptive, class_of
+from kvweave.prefix.adaptive import (
+    CLASSES,
+    FIT,
+    MOST_HITS,
+    MOST_WEIGHT,
+    OCTAVES,
+    PRIORS,
+    REST,
+    SPACED_PRIOR,
+    Adaptive,
+    class_of,
+)
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Node, Point
-from kvweave.prefix.policy import CENSUS
-from tests.cache.plans import full_plan
+from kvweave.spec import Full, State
+from tests.cache.plans import full_plan, group, plan_of
 from tests.prefix.test_own_policy import run
 
 NOTHING_FOUND, MUCH_FOUND = CLASSES.index("answer end, nothing found"), CLASSES.index("answer end, half or more found")
 
 
-def a_point(kind: Kind = Kind.ANSWER, hits: int = 0, *, found: int = 0, continued: bool = False) -> Point:
+def a_point(
+    kind: Kind = Kind.ANSWER, hits: int = 0, *, found: int = 0, continued: bool = False, cut: bool = False
+) -> Point:
     point = Point(Node(0, None, 0, np.zeros(100, np.int32), []), 100, kind, ())
-    point.hits, point.found, point.continued = hits, found, continued
+    point.hits, point.found, point.continued, point.cut = hits, found, continued, cut
     return point
 
 
@@ -37,6 +50,7 @@ def a_point(kind: Kind = Kind.ANSWER, hits: int = 0, *, found: int = 0, continue
         (a_point(Kind.BRANCH, 1), "hit once"),
         (a_point(Kind.BRANCH, 3, continued=True), "hit 2 or 3 times"),
         (a_point(Kind.BRANCH, 9), "hit 4 times or more"),
+        (a_point(Kind.BRANCH, 9, cut=True), "rest of a cut run"),
     ],
 )
 def test_every_point_has_a_class(point: Point, name: str) -> None:
@@ -54,62 +68,115 @@ def test_where_nothing_is_ever_hit_it_is_lru() -> None:
     assert contents[0] == contents[1]
 
 
+def wait(order: Adaptive, queue: EvictionQueue, point: Point, now: int, *, is_tip: bool = True) -> float:
+    """A point is used, and waits; its key."""
+    point.last_used, point.floor = now, order.floor
+    return queued(order, queue, point, now, is_tip=is_tip)
+
+
+def queued(order: Adaptive, queue: EvictionQueue, point: Point, now: int, *, is_tip: bool = True) -> float:
+    point.queued = now
+    _, key = order.place(point, is_tip, now)
+    queue.add(point, key)
+    return float(key[0])
+
+
 def adaptive_after(hits_of: dict[int, float]) -> Adaptive:
-    """After 200 points of two classes were there for long, and a share of each was hit at an age of 300."""
-    order, now = Adaptive([]), 0
-    queues = [EvictionQueue(is_tips=True) for _ in CLASSES]
-    points = {
-        number: [a_point(found=found) for _ in range(200)] for number, found in ((NOTHING_FOUND, 0), (MUCH_FOUND, 80))
-    }
-    for number, mine in points.items():
-        for point in mine:
-            queues[number].add(point, 0)
-    for _ in range(40):
-        order.on_evict(a_point(), 400)
-    for now in range(CENSUS, 5 * CENSUS, CENSUS):
-        order.on_census(queues, now)
-    for number, share in hits_of.items():
-        for point in points[number][: int(share * 200)]:
-            order.on_hit(point, 100, 300)
-    order.on_census(queues, now + CENSUS)
+    """After 200 points of two classes waited: a share of each was hit at an age of 300, the others evicted at 400."""
+    order, queue = Adaptive([]), EvictionQueue(is_tips=True)
+    for number, found in ((NOTHING_FOUND, 0), (MUCH_FOUND, 80)):
+        for index in range(200):
+            point = a_point(found=found)
+            wait(order, queue, point, 1000)
+            if index < hits_of[number] * 200:
+                order.on_hit(point, 100, 1300)
+            else:
+                order.on_evict(point, 1400)
+    for _ in range(FIT):  # until the weights are worked out
+        order.on_evict(point, 1400)
     return order
 
 
-def test_a_class_that_is_asked_for_more_often_ages_more_slowly() -> None:
+def test_a_class_that_is_asked_for_more_often_is_kept_longer() -> None:
     weights = adaptive_after({NOTHING_FOUND: 0.5, MUCH_FOUND: 0.05}).weights
-    assert weights[NOTHING_FOUND] > 3 * weights[MUCH_FOUND]
-    weights = adaptive_after({NOTHING_FOUND: 0.05, MUCH_FOUND: 0.5}).weights
-    assert weights[MUCH_FOUND] > 3 * weights[NOTHING_FOUND]
+    assert weights[NOTHING_FOUND] > 2 * weights[MUCH_FOUND]
+    weights = adaptive_after({NOTHING_FOUND: 0.05, MUCH_FOUND: 0.8}).weights
+    assert weights[MUCH_FOUND] > 2 * weights[NOTHING_FOUND]
 
 
 def test_a_class_of_which_nothing_is_known_keeps_its_place_among_the_others() -> None:
     weights = adaptive_after({NOTHING_FOUND: 0.2, MUCH_FOUND: 0.2}).weights
-    assert weights[NOTHING_FOUND] == pytest.approx(weights[MUCH_FOUND])
-    assert weights[NOTHING_FOUND] == pytest.approx(1, rel=0.1)
-    assert weights[FIRST_HIT:] == pytest.approx([HIT_PRIOR] * 4)
+    for number, (weight, prior) in enumerate(zip(weights, PRIORS, strict=True)):
+        if number not in (NOTHING_FOUND, MUCH_FOUND):
+            assert weight == pytest.approx(prior)
 
 
-def value_of(order: Adaptive, point: Point, age: int) -> float:
-    point.last_used, point.weight = 1000 - age, 1.0
-    return float(order.value((0, 0, point), is_tip=True, now=1000))
+def test_no_weight_is_greater_than_the_most() -> None:
+    order, queue, point = Adaptive([]), EvictionQueue(is_tips=True), a_point(found=80)
+    for number, count in ((NOTHING_FOUND, 100), (MUCH_FOUND, 10000)):
+        order.began[number][0] = order.ended[number][9] = count
+    order.hits[NOTHING_FOUND][9] = 100
+    wait(order, queue, point, 0)
+    for _ in range(FIT):
+        order.on_evict(point, 400)
+    assert order.weights[NOTHING_FOUND] == MOST_WEIGHT
 
 
-def test_a_greater_weight_outweighs_a_greater_age_and_spaced_points_go_first() -> None:
-    order = Adaptive([])
-    assert value_of(order, a_point(), 10) > value_of(order, a_point(found=80), 20)
-    order.weights[MUCH_FOUND] = 3.0
-    assert value_of(order, a_point(), 10) < value_of(order, a_point(found=80), 20)
-    assert value_of(order, a_point(Kind.SPACED), 1) < value_of(order, a_point(), 900)
-    assert value_of(order, a_point(Kind.SPACED), 1) > value_of(order, a_point(Kind.SPACED), 2)
+def test_a_gain_counts_from_what_was_evicted_last() -> None:
+    order, queue = Adaptive([]), EvictionQueue(is_tips=True)
+    first = a_point()
+    assert wait(order, queue, first, 1) == 1.0
+    assert wait(order, queue, a_point(hits=1), 1) == MOST_WEIGHT
+    order.on_evict(first, 2)
+    assert wait(order, queue, a_point(), 2) == 2.0
 
 
-def test_the_time_of_a_point_counts_by_its_age() -> None:
-    order, queues = Adaptive([]), [EvictionQueue(is_tips=True) for _ in CLASSES]
-    queues[NOTHING_FOUND].add(a_point(), 0)
-    queues[NOTHING_FOUND].add(a_point(), 1020)
-    order.on_census(queues, 1024)
-    counted = {octave: time for octave, time in enumerate(order.exposure[NOTHING_FOUND]) if time}
-    assert counted == {10: 1024 / 1024, 2: 1024 / 4}
+def test_time_counts_from_the_last_use_however_late_a_point_comes_to_wait() -> None:
+    order, queue = Adaptive([]), EvictionQueue(is_tips=True)
+    child, parent = a_point(), a_point(cut=True)
+    wait(order, queue, child, 5)
+    parent.last_used = 5
+    order.on_evict(child, 20)
+    assert queued(order, queue, parent, 20) == child.entry[0][0], "it is the next to go"
+    order.on_hit(parent, 100, 68)
+    assert order.hits[REST][6] == 1.0, "it was hit at an age of 63"
+    assert order.began[REST][4] == 1.0, "it came to wait at an age of 15"
+
+
+def test_what_is_left_of_a_run_inherits_the_time_of_its_end() -> None:
+    cache = Cache(full_plan(pages=12), policy="adaptive")
+    run(cache, [*range(40)])
+    run(cache, [*range(100, 120)])
+    first = cache.state.prefix.tree.match("", np.arange(40, dtype=np.int32)).node
+    second = cache.state.prefix.tree.match("", np.arange(100, 120, dtype=np.int32)).node
+    assert first
+    assert second
+    assert first.points[-1].cut
+    assert first.points[-1].floor == 0.0
+    assert second.points[-1].floor > 0.0
+
+
+def test_a_hit_makes_a_run_whole_again() -> None:
+    cache = Cache(full_plan(pages=12), policy="adaptive")
+    prompt = [*range(40)]
+    run(cache, prompt)
+    run(cache, [*range(100, 120)])
+    node = cache.state.prefix.tree.match("", np.array(prompt, np.int32)).node
+    assert node
+    assert node.points[-1].cut, "the end of the first prompt was evicted"
+    run(cache, prompt[: node.end + 1])
+    assert not any(point.cut for point in node.points)
+
+
+def test_what_a_state_saves_does_not_depend_on_spaced_ones_above_it() -> None:
+    node = Node(0, Node(0, None, 0, np.zeros(0, np.int32), []), 0, np.zeros(96, np.int32), [])
+    for position, kind in ((16, Kind.BRANCH), (32, Kind.SPACED), (64, Kind.SPACED), (96, Kind.PROMPT)):
+        node.add_point(Point(node, position, kind, ()))
+    assert node.points[3].position_above() == 64
+    assert node.points[3].position_above(skip_spaced=True) == 16
+    order = Adaptive(Cache(plan_of(group("full", Full()), group("state", State()))).state.prefix.tree.groups)
+    keys = [order.place(node.points[number], is_tip=False, now=0)[1][0] for number in (2, 3)]
+    assert keys[1] == pytest.approx(80 / 48 * keys[0] / SPACED_PRIOR)
 
 
 def test_what_a_prompt_uses_of_a_run_counts_by_its_share() -> None:
@@ -117,19 +184,29 @@ def test_what_a_prompt_uses_of_a_run_counts_by_its_share() -> None:
     point, queue = a_point(), EvictionQueue(is_tips=True)
     order.on_hit(point, 100, 7)
     assert not order.num_hits, "nobody could have evicted it"
-    queue.add(point, 0)
+    wait(order, queue, point, 0)
     order.on_hit(point, 25, 7)
     assert order.num_hits == pytest.approx(0.25)
 
 
+def test_the_spaced_points_of_a_run_are_hit_together() -> None:
+    order, queue, first = Adaptive([]), EvictionQueue(is_tips=False), a_point(Kind.SPACED)
+    first.position = 50
+    second = Point(first.node, 100, Kind.SPACED, ())
+    first.node.points = [first, second]
+    order.on_hit(second, 100, 7)
+    assert not order.num_hits
+    wait(order, queue, first, 0, is_tip=False)
+    order.on_hit(second, 100, 7)
+    assert order.hits[0][3] == 1.0
+
+
 def test_its_memory_is_bounded_and_what_was_long_ago_is_forgotten() -> None:
-    order, queues = Adaptive([]), [EvictionQueue(is_tips=True) for _ in CLASSES]
-    point = a_point()
-    queues[NOTHING_FOUND].add(point, 0)
+    order, queue, point = Adaptive([]), EvictionQueue(is_tips=True), a_point()
+    wait(order, queue, point, 0)
     for number in range(3 * int(MOST_HITS)):
         order.on_hit(point, 100, 1 << (number % 30))
-        if number % 100 == 0:
-            order.on_census(queues, 1 << 30)
-    assert order.num_hits <= MOST_HITS + 100
-    assert [len(row) for row in order.hits] == [OCTAVES] * len(CLASSES)
+    assert order.num_hits <= MOST_HITS + FIT
+    for table in (order.hits, order.began, order.ended):
+        assert [len(row) for row in table] == [OCTAVES] * len(CLASSES)
     assert all(weight > 0 for weight in order.weights)

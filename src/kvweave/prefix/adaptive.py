@@ -1,9 +1,10 @@
-"""`Adaptive`, the default policy: a weighted LRU whose weights are learned (docs/reuse-policy.md explains it).
+"""`Adaptive`, the default policy: greedy-dual whose weights are learned (docs/reuse-policy.md explains it).
 
-Each point is of a class; a class has a weight, and its points age so many times more slowly. If the chance that a point
-of age `a` is hit within the next moment is `weight / a`, the point whose weight / age is least is the one to evict. The
-weight is counted: hits, over the time that evictable points were there to be hit, a moment at age `a` counting `1 / a`.
-Eviction only ends the time of a point, it does not distort the count, so nothing has to be known of what is gone.
+A point is kept for a time in proportion to its gain: the weight of its class x the tokens that it saves for its bytes.
+As in every greedy-dual policy that time passes as memory is needed: the key of a point is the key of what had been
+evicted last when the point was used, plus its gain. The weight is counted: hits, over the time that evictable points of
+the class were there to be hit, a moment at age `a` counting `1 / a`. Eviction ends the time of a point, it does not
+distort the count, so nothing has to be remembered of what is gone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from math import log2
 from typing import Any
 
 from kvweave.pool import PagedGroup
-from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Point
-from kvweave.prefix.policy import Order
+from kvweave.prefix.policy import Order, freed_bytes, row_bytes
 
 CLASSES = (
     "spaced",
@@ -30,22 +30,31 @@ CLASSES = (
     "hit once",
     "hit 2 or 3 times",
     "hit 4 times or more",
+    "rest of a cut run",
 )
 """Points never hit, by their kind and by how much of its prompt the request that made them had found; then points that
-were hit. `continued`: by a prompt that went on from the end of a leaf, as the next turn of a conversation does."""
+were hit. `continued`: by a prompt that went on from the end of a leaf, as the next turn of a conversation does. Last,
+what is left of a leaf whose end was evicted, until it is hit."""
 FIRST_HIT = 8
+REST = len(CLASSES) - 1
 OCTAVES = 40
-BELIEF = 12.0
+BELIEF = 8.0
 """A weight is what it is for all points at first; so many hits are worth as much as that belief."""
-HIT_PRIOR = 4.0
-"""How many times more slowly points that were hit age at first."""
-PRIORS = [HIT_PRIOR if number >= FIRST_HIT else 1.0 for number in range(len(CLASSES))]
+MOST_WEIGHT = 4.0
+"""What was hit before is believed to be worth so much, and nothing ever more: what is kept in vain goes soon enough."""
+SPACED_PRIOR = 0.1
+"""Points that nobody has asked for are believed to be worth next to nothing, until hits say otherwise."""
+PRIORS = [SPACED_PRIOR, *[MOST_WEIGHT if FIRST_HIT <= number < REST else 1.0 for number in range(1, len(CLASSES))]]
+FIT = 64
+"""Weights are worked out anew after so many hits and evictions."""
 MOST_HITS = 4096.0
 """Beyond so many, all counts are halved: what was long ago is forgotten."""
 
 
 def class_of(point: Point) -> int:
     hits = point.hits
+    if point.cut:
+        return REST
     if hits:
         return FIRST_HIT + (0 if point.continued and hits == 1 else min(hits.bit_length(), 3))
     if point.kind == Kind.SPACED:
@@ -57,74 +66,85 @@ def class_of(point: Point) -> int:
 
 
 class Adaptive(Order):
-    num_queues = len(CLASSES)
-
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
         super().__init__(groups)
-        if any(group.is_state for group in groups):
-            self.size_power = 1.0  # a state is its point's own; pages of windows are shared with neighbours
         self.weights = [*PRIORS]
         self.hits = [[0.0] * OCTAVES for _ in CLASSES]
         """By class and octave of age."""
-        self.exposure = [[0.0] * OCTAVES for _ in CLASSES]
-        """Points x moments, each divided by the first age of the octave."""
+        self.began = [[0.0] * OCTAVES for _ in CLASSES]
+        """Points that were hit or evicted, by their age when they came to wait, ..."""
+        self.ended = [[0.0] * OCTAVES for _ in CLASSES]
+        """... and when they were hit or evicted."""
         self.num_hits = 0.0
-        self._last_census = 0
+        self._num_ended = 0
         self._log_age = 0.0
         """Moving average of log2 of the age at which points are evicted."""
-        self._num_evictions = 0
+        self._has_rows_alone = all(group.is_full for group in groups)
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002
-        return class_of(point), point.last_used
+        return 0, (point.floor + self.weights[class_of(point)] * self._density(point, is_tip), point.last_used)
 
-    def value(self, entry: Any, is_tip: bool, now: int) -> Any:
-        point: Point = entry[2]
-        age = now - point.last_used + 1
-        if point.kind == Kind.SPACED:
-            return -float(age)  # before all others
-        return self.weights[class_of(point)] * self.density(point, is_tip) / age
+    def _density(self, point: Point, is_tip: bool) -> float:
+        """The tokens that a point saves for its bytes, 1 where these are rows alone. Spaced points above it do not
+        count as what there is without it: they are many, and nobody may ever ask for one."""
+        if self._has_rows_alone:
+            return 1.0
+        tokens = point.position - point.position_above(skip_spaced=True)
+        return max(1, row_bytes(self.groups, tokens)) / max(1, freed_bytes(self.groups, tokens, is_tip))
 
     # ---- learning
 
     def on_hit(self, point: Point, position: int, now: int) -> None:
-        if point.queue is not None:  # those that nobody could evict are not counted
+        waiting = point.node.first_spaced() if point.kind == Kind.SPACED else point
+        if waiting is not None and waiting.queue is not None:  # those that nobody could evict are not counted
             start = point.node.start
             share = min(1.0, (position - start) / max(1, point.position - start))
-            self.hits[class_of(point)][_octave(now - point.last_used)] += share
+            self.hits[class_of(waiting)][_octave(now - waiting.last_used)] += share
             self.num_hits += share
+            self._end(waiting, now)
 
     def on_evict(self, point: Point, now: int) -> None:
-        self._num_evictions += 1
-        self._log_age += (log2(now - point.last_used + 1) - self._log_age) / min(self._num_evictions, 64)
+        self.floor = max(self.floor, point.entry[0][0])
+        self._end(point, now)
+        self._log_age += (log2(now - point.last_used + 1) - self._log_age) / min(self._num_ended, 64)
 
-    def on_census(self, queues: list[EvictionQueue], now: int) -> None:
-        moments, self._last_census = now - self._last_census, now
-        for number, queue in enumerate(queues):
-            exposure, left, octave = self.exposure[number % len(CLASSES)], queue.size, 0
-            while left:
-                older = queue.count_before(now - (2 << octave) + 2)
-                exposure[octave] += (left - older) * moments / (1 << octave)
-                left, octave = older, octave + 1
-        self._fit()
+    def _end(self, point: Point, now: int) -> None:
+        number = class_of(point)
+        self.began[number][_octave(point.queued - point.last_used)] += 1
+        self.ended[number][_octave(now - point.last_used)] += 1
+        self._num_ended += 1
+        if not self._num_ended % FIT:
+            self._fit()
 
     def _fit(self) -> None:
         """Weights from the counts at ages about that of eviction, in proportion to what is believed at first."""
         first = max(0, round(self._log_age) - 1)
         hits = [sum(row[first:]) for row in self.hits]
-        exposure = [sum(row[first:]) for row in self.exposure]
-        expected = sum([prior * time for prior, time in zip(PRIORS[1:], exposure[1:], strict=True)])
-        scale = (sum(hits[1:]) + 1) / (expected + 1)
+        times = [_time(began, ended, first) for began, ended in zip(self.began, self.ended, strict=True)]
+        scale = (sum(hits) + 1) / (sum([prior * time for prior, time in zip(PRIORS, times, strict=True)]) + 1)
         for number, prior in enumerate(PRIORS):
             belief = BELIEF / (prior * scale)
-            self.weights[number] = (hits[number] + BELIEF) / (exposure[number] + belief) / scale
+            self.weights[number] = min(MOST_WEIGHT, (hits[number] + BELIEF) / (times[number] + belief) / scale)
         if self.num_hits > MOST_HITS:
             self._forget()
 
     def _forget(self) -> None:
         self.num_hits /= 2
-        self.hits = [[count / 2 for count in row] for row in self.hits]
-        self.exposure = [[time / 2 for time in row] for row in self.exposure]
+        for table in (self.hits, self.began, self.ended):
+            for row in table:
+                row[:] = [count / 2 for count in row]
 
 
 def _octave(age: int) -> int:
     return (age + 1).bit_length() - 1
+
+
+def _time(began: list[float], ended: list[float], first: int) -> float:
+    """How many octaves of age points have waited, from one on; half of the one in which they began or ended."""
+    waiting, time = 0.0, 0.0
+    for octave in range(OCTAVES):
+        change = began[octave] - ended[octave]
+        if octave >= first:
+            time += waiting + change / 2
+        waiting += change
+    return max(0.0, time)

@@ -73,10 +73,3 @@ class EvictionQueue:
             number += 1
         point: Point = self._buckets[number][index][2]
         return point
-
-    def count_before(self, key: Any) -> int:
-        """How many entries have a smaller key."""
-        at = bisect_left(self._last, (key,))
-        if at == len(self._last):
-            return self.size
-        return sum([len(bucket) for bucket in self._buckets[:at]]) + bisect_left(self._buckets[at], (key,))

@@ -41,7 +41,9 @@ class Point:
     __slots__ = (
         "alive",
         "continued",
+        "cut",
         "entry",
+        "floor",
         "found",
         "hits",
         "kind",
@@ -51,6 +53,7 @@ class Point:
         "position",
         "priority",
         "queue",
+        "queued",
         "states",
         "weight",
     )
@@ -62,6 +65,8 @@ class Point:
         self.states = states
         self.alive = True
         self.last_used = 0
+        self.floor = 0.0
+        """That of the policy's order, when it was last used."""
         self.hits = 0
         self.priority = 0
         self.pins = 0
@@ -69,18 +74,22 @@ class Point:
         """Tokens that the request which made it had found in the cache."""
         self.continued = False
         """Whether it was the end of a leaf when it was hit for the first time."""
+        self.cut = False
+        """Whether it is what was left when the end of a leaf was evicted, and was not hit since."""
         self.weight = 0.0
         """How many times more slowly than others it ages, where the policy looks at ages; 0 until that is asked."""
         self.queue: Any = None
         """The eviction queue that it is in, if any, and its entry there."""
         self.entry: Any = None
+        self.queued = 0
+        """Clock when it came to wait there."""
 
-    def position_above(self) -> int:
+    def position_above(self, *, skip_spaced: bool = False) -> int:
         """The nearest point above it, or 0: what it saves is the tokens between."""
         node: Node | None = self.node
         while node is not None:
             for point in reversed(node.points):
-                if point.position < self.position:
+                if point.position < self.position and not (skip_spaced and point.kind == Kind.SPACED):
                     return point.position
             node = node.parent
         return 0

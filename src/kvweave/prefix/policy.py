@@ -72,20 +72,29 @@ class EvictionCandidate:
     def num_bytes(self) -> int:
         """Bytes that it takes: of its states, of the windows and, at the end of a leaf, of all rows since the nearest
         point above it."""
-        tokens, num_bytes = self.tokens, 0
-        for group in self._groups:
-            if group.is_state:
-                num_bytes += group.page_bytes
-            elif group.is_window or self._is_tip:
-                span = group.reach.span
-                num_bytes += group.page_bytes * (tokens if span is None else min(tokens, span)) // group.slot_tokens
-        return num_bytes
+        return freed_bytes(self._groups, self.tokens, self._is_tip)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of the rows of full attention that its tokens take."""
-        tokens = self.tokens
-        return sum(g.page_bytes * tokens // g.slot_tokens for g in self._groups if g.is_full)
+        return row_bytes(self._groups, self.tokens)
+
+
+def freed_bytes(groups: Sequence[PagedGroup], tokens: int, is_tip: bool) -> int:
+    """Bytes of a point that saves so many tokens: states, windows and, at the end of a leaf, rows."""
+    num_bytes = 0
+    for group in groups:
+        if group.is_state:
+            num_bytes += group.page_bytes
+        elif group.is_window or is_tip:
+            span = group.reach.span
+            num_bytes += group.page_bytes * (tokens if span is None else min(tokens, span)) // group.slot_tokens
+    return num_bytes
+
+
+def row_bytes(groups: Sequence[PagedGroup], tokens: int) -> int:
+    """Bytes of the rows of full attention of so many tokens."""
+    return sum([group.page_bytes * tokens // group.slot_tokens for group in groups if group.is_full])
 
 
 class ValuePolicy(Protocol):
@@ -108,7 +117,8 @@ class Order:
 
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
         self.groups = groups
-        self.size_power = SIZE_POWER
+        self.floor = 0.0
+        """Of orders in which time passes as memory is needed: the key of what was evicted last."""
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
         """The queue in which a point waits, and its key there. Asked at every use: cheap."""
@@ -140,15 +150,12 @@ class Order:
     def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> None:
         """A prompt comes, and so many of its tokens are found."""
 
-    def on_census(self, queues: list[EvictionQueue], now: int) -> None:
-        """Once in `CENSUS` moments: all queues there are, those of the ends of leaves first."""
-
     def density(self, point: Point, is_tip: bool) -> float:
         """A power of the tokens that a point saves for its bytes, 1 where these are rows alone; worked out when a point
         comes first in its queue, and kept until it is used again."""
         if not point.weight:
             candidate = EvictionCandidate(point, self.groups, is_tip, point.last_used)
-            point.weight = (max(1, candidate.row_bytes) / max(1, candidate.num_bytes)) ** self.size_power
+            point.weight = (max(1, candidate.row_bytes) / max(1, candidate.num_bytes)) ** SIZE_POWER
         return point.weight
 
 
@@ -184,20 +191,15 @@ class GreedyDual(Order):
     """Greedy-dual with sizes and frequencies: uses x tokens saved for the bytes, plus the value of what went last, so
     that what is not used again falls behind."""
 
-    def __init__(self, groups: Sequence[PagedGroup]) -> None:
-        super().__init__(groups)
-        self._floor = 0.0
-
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
         candidate = EvictionCandidate(point, self.groups, is_tip, now)
         gain = (1 + candidate.hits) * max(1, candidate.row_bytes) / max(1, candidate.num_bytes)
-        return 0, self._floor + gain
+        return 0, self.floor + gain
 
     def on_evict(self, point: Point, now: int) -> None:  # noqa: ARG002
-        self._floor = point.entry[0]
+        self.floor = point.entry[0]
 
 
-CENSUS = 256
 HIT_WEIGHT = 4.0
 SIZE_POWER = 0.3
 """Measured on public traces (docs/measurements/reuse.md)."""

@@ -18,7 +18,7 @@ from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.orders import order_of
-from kvweave.prefix.policy import CENSUS, Policy
+from kvweave.prefix.policy import Policy
 from kvweave.prefix.tree import Match, PageRun, PublishStanding, Tree
 
 LONGEST_PATH = 32
@@ -81,8 +81,6 @@ class PrefixCache:
 
     def tick(self) -> int:
         self._clock += 1
-        if not self._clock % CENSUS:
-            self.order.on_census(self._queues, self._clock)
         return self._clock
 
     # ---- holders
@@ -103,9 +101,9 @@ class PrefixCache:
             point = self.add_point(node, position, Kind.BRANCH, priority=priority)
         if not point.hits and not node.children:
             point.continued = True
-        point.kind = max(point.kind, Kind.BRANCH)
+        point.kind, point.cut = max(point.kind, Kind.BRANCH), False
         point.hits += 1
-        point.last_used = self.tick()
+        self._use(point)
         point.priority = max(point.priority, priority)
         node.growing_tip = False
         node.uses += 1
@@ -208,7 +206,7 @@ class PrefixCache:
     def _new_point(self, node: Node, position: int, kind: Kind, states: StatePages, runs: list[PageRun]) -> Point:
         """A point that waits in no queue yet."""
         point = self.tree.add_point(node, position, kind, states)
-        point.last_used = self.tick()
+        self._use(point)
         for group, page in zip(self.tree.states, states):
             self._pages[group.number].cache_one(page)
         for run in runs:
@@ -221,6 +219,9 @@ class PrefixCache:
             first = (start - node.start) // group.slot_tokens
             self._pages[group.number].prune(node.pages[group.number][first:])
         self.tree.tell_kept(node, self._windows)
+
+    def _use(self, point: Point) -> None:
+        point.last_used, point.floor = self.tick(), self.order.floor
 
     # ---- queues
 
@@ -254,8 +255,8 @@ class PrefixCache:
         if point.queue is not None:
             point.queue.remove(point)
         if queues is not None:
+            point.queued, point.weight = self._clock, 0.0
             number, key = self.order.place(point, queues is self._tips, self._clock)
-            point.weight = 0.0
             queues[number].add(point, key)
 
     # ---- evicting
@@ -363,12 +364,13 @@ class PrefixCache:
 
         Who evicts a point passes it on as `heir`: what is left was used as recently, and is as important.
         """
+        is_evicted = heir is not None
         beyond = [point for point in node.points if point.position > end]
         if heir is None and beyond:
             heir = beyond[-1]
         point = None
         if end > node.start:  # it needs window pages of those beyond, and comes before they go
-            point = node.point_at(end) or self._successor(node, end, heir)
+            point = node.point_at(end) or self._successor(node, end, heir, is_evicted)
         for gone in reversed(beyond):
             self.drop_point(gone)
         if point is None:
@@ -379,17 +381,18 @@ class PrefixCache:
         if end < node.end:
             self._free_rows(self.tree.trim(node, end))
         if heir is not None:
-            point.last_used = max(point.last_used, heir.last_used)
+            point.last_used, point.floor = max(point.last_used, heir.last_used), max(point.floor, heir.floor)
             point.priority, point.hits = max(point.priority, heir.priority), max(point.hits, heir.hits)
         self._move(point, self._tips)
         return True
 
-    def _successor(self, node: Node, position: int, heir: Point | None) -> Point:
-        """A new point for one that goes."""
+    def _successor(self, node: Node, position: int, heir: Point | None, is_evicted: bool) -> Point:
+        """A new point for one that goes, or is evicted."""
         kind = Kind.ANSWER if heir is None else heir.kind
         point = self._new_point(node, position, kind, (), self.window_runs(node, position))
         if heir is not None:
-            point.last_used, point.found, point.continued = heir.last_used, heir.found, heir.continued
+            point.last_used, point.floor = heir.last_used, heir.floor
+            point.found, point.continued, point.cut = heir.found, heir.continued, is_evicted
         return point
 
     def _free_rows(self, pages: list[Ids]) -> None:
