@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from kvweave.errors import BadOption, ConfigError, UnknownName
 from kvweave.sim import Options, SimulatedTier, Trace, load_policy, simulate
 from kvweave.sim.geometry import Geometry
+from kvweave.sim.replay import Replay, replay
 from kvweave.sim.tiers import tier_uses
 from tests.sim.plans import FULL, STATES, plan_of, trace_of
 
@@ -40,6 +42,19 @@ def test_every_policy_and_memory_has_a_cell_and_oracles_are_shared() -> None:
         assert max(cell.oracles.placement, cell.oracles.belady, cell.oracles.both) <= cell.oracles.bound
         assert cell.saved_seconds == pytest.approx(cell.split.hit / 10_000)
         assert cell.to_dict()["hit_rate"] == cell.split.hit_rate
+
+
+def test_the_cache_with_perfect_places_evicts_by_lru_whatever_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: list[object] = []
+
+    def noted(*trace_and_plan: Any, **options: Any) -> Replay:
+        if options.get("placement"):
+            policies.append(options.get("policy"))
+        return replay(*trace_and_plan, **options)
+
+    monkeypatch.setattr("kvweave.sim.simulate.replay", noted)
+    simulate(turns(), partial(plan_of, STATES), Options([8 * KIB], {"lfu": "lfu"}))
+    assert policies == ["lru"]
 
 
 def test_requests_of_every_replay_are_told() -> None:

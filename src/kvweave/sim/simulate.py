@@ -106,7 +106,12 @@ class _Simulator:
         foresight = self.foresight(geometry.grid)
         found = {oracle.name: sum(oracle_hits(foresight, geometry, oracle, capacity)) for oracle in ORACLES}
         own = replay(
-            self.trace, plan, placement=foresight, step_tokens=self.options.step_tokens, on_request=self.on_request
+            self.trace,
+            plan,
+            policy="lru",
+            placement=foresight,
+            step_tokens=self.options.step_tokens,
+            on_request=self.on_request,
         )
         bound = bound_tokens(foresight, geometry, capacity)
         return OracleHits(**found, bound=bound, cache_with_placement=own.hit_tokens)
