@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_the_cache_with_perfect_places_evicts_by_lru_whatever_the_policies(monke
             policies.append(options.get("policy"))
         return replay(*trace_and_plan, **options)
 
-    monkeypatch.setattr("kvweave.sim.simulate.replay", noted)
+    monkeypatch.setattr(sys.modules["kvweave.sim.simulate"], "replay", noted)
     simulate(turns(), partial(plan_of, STATES), Options([8 * KIB], {"lfu": "lfu"}))
     assert policies == ["lru"]
 
