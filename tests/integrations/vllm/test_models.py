@@ -133,7 +133,7 @@ def test_requests_that_are_preempted_for_want_of_blocks_end_with_the_same_answer
     made.forget()
     most = made.most_blocks(prompts[0], new_tokens)
     made.forget()
-    for room in (4, 3, 2, 4, 3, 2):  # how many are loaded at the same time, and meet, is a matter of threads
+    for room in (4, 3, 2) * 4:  # how many are loaded at the same time, and meet, is a matter of threads
         with made.free_blocks(room * most) as preempted:
             together = made.ask(*prompts, new_tokens=new_tokens)
         made.forget()  # fails if a block were still held
