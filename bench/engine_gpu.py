@@ -13,7 +13,6 @@ import argparse
 import copy
 import json
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig
 
-from bench.gpu_models import MODELS, build
+from bench.gpu_models import MODELS, build, timed
 from kvweave.engine import Engine, Sampling
 
 FAMILIES, EACH, SHARED, OWN, NEW, LONG, QUESTION = 4, 8, 1536, 512, 64, 32768, 32
@@ -35,14 +34,6 @@ def tokens(count: int) -> list[int]:
 def prompts() -> list[list[int]]:
     systems = [tokens(SHARED) for _ in range(FAMILIES)]
     return [systems[number % FAMILIES] + tokens(OWN) for number in range(FAMILIES * EACH)]
-
-
-def timed(act: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    act()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def by_engine(engine: Engine, asked: list[list[int]]) -> None:

@@ -1,7 +1,10 @@
-"""Models of about three billion random parameters, made on a GPU in bfloat16, and what a decode step must read."""
+"""Models of about three billion random parameters, made on a GPU in bfloat16; what a decode step must read, and how
+long work on a GPU takes."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,3 +75,12 @@ def floor_seconds(model: Any, spec: Any, rows: int, context: int) -> float:
     weights -= 0 if is_tied else embedding.numel() * embedding.element_size()
     kept = sum(cache.bytes_at(context) for _, cache in spec.caches()) + spec.state_bytes()
     return float(weights + rows * kept) / BYTES_PER_SECOND
+
+
+def timed(act: Callable[[], Any]) -> float:
+    """Seconds until all that was started is over."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    act()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start

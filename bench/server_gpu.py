@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.gpu_models import timed
 from bench.server import HERE
 from bench.transfer import PEERS, tell
 from kvweave.errors import ServerError
@@ -89,14 +90,6 @@ def described(spec: ModelSpec, tensors: dict[tuple[int, str], torch.Tensor]) -> 
     return EngineMemory.of_tensors({(layer, tag, role): tensor for (layer, role), tensor in tensors.items()}, tables)
 
 
-def seconds(act: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    act()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def measure(name: str, spec: ModelSpec, memory: EngineMemory, socket: Path, workers: int, rounds: int) -> None:
     schema = Schema.of(spec, chunk_tokens=CHUNK)
     pages = PagePayloads(schema, memory, payload_copier(memory.pools))
@@ -109,10 +102,10 @@ def measure(name: str, spec: ModelSpec, memory: EngineMemory, socket: Path, work
     times: dict[str, list[float]] = {"store": [], "load": [], "flat store": [], "flat load": []}
     for number in range(rounds):
         prompt = store.prompt([number, *range(TOKENS)], HERE)
-        times["flat store"].append(seconds(partial(host.copy_, device, non_blocking=True)))
-        times["store"].append(seconds(partial(store.save, prompt, pages.source(at))))
-        times["flat load"].append(seconds(partial(device.copy_, host, non_blocking=True)))
-        times["load"].append(seconds(partial(load, store, prompt, pages, to)))
+        times["flat store"].append(timed(partial(host.copy_, device, non_blocking=True)))
+        times["store"].append(timed(partial(store.save, prompt, pages.source(at))))
+        times["flat load"].append(timed(partial(device.copy_, host, non_blocking=True)))
+        times["load"].append(timed(partial(load, store, prompt, pages, to)))
         if not number:
             check(pages, schema, at, to)
         store.client.ask(protocol.Clear(), protocol.ClearReply)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch
 from kvweave.attention import StepSize
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.captured_forward import CapturedForward
-from kvweave.integrations.transformers.fixed_cache import FixedCache
-from kvweave.integrations.transformers.step_graphs import StepGraphs
+from kvweave.integrations.transformers.fixed_cache import FixedCache, LayersByCall
+from kvweave.integrations.transformers.step_graphs import CompiledLayers, NarrowingLinear, StepGraphs
 from tests.integrations.checks import CLOSE
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
 
@@ -228,3 +229,41 @@ def test_compiled_layers_give_the_same_answers_by_one_code_for_all_of_a_kind(nam
             assert same(weave, torch.cat([prompt(40, seed=n) for n in range(rows)]))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 30
         assert not any(layer._compiled_call_impl for layer in weave.model.modules())
+
+
+class AsksByNumber(torch.nn.Module):
+    """A layer that asks a cache for its own layer, as models of some versions of transformers do."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_idx = number
+
+    def forward(self, hidden: torch.Tensor, layers: Any) -> torch.Tensor:
+        return hidden + 1 if layers[self.layer_idx].record_past else hidden - 1
+
+
+@pytest.mark.parametrize(("layers_of", "most"), [(LayersByCall, 3), (list, 6)], ids=["by call", "a list"])
+def test_layers_that_are_asked_for_by_number_are_compiled_once_and_not_each(layers_of: Any, most: int) -> None:
+    layers = layers_of([SimpleNamespace(record_past=number == 5) for number in range(6)])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64):
+        found = [torch.compile(AsksByNumber(number), backend="eager")(torch.zeros(3), layers) for number in range(6)]
+    assert [float(tensor[0]) for tensor in found] == [-1, -1, -1, -1, -1, 1]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs <= most
+    assert layers_of is LayersByCall or graphs == most, "what it is for"
+
+
+def test_only_products_that_narrow_to_the_width_of_the_model_read_their_row_from_memory() -> None:
+    config = copy.deepcopy(model_of("llama").config)
+    config.intermediate_size = 160
+    model = type(model_of("llama"))(config)
+    layer, hidden = model.model.layers[0], torch.randn(1, 1, config.intermediate_size)
+    expected = layer.mlp.down_proj(hidden)
+    with pytest.raises(ZeroDivisionError), CompiledLayers(model):
+        assert type(layer.mlp.down_proj) is NarrowingLinear
+        assert {type(linear) for linear in (layer.self_attn.k_proj, layer.mlp.up_proj)} == {torch.nn.Linear}
+        assert torch.equal(layer.mlp.down_proj(hidden), expected)
+        raise ZeroDivisionError
+    assert type(layer.mlp.down_proj) is torch.nn.Linear
