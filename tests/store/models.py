@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from kvweave import Layer, LayerCache, ModelSpec, Parallel, Plan, Role, make_plan
 from kvweave.plan import Layout
@@ -141,3 +142,10 @@ def namespace(spec: ModelSpec, **fields: object) -> Namespace:
 
 
 LAYOUTS = tuple(Layout)
+
+
+def checksum_of(data: Bytes) -> int:
+    """As it is defined: of parts of 32 KiB, the last of which is up to twice as long."""
+    last = max(1, data.nbytes // 32768) - 1
+    parts = [data[at : at + 32768] for at in range(0, last * 32768, 32768)] + [data[last * 32768 :]]
+    return xxhash.xxh3_64_intdigest(b"".join(xxhash.xxh3_64_intdigest(p.data).to_bytes(8, "little") for p in parts))

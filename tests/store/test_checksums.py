@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from kvweave.store import Namespace, checksums, keys
 from kvweave.store.checksums import IOBuffers
@@ -22,8 +21,28 @@ from kvweave.store.compiled import native
 from kvweave.store.files import BufferedFile, DirectFile, aligned
 from kvweave.store.striped_file import StripedFile
 from kvweave.store.tier import Blob, whole
+from tests.store.models import checksum_of
 
-LENGTHS = [0, 1, 240, 241, 1023, 1024, 1025, 4096, 4097, 131_072, 131_073, 262_144, 1_049_999, (1 << 20) + 1024]
+LENGTHS = [
+    0,
+    1,
+    240,
+    241,
+    1023,
+    1024,
+    1025,
+    4096,
+    4097,
+    32_767,
+    65_535,
+    65_536,
+    66_000,
+    131_072,
+    131_073,
+    262_144,
+    1_049_999,
+    (1 << 20) + 1024,
+]
 
 
 @pytest.fixture(params=["C", "Python"], autouse=True)
@@ -44,10 +63,15 @@ def bytes_of(length: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def test_a_copy_is_equal_and_its_sum_that_of_the_source(length: int, shift: int) -> None:
     source, target = bytes_of(length), aligned(length + shift + 64)
     target[:] = 7
-    assert checksums.copy(target[shift : shift + length], source) == xxhash.xxh3_64_intdigest(source.data)
+    assert checksums.copy(target[shift : shift + length], source) == checksum_of(source)
     assert (target[shift : shift + length] == source).all()
     assert (target[:shift] == 7).all()
     assert (target[shift + length :] == 7).all()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_checksum_of_bytes_is_that_of_their_parts(length: int) -> None:
+    assert checksums.checksum(bytes_of(length)) == checksum_of(bytes_of(length))
 
 
 def test_a_copy_whose_time_is_over_has_no_sum() -> None:
@@ -70,7 +94,7 @@ def test_the_sum_is_of_what_was_written_whoever_writes_to_the_source_meanwhile(l
     writer.start()
     try:
         for _ in range(200):
-            assert checksums.copy(target, source) == xxhash.xxh3_64_intdigest(target.data)
+            assert checksums.copy(target, source) == checksum_of(target)
     finally:
         stop.set()
         writer.join()
@@ -92,8 +116,8 @@ def test_what_is_written_and_read_is_equal_and_its_sum_that_of_what_stands_behin
     blob, target = bytes_of(head + length), aligned(head + length)
     files, io_buffers = StripedFile(tmp_path / "blob", os.O_RDWR | os.O_CREAT), IOBuffers(direct=False)
     files.write(0, [b"x" * 100])
-    assert checksums.write(files, 100, blob, io_buffers) == xxhash.xxh3_64_intdigest(blob.data)
-    assert checksums.read(files, 100, target, head, io_buffers) == xxhash.xxh3_64_intdigest(blob[head:].data)
+    assert checksums.write(files, 100, blob, io_buffers) == checksum_of(blob)
+    assert checksums.read(files, 100, target, head, io_buffers) == checksum_of(blob[head:])
     assert (target == blob).all()
     if length:
         assert checksums.read(files, 101, target, head, io_buffers) is None
@@ -115,12 +139,14 @@ def test_sectors_hold_the_bytes_and_zeros_behind_them(
     io_buffers.memory[:] = 7
     source, target = bytes_of(length), aligned(length)
     for _ in range(2):  # a file that grows, and one that is long enough
-        assert checksums.write(files, start, source, io_buffers) == xxhash.xxh3_64_intdigest(source.data)
-        assert checksums.read(files, start, target, 0, io_buffers) == xxhash.xxh3_64_intdigest(source.data)
+        assert checksums.write(files, start, source, io_buffers) == checksum_of(source)
+        assert checksums.read(files, start, target, 0, io_buffers) == checksum_of(source)
         assert (target == source).all()
     plain, padded = StripedFile(tmp_path / "blob", os.O_RDONLY), np.ones(-(-length // 4096) * 4096, np.uint8)
     assert plain.read(start, padded) == padded.nbytes
     assert padded.tobytes() == source.tobytes().ljust(padded.nbytes, b"\0")
+    plain.close()
+    files.close()
 
 
 @pytest.mark.parametrize("length", [5000, 300_000, 4_200_000])
@@ -130,7 +156,7 @@ def test_a_direct_read_ends_where_a_file_does_though_it_ends_within_a_sector(tmp
     cached.write(0, [source.data])
     files, io_buffers = StripedFile(tmp_path / "blob", os.O_RDWR | os.O_DIRECT), IOBuffers(direct=True)
     target = aligned(length)
-    assert checksums.read(files, 0, target, 0, io_buffers) == xxhash.xxh3_64_intdigest(source.data)
+    assert checksums.read(files, 0, target, 0, io_buffers) == checksum_of(source)
     assert (target == source).all()
     assert checksums.read(files, 0, aligned(length + 1), 0, io_buffers) is None
     assert checksums.read(files, 0, aligned(length + 4096), 0, io_buffers) is None

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from kvweave.errors import Busy, StoreError
 from kvweave.store import DictTier, DiskTier, MemoryTier, Quota, Tier
@@ -21,6 +20,7 @@ from kvweave.store.keys import KEY_BYTES, tenant_id
 from kvweave.store.striped_file import FILES
 from kvweave.store.tier import Blob, whole
 from tests.store.contract import KeepingContract, TierContract, Watcher, got, key, put, value
+from tests.store.models import checksum_of
 
 ROOM = 1 << 20
 
@@ -289,7 +289,7 @@ def test_files_take_and_fill_memory_however_it_lies(
     file.write(8192, Blob(payload, len(head), lambda _: head))
     assert file.read(8192, target, watcher)
     assert target.tobytes() == head + payload.tobytes()
-    assert watcher.sums == [xxhash.xxh3_64_intdigest(payload.data)]
+    assert watcher.sums == [checksum_of(payload)]
     assert not file.read(1 << 30, target, watcher)
     assert not file.read(8192 + 4096, aligned(length + 8192), watcher)
     assert len(watcher.sums) == 1

@@ -1,7 +1,8 @@
 """Blobs: values that describe themselves and detect damage.
 
     0   magic "KVWV"      4   version   6   0     8   length of meta   12  0
-    16  length of payload 24  checksum: XXH3, 64 bits, of the header with these 8 bytes zero and the payload's own XXH3
+    16  length of payload 24  checksum: XXH3, 64 bits, of the header with these 8 bytes zero and the payload's own
+                              checksum (see `checksums`)
     32  key (48: tenant, digest of namespace and tokens, shard)   80  first token   88  end token
     96  meta: JSON of the shard (group, layers, roles, shapes, dtypes, part), blanks up to a multiple of 4096
         payload, in the shard's order; it starts at a sector, as O_DIRECT requires
@@ -26,7 +27,7 @@ from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.shards import Shard, ShardHeader
 from kvweave.store.tier import Blob
 
-MAGIC, VERSION = b"KVWV", 2
+MAGIC, VERSION = b"KVWV", 3
 HEADER = struct.Struct(f"<4sHHIIQQ{KEY_BYTES}sQQ")
 CHECKSUM = slice(24, 32)
 ALIGN = 4096
@@ -150,6 +151,6 @@ def blob_info(blob: bytes) -> BlobInfo | None:
     if version != VERSION or len(blob) != size + payload_bytes:
         return None
     head = blob[: CHECKSUM.start] + bytes(8) + blob[CHECKSUM.stop : size]
-    if _checksum(head, xxhash.xxh3_64_intdigest(blob[size:])) != checksum:
+    if _checksum(head, checksums.checksum(np.frombuffer(blob, np.uint8)[size:])) != checksum:
         return None
     return BlobInfo(key, start, stop, payload_bytes, json.loads(blob[HEADER.size : size]))

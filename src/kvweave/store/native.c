@@ -1,8 +1,9 @@
 /* What the store does with every byte, in one pass and without the interpreter:
  *
  *   digests, links   SHA-256 of each chunk of tokens, and the chain over them
- *   copy             memory to memory, past the cache, with XXH3 (64 bits) of what was copied
- *   read, write      striped files to memory and back, with XXH3 while a piece is in the cache, several under way
+ *   sums             XXH3 (64 bits) of each part of a message
+ *   copy             memory to memory, past the cache, with the sums of what was copied
+ *   read, write      striped files to memory and back, summed while a piece is in the cache, several under way
  *
  * Results are those of hashlib and xxhash, which stand in where this cannot be built or the processor is too old.
  */
@@ -204,6 +205,7 @@ static PyObject *links(PyObject *self, PyObject *args)
 /* ---- XXH3, 64 bits, for more than 240 bytes */
 
 enum { STRIPE = 64, STRIPES = 16, SPAN = STRIPE * STRIPES, PIECE = 1 << 17, SHORTEST = 241, AHEAD = 2048 };
+enum { PART = 1 << 15 }; /* as `checksums.PART_BYTES` */
 
 static const uint8_t SECRET[192] __attribute__((aligned(64))) = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -348,6 +350,80 @@ WITH_AVX2 static uint64_t finish(Sum *sum, const uint8_t *end, size_t size)
     return result ^ result >> 32;
 }
 
+/* A message is summed in parts, each by itself, so that others may sum them side by side; what is left over belongs to
+ * the last one. `at` bytes, whole spans, were added; `sums` has room for one of each part. */
+typedef struct {
+    Sum part;
+    size_t at, size;
+    uint64_t *sums;
+} Parts;
+
+INLINE size_t parts_of(size_t size)
+{
+    return size < PART ? 1 : size / PART;
+}
+
+INLINE void start_parts(Parts *parts, size_t size, uint64_t *sums)
+{
+    parts->at = 0;
+    parts->size = size;
+    parts->sums = sums;
+    start(&parts->part);
+}
+
+enum { CACHED, STREAMED, WIDE }; /* how spans are written: to the cache, past it, or past it in wide registers */
+
+/* The next `size` bytes, whole spans of them. The last span of a part is read once, too: its sum is of the copy. */
+WITH_AVX2 INLINE void add_parts(Parts *parts, const uint8_t *from, uint8_t *to, size_t size, int way, int ahead)
+{
+    size_t last = (parts_of(parts->size) - 1) * PART;
+    while (size) {
+        size_t within = parts->at % PART, count = PART - SPAN - within, is_last = parts->at >= last;
+        count = is_last || count > size ? size : count;
+        if (way == WIDE && to)
+            stream_spans(&parts->part, from, to, count);
+        else if (way == WIDE)
+            sum_spans(&parts->part, from, count);
+        else
+            add_spans(&parts->part, from, to, count, way == STREAMED, ahead);
+        if (!is_last && within + count == PART - SPAN && size > count) {
+            uint8_t end[SPAN];
+            memcpy(end, from + count, SPAN);
+            __asm__ volatile("" : : "r"(end) : "memory"); /* the copy is summed, not what is read again */
+            if (to)
+                memcpy(to + count, end, SPAN);
+            parts->sums[parts->at / PART] = finish(&parts->part, end, PART);
+            start(&parts->part);
+            count += SPAN;
+        }
+        parts->at += count;
+        size -= count;
+        from += count;
+        to = to ? to + count : NULL;
+    }
+}
+
+/* Bytes of the last part, of which `end_of` are needed at the end. */
+INLINE size_t last_part(size_t size)
+{
+    return size - (parts_of(size) - 1) * PART;
+}
+
+INLINE void finish_parts(Parts *parts, const uint8_t *end)
+{
+    size_t size = last_part(parts->size);
+    parts->sums[parts_of(parts->size) - 1] = finish(&parts->part, end, size);
+}
+
+/* Whole spans from memory that nobody changes, or that is copied elsewhere first. */
+WITH_AVX2 static void sum_all(const uint8_t *from, size_t size, uint64_t *sums)
+{
+    Parts parts;
+    start_parts(&parts, size, sums);
+    add_parts(&parts, from, NULL, (size - 1) / SPAN * SPAN, __builtin_cpu_supports("avx512f") ? WIDE : CACHED, AHEAD);
+    finish_parts(&parts, from + size - end_of(size));
+}
+
 static int is_over(double until)
 {
     struct timespec now;
@@ -355,31 +431,60 @@ static int is_over(double until)
     return now.tv_sec + 1e-9 * now.tv_nsec >= until;
 }
 
-/* Whether all was copied before `until`. The sum is of what was written, even if `from` or `to` change meanwhile. */
-WITH_AVX2 static int copy_all(uint8_t *to, const uint8_t *from, size_t size, int streaming, double until, uint64_t *sum)
+/* Whether all was copied before `until`. Sums are of what was written, even if `from` or `to` change meanwhile. */
+WITH_AVX2 static int copy_all(uint8_t *to, const uint8_t *from, size_t size, int streaming, double until, uint64_t *sums)
 {
-    Sum running;
+    Parts parts;
     uint8_t end[2 * SPAN]; /* the last span and the rest, whose last stripe the sum reads twice */
     size_t whole = (size - 1) / SPAN * SPAN, direct = whole ? whole - SPAN : 0;
     streaming = streaming && (uintptr_t)to % sizeof(__m256i) == 0;
-    start(&running);
+    start_parts(&parts, size, sums);
     memcpy(end, from + direct, size - direct);
     for (size_t at = 0; at < direct; at += PIECE) {
         size_t count = direct - at < PIECE ? direct - at : PIECE;
         if (is_over(until))
             return 0;
         if (streaming)
-            add_spans(&running, from + at, to + at, count, 1, AHEAD);
+            add_parts(&parts, from + at, to + at, count, STREAMED, AHEAD);
         else
-            add_spans(&running, from + at, to + at, count, 0, AHEAD);
+            add_parts(&parts, from + at, to + at, count, CACHED, AHEAD);
     }
     if (is_over(until))
         return 0;
-    add_spans(&running, end, to + direct, whole - direct, 0, 0);
+    add_parts(&parts, end, to + direct, whole - direct, CACHED, 0);
     memcpy(to + whole, end + whole - direct, size - whole);
     _mm_sfence();
-    *sum = finish(&running, end + size - direct - end_of(size), size);
+    finish_parts(&parts, end + size - direct - end_of(size));
     return 1;
+}
+
+/* Room for the sums of a message. */
+static PyObject *new_sums(size_t size)
+{
+    return PyBytes_FromStringAndSize(NULL, parts_of(size) * sizeof(uint64_t));
+}
+
+static uint64_t *sums_in(PyObject *made)
+{
+    return (uint64_t *)PyBytes_AS_STRING(made);
+}
+
+static PyObject *sums(PyObject *self, PyObject *args)
+{
+    Py_buffer from;
+    PyObject *made = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*", &from))
+        return NULL;
+    if (from.len < SHORTEST) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes; at least 241", from.len);
+    } else if ((made = new_sums(from.len))) {
+        Py_BEGIN_ALLOW_THREADS
+        sum_all(from.buf, from.len, sums_in(made));
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&from);
+    return made;
 }
 
 static PyObject *copy(PyObject *self, PyObject *args)
@@ -387,25 +492,23 @@ static PyObject *copy(PyObject *self, PyObject *args)
     Py_buffer to, from;
     int streaming, in_time = 0;
     double until;
-    uint64_t sum = 0;
+    PyObject *made = NULL;
     (void)self;
     if (!PyArg_ParseTuple(args, "w*y*pd", &to, &from, &streaming, &until))
         return NULL;
-    int fits = to.len == from.len && to.len >= SHORTEST;
-    if (fits) {
-        Py_BEGIN_ALLOW_THREADS
-        in_time = copy_all(to.buf, from.buf, to.len, streaming, until, &sum);
-        Py_END_ALLOW_THREADS
-    } else {
+    if (to.len != from.len || to.len < SHORTEST) {
         PyErr_Format(PyExc_ValueError, "%zd bytes into %zd; as many, and at least 241", from.len, to.len);
+    } else if ((made = new_sums(to.len))) {
+        Py_BEGIN_ALLOW_THREADS
+        in_time = copy_all(to.buf, from.buf, to.len, streaming, until, sums_in(made));
+        Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&to);
     PyBuffer_Release(&from);
-    if (!fits)
-        return NULL;
-    if (!in_time)
-        Py_RETURN_NONE;
-    return PyLong_FromUnsignedLongLong(sum);
+    if (!made || in_time)
+        return made;
+    Py_DECREF(made);
+    Py_RETURN_NONE;
 }
 
 /* ---- striped files */
@@ -538,29 +641,26 @@ typedef struct {
     int slots;
 } Bounce;
 
-/* The part of a piece that is behind the head and in whole spans: summed, and copied to `to` if there is one. */
-WITH_AVX2 static void take_spans(Sum *sum, const uint8_t *from, uint8_t *to, size_t size)
+/* What of a piece is behind the head and in whole spans: summed, and copied to `to` if there is one. */
+WITH_AVX2 static void take_spans(Parts *parts, const uint8_t *from, uint8_t *to, size_t size)
 {
-    int wide = __builtin_cpu_supports("avx512f") && (uintptr_t)to % STRIPE == 0;
-    if (wide && to)
-        stream_spans(sum, from, to, size);
-    else if (wide)
-        sum_spans(sum, from, size);
+    if (__builtin_cpu_supports("avx512f") && (uintptr_t)to % STRIPE == 0)
+        add_parts(parts, from, to, size, WIDE, 0);
     else
-        add_spans(sum, from, to, size, 1, 0);
+        add_parts(parts, from, to, size, STREAMED, 0);
 }
 
-/* Whether there were `size` bytes, with the sum of what stands behind `head` of them; -1, with errno, where they could
+/* Whether there were `size` bytes, with the sums of what stands behind `head` of them; -1, with errno, where they could
  * not be read. Through a bounce the kernel writes to a small memory that stays in the cache, and from there it goes past
  * the cache to its place. Without one the kernel writes to the place itself, and each piece is summed while it is in the
  * cache: a copy less. */
 WITH_AVX2 static int read_all(const Files *files, Queue *queue, uint8_t *to, size_t head, size_t size, size_t at,
-                              Bounce bounce, uint64_t *sum)
+                              Bounce bounce, uint64_t *sums)
 {
-    Sum running;
+    Parts parts;
     size_t whole = (size - head - 1) / SPAN * SPAN, asked = 0, counts[SLOTS];
     int begun = 0, ended = 0;
-    start(&running);
+    start_parts(&parts, size - head, sums);
     for (size_t done = 0; done < size; ended++) {
         for (; asked < size && begun - ended < bounce.slots; begun++) {
             int slot = begun % bounce.slots;
@@ -578,7 +678,7 @@ WITH_AVX2 static int read_all(const Files *files, Queue *queue, uint8_t *to, siz
             return failed(queue, moved < 0 ? -1 : 0);
         of_head = of_head < count ? of_head : count;
         size_t left = head + whole - done - of_head, spans = count - of_head < left ? count - of_head : left;
-        take_spans(&running, from + of_head, bounce.memory ? to + done + of_head : NULL, spans);
+        take_spans(&parts, from + of_head, bounce.memory ? to + done + of_head : NULL, spans);
         if (bounce.memory) {
             memcpy(to + done, from, of_head);
             memcpy(to + done + of_head + spans, from + of_head + spans, count - of_head - spans);
@@ -586,7 +686,7 @@ WITH_AVX2 static int read_all(const Files *files, Queue *queue, uint8_t *to, siz
         done += count;
     }
     _mm_sfence();
-    *sum = finish(&running, to + size - end_of(size - head), size - head);
+    finish_parts(&parts, to + size - end_of(size - head));
     return 1;
 }
 
@@ -611,15 +711,15 @@ static void grow(const Files *files, size_t size, size_t at)
     }
 }
 
-/* Whether all was written, with its sum; -1, with errno, where it could not be. A piece is summed while it is in the
+/* Whether all was written, with its sums; -1, with errno, where it could not be. A piece is summed while it is in the
  * cache for the kernel's copy of it, or for ours if there is a bounce. */
 WITH_AVX2 static int write_all(const Files *files, Queue *queue, const uint8_t *from, size_t size, size_t at,
-                               Bounce bounce, uint64_t *sum)
+                               Bounce bounce, uint64_t *sums)
 {
-    Sum running;
+    Parts parts;
     size_t whole = (size - 1) / SPAN * SPAN, count;
     int begun = 0, ended = 0;
-    start(&running);
+    start_parts(&parts, size, sums);
     if (bounce.memory)
         grow(files, in_sectors(files, size), at);
     for (size_t done = 0; done < size; done += count, begun++) {
@@ -631,18 +731,18 @@ WITH_AVX2 static int write_all(const Files *files, Queue *queue, const uint8_t *
         uint8_t *memory = (uint8_t *)from + done;
         if (bounce.memory) {
             memory = bounce.memory + slot * bounce.piece;
-            add_spans(&running, from + done, memory, spans, 0, AHEAD);
+            add_parts(&parts, from + done, memory, spans, CACHED, AHEAD);
             memcpy(memory + spans, from + done + spans, count - spans);
             memset(memory + count, 0, in_sectors(files, count) - count);
         } else {
-            add_spans(&running, memory, NULL, spans, 0, AHEAD);
+            add_parts(&parts, memory, NULL, spans, CACHED, AHEAD);
         }
         begin(queue, slot, files, 1, memory, in_sectors(files, count), at + done);
     }
     for (; ended < begun; ended++)
         if (!is_written(queue, ended % bounce.slots, files))
             return failed(queue, -1);
-    *sum = finish(&running, from + size - end_of(size), size);
+    finish_parts(&parts, from + size - end_of(size));
     return 1;
 }
 
@@ -673,13 +773,16 @@ static PyObject *queue_(PyObject *self, PyObject *args)
 }
 
 /* The result of a transfer of `fine` (1: whole, 0: the files end, -1: errno). */
-static PyObject *summed(int fine, uint64_t sum)
+static PyObject *summed(int fine, PyObject *made)
 {
+    if (!made || fine > 0)
+        return made;
     if (fine < 0)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    if (!fine)
-        Py_RETURN_NONE;
-    return PyLong_FromUnsignedLongLong(sum);
+        PyErr_SetFromErrno(PyExc_OSError);
+    Py_DECREF(made);
+    if (fine < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 static int is_sound(const Files *files, Py_ssize_t at, Py_ssize_t piece, Py_ssize_t bounced)
@@ -695,8 +798,8 @@ static PyObject *read_(PyObject *self, PyObject *args)
     Py_buffer fds, to, memory;
     Py_ssize_t stripe, sector, at, head, piece;
     PyObject *capsule;
+    PyObject *made = NULL;
     int fine = -1;
-    uint64_t sum = 0;
     (void)self;
     if (!PyArg_ParseTuple(args, "y*nnnw*nw*nO", &fds, &stripe, &sector, &at, &to, &head, &memory, &piece, &capsule))
         return NULL;
@@ -706,18 +809,18 @@ static PyObject *read_(PyObject *self, PyObject *args)
     int fits = queue && is_sound(&files, at, piece, memory.len) && (bounced || sector == 1) && head >= 0 &&
                head % SPAN == 0 && to.len >= head + SHORTEST &&
                (!bounced || ((uintptr_t)to.buf + head) % sizeof(__m256i) == 0);
-    if (fits) {
+    if (fits && (made = new_sums(to.len - head))) {
         Bounce bounce = {bounced ? memory.buf : NULL, piece, bounced ? memory.len / piece : 1};
         Py_BEGIN_ALLOW_THREADS
-        fine = read_all(&files, queue, to.buf, head, to.len, at, bounce, &sum);
+        fine = read_all(&files, queue, to.buf, head, to.len, at, bounce, sums_in(made));
         Py_END_ALLOW_THREADS
-    } else if (queue) {
+    } else if (queue && !fits) {
         PyErr_Format(PyExc_ValueError, "%zd bytes with a head of %zd: too few, or not aligned", to.len, head);
     }
     PyBuffer_Release(&fds);
     PyBuffer_Release(&to);
     PyBuffer_Release(&memory);
-    return fits ? summed(fine, sum) : NULL;
+    return summed(fine, made);
 }
 
 static PyObject *write_(PyObject *self, PyObject *args)
@@ -725,8 +828,8 @@ static PyObject *write_(PyObject *self, PyObject *args)
     Py_buffer fds, from, memory;
     Py_ssize_t stripe, sector, at, piece;
     PyObject *capsule;
+    PyObject *made = NULL;
     int fine = -1;
-    uint64_t sum = 0;
     (void)self;
     if (!PyArg_ParseTuple(args, "y*nnny*w*nO", &fds, &stripe, &sector, &at, &from, &memory, &piece, &capsule))
         return NULL;
@@ -734,18 +837,18 @@ static PyObject *write_(PyObject *self, PyObject *args)
     Queue *queue = PyCapsule_GetPointer(capsule, NULL);
     int bounced = memory.len >= piece;
     int fits = queue && is_sound(&files, at, piece, memory.len) && (bounced || sector == 1) && from.len >= SHORTEST;
-    if (fits) {
+    if (fits && (made = new_sums(from.len))) {
         Bounce bounce = {bounced ? memory.buf : NULL, piece, bounced ? memory.len / piece : 1};
         Py_BEGIN_ALLOW_THREADS
-        fine = write_all(&files, queue, from.buf, from.len, at, bounce, &sum);
+        fine = write_all(&files, queue, from.buf, from.len, at, bounce, sums_in(made));
         Py_END_ALLOW_THREADS
-    } else if (queue) {
+    } else if (queue && !fits) {
         PyErr_Format(PyExc_ValueError, "%zd bytes at %zd: too few, or not aligned", from.len, at);
     }
     PyBuffer_Release(&fds);
     PyBuffer_Release(&from);
     PyBuffer_Release(&memory);
-    return fits ? summed(fine, sum) : NULL;
+    return summed(fine, made);
 }
 
 static PyMethodDef methods[] = {
@@ -753,10 +856,11 @@ static PyMethodDef methods[] = {
     {"links", links, METH_VARARGS, "links(first, leaves): a chain of SHA-256 over digests"},
     {"queue", queue_, METH_VARARGS, "queue(asynchronous): what a thread needs for `read` and `write`"},
     {"read", read_, METH_VARARGS,
-     "read(fds, stripe, sector, start, to, head, bounce, piece, queue): XXH3 behind `head`; None if the files end"},
+     "read(fds, stripe, sector, start, to, head, bounce, piece, queue): sums behind `head`; None if the files end"},
     {"write", write_, METH_VARARGS,
-     "write(fds, stripe, sector, start, source, bounce, piece, queue): XXH3 of what was written"},
-    {"copy", copy, METH_VARARGS, "copy(to, source, streaming, until): XXH3 of what was copied; None if it was late"},
+     "write(fds, stripe, sector, start, source, bounce, piece, queue): sums of what was written"},
+    {"sums", sums, METH_VARARGS, "sums(message): the XXH3 of each of its parts, one after the other"},
+    {"copy", copy, METH_VARARGS, "copy(to, source, streaming, until): sums of what was copied; None if it was late"},
     {NULL, NULL, 0, NULL},
 };
 
