@@ -41,7 +41,7 @@ TOKENS = CHUNKS * CHUNK
 
 @contextmanager
 def daemon(folder: Path) -> Iterator[Path]:
-    settings = Settings(memory=2 << 30, socket=folder / "kv.sock")
+    settings = Settings(memory=8 << 30, socket=folder / "kv.sock")
     process = multiprocessing.get_context("spawn").Process(target=run, args=(settings,))
     process.start()
     try:

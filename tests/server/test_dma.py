@@ -16,8 +16,7 @@ import pytest
 
 from kvweave.server import Client, protocol
 from kvweave.server.dma import PORTABLE, READ_ONLY, DMARegistration
-from tests.server.models import POINTS, SCHEMA, SPEC, prompt, serving, settings, store
-from tests.store.models import rank
+from tests.server.models import serving, settings
 
 
 class Cuda:
@@ -77,21 +76,15 @@ def test_a_connection_registers_the_whole_arena_and_its_end_undoes_it(tmp_path: 
     assert not cuda.registered
 
 
-def test_an_arena_that_can_only_be_read_is_registered_as_such(tmp_path: Path, cuda: Cuda) -> None:
-    with serving(settings(tmp_path, inbox=1 << 20)), Client(tmp_path / "kv.sock") as client:
-        until(lambda: client.is_registered)
-        assert cuda.flags == [PORTABLE | READ_ONLY]
-
-
-def test_what_is_saved_passes_through_registered_memory_that_is_used_again(tmp_path: Path, cuda: Cuda) -> None:
-    made = rank(SCHEMA, SPEC, 1024, block_tokens=64)
-    with serving(settings(tmp_path)):
-        saving = store(tmp_path / "kv.sock", workers=1)
-        until(lambda: saving.client.is_registered)
-        for number in range(3):
-            assert saving.save(prompt(number), made.pages.source(made.table), points=POINTS).dropped == 0
-        assert len(cuda.registered) == 2, "the arena, and one buffer"
-        saving.close()
+def test_an_arena_that_can_only_be_read_is_registered_as_such_and_the_inbox_beside_it(
+    tmp_path: Path, cuda: Cuda
+) -> None:
+    with serving(settings(tmp_path, inbox=1 << 20)):
+        client = Client(tmp_path / "kv.sock")
+        until(lambda: client.is_registered and len(cuda.registered) == 2)
+        assert sorted(cuda.flags) == [PORTABLE, PORTABLE | READ_ONLY]
+        assert client.mapped.inbox.ctypes.data in cuda.registered
+        client.close()
         assert not cuda.registered
 
 

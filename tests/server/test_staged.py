@@ -1,5 +1,5 @@
-"""Loads into memory that is reached through staging memory, as a GPU's: payloads come straight out of the arena, and
-only what is intact gets into pages. A copier of the host that stages stands in for the GPU's."""
+"""Memory that is reached through staging memory, as a GPU's: payloads go straight into the arena and come straight out
+of it, and only what is intact gets into pages. A copier of the host that stages stands in for the GPU's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
-from kvweave.copying import BlockCopy, HostPayloadCopier, Landing, StagedCopier
+from kvweave.copying import PART_BYTES, BlockCopy, Gathering, HostPayloadCopier, Landing, PartSums, StagedCopier
 from kvweave.errors import BadCopy
 from kvweave.server import Daemon, RemoteStore
-from kvweave.store import EngineMemory, PagePayloads
+from kvweave.store import EngineMemory, PagePayloads, checksums
 from kvweave.store.keys import Bytes
 from tests.server.models import POINTS, SCHEMA, SPEC, prompt, serving, settings, store
 from tests.store.models import Rank, fill, rank, share, truth
@@ -29,27 +30,52 @@ class StagingCopier(HostPayloadCopier):
         self.seen: list[Bytes] = []
         self.calls = 0
         self.between: Callable[[], None] = lambda: None
+        self.behind: Callable[[], None] = lambda: None
 
     def after_caller(self) -> StagingCopier:
         return self
 
-    def begin_gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> Callable[[], None]:
-        self.gather(copies, payload)
-        return lambda: None
+    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
+        self.seen += payloads
+        self.calls += 1
+        staged = np.zeros((len(payloads), payloads[0].nbytes), np.uint8)
+        self.gather(copies, staged.reshape(-1))
+
+        def finish(may_write: Callable[[], bool]) -> list[PartSums] | None:
+            self.between()
+            if not may_write():
+                return None
+            for payload, own in zip(payloads, staged, strict=True):
+                payload[:] = own
+            self.behind()
+            return sums(staged)
+
+        return finish
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
         self.seen += payloads
         self.calls += 1
         staged = np.concatenate(payloads)
 
-        def land(is_intact: Callable[[], bool]) -> bool:
+        def land(is_intact: Callable[[Sequence[PartSums]], bool]) -> bool:
             self.between()
-            fine = is_intact()
+            fine = is_intact(sums(staged.reshape(len(payloads), -1)))
             if fine:
                 self.scatter(copies, staged)
             return fine
 
         return land
+
+
+def sums(payloads: Bytes) -> list[PartSums]:
+    """Of payloads `[payloads, bytes]`: all but the last part of each is summed."""
+    found = []
+    for payload in payloads:
+        last = (checksums.num_parts(payload.nbytes) - 1) * PART_BYTES
+        parts = (payload[at : at + PART_BYTES] for at in range(0, last, PART_BYTES))
+        own = b"".join(xxhash.xxh3_64_intdigest(part.data).to_bytes(8, "little") for part in parts)
+        found.append(PartSums(own, payload[last:]))
+    return found
 
 
 def engine() -> tuple[Rank, PagePayloads, StagingCopier]:
@@ -136,6 +162,50 @@ def test_what_was_read_after_the_lease_is_lost_and_no_damage(tmp_path: Path, mon
         client.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"inbox": 1 << 20}], ids=["writable", "read-only"])
+def test_payloads_go_straight_into_the_arena_or_the_inbox(tmp_path: Path, options: dict[str, int]) -> None:
+    with serving(settings(tmp_path, **options)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        fill(SCHEMA, made, TOKENS // SCHEMA.chunk_tokens)
+        assert client.save(prompt(), pages.source(made.table), points=POINTS).dropped == 0
+        assert copier.seen
+        if not options:
+            assert all(np.may_share_memory(payload, client.client.arena) for payload in copier.seen)
+        made, pages, _ = engine()
+        assert client.load(client.lookup(prompt()), pages.sink(made.table)) == TOKENS
+        for shard in SCHEMA.shards:
+            for chunk in shard.needs(TOKENS):
+                assert np.array_equal(pages.source(made.table)(shard, chunk), truth(shard, chunk))
+        client.close()
+
+
+def test_what_was_overwritten_while_it_was_saved_is_found_damaged(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        fill(SCHEMA, made, TOKENS // SCHEMA.chunk_tokens)
+
+        def overwrite() -> None:
+            client.client.arena[:] = 0xEE
+
+        copier.behind = overwrite
+        client.save(prompt(), pages.source(made.table), points=POINTS)
+        made, pages, _ = engine()
+        assert client.load(client.lookup(prompt()), pages.sink(made.table)) == 0
+        client.close()
+
+
+def test_what_was_gathered_after_its_time_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        before = client.client.arena.copy()
+        monkeypatch.setattr("kvweave.server.arena_copier.time.monotonic", lambda: float("inf"))
+        outcome = client.save(prompt(), pages.source(made.table), points=POINTS)
+        assert copier.calls
+        assert outcome.stored == 0
+        assert np.array_equal(client.client.arena, before)
+        client.close()
+
+
 def test_no_copy_outlives_a_load_that_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvweave.server.arena_copier.THREADED_BYTES", 1)
     with serving(settings(tmp_path)) as daemon:
@@ -159,10 +229,10 @@ def test_no_gather_outlives_a_save_that_raised(tmp_path: Path, monkeypatch: pyte
     begun, ended = [], []
 
     class Breaking(StagingCopier):
-        def begin_gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> Callable[[], None]:
+        def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
             begun.append(1)
 
-            def finish() -> None:
+            def finish(_: Callable[[], bool]) -> None:
                 time.sleep(0.05)
                 ended.append(1)
                 raise BadCopy("no such page")

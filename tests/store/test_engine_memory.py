@@ -24,6 +24,7 @@ from kvweave.store import (
     prove_layout,
     region_view,
 )
+from kvweave.store.page_payloads import HostGather
 from tests.store.engines import HEADS, KEY, LAYOUTS, SPEC, WINDOW, WINDOWS, Engine, Truth
 from tests.store.models import namespace
 
@@ -138,9 +139,10 @@ def test_payloads_that_are_collected_together_are_those_that_are_collected_one_b
     engine = Engine(schema, layout, 128, 512)
     engine.compute(Truth(512, 64), states=range(8))
     source = engine.pages.source(engine.tables)
+    assert isinstance(source, HostGather)
     for shard in (shard for shard in schema.shards if shard.reach.per_token):
         together = np.zeros(len(chunks) * shard.payload_bytes, np.uint8)
-        source.begin_fill(shard, chunks, together)()
+        source.fill(shard, chunks, together)
         assert together.tobytes() == b"".join(source(shard, chunk).tobytes() for chunk in chunks)
 
 
@@ -152,7 +154,7 @@ def test_pages_that_are_not_there_are_never_written_and_never_passed_for_rows() 
     window = next(shard for shard in schema.shards if shard.tag == "window" and not shard.first_token)
     for layer in WINDOWS:
         engine.tables[f"window {layer}"][4:6] = 0
-    with pytest.raises(StoreError, match="6 of the 12 pages of chunk 1 are not there"):
+    with pytest.raises(StoreError, match="2 of the 4 pages of chunk 1 in table 'window \\d' are not there"):
         engine.pages.source(engine.tables)(window, 1)
     assert not engine.pages.holds(window, 1, engine.tables)
     before = {layer: engine.arrays[f"kv {layer}"][0].copy() for layer in WINDOWS}

@@ -125,7 +125,7 @@ def test_a_chunk_of_which_pages_are_gone_is_not_stored_as_a_whole_one() -> None:
     shard = next(shard for shard in schema.shards if shard.tag == "window")
     source = one.pages.source(one.table)
     assert source(shard, 0).nbytes == shard.payload_bytes
-    with pytest.raises(StoreError, match="4 of the 16 pages of chunk 1 are not there"):
+    with pytest.raises(StoreError, match="4 of the 16 pages of chunk 1 in table 'window' are not there"):
         source(shard, 1)
 
 

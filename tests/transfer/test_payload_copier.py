@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvweave.errors import BadCopy
-from kvweave.store import EngineMemory, PagePayloads, Schema
-from kvweave.store.page_payloads import StagedScatter
+from kvweave.store import EngineMemory, PagePayloads, Schema, checksums
+from kvweave.store.page_payloads import StagedGather, StagedScatter
 from tests.store.engines import LAYOUTS, SPEC, Engine, Truth
 
 CHUNK, TOKENS = 64, 256
@@ -85,12 +85,52 @@ def test_a_payload_on_its_way_to_a_gpu_is_judged_before_pages_are_written(fine: 
     for number, chunk in product(pages.reads, range(4)):
         payload = truth.payload(SCHEMA.shards[number], chunk)
 
-        def judged(payload: Any = payload) -> bool:
+        def judged(found: Any, payload: Any = payload, expected: int = checksums.checksum(payload)) -> bool:
             payload[:] = 0xEE  # it was read by then
-            return fine
+            return fine and [checksums.of_parts(parts) for parts in found] == [expected]
 
         assert sink.begin_landing(SCHEMA.shards[number], [chunk], [payload])(judged) is fine
     assert came_back(engine, pools) == expected
+
+
+@on_gpu
+@pytest.mark.parametrize("may_write", [True, False])
+def test_what_is_gathered_from_a_gpu_comes_with_its_sums_or_not_at_all(may_write: bool) -> None:
+    truth, engine = Truth(TOKENS, CHUNK), Engine(SCHEMA, LAYOUTS[0], 16, TOKENS)
+    engine.compute(truth, states=range(4))
+    pages, _ = on_device(engine)
+    source = pages.source(engine.tables)
+    assert isinstance(source, StagedGather)
+    for shard in (SCHEMA.shards[number] for number in pages.writes):
+        expected = [truth.payload(shard, chunk) for chunk in range(1 if shard.payload_bytes % 8 else 4)]
+        payloads = [np.zeros(shard.payload_bytes, np.uint8) for _ in expected]
+        found = source.begin_gather(shard, range(len(expected)), payloads)(lambda: may_write)
+        if may_write:
+            assert found is not None
+            assert [checksums.of_parts(parts) for parts in found] == [*map(checksums.checksum, expected)]
+        assert np.array_equal(payloads, expected if may_write else np.zeros_like(expected))
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [0, 8, 100, 32_760, 32_768, 32_776, 65_535, 65_536, 98_304, 1 << 20, 3_000_008])
+@pytest.mark.parametrize("count", [1, 3])
+def test_sums_of_parts_on_a_gpu_are_those_of_the_host(size: int, count: int) -> None:
+    from kvweave.transfer.checksum_kernel import SumLayout
+    from kvweave.transfer.driver import ImmediateCommands, context_of
+
+    if count > 1 and size % 8:
+        pytest.skip("several payloads have a multiple of 8 bytes")
+    payloads = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
+    staged = torch.zeros(count * size + 8, dtype=torch.uint8, device="cuda")
+    staged[: count * size] = torch.from_numpy(payloads.reshape(-1)).cuda()
+    sums = SumLayout(size)
+    out = torch.zeros(8 * sums.words * count + 8, dtype=torch.uint8).pin_memory()
+    commands = ImmediateCommands(context_of(0))
+    sums.launch(commands, count, staged.data_ptr(), out.data_ptr(), torch.cuda.current_stream().cuda_stream, 0)
+    commands.flush()
+    torch.cuda.synchronize()
+    found = [checksums.of_parts(parts) for parts in sums.found(out.numpy(), count)]
+    assert found == [checksums.checksum(payload) for payload in payloads]
 
 
 @on_gpu

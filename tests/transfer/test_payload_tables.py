@@ -11,8 +11,7 @@ import pytest
 from kvweave.copying import BlockCopy, Bytes
 from kvweave.errors import BadCopy
 from kvweave.store import PagePayloads, Schema
-from kvweave.transfer.payload_tables import PayloadTable
-from kvweave.transfer.tiles import tiles_of
+from kvweave.transfer.payload_tables import PayloadTable, PooledFields
 from tests.store.engines import LAYOUTS, SPEC, Engine, Truth
 
 
@@ -22,7 +21,8 @@ class TableCopier:
     together_bytes = 1
 
     def __init__(self, pools: dict[str, Bytes]) -> None:
-        self._pools = pools
+        addresses = {name: pool.ctypes.data for name, pool in pools.items()}
+        self._pooled = PooledFields(addresses, {name: pool.nbytes for name, pool in pools.items()})
 
     def after_caller(self) -> TableCopier:
         return self
@@ -34,15 +34,13 @@ class TableCopier:
         self._carry_out(copies, payload, gather=False)
 
     def _carry_out(self, copies: Iterable[BlockCopy], payload: Bytes, *, gather: bool) -> None:
-        addresses = {name: pool.ctypes.data for name, pool in self._pools.items()}
-        sizes = {name: pool.nbytes for name, pool in self._pools.items()}
-        table = PayloadTable(copies, addresses, sizes, payload.nbytes)
+        table = PayloadTable(copies, self._pooled, payload.nbytes)
         at = 0
-        for batch in table.template.batches:
-            count = len(batch.entries)
+        for batch in table.batches:
+            count = batch.num_pages
             pages, places = table.address_table[at : at + 2 * count].reshape(2, count)
             at += 2 * count
-            tiles = tiles_of(batch.tiling)
+            tiles = batch.tiling.tiles
             here, there = (numbers[:, None] + tiles[:, side] for side, numbers in enumerate((pages, places)))
             for number in (here, there, tiles[:, 2]):
                 assert not (number % table.vector_bytes).any()

@@ -1,44 +1,47 @@
-"""Copies between an engine's pools and a payload, as data: whoever carries them out needs to know nothing else."""
+"""Copies between an engine's pools and payloads, as data: whoever carries them out needs to know nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from kvweave.copying.blocks import Bytes, Numbers, Shape, StridedBlocks, copy_blocks
-from kvweave.errors import BadCopy
+
+PART_BYTES = 32 << 10
+"""A payload's checksum is computed from those of parts of so many bytes; what is left over belongs to the last one."""
 
 
-class BlockCopy(NamedTuple):
-    """Blocks of `shape` (planes, rows, bytes of a run): block i starts at `held[i]` of the pool `pools[pool_index[i]]`,
-    at `kept[i]` of the payload, and its runs lie as far apart as either side's strides say."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Fields:
+    """Fields that lie alike: blocks of `shape` (planes, rows, bytes of a run), whose runs are as far apart as either
+    side's strides say. Field i begins at `held[i]` of the pool `pools[pool_index[i]]`, and at `kept[i]` of a payload.
+    """
 
     pools: tuple[str, ...]
-    pool_index: Numbers | None
-    """None if there is one pool."""
+    pool_index: Numbers
     held: Numbers
     held_strides: tuple[int, int]
     kept: Numbers
     kept_strides: tuple[int, int]
     shape: Shape
 
-    def of_pools(self, numbers: Numbers) -> Numbers | int:
-        """Of one number for each pool, those of the blocks' pools."""
-        return int(numbers[0]) if self.pool_index is None else numbers[self.pool_index]
 
-    def check(self, pool_bytes: Numbers, payload_bytes: int) -> None:
-        """Raises `BadCopy` if a block, of at least one, does not lie in memories of so many bytes."""
-        for name, sizes, starts, strides in (
-            ("pool", self.of_pools(pool_bytes), self.held, self.held_strides),
-            ("payload", payload_bytes, self.kept, self.kept_strides),
-        ):
-            reach = strides[0] * (self.shape[0] - 1) + strides[1] * (self.shape[1] - 1) + self.shape[2]
-            first, beyond = int(starts.min()), starts + (reach - sizes)
-            if first < 0 or beyond.max() > 0:
-                raise BadCopy(
-                    f"blocks begin at byte {first} of a {name}, and end {beyond.max()} bytes behind its end: is a page"
-                    " number wrong?"
-                )
+class BlockCopy(NamedTuple):
+    """A block of each field for each segment, which begins so many bytes further in the pools and in the payload."""
+
+    fields: Fields
+    held: Numbers
+    kept: Numbers
+
+
+class PartSums(NamedTuple):
+    """Of a payload the XXH3s of its parts, 8 bytes each; and, if that is not among them, the last part itself."""
+
+    sums: bytes
+    last: Bytes | None = None
 
 
 class PayloadCopier(Protocol):
@@ -62,22 +65,29 @@ class PayloadCopier(Protocol):
         ...
 
 
-Landing = Callable[[Callable[[], bool]], bool]
-"""Waits until payloads were copied from where they are, then asks whether they were intact until now, and writes the
-pools only if so; returns whether they were."""
+Gathering = Callable[[Callable[[], bool]], Sequence[PartSums] | None]
+"""Waits until payloads were gathered, then asks whether they may be written to where they go, and does so; returns the
+sums of what was gathered, None if it may not."""
+Landing = Callable[[Callable[[Sequence[PartSums]], bool]], bool]
+"""Waits until payloads were copied from where they are, then asks whether what was copied, which has these sums, is
+intact, and writes the pools only if so; returns whether it was."""
 
 
 @runtime_checkable
 class StagedCopier(PayloadCopier, Protocol):
-    """Copies through memory of its own, so that copies of many payloads overlap, and payloads which others may change
-    are checked on their way."""
+    """Copies through memory of its own, and sums what is there, so that copies of many payloads overlap, and payloads
+    may lie where others can change them.
 
-    def begin_gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> Callable[[], None]:
-        """Start a gather; the returned function waits for its end."""
+    Payloads of one call have one length, and are one for `copies`, one after the other. Several have a multiple of 8
+    bytes each.
+    """
+
+    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
+        """Start a gather."""
         ...
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
-        """Start a scatter of payloads, which are one for `copies`, one after the other."""
+        """Start a scatter."""
         ...
 
 
@@ -92,19 +102,22 @@ class HostPayloadCopier:
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
         for copy in copies:
-            copy_blocks(_kept(copy, payload), self._held(copy), copy.shape)
+            copy_blocks(_kept(copy, payload), self._held(copy), copy.fields.shape)
 
     def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
         for copy in copies:
-            copy_blocks(self._held(copy), _kept(copy, payload), copy.shape)
+            copy_blocks(self._held(copy), _kept(copy, payload), copy.fields.shape)
 
     def after_caller(self) -> HostPayloadCopier:
         return self
 
     def _held(self, copy: BlockCopy) -> StridedBlocks:
-        pools = [self._pools[name] for name in copy.pools]
-        return StridedBlocks(pools, copy.held, copy.held_strides, copy.pool_index)
+        fields, starts = copy.fields, np.add.outer(copy.fields.held, copy.held).ravel()
+        pools = [self._pools[name] for name in fields.pools]
+        index = np.repeat(fields.pool_index, len(copy.held)) if len(pools) > 1 else None
+        return StridedBlocks(pools, starts, fields.held_strides, index)
 
 
 def _kept(copy: BlockCopy, payload: Bytes) -> StridedBlocks:
-    return StridedBlocks([payload], copy.kept, copy.kept_strides)
+    starts = np.add.outer(copy.fields.kept, copy.kept).ravel()
+    return StridedBlocks([payload], starts, copy.fields.kept_strides)

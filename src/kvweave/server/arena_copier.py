@@ -15,15 +15,15 @@ from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
-from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write
-from kvweave.server.dma import DMARegistration, device_in_use
-from kvweave.store import Schema, Shard, Source
+from kvweave.copying import PartSums
+from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write, write_header
+from kvweave.store import Schema, Shard, Source, checksums
 from kvweave.store.batches import batches
-from kvweave.store.blob import BlobCheck
+from kvweave.store.blob import BlobCheck, header_bytes
 from kvweave.store.files import aligned
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
-from kvweave.store.page_payloads import FillableSource, StagedScatter
+from kvweave.store.page_payloads import FillableSource, StagedGather, StagedScatter
 
 Target = Callable[[Shard, int], Bytes]
 """Returns memory for the payload of a shard's chunk: contiguous, and of its length."""
@@ -43,15 +43,17 @@ def begin_landing(jobs: Sequence[ArenaBlob], sink: StagedScatter, until: float) 
     """Start to copy payloads of one shard from the arena to a sink's pages. What is returned ends it, and returns which
     were intact, and the lease not over (`until`); if one was not, each is copied by itself.
 
-    Blobs are checked after they were read. Under a lease no other blob is written there; a client that writes without
-    one damages the blob for good, so what was wrong when it was read is found wrong.
+    What was copied is checked, and not what the arena has. Headers are read later; under a lease no other blob is
+    written there.
     """
     checks = [BlobCheck(job.shard, job.chunk, job.key) for job in jobs]
     payloads = [job.place[check.head_bytes :] for job, check in zip(jobs, checks, strict=True)]
     land = sink.begin_landing(jobs[0].shard, [job.chunk for job in jobs], payloads)
 
-    def are_intact() -> bool:
-        passed = all(check.passes(job.place) for job, check in zip(jobs, checks, strict=True))
+    def are_intact(found: Sequence[PartSums]) -> bool:
+        for check, parts in zip(checks, found, strict=True):
+            check.observe(checksums.of_parts(parts))
+        passed = all(check.matches_header(job.place) for job, check in zip(jobs, checks, strict=True))
         return passed and time.monotonic() < until
 
     def finish() -> list[bool]:
@@ -62,10 +64,33 @@ def begin_landing(jobs: Sequence[ArenaBlob], sink: StagedScatter, until: float) 
     return finish
 
 
+def begin_gather(jobs: Sequence[ArenaBlob], source: StagedGather, until: float) -> Finish[bool]:
+    """Start to copy payloads of one shard from a source's pages straight to the arena. What is returned ends it, and
+    returns whether that was in time: after `until` the extents may belong to another client."""
+    head = header_bytes(jobs[0].shard)
+    gather = source.begin_gather(jobs[0].shard, [job.chunk for job in jobs], [job.place[head:] for job in jobs])
+
+    def in_time() -> bool:
+        return time.monotonic() < until
+
+    def finish() -> bool:
+        found = gather(in_time)
+        if found is None or not in_time():
+            return False
+        for job, parts in zip(jobs, found, strict=True):
+            write_header(job, checksums.of_parts(parts))
+        return True
+
+    return finish
+
+
 def _together(jobs: Iterable[ArenaBlob], most_bytes: int) -> Iterator[list[ArenaBlob]]:
-    """Jobs in order, those of one shard that follow each other together, up to so many bytes."""
-    for _, own in groupby(jobs, lambda job: job.shard.id):
-        yield from batches(own, lambda job: job.shard.payload_bytes, most_bytes)
+    """Jobs in order, those of one shard that follow each other together, up to so many bytes; if payloads are not of
+    whole words, one by one."""
+    for _, some in groupby(jobs, lambda job: job.shard.id):
+        own = [*some]
+        most = 0 if own[0].shard.payload_bytes % 8 else most_bytes
+        yield from batches(own, lambda job: job.shard.payload_bytes, most)
 
 
 class ArenaCopier:
@@ -76,8 +101,6 @@ class ArenaCopier:
         self._largest = max(shard.payload_bytes for shard in schema.shards)
         self._scratch: defaultdict[int, deque[Bytes]] = defaultdict(deque)
         """Buffers that are not in use, by size."""
-        self._registered: list[DMARegistration] = []
-        """Of scratch buffers, in a process that uses CUDA."""
         self._pool = ThreadPoolExecutor(self.workers, "kvweave-copy")
         register_after_fork(self)
 
@@ -119,13 +142,17 @@ class ArenaCopier:
     def writes(self, jobs: Iterable[ArenaBlob], source: Source, until: float) -> bool:
         """Write payloads; returns whether all were written in time. If `source` raises, no write is in flight any
         more."""
-        if not isinstance(source, FillableSource):
+        if not isinstance(source, StagedGather | FillableSource):
             return self._write_given(jobs, source, until)
         flying: deque[Finish[bool]] = deque()
         fine = True
         try:
             for together in _together(sorted(jobs, key=lambda job: job.shard.id), source.together_bytes):
-                flying.append(self._run(together, self._begin_filled(together, source, until)))
+                if isinstance(source, StagedGather):
+                    work = begin_gather(together, source, until)
+                else:
+                    work = partial(self._write_filled, together, source, until)
+                flying.append(self._run(together, work))
                 if len(flying) > self.workers:
                     fine &= flying.popleft()()
             while flying:
@@ -145,31 +172,22 @@ class ArenaCopier:
             writing.finish()
         return writing.fine
 
-    def _begin_filled(self, jobs: Sequence[ArenaBlob], source: FillableSource, until: float) -> Finish[bool]:
+    def _write_filled(self, jobs: Sequence[ArenaBlob], source: FillableSource, until: float) -> bool:
         """Blobs of one shard: collected by one call, as that takes longer than to copy a small one."""
         memory, size = self._memory(max(source.together_bytes, self._largest)), jobs[0].shard.payload_bytes
         # not directly into the arena, which others could write to between the copy and its checksum
         payloads = memory[: len(jobs) * size].reshape(len(jobs), size)
-        fill = source.begin_fill(jobs[0].shard, [job.chunk for job in jobs], payloads.reshape(-1))
-
-        def finish() -> bool:
-            try:
-                fill()
-                return all(write(*job, payload, until) for job, payload in zip(jobs, payloads, strict=True))
-            finally:
-                self._scratch[memory.nbytes].append(memory)
-
-        return finish
+        try:
+            source.fill(jobs[0].shard, [job.chunk for job in jobs], payloads.reshape(-1))
+            return all(write(job, payload, until) for job, payload in zip(jobs, payloads, strict=True))
+        finally:
+            self._scratch[memory.nbytes].append(memory)
 
     def _memory(self, num_bytes: int) -> Bytes:
         try:
             return self._scratch[num_bytes].pop()
         except IndexError:  # all buffers are in use
-            memory, device = aligned(num_bytes), device_in_use()
-            if device is not None:
-                self._registered.append(registration := DMARegistration(memory))
-                registration.register(device)
-            return memory
+            return aligned(num_bytes)
 
     def _run(self, jobs: Sequence[ArenaBlob], work: Finish[Result]) -> Finish[Result]:
         """Start work; the returned function waits for its end."""
@@ -183,13 +201,9 @@ class ArenaCopier:
         return len(jobs) * jobs[0].shard.payload_bytes >= THREADED_BYTES and self.workers > 1
 
     def after_fork(self) -> None:
-        """In a forked child, which has none of the threads, and cannot use CUDA."""
-        for registration in self._registered:
-            registration.disown()
+        """In a forked child, which has none of the threads."""
         self._pool = ThreadPoolExecutor(self.workers, "kvweave-copy")
         self._scratch.clear()
 
     def close(self) -> None:
         self._pool.shutdown()
-        for registration in self._registered:
-            registration.close()

@@ -28,14 +28,20 @@ class ArenaBlob(NamedTuple):
     key: bytes
 
 
-def write(place: Bytes, shard: Shard, chunk: int, key: bytes, payload: Bytes, until: float) -> bool:
+def write(job: ArenaBlob, payload: Bytes, until: float) -> bool:
     """Write payload and header; False if `until` passed, after which the extent may belong to another client."""
-    head = header_bytes(shard)
-    payload_sum = checksums.copy(place[head:], payload.reshape(-1).view(np.uint8), until)
+    place = job.place[header_bytes(job.shard) :]
+    payload_sum = checksums.copy(place, payload.reshape(-1).view(np.uint8), until)
     if payload_sum is None:  # the extent may have been reassigned: write no header into it
         return False
-    place[:head] = np.frombuffer(sealed(shard, chunk, key, payload_sum), np.uint8)
+    write_header(job, payload_sum)
     return True
+
+
+def write_header(job: ArenaBlob, payload_sum: int) -> None:
+    """What makes a payload that is there a blob."""
+    head = sealed(job.shard, job.chunk, job.key, payload_sum)
+    job.place[: len(head)] = np.frombuffer(head, np.uint8)
 
 
 class _Copy(NamedTuple):
@@ -64,9 +70,9 @@ class ArenaWriter:
         if suspect:
             self._again([*suspect, job])
         elif threads is None or self._one_by_one:
-            self.fine &= write(*job, payload, self._until)
+            self.fine &= write(job, payload, self._until)
         else:
-            self._copies.append(_Copy(job, payload, threads.submit(write, *job, payload, self._until)))
+            self._copies.append(_Copy(job, payload, threads.submit(write, job, payload, self._until)))
             if len(self._copies) > self._most:
                 self.fine &= self._copies.popleft().future.result()
 
@@ -74,7 +80,7 @@ class ArenaWriter:
         self._one_by_one = True
         self.finish()
         for job in jobs:
-            self.fine &= write(*job, self._payload(job), self._until)
+            self.fine &= write(job, self._payload(job), self._until)
 
     def _payload(self, job: ArenaBlob) -> Bytes:
         payload = self._source(job.shard, job.chunk)

@@ -25,7 +25,7 @@ from kvweave.server import protocol
 from kvweave.server.allowance import Allowance
 from kvweave.server.channel import Channel, Handshake
 from kvweave.server.heartbeat import HeartbeatReader
-from kvweave.server.mapping import NO_BYTES, MappedArena, map_arena, map_inbox, unmapped
+from kvweave.server.mapping import MappedArena, map_arena, map_inbox, unmapped
 from kvweave.server.peer import check_server
 from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Message, Reply
 from kvweave.store.closing import ClosedAtEnd
@@ -220,7 +220,7 @@ class Client(ClosedAtEnd):
         arena, heartbeat, *inbox = welcomed.descriptors
         try:
             channel.heartbeat = HeartbeatReader(heartbeat)
-            mapped = mapped._replace(inbox=map_inbox(inbox[0], welcomed.welcome.inbox_bytes) if inbox else NO_BYTES)
+            mapped = map_inbox(mapped, inbox[0] if inbox else None)
             if not self._with_arena:
                 return mapped
             if self.arena.nbytes and welcomed.welcome.boot == self.welcome.boot and not mapped.dma.is_closed:
@@ -255,8 +255,9 @@ class Client(ClosedAtEnd):
         return self._mapped.dma.is_registered
 
     def register(self, device: int = 0) -> bool:
-        """Register the arena now, for processes that started to use CUDA later; returns whether it is. May take
-        seconds."""
+        """Register the arena, and the inbox, now, for processes that started to use CUDA later; returns whether the
+        arena is. May take seconds."""
+        self._mapped.inbox_dma.register(device)
         return self._mapped.dma.register(device)
 
     # ---- the end
@@ -280,6 +281,7 @@ class Client(ClosedAtEnd):
         with self._lock:
             self._hang_up()
         self._mapped.dma.close()
+        self._mapped.inbox_dma.close()
 
     def after_fork(self) -> None:
         """In a forked child: the connection, and what is held over it, belong to the parent."""
@@ -288,3 +290,4 @@ class Client(ClosedAtEnd):
         self._to_tell.clear()
         self._hang_up()
         self._mapped.dma.disown()
+        self._mapped.inbox_dma.disown()

@@ -34,7 +34,7 @@ class DMARegistration:
         """Register; returns whether it is registered. Blocks, about a second for four GiB; calling it twice is fine."""
         memory, cuda = self._memory(), _cuda()
         with self._lock:
-            if self.is_registered or self._closed or memory is None or cuda is None:
+            if self.is_registered or self._closed or memory is None or not memory.nbytes or cuda is None:
                 return self.is_registered
             flags = PORTABLE if memory.flags.writeable else PORTABLE | READ_ONLY
             with cuda.device(device):

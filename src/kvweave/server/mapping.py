@@ -20,20 +20,22 @@ WARM_BYTES = 8 << 20
 
 
 class MappedArena(NamedTuple):
-    """The state of a connection: its generation, the daemon's welcome, the arena, which may be registered for DMA, and
-    the inbox, if there is one."""
+    """The state of a connection: its generation, the daemon's welcome, the arena, and the inbox, if there is one. Both
+    may be registered for DMA."""
 
     generation: int
     welcome: protocol.Welcome
     arena: Bytes
     dma: DMARegistration
     inbox: Bytes
+    inbox_dma: DMARegistration
 
 
 def unmapped() -> MappedArena:
     """The state before the first connection."""
     welcome = protocol.Welcome(VERSION, b"", 0, 0.0, 0, 0, 0)
-    return MappedArena(0, welcome, NO_BYTES, DMARegistration(NO_BYTES), NO_BYTES)
+    nothing = NO_BYTES, DMARegistration(NO_BYTES)
+    return MappedArena(0, welcome, *nothing, *nothing)
 
 
 def map_arena(mapped: MappedArena, descriptor: int) -> MappedArena:
@@ -43,16 +45,24 @@ def map_arena(mapped: MappedArena, descriptor: int) -> MappedArena:
     memory = mmap.mmap(descriptor, mapped.welcome.arena_bytes, prot=access)
     arena = np.frombuffer(memory, np.uint8)
     dma = DMARegistration(arena)
-    advice = POPULATE_WRITE if arena.flags.writeable else POPULATE_READ
-    threading.Thread(
-        target=_warm, args=(memory, advice, dma, device_in_use()), name="kvweave-warm", daemon=True
-    ).start()
+    _start_to_warm(memory, POPULATE_WRITE if arena.flags.writeable else POPULATE_READ, dma)
     return mapped._replace(arena=arena, dma=dma)
 
 
-def map_inbox(descriptor: int, num_bytes: int) -> Bytes:
-    """Map the inbox that the daemon passed: each connection has another one."""
-    return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+def map_inbox(mapped: MappedArena, descriptor: int | None) -> MappedArena:
+    """Map the inbox that the daemon passed, if it did: each connection has another one."""
+    if descriptor is None:
+        return mapped._replace(inbox=NO_BYTES, inbox_dma=DMARegistration(NO_BYTES))
+    memory = mmap.mmap(descriptor, mapped.welcome.inbox_bytes)
+    inbox = np.frombuffer(memory, np.uint8)
+    dma = DMARegistration(inbox)
+    _start_to_warm(memory, POPULATE_WRITE, dma)
+    return mapped._replace(inbox=inbox, inbox_dma=dma)
+
+
+def _start_to_warm(memory: mmap.mmap, advice: int, dma: DMARegistration) -> None:
+    what = memory, advice, dma, device_in_use()
+    threading.Thread(target=_warm, args=what, name="kvweave-warm", daemon=True).start()
 
 
 def _warm(memory: mmap.mmap, advice: int, dma: DMARegistration, device: int | None) -> None:

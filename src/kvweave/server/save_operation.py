@@ -24,6 +24,9 @@ from kvweave.store.operations import ChunkRef
 from kvweave.store.results import SaveOutcome
 from kvweave.store.tier_stack import UNLIMITED, Budget
 
+BATCH_BYTES = 1 << 30
+"""What one request is for, at most: between two requests nothing is copied, for as long as 50 MiB take."""
+
 
 class ArenaLayout:
     """The blobs of a schema in a daemon's arena."""
@@ -46,14 +49,14 @@ class ArenaLayout:
         return inbox_starts([self._sizes[number] for number, _ in pieces])[-1]
 
     def batches(
-        self, pieces: Sequence[ChunkRef], budget: Budget, *, through_inbox: bool = False
+        self, pieces: Sequence[ChunkRef], budget: Budget, *, most_bytes: int = BATCH_BYTES, through_inbox: bool = False
     ) -> Iterator[list[ChunkRef]]:
         """Pieces for one request each, as far as they fit into the inbox, if there is one; a larger one is alone."""
         client = self.prompt_session.client
         with suppress(ServerError):  # the request that follows fails the same way
             client.refresh(reply_timeout(budget))
         inbox_bytes = client.welcome.inbox_bytes if through_inbox else 0
-        most = min(GATHER_BYTES, client.welcome.reserve_bytes, inbox_bytes or GATHER_BYTES)
+        most = min(most_bytes, client.welcome.reserve_bytes, inbox_bytes or most_bytes)
         least = -(-most // MOST_PIECES)  # so that a batch has no more than so many
         return batches(pieces, lambda piece: max(least, self.num_bytes([piece])), most)
 
@@ -113,13 +116,15 @@ class SaveOperation:
 
     def gather(self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget) -> ReservedBatch | None:
         """Copy the first batch into places that are not visible yet; None if nothing could be copied."""
-        batch = next(self._batches(wanted, budget), [])
+        batch = next(self._batches(wanted, budget, GATHER_BYTES), [])
         reserved = self.reserve(prompt, batch, budget) if batch else None
         return reserved if reserved and self.write(reserved, budget) else None
 
-    def _batches(self, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[list[ChunkRef]]:
+    def _batches(
+        self, pieces: Sequence[ChunkRef], budget: Budget, most_bytes: int = BATCH_BYTES
+    ) -> Iterator[list[ChunkRef]]:
         """What is saved at once: no more than the inbox holds, where there is one. Raises `OverLimit`."""
-        for batch in self._arena.batches(pieces, budget, through_inbox=True):
+        for batch in self._arena.batches(pieces, budget, most_bytes=most_bytes, through_inbox=True):
             inbox_bytes = self._client.welcome.inbox_bytes
             if inbox_bytes and (size := self._arena.num_bytes(batch)) > inbox_bytes:
                 raise OverLimit(f"a blob of {size} bytes, an inbox of {inbox_bytes}: take a larger --inbox")

@@ -15,11 +15,11 @@ from math import inf
 import numpy as np
 import xxhash
 
+from kvweave.copying import PART_BYTES, PartSums
 from kvweave.store.compiled import native
 from kvweave.store.keys import Bytes
 from kvweave.store.striped_file import StripedFile
 
-PART_BYTES = 32 << 10
 PIECE_BYTES = 256 << 10
 """Fits into the second-level cache together with the source."""
 SHORTEST_BYTES = 4096
@@ -38,6 +38,11 @@ def num_parts(num_bytes: int) -> int:
 def combined(part_sums: bytes) -> int:
     """The checksum of bytes whose parts have these, 8 bytes each, one after the other."""
     return xxhash.xxh3_64_intdigest(part_sums)
+
+
+def of_parts(parts: PartSums) -> int:
+    last = b"" if parts.last is None else xxhash.xxh3_64_intdigest(parts.last.data).to_bytes(8, "little")
+    return combined(parts.sums + last)
 
 
 def checksum(data: Bytes) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from kvweave.copying import BlockCopy, HostPayloadCopier, Landing, PayloadCopier, StagedCopier
+from kvweave.copying import BlockCopy, Gathering, HostPayloadCopier, Landing, PayloadCopier, StagedCopier
 from kvweave.errors import StoreError
 from kvweave.store.engine_memory import EngineMemory
 from kvweave.store.files import aligned
@@ -47,7 +47,8 @@ class PagePayloads:
 
     def source(self, tables: Tables) -> Gather:
         """The payloads of a sequence's chunks."""
-        return Gather(self, tables, self._copier.after_caller())
+        copier = self._copier.after_caller()
+        return (StagedGather if isinstance(copier, StagedCopier) else HostGather)(self, tables, copier)
 
     def sink(self, tables: Tables) -> Sink:
         """A sink that writes payloads into the pages of a sequence. Rows whose page is NULL are skipped.
@@ -62,6 +63,11 @@ class PagePayloads:
             copier.scatter(self.sink_copies(shard, [chunk], tables), payload)
 
         return write
+
+    def source_copies(self, shard: Shard, chunks: Sequence[int], tables: Tables) -> Iterator[BlockCopy]:
+        """The copies that fill chunks' payloads from pages. Only complete chunks: an incomplete one would be taken for
+        complete by a prompt that ends earlier."""
+        return self._copies[shard.id].copies(chunks, tables, whole=True)
 
     def sink_copies(self, shard: Shard, chunks: Sequence[int], tables: Tables) -> Iterator[BlockCopy]:
         """The copies that write chunks' payloads into pages: of states all, else those whose page is there."""
@@ -82,12 +88,12 @@ class PagedSource(Protocol):
 @runtime_checkable
 class FillableSource(Protocol):
     """A source that can write payloads into given memory, one after the other, best `together_bytes` of them by one
-    call. What `begin_fill` returns ends the call, and may be called by another thread."""
+    call."""
 
     @property
     def together_bytes(self) -> int: ...
 
-    def begin_fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> Callable[[], None]: ...
+    def fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> None: ...
 
 
 class StagedScatter:
@@ -110,14 +116,14 @@ class StagedScatter:
 
 
 class Gather:
-    """A source: the payloads of the chunks of one sequence. A `PagedSource` and a `FillableSource`, too."""
+    """A source: the payloads of the chunks of one sequence. A `PagedSource`, too."""
 
     def __init__(self, pages: PagePayloads, tables: Tables, copier: PayloadCopier) -> None:
         self._pages, self._tables, self._copier = pages, tables, copier
 
     def __call__(self, shard: Shard, chunk: int) -> Bytes:
         out = aligned(shard.payload_bytes)
-        self.begin_fill(shard, [chunk], out)()
+        self._copier.gather(self._copies(shard, [chunk]), out)
         out.flags.writeable = False
         return out
 
@@ -128,9 +134,23 @@ class Gather:
     def together_bytes(self) -> int:
         return self._copier.together_bytes
 
-    def begin_fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> Callable[[], None]:
-        """Only complete chunks: an incomplete one would be taken for complete by a prompt that ends earlier."""
-        copies = self._pages._copies[shard.id].copies(chunks, self._tables, whole=True)
-        if isinstance(self._copier, StagedCopier):
-            return self._copier.begin_gather(copies, out)
-        return partial(self._copier.gather, copies, out)
+    def _copies(self, shard: Shard, chunks: Sequence[int]) -> Iterator[BlockCopy]:
+        return self._pages.source_copies(shard, chunks, self._tables)
+
+
+class HostGather(Gather):
+    """A `FillableSource`."""
+
+    def fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> None:
+        self._copier.gather(self._copies(shard, chunks), out)
+
+
+class StagedGather(Gather):
+    """From memory that is reached through a copier's own, as that of a GPU is."""
+
+    _copier: StagedCopier
+
+    def begin_gather(self, shard: Shard, chunks: Sequence[int], payloads: Sequence[Bytes]) -> Gathering:
+        """Start to fill payloads, which others may write to. What is returned ends it, and may be called by another
+        thread."""
+        return self._copier.begin_gather(self._copies(shard, chunks), payloads)

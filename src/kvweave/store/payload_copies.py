@@ -10,14 +10,14 @@ is worked out once: how segments lie depends on where in its page a piece begins
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.copying import BlockCopy, Numbers
+from kvweave.copying import BlockCopy, Fields, Numbers
 from kvweave.errors import StoreError
 from kvweave.plan import Parallel, View
 from kvweave.plan.view import as_bytes, contiguous
@@ -34,7 +34,7 @@ class ShardCopies:
 
     def __init__(self, shard: Shard, memory: EngineMemory, views: Mapping[tuple[int, str, str], View]) -> None:
         self._shard, self._null = shard, memory.null
-        found: dict[tuple[TableUse, int, int], dict[_Look, list[tuple[int, int]]]] = {}
+        found: dict[tuple[TableUse, int, int], dict[_Look, list[_Start]]] = {}
         for layer, role, where in shard.fields():
             if where.start == where.stop:  # rows of no width, as some latents' ropes are
                 continue
@@ -42,66 +42,58 @@ class ShardCopies:
             block_tokens = _block_tokens(shard, role, view, table)
             num_pages = (view.parts or (view,))[0].shape[0] * block_tokens // table.block_tokens
             looks = found.setdefault((table, block_tokens, num_pages), {})
-            for look, starts in _fields(shard, role, view, where.start, memory.parallel):
-                looks.setdefault(look, []).append(starts)
+            for look, start in _fields(shard, role, view, where.start, memory.parallel):
+                looks.setdefault(look, []).append(start)
         self._shares = [_TableShare(shard, *key, looks) for key, looks in found.items()]
-        self._placed: dict[tuple[int, ...], list[_PlacedRuns]] = {}
 
     def copies(self, chunks: Sequence[int], tables: Tables, *, whole: bool) -> Iterator[BlockCopy]:
         """Between the pages and the payloads of chunks, one payload after the other. Rows on NULL pages are left out;
         `whole` refuses them."""
-        by_offsets: dict[tuple[int, ...], list[int]] = {}
+        pieces = [piece for share in self._shares for piece in self._pieces(share, chunks, tables)]
+        for piece in pieces if whole else ():
+            self._check_whole(chunks, *piece)
+        for share, offset, places, pages in pieces:
+            starts = places[:, None] * self._shard.payload_bytes
+            is_there = pages != self._null
+            yield from share.copies(offset, pages, starts, None if is_there.all() else is_there)
+
+    def _pieces(
+        self, share: _TableShare, chunks: Sequence[int], tables: Tables
+    ) -> Iterator[tuple[_TableShare, int, Numbers, Numbers]]:
+        """The pages of chunks, those together that begin as far behind the beginnings of their pages."""
+        by_offset: dict[int, list[int]] = {}
         for place, chunk in enumerate(chunks):
-            start = self._shard.tokens(chunk)[0]
-            by_offsets.setdefault(tuple(start % share.page_tokens for share in self._shares), []).append(place)
-        for offsets, places in by_offsets.items():
-            yield from self._at_offsets(offsets, np.array(places), [chunks[place] for place in places], tables, whole)
+            by_offset.setdefault(self._shard.tokens(chunk)[0] % share.page_tokens, []).append(place)
+        for offset, places in by_offset.items():
+            pages = [share.pages(chunks[place], tables, self._null) for place in places]
+            yield share, offset, np.array(places), np.array(pages)
 
-    def _at_offsets(
-        self, offsets: tuple[int, ...], places: Numbers, chunks: Sequence[int], tables: Tables, whole: bool
-    ) -> Iterator[BlockCopy]:
-        """The copies of chunks that begin as far behind the beginnings of their pages."""
-        pages = [[share.pages(chunk, tables, self._null) for share in self._shares] for chunk in chunks]
-        numbers: Numbers = np.concatenate([each for of_chunk in pages for each in of_chunk]).reshape(len(chunks), -1)
-        missing = int(np.count_nonzero(numbers == self._null))
-        if whole and missing:
-            gone = [chunk for chunk, own in zip(chunks, numbers, strict=True) if self._null in own]
+    def _check_whole(self, chunks: Sequence[int], share: _TableShare, _: int, places: Numbers, pages: Numbers) -> None:
+        is_gone = pages == self._null
+        if is_gone.any():
+            gone = [chunks[place] for place, own in zip(places, is_gone, strict=True) if own.any()]
             raise StoreError(
-                f"group {self._shard.tag!r}: {missing} of the {numbers.size} pages of chunk"
-                f" {', '.join(map(str, gone))} are not there (NULL); keep windows in whole chunks, and states at their"
-                " ends, or do not store it"
+                f"group {self._shard.tag!r}: {np.count_nonzero(is_gone)} of the {is_gone.size} pages of chunk"
+                f" {', '.join(map(str, gone))} in table {share.name!r} are not there (NULL); keep windows in whole"
+                " chunks, and states at their ends, or do not store it"
             )
-        starts = places[:, None] * self._shard.payload_bytes
-        for runs in self._runs_at(offsets, [len(each) for each in pages[0]]):
-            own = numbers[:, runs.slots]
-            held: Numbers = (runs.held + own * runs.steps).ravel()
-            kept: Numbers = (runs.kept + starts).ravel()
-            pools = np.tile(runs.pool_index, len(chunks)) if len(runs.pools) > 1 else None
-            if missing:
-                is_there = (own != self._null).ravel()
-                held, kept, pools = held[is_there], kept[is_there], None if pools is None else pools[is_there]
-            yield BlockCopy(runs.pools, pools, held, runs.held_strides, kept, runs.kept_strides, runs.shape)
-
-    def _runs_at(self, offsets: tuple[int, ...], num_pages: Sequence[int]) -> list[_PlacedRuns]:
-        """The runs of a piece that begins so many tokens behind its first pages: what lies alike is copied together."""
-        if offsets not in self._placed:
-            alike: dict[tuple[Any, ...], list[tuple[str, tuple[Numbers, ...]]]] = {}
-            firsts = np.cumsum([0, *num_pages])
-            for share, offset, first in zip(self._shares, offsets, firsts.tolist(), strict=False):
-                for key, pool, arrays in share.runs(offset, first):
-                    alike.setdefault(key, []).append((pool, arrays))
-            self._placed[offsets] = [_placed(key, runs) for key, runs in alike.items()]
-        return self._placed[offsets]
 
     def holds(self, chunk: int, tables: Tables) -> bool:
         """Whether there is a page for every row of a chunk."""
         return all((share.pages(chunk, tables, self._null) != self._null).all() for share in self._shares)
 
 
+class _Start(NamedTuple):
+    """Where a field begins: in block 0 of a view in this pool, and in the payload."""
+
+    pool: str
+    held: int
+    kept: int
+
+
 class _Look(NamedTuple):
     """What fields must have in common to be copied together: strides begin with the rows'."""
 
-    pool: str
     tokens_per_row: int
     item_bytes: int
     shape: tuple[int, ...]
@@ -109,69 +101,34 @@ class _Look(NamedTuple):
     held: tuple[int, ...]
     kept: tuple[int, ...]
 
-    def runs(self, starts: Iterable[tuple[int, int]], num_tokens: int, tokens: Numbers, places: Numbers) -> _Runs:
-        """Of segments of `num_tokens` that begin at `tokens` of their blocks, and at token `places` of the piece.
-
-        Inner axes that are dense on both sides are one run, the next two its strides, the others starts.
-        """
+    def fields(self, starts: Sequence[_Start], num_tokens: int) -> Fields:
+        """As many tokens of each field. Inner axes that are dense on both sides are one run, the next two its strides,
+        the others fields of their own."""
         axes = [(num_tokens // self.tokens_per_row, self.held[0], self.kept[0])]
         axes += zip(self.shape, self.held[1:], self.kept[1:], strict=True)
-        size, fields = self.item_bytes, np.array([*starts], np.int64)
+        size = self.item_bytes
         while axes and (axes[-1][0] == 1 or axes[-1][1:] == (size, size)):
             size *= axes.pop()[0]
         loops = [axis for axis in axes if axis[0] > 1]
         (planes, *plane), (rows, *row) = [(1, 0, 0), (1, 0, 0), *loops][-2:]
+        pools = tuple(dict.fromkeys(start.pool for start in starts))
+        found: Numbers = np.array([(pools.index(pool), held, kept) for pool, held, kept in starts], np.int64)
         for count, *strides in loops[:-2]:
-            fields = (fields[:, None] + np.arange(count)[None, :, None] * strides).reshape(-1, 2)
-        held = fields[:, :1] + tokens // self.tokens_per_row * self.held[0]
-        kept = fields[:, 1:] + places // self.tokens_per_row * self.kept[0]
-        shape = (planes, rows, size)
-        return _Runs(self.pool, held, kept, self.held_block, (plane[0], row[0]), (plane[1], row[1]), shape)
-
-
-class _Runs(NamedTuple):
-    """Fields that look alike: where the rows of each segment start, in block 0 of the view and in the payload."""
-
-    pool: str
-    held: Numbers
-    """`[fields, segments]`"""
-    kept: Numbers
-    held_block: int
-    held_strides: tuple[int, int]
-    kept_strides: tuple[int, int]
-    shape: tuple[int, int, int]
-
-
-class _PlacedRuns(NamedTuple):
-    """Runs of all fields and segments of a piece that lie alike: on the page of number `slots` among the piece's pages,
-    and for each page `steps` bytes further than `held`, in pool `pools[pool_index]`."""
-
-    pools: tuple[str, ...]
-    pool_index: Numbers
-    held_strides: tuple[int, int]
-    kept_strides: tuple[int, int]
-    shape: tuple[int, int, int]
-    held: Numbers
-    kept: Numbers
-    slots: Numbers
-    steps: Numbers
-
-
-def _placed(key: tuple[Any, ...], runs: Sequence[tuple[str, tuple[Numbers, ...]]]) -> _PlacedRuns:
-    """Runs that lie alike in pools of any number: to copy them by one call takes less time than by one a pool."""
-    pools = tuple(dict.fromkeys(pool for pool, _ in runs))
-    index = [np.full(arrays[0].size, pools.index(pool)) for pool, arrays in runs]
-    columns = zip(*(arrays for _, arrays in runs), strict=True)
-    merged = (np.concatenate([array.ravel() for array in column]) for column in columns)
-    return _PlacedRuns(pools, np.concatenate(index), *key, *merged)
+            steps = np.outer(np.arange(count), np.array([0, *strides]))
+            found = (found[:, None] + steps).reshape(-1, 3)
+        index, held, kept = np.ascontiguousarray(found.T)
+        return Fields(pools, index, held, (plane[0], row[0]), kept, (plane[1], row[1]), (planes, rows, size))
 
 
 class _Segments(NamedTuple):
-    """Ranges of as many tokens each: in which of the piece's pages, in which of its blocks, and the fields there."""
+    """Ranges of as many tokens each of all fields that look alike, in a piece that begins so far behind its page: the
+    number of its page among the piece's, where it begins there and in the payload, and how far apart pages lie."""
 
+    fields: Fields
     pages: Numbers
-    blocks: Numbers
-    runs: list[_Runs]
+    held: Numbers
+    kept: Numbers
+    page_bytes: int
 
 
 class _TableShare:
@@ -183,14 +140,25 @@ class _TableShare:
         table: TableUse,
         block_tokens: int,
         num_pages: int,
-        looks: Mapping[_Look, list[tuple[int, int]]],
+        looks: Mapping[_Look, Sequence[_Start]],
     ) -> None:
         self._shard, self._table, self._block_tokens, self._looks = shard, table, block_tokens, looks
         self._num_pages = num_pages
+        self._fields: dict[tuple[_Look, int], Fields] = {}
+        self._segments: dict[int, list[_Segments]] = {}
+
+    @property
+    def name(self) -> str:
+        """The table's."""
+        return self._table.name
+
+    @property
+    def page_tokens(self) -> int:
+        return self._table.block_tokens
 
     def pages(self, chunk: int, tables: Tables, null: int) -> Numbers:
         """The pages on which a piece lies, in order; that of its end, for states."""
-        (name, size), shard = (self._table.name, self._table.block_tokens), self._shard
+        name, size, shard = self.name, self.page_tokens, self._shard
         start, stop = shard.tokens(chunk)
         if name not in tables:
             raise StoreError(f"group {shard.tag!r}: no block table {name!r} among {', '.join(tables) or '(none)'}")
@@ -209,21 +177,20 @@ class _TableShare:
                 raise StoreError(f"table {name!r} names page {wrong[0]}: its pages are 0 to {self._num_pages - 1}")
         return pages
 
-    @property
-    def page_tokens(self) -> int:
-        return self._table.block_tokens
-
-    def runs(self, offset: int, first: int) -> Iterator[tuple[tuple[Any, ...], str, tuple[Numbers, ...]]]:
-        """Of a piece that begins `offset` tokens after its first page, number `first` among the piece's, does: what
-        runs must have in common to be copied together, their pool, and `held`, `kept`, `slots` and `steps`."""
-        per_page = self.page_tokens // self._block_tokens
-        for pages, within, all_runs in self._cut(offset):
-            for runs in all_runs:
-                held = runs.held + within * runs.held_block
-                slots = np.broadcast_to(first + pages, held.shape)
-                steps = np.full(held.shape, per_page * runs.held_block)
-                key = runs.held_strides, runs.kept_strides, runs.shape
-                yield key, runs.pool, (held, runs.kept, slots, steps)
+    def copies(
+        self, offset: int, pages: Numbers, starts: Numbers, is_there: NDArray[np.bool_] | None
+    ) -> Iterator[BlockCopy]:
+        """The copies of pieces that begin `offset` tokens behind the first of their `pages`, and at `starts` of the
+        payloads; only those on pages that are there."""
+        if offset not in self._segments:
+            self._segments[offset] = [*self._cut(offset)]
+        for segments in self._segments[offset]:
+            held = (pages[:, segments.pages] * segments.page_bytes + segments.held).ravel()
+            kept = (starts + segments.kept).ravel()
+            if is_there is not None:
+                own = is_there[:, segments.pages].ravel()
+                held, kept = held[own], kept[own]
+            yield BlockCopy(segments.fields, held, kept)
 
     def _cut(self, offset: int) -> Iterator[_Segments]:
         start, stop = self._shard.tokens(0)
@@ -232,24 +199,29 @@ class _TableShare:
             offset, size, stop = 0, 1, 1
         cuts = np.array([offset, *range((offset // size + 1) * size, stop, size), stop], np.int64)
         first, counts = cuts[:-1], np.diff(cuts)
-        pages, rest = np.divmod(first, self._table.block_tokens)
+        pages, rest = np.divmod(first, self.page_tokens)
         blocks, tokens = np.divmod(rest, size)
         for count in np.unique(counts).tolist():
             alike = counts == count
-            placed = count, tokens[alike], first[alike] - offset
-            runs = [look.runs(starts, *placed) for look, starts in self._looks.items()]
-            yield _Segments(pages[alike], blocks[alike], runs)
+            for look in self._looks:
+                held = blocks * look.held_block + tokens // look.tokens_per_row * look.held[0]
+                kept = (first - offset) // look.tokens_per_row * look.kept[0]
+                page_bytes = self.page_tokens // self._block_tokens * look.held_block
+                yield _Segments(self._alike(look, count), pages[alike], held[alike], kept[alike], page_bytes)
+
+    def _alike(self, look: _Look, num_tokens: int) -> Fields:
+        if (look, num_tokens) not in self._fields:
+            self._fields[look, num_tokens] = look.fields(self._looks[look], num_tokens)
+        return self._fields[look, num_tokens]
 
 
-def _fields(
-    shard: Shard, role: Role, view: View, start: int, parallel: Parallel
-) -> Iterator[tuple[_Look, tuple[int, int]]]:
-    """What both sides hold of a role, and where it starts in block 0 of the view, and in the payload."""
+def _fields(shard: Shard, role: Role, view: View, start: int, parallel: Parallel) -> Iterator[tuple[_Look, _Start]]:
+    """What both sides hold of a role, and where it begins."""
     row_bytes, tokens_per_row = role.shard(shard.parts).row_bytes, role.tokens_per_row if shard.reach.per_token else 1
     planes = [plane if shard.reach.per_token else _one_row(plane) for plane in view.parts or (view,)]
     if view.parts:
         for part, plane in zip(role.parts, planes, strict=True):
-            yield _look(plane, row_bytes, tokens_per_row), (plane.offset, start)
+            yield _look(plane, row_bytes, tokens_per_row), _Start(plane.pool, plane.offset, start)
             start += part.num_bytes
         return
     (view,) = planes
@@ -260,7 +232,8 @@ def _fields(
         if both:
             share = (*view.shape[:2], both[0].stop - both[0].start, *view.shape[3:])
             look = _look(view, row_bytes, tokens_per_row, share)
-            yield look, (view.offset + both[0].start * view.strides[2], start + both[1].start * entry)
+            held = view.offset + both[0].start * view.strides[2]
+            yield look, _Start(view.pool, held, start + both[1].start * entry)
 
 
 def _one_row(view: View) -> View:
@@ -272,7 +245,7 @@ def _look(view: View, row_bytes: int, tokens_per_row: int, shape: tuple[int, ...
     """In the payload, rows are `row_bytes` apart, and have no gaps."""
     (_, _, *row), item = shape or view.shape, view.dtype.align_bytes
     kept = (row_bytes, *contiguous(tuple(row), item))
-    return _Look(view.pool, tokens_per_row, item, tuple(row), view.strides[0], view.strides[1:], kept)
+    return _Look(tokens_per_row, item, tuple(row), view.strides[0], view.strides[1:], kept)
 
 
 def _checked(

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kvweave.transfer.command_buffer import CommandBuffer
 from kvweave.transfer.prepared_copy import TabulatedCopy
-from kvweave.transfer.tiles import TILE, TILE_BYTES, Tiling, tiles_of
+from kvweave.transfer.tiles import TILE, TILE_BYTES, PageTiles
 
 STEP_BYTES = 4 << 10
 """Bytes that a program loads before it stores: 32 bytes a thread, so that many programs are resident at once."""
@@ -83,29 +83,30 @@ def spread(tiles, pages, places, page, count, shift, NUMBERS: tl.constexpr, STEP
 
 
 @cache
-def _compiled(device: int, vector_bytes: int, gather: bool) -> _Kernel:  # noqa: ARG001  (kernels belong to a device)
+def _compiled(device: int, vector_bytes: int, gather: bool) -> Kernel:  # noqa: ARG001  (kernels belong to a device)
     """The compiled kernel for a vector width and a direction, cached: looking it up in Triton takes longer."""
     word = min(8, vector_bytes)
     pointers = WORDS[word], WORDS[word], torch.int64
     constants = TILE, TILE_BYTES // word, STEP_BYTES // word, vector_bytes // word, WRITTEN_BYTES // word, gather
-    return _Kernel(move.warmup(*pointers, *constants, num_warps=WARPS, grid=(1,)))
+    return Kernel(move.warmup(*pointers, *constants, num_warps=WARPS, grid=(1,)))
 
 
 @cache
-def _spread(device: int) -> _Kernel:  # noqa: ARG001
+def _spread(device: int) -> Kernel:  # noqa: ARG001
     numbers = TILE, SPREAD_TILES
-    return _Kernel(spread.warmup(*[torch.int64] * 4, 0, 0, *numbers, num_warps=WARPS, grid=(1,)))
+    return Kernel(spread.warmup(*[torch.int64] * 4, 0, 0, *numbers, num_warps=WARPS, grid=(1,)))
 
 
-class _Kernel:
+class Kernel:
     """A compiled kernel, launched through the driver: Triton's own launcher takes 20 us of the host's time."""
 
     def __init__(self, compiled: Any) -> None:
         assert compiled.run is not None, "asking for its launcher is what loads it"
         self._function, self._shared = compiled.function, compiled.metadata.shared
+        self._threads = 32 * compiled.metadata.num_warps
 
     def launch(self, commands: CommandBuffer, grid: tuple[int, int], stream: int, *arguments: int) -> None:
-        commands.launch(self._function, grid, 32 * WARPS, self._shared, arguments, stream)
+        commands.launch(self._function, grid, self._threads, self._shared, arguments, stream)
 
 
 def launch(
@@ -128,7 +129,7 @@ class Tabulator:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._pages: dict[Tiling, tuple[int, torch.Tensor]] = {}
+        self._pages: dict[PageTiles, tuple[int, torch.Tensor]] = {}
 
     def tabulate(
         self, commands: CommandBuffer, table: int, address_table: int, bound: TabulatedCopy, stream: int
@@ -136,8 +137,8 @@ class Tabulator:
         """Record the commands that write the table of a copy, at an address on the device, from its address table in
         pinned memory."""
         shift = min(8, bound.vector_bytes).bit_length() - 1
-        for batch in bound.template.batches:
-            pages, tiles = len(batch.entries), batch.tiling.num_tiles
+        for batch in bound.batches:
+            pages, tiles = batch.num_pages, batch.tiling.num_tiles
             grid = pages, -(-tiles // SPREAD_TILES)
             where = table, address_table, address_table + 8 * pages, self._page(batch.tiling)
             _spread(self._device).launch(commands, grid, stream, *where, tiles, shift)
@@ -147,10 +148,10 @@ class Tabulator:
         """Drop the cached tiles; nothing may be in flight."""
         self._pages = {}
 
-    def _page(self, tiling: Tiling) -> int:
+    def _page(self, tiling: PageTiles) -> int:
         """The address of the tiles of one page, on the device."""
         if tiling not in self._pages:
-            tiles = torch.from_numpy(tiles_of(tiling)).to(f"cuda:{self._device}")
+            tiles = torch.from_numpy(tiling.tiles).to(f"cuda:{self._device}")
             self._pages.setdefault(tiling, (tiles.data_ptr(), tiles))  # the first stays: another thread may use it
         return self._pages[tiling][0]
 

@@ -30,8 +30,12 @@ class PageBatch:
         return self.tiling.bits | int(np.bitwise_or.reduce(self.places))
 
     @property
+    def num_pages(self) -> int:
+        return len(self.entries)
+
+    @property
     def num_tiles(self) -> int:
-        return len(self.entries) * self.tiling.num_tiles
+        return self.num_pages * self.tiling.num_tiles
 
 
 def chunk_places(job: CopyJob, part: MoveSlice) -> Numbers:

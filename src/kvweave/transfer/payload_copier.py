@@ -5,40 +5,49 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
-from kvweave.copying import BlockCopy, Bytes, Landing
+from kvweave.copying import BlockCopy, Bytes, Gathering, Landing, PartSums
 from kvweave.errors import BadCopy
+from kvweave.transfer.checksum_kernel import SumLayout
 from kvweave.transfer.command_buffer import CommandBuffer
 from kvweave.transfer.driver import Event, context_of, submit
 from kvweave.transfer.kernel import Tabulator, current_stream, launch
-from kvweave.transfer.payload_tables import PayloadTable
+from kvweave.transfer.payload_tables import PayloadTable, PooledFields
 from kvweave.transfer.staging import Slot
 
 
-class _Channel(NamedTuple):
-    """A stream, and staging memory for one payload on its way."""
+class _Channel:
+    """A stream, and staging memory for the payloads of one call on their way; what was found there is on the host."""
 
-    stream: torch.cuda.Stream
-    slot: Slot
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.slot = torch.cuda.Stream(device), Slot(device)
+        self.found = np.empty(0, np.uint8)
 
     @property
     def number(self) -> int:
         """The stream, as the driver knows it."""
         return int(self.stream.cuda_stream)
 
+    def reserve(self, num_bytes: int, found_bytes: int) -> None:
+        self.slot.reserve(num_bytes + 7)  # the last bytes are read as a word
+        if self.found.nbytes < found_bytes:
+            self.found = torch.empty(2 * found_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+
 
 class CUDAPayloadCopier:
     """Between pools on one GPU and payloads on the host, fast where these are pinned. A `StagedCopier`.
 
-    A payload is gathered in staging memory in the order in which it is stored, and leaves by one copy; it comes by one,
-    and is scattered. What was begun and what several threads do overlaps, and has staging memory each.
+    Payloads are gathered in staging memory in the order in which they are stored, and leave by one copy each; they come
+    by one, and are scattered. Their parts are summed there. What was begun and what several threads do overlaps, and
+    has staging memory each.
     """
 
     together_bytes = 16 << 20
-    """To say what a call has to do takes the host as long as to copy some megabytes."""
+    """Fewer take the host longer to say than the device to copy; more delay the first and the last copy."""
 
     def __init__(self, pools: Mapping[str, torch.Tensor]) -> None:
         devices = {pool.device for pool in pools.values()}
@@ -46,8 +55,8 @@ class CUDAPayloadCopier:
             names = ", ".join(sorted(map(str, devices))) or "(none)"
             raise BadCopy(f"pools must be on one GPU, not on {names}; describe the memory of each device apart")
         (self._device,), self._pools = devices, pools
-        self._addresses = {name: int(pool.data_ptr()) for name, pool in pools.items()}
-        self._sizes = {name: int(pool.nbytes) for name, pool in pools.items()}
+        addresses = {name: int(pool.data_ptr()) for name, pool in pools.items()}
+        self._pooled = PooledFields(addresses, {name: int(pool.nbytes) for name, pool in pools.items()})
         self._context, self._tabulator = context_of(self._device.index), Tabulator(self._device.index)
         self._idle: deque[_Channel] = deque()
         self._after: Event | None = None
@@ -59,42 +68,41 @@ class CUDAPayloadCopier:
         return following
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
-        self.begin_gather(copies, payload)()
+        self.begin_gather(copies, [payload])(lambda: True)
 
-    def begin_gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> Callable[[], None]:
-        table = self._table(copies, payload.nbytes)
-        if not table.template.batches:
-            return lambda: None
-        commands, channel = CommandBuffer(), self._channel(payload.nbytes)
-        self._launch(commands, channel, table, gather=True)
-        commands.copy(payload.ctypes.data, channel.slot.address, payload.nbytes, channel.number)
-        done = self._submit(commands, channel)
+    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
+        table, sums = self._prepared(copies, payloads)
+        gathering, copying, channel = CommandBuffer(), CommandBuffer(), self._channel(payloads, sums)
+        self._launch(gathering, channel, table, gather=True)
+        self._sum(gathering, channel, payloads, sums)
+        gathered = self._submit(gathering, channel)
+        _copy(copying, [payload.ctypes.data for payload in payloads], _places(channel, payloads), payloads, channel)
 
-        def finish() -> None:
-            done.wait()
+        def finish(may_write: Callable[[], bool]) -> Sequence[PartSums] | None:
+            gathered.wait()
+            found = None
+            if may_write():
+                self._submit(copying, channel).wait()
+                found = sums.found(channel.found, len(payloads))
             self._idle.append(channel)  # a channel on which something broke is not used again
+            return found
 
         return finish
 
     def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
-        self.begin_landing(copies, [payload])(lambda: True)
+        self.begin_landing(copies, [payload])(lambda _: True)
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
-        num_bytes = sum(payload.nbytes for payload in payloads)
-        table = self._table(copies, num_bytes)
-        if not table.template.batches:
-            return lambda is_intact: is_intact()
-        copying, writing, channel = CommandBuffer(), CommandBuffer(), self._channel(num_bytes)
-        target = channel.slot.address
-        for payload in payloads:
-            copying.copy(target, payload.ctypes.data, payload.nbytes, channel.number)
-            target += payload.nbytes
+        table, sums = self._prepared(copies, payloads)
+        copying, writing, channel = CommandBuffer(), CommandBuffer(), self._channel(payloads, sums)
+        _copy(copying, _places(channel, payloads), [payload.ctypes.data for payload in payloads], payloads, channel)
+        self._sum(copying, channel, payloads, sums)
         arrived = self._submit(copying, channel)
         self._launch(writing, channel, table, gather=False)
 
-        def land(is_intact: Callable[[], bool]) -> bool:
+        def land(is_intact: Callable[[Sequence[PartSums]], bool]) -> bool:
             arrived.wait()
-            fine = is_intact()
+            fine = is_intact(sums.found(channel.found, len(payloads)))
             if fine:
                 self._submit(writing, channel).wait()
             self._idle.append(channel)
@@ -102,14 +110,28 @@ class CUDAPayloadCopier:
 
         return land
 
+    def _prepared(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> tuple[PayloadTable, SumLayout]:
+        sizes = {payload.nbytes for payload in payloads}
+        if len(sizes) != 1 or (len(payloads) > 1 and payloads[0].nbytes % 8):
+            raise BadCopy(f"payloads of {sorted(sizes)} bytes: several must be of one length, a multiple of 8")
+        (size,) = sizes
+        return PayloadTable(copies, self._pooled, size * len(payloads)), SumLayout(size)
+
     def _launch(self, commands: CommandBuffer, channel: _Channel, table: PayloadTable, *, gather: bool) -> None:
         if self._after is not None:
             commands.wait(self._after, channel.number)
+        if not table.num_tiles:
+            return
         tiles = channel.slot.tabulate(table, self._tabulator, commands, channel.number)
         launch(
-            commands, tiles, table.template.num_tiles, table.vector_bytes, channel.slot.address, channel.number,
+            commands, tiles, table.num_tiles, table.vector_bytes, channel.slot.address, channel.number,
             self._device.index, gather=gather,
         )  # fmt: skip
+
+    def _sum(self, commands: CommandBuffer, channel: _Channel, payloads: Sequence[Bytes], sums: SumLayout) -> None:
+        """The kernel writes to memory of the host: a copy engine would queue its copy behind all earlier ones."""
+        out, device = channel.found.ctypes.data, self._device.index
+        sums.launch(commands, len(payloads), channel.slot.address, out, channel.number, device)
 
     def _submit(self, commands: CommandBuffer, channel: _Channel) -> Event:
         """Submit; the event is done when all commands are."""
@@ -118,16 +140,26 @@ class CUDAPayloadCopier:
         submit(commands, self._context, 0, done)
         return done
 
-    def _table(self, copies: Iterable[BlockCopy], payload_bytes: int) -> PayloadTable:
-        return PayloadTable(copies, self._addresses, self._sizes, payload_bytes)
-
-    def _channel(self, num_bytes: int) -> _Channel:
+    def _channel(self, payloads: Sequence[Bytes], sums: SumLayout) -> _Channel:
         try:
             channel = self._idle.pop()
         except IndexError:  # all are in use
-            channel = _Channel(torch.cuda.Stream(self._device), Slot(self._device))
-        channel.slot.reserve(num_bytes)
+            channel = _Channel(self._device)
+        channel.reserve(sum(payload.nbytes for payload in payloads), 8 * sums.words * len(payloads))
         return channel
+
+
+def _places(channel: _Channel, payloads: Sequence[Bytes]) -> list[int]:
+    """Where payloads are in staging memory: one after the other."""
+    return [channel.slot.address + number * payloads[0].nbytes for number in range(len(payloads))]
+
+
+def _copy(
+    commands: CommandBuffer, to: Sequence[int], source: Sequence[int], payloads: Sequence[Bytes], channel: _Channel
+) -> None:
+    sizes = np.array([payload.nbytes for payload in payloads], np.int64)
+    if sizes.any():
+        commands.copy_many(np.array(to, np.int64), np.array(source, np.int64), sizes, channel.number)
 
 
 def payload_copier(pools: Mapping[str, Any]) -> CUDAPayloadCopier | None:

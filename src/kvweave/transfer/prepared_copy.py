@@ -3,7 +3,7 @@ device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import or_
@@ -15,19 +15,34 @@ from kvweave.transfer.command_buffer import CommandBuffer
 from kvweave.transfer.copier import CopyJob, Direction
 from kvweave.transfer.copy_plan import Numbers
 from kvweave.transfer.copy_templates import CopyTemplate
-from kvweave.transfer.page_batches import addresses, chunk_batches
+from kvweave.transfer.page_batches import PageBatch, addresses, chunk_batches
 from kvweave.transfer.pieces import MoveSlice
-from kvweave.transfer.tiles import widest
+from kvweave.transfer.tiles import PageTiles, widest
+
+
+class TiledPages(Protocol):
+    """Pages that are cut alike."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def tiling(self) -> PageTiles: ...
 
 
 class TabulatedCopy(Protocol):
     """What the device makes the kernel's table of: how pages are cut, and where each is and goes."""
 
     @property
-    def template(self) -> CopyTemplate: ...
+    def batches(self) -> Sequence[TiledPages]: ...
 
     @property
-    def address_table(self) -> Numbers: ...
+    def num_tiles(self) -> int: ...
+
+    @property
+    def address_table(self) -> Numbers:
+        """Batch by batch, the addresses of pages and of their places."""
+        ...
 
     @property
     def vector_bytes(self) -> int: ...
@@ -53,14 +68,20 @@ class BoundCopy:
     job: CopyJob
     table_at: int | None = None
 
+    @property
+    def batches(self) -> tuple[PageBatch, ...]:
+        return self.template.batches
+
+    @property
+    def num_tiles(self) -> int:
+        return self.template.num_tiles
+
     @cached_property
     def direct(self) -> tuple[BulkCopy, ...]:
         return tuple(_direct(self.job, self.template.direct))
 
     @cached_property
     def address_table(self) -> Numbers:
-        """What the device computes the kernel's table from: batch by batch, the addresses of pages and of their
-        places."""
         staged = bool(self.template.staged_bytes)
         found = [numbers for batch in self.template.batches for numbers in addresses(self.job, batch, staged=staged)]
         return np.concatenate(found) if found else np.empty(0, np.int64)

@@ -43,7 +43,7 @@ class Slot:
         copies.
         """
         self.free.wait()
-        size, numbers = bound.address_table.size, TILE * bound.template.num_tiles
+        size, numbers = bound.address_table.size, TILE * bound.num_tiles
         if self._address_table.numel() < size:
             self._address_table = _numbers(max(ADDRESS_TABLE_NUMBERS, 2 * size), torch.int64)
         if self._table.numel() < numbers:

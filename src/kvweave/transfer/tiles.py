@@ -9,7 +9,7 @@ batch have the same layout, so the device computes the table from the addresses 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,6 +23,25 @@ LINE_BYTES = 128
 WIDEST = 16
 TILE = 3
 """Integers of a tile."""
+
+
+class PageTiles(Protocol):
+    """How a page is cut. Equal only if its tiles are."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def num_tiles(self) -> int: ...
+
+    @property
+    def bits(self) -> int:
+        """The bitwise or of all strides and sizes: a power of two divides it only if it divides all of them."""
+        ...
+
+    @property
+    def tiles(self) -> Numbers:
+        """`[tiles, TILE]`: in bytes from the page's start in the pool and in the chunk."""
+        ...
 
 
 class Tiling(NamedTuple):
@@ -40,16 +59,18 @@ class Tiling(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """The bitwise or of all strides and sizes: a power of two divides it only if it divides all of them."""
         runs = self.runs
         here = runs.start | runs.page_stride | runs.kernel_stride | runs.unit_stride
         return here | runs.unit_bytes | self.pitch | (self.unit_pitch or 0)
 
+    @property
+    def tiles(self) -> Numbers:
+        return tiles_of(self)
+
 
 @lru_cache(maxsize=1024)
 def tiles_of(tiling: Tiling) -> Numbers:
-    """`[tiles, TILE]`: the tiles of a page, in bytes from its start in the pool and in the chunk; tiles of a run are
-    about equally long."""
+    """The tiles of a page; those of a run are about equally long."""
     runs, pitch, unit_pitch = tiling
     apart = runs.unit_bytes if unit_pitch is None else unit_pitch
     parts = _per_run(runs.unit_bytes)
