@@ -90,10 +90,10 @@ def described(spec: ModelSpec, tensors: dict[tuple[int, str], torch.Tensor]) -> 
     return EngineMemory.of_tensors({(layer, tag, role): tensor for (layer, role), tensor in tensors.items()}, tables)
 
 
-def measure(name: str, spec: ModelSpec, memory: EngineMemory, socket: Path, workers: int, rounds: int) -> None:
+def measure(name: str, spec: ModelSpec, memory: EngineMemory, socket: Path, rounds: int) -> None:
     schema = Schema.of(spec, chunk_tokens=CHUNK)
     pages = PagePayloads(schema, memory, payload_copier(memory.pools))
-    store = RemoteStore(schema, connected(socket), workers=workers)
+    store = RemoteStore(schema, connected(socket))
     order = np.random.default_rng(0).permutation(np.arange(1, 1 + 2 * TOKENS // BLOCK)).astype(np.int32)
     at, to = ({"pages": order[part::2][: TOKENS // BLOCK]} for part in range(2))
     num_bytes = CHUNKS * sum(shard.payload_bytes for shard in schema.shards)
@@ -112,7 +112,7 @@ def measure(name: str, spec: ModelSpec, memory: EngineMemory, socket: Path, work
     speed = {what: num_bytes / statistics.median(taken[2:]) / 1e9 for what, taken in times.items()}
     for what in ("store", "load"):
         peer = PEERS[name if name == "gqa" else "mla+indexer", CHUNKS][what]
-        claim = f"{what} through the daemon, {name}, {CHUNKS} chunks ({num_bytes / 1e6:.0f} MB), {workers} threads"
+        claim = f"{what} through the daemon, {name}, {CHUNKS} chunks ({num_bytes / 1e6:.0f} MB)"
         tell(claim, speed[what], speed[f"flat {what}"], GOAL, peer)
     store.close()
 
@@ -133,8 +133,7 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 12
     with tempfile.TemporaryDirectory() as folder, daemon(Path(folder)) as socket:
         for name, (spec, memory) in engines().items():
-            for workers in (4, 8, 12):
-                measure(name, spec, memory, socket, workers, rounds)
+            measure(name, spec, memory, socket, rounds)
 
 
 if __name__ == "__main__":

@@ -41,10 +41,8 @@ class StagingCopier(HostPayloadCopier):
         staged = np.zeros((len(payloads), payloads[0].nbytes), np.uint8)
         self.gather(copies, staged.reshape(-1))
 
-        def finish(may_write: Callable[[], bool]) -> list[PartSums] | None:
+        def finish() -> list[PartSums]:
             self.between()
-            if not may_write():
-                return None
             for payload, own in zip(payloads, staged, strict=True):
                 payload[:] = own
             self.behind()
@@ -196,13 +194,27 @@ def test_what_was_overwritten_while_it_was_saved_is_found_damaged(tmp_path: Path
 
 def test_what_was_gathered_after_its_time_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(settings(tmp_path)) as daemon:
-        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        client, (made, pages, _) = store(daemon.settings.socket), engine()
         before = client.client.arena.copy()
         monkeypatch.setattr("kvweave.server.arena_copier.time.monotonic", lambda: float("inf"))
         outcome = client.save(prompt(), pages.source(made.table), points=POINTS)
-        assert copier.calls
         assert outcome.stored == 0
         assert np.array_equal(client.client.arena, before)
+        client.close()
+
+
+def test_what_was_written_too_late_gets_no_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        client.client.arena[:] = 0
+
+        def late() -> None:
+            monkeypatch.setattr("kvweave.server.arena_copier.time.monotonic", lambda: float("inf"))
+
+        copier.behind = late
+        assert client.save(prompt(), pages.source(made.table), points=POINTS).stored == 0
+        assert copier.calls
+        assert b"KVWV" not in client.client.arena.tobytes()
         client.close()
 
 
@@ -232,7 +244,7 @@ def test_no_gather_outlives_a_save_that_raised(tmp_path: Path, monkeypatch: pyte
         def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
             begun.append(1)
 
-            def finish(_: Callable[[], bool]) -> None:
+            def finish() -> Sequence[PartSums]:
                 time.sleep(0.05)
                 ended.append(1)
                 raise BadCopy("no such page")

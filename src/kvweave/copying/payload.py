@@ -65,9 +65,8 @@ class PayloadCopier(Protocol):
         ...
 
 
-Gathering = Callable[[Callable[[], bool]], Sequence[PartSums] | None]
-"""Waits until payloads were gathered, then asks whether they may be written to where they go, and does so; returns the
-sums of what was gathered, None if it may not."""
+Gathering = Callable[[], Sequence[PartSums]]
+"""Waits until payloads are where they belong; returns the sums of what was gathered."""
 Landing = Callable[[Callable[[Sequence[PartSums]], bool]], bool]
 """Waits until payloads were copied from where they are, then asks whether what was copied, which has these sums, is
 intact, and writes the pools only if so; returns whether it was."""
@@ -83,7 +82,7 @@ class StagedCopier(PayloadCopier, Protocol):
     """
 
     def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
-        """Start a gather."""
+        """Start a gather. Blocks until the caller's stream has done what it must come after, so that it ends soon."""
         ...
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:

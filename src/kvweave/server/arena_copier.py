@@ -30,6 +30,9 @@ Target = Callable[[Shard, int], Bytes]
 Destination = Target | StagedScatter
 Result = TypeVar("Result")
 Finish = Callable[[], Result]
+STAGED_AT_ONCE = 4
+"""Calls of a staged copier in flight. They take the host little time, so that one thread starts and ends all of them:
+several would wait for one another."""
 THREADED_BYTES = 1 << 20
 """Fewer bytes are copied by the caller's thread: handing them to another takes longer."""
 
@@ -68,14 +71,13 @@ def begin_gather(jobs: Sequence[ArenaBlob], source: StagedGather, until: float) 
     """Start to copy payloads of one shard from a source's pages straight to the arena. What is returned ends it, and
     returns whether that was in time: after `until` the extents may belong to another client."""
     head = header_bytes(jobs[0].shard)
+    if time.monotonic() >= until:
+        return lambda: False
     gather = source.begin_gather(jobs[0].shard, [job.chunk for job in jobs], [job.place[head:] for job in jobs])
 
-    def in_time() -> bool:
-        return time.monotonic() < until
-
     def finish() -> bool:
-        found = gather(in_time)
-        if found is None or not in_time():
+        found = gather()
+        if time.monotonic() >= until:  # the extents may have been reassigned: write no headers into them
             return False
         for job, parts in zip(jobs, found, strict=True):
             write_header(job, checksums.of_parts(parts))
@@ -117,12 +119,12 @@ class ArenaCopier:
             for together in _together(jobs, target.together_bytes if isinstance(target, StagedScatter) else 0):
                 job, memory = together[0], together[0].place
                 if isinstance(target, StagedScatter):
-                    work = begin_landing(together, target, until)
+                    finish = begin_landing(together, target, until)
                 else:
                     memory = target(job.shard, job.chunk) if target else self._memory(self._largest)
-                    work = partial(read, job, memory[: job.shard.payload_bytes])
-                flying.append((together, memory, self._run(together, work)))
-                if len(flying) > self.workers:
+                    finish = self._run(together, partial(read, job, memory[: job.shard.payload_bytes]))
+                flying.append((together, memory, finish))
+                if len(flying) > (STAGED_AT_ONCE if isinstance(target, StagedScatter) else self.workers):
                     yield from self._finished(*flying.popleft(), target)
             while flying:
                 yield from self._finished(*flying.popleft(), target)
@@ -149,11 +151,10 @@ class ArenaCopier:
         try:
             for together in _together(sorted(jobs, key=lambda job: job.shard.id), source.together_bytes):
                 if isinstance(source, StagedGather):
-                    work = begin_gather(together, source, until)
+                    flying.append(begin_gather(together, source, until))
                 else:
-                    work = partial(self._write_filled, together, source, until)
-                flying.append(self._run(together, work))
-                if len(flying) > self.workers:
+                    flying.append(self._run(together, partial(self._write_filled, together, source, until)))
+                if len(flying) > (STAGED_AT_ONCE if isinstance(source, StagedGather) else self.workers):
                     fine &= flying.popleft()()
             while flying:
                 fine &= flying.popleft()()

@@ -68,22 +68,21 @@ class CUDAPayloadCopier:
         return following
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
-        self.begin_gather(copies, [payload])(lambda: True)
+        self.begin_gather(copies, [payload])()
 
     def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
+        if self._after is not None:
+            self._after.wait()
         table, sums = self._prepared(copies, payloads)
-        gathering, copying, channel = CommandBuffer(), CommandBuffer(), self._channel(payloads, sums)
-        self._launch(gathering, channel, table, gather=True)
-        self._sum(gathering, channel, payloads, sums)
-        gathered = self._submit(gathering, channel)
-        _copy(copying, [payload.ctypes.data for payload in payloads], _places(channel, payloads), payloads, channel)
+        commands, channel = CommandBuffer(), self._channel(payloads, sums)
+        self._launch(commands, channel, table, gather=True)
+        self._sum(commands, channel, payloads, sums)
+        _copy(commands, [payload.ctypes.data for payload in payloads], _places(channel, payloads), payloads, channel)
+        done = self._submit(commands, channel)
 
-        def finish(may_write: Callable[[], bool]) -> Sequence[PartSums] | None:
-            gathered.wait()
-            found = None
-            if may_write():
-                self._submit(copying, channel).wait()
-                found = sums.found(channel.found, len(payloads))
+        def finish() -> Sequence[PartSums]:
+            done.wait()
+            found = sums.found(channel.found, len(payloads))
             self._idle.append(channel)  # a channel on which something broke is not used again
             return found
 
@@ -98,6 +97,8 @@ class CUDAPayloadCopier:
         _copy(copying, _places(channel, payloads), [payload.ctypes.data for payload in payloads], payloads, channel)
         self._sum(copying, channel, payloads, sums)
         arrived = self._submit(copying, channel)
+        if self._after is not None:
+            writing.wait(self._after, channel.number)
         self._launch(writing, channel, table, gather=False)
 
         def land(is_intact: Callable[[Sequence[PartSums]], bool]) -> bool:
@@ -118,8 +119,6 @@ class CUDAPayloadCopier:
         return PayloadTable(copies, self._pooled, size * len(payloads)), SumLayout(size)
 
     def _launch(self, commands: CommandBuffer, channel: _Channel, table: PayloadTable, *, gather: bool) -> None:
-        if self._after is not None:
-            commands.wait(self._after, channel.number)
         if not table.num_tiles:
             return
         tiles = channel.slot.tabulate(table, self._tabulator, commands, channel.number)
