@@ -30,7 +30,7 @@ Target = Callable[[Shard, int], Bytes]
 Destination = Target | StagedScatter
 Result = TypeVar("Result")
 Finish = Callable[[], Result]
-STAGED_AT_ONCE = 4
+STAGED_AT_ONCE = 3
 """Calls of a staged copier in flight. They take the host little time, so that one thread starts and ends all of them:
 several would wait for one another."""
 THREADED_BYTES = 1 << 20

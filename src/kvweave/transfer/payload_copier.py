@@ -46,7 +46,7 @@ class CUDAPayloadCopier:
     has staging memory each.
     """
 
-    together_bytes = 16 << 20
+    together_bytes = 36 << 20
     """Fewer take the host longer to say than the device to copy; more delay the first and the last copy."""
 
     def __init__(self, pools: Mapping[str, torch.Tensor]) -> None:
