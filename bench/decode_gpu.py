@@ -12,6 +12,7 @@ Run: PYTHONPATH=src:. python3 -m bench.decode_gpu [--models llama ...] [--no-pee
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections import deque
@@ -121,6 +122,36 @@ def peer_seconds(model: Any, rows: int, context: int) -> dict[str, float]:
     return found
 
 
+def measure(name: str, *, with_peers: bool, compile_layers: bool) -> None:
+    model = build(MODELS[name]())
+    ours = our_seconds(name, model, compile_layers=compile_layers)
+    gc.collect()
+    torch.cuda.empty_cache()
+    for (rows, context), found in ours.items():
+        peers: dict[str, float] = {}
+        if with_peers and (rows == 1 or context < 8192):
+            peers = peer_seconds(model, rows, context)
+        best = min(peers.values(), default=float("nan"))
+        facts = {"claim": f"decode {name} {rows} x {context}", "ours": found["step"] * 1e3, "peer": best * 1e3}
+        facts |= {"unit": "ms a step", "ratio": best / found["step"], "of_floor": found["step"] / found["floor"]}
+        print(json.dumps(facts | {way: seconds * 1e3 for way, seconds in peers.items()}), flush=True)
+
+
+def our_seconds(name: str, model: Any, *, compile_layers: bool) -> dict[tuple[int, int], dict[str, float]]:
+    ours: dict[tuple[int, int], dict[str, float]] = {}
+    with KVWeave(model, "76GiB", rows=64, max_tokens=40960, compile_layers=compile_layers) as weave:
+        fill_pages(weave)
+        for rows, context in CELLS:
+            start = time.perf_counter()
+            ours[rows, context] = on_pages(weave, rows, context)
+            floor = floor_seconds(model, weave.served.spec, rows, context)
+            ours[rows, context] |= {"floor": floor, "with setting up": time.perf_counter() - start}
+            if rows == 1:
+                ours[rows, context]["generate"] = by_generate(weave.generate, rows, context)
+            print(name, rows, context, {k: round(v * 1e3, 3) for k, v in ours[rows, context].items()}, flush=True)
+    return ours
+
+
 def main() -> None:
     transformers.logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,28 +160,8 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
     for name in options.models:
-        model = build(MODELS[name]())
-        ours: dict[tuple[int, int], dict[str, float]] = {}
-        with KVWeave(model, "76GiB", rows=64, max_tokens=40960, compile_layers=not options.no_compile) as weave:
-            fill_pages(weave)
-            for rows, context in CELLS:
-                start = time.perf_counter()
-                ours[rows, context] = on_pages(weave, rows, context)
-                floor = floor_seconds(model, weave.served.spec, rows, context)
-                ours[rows, context] |= {"floor": floor, "with setting up": time.perf_counter() - start}
-                if rows == 1:
-                    ours[rows, context]["generate"] = by_generate(weave.generate, rows, context)
-                print(name, rows, context, {k: round(v * 1e3, 3) for k, v in ours[rows, context].items()}, flush=True)
-        torch.cuda.empty_cache()
-        for (rows, context), found in ours.items():
-            peers: dict[str, float] = {}
-            if not options.no_peers and (rows == 1 or context < 8192):
-                peers = peer_seconds(model, rows, context)
-            best = min(peers.values(), default=float("nan"))
-            facts = {"claim": f"decode {name} {rows} x {context}", "ours": found["step"] * 1e3, "peer": best * 1e3}
-            facts |= {"unit": "ms a step", "ratio": best / found["step"], "of_floor": found["step"] / found["floor"]}
-            print(json.dumps(facts | {way: seconds * 1e3 for way, seconds in peers.items()}), flush=True)
-        del model
+        measure(name, with_peers=not options.no_peers, compile_layers=not options.no_compile)
+        gc.collect()
         torch.cuda.empty_cache()
 
 
