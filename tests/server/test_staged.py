@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvweave.copying import PART_BYTES, BlockCopy, Gathering, HostPayloadCopier, Landing, PartSums, StagedCopier
+from kvweave.copying import PART_BYTES, BlockCopy, Gathering, HostPayloadCopier, Landing, PartChecksums, StagedCopier
 from kvweave.errors import BadCopy
 from kvweave.server import Daemon, RemoteStore
 from kvweave.store import EngineMemory, PagePayloads, checksums
@@ -29,6 +29,7 @@ class StagingCopier(HostPayloadCopier):
         super().__init__(pools)
         self.seen: list[Bytes] = []
         self.calls = 0
+        self.before: Callable[[], None] = lambda: None
         self.between: Callable[[], None] = lambda: None
         self.behind: Callable[[], None] = lambda: None
 
@@ -41,7 +42,7 @@ class StagingCopier(HostPayloadCopier):
         staged = np.zeros((len(payloads), payloads[0].nbytes), np.uint8)
         self.gather(copies, staged.reshape(-1))
 
-        def finish() -> list[PartSums]:
+        def finish() -> list[PartChecksums]:
             self.between()
             for payload, own in zip(payloads, staged, strict=True):
                 payload[:] = own
@@ -50,12 +51,15 @@ class StagingCopier(HostPayloadCopier):
 
         return finish
 
+    def wait_for_caller(self) -> None:
+        self.before()
+
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
         self.seen += payloads
         self.calls += 1
         staged = np.concatenate(payloads)
 
-        def land(is_intact: Callable[[Sequence[PartSums]], bool]) -> bool:
+        def land(is_intact: Callable[[Sequence[PartChecksums]], bool]) -> bool:
             self.between()
             fine = is_intact(sums(staged.reshape(len(payloads), -1)))
             if fine:
@@ -65,14 +69,14 @@ class StagingCopier(HostPayloadCopier):
         return land
 
 
-def sums(payloads: Bytes) -> list[PartSums]:
+def sums(payloads: Bytes) -> list[PartChecksums]:
     """Of payloads `[payloads, bytes]`: all but the last part of each is summed."""
     found = []
     for payload in payloads:
         last = (checksums.num_parts(payload.nbytes) - 1) * PART_BYTES
         parts = (payload[at : at + PART_BYTES] for at in range(0, last, PART_BYTES))
         own = b"".join(xxhash.xxh3_64_intdigest(part.data).to_bytes(8, "little") for part in parts)
-        found.append(PartSums(own, payload[last:]))
+        found.append(PartChecksums(own, payload[last:]))
     return found
 
 
@@ -194,11 +198,16 @@ def test_what_was_overwritten_while_it_was_saved_is_found_damaged(tmp_path: Path
 
 def test_what_was_gathered_after_its_time_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(settings(tmp_path)) as daemon:
-        client, (made, pages, _) = store(daemon.settings.socket), engine()
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
         before = client.client.arena.copy()
-        monkeypatch.setattr("kvweave.server.arena_copier.time.monotonic", lambda: float("inf"))
+
+        def late() -> None:
+            monkeypatch.setattr("kvweave.server.arena_copier.time.monotonic", lambda: float("inf"))
+
+        copier.before = late
         outcome = client.save(prompt(), pages.source(made.table), points=POINTS)
         assert outcome.stored == 0
+        assert not copier.calls
         assert np.array_equal(client.client.arena, before)
         client.close()
 
@@ -244,7 +253,7 @@ def test_no_gather_outlives_a_save_that_raised(tmp_path: Path, monkeypatch: pyte
         def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
             begun.append(1)
 
-            def finish() -> Sequence[PartSums]:
+            def finish() -> Sequence[PartChecksums]:
                 time.sleep(0.05)
                 ended.append(1)
                 raise BadCopy("no such page")

@@ -112,7 +112,7 @@ def test_what_is_gathered_from_a_gpu_comes_with_its_sums() -> None:
 @pytest.mark.parametrize("size", [0, 8, 100, 32_760, 32_768, 32_776, 65_535, 65_536, 98_304, 1 << 20, 3_000_008])
 @pytest.mark.parametrize("count", [1, 3])
 def test_sums_of_parts_on_a_gpu_are_those_of_the_host(size: int, count: int) -> None:
-    from kvweave.transfer.checksum_kernel import SumLayout
+    from kvweave.transfer.checksum_kernel import ChecksumLayout
     from kvweave.transfer.driver import ImmediateCommands, context_of
 
     if count > 1 and size % 8:
@@ -120,7 +120,7 @@ def test_sums_of_parts_on_a_gpu_are_those_of_the_host(size: int, count: int) -> 
     payloads = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
     staged = torch.zeros(count * size + 8, dtype=torch.uint8, device="cuda")
     staged[: count * size] = torch.from_numpy(payloads.reshape(-1)).cuda()
-    sums = SumLayout(size)
+    sums = ChecksumLayout(size)
     out = torch.zeros(8 * sums.words * count + 8, dtype=torch.uint8).pin_memory()
     commands = ImmediateCommands(context_of(0))
     sums.launch(commands, count, staged.data_ptr(), out.data_ptr(), torch.cuda.current_stream().cuda_stream, 0)

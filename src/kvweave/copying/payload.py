@@ -15,7 +15,7 @@ PART_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fields:
+class FieldRuns:
     """Fields that lie alike: blocks of `shape` (planes, rows, bytes of a run), whose runs are as far apart as either
     side's strides say. Field i begins at `held[i]` of the pool `pools[pool_index[i]]`, and at `kept[i]` of a payload.
     """
@@ -32,15 +32,15 @@ class Fields:
 class BlockCopy(NamedTuple):
     """A block of each field for each segment, which begins so many bytes further in the pools and in the payload."""
 
-    fields: Fields
+    fields: FieldRuns
     held: Numbers
     kept: Numbers
 
 
-class PartSums(NamedTuple):
+class PartChecksums(NamedTuple):
     """Of a payload the XXH3s of its parts, 8 bytes each; and, if that is not among them, the last part itself."""
 
-    sums: bytes
+    checksums: bytes
     last: Bytes | None = None
 
 
@@ -65,9 +65,9 @@ class PayloadCopier(Protocol):
         ...
 
 
-Gathering = Callable[[], Sequence[PartSums]]
+Gathering = Callable[[], Sequence[PartChecksums]]
 """Waits until payloads are where they belong; returns the sums of what was gathered."""
-Landing = Callable[[Callable[[Sequence[PartSums]], bool]], bool]
+Landing = Callable[[Callable[[Sequence[PartChecksums]], bool]], bool]
 """Waits until payloads were copied from where they are, then asks whether what was copied, which has these sums, is
 intact, and writes the pools only if so; returns whether it was."""
 
@@ -82,11 +82,15 @@ class StagedCopier(PayloadCopier, Protocol):
     """
 
     def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
-        """Start a gather. Blocks until the caller's stream has done what it must come after, so that it ends soon."""
+        """Start a gather."""
         ...
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
         """Start a scatter."""
+        ...
+
+    def wait_for_caller(self) -> None:
+        """Block until the caller's stream has done what copies come after: what is begun then ends soon."""
         ...
 
 

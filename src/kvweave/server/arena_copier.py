@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
-from kvweave.copying import PartSums
+from kvweave.copying import PartChecksums
 from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write, write_header
 from kvweave.store import Schema, Shard, Source, checksums
 from kvweave.store.batches import batches
@@ -53,7 +53,7 @@ def begin_landing(jobs: Sequence[ArenaBlob], sink: StagedScatter, until: float) 
     payloads = [job.place[check.head_bytes :] for job, check in zip(jobs, checks, strict=True)]
     land = sink.begin_landing(jobs[0].shard, [job.chunk for job in jobs], payloads)
 
-    def are_intact(found: Sequence[PartSums]) -> bool:
+    def are_intact(found: Sequence[PartChecksums]) -> bool:
         for check, parts in zip(checks, found, strict=True):
             check.observe(checksums.of_parts(parts))
         passed = all(check.matches_header(job.place) for job, check in zip(jobs, checks, strict=True))
@@ -146,6 +146,8 @@ class ArenaCopier:
         more."""
         if not isinstance(source, StagedGather | FillableSource):
             return self._write_given(jobs, source, until)
+        if isinstance(source, StagedGather):
+            source.wait_for_caller()  # so that no copy is started in time and made too late
         flying: deque[Finish[bool]] = deque()
         fine = True
         try:

@@ -15,7 +15,7 @@ from math import inf
 import numpy as np
 import xxhash
 
-from kvweave.copying import PART_BYTES, PartSums
+from kvweave.copying import PART_BYTES, PartChecksums
 from kvweave.store.compiled import native
 from kvweave.store.keys import Bytes
 from kvweave.store.striped_file import StripedFile
@@ -40,9 +40,9 @@ def combined(part_sums: bytes) -> int:
     return xxhash.xxh3_64_intdigest(part_sums)
 
 
-def of_parts(parts: PartSums) -> int:
+def of_parts(parts: PartChecksums) -> int:
     last = b"" if parts.last is None else xxhash.xxh3_64_intdigest(parts.last.data).to_bytes(8, "little")
-    return combined(parts.sums + last)
+    return combined(parts.checksums + last)
 
 
 def checksum(data: Bytes) -> int:

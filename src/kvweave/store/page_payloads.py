@@ -154,3 +154,7 @@ class StagedGather(Gather):
         """Start to fill payloads, which others may write to. What is returned ends it, and may be called by another
         thread."""
         return self._copier.begin_gather(self._copies(shard, chunks), payloads)
+
+    def wait_for_caller(self) -> None:
+        """Block until pages have what the caller's stream writes there."""
+        self._copier.wait_for_caller()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.copying import BlockCopy, Fields, Numbers
+from kvweave.copying import BlockCopy, FieldRuns, Numbers
 from kvweave.errors import StoreError
 from kvweave.plan import Parallel, View
 from kvweave.plan.view import as_bytes, contiguous
@@ -101,7 +101,7 @@ class _Look(NamedTuple):
     held: tuple[int, ...]
     kept: tuple[int, ...]
 
-    def fields(self, starts: Sequence[_Start], num_tokens: int) -> Fields:
+    def fields(self, starts: Sequence[_Start], num_tokens: int) -> FieldRuns:
         """As many tokens of each field. Inner axes that are dense on both sides are one run, the next two its strides,
         the others fields of their own."""
         axes = [(num_tokens // self.tokens_per_row, self.held[0], self.kept[0])]
@@ -117,14 +117,14 @@ class _Look(NamedTuple):
             steps = np.outer(np.arange(count), np.array([0, *strides]))
             found = (found[:, None] + steps).reshape(-1, 3)
         index, held, kept = np.ascontiguousarray(found.T)
-        return Fields(pools, index, held, (plane[0], row[0]), kept, (plane[1], row[1]), (planes, rows, size))
+        return FieldRuns(pools, index, held, (plane[0], row[0]), kept, (plane[1], row[1]), (planes, rows, size))
 
 
 class _Segments(NamedTuple):
     """Ranges of as many tokens each of all fields that look alike, in a piece that begins so far behind its page: the
     number of its page among the piece's, where it begins there and in the payload, and how far apart pages lie."""
 
-    fields: Fields
+    fields: FieldRuns
     pages: Numbers
     held: Numbers
     kept: Numbers
@@ -144,7 +144,7 @@ class _TableShare:
     ) -> None:
         self._shard, self._table, self._block_tokens, self._looks = shard, table, block_tokens, looks
         self._num_pages = num_pages
-        self._fields: dict[tuple[_Look, int], Fields] = {}
+        self._fields: dict[tuple[_Look, int], FieldRuns] = {}
         self._segments: dict[int, list[_Segments]] = {}
 
     @property
@@ -207,9 +207,9 @@ class _TableShare:
                 held = blocks * look.held_block + tokens // look.tokens_per_row * look.held[0]
                 kept = (first - offset) // look.tokens_per_row * look.kept[0]
                 page_bytes = self.page_tokens // self._block_tokens * look.held_block
-                yield _Segments(self._alike(look, count), pages[alike], held[alike], kept[alike], page_bytes)
+                yield _Segments(self._field_runs(look, count), pages[alike], held[alike], kept[alike], page_bytes)
 
-    def _alike(self, look: _Look, num_tokens: int) -> Fields:
+    def _field_runs(self, look: _Look, num_tokens: int) -> FieldRuns:
         if (look, num_tokens) not in self._fields:
             self._fields[look, num_tokens] = look.fields(self._looks[look], num_tokens)
         return self._fields[look, num_tokens]

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvweave.copying import PART_BYTES, Bytes, PartSums
+from kvweave.copying import PART_BYTES, Bytes, PartChecksums
 from kvweave.transfer.command_buffer import CommandBuffer
 from kvweave.transfer.kernel import Kernel
 
@@ -97,7 +97,7 @@ def secret_words() -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(SECRET + b"".join(ends) + begin.tobytes(), np.int64).copy())
 
 
-class SumLayout(NamedTuple):
+class ChecksumLayout(NamedTuple):
     """What is found of payloads of one length: for each the sums of `parts`, and `last_bytes` of a last part that is of
     another length, in whole words."""
 
@@ -128,10 +128,10 @@ class SumLayout(NamedTuple):
         if all(grid):
             _compiled(device).launch(commands, grid, stream, flat, _secret_on(device).data_ptr(), out, *numbers)
 
-    def found(self, out: Bytes, payloads: int) -> list[PartSums]:
+    def found(self, out: Bytes, payloads: int) -> list[PartChecksums]:
         """What the kernel wrote."""
         found = []
         for own in out[: 8 * self.words * payloads].reshape(payloads, 8 * self.words):
-            sums, last = own[: 8 * self.parts].tobytes(), own[8 * self.parts :][: self.last_bytes]
-            found.append(PartSums(sums, last.copy() if self.last_bytes or not self.parts else None))
+            checksums, last = own[: 8 * self.parts].tobytes(), own[8 * self.parts :][: self.last_bytes]
+            found.append(PartChecksums(checksums, last.copy() if self.last_bytes or not self.parts else None))
         return found

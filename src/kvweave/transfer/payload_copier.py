@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvweave.copying import BlockCopy, Bytes, Gathering, Landing, PartSums
+from kvweave.copying import BlockCopy, Bytes, Gathering, Landing, PartChecksums
 from kvweave.errors import BadCopy
-from kvweave.transfer.checksum_kernel import SumLayout
+from kvweave.transfer.checksum_kernel import ChecksumLayout
 from kvweave.transfer.command_buffer import CommandBuffer
 from kvweave.transfer.driver import Event, context_of, submit
 from kvweave.transfer.kernel import Tabulator, current_stream, launch
@@ -71,18 +71,16 @@ class CUDAPayloadCopier:
         self.begin_gather(copies, [payload])()
 
     def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
-        if self._after is not None:
-            self._after.wait()
-        table, sums = self._prepared(copies, payloads)
-        commands, channel = CommandBuffer(), self._channel(payloads, sums)
+        table, layout = self._prepared(copies, payloads)
+        commands, channel = CommandBuffer(), self._channel(payloads, layout)
         self._launch(commands, channel, table, gather=True)
-        self._sum(commands, channel, payloads, sums)
+        self._compute_checksums(commands, channel, payloads, layout)
         _copy(commands, [payload.ctypes.data for payload in payloads], _places(channel, payloads), payloads, channel)
         done = self._submit(commands, channel)
 
-        def finish() -> Sequence[PartSums]:
+        def finish() -> Sequence[PartChecksums]:
             done.wait()
-            found = sums.found(channel.found, len(payloads))
+            found = layout.found(channel.found, len(payloads))
             self._idle.append(channel)  # a channel on which something broke is not used again
             return found
 
@@ -92,18 +90,16 @@ class CUDAPayloadCopier:
         self.begin_landing(copies, [payload])(lambda _: True)
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
-        table, sums = self._prepared(copies, payloads)
-        copying, writing, channel = CommandBuffer(), CommandBuffer(), self._channel(payloads, sums)
+        table, layout = self._prepared(copies, payloads)
+        copying, writing, channel = CommandBuffer(), CommandBuffer(), self._channel(payloads, layout)
         _copy(copying, _places(channel, payloads), [payload.ctypes.data for payload in payloads], payloads, channel)
-        self._sum(copying, channel, payloads, sums)
+        self._compute_checksums(copying, channel, payloads, layout)
         arrived = self._submit(copying, channel)
-        if self._after is not None:
-            writing.wait(self._after, channel.number)
         self._launch(writing, channel, table, gather=False)
 
-        def land(is_intact: Callable[[Sequence[PartSums]], bool]) -> bool:
+        def land(is_intact: Callable[[Sequence[PartChecksums]], bool]) -> bool:
             arrived.wait()
-            fine = is_intact(sums.found(channel.found, len(payloads)))
+            fine = is_intact(layout.found(channel.found, len(payloads)))
             if fine:
                 self._submit(writing, channel).wait()
             self._idle.append(channel)
@@ -111,14 +107,20 @@ class CUDAPayloadCopier:
 
         return land
 
-    def _prepared(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> tuple[PayloadTable, SumLayout]:
+    def wait_for_caller(self) -> None:
+        if self._after is not None:
+            self._after.wait()
+
+    def _prepared(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> tuple[PayloadTable, ChecksumLayout]:
         sizes = {payload.nbytes for payload in payloads}
         if len(sizes) != 1 or (len(payloads) > 1 and payloads[0].nbytes % 8):
             raise BadCopy(f"payloads of {sorted(sizes)} bytes: several must be of one length, a multiple of 8")
         (size,) = sizes
-        return PayloadTable(copies, self._pooled, size * len(payloads)), SumLayout(size)
+        return PayloadTable(copies, self._pooled, size * len(payloads)), ChecksumLayout(size)
 
     def _launch(self, commands: CommandBuffer, channel: _Channel, table: PayloadTable, *, gather: bool) -> None:
+        if self._after is not None:
+            commands.wait(self._after, channel.number)
         if not table.num_tiles:
             return
         tiles = channel.slot.tabulate(table, self._tabulator, commands, channel.number)
@@ -127,10 +129,12 @@ class CUDAPayloadCopier:
             self._device.index, gather=gather,
         )  # fmt: skip
 
-    def _sum(self, commands: CommandBuffer, channel: _Channel, payloads: Sequence[Bytes], sums: SumLayout) -> None:
+    def _compute_checksums(
+        self, commands: CommandBuffer, channel: _Channel, payloads: Sequence[Bytes], layout: ChecksumLayout
+    ) -> None:
         """The kernel writes to memory of the host: a copy engine would queue its copy behind all earlier ones."""
         out, device = channel.found.ctypes.data, self._device.index
-        sums.launch(commands, len(payloads), channel.slot.address, out, channel.number, device)
+        layout.launch(commands, len(payloads), channel.slot.address, out, channel.number, device)
 
     def _submit(self, commands: CommandBuffer, channel: _Channel) -> Event:
         """Submit; the event is done when all commands are."""
@@ -139,12 +143,12 @@ class CUDAPayloadCopier:
         submit(commands, self._context, 0, done)
         return done
 
-    def _channel(self, payloads: Sequence[Bytes], sums: SumLayout) -> _Channel:
+    def _channel(self, payloads: Sequence[Bytes], layout: ChecksumLayout) -> _Channel:
         try:
             channel = self._idle.pop()
         except IndexError:  # all are in use
             channel = _Channel(self._device)
-        channel.reserve(sum(payload.nbytes for payload in payloads), 8 * sums.words * len(payloads))
+        channel.reserve(sum(payload.nbytes for payload in payloads), 8 * layout.words * len(payloads))
         return channel
 
 

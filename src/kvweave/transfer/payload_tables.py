@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvweave.copying import BlockCopy, Fields
+from kvweave.copying import BlockCopy, FieldRuns
 from kvweave.errors import BadCopy
 from kvweave.transfer.copy_plan import Numbers
 from kvweave.transfer.runs import Runs
@@ -22,7 +22,7 @@ from kvweave.transfer.tiles import TILE, Tiling, tiles_of, widest
 class FieldTiles:
     """The tiles of a segment of all fields, by the addresses of their pools."""
 
-    def __init__(self, fields: Fields, addresses: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+    def __init__(self, fields: FieldRuns, addresses: Mapping[str, int], sizes: Mapping[str, int]) -> None:
         (planes, rows, size), (plane, row) = fields.shape, fields.held_strides
         runs = Runs(0, 0, planes, plane, rows, row, size, 0, fields.kept_strides[0])
         tiling = Tiling(runs, *fields.kept_strides)
@@ -60,9 +60,9 @@ class PooledFields:
 
     def __init__(self, addresses: Mapping[str, int], sizes: Mapping[str, int]) -> None:
         self._addresses, self._sizes = addresses, sizes
-        self._made: dict[Fields, FieldTiles] = {}
+        self._made: dict[FieldRuns, FieldTiles] = {}
 
-    def tiles(self, fields: Fields) -> FieldTiles:
+    def tiles(self, fields: FieldRuns) -> FieldTiles:
         if fields not in self._made:
             self._made.setdefault(fields, FieldTiles(fields, self._addresses, self._sizes))
         return self._made[fields]
