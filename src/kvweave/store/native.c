@@ -332,22 +332,30 @@ INLINE size_t end_of(size_t size)
     return rest_of(size) < STRIPE ? STRIPE : rest_of(size);
 }
 
-/* The digest of a message of `size` bytes of which the whole spans were added and `end` are the last `end_of(size)`. */
-WITH_AVX2 static uint64_t finish(Sum *sum, const uint8_t *end, size_t size)
+/* The digest of a message of `size` bytes that were added. */
+INLINE uint64_t digest_of(const Sum *sum, size_t size)
 {
-    __m256i acc[2] = {_mm256_load_si256((__m256i *)sum->lanes), _mm256_load_si256((__m256i *)sum->lanes + 1)};
-    const uint8_t *rest = end + end_of(size) - rest_of(size);
-    for (size_t i = 0; (i + 1) * STRIPE <= rest_of(size) - 1; i++)
-        add_stripe(acc, rest + i * STRIPE, SECRET + 8 * i, NULL, 0);
-    add_stripe(acc, end + end_of(size) - STRIPE, SECRET + sizeof SECRET - STRIPE - 7, NULL, 0);
-    _mm256_store_si256((__m256i *)sum->lanes, acc[0]);
-    _mm256_store_si256((__m256i *)sum->lanes + 1, acc[1]);
     uint64_t result = size * PRIME64_1, key[8];
     memcpy(key, SECRET + 11, sizeof key);
     for (int i = 0; i < 8; i += 2)
         result += folded(sum->lanes[i] ^ key[i], sum->lanes[i + 1] ^ key[i + 1]);
     result = (result ^ result >> 37) * 0x165667919E3779F9;
     return result ^ result >> 32;
+}
+
+static const uint8_t *const LAST_KEYS = SECRET + sizeof SECRET - STRIPE - 7; /* of the last stripe of a message */
+
+/* The same, where the whole spans were added and `end` are the last `end_of(size)` bytes. */
+WITH_AVX2 static uint64_t finish(Sum *sum, const uint8_t *end, size_t size)
+{
+    __m256i acc[2] = {_mm256_load_si256((__m256i *)sum->lanes), _mm256_load_si256((__m256i *)sum->lanes + 1)};
+    const uint8_t *rest = end + end_of(size) - rest_of(size);
+    for (size_t i = 0; (i + 1) * STRIPE <= rest_of(size) - 1; i++)
+        add_stripe(acc, rest + i * STRIPE, SECRET + 8 * i, NULL, 0);
+    add_stripe(acc, end + end_of(size) - STRIPE, LAST_KEYS, NULL, 0);
+    _mm256_store_si256((__m256i *)sum->lanes, acc[0]);
+    _mm256_store_si256((__m256i *)sum->lanes + 1, acc[1]);
+    return digest_of(sum, size);
 }
 
 /* A message is summed in parts, each by itself, so that others may sum them side by side; what is left over belongs to
@@ -371,9 +379,21 @@ INLINE void start_parts(Parts *parts, size_t size, uint64_t *sums)
     start(&parts->part);
 }
 
+/* The last span of a part, copied as it is read; returns the part's digest. */
+WITH_AVX2 INLINE uint64_t end_part(Sum *sum, const uint8_t *from, uint8_t *to, int streaming)
+{
+    __m256i acc[2] = {_mm256_load_si256((__m256i *)sum->lanes), _mm256_load_si256((__m256i *)sum->lanes + 1)};
+    for (int i = 0; i < STRIPES; i++)
+        add_stripe(acc, from + i * STRIPE, i < STRIPES - 1 ? SECRET + 8 * i : LAST_KEYS, to ? to + i * STRIPE : NULL,
+                   streaming);
+    _mm256_store_si256((__m256i *)sum->lanes, acc[0]);
+    _mm256_store_si256((__m256i *)sum->lanes + 1, acc[1]);
+    return digest_of(sum, PART);
+}
+
 enum { CACHED, STREAMED, WIDE }; /* how spans are written: to the cache, past it, or past it in wide registers */
 
-/* The next `size` bytes, whole spans of them. The last span of a part is read once, too: its sum is of the copy. */
+/* The next `size` bytes, whole spans of them. */
 WITH_AVX2 INLINE void add_parts(Parts *parts, const uint8_t *from, uint8_t *to, size_t size, int way, int ahead)
 {
     size_t last = (parts_of(parts->size) - 1) * PART;
@@ -387,12 +407,7 @@ WITH_AVX2 INLINE void add_parts(Parts *parts, const uint8_t *from, uint8_t *to, 
         else
             add_spans(&parts->part, from, to, count, way == STREAMED, ahead);
         if (!is_last && within + count == PART - SPAN && size > count) {
-            uint8_t end[SPAN];
-            memcpy(end, from + count, SPAN);
-            __asm__ volatile("" : : "r"(end) : "memory"); /* the copy is summed, not what is read again */
-            if (to)
-                memcpy(to + count, end, SPAN);
-            parts->sums[parts->at / PART] = finish(&parts->part, end, PART);
+            parts->sums[parts->at / PART] = end_part(&parts->part, from + count, to ? to + count : NULL, way != CACHED);
             start(&parts->part);
             count += SPAN;
         }
