@@ -82,6 +82,8 @@ class StepBuffers:
             tag: torch.zeros(self._nobody + 1, self._width(tag), dtype=torch.int32, device=device)
             for tag in self._groups
         }
+        self._used = {tag: np.zeros(self._nobody + 1, np.int64) for tag in self._groups}
+        """Columns of each row's table, on the device, behind which there are no pages."""
         self._noted = torch.zeros(self._nobody + 1, dtype=torch.int64, device=device)
         self._counting = torch.arange(max_tokens, device=device)
         self._loads = 0
@@ -139,10 +141,14 @@ class StepBuffers:
         return len(self._cache.table(next(iter(self._groups)))) != self._nobody
 
     def _copy_rows(self, tag: str, rows: Numbers) -> None:
+        """Only columns that have pages, or had."""
         if len(rows):
-            there = self._tables[tag]
-            new = np.ascontiguousarray(self._cache.kernel_table(tag)[rows, : there.shape[1]])
-            there.index_copy_(0, self._sent(rows), self._sent(new))
+            there, used = self._tables[tag], self._used[tag]
+            new = self._cache.kernel_table(tag)[rows, : there.shape[1]]
+            now = int(np.flatnonzero(new.any(axis=0)).max(initial=0)) + 1
+            width = max(now, int(used[rows].max()))
+            used[rows] = now
+            there[:, :width].index_copy_(0, self._sent(rows), self._sent(np.ascontiguousarray(new[:, :width])))
 
     def _sent(self, numbers: NDArray[np.integer[Any]]) -> torch.Tensor:
         """A copy on the device, for which the host waits no longer than for its own part: what is copied from memory
