@@ -14,19 +14,4 @@ def attend(
     threads: int,
     /,
 ) -> int: ...
-def write_rows(
-    to: int,
-    block: int,
-    head: int,
-    token: int,
-    source: int,
-    source_token: int,
-    source_head: int,
-    heads: int,
-    size: int,
-    slots: int,
-    count: int,
-    tokens: int,
-    num_slots: int,
-    /,
-) -> int: ...
+def write_rows(targets: bytes, keys: int, values: int, slots: int, count: int, /) -> int: ...

@@ -748,29 +748,40 @@ static PyObject *attend(PyObject *self, PyObject *args)
     return PyLong_FromLongLong(job.bad_block);
 }
 
-/* Copy `heads` runs of `size` bytes for each token to its slot; -1 is skipped. Returns the first slot that is not there,
- * before anything is copied, or -1. */
+typedef struct { /* as `cpu.py` packs it; strides in bytes */
+    char *to;
+    int64_t block, head, token, from_token, from_head, heads, size, tokens, num_slots;
+} CopyTarget;
+
+/* Copy `heads` runs of `size` bytes for each token to its slot; -1 is skipped. There are as many sources as targets.
+ * Returns the first slot that is not there, before anything is copied, or -1. */
 static PyObject *write_rows(PyObject *self, PyObject *args)
 {
-    long long to, block, head, token, from, from_token, from_head, heads, size, slots, count, tokens, num_slots;
+    Py_buffer record;
+    long long sources[2] = {0}, slots, count;
     (void)self;
-    if (!PyArg_ParseTuple(args, "LLLLLLLLLLLLL", &to, &block, &head, &token, &from, &from_token, &from_head, &heads,
-                          &size, &slots, &count, &tokens, &num_slots))
+    if (!PyArg_ParseTuple(args, "y*LLLL", &record, &sources[0], &sources[1], &slots, &count))
         return NULL;
+    const CopyTarget *targets = record.buf;
+    int64_t planes = record.len / (int64_t)sizeof(CopyTarget), wrong = -1;
     const int64_t *slot = (const int64_t *)slots;
-    for (int64_t i = 0; i < count; i++)
-        if (slot[i] < -1 || slot[i] >= num_slots)
-            return PyLong_FromLongLong(slot[i]);
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t h = 0; slot[i] >= 0 && h < heads; h++)
-            memcpy((char *)to + slot[i] / tokens * block + slot[i] % tokens * token + h * head,
-                   (const char *)from + i * from_token + h * from_head, size);
-    return PyLong_FromLong(-1);
+    for (int64_t i = 0; i < count && wrong == -1; i++)
+        if (slot[i] < -1 || slot[i] >= targets->num_slots)
+            wrong = slot[i];
+    for (int64_t p = 0; p < planes && wrong == -1; p++) {
+        CopyTarget t = targets[p];
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t h = 0; slot[i] >= 0 && h < t.heads; h++)
+                memcpy(t.to + slot[i] / t.tokens * t.block + slot[i] % t.tokens * t.token + h * t.head,
+                       (const char *)sources[p] + i * t.from_token + h * t.from_head, t.size);
+    }
+    PyBuffer_Release(&record);
+    return PyLong_FromLongLong(wrong);
 }
 
 static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS, "attend(layer, queries, strides, ...): a block id that is not there, or 0"},
-    {"write_rows", write_rows, METH_VARARGS, "write_rows(to, strides, from, strides, ...): a bad slot, or -1"},
+    {"write_rows", write_rows, METH_VARARGS, "write_rows(targets, keys, values, slots, count): a bad slot, or -1"},
     {NULL, NULL, 0, NULL},
 };
 

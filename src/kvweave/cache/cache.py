@@ -90,6 +90,7 @@ class Cache(Home):
         self._infinite = InfiniteCache(self.state.grid) if track_infinite else None
         self._requests = self._prompt_tokens = self._hit_tokens = 0
         self._outstanding: list[Copies] = []
+        self._tables = {table.tag: table for table in self.state.tables}
         self._owner = get_ident()
 
     @property
@@ -422,8 +423,9 @@ class Cache(Home):
         return {group.tag: self.state.tables[group.number].slots(rows, positions, rank) for group in self.state.rows}
 
     def _table(self, tag: str) -> BlockTable:
-        self.plan.group(tag)
-        return next(table for table in self.state.tables if table.tag == tag)
+        if tag not in self._tables:
+            self.plan.group(tag)  # it says which tags there are
+        return self._tables[tag]
 
     # ---- stats
 

@@ -104,7 +104,8 @@ class PagedCache(CacheRows):
     def _enter(self, inputs: Mapping[str, Any], module: object) -> None:
         self.computed_by = module
         self._had_gradients = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
+        if self._had_gradients:
+            torch.set_grad_enabled(False)
         self._see_inputs(inputs)
         self._set_forward(inputs, module)
 
@@ -113,7 +114,7 @@ class PagedCache(CacheRows):
         self.commit_pending()
         if len(tokens) != len(self.sequences):
             self.batch_repeat_interleave(len(tokens) // max(1, len(self.sequences)))
-        self.step_ids = tokens.cpu().numpy()
+        self.step_ids = tokens.numpy(force=True)
         self._extend(self.step_ids)
         self._step = self._step_to(self.columns + tokens.shape[1])
 
@@ -151,15 +152,19 @@ class PagedCache(CacheRows):
 
     def _extend(self, tokens: Numbers) -> None:
         """Allocate pages for the tokens. Those of the prompt are known to the core, and must be the same."""
-        known = min(*(s.num_tokens - s.length for s in self.sequences), tokens.shape[1])
-        for sequence, row in zip(self.sequences, tokens, strict=True):
-            prompt = sequence.run(sequence.length, sequence.length + known)
-            if not np.all((prompt == row[:known]) | (prompt < 0)):  # numbers below 0 stand for images
-                raise BadTokens("these are not the tokens that this cache was opened for: open another one")
-        if known:
+        known = min(*(s.num_prompt - s.length for s in self.sequences), tokens.shape[1])
+        if known > 0:
+            self._check_prompts(tokens[:, :known])
             self._carry_out(self.core.extend(self._batch, known))
-        if known < tokens.shape[1]:
-            self._carry_out(self.core.extend(self._batch, tokens.shape[1] - known, tokens=tokens[:, known:]))
+        new = tokens[:, max(known, 0) :]
+        if new.size:
+            self._carry_out(self.core.extend(self._batch, new.shape[1], tokens=new.astype(np.int32).ravel()))
+
+    def _check_prompts(self, tokens: Numbers) -> None:
+        for sequence, row in zip(self.sequences, tokens, strict=True):
+            prompt = sequence.run(sequence.length, sequence.length + len(row))
+            if not np.all((prompt == row) | (prompt < 0)):  # numbers below 0 stand for images
+                raise BadTokens("these are not the tokens that this cache was opened for: open another one")
 
     @property
     def step(self) -> BatchStep:
