@@ -132,8 +132,9 @@ class PagedCache(CacheRows):
         own.
         """
         rope, step = self.memory.rope, self._step
-        longest = rope.forced_length or step.end - int(self._pads.min())
-        self._is_shared &= rope.range_of(longest) == self._rope_range
+        if rope.is_there:
+            longest = rope.forced_length or step.end - int(self._pads.min())
+            self._is_shared &= rope.range_of(longest) == self._rope_range
         self._is_default = self.made_for is None or are_default(inputs, self._pads, step.start, step.end)
         self._is_shared &= self._is_default
 
@@ -143,12 +144,14 @@ class PagedCache(CacheRows):
         asks_weights = memory.watch.config.output_attentions if asked is None else asked
         if not self._is_default or self.hides_tokens or asks_weights or module.training:
             return
-        if autocast_dtype(self.arena.memory.device.type):  # it would round where we do not
+        if autocast_dtype(memory.device_type):  # it would round where we do not
             return
         forward = PagedForward(memory.attention, self._step.packed, self._step.num_tokens == 1)
         if forward.is_useful:
             memory.switched.enter()
             self.forward, self._forward_before = forward, set_running(forward)
+            if memory.device_type == "cpu":
+                forward.prepare()  # here it is faster than between two layers, when weights fill the CPU's caches
 
     def _extend(self, tokens: Numbers) -> None:
         """Allocate pages for the tokens. Those of the prompt are known to the core, and must be the same."""
@@ -182,8 +185,8 @@ class PagedCache(CacheRows):
 
     def _bind(self) -> None:
         if self._states:
-            live = {group.tag: self._step.live(group.tag) for group in self.core.plan.groups if not _per_token(group)}
-            fresh = np.flatnonzero(self.columns == self._pads).tolist()
+            live = {tag: self._step.live(tag) for tag in self.memory.state_tags}
+            fresh = [row for row, pad in enumerate(self._pads.tolist()) if pad == self.columns]
             for layer in self._states:
                 layer.bind(live, fresh, self.columns > 0)
 
@@ -218,7 +221,7 @@ class PagedCache(CacheRows):
         self._uncommitted = True
         self._leave()
         if self.first_token_at is None:
-            if self.arena.memory.device.type == "cuda":
+            if self.memory.device_type == "cuda":
                 torch.cuda.synchronize()
             self.first_token_at = time.perf_counter()
 
@@ -327,10 +330,6 @@ class PagedCache(CacheRows):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _per_token(group: Any) -> bool:
-    return bool(group.cache.reach.per_token)
 
 
 def _has_written(layer: Any, step: BatchStep) -> bool:

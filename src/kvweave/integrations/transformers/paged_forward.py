@@ -83,8 +83,11 @@ class PagedForward:
 
     @property
     def step(self) -> Step:
-        if self._step is None:
-            self._step = self._make_step()
+        return self._step or self.prepare()
+
+    def prepare(self) -> Step:
+        """Make the step that attention reads; otherwise its first layer does."""
+        self._step = self._make_step()
         return self._step
 
     # ---- the cache's part
