@@ -67,6 +67,17 @@ def test_models_of_one_family_may_be_closed_in_any_order() -> None:
     assert functions(model) == own
 
 
+def test_a_function_that_computes_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3_next")
+    own, module = functions(model), sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, NAMES[1], lambda *given: own[NAMES[1]](*given) + 1)
+    monkeypatch.setattr(module, NAMES[0], lambda *_: None)
+    changed = functions(model)
+    with KVWeave(model, "32MiB", rows=8, max_tokens=256):
+        assert functions(model) == changed
+    assert functions(model) == changed
+
+
 def test_on_gathered_rows_the_bits_are_those_of_transformers(calls: list[str]) -> None:
     model, ids = model_of("qwen3_next"), prompt(20)
     with KVWeave(model, "32MiB", rows=8, max_tokens=256, in_place=False) as weave:

@@ -1,8 +1,8 @@
 """The functions of transformers' models that take one token into a state, replaced by those in C for forwards on pages.
 
-The modules of several families define them, word for word the same. Ours are called in their stead by forwards whose
-attention reads pages in place, where tensors are float32 on a CPU; the model's own by all others. States are
-updated where they lie: in their page, if a batch has one row.
+The modules of several families define them. One is replaced if it is seen to compute the same as ours. Ours are then
+called by forwards whose attention reads pages in place, where tensors are float32 on a CPU; the model's own by all
+others. States are updated where they lie: in their page, if a batch has one row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,14 +32,21 @@ class ReplacedFunctions:
     """Models that are served, by module and name."""
 
     def __init__(self, model: Any) -> None:
+        self._places: list[tuple[str, str]] = []
         modules = {type(each).__module__ for each in model.modules()}
-        self._places = [(module, name) for module in modules for name in REPLACED if hasattr(sys.modules[module], name)]
-        with self._lock:
-            for place in self._places:
-                self._users[place] += 1
-                if self._users[place] == 1:
-                    own = getattr(sys.modules[place[0]], place[1])
-                    setattr(sys.modules[place[0]], place[1], REPLACED[place[1]](own))
+        with self._lock, torch.no_grad():
+            for place in product(modules, REPLACED):
+                self._replace(place)
+
+    def _replace(self, place: tuple[str, str]) -> None:
+        module, name = sys.modules[place[0]], place[1]
+        if place not in self._users:
+            (wrap, agrees), own = REPLACED[name], getattr(module, name, None)
+            if own is None or not agrees(own):
+                return
+            setattr(module, name, wrap(own))
+        self._users[place] += 1
+        self._places.append(place)
 
     def remove(self) -> None:
         with self._lock:
@@ -101,8 +110,38 @@ def _convolution(own: Function) -> Function:
     return causal_conv1d_update
 
 
-REPLACED: dict[str, Callable[[Function], Function]] = {
-    "torch_recurrent_gated_delta_rule": _delta_rule,
-    "causal_conv1d_update": _convolution,
+def _delta_rule_agrees(own: Function) -> bool:
+    """Whether both make the same of a few random numbers."""
+    random = torch.Generator().manual_seed(0)
+    queries, keys, values = torch.randn(3, 2, 1, 3, 4, generator=random)
+    decays, betas = -torch.rand(2, 2, 1, 3, generator=random)
+    states = torch.randn(2, 3, 4, 4, generator=random)
+    how: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    with suppress(Exception):  # whatever it is, it is not what it was
+        right = own(queries, keys, values, g=decays, beta=-betas, initial_state=states.clone(), **how)
+        out = gated_delta_rule(queries, keys, values, decays, -betas, states, normalises=True)
+        return out is not None and _are_close(right, (out, states))
+    return False
+
+
+def _convolution_agrees(own: Function) -> bool:
+    random = torch.Generator().manual_seed(0)
+    new, states, weights, bias = (torch.randn(n, generator=random) for n in ((2, 3, 1), (2, 3, 4), (3, 4), (3,)))
+    with suppress(Exception):
+        after = states.clone()
+        right = own(new, after, weights, bias, "silu")
+        out = causal_convolution(new, states, weights, bias, has_silu=True)
+        return out is not None and _are_close((right, after), (out, states))
+    return False
+
+
+def _are_close(right: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...]) -> bool:
+    pairs = zip(right, found, strict=True)
+    return all(one.shape == other.shape and torch.allclose(one, other, atol=1e-5) for one, other in pairs)
+
+
+REPLACED: dict[str, tuple[Callable[[Function], Function], Callable[[Function], bool]]] = {
+    "torch_recurrent_gated_delta_rule": (_delta_rule, _delta_rule_agrees),
+    "causal_conv1d_update": (_convolution, _convolution_agrees),
 }
-"""What stands for a function of this name."""
+"""What stands for a function of this name, and whether it may."""
