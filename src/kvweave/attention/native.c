@@ -1,4 +1,5 @@
-/* Attention over pages on a CPU: rows of keys and values are read where they are, in tiles of 64 tokens.
+/* Attention over pages on a CPU: rows of keys and values are read where they are, in tiles of 64 tokens. At the end, states:
+ * one token of each row is taken into them.
  *
  * The work is cut into items: some queries of one sequence, the query heads of one KV head, a run of tiles. An item has
  * `rows` = queries x heads rows that share every key it reads. Few rows (decode) take dot products with the keys as they
