@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvweave.attention import Attention, AttentionOptions, open_attention
+from kvweave.attention.base import packed
 from kvweave.errors import BadRows, NoKernel, UnknownName
 from kvweave.plan import Layout
 from kvweave.spec import Chunk, Full, Reach, SinkWindow, Window
@@ -223,6 +224,27 @@ class AttentionContract:
         close(after, wanted(world, queries, step, AttentionOptions()))
         assert not torch.allclose(before, after)
 
+    @pytest.mark.parametrize(("rows", "count"), [(1, 1), (1, 9), (3, 1), (3, 9)])
+    def test_a_batch_as_models_give_it_is_the_same_rows_packed(self, rows: int, count: int) -> None:
+        world = self.world(Kind())
+        attention = self.open(world, AttentionOptions())
+        for is_strided in (False, True, False):  # layouts change from call to call
+            step = world.step([40] * rows, [count] * rows)
+            table = 2 * world.first_page + torch.arange(3 * rows, dtype=torch.int32, device=self.device).view(rows, 3)
+            step = replace(step, tables={world.view.tag: table})
+            positions = torch.arange(40 - count, 40, device=self.device)
+            slots = (table[:, positions // 16].long() * 16 + positions % 16).flatten()
+            keys, values, queries = (
+                torch.randn(rows, count, heads, 64, device=self.device).transpose(1, 2) for heads in (2, 2, 8)
+            )
+            if not is_strided:
+                keys, values, queries = (tensor.contiguous() for tensor in (keys, values, queries))
+            attention.write_batch(keys, values, slots)
+            found = attention.attend_batch(queries, step)
+            assert found.shape == (rows, count, 8, 64)
+            attention.write(packed(keys), packed(values), slots)
+            close(found.flatten(0, 1), wanted(world, packed(queries), step, AttentionOptions()))
+
     def test_what_does_not_fit_is_refused(self) -> None:
         world = self.world(Kind())
         attention = self.open(world, AttentionOptions())
@@ -236,6 +258,12 @@ class AttentionContract:
             attention.attend(good, step, good.new_empty(21, 8, 63))
         with pytest.raises(UnknownName, match="unknown tag of the step 'full'"):
             attention.attend(good, replace(step, tables={}))
+        batch = good[None].transpose(1, 2)
+        assert attention.attend_batch(batch, step).shape == (1, 21, 8, 64)
+        with pytest.raises(UnknownName, match="unknown tag of the step 'full'"):
+            attention.attend_batch(batch, replace(step, tables={}))
+        with pytest.raises(BadRows, match="7, 64"):
+            attention.attend_batch(batch[:, :7], step)
         with pytest.raises(BadRows, match="give values"):
             attention.write(good[:, :2], None, torch.zeros(21, dtype=torch.int64, device=self.device))
         with pytest.raises(NoKernel, match="states"):

@@ -146,6 +146,13 @@ def test_the_second_sibling_hits_at_the_branch_even_when_no_points_are_kept_on_t
         assert run(cache, [*range(20), 77, 76, 75]).num_cached == 20
 
 
+def test_the_first_sibling_hits_where_it_was_expected_to_leave() -> None:
+    for trailing in (Window(6), State()):
+        cache = Cache(plan_of(group("full", Full()), group("trailing", trailing)), retention=Retention(every=0))
+        run(cache, range(40), branches=[21, 90])
+        assert run(cache, [*range(21), 99, 98, 97]).num_cached == 20
+
+
 def test_states_are_restored_into_a_live_page_of_their_own() -> None:
     cache = Cache(plan_of(group("full", Full()), group("state", State())))
     run(cache, range(16))
@@ -887,6 +894,21 @@ def test_a_policy_is_told_why_a_point_is_there() -> None:
 
 
 # ---- what is private
+
+
+def test_a_private_prompt_with_states_has_nothing_to_publish_step_by_step() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=0))
+    sequence = run(cache, range(9), close=False)
+    private = cache.open(range(100, 112))
+    for count in (8, 4):
+        list(cache.extend(private, count))
+        list(cache.commit(private, share=False))
+    for each in (sequence, private):
+        list(cache.extend(each, 1, tokens=[5]))
+        list(cache.commit(each))
+        assert cache.state.counters.next_point_of[each.row] > each.length + 1
+    cache.close(private)
+    assert cache.lookup(range(100, 112)) == 0
 
 
 @pytest.mark.parametrize("forked", [False, True])

@@ -8,10 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
@@ -22,6 +27,7 @@ from kvweave.cli.run.text import ByteTokenizer  # noqa: E402
 from kvweave.engine import Engine  # noqa: E402
 from kvweave.engine.api.answer_text import AnswerText  # noqa: E402
 from kvweave.engine.api.endpoint import Endpoint  # noqa: E402
+from kvweave.engine.api.prompt_codec import TokenizerCodec, ToolCall, ToolCalls  # noqa: E402
 from tests.integrations.models import plain  # noqa: E402
 
 KEY = "a-key"
@@ -41,17 +47,28 @@ def byte_model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
+def byte_engine() -> Engine:
     return Engine(byte_model(), "8MiB", rows=32, max_tokens=2048, budget=64)
 
 
 @pytest.fixture(scope="module")
+def engine() -> Engine:
+    return byte_engine()
+
+
+@pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
+    with served(engine, CODEC) as url:
+        yield url
+
+
+@contextmanager
+def served(engine: Engine, codec: BytesCodec) -> Iterator[str]:
+    """The address of an endpoint, at whose end the engine is closed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    app = Endpoint(engine, CODEC, "tiny", KEY).app()
+    app = Endpoint(engine, codec, "tiny", KEY).app()
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -65,6 +82,10 @@ def url(engine: Engine) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Any:
+    return client_of(url)
+
+
+def client_of(url: str) -> Any:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
 
@@ -123,6 +144,56 @@ def test_a_chat_streams_its_role_first(client: Any) -> None:
     events = list(client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, stream=True))
     assert events[0].choices[0].delta.role == "assistant"
     assert events[-1].choices[0].finish_reason == "length"
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"properties": {"day": {"type": "integer"}}}}}]
+
+
+class CallingCodec(BytesCodec):
+    """Takes every answer of seven tokens for a call."""
+
+    reads_tool_calls = True
+
+    def tool_calls(self, prompt: Any, answer: Any, tools: Any) -> Any:
+        assert tools == TOOLS
+        assert prompt == tuple(ByteTokenizer().chat([("user", "hello")]))
+        return ToolCalls(None, (ToolCall("look", '{"day": 3}'),)) if len(answer) == 7 else None
+
+
+@pytest.fixture
+def ask() -> Iterator[Any]:
+    with served(byte_engine(), CallingCodec(ByteTokenizer())) as url:
+        yield partial(client_of(url).chat.completions.create, model="tiny", temperature=0, tools=TOOLS)
+
+
+def test_calls_of_tools_are_told_apart_from_text(ask: Any, engine: Engine) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    choice = ask(messages=messages, max_tokens=7).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "look", {"day": 3})
+    streamed = [event.choices[0] for event in ask(messages=messages, max_tokens=7, stream=True)]
+    (call,) = streamed[-1].delta.tool_calls
+    assert (call.index, call.function.name, streamed[-1].finish_reason) == (0, "look", "tool_calls")
+    text = expected(engine, ByteTokenizer().chat([("user", "hello")]), 6)
+    assert ask(messages=messages, max_tokens=6).choices[0].message.content == text
+
+
+def test_a_tokenizer_with_a_response_template_reads_its_calls() -> None:
+    words = ["<call>", "</call>", '{"name": "look", "arguments": {"day": 3}}', "Well.", "<assistant>", "?"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="?")))
+    codec = TokenizerCodec(tokenizer)
+    assert not codec.reads_tool_calls
+    call = {"open": "<call>", "close": "</call>", "content": "json", "repeats": True}
+    call["transform"] = {"type": "function", "function": "{content}"}
+    fields = {"tool_calls": call, "content": {}}
+    tokenizer.response_template = {"start_anchor": "<assistant>", "defaults": {"role": "assistant"}, "fields": fields}
+    assert codec.reads_tool_calls
+    assert codec.tool_calls([4], [3, 0, 2, 1], TOOLS) == ToolCalls("Well.", (ToolCall("look", '{"day": 3}'),))
+    assert codec.tool_calls([4], [3], TOOLS) is None
+    assert codec.tool_calls([4], [0, 3, 1], TOOLS) is None, "a call that is no JSON"
 
 
 def test_stop_strings_end_an_answer_and_are_not_part_of_it(client: Any) -> None:

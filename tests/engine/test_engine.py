@@ -174,6 +174,24 @@ def test_a_step_is_one_call_for_models_that_attend_in_place(monkeypatch: pytest.
         hook.remove()
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1"])
+def test_chunks_of_as_many_tokens_are_one_call_for_models_with_states(name: str) -> None:
+    model, shapes = model_of(name), []
+    prompts = [prompt(40, seed=seed)[0].tolist() for seed in range(3)]
+    hook = model.register_forward_pre_hook(lambda _m, _a, k: shapes.append(k["input_ids"].shape), with_kwargs=True)
+    try:
+        with engine_of(name, times=8, budget=128) as engine:
+            shapes.clear()
+            results = engine.generate(prompts, Sampling(NEW, stop_tokens=()))
+            assert {shape[0] for shape in shapes} == {3}
+            check_books(engine)
+    finally:
+        hook.remove()
+    for ids, result in zip(prompts, results, strict=True):
+        answer = plain(model, torch.tensor([ids]), num_tokens=NEW, eos_token_id=None).sequences[0, len(ids) :]
+        assert list(result.tokens) == answer.tolist()
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_a_recorded_run_replayed_by_the_simulator_gives_the_hits_of_the_engine(name: str, tmp_path: Path) -> None:
     cached = []

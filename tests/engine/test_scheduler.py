@@ -23,7 +23,7 @@ def core_of(*reaches: Reach, memory: str = "16KiB") -> Cache:
 
 
 def scheduler_of(core: Cache, **options: Any) -> Scheduler:
-    return Scheduler(core, lambda job: core.open(job.tokens, namespace=job.tenant), **options)
+    return Scheduler(core, lambda job: core.open(job.tokens, namespace=job.tenant, branches=job.branches), **options)
 
 
 def job(length: int, seed: int = 0, max_new: int = 4, **options: object) -> Job:
@@ -123,6 +123,22 @@ def test_a_twin_waits_for_the_prefix_that_is_being_computed() -> None:
         step(scheduler)
     assert second.num_cached == 36
     assert first.num_computed >= 40
+
+
+@pytest.mark.parametrize(("shared", "cached"), [(70, [68, 68, 68]), (40, [0, 40, 40])])
+def test_the_first_of_prompts_that_wait_leaves_a_state_where_most_of_their_tokens_are_saved(
+    shared: int, cached: list[int]
+) -> None:
+    scheduler = scheduler_of(core_of(Full(), State(), memory="256KiB"), budget=1000)
+    first = job(110)
+    twins = [Job([*first.tokens[:shared], number, 2, 3], 4) for number in range(3)]
+    others = [Job([*first.tokens[:90], 1, 2, 3], 4), Job(first.tokens[:20], 4, tenant="b")]
+    for each in (first, *twins, *others):
+        scheduler.add(each)
+    while any(each.num_cached is None for each in (*twins, *others)):
+        step(scheduler)
+    assert [twin.num_cached for twin in twins] == cached
+    assert others[1].num_cached == 0, "of another tenant"
 
 
 def test_others_of_another_tenant_do_not_wait() -> None:

@@ -14,19 +14,22 @@ def attend(
     threads: int,
     /,
 ) -> int: ...
-def write_rows(
-    to: int,
-    block: int,
-    head: int,
-    token: int,
-    source: int,
-    source_token: int,
-    source_head: int,
-    heads: int,
+def write_rows(targets: bytes, keys: int, values: int, slots: int, count: int, /) -> int: ...
+def delta_rule(addresses: tuple[int, ...], numbers: tuple[int, ...], threads: int, /) -> None: ...
+def convolve_one(
+    states: int,
+    state_row: int,
+    state_channel: int,
+    new: int,
+    new_row: int,
+    new_channel: int,
+    weights: int,
+    bias: int,
+    out: int,
+    rows: int,
+    channels: int,
+    length: int,
     size: int,
-    slots: int,
-    count: int,
-    tokens: int,
-    num_slots: int,
+    has_silu: int,
     /,
-) -> int: ...
+) -> None: ...

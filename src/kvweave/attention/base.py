@@ -40,18 +40,21 @@ class Attention:
         the key take `values` None."""
         write_tokens(self.view, slots, rows_by_role(self.view, keys, values))
 
+    def write_batch(self, keys: torch.Tensor, values: torch.Tensor | None, slots: torch.Tensor) -> None:
+        """`write` of rows `[batch, heads, tokens, dim]`, as models give them; slots row by row."""
+        self.write(packed(keys), None if values is None else packed(values), slots)
+
+    def attend_batch(self, queries: torch.Tensor, step: Step) -> torch.Tensor:
+        """The outputs `[batch, tokens, heads, dim]` of queries `[batch, heads, tokens, dim]`: `attend`."""
+        out = self.attend(packed(queries), step)
+        return out.view(queries.shape[0], queries.shape[2], *out.shape[1:])
+
     def attend(self, queries: torch.Tensor, step: Step, out: torch.Tensor | None = None) -> torch.Tensor:
         """The outputs `[tokens, heads, value dim]` of queries `[tokens, heads, key dim]`, packed as `step` says.
 
         The rows of the step's own tokens must have been written.
         """
-        if self.view.tag not in step.tables:
-            raise UnknownName("tag of the step", self.view.tag, step.tables)
-        if queries.dim() != 3 or queries.shape[2] != self.key_dim or queries.shape[1] % self.kv_heads:
-            raise BadRows(f"queries {list(queries.shape)} for keys of {self.kv_heads} heads of {self.key_dim} numbers")
-        sinks = self.options.sink_logits
-        if sinks is not None and sinks.shape != queries.shape[1:2]:
-            raise BadRows(f"{list(sinks.shape)} sink logits for {queries.shape[1]} heads")
+        self._check(queries, step)
         shape = (*queries.shape[:2], self.value_dim)
         if out is None:
             out = queries.new_empty(shape)
@@ -61,5 +64,19 @@ class Attention:
             self._attend(queries, step, out)
         return out
 
+    def _check(self, queries: torch.Tensor, step: Step) -> None:
+        if self.view.tag not in step.tables:
+            raise UnknownName("tag of the step", self.view.tag, step.tables)
+        if queries.dim() != 3 or queries.shape[2] != self.key_dim or queries.shape[1] % self.kv_heads:
+            raise BadRows(f"queries {list(queries.shape)} for keys of {self.kv_heads} heads of {self.key_dim} numbers")
+        sinks = self.options.sink_logits
+        if sinks is not None and sinks.shape != queries.shape[1:2]:
+            raise BadRows(f"{list(sinks.shape)} sink logits for {queries.shape[1]} heads")
+
     def _attend(self, queries: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         raise NotImplementedError
+
+
+def packed(rows: torch.Tensor) -> torch.Tensor:
+    """`[batch, heads, tokens, dim]` as `[batch * tokens, heads, dim]`; a view for one row, or one token a row."""
+    return rows.transpose(1, 2).flatten(0, 1)

@@ -30,11 +30,19 @@ DTYPES = {
     torch.int8: 5,
 }
 """As native.c counts them; queries are one of the first three."""
+QUERIES = tuple(DTYPES)[:3]
 MAX_DIM = 1024
 
 
+Layout = tuple[object, ...]
+
+
 class CPUAttention(Attention):
-    """Pages in the memory of the host; float32, float16 and bfloat16 queries, computed in float32."""
+    """Pages in the memory of the host; float32, float16 and bfloat16 queries, computed in float32.
+
+    Between two layers a CPU's caches are filled with weights, so that every call into torch costs a microsecond or
+    more. What follows from the layout of tensors is therefore worked out only when it is not that of the last call.
+    """
 
     name: ClassVar[str] = "cpu"
 
@@ -49,50 +57,76 @@ class CPUAttention(Attention):
             raise NoKernel(f"a layer with rows of {self.key_dim} numbers", f"{MAX_DIM} are the most")
         self._sinks = None if options.sink_logits is None else options.sink_logits.float().contiguous()
         self._record = self._packed()
+        self._tag = view.tag
         planes = [*self.kv.keys, *([self.kv.values] if self.kv.values else [])]
         self._targets = [] if any(plane.scales is not None for plane in planes) else list(map(CopyTarget, planes))
+        self._row_layouts: tuple[Layout, ...] = ()
+        self._copies: bytes | None = None
+        """How rows of these layouts are copied: structs `CopyTarget` of native.c. None: they cannot be."""
+        self._query_layout: Layout = ()
+        self._query_numbers = (0, 0, 0, 0)
+        """What native.c is told of queries of this layout."""
+
+    # ---- rows that are kept as they are go by memory copies; all others the way of every backend
 
     def write(self, keys: torch.Tensor, values: torch.Tensor | None, slots: torch.Tensor) -> None:
-        """Rows that are kept as they are go by memory copies; all others the way of every backend."""
-        given = (keys,) if values is None else (keys, values)
-        rows = [tensor if tensor.dim() == 3 else tensor.unsqueeze(1) for tensor in given]
-        count = slots.shape[0]
-        if (
-            len(rows) != len(self._targets)
-            or slots.dtype != torch.int64
-            or slots.device.type != "cpu"
-            or not slots.is_contiguous()
-            or not all(target.fits(new, count) for target, new in zip(self._targets, rows, strict=True))
-        ):
+        if keys.dim() > 3 or not self._copy(keys, values, slots):
             super().write(keys, values, slots)
-            return
-        for target, new in zip(self._targets, rows, strict=True):
-            if (wrong := target.copy(new, slots.data_ptr(), count)) != -1:
-                raise BadRows(f"slot {wrong} is not among the {target.num_slots} of layer {self.view.layer}")
+
+    def write_batch(self, keys: torch.Tensor, values: torch.Tensor | None, slots: torch.Tensor) -> None:
+        if not self._copy(keys, values, slots):
+            super().write_batch(keys, values, slots)
+
+    def _copy(self, keys: torch.Tensor, values: torch.Tensor | None, slots: torch.Tensor) -> bool:
+        """Whether rows could be copied, and were."""
+        given = (keys,) if values is None else (keys, values)
+        layouts = (*map(layout_of, given), layout_of(slots))
+        if layouts != self._row_layouts:
+            self._row_layouts, self._copies = layouts, self._packed_copies(given, slots)
+        if self._copies is None:
+            return False
+        addresses = keys.data_ptr(), 0 if values is None else values.data_ptr(), slots.data_ptr()
+        if (wrong := _native.write_rows(self._copies, *addresses, len(slots))) != -1:
+            raise BadRows(f"slot {wrong} is not among the {self._targets[0].num_slots} of layer {self.view.layer}")
+        return True
+
+    def _packed_copies(self, given: tuple[torch.Tensor, ...], slots: torch.Tensor) -> bytes | None:
+        rows = [by_token(tensor) for tensor in given]
+        is_plain = slots.dtype == torch.int64 and slots.is_cpu and slots.is_contiguous()
+        if not is_plain or len(rows) != len(self._targets):
+            return None
+        pairs = list(zip(self._targets, rows, strict=True))
+        if not all(new is not None and target.fits(new, len(slots)) for target, new in pairs):
+            return None
+        return b"".join(target.packed(new) for target, new in pairs if new is not None)
+
+    # ---- attention
+
+    def attend_batch(self, queries: torch.Tensor, step: Step) -> torch.Tensor:
+        layout = layout_of(queries)
+        if layout != self._query_layout:
+            rows = by_token(queries)
+            if rows is None or not is_readable(rows):
+                return super().attend_batch(queries, step)
+            self._check(rows, step)
+            self._query_layout, self._query_numbers = layout, query_numbers(rows)
+        batch, heads, tokens, _ = queries.shape
+        out = queries.new_empty((batch, tokens, heads, self.value_dim))
+        self._call(queries, self._query_numbers, step, out)
+        return out
 
     def _attend(self, queries: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        if queries.dtype not in list(DTYPES)[:3] or queries.stride(2) != 1:
-            queries = queries.contiguous()
-            if queries.dtype not in list(DTYPES)[:3]:
-                raise BadRows(f"queries of {queries.dtype}: float32, float16 and bfloat16 are computed with")
-        table = step.tables[self.view.tag]
-        wrong = _native.attend(
-            self._record,
-            queries.data_ptr(),
-            queries.stride(0),
-            queries.stride(1),
-            DTYPES[queries.dtype],
-            out.data_ptr(),
-            step.query_starts.data_ptr(),
-            step.lengths.data_ptr(),
-            table.data_ptr(),
-            step.num_rows,
-            table.shape[1],
-            queries.shape[1],
-            torch.get_num_threads(),
-        )
+        if queries.dtype not in QUERIES:
+            raise BadRows(f"queries of {queries.dtype}: float32, float16 and bfloat16 are computed with")
+        queries = queries if is_readable(queries) else queries.contiguous()
+        self._call(queries, query_numbers(queries), step, out)
+
+    def _call(self, queries: torch.Tensor, numbers: tuple[int, int, int, int], step: Step, out: torch.Tensor) -> None:
+        token, head, dtype, heads = numbers
+        to = queries.data_ptr(), token, head, dtype, out.data_ptr()
+        wrong = _native.attend(self._record, *to, *step.addresses(self._tag), heads, torch.get_num_threads())
         if wrong:
-            raise BadRows(f"block {wrong} is not among the {self.kv.keys[0].tensor.shape[0]} of {self.view.tag!r}")
+            raise BadRows(f"block {wrong} is not among the {self.kv.keys[0].tensor.shape[0]} of {self._tag!r}")
 
     def _packed(self) -> bytes:
         """The struct `Layer` of native.c."""
@@ -105,35 +139,54 @@ class CPUAttention(Attention):
         return struct.pack("8q2dq", *numbers, self.options.causal, *floats, sinks) + planes
 
 
-class CopyTarget:
-    """A plane that rows are copied into as they are; what a copy needs to know of it is looked up once."""
+def layout_of(tensor: torch.Tensor) -> Layout:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu
 
-    __slots__ = ("block_tokens", "dtype", "itemsize", "num_slots", "shape", "sizes", "where")
+
+def by_token(rows: torch.Tensor) -> torch.Tensor | None:
+    """Rows `[tokens, dim]`, `[tokens, heads, dim]` or `[batch, heads, tokens, dim]` as `[tokens, heads, dim]`: a view,
+    if there is one."""
+    if rows.dim() < 4:
+        return rows if rows.dim() == 3 else rows.unsqueeze(1)
+    if rows.shape[0] == 1:
+        return rows[0].transpose(0, 1)
+    return rows[:, :, 0] if rows.shape[2] == 1 else None
+
+
+def is_readable(queries: torch.Tensor) -> bool:
+    return queries.dtype in QUERIES and queries.is_cpu and queries.stride(2) == 1
+
+
+def query_numbers(queries: torch.Tensor) -> tuple[int, int, int, int]:
+    """Strides of tokens and heads, the dtype, and the number of heads."""
+    return queries.stride(0), queries.stride(1), DTYPES[queries.dtype], queries.shape[1]
+
+
+class CopyTarget:
+    """A plane that rows are copied into as they are."""
+
+    __slots__ = ("_dtype", "_plane", "_shape", "num_slots")
 
     def __init__(self, kv: KVPlane) -> None:
-        plane = kv.tensor
-        self.dtype, self.itemsize = plane.dtype, plane.element_size()
-        self.shape = plane.shape[1], plane.shape[3]
-        self.where = plane.data_ptr(), *(stride * self.itemsize for stride in plane.stride()[:3])
-        self.sizes = plane.shape[1], plane.shape[3] * self.itemsize
-        self.block_tokens = plane.shape[2]
-        self.num_slots = plane.shape[0] * plane.shape[2]
+        self._plane = kv.tensor
+        self._dtype, self._shape = kv.tensor.dtype, (kv.tensor.shape[1], kv.tensor.shape[3])
+        self.num_slots = kv.tensor.shape[0] * kv.tensor.shape[2]
 
     def fits(self, rows: torch.Tensor, count: int) -> bool:
         """Whether rows are what the plane holds, so that their bytes can be copied; others are checked elsewhere."""
         return (
-            rows.dtype == self.dtype
-            and rows.shape == (count, *self.shape)
-            and rows.device.type == "cpu"
-            and (rows.stride(2) == 1 or self.shape[1] == 1)
+            rows.dtype == self._dtype
+            and rows.shape == (count, *self._shape)
+            and rows.is_cpu
+            and (rows.stride(2) == 1 or self._shape[1] == 1)
         )
 
-    def copy(self, rows: torch.Tensor, slots: int, count: int) -> int:
-        """Returns a slot that is none, or -1."""
-        source = rows.data_ptr(), rows.stride(0) * self.itemsize, rows.stride(1) * self.itemsize
-        (to, block, head, token), (heads, size) = self.where, self.sizes
-        counts = count, self.block_tokens, self.num_slots
-        return _native.write_rows(to, block, head, token, *source, heads, size, slots, *counts)
+    def packed(self, rows: torch.Tensor) -> bytes:
+        """The struct of this name in native.c, for rows of this layout."""
+        plane, size = self._plane, self._plane.element_size()
+        strides = [stride * size for stride in (*plane.stride()[:3], *rows.stride()[:2])]
+        heads, width = self._shape
+        return struct.pack("10q", plane.data_ptr(), *strides, heads, width * size, plane.shape[2], self.num_slots)
 
 
 def _packed(plane: KVPlane) -> bytes:

@@ -1,4 +1,5 @@
-/* Attention over pages on a CPU: rows of keys and values are read where they are, in tiles of 64 tokens.
+/* Attention over pages on a CPU: rows of keys and values are read where they are, in tiles of 64 tokens. At the end, states:
+ * one token of each row is taken into them.
  *
  * The work is cut into items: some queries of one sequence, the query heads of one KV head, a run of tiles. An item has
  * `rows` = queries x heads rows that share every key it reads. Few rows (decode) take dot products with the keys as they
@@ -684,7 +685,7 @@ static void work_merging(void *given)
     }
 }
 
-static void share_out(void (*act)(void *), Job *job, int64_t threads)
+static void run_by(void (*act)(void *), void *job, int64_t threads)
 {
     static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     static int asked;
@@ -692,11 +693,16 @@ static void share_out(void (*act)(void *), Job *job, int64_t threads)
         *(void **)&parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
         asked = 1;
     }
-    job->next = 0;
-    if (parallel && threads > 1 && job->num_items > 1)
-        parallel(act, job, threads < job->num_items ? threads : job->num_items, 0);
+    if (parallel && threads > 1)
+        parallel(act, job, threads, 0);
     else
         act(job);
+}
+
+static void share_out(void (*act)(void *), Job *job, int64_t threads)
+{
+    job->next = 0;
+    run_by(act, job, threads < job->num_items ? threads : job->num_items);
 }
 
 static int carry_out(Job *job, int64_t threads)
@@ -717,7 +723,113 @@ static int carry_out(Job *job, int64_t threads)
     return made && job->bad_block != INT64_MIN;
 }
 
+/* ---- states: one token of each row, in place; all are float32, strides are counted in numbers */
+
+typedef struct { /* as `state_rules.py` passes them; rows and heads of [rows, 1, heads, dim] */
+    const float *queries, *keys, *values, *decays, *betas;
+    float *states, *out;
+    int64_t query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head;
+    int64_t state_row, rows, heads, key_dim, value_dim, normalises;
+    int64_t next;
+} DeltaRule;
+
+INLINE void take_unit(float *to, const float *from, int64_t dim, float scale, int64_t normalises)
+{
+    float sum = 0;
+    for (int64_t i = 0; i < dim; i++)
+        sum += from[i] * from[i];
+    if (normalises)
+        scale /= sqrtf(sum + 1e-6f);
+    for (int64_t i = 0; i < dim; i++)
+        to[i] = from[i] * scale;
+}
+
+/* state = decay state + key (x) delta, where delta = beta (value - decay state^T key); out = state^T query. */
+FOR_EACH_CPU
+static void delta_head(const DeltaRule *r, int64_t row, int64_t head)
+{
+    float query[MAX_DIM], key[MAX_DIM], delta[MAX_DIM] = {0};
+    int64_t dim = r->value_dim;
+    float *restrict state = r->states + row * r->state_row + head * r->key_dim * dim;
+    float *restrict out = r->out + (row * r->heads + head) * dim;
+    const float *value = r->values + row * r->value_row + head * r->value_head;
+    float decay = expf(r->decays[row * r->decay_row + head * r->decay_head]);
+    float beta = r->betas[row * r->beta_row + head * r->beta_head];
+    take_unit(query, r->queries + row * r->query_row + head * r->query_head, r->key_dim, 1 / sqrtf(r->key_dim),
+              r->normalises);
+    take_unit(key, r->keys + row * r->key_row + head * r->key_head, r->key_dim, 1, r->normalises);
+    for (int64_t i = 0; i < r->key_dim; i++)
+        for (int64_t d = 0; d < dim; d++)
+            delta[d] += key[i] * state[i * dim + d];
+    for (int64_t d = 0; d < dim; d++)
+        delta[d] = (value[d] - decay * delta[d]) * beta, out[d] = 0;
+    for (int64_t i = 0; i < r->key_dim; i++)
+        for (int64_t d = 0; d < dim; d++) {
+            float now = state[i * dim + d] * decay + key[i] * delta[d];
+            state[i * dim + d] = now;
+            out[d] += query[i] * now;
+        }
+}
+
+static void delta_work(void *given)
+{
+    DeltaRule *rule = given;
+    for (int64_t i; (i = __atomic_fetch_add(&rule->next, 1, __ATOMIC_RELAXED)) < rule->rows * rule->heads;)
+        delta_head(rule, i / rule->heads, i % rule->heads);
+}
+
+/* Each channel's last inputs, the new one among them, times its weights. */
+FOR_EACH_CPU
+static void convolve(float *states, int64_t state_row, int64_t state_channel, const float *new, int64_t new_row,
+                     int64_t new_channel, const float *weights, const float *bias, float *out, int64_t rows,
+                     int64_t channels, int64_t length, int64_t size, int64_t has_silu)
+{
+    for (int64_t i = 0; i < rows * channels; i++) {
+        int64_t row = i / channels, c = i % channels;
+        float *state = states + row * state_row + c * state_channel, x = new[row * new_row + c * new_channel];
+        const float *weight = weights + c * size;
+        float sum = (bias ? bias[c] : 0) + weight[size - 1] * x;
+        for (int64_t k = 0; k < size - 1; k++)
+            sum += weight[k] * state[length + 1 - size + k];
+        memmove(state, state + 1, 4 * (length - 1));
+        state[length - 1] = x;
+        out[i] = has_silu ? sum / (1 + expf(-sum)) : sum;
+    }
+}
+
 /* ---- Python */
+
+static PyObject *delta_rule(PyObject *self, PyObject *args)
+{
+    DeltaRule rule = {0};
+    long long threads, p[7], n[16];
+    (void)self;
+    if (!PyArg_ParseTuple(args, "(LLLLLLL)(LLLLLLLLLLLLLLLL)L", p, p + 1, p + 2, p + 3, p + 4, p + 5, p + 6, n, n + 1,
+                          n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12, n + 13,
+                          n + 14, n + 15, &threads))
+        return NULL;
+    memcpy(&rule.queries, p, sizeof p);
+    memcpy(&rule.query_row, n, sizeof n);
+    Py_BEGIN_ALLOW_THREADS
+    run_by(delta_work, &rule, threads < rule.rows * rule.heads ? threads : rule.rows * rule.heads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *convolve_one(PyObject *self, PyObject *args)
+{
+    long long states, state_row, state_channel, new, new_row, new_channel, weights, bias, out, rows, channels, length;
+    long long size, has_silu;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "LLLLLLLLLLLLLL", &states, &state_row, &state_channel, &new, &new_row, &new_channel,
+                          &weights, &bias, &out, &rows, &channels, &length, &size, &has_silu))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    convolve((float *)states, state_row, state_channel, (const float *)new, new_row, new_channel,
+             (const float *)weights, (const float *)bias, (float *)out, rows, channels, length, size, has_silu);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
 
 static PyObject *attend(PyObject *self, PyObject *args)
 {
@@ -748,29 +860,42 @@ static PyObject *attend(PyObject *self, PyObject *args)
     return PyLong_FromLongLong(job.bad_block);
 }
 
-/* Copy `heads` runs of `size` bytes for each token to its slot; -1 is skipped. Returns the first slot that is not there,
- * before anything is copied, or -1. */
+typedef struct { /* as `cpu.py` packs it; strides in bytes */
+    char *to;
+    int64_t block, head, token, from_token, from_head, heads, size, tokens, num_slots;
+} CopyTarget;
+
+/* Copy `heads` runs of `size` bytes for each token to its slot; -1 is skipped. There are as many sources as targets.
+ * Returns the first slot that is not there, before anything is copied, or -1. */
 static PyObject *write_rows(PyObject *self, PyObject *args)
 {
-    long long to, block, head, token, from, from_token, from_head, heads, size, slots, count, tokens, num_slots;
+    Py_buffer record;
+    long long sources[2] = {0}, slots, count;
     (void)self;
-    if (!PyArg_ParseTuple(args, "LLLLLLLLLLLLL", &to, &block, &head, &token, &from, &from_token, &from_head, &heads,
-                          &size, &slots, &count, &tokens, &num_slots))
+    if (!PyArg_ParseTuple(args, "y*LLLL", &record, &sources[0], &sources[1], &slots, &count))
         return NULL;
+    const CopyTarget *targets = record.buf;
+    int64_t planes = record.len / (int64_t)sizeof(CopyTarget), wrong = -1;
     const int64_t *slot = (const int64_t *)slots;
-    for (int64_t i = 0; i < count; i++)
-        if (slot[i] < -1 || slot[i] >= num_slots)
-            return PyLong_FromLongLong(slot[i]);
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t h = 0; slot[i] >= 0 && h < heads; h++)
-            memcpy((char *)to + slot[i] / tokens * block + slot[i] % tokens * token + h * head,
-                   (const char *)from + i * from_token + h * from_head, size);
-    return PyLong_FromLong(-1);
+    for (int64_t i = 0; i < count && wrong == -1; i++)
+        if (slot[i] < -1 || slot[i] >= targets->num_slots)
+            wrong = slot[i];
+    for (int64_t p = 0; p < planes && wrong == -1; p++) {
+        CopyTarget t = targets[p];
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t h = 0; slot[i] >= 0 && h < t.heads; h++)
+                memcpy(t.to + slot[i] / t.tokens * t.block + slot[i] % t.tokens * t.token + h * t.head,
+                       (const char *)sources[p] + i * t.from_token + h * t.from_head, t.size);
+    }
+    PyBuffer_Release(&record);
+    return PyLong_FromLongLong(wrong);
 }
 
 static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS, "attend(layer, queries, strides, ...): a block id that is not there, or 0"},
-    {"write_rows", write_rows, METH_VARARGS, "write_rows(to, strides, from, strides, ...): a bad slot, or -1"},
+    {"write_rows", write_rows, METH_VARARGS, "write_rows(targets, keys, values, slots, count): a bad slot, or -1"},
+    {"delta_rule", delta_rule, METH_VARARGS, "delta_rule(addresses, numbers, threads)"},
+    {"convolve_one", convolve_one, METH_VARARGS, "convolve_one(states, strides, new, strides, weights, ...)"},
     {NULL, NULL, 0, NULL},
 };
 

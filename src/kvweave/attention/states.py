@@ -30,12 +30,16 @@ def write_states(view: LayerView, states: Mapping[str, torch.Tensor], slots: tor
         if rows.shape != shape or rows.dtype != pages.dtype:
             raise BadRows(f"{role.name} takes states {list(shape)} {pages.dtype}, not {list(rows.shape)} {rows.dtype}")
     for role, rows in wanted:
-        pages = role.tensor
-        if pages.device.type == "cpu" and pages[0].numel() * pages.element_size() >= LARGE_BYTES:
-            for page, row in zip(slots.tolist(), rows, strict=True):
-                pages[page].copy_(row)
-        else:
-            pages.index_copy_(0, slots, rows)
+        write_pages(role.tensor, rows, slots)
+
+
+def write_pages(pages: torch.Tensor, states: torch.Tensor, slots: torch.Tensor) -> None:
+    """`pages[slots] = states`, the fastest way."""
+    if pages.is_cpu and pages[0].numel() * pages.element_size() >= LARGE_BYTES:
+        for page, state in zip(slots.tolist(), states, strict=True):
+            pages[page].copy_(state)
+    else:
+        pages.index_copy_(0, slots, states)
 
 
 def _pages(role: RoleView, slots: torch.Tensor) -> torch.Tensor:

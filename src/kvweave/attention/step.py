@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from kvweave.cache import Cache, Sequence
-from kvweave.errors import BadRows
+from kvweave.errors import BadRows, UnknownName
+
+Addresses = tuple[int, int, int, int, int]
+"""Of query starts, lengths and a table; then its rows and its width."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +36,17 @@ class Step:
     tables: Mapping[str, torch.Tensor]
     slots: Mapping[str, torch.Tensor]
     max_queries: int
+    _addresses: dict[str, Addresses] = field(default_factory=dict, init=False, repr=False)
+
+    def addresses(self, tag: str) -> Addresses:
+        """For C on the host; looked up once for all layers."""
+        if tag not in self._addresses:
+            if tag not in self.tables:
+                raise UnknownName("tag of the step", tag, self.tables)
+            table = self.tables[tag]
+            starts, lengths = self.query_starts.data_ptr(), self.lengths.data_ptr()
+            self._addresses[tag] = starts, lengths, table.data_ptr(), self.num_rows, table.shape[1]
+        return self._addresses[tag]
 
     @property
     def num_rows(self) -> int:

@@ -90,6 +90,7 @@ class Cache(Home):
         self._infinite = InfiniteCache(self.state.grid) if track_infinite else None
         self._requests = self._prompt_tokens = self._hit_tokens = 0
         self._outstanding: list[Copies] = []
+        self._tables = {table.tag: table for table in self.state.tables}
         self._owner = get_ident()
 
     @property
@@ -118,6 +119,7 @@ class Cache(Home):
         drop_last_blocks: int = 0,
         reuse: bool = True,
         points: Iterable[int] | None = None,
+        branches: Iterable[int] = (),
     ) -> Sequence:
         """A sequence that starts with `tokens`; the longest joint hit is matched and pinned in one step.
 
@@ -125,7 +127,8 @@ class Cache(Home):
         tenant). `drop_last_blocks` lets the hit, and the points that the prompt leaves, stop so many blocks of the grid
         earlier, as drafts that need hidden states ask. `points` are the positions, of the prompt or of what
         is generated behind it, at which it leaves resume points (rounded down to the grid) instead of where the
-        retention wants them.
+        retention wants them. `branches` are positions at which prompts that are known to come leave this one: to the
+        retention they are what the places are where it leaves earlier ones.
         """
         prompt = self._prompt(tokens, spans)
         if drop_last_blocks < 0:
@@ -134,6 +137,7 @@ class Cache(Home):
         sequence = Sequence(self, -1, prompt, namespace, priority, state.prefix.tree.root(namespace))
         sequence.drop_last_blocks = drop_last_blocks
         sequence.given_points = None if points is None else list(points)
+        sequence.expected_branches = [position // self.grid * self.grid for position in branches]
         sequence.opened = state.prefix.tick()
         self._loader.open(sequence, prompt, self._match(namespace, prompt) if reuse else None)
         self._publisher.stand(sequence)
@@ -422,8 +426,9 @@ class Cache(Home):
         return {group.tag: self.state.tables[group.number].slots(rows, positions, rank) for group in self.state.rows}
 
     def _table(self, tag: str) -> BlockTable:
-        self.plan.group(tag)
-        return next(table for table in self.state.tables if table.tag == tag)
+        if tag not in self._tables:
+            self.plan.group(tag)  # it says which tags there are
+        return self._tables[tag]
 
     # ---- stats
 

@@ -137,7 +137,8 @@ class Publisher:
 
     def _kind(self, sequence: Sequence, position: int) -> Kind:
         if position in sequence.asked_points:
-            return Kind.BRANCH if position == sequence.branch else Kind.PROMPT
+            is_branch = position == sequence.branch or position in sequence.expected_branches
+            return Kind.BRANCH if is_branch else Kind.PROMPT
         return Kind.SPACED if position < sequence.last_point else Kind.ANSWER
 
     def _move_tip(self, sequence: Sequence) -> None:

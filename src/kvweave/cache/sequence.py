@@ -42,6 +42,7 @@ class Checkpoint(NamedTuple):
 INHERITED = (
     "asked_points",
     "branch",
+    "expected_branches",
     "drop_last_blocks",
     "given_points",
     "home",
@@ -95,6 +96,9 @@ class Sequence:
         self.num_cached = node.end
         self.node = node
         self.branch = 0
+        """Where it left the path of an earlier one."""
+        self.expected_branches: list[int] = []
+        """Where others that are to come leave its path, on the grid."""
         self.drop_last_blocks = 0
         self.given_points: list[int] | None = None
         """Where whoever opened it wants resume points, if not where the retention does."""

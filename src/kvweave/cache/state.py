@@ -121,7 +121,10 @@ class CacheState:
         counters.next_event_of[row] = min(point, self.moves.next(committed))
 
     def publish_at(self, sequence: Sequence) -> int:
-        """The committed length at which a sequence publishes by itself: the last point of its prompt."""
+        """The committed length at which a sequence publishes by itself: the last point of its prompt, if others may
+        find it."""
+        if sequence.private_from < sequence.last_point:
+            return NEVER
         if self.states and not any(point <= sequence.last_point for point in sequence.snapshots):
             return NEVER
         return sequence.last_point or NEVER
@@ -153,10 +156,10 @@ class CacheState:
         sequence.asked_points, sequence.prompt_points, sequence.last_point = [], [], 0
         if start >= last and sequence.given_points is None:
             return
-        branch = sequence.branch - back if self.retention.branches else 0
+        branches = [sequence.branch, *sequence.expected_branches] if self.retention.branches else []
         # a hit stops `back` tokens before what matches, so what matches must go on behind the point
         ends = {last, last - back} if self.retention.prompt_end else set()
-        asked, spaced = {*ends, branch}, self.spacing.between(start, last)
+        asked, spaced = {*ends, *(branch - back for branch in branches)}, self.spacing.between(start, last)
         if sequence.given_points is not None:
             asked, spaced = {point // grid * grid for point in sequence.given_points}, []
             last = max([start, *asked])

@@ -67,6 +67,8 @@ class TokenLog:
         total = counts * len(rows) if isinstance(counts, int) else int(counts.sum())
         if len(ids) != total:
             raise BadTokens(f"{len(ids)} tokens for {len(rows)} sequences that get {total}")
+        if len(sequences) == 1 and self._known_of[sequences[0].row] == start[0]:
+            return ids, True
         known = self.known[rows]
         if not np.count_nonzero(known != start):
             return ids, True
@@ -87,6 +89,9 @@ class TokenLog:
         self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, ids: Ids, are_new: bool
     ) -> None:
         """Take over checked ids of the tokens [start, start + counts) of each row; those that are known, are."""
+        if are_new and len(sequences) == 1 and len(ids) <= RECENT:
+            self._tell_one(sequences[0], int(start[0]), ids)
+            return
         if are_new and isinstance(counts, int) and counts <= RECENT:
             self._tell_alike(rows, sequences, start, ids.reshape(len(rows), counts))
             return
@@ -94,6 +99,15 @@ class TokenLog:
             new = given[max(0, sequence.num_tokens - first) :]
             sequence.add_tokens(new)
             self.enter(sequence.row, self._known_of[sequence.row] + len(new))
+
+    def _tell_one(self, sequence: Sequence, start: int, ids: Ids) -> None:
+        """`_tell_alike` for one row, in plain numbers."""
+        row = sequence.row
+        if start - self._handed_of[row] + len(ids) > RECENT:
+            self.flush(sequence)
+        first = start - self._handed_of[row]
+        self._recent[row, first : first + len(ids)] = ids
+        self._known_of[row] = start + len(ids)
 
     def _tell_alike(self, rows: Rows, sequences: list[Sequence], start: Counts, ids: Ids) -> None:
         """As many ids for each row, none of them known."""

@@ -82,7 +82,9 @@ def codec_of(text: Any) -> Any:
 
 
 class BytesCodec:
-    """Bytes, for models that never learned any tokens."""
+    """Bytes, for models that never learned any tokens, and call no tools."""
+
+    reads_tool_calls = False
 
     def __init__(self, text: Any) -> None:
         self._text = text
@@ -91,3 +93,6 @@ class BytesCodec:
     def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> list[int]:  # noqa: ARG002
         tokens: list[int] = self._text.chat([(each["role"], each.get("content") or "") for each in messages])
         return tokens
+
+    def tool_calls(self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Any]) -> None:
+        """There are none."""

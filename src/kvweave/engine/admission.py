@@ -44,7 +44,8 @@ class Admission:
         self._weave.check_model()
         memory, sync = self._weave.memory, self._opener.store_sync
         rope_range = memory.rope.range_of(job.num_prompt)
-        prompt = Prompt(np.asarray(job.tokens, np.int64), name=job.tenant, rope_range=rope_range)
+        tokens = np.asarray(job.tokens, np.int64)
+        prompt = Prompt(tokens, name=job.tenant, rope_range=rope_range, branches=job.branches)
         store_batch = sync.store_batch() if sync else None
         if store_batch is None and self._version is None:
             self._version = memory.watch.look()

@@ -171,7 +171,8 @@ class Engine:
         """The answers to many prompts, in their order; with a `progress` bar, if tqdm is installed."""
         given = list(prompts)
         each = list(sampling) if isinstance(sampling, SequenceOf) else [sampling] * len(given)
-        requests = [self.submit(p, s, namespace=namespace) for p, s in zip(given, each, strict=True)]
+        with self._wakes:  # when the first prompt is opened, all are known: others may begin like it
+            requests = [self.submit(p, s, namespace=namespace) for p, s in zip(given, each, strict=True)]
         try:
             return [request.result() for request in _shown(requests, progress)]
         except BaseException:

@@ -2,7 +2,8 @@
 
 captured  steps of a size that graphs are captured for: a replay
 packed    models all of whose layers attend in place, and keep no states: one call `[1, tokens]` for all chunks
-stacked   all others: decodes in calls `[rows, 1]`, each chunk of a prompt in a call of its own
+stacked   all others: decodes in calls `[rows, 1]`, chunks of prompts in calls `[rows, tokens]`, if all layers with keys
+          and values attend in place; otherwise each in a call of its own
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ class Executor:
         """Whether a step is one call; known once the model has run."""
         is_plain = self.served.takes_positions and not self.served.has_states and not self.rope.is_there
         return is_plain and self._weave.attends_in_place
+
+    @property
+    def _stacks_chunks(self) -> bool:
+        """Whether chunks of as many tokens are computed in one call, wherever in their prompts they are."""
+        are_apart = self._needs_equal_lengths or self.rope.is_there or self.served.scans_afresh
+        return self._weave.attends_in_place and not are_apart
 
     @property
     def runs_ahead(self) -> bool:
@@ -97,7 +104,7 @@ class Executor:
             elif chunk.is_decode:
                 key = chunk.start if self._needs_equal_lengths else 0, self.rope.range_of(chunk.end)
             else:
-                key = number
+                key = (chunk.num_tokens, chunk.start > 0) if self._stacks_chunks else number
             groups.setdefault(key, []).append(number)
         return list(groups.values())
 

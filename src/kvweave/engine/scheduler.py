@@ -25,6 +25,10 @@ Limit = Callable[[Job, int], int]
 """The largest position up to which a job may be computed in one chunk that starts at a position."""
 
 
+LEAST_SHARED = 64
+"""Tokens: shorter prefixes are computed again sooner than a step more is made for them."""
+
+
 class Scheduler:
     """Jobs over one core. Used by the thread that owns the core.
 
@@ -145,6 +149,7 @@ class Scheduler:
                 return
             if self._is_being_computed(job):
                 continue
+            job.branches = self._branches(job, order)
             job.sequence, job.num_opened = self._open(job), len(job.tokens)
             if not self._extend(step, job, lambda other, job=job: other.priority < job.priority):  # type: ignore[misc]
                 self.core.close(job.sequence)
@@ -216,14 +221,29 @@ class Scheduler:
                         return True
         return False
 
+    def _branches(self, job: Job, waiting: list[Job]) -> tuple[int, ...]:
+        """Where others that wait leave the prompt of a job that is about to be opened: the one position at which a
+        resume point saves most of their tokens. Full attention alone can go on from anywhere."""
+        if self._has_full_only:
+            return ()
+        others = (other for other in waiting[: self.max_running] if other is not job and other.tenant == job.tenant)
+        commons = sorted((common for other in others if (common := _common(job, other)) >= LEAST_SHARED), reverse=True)
+        savings = ((count * common, common) for count, common in enumerate(commons, 1))
+        return max(savings, default=(0,))[1:]
+
     def _found(self, of_twin: Sequence, job: Job) -> int:
         return self.core.lookup(job.tokens, namespace=of_twin.namespace)
 
     def _expected(self, other: Job, sequence: Sequence, job: Job) -> int:
         """How long a prefix of `job` will be cached when the prompt of the other one is computed."""
-        count = min(len(job.tokens) - 1, job.num_prompt, other.num_prompt)
-        differ = np.flatnonzero(job.prompt[:count] != other.prompt[:count])
-        common = int(differ[0]) if len(differ) else count
+        common = _common(other, job)
         if self._has_full_only:
             return common // self.core.grid * self.core.grid
         return max((point for point in sequence.prompt_points if point <= common), default=0)
+
+
+def _common(other: Job, job: Job) -> int:
+    """Tokens of the prompt of another job that `job` begins with, and could find: its last one is computed."""
+    count = min(len(job.tokens) - 1, job.num_prompt, other.num_prompt)
+    differ = np.flatnonzero(job.prompt[:count] != other.prompt[:count])
+    return int(differ[0]) if len(differ) else count

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 from kvweave.engine.api.answer_text import AnswerText
-from kvweave.engine.api.prompt_codec import PromptCodec
+from kvweave.engine.api.prompt_codec import PromptCodec, ToolCall
 from kvweave.engine.engine_request import EngineRequest, Result
 from kvweave.engine.sampling import TokenLogprobs
 
@@ -14,20 +15,37 @@ from kvweave.engine.sampling import TokenLogprobs
 class TextPiece(NamedTuple):
     """Text that came, and the tokens (with logprobs, if asked for) that it is of; the last one has a reason."""
 
-    text: str
+    text: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Choice:
-    """Choice `index` of an answer. `cancel` may be called at any time."""
+    """Choice `index` of an answer that may call `tools`. `cancel` may be called at any time."""
 
-    def __init__(self, index: int, request: EngineRequest, codec: PromptCodec, stops: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: EngineRequest,
+        codec: PromptCodec,
+        stops: tuple[str, ...],
+        tools: SequenceOf[Any] = (),
+    ) -> None:
         self.index, self.request = index, request
+        self._codec, self._tools = codec, tools
         self._text = AnswerText(codec, stops)
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
-        """The text as it comes; ends early, and cancels the request, at a stop string."""
+        """The text as it comes; with tools all at once, since only the end tells what is a call."""
+        if self._tools:
+            yield await self.whole()
+        else:
+            async for piece in self._text_pieces():
+                yield piece
+
+    async def _text_pieces(self) -> AsyncIterator[TextPiece]:
+        """Ends early, and cancels the request, at a stop string."""
         told = 0
         async for token in self.request:
             new = self._text.add(token)
@@ -44,9 +62,13 @@ class Choice:
         yield TextPiece(rest, result.logprobs[told:], reason)
 
     async def whole(self) -> TextPiece:
-        pieces = [piece async for piece in self.pieces()]
+        pieces = [piece async for piece in self._text_pieces()]
         logprobs = tuple(each for piece in pieces for each in piece.logprobs)
-        return TextPiece("".join(piece.text for piece in pieces), logprobs, pieces[-1].finish_reason)
+        if self._tools and not self._text.is_stopped:
+            prompt, answer = self.result.prompt, self.result.tokens
+            if found := self._codec.tool_calls(prompt, answer, self._tools):
+                return TextPiece(found.content, logprobs, "tool_calls", found.calls)
+        return TextPiece("".join(piece.text or "" for piece in pieces), logprobs, pieces[-1].finish_reason)
 
     @property
     def result(self) -> Result:

@@ -109,7 +109,7 @@ class Endpoint:
     def _submit(self, shape: Format, body: Body) -> list[Choice]:
         """Submit every choice of every prompt; all or none."""
         count, stops, logprobs = body.num_choices, body.stops, shape.logprobs(body)
-        prompts = shape.prompts(body)
+        prompts, tools = shape.prompts(body), shape.tools(body) if self._codec.reads_tool_calls else []
         limits = [self._limit(prompt, shape.max_tokens(body)) for prompt in prompts]
         settings = [body.sampling(limit, logprobs, choice) for limit in limits for choice in range(count)]
         choices: list[Choice] = []
@@ -118,7 +118,7 @@ class Endpoint:
                 asked = self.engine.submit(
                     prompts[number // count], sampling, priority=body.integer("priority", 0) or 0
                 )
-                choices.append(Choice(number, asked, self._codec, stops))
+                choices.append(Choice(number, asked, self._codec, stops, tools))
         except (BadTokens, NeverFits, QueueFull) as error:
             for choice in choices:
                 choice.request.cancel()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from kvweave.engine.api.body import APIError, Body
 from kvweave.engine.api.choice import TextPiece
-from kvweave.engine.api.prompt_codec import PromptCodec
+from kvweave.engine.api.prompt_codec import PromptCodec, ToolCall
 from kvweave.engine.sampling import TokenLogprobs
 
 MOST_PROMPTS = 64
@@ -29,6 +30,9 @@ class CompletionFormat:
         if not given or len(given) > MOST_PROMPTS or not all(isinstance(each, str | list) for each in given):
             raise APIError(f"prompt is a string, a list of token ids, or a list of at most {MOST_PROMPTS} of these")
         return [self.codec.encode(each) if isinstance(each, str) else each for each in given]
+
+    def tools(self, body: Body) -> list[Any]:  # noqa: ARG002
+        return []
 
     def max_tokens(self, body: Body) -> int | None:
         return body.integer("max_tokens", 16)
@@ -65,9 +69,13 @@ class ChatFormat:
         if not messages or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
             raise APIError("messages is a list of objects with a role, at least one")
         try:
-            return [self.codec.chat([_plain(each) for each in messages], body.get("tools", (list,)))]
+            return [self.codec.chat([_plain(each) for each in messages], self.tools(body) or None)]
         except Exception as error:  # templates are programs, and raise what they like
             raise APIError(f"the chat template of this model does not take these messages: {error}") from error
+
+    def tools(self, body: Body) -> list[Any]:
+        tools: list[Any] = body.get("tools", (list,), [])
+        return tools
 
     def max_tokens(self, body: Body) -> int | None:
         return body.integer("max_completion_tokens", None) or body.integer("max_tokens", None)
@@ -76,14 +84,18 @@ class ChatFormat:
         return (body.integer("top_logprobs", 0) or 0) if body.flag("logprobs") else None
 
     def whole(self, index: int, piece: TextPiece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+        if piece.tool_calls:
+            message["tool_calls"] = [_shown_call(call) for call in piece.tool_calls]
         return self._choice(index, piece, "message", message)
 
     def piece(self, index: int, piece: TextPiece, is_first: bool) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text or piece.finish_reason is None else {}
+        delta: dict[str, Any] = {"content": piece.text} if piece.text or piece.finish_reason is None else {}
+        if piece.tool_calls:
+            delta["tool_calls"] = [{"index": n, **_shown_call(call)} for n, call in enumerate(piece.tool_calls)]
         return self._choice(index, piece, "delta", {"role": "assistant", **delta} if is_first else delta)
 
-    def _choice(self, index: int, piece: TextPiece, name: str, content: dict[str, str]) -> dict[str, Any]:
+    def _choice(self, index: int, piece: TextPiece, name: str, content: dict[str, Any]) -> dict[str, Any]:
         logs = {"content": [self._logprob(each) for each in piece.logprobs]} if piece.logprobs else None
         return {"index": index, name: content, "logprobs": logs, "finish_reason": piece.finish_reason}
 
@@ -94,6 +106,10 @@ class ChatFormat:
 
         top = [shown(token, log) for token, log in logprobs.top]
         return {**shown(logprobs.token, logprobs.logprob), "top_logprobs": top}
+
+
+def _shown_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call._asdict()}
 
 
 Format = CompletionFormat | ChatFormat

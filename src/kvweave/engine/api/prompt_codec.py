@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+log = logging.getLogger(__name__)
 
 ChatMessage = Mapping[str, Any]
 """As clients send them: a role, and a content."""
 
 
+class ToolCall(NamedTuple):
+    """A call of a tool; its arguments are JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCalls(NamedTuple):
+    """An answer that calls tools, and the text beside the calls."""
+
+    content: str | None
+    calls: tuple[ToolCall, ...]
+
+
 class PromptCodec(Protocol):
     """Turns prompts into tokens, and tokens into text."""
+
+    @property
+    def reads_tool_calls(self) -> bool:
+        """Whether it is known how the model writes calls of tools."""
+        ...
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: SequenceOf[int]) -> str: ...
@@ -20,12 +43,20 @@ class PromptCodec(Protocol):
         """The prompt of the next answer; raises what it likes for messages that it cannot take."""
         ...
 
+    def tool_calls(self, prompt: SequenceOf[int], answer: SequenceOf[int], tools: SequenceOf[Any]) -> ToolCalls | None:
+        """The calls in an answer; None if there are none, or they cannot be read."""
+        ...
+
 
 class TokenizerCodec:
     """A tokenizer of transformers, with its chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+
+    @property
+    def reads_tool_calls(self) -> bool:
+        return getattr(self._tokenizer, "response_template", None) is not None
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text)["input_ids"]
@@ -40,3 +71,17 @@ class TokenizerCodec:
         text = self._tokenizer.apply_chat_template(list(messages), **options)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def tool_calls(self, prompt: SequenceOf[int], answer: SequenceOf[int], tools: SequenceOf[Any]) -> ToolCalls | None:
+        try:
+            message = self._tokenizer.parse_response(list(answer), prefix=list(prompt), tools=list(tools))
+            functions = [call["function"] for call in message.get("tool_calls") or ()]
+            calls = tuple(ToolCall(each["name"], _as_json(each["arguments"])) for each in functions)
+        except Exception as error:  # models write what they like
+            log.warning("an answer with tools was not understood, and is given as text: %s", error)
+            return None
+        return ToolCalls(message.get("content") or None, calls) if calls else None
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)

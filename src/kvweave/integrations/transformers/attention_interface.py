@@ -22,34 +22,39 @@ from kvweave.integrations.transformers.paged_forward import running
 from kvweave.spec import Chunk, Full, Reach, Window
 
 PREFIX = "kvweave+"
+FIELD = "_attn_implementation_internal"
 EAGER = "eager_attention_forward"
 
 
 class SwitchedConfigs:
-    """The configs that the attention layers of a model read their implementation from, switched while forwards run."""
+    """The configs that the attention layers of a model read their implementation from, switched while forwards run.
+
+    Their fields are read and written directly: a config's own ways take longer than the rest of a decode's preparation.
+    """
 
     _lock = threading.Lock()
     _users: Counter[int] = Counter()
-    """Forwards that run with a config, by its id: several KVWeaves may share a model."""
+    """Forwards that run with a config, by the id of its fields: several KVWeaves may share a model."""
 
     def __init__(self, model: Any) -> None:
         layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "config")]
-        self._configs = list({id(layer.config): layer.config for layer in layers if _can_switch(layer)}.values())
+        fields = (vars(layer.config) for layer in layers if _can_switch(layer))
+        self._fields = {id(each): each for each in fields}
 
     def enter(self) -> None:
         with self._lock:
-            for config in self._configs:
-                self._users[id(config)] += 1
-                if not config._attn_implementation.startswith(PREFIX):
-                    config._attn_implementation_internal = _registered(config._attn_implementation)
+            for config, fields in self._fields.items():
+                self._users[config] += 1
+                if not fields[FIELD].startswith(PREFIX):
+                    fields[FIELD] = _registered(fields[FIELD])
 
     def leave(self) -> None:
         with self._lock:
-            for config in self._configs:
-                self._users[id(config)] -= 1
-                if not self._users[id(config)]:
-                    del self._users[id(config)]
-                    config._attn_implementation_internal = config._attn_implementation.removeprefix(PREFIX)
+            for config, fields in self._fields.items():
+                self._users[config] -= 1
+                if not self._users[config]:
+                    del self._users[config]
+                    fields[FIELD] = fields[FIELD].removeprefix(PREFIX)
 
 
 def _can_switch(module: Any) -> bool:

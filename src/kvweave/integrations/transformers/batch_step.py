@@ -11,7 +11,7 @@ What a step says of a group is made once and serves all its layers.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -81,23 +81,31 @@ class BatchStep:
         return self.core.plan.group(tag).block_tokens // tokens_per_row
 
     def _on_device(self, numbers: NDArray[np.integer], dtype: type[np.integer] = np.int64) -> torch.Tensor:
-        return torch.from_numpy(numbers.astype(dtype)).to(self.device)
+        return torch.from_numpy(numbers.astype(dtype, copy=False)).to(self.device)
 
     def packed(self) -> Step:
-        """The same step for attention in place, whose rows lie one after the other without padding."""
-        count, lengths = len(self.rows), self.end - self.pads
-        starts = np.arange(count + 1) * self.num_tokens
+        """The same step for attention in place, whose rows lie one after the other without padding; padding within
+        them is not written."""
+        lengths = self.end - self.pads
+        positions = np.arange(self.start, self.end) - self.pads[:, None]
+        longest, has_padding = int(lengths.max()), int(positions.min()) < 0
         tables, slots = {}, {}
         for group in self.core.plan.groups:
             if group.cache.reach.per_token:
-                width = -(-int(lengths.max()) // group.kernel_tokens)
+                width, size = -(-longest // group.kernel_tokens), group.block_tokens
                 tables[group.tag] = self._on_device(self.core.kernel_table(group.tag)[self.rows, :width], np.int32)
-                new = self.new(group.tag)
-                slots[group.tag] = (new.pages * group.block_tokens + new.offsets).flatten()
-        on_device = partial(self._on_device, dtype=np.int32)
-        return Step(on_device(starts), on_device(lengths), tables, slots, self.num_tokens)
+                new = self.core.table(group.tag)[self.rows[:, None], positions // size] * size + positions % size
+                slots[group.tag] = self._on_device((np.where(positions < 0, -1, new) if has_padding else new).ravel())
+        starts = query_starts(len(self.rows), self.num_tokens, self.device)
+        return Step(starts, self._on_device(lengths, np.int32), tables, slots, self.num_tokens)
 
     def live(self, tag: str) -> list[int]:
         """The page of each row's live state."""
         pages: list[int] = self.core.table(tag)[self.rows, 0].tolist()
         return pages
+
+
+@lru_cache(maxsize=16)
+def query_starts(rows: int, num_tokens: int, device: torch.device | str) -> torch.Tensor:
+    """Where the tokens of each row begin, if all have as many; the same for all decodes of a batch."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device) * num_tokens

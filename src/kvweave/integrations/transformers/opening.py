@@ -136,7 +136,7 @@ class Opener:
         """A hit is taken, unless it ends before the last image, or what is left is long and computed token by token."""
         core, namespace, images = self.memory.core, (prompt.kind, version), prompt.images
         spans = (images.span,) if images else ()
-        sequence = core.open(prompt.tokens, namespace=namespace, spans=spans)
+        sequence = core.open(prompt.tokens, namespace=namespace, spans=spans, branches=prompt.branches)
         left = len(prompt.tokens) - sequence.num_cached
         is_slow = self.served.scans_afresh and left > max(64, len(prompt.tokens) // 8)
         if sequence.num_cached and (is_slow or (images and sequence.num_cached < images.end)):

@@ -104,7 +104,8 @@ class PagedCache(CacheRows):
     def _enter(self, inputs: Mapping[str, Any], module: object) -> None:
         self.computed_by = module
         self._had_gradients = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
+        if self._had_gradients:
+            torch.set_grad_enabled(False)
         self._see_inputs(inputs)
         self._set_forward(inputs, module)
 
@@ -113,7 +114,7 @@ class PagedCache(CacheRows):
         self.commit_pending()
         if len(tokens) != len(self.sequences):
             self.batch_repeat_interleave(len(tokens) // max(1, len(self.sequences)))
-        self.step_ids = tokens.cpu().numpy()
+        self.step_ids = tokens.numpy(force=True)
         self._extend(self.step_ids)
         self._step = self._step_to(self.columns + tokens.shape[1])
 
@@ -131,8 +132,9 @@ class PagedCache(CacheRows):
         own.
         """
         rope, step = self.memory.rope, self._step
-        longest = rope.forced_length or step.end - int(self._pads.min())
-        self._is_shared &= rope.range_of(longest) == self._rope_range
+        if rope.is_there:
+            longest = rope.forced_length or step.end - int(self._pads.min())
+            self._is_shared &= rope.range_of(longest) == self._rope_range
         self._is_default = self.made_for is None or are_default(inputs, self._pads, step.start, step.end)
         self._is_shared &= self._is_default
 
@@ -142,24 +144,30 @@ class PagedCache(CacheRows):
         asks_weights = memory.watch.config.output_attentions if asked is None else asked
         if not self._is_default or self.hides_tokens or asks_weights or module.training:
             return
-        if autocast_dtype(self.arena.memory.device.type):  # it would round where we do not
+        if autocast_dtype(memory.device_type):  # it would round where we do not
             return
         forward = PagedForward(memory.attention, self._step.packed, self._step.num_tokens == 1)
         if forward.is_useful:
             memory.switched.enter()
             self.forward, self._forward_before = forward, set_running(forward)
+            if memory.device_type == "cpu":
+                forward.prepare()  # here it is faster than between two layers, when weights fill the CPU's caches
 
     def _extend(self, tokens: Numbers) -> None:
         """Allocate pages for the tokens. Those of the prompt are known to the core, and must be the same."""
-        known = min(*(s.num_tokens - s.length for s in self.sequences), tokens.shape[1])
-        for sequence, row in zip(self.sequences, tokens, strict=True):
-            prompt = sequence.run(sequence.length, sequence.length + known)
-            if not np.all((prompt == row[:known]) | (prompt < 0)):  # numbers below 0 stand for images
-                raise BadTokens("these are not the tokens that this cache was opened for: open another one")
-        if known:
+        known = min(*(s.num_prompt - s.length for s in self.sequences), tokens.shape[1])
+        if known > 0:
+            self._check_prompts(tokens[:, :known])
             self._carry_out(self.core.extend(self._batch, known))
-        if known < tokens.shape[1]:
-            self._carry_out(self.core.extend(self._batch, tokens.shape[1] - known, tokens=tokens[:, known:]))
+        new = tokens[:, max(known, 0) :]
+        if new.size:
+            self._carry_out(self.core.extend(self._batch, new.shape[1], tokens=new.astype(np.int32).ravel()))
+
+    def _check_prompts(self, tokens: Numbers) -> None:
+        for sequence, row in zip(self.sequences, tokens, strict=True):
+            prompt = sequence.run(sequence.length, sequence.length + len(row))
+            if not np.all((prompt == row) | (prompt < 0)):  # numbers below 0 stand for images
+                raise BadTokens("these are not the tokens that this cache was opened for: open another one")
 
     @property
     def step(self) -> BatchStep:
@@ -177,8 +185,8 @@ class PagedCache(CacheRows):
 
     def _bind(self) -> None:
         if self._states:
-            live = {group.tag: self._step.live(group.tag) for group in self.core.plan.groups if not _per_token(group)}
-            fresh = np.flatnonzero(self.columns == self._pads).tolist()
+            live = {tag: self._step.live(tag) for tag in self.memory.state_tags}
+            fresh = [row for row, pad in enumerate(self._pads.tolist()) if pad == self.columns]
             for layer in self._states:
                 layer.bind(live, fresh, self.columns > 0)
 
@@ -213,7 +221,7 @@ class PagedCache(CacheRows):
         self._uncommitted = True
         self._leave()
         if self.first_token_at is None:
-            if self.arena.memory.device.type == "cuda":
+            if self.memory.device_type == "cuda":
                 torch.cuda.synchronize()
             self.first_token_at = time.perf_counter()
 
@@ -322,10 +330,6 @@ class PagedCache(CacheRows):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _per_token(group: Any) -> bool:
-    return bool(group.cache.reach.per_token)
 
 
 def _has_written(layer: Any, step: BatchStep) -> bool:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +39,7 @@ class LayerAttention:
     def __init__(self, view: LayerView, reach: Reach) -> None:
         self.view, self.kept_reach = view, reach
         self.reach: Reach | None = None
+        """What the model's masks let tokens see, once known; it never changes."""
         self.verdicts: dict[bool, bool] = {}
         self.keeps_values = keeps_values(view)
         self._opened: dict[tuple[object, ...], Attention] = {}
@@ -48,7 +48,7 @@ class LayerAttention:
         """Raises `NoKernel` if these pages cannot be attended to in place."""
         sinks = options.get("s_aux")
         changes = None if sinks is None else (sinks.data_ptr(), 0 if sinks.is_inference() else sinks._version)
-        key = options.get("scaling"), options.get("softcap"), changes, self.reach
+        key = options.get("scaling"), options.get("softcap"), changes
         if key not in self._opened:
             made = AttentionOptions(key[0], self.reach, key[1], None if sinks is None else sinks.detach())
             self._opened[key] = open_attention(self.view, made)
@@ -56,11 +56,10 @@ class LayerAttention:
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         attention = next(iter(self._opened.values()))
-        attention.write(packed(keys), packed(values) if self.keeps_values else None, slots)
+        attention.write_batch(keys, values if self.keeps_values else None, slots)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HandedOut:
+class HandedOut(NamedTuple):
     """The keys and values that a layer returned to the model."""
 
     layer: LayerAttention
@@ -84,8 +83,11 @@ class PagedForward:
 
     @property
     def step(self) -> Step:
-        if self._step is None:
-            self._step = self._make_step()
+        return self._step or self.prepare()
+
+    def prepare(self) -> Step:
+        """Make the step that attention reads; otherwise its first layer does."""
+        self._step = self._make_step()
         return self._step
 
     # ---- the cache's part
@@ -128,8 +130,7 @@ class PagedForward:
         """Outputs `[batch, tokens, heads, dim]` of queries `[batch, heads, tokens, dim]`."""
         if mask is not None and not self.needs_masks:
             raise BadCall(f"layer {handed.layer.view.layer} was given a mask by its model, where none was made")
-        out = handed.layer.opened(options).attend(packed(queries), self.step)
-        return out.view(queries.shape[0], queries.shape[2], *out.shape[1:])
+        return handed.layer.opened(options).attend_batch(queries, self.step)
 
     def judge(
         self,
@@ -180,11 +181,6 @@ def _keeps(kept: Reach, seen: Reach) -> bool:
     """Whether what one reach keeps is enough to see what the other sees."""
     positions = np.arange(4 * max(kept.span or 1, seen.span or 1))
     return kept.head >= seen.head and bool((kept.tail(positions) <= seen.tail(positions)).all())
-
-
-def packed(rows: torch.Tensor) -> torch.Tensor:
-    """`[batch, heads, tokens, dim]` as `[batch * tokens, heads, dim]`; a view for one row, or one token a row."""
-    return rows.transpose(1, 2).flatten(0, 1)
 
 
 _of_thread = threading.local()

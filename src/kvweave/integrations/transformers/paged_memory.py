@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from kvweave.cache import Cache, Sequence
@@ -32,6 +33,14 @@ class PagedMemory:
     attention: SequenceOf[LayerAttention]
     """Of each layer with keys and values; empty for models some of whose layers never attend in place."""
     switched: SwitchedConfigs
+
+    @cached_property
+    def device_type(self) -> str:
+        return str(self.arena.memory.device.type)
+
+    @cached_property
+    def state_tags(self) -> tuple[str, ...]:
+        return tuple(group.tag for group in self.core.plan.groups if not group.cache.reach.per_token)
 
     @property
     def attends_in_place(self) -> bool:

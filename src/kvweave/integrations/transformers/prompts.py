@@ -29,6 +29,8 @@ class Prompt:
     name: Hashable = ""
     rope_range: Range = ()
     extras: tuple[str, ...] = ()
+    branches: tuple[int, ...] = field(default=(), compare=False)
+    """Where others that are to come leave it."""
     images: Images | None = field(default=None, compare=False)
     positions: torch.Tensor | None = field(default=None, compare=False)
     """`[..., 1, tokens]`, for models that compute positions themselves."""

@@ -152,7 +152,7 @@ class StoreBatch:
         hashed = store_sync.store.prompt(prompt.tokens, namespace)
         branch = 0
         for tries_left in reversed(range(TRIES)):
-            sequence = core.open(prompt.tokens, namespace=namespace)
+            sequence = core.open(prompt.tokens, namespace=namespace, branches=prompt.branches)
             branch = max(branch, sequence.branch)
             try:
                 if tries_left:  # the last try asks no store, so its sequence is complete

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvweave.attention.states import write_pages
 from kvweave.integrations.transformers.layers.attention_layers import AttentionLayer
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ class LayerState:
         if live == self._live and not fresh:
             return False
         self._live = live
-        self.tensor = self.pages[live[0] : live[0] + 1] if len(live) == 1 else self.pages[live]
+        if len(live) == 1:
+            self.tensor = self.pages[live[0] : live[0] + 1]
+        else:
+            self.gather(torch.tensor(live, device=self.pages.device))
         for row in fresh:
             self.tensor[row].zero_()
         return True
@@ -59,11 +63,11 @@ class LayerState:
         self.tensor = self.pages.index_select(0, slots)
 
     def scatter(self) -> None:
-        self.pages.index_copy_(0, self._slots, self.tensor)
+        write_pages(self.pages, self.tensor, self._slots)
 
     def write_back(self) -> None:
         if len(self._live) > 1:
-            self.pages[self._live] = self.tensor
+            self.scatter()
 
     def unbind(self) -> None:
         """Drop the binding, so that the next `bind` reads the pages."""

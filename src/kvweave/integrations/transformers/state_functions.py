@@ -1,0 +1,147 @@
+"""The functions of transformers' models that take one token into a state, replaced by those in C for forwards on pages.
+
+The modules of several families define them. One is replaced if it is seen to compute the same as ours. Ours are then
+called by forwards whose attention reads pages in place, where tensors are float32 on a CPU; the model's own by all
+others. States are updated where they lie: in their page, if a batch has one row.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from itertools import product
+from typing import Any
+
+import torch
+
+from kvweave.attention.state_rules import causal_convolution, gated_delta_rule
+from kvweave.integrations.transformers.paged_forward import running
+
+Function = Callable[..., Any]
+
+
+class ReplacedFunctions:
+    """Those in the modules of one model, until `remove`; calling it twice is fine."""
+
+    _lock = threading.Lock()
+    _users: Counter[tuple[str, str]] = Counter()
+    """Models that are served, by module and name."""
+
+    def __init__(self, model: Any) -> None:
+        self._places: list[tuple[str, str]] = []
+        modules = {type(each).__module__ for each in model.modules()}
+        with self._lock, torch.no_grad():
+            for place in product(modules, REPLACED):
+                self._replace(place)
+
+    def _replace(self, place: tuple[str, str]) -> None:
+        module, name = sys.modules[place[0]], place[1]
+        if place not in self._users:
+            (wrap, agrees), own = REPLACED[name], getattr(module, name, None)
+            if own is None or not agrees(own):
+                return
+            setattr(module, name, wrap(own))
+        self._users[place] += 1
+        self._places.append(place)
+
+    def remove(self) -> None:
+        with self._lock:
+            while self._places:
+                place = self._places.pop()
+                self._users[place] -= 1
+                if not self._users[place]:
+                    del self._users[place]
+                    module = sys.modules[place[0]]
+                    setattr(module, place[1], getattr(module, place[1]).__wrapped__)
+
+
+def _is_ours() -> bool:
+    return not torch.compiler.is_compiling() and running() is not None
+
+
+def _delta_rule(own: Function) -> Function:
+    @wraps(own)
+    def recurrent_gated_delta_rule(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = None
+        if initial_state is not None and output_final_state and _is_ours():
+            out = gated_delta_rule(query, key, value, g, beta, initial_state, normalises=use_qk_l2norm_in_kernel)
+        if out is not None:
+            return out, initial_state
+        how = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        outputs: tuple[torch.Tensor, torch.Tensor | None] = own(
+            query, key, value, g=g, beta=beta, initial_state=initial_state, **how, **options
+        )
+        return outputs
+
+    return recurrent_gated_delta_rule
+
+
+def _convolution(own: Function) -> Function:
+    @wraps(own)
+    def causal_conv1d_update(
+        hidden_states: torch.Tensor,
+        conv_state: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        out = None
+        if activation in (None, "silu") and _is_ours():
+            has_silu = activation is not None
+            out = causal_convolution(hidden_states, conv_state, weight, bias, has_silu=has_silu)
+        if out is None:
+            out = own(hidden_states, conv_state, weight, bias, activation)
+        return out
+
+    return causal_conv1d_update
+
+
+def _delta_rule_agrees(own: Function) -> bool:
+    """Whether both make the same of a few random numbers."""
+    random = torch.Generator().manual_seed(0)
+    queries, keys, values = torch.randn(3, 2, 1, 3, 4, generator=random)
+    decays, betas = -torch.rand(2, 2, 1, 3, generator=random)
+    states = torch.randn(2, 3, 4, 4, generator=random)
+    how: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    with suppress(Exception):  # whatever it is, it is not what it was
+        right = own(queries, keys, values, g=decays, beta=-betas, initial_state=states.clone(), **how)
+        out = gated_delta_rule(queries, keys, values, decays, -betas, states, normalises=True)
+        return out is not None and _are_close(right, (out, states))
+    return False
+
+
+def _convolution_agrees(own: Function) -> bool:
+    random = torch.Generator().manual_seed(0)
+    new, states, weights, bias = (torch.randn(n, generator=random) for n in ((2, 3, 1), (2, 3, 4), (3, 4), (3,)))
+    with suppress(Exception):
+        after = states.clone()
+        right = own(new, after, weights, bias, "silu")
+        out = causal_convolution(new, states, weights, bias, has_silu=True)
+        return out is not None and _are_close((right, after), (out, states))
+    return False
+
+
+def _are_close(right: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...]) -> bool:
+    pairs = zip(right, found, strict=True)
+    return all(one.shape == other.shape and torch.allclose(one, other, atol=1e-5) for one, other in pairs)
+
+
+REPLACED: dict[str, tuple[Callable[[Function], Function], Callable[[Function], bool]]] = {
+    "torch_recurrent_gated_delta_rule": (_delta_rule, _delta_rule_agrees),
+    "causal_conv1d_update": (_convolution, _convolution_agrees),
+}
+"""What stands for a function of this name, and whether it may."""
