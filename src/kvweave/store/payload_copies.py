@@ -30,13 +30,15 @@ Tables = Mapping[str, NDArray[np.int32]]
 
 
 class ShardCopies:
-    """The copies of one shard's pieces. Refuses, by name, memory that is not as the schema has it."""
+    """The copies of one shard's pieces, of the layers that are in this memory: all, but for pipeline-parallel ranks.
+    Refuses, by name, memory that is not as the schema has it."""
 
     def __init__(self, shard: Shard, memory: EngineMemory, views: Mapping[tuple[int, str, str], View]) -> None:
         self._shard, self._null = shard, memory.null
         found: dict[tuple[TableUse, int, int], dict[_Look, list[tuple[int, int]]]] = {}
+        elsewhere = set(shard.layers).difference(held_layers(shard, memory))
         for layer, role, where in shard.fields():
-            if where.start == where.stop:  # rows of no width, as some latents' ropes are
+            if where.start == where.stop or layer in elsewhere:  # rows of no width, as some latents' ropes are
                 continue
             view, table = _checked(shard, memory, views, layer, role), memory.tables[layer, shard.tag]
             block_tokens = _block_tokens(shard, role, view, table)
@@ -96,6 +98,13 @@ class ShardCopies:
     def holds(self, chunk: int, tables: Tables) -> bool:
         """Whether there is a page for every row of a chunk."""
         return all((share.pages(chunk, tables, self._null) != self._null).all() for share in self._shares)
+
+
+def held_layers(shard: Shard, memory: EngineMemory) -> tuple[int, ...]:
+    """The layers of a shard that a rank's memory has to have: of a pipeline stage those with block tables."""
+    if memory.parallel.pp == 1:
+        return shard.layers
+    return tuple(layer for layer in shard.layers if (layer, shard.tag) in memory.tables)
 
 
 class _Look(NamedTuple):

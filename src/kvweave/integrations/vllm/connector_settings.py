@@ -25,6 +25,9 @@ class ConnectorSettings:
     must have the same."""
     parts: int = 8
     """A multiple of every tensor-parallel degree that shall write."""
+    stages: int = 0
+    """Pipeline stages by which layers are stored apart: a multiple of every pipeline-parallel degree that shall write.
+    0: this engine's own degree. Engines that share a store must have the same."""
     weights: str = ""
     """A name for the weights, which other engines may say, too; "": a commit where the model has one, else a digest of
     its safetensors files (`weights_digest`)."""
@@ -43,7 +46,7 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         check_place(self.store, self.socket)
-        for name in ("chunk_tokens", "parts", "min_load_tokens", "lookup_timeout_s", "load_timeout_s"):
+        for name in ("chunk_tokens", "parts", "stages", "min_load_tokens", "lookup_timeout_s", "load_timeout_s"):
             if getattr(self, name) < (1 if name == "parts" else 0):
                 raise BadOption(f"{name} must not be {getattr(self, name)}")
 
