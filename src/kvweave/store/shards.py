@@ -209,6 +209,12 @@ class Schema:
         return np.frombuffer(b"".join(shard.id for shard in self.shards), np.uint8).reshape(-1, SHARD_ID_BYTES)
 
     @cached_property
+    def digest(self) -> bytes:
+        """8 bytes by which two schemas are told apart."""
+        facts = self.ids.tobytes() + self.chunk_tokens.to_bytes(8, "little")
+        return hashlib.sha256(b"kvweave schema 1\0" + facts).digest()[:8]
+
+    @cached_property
     def groups(self) -> tuple[ShardGroup, ...]:
         """The groups, in the order of their shards."""
         groups, first = [], 0

@@ -73,6 +73,9 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = ConnectorSettings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._groups = adapter.engine_groups(kv_cache_config)
         self._chunk_tokens = self._settings.chunk_tokens or chunk_tokens(self._groups)
+        transfer = vllm_config.kv_transfer_config
+        done = {"skip_save": transfer.is_kv_producer, "skip_load": transfer.is_kv_consumer}
+        self._skipped: dict[str, Any] = {name: True for name, is_done in done.items() if not is_done}
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._recorder: TraceRecorder | None = None
@@ -155,9 +158,8 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings, wrong = RequestSettings.of(request.kv_transfer_params, self._settings.tenant)
         for complaint in wrong:
             log.warning("request %s: not understood: %s", request.request_id, complaint)
-        transfer = self._config.kv_transfer_config
-        skip_save = settings.skip_save or not transfer.is_kv_producer
-        settings = replace(settings, skip_save=skip_save, skip_load=settings.skip_load or not transfer.is_kv_consumer)
+        if self._skipped:
+            settings = replace(settings, **self._skipped)
         lora = adapter.adapter_file(request)
         namespace = self._namespaces.of(settings, request.cache_salt, lora)
         spans, length, name = spans_of(request.mm_features), request.num_prompt_tokens, lora.name if lora else None

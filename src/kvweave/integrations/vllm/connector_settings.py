@@ -76,7 +76,9 @@ class RequestSettings:
     @classmethod
     def of(cls, given: Mapping[str, Any] | None, tenant: str) -> tuple[RequestSettings, list[str]]:
         """The settings, and a complaint for each that is not understood: a request must not stop an engine."""
-        ours = {name.removeprefix(PREFIX): value for name, value in (given or {}).items() if name.startswith(PREFIX)}
+        if not given:
+            return cls(tenant=tenant), []
+        ours = {name.removeprefix(PREFIX): value for name, value in given.items() if name.startswith(PREFIX)}
         kinds = {field.name: type(field.default) for field in fields(cls)}
         wrong = [name for name, value in ours.items() if not isinstance(value, kinds.get(name, type(None)))]
         good = {name: value for name, value in ours.items() if name not in wrong}
