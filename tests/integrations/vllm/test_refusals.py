@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-all has it in an environment of its own")
 from kvweave.errors import CannotServe
-from kvweave.integrations.vllm import KVWeaveConnector, adapter
+from kvweave.integrations.vllm import adapter
 
 pytestmark = pytest.mark.slow
 DEGREES = ("decode_context_parallel_size", "prefill_context_parallel_size")
@@ -39,32 +39,3 @@ def test_a_version_that_was_never_tried_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("vllm.__version__", "0.33.1")
     with pytest.raises(CannotServe, match=r"vLLM 0\.33\.1.*known: 0\.32"):
         adapter.check_engine(config())
-
-
-def test_a_stage_whose_memory_cannot_be_bound_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-
-    def of_all_stages(own: Any) -> list[Any]:
-        told.append(own)
-        return [own, None]
-
-    monkeypatch.setattr(adapter, "of_all_stages", of_all_stages)
-    connector = object.__new__(KVWeaveConnector)
-    connector._config, connector._chunk_tokens, connector._groups = None, 64, ()
-    for reason in (ValueError("gaps"), None):
-        monkeypatch.setattr(adapter, "binder", lambda *_, reason=reason: Stage(reason))
-        with pytest.raises(ValueError, match="gaps") if reason else pytest.raises(CannotServe, match="stage 1"):
-            connector._bind([])
-    assert told == [None, "spec"]
-
-
-class Stage:
-    """Binds, or fails to."""
-
-    def __init__(self, reason: Exception | None) -> None:
-        self.reason = reason
-
-    def bind(self, *_: object) -> Any:
-        if self.reason:
-            raise self.reason
-        return SimpleNamespace(spec="spec")

@@ -213,10 +213,11 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.saves.has_pins
+        """Keeps an idle engine stepping: what has ended is reported in a step, and pins and events wait for it."""
+        return self._scheduler is not None and bool(self._scheduler.saves)
 
     def has_pending_block_frees(self) -> bool:
-        return self.has_pending_push_work()
+        return self._scheduler is not None and self._scheduler.saves.has_pins
 
     def take_events(self) -> Iterable[Any]:
         if self._scheduler is None or not self._scheduler.saves.keep_saved:
