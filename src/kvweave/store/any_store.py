@@ -263,8 +263,10 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
         wanted = frozenset(self._shard_numbers(shards))
 
+        paged = source if isinstance(source, PagedSource) else None  # asked once: of a protocol it takes long
+
         def takes_tail(shard: int, chunk: int) -> bool:
-            return isinstance(source, PagedSource) and not source.holds(self.schema.shards[shard], chunk)
+            return paged is not None and not paged.holds(self.schema.shards[shard], chunk)
 
         found = set[tuple[int, int]]()
         for group in self.schema.groups:

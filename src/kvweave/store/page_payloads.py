@@ -124,6 +124,7 @@ class Gather:
 
     def __init__(self, pages: PagePayloads, tables: Tables, copier: PayloadCopier) -> None:
         self._pages, self._tables, self._copier = pages, tables, copier
+        self._staged = copier if isinstance(copier, StagedCopier) else None
 
     def __call__(self, shard: Shard, chunk: int) -> Bytes:
         out = aligned(shard.payload_bytes)
@@ -141,8 +142,8 @@ class Gather:
     def begin_fill(self, shard: Shard, chunks: Sequence[int], out: Bytes) -> Callable[[], None]:
         """Only complete chunks: an incomplete one would be taken for complete by a prompt that ends earlier."""
         copies = self._pages._copies[shard.id].copies(chunks, self._tables, whole=True)
-        if isinstance(self._copier, StagedCopier):
-            return self._copier.begin_gather(copies, out)
+        if self._staged is not None:
+            return self._staged.begin_gather(copies, out)
         return partial(self._copier.gather, copies, out)
 
 

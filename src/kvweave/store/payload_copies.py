@@ -56,15 +56,20 @@ class ShardCopies:
         for place, chunk in enumerate(chunks):
             start = self._shard.tokens(chunk)[0]
             by_offsets.setdefault(tuple(start % share.page_tokens for share in self._shares), []).append(place)
+        alike: dict[tuple[Any, ...], list[BlockCopy]] = {}
         for offsets, places in by_offsets.items():
-            yield from self._at_offsets(offsets, np.array(places), [chunks[place] for place in places], tables, whole)
+            own = [chunks[place] for place in places]
+            for copy in self._at_offsets(offsets, np.array(places), own, tables, whole):
+                look = copy.pools, copy.held_strides, copy.kept_strides, copy.shape
+                alike.setdefault(look, []).append(copy)
+        return (_joined(copies) for copies in alike.values())
 
     def _at_offsets(
         self, offsets: tuple[int, ...], places: Numbers, chunks: Sequence[int], tables: Tables, whole: bool
     ) -> Iterator[BlockCopy]:
         """The copies of chunks that begin as far behind the beginnings of their pages."""
-        pages = [[share.pages(chunk, tables, self._null) for share in self._shares] for chunk in chunks]
-        numbers: Numbers = np.concatenate([each for of_chunk in pages for each in of_chunk]).reshape(len(chunks), -1)
+        pages = [share.pages(chunks, tables, self._null) for share in self._shares]
+        numbers: Numbers = np.concatenate(pages, axis=1)
         missing = int(np.count_nonzero(numbers == self._null))
         if whole and missing:
             gone = [chunk for chunk, own in zip(chunks, numbers, strict=True) if self._null in own]
@@ -74,11 +79,11 @@ class ShardCopies:
                 " ends, or do not store it"
             )
         starts = places[:, None] * self._shard.payload_bytes
-        for runs in self._runs_at(offsets, [len(each) for each in pages[0]]):
+        for runs in self._runs_at(offsets, [each.shape[1] for each in pages]):
             own = numbers[:, runs.slots]
             held: Numbers = (runs.held + own * runs.steps).ravel()
             kept: Numbers = (runs.kept + starts).ravel()
-            pools = np.tile(runs.pool_index, len(chunks)) if len(runs.pools) > 1 else None
+            pools = np.broadcast_to(runs.pool_index, own.shape).ravel() if len(runs.pools) > 1 else None
             if missing:
                 is_there = (own != self._null).ravel()
                 held, kept, pools = held[is_there], kept[is_there], None if pools is None else pools[is_there]
@@ -97,7 +102,17 @@ class ShardCopies:
 
     def holds(self, chunk: int, tables: Tables) -> bool:
         """Whether there is a page for every row of a chunk."""
-        return all((share.pages(chunk, tables, self._null) != self._null).all() for share in self._shares)
+        return all((share.pages([chunk], tables, self._null) != self._null).all() for share in self._shares)
+
+
+def _joined(copies: Sequence[BlockCopy]) -> BlockCopy:
+    """Copies that lie alike as one: a call takes longer than the copy of a small chunk."""
+    first, *others = copies
+    if not others:
+        return first
+    index = None if first.pool_index is None else np.concatenate([copy.pool_index for copy in copies])
+    held, kept = (np.concatenate([getattr(copy, side) for copy in copies]) for side in ("held", "kept"))
+    return first._replace(pool_index=index, held=held, kept=kept)
 
 
 def held_layers(shard: Shard, memory: EngineMemory) -> tuple[int, ...]:
@@ -197,21 +212,25 @@ class _TableShare:
         self._shard, self._table, self._block_tokens, self._looks = shard, table, block_tokens, looks
         self._num_pages = num_pages
 
-    def pages(self, chunk: int, tables: Tables, null: int) -> Numbers:
-        """The pages on which a piece lies, in order; that of its end, for states."""
+    def pages(self, chunks: Sequence[int], tables: Tables, null: int) -> Numbers:
+        """`[chunks, pages]`: the pages of pieces that begin as far behind the beginnings of their first pages,
+        in order; for states, that of each piece's end."""
         (name, size), shard = (self._table.name, self._table.block_tokens), self._shard
-        start, stop = shard.tokens(chunk)
         if name not in tables:
             raise StoreError(f"group {shard.tag!r}: no block table {name!r} among {', '.join(tables) or '(none)'}")
-        if not shard.reach.per_token and stop % size:
-            raise StoreError(f"group {shard.tag!r}: no snapshot at {stop}, its blocks are of {size} tokens")
-        first, last = (start // size if shard.reach.per_token else stop // size - 1), -(-stop // size)
-        if last > len(tables[name]):
-            raise StoreError(
-                f"group {shard.tag!r}: chunk {chunk} ends at {stop}, but table {name!r} has {len(tables[name])} pages"
-                f" of {size} tokens"
-            )
-        pages = np.asarray(tables[name][first:last], np.int64)
+        firsts = []
+        for chunk in chunks:
+            start, stop = shard.tokens(chunk)
+            if not shard.reach.per_token and stop % size:
+                raise StoreError(f"group {shard.tag!r}: no snapshot at {stop}, its blocks are of {size} tokens")
+            first, last = (start // size if shard.reach.per_token else stop // size - 1), -(-stop // size)
+            if last > len(tables[name]):
+                raise StoreError(
+                    f"group {shard.tag!r}: chunk {chunk} ends at {stop}, but table {name!r} has {len(tables[name])}"
+                    f" pages of {size} tokens"
+                )
+            firsts.append(first)
+        pages = np.asarray(tables[name], np.int64)[np.array(firsts)[:, None] + np.arange(last - first)]
         if pages.view(np.uint64).max(initial=0) >= self._num_pages:  # also what is below 0, and NULL may be that
             wrong = pages[(pages != null) & ((pages < 0) | (pages >= self._num_pages))]
             if len(wrong):
