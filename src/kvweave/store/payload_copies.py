@@ -83,7 +83,7 @@ class ShardCopies:
             own = numbers[:, runs.slots]
             held: Numbers = (runs.held + own * runs.steps).ravel()
             kept: Numbers = (runs.kept + starts).ravel()
-            pools = np.broadcast_to(runs.pool_index, own.shape).ravel() if len(runs.pools) > 1 else None
+            pools = runs.pool_index[None].repeat(len(chunks), 0).ravel() if len(runs.pools) > 1 else None
             if missing:
                 is_there = (own != self._null).ravel()
                 held, kept, pools = held[is_there], kept[is_there], None if pools is None else pools[is_there]
