@@ -38,7 +38,8 @@ class ShardCopies:
         found: dict[tuple[TableUse, int, int], dict[_Look, list[tuple[int, int]]]] = {}
         elsewhere = set(shard.layers).difference(held_layers(shard, memory))
         for layer, role, where in shard.fields():
-            if where.start == where.stop or layer in elsewhere:  # rows of no width, as some latents' ropes are
+            has_no_width = where.start == where.stop  # as some latents' ropes are
+            if has_no_width or layer in elsewhere:
                 continue
             view, table = _checked(shard, memory, views, layer, role), memory.tables[layer, shard.tag]
             block_tokens = _block_tokens(shard, role, view, table)
@@ -230,7 +231,7 @@ class _TableShare:
                     f" pages of {size} tokens"
                 )
             firsts.append(first)
-        pages = np.asarray(tables[name], np.int64)[np.array(firsts)[:, None] + np.arange(last - first)]
+        pages = np.asarray(tables[name])[np.array(firsts)[:, None] + np.arange(last - first)].astype(np.int64)
         if pages.view(np.uint64).max(initial=0) >= self._num_pages:  # also what is below 0, and NULL may be that
             wrong = pages[(pages != null) & ((pages < 0) | (pages >= self._num_pages))]
             if len(wrong):
