@@ -1,7 +1,9 @@
 """The connector in a real vLLM: first tokens and throughput cold, warm from memory and from disk, beside plain vLLM.
 
 One engine at a time on this machine's CPU, a random model of the Gemma-3 kind (8 layers, 6 of them windows), best of
-the rounds. Cold runs include all saves. Then the time that vLLM's scheduler spends in our calls, a step of 64 requests.
+the rounds. Cold runs include all saves. On a machine that others use, too, engines one after the other say little: so
+cold prompts and prompts that pass the store by (`skip_save`, `skip_load`) are also timed in turns, in one engine. Then
+the time that vLLM's scheduler spends in our calls, a step of 64 requests.
 
 Run: make bench NAME=vllm
 """
@@ -22,7 +24,9 @@ from tests.integrations.vllm.engines import Engine, engine
 from tests.integrations.vllm.models import CONFIGS, VOCABULARY, checkpoint
 from tests.server.models import spawned
 
-ROUNDS, PROMPT, SHORT, MANY, NEW = 5, 1800, 256, 64, 16
+ROUNDS, PROMPT, SHORT, MANY, NEW, TURNS = 5, 1800, 256, 64, 16, 6
+Params = Mapping[str, Any] | None
+BY = {"kvweave.skip_save": True, "kvweave.skip_load": True}
 OPTIONS = {"max_num_seqs": MANY, "max_num_batched_tokens": 2048}
 CALLS = (
     "on_new_request",
@@ -48,18 +52,37 @@ def prompt(length: int, seed: int) -> list[int]:
     return ids
 
 
-def first_tokens(made: Engine, seed: int) -> float:
+def first_tokens(made: Engine, seed: int, params: Params = None) -> float:
     """Seconds to the first token of a long prompt, by itself."""
-    return min(timed(lambda i=i: made.one(prompt(PROMPT, seed + i), new_tokens=1)) for i in range(ROUNDS))  # type: ignore[misc]
+    return min(
+        timed(lambda i=i: made.one(prompt(PROMPT, seed + i), new_tokens=1, params=params))  # type: ignore[misc]
+        for i in range(ROUNDS)
+    )
 
 
 def throughput(made: Engine, seed: int) -> float:
     """Tokens a second, of many requests at once."""
-    best = 0.0
-    for turn in range(2):
-        prompts = [prompt(SHORT, seed + 1000 * turn + i) for i in range(MANY)]
-        best = max(best, MANY * (SHORT + NEW) / timed(lambda prompts=prompts: made.ask(*prompts, new_tokens=NEW)))  # type: ignore[misc]
-    return best
+    return max(MANY * (SHORT + NEW) / many(made, seed + 1000 * turn) for turn in range(2))
+
+
+def many(made: Engine, seed: int, params: Params = None) -> float:
+    """Seconds of many requests at once."""
+    prompts = [prompt(SHORT, seed + i) for i in range(MANY)]
+    return timed(lambda: made.ask(*prompts, new_tokens=NEW, params=params))
+
+
+def cold_in_turns(made: Engine) -> tuple[float, float]:
+    """How much longer cold prompts take than those that pass the store by: medians, of first tokens and of many."""
+    ratios = list[tuple[float, float]]()
+    for turn in range(TURNS):
+        took = {}
+        for params in (BY, None) if turn % 2 else (None, BY):
+            seed = 200_000 + 2000 * turn + 1000 * (params is None)
+            made.settle()
+            took[params is None] = first_tokens(made, seed, params), many(made, seed + ROUNDS, params)
+        ratios.append((took[True][0] / took[False][0], took[True][1] / took[False][1]))
+    first, all_tokens = (statistics.median(column) for column in zip(*ratios, strict=True))
+    return first, all_tokens
 
 
 class SchedulerTime:
@@ -102,6 +125,8 @@ def measure(model: Path, name: str, store: Mapping[str, Any], plain: tuple[float
         made.forget()
         made.scheduler.connector._store.flush()
         report(f"warm from {name}", first_tokens(made, 0), throughput(made, 10_000), plain)
+        first, rest = cold_in_turns(made)
+        print(f"{'':<22} cold, in turns with prompts that pass by: first token {first:.3f}, {MANY} requests {rest:.3f}")
         made.forget()
         watch = SchedulerTime(made)
         for what in ("computed", "loaded"):

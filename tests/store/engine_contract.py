@@ -82,6 +82,14 @@ class EngineContract:
         assert [sink.chunks("full") for sink in sinks] == [[0, 1, 2, 3]] * 3 + [[]]
         assert store.stats().operations == 0
 
+    def test_what_is_to_be_done_with_hits_is_done_in_the_stores_thread(self, store: AnyStore[Any]) -> None:
+        prompt = prompt_of(store)
+        store.save(prompt, truth)
+        lookup = store.submit_lookup([prompt], then=lambda hit: (hit.position, threading.current_thread()))
+        ((position, thread),) = lookup.result(WAIT_S)
+        assert position == 1024
+        assert thread is not threading.current_thread()
+
     def test_to_submit_and_to_poll_take_no_time_whatever_the_sink_does(self, store: AnyStore[Any]) -> None:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[1024])
@@ -370,6 +378,8 @@ class EngineContract:
             512,
             0,
         ]
+        assert [store.shorten(hit, 1023, multiple).position for multiple in (1, 512, 768)] == [512, 512, 0]
+        assert store.shorten(hit, 9999, 512) is hit
         sink = Taken()
         assert store.load(store.shorten(hit, 1000), sink) == 512
         assert sink.chunks("full") == [0, 1]

@@ -71,12 +71,23 @@ class Rank:
     pages: PagePayloads
 
 
-def rank(schema: Schema, spec: ModelSpec, tokens: int, *, tp: int = 1, at: int = 0, **wishes: object) -> Rank:
-    made = make_plan(spec, "2MiB", parallel=Parallel(tp=tp, tp_rank=at), **wishes)  # type: ignore[arg-type]
-    chance = np.random.default_rng([tp, at])
+def rank(
+    schema: Schema,
+    spec: ModelSpec,
+    tokens: int,
+    *,
+    tp: int = 1,
+    at: int = 0,
+    pp: int = 1,
+    stage: int = 0,
+    **wishes: object,
+) -> Rank:
+    parallel = Parallel(tp=tp, tp_rank=at, pp=pp, pp_rank=stage)
+    made = make_plan(spec, "2MiB", parallel=parallel, **wishes)  # type: ignore[arg-type]
+    chance = np.random.default_rng([tp, at, pp, stage])
     pools = {pool.name: np.full(pool.num_bytes, 0xAA, np.uint8) for pool in made.pools}
     table, used = {}, 1  # the first super-page is nobody's, and each group takes its own
-    for group in made.groups:
+    for group in (group for group in made.groups if group.layers):
         count = tokens // group.block_tokens
         ids = used * group.pages_per_superpage + np.arange(count)
         used += -(-count // group.pages_per_superpage)

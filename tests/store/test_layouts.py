@@ -64,6 +64,52 @@ def test_all_pairs_of_degree_block_and_layout_agree_bit_for_bit(kind: str) -> No
                 assert shards[_loaded(place, spec)] == right[place][_loaded(place, spec)], (wrote, read, place)
 
 
+def stage_ranks(schema: Schema, spec: ModelSpec, pp: int, tp: int) -> list[Rank]:
+    block = dict.fromkeys(spec.groups(), 64)
+    places = product(range(pp), range(tp))
+    return [rank(schema, spec, TOKENS, tp=tp, at=at, pp=pp, stage=stage, block_tokens=block) for stage, at in places]
+
+
+def test_ranks_of_pipeline_stages_write_what_ranks_of_any_other_degrees_read() -> None:
+    spec, degrees = hybrid(), [*product((1, 2, 3), (1, 2))]
+    schema = Schema.of(spec, parts=2, stages=(0, 2, 3, 4), tails=True)  # of 2 and of 3
+    stores, tokens = {}, np.arange(TOKENS + 1, dtype=np.int32)
+    everybody = {degree: stage_ranks(schema, spec, *degree) for degree in degrees}
+    for degree, members in everybody.items():
+        assert sorted(number for each in members for number in each.pages.writes) == [*range(len(schema.shards))]
+        stores[degree] = Store(schema, TierStack((DictTier(), TierPolicy(inline=True))))
+        prompt = stores[degree].prompt(tokens, namespace(spec))
+        for member in members:
+            fill(schema, member, CHUNKS)
+            stores[degree].save(prompt, member.pages.source(member.table), shards=member.pages.writes)
+    for store, members in product(stores.values(), everybody.values()):
+        hit = store.lookup(prompt)
+        assert hit.position == TOKENS
+        for member in members:
+            right = share(member)
+            for pool in member.pools.values():
+                pool[:] = 0x55
+            assert store.load(hit, member.pages.sink(member.table), shards=member.pages.reads) == TOKENS
+            assert {place: rows[_loaded(place, spec)] for place, rows in share(member).items()} == {
+                place: rows[_loaded(place, spec)] for place, rows in right.items()
+            }
+
+
+def test_a_stage_that_has_some_layers_of_a_shard_reads_it_but_cannot_write_it() -> None:
+    spec = KINDS["gqa"]  # three layers
+    schema = Schema.of(spec, parts=1)
+    first, second = stage_ranks(schema, spec, 2, 1)
+    assert first.pages.reads == second.pages.reads == (0,)
+    with pytest.raises(StoreError, match=r"layers 0, 1, 2, this pipeline stage 1, 2 of them"):
+        _ = second.pages.writes
+
+
+def test_shards_of_all_layers_have_the_same_keys_with_and_without_stages() -> None:
+    spec = KINDS["gqa"]
+    assert Schema.of(spec, stages=(0,)) == Schema.of(spec, stages=(0, 3)) == Schema.of(spec)
+    assert [shard.layers for shard in Schema.of(spec, parts=1, stages=(0, 1)).shards] == [(0,), (1, 2)]
+
+
 def _loaded(place: tuple[int, str, str], spec: ModelSpec) -> slice:
     """Which rows a load brings: all; of states the last snapshot."""
     return slice(None) if spec.groups()[place[1]][0].reach.per_token else slice(-1, None)

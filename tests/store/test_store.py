@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ def test_ranks_of_other_degrees_share_a_hybrid_prompt() -> None:
     schema = Schema.of(spec, parts=4)
     store = Store(schema, TierStack((DictTier(), NEAR)))
     prompt = store.prompt(tokens(1100), namespace(spec))
-    wishes = {"block_tokens": {"full": 16, "window": 64, "state": 256}}
+    wishes: dict[str, Any] = {"block_tokens": {"full": 16, "window": 64, "state": 256}}
     for at in range(2):
         writer = rank(schema, spec, 1024, tp=2, at=at, **wishes)
         fill(schema, writer, 4)

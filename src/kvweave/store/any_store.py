@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import abstractmethod
 from collections import Counter
@@ -138,10 +139,13 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         its own does it. Only a daemon can: otherwise `StoreError`."""
         raise StoreError(f"{type(self).__name__} cannot pin: blobs are kept in memory by a daemon (`kvweave serve`)")
 
-    def shorten(self, hit: Found, limit: int) -> Found:
-        """The longest hit of at most `limit` tokens, by what the lookup found: no tier is asked. For engines that can
-        resume at some positions only. It holds what the longer one held."""
-        return replace(hit, position=self._position(hit.prompt, hit.present, min(limit, hit.position)))  # type: ignore[type-var]
+    def shorten(self, hit: Found, limit: int, multiple_of: int = 1) -> Found:
+        """The longest hit of at most `limit` tokens, at a multiple of so many, by what the lookup found: no tier is
+        asked. For engines that can resume at some positions only. It holds what the longer one held."""
+        if hit.position <= limit and not hit.position % multiple_of:
+            return hit
+        position = self._position(hit.prompt, hit.present, min(limit, hit.position), multiple_of)
+        return replace(hit, position=position)  # type: ignore[type-var]
 
     def farthest_tier(self, hit: Found) -> str:
         """The kind of the farthest tier that a load of this hit reads, by what the lookup found; "" if it is empty."""
@@ -226,10 +230,10 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
 
     # ---- what the formula says
 
-    def _position(self, prompt: HashedPrompt, present: NDArray[np.bool_], limit: int) -> int:
+    def _position(self, prompt: HashedPrompt, present: NDArray[np.bool_], limit: int, multiple_of: int = 1) -> int:
         size = self.schema.chunk_tokens
         groups = [group.presence(present) for group in self.schema.groups]
-        return joint_hit(groups, size, min(limit, prompt.num_chunks * size))
+        return joint_hit(groups, math.lcm(size, multiple_of), min(limit, prompt.num_chunks * size))
 
     def _needs(
         self, position: int, shards: Sequence[int] | range, present: NDArray[np.bool_], start: int = 0
@@ -259,8 +263,10 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
         wanted = frozenset(self._shard_numbers(shards))
 
+        paged = source if isinstance(source, PagedSource) else None  # asked once: of a protocol it takes long
+
         def takes_tail(shard: int, chunk: int) -> bool:
-            return isinstance(source, PagedSource) and not source.holds(self.schema.shards[shard], chunk)
+            return paged is not None and not paged.holds(self.schema.shards[shard], chunk)
 
         found = set[tuple[int, int]]()
         for group in self.schema.groups:

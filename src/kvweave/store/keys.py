@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -185,6 +186,7 @@ def prompt(tokens: TokenIds, namespace: Namespace, chunk_tokens: int, spans: Seq
     return HashedPrompt(namespace.tenant_id, 0, chunk_tokens, none, root, NOTHING).extend(tokens, spans)
 
 
+@lru_cache(maxsize=4096)
 def _root(namespace: Namespace, chunk_tokens: int) -> bytes:
     return hashlib.sha256(DOMAIN + namespace.fingerprint + chunk_tokens.to_bytes(8, "little")).digest()
 

@@ -13,7 +13,7 @@ from kvweave.errors import StoreError
 from kvweave.store.engine_memory import EngineMemory
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
-from kvweave.store.payload_copies import ShardCopies, Tables
+from kvweave.store.payload_copies import ShardCopies, Tables, held_layers
 from kvweave.store.shards import Schema, Shard
 
 Source = Callable[[Shard, int], Bytes]
@@ -34,16 +34,26 @@ class PagePayloads:
             raise StoreError("memory on a device needs a copier: kvweave.transfer.payload_copier has one for GPUs")
         self._copier = copier or HostPayloadCopier(memory.pools)
         self._schema, self.parallel = schema, memory.parallel
+        self._layers = [held_layers(shard, memory) for shard in schema.shards]
 
     @cached_property
     def writes(self) -> tuple[int, ...]:
-        """The shards that this rank writes. Raises `StoreError` where its degree holds no part whole."""
-        return self._schema.written_by(self.parallel.tp, self.parallel.tp_rank)
+        """The shards that this rank writes. Raises `StoreError` where ranks of its degrees hold no part, or not all
+        layers of one."""
+        for shard, layers in zip(self._schema.shards, self._layers, strict=True):
+            if layers and layers != shard.layers:
+                raise StoreError(
+                    f"group {shard.tag!r}: a shard has layers {_numbers(shard.layers)}, this pipeline stage"
+                    f" {_numbers(layers)} of them; make the schema with the stages of all degrees that write"
+                )
+        written = self._schema.written_by(self.parallel.tp, self.parallel.tp_rank)
+        return tuple(number for number in written if self._layers[number])
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
         """The shards of which this rank needs something."""
-        return self._schema.read_by(self.parallel.tp, self.parallel.tp_rank)
+        read = self._schema.read_by(self.parallel.tp, self.parallel.tp_rank)
+        return tuple(number for number in read if self._layers[number])
 
     def source(self, tables: Tables) -> Gather:
         """The payloads of a sequence's chunks."""
@@ -158,3 +168,7 @@ class StagedGather(Gather):
     def wait_for_caller(self) -> None:
         """Block until pages have what the caller's stream writes there."""
         self._copier.wait_for_caller()
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))

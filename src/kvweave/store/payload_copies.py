@@ -30,13 +30,16 @@ Tables = Mapping[str, NDArray[np.int32]]
 
 
 class ShardCopies:
-    """The copies of one shard's pieces. Refuses, by name, memory that is not as the schema has it."""
+    """The copies of one shard's pieces, of the layers that are in this memory: all, but for pipeline-parallel ranks.
+    Refuses, by name, memory that is not as the schema has it."""
 
     def __init__(self, shard: Shard, memory: EngineMemory, views: Mapping[tuple[int, str, str], View]) -> None:
         self._shard, self._null = shard, memory.null
         found: dict[tuple[TableUse, int, int], dict[_Look, list[_Start]]] = {}
+        elsewhere = set(shard.layers).difference(held_layers(shard, memory))
         for layer, role, where in shard.fields():
-            if where.start == where.stop:  # rows of no width, as some latents' ropes are
+            has_no_width = where.start == where.stop  # as some latents' ropes are
+            if has_no_width or layer in elsewhere:
                 continue
             view, table = _checked(shard, memory, views, layer, role), memory.tables[layer, shard.tag]
             block_tokens = _block_tokens(shard, role, view, table)
@@ -52,10 +55,12 @@ class ShardCopies:
         pieces = [piece for share in self._shares for piece in self._pieces(share, chunks, tables)]
         for piece in pieces if whole else ():
             self._check_whole(chunks, *piece)
+        found: dict[FieldRuns, list[BlockCopy]] = {}
         for share, offset, places, pages in pieces:
-            starts = places[:, None] * self._shard.payload_bytes
-            is_there = pages != self._null
-            yield from share.copies(offset, pages, starts, None if is_there.all() else is_there)
+            starts, is_there = places[:, None] * self._shard.payload_bytes, pages != self._null
+            for copy in share.copies(offset, pages, starts, None if is_there.all() else is_there):
+                found.setdefault(copy.fields, []).append(copy)
+        return map(_joined, found.values())
 
     def _pieces(
         self, share: _TableShare, chunks: Sequence[int], tables: Tables
@@ -65,8 +70,8 @@ class ShardCopies:
         for place, chunk in enumerate(chunks):
             by_offset.setdefault(self._shard.tokens(chunk)[0] % share.page_tokens, []).append(place)
         for offset, places in by_offset.items():
-            pages = [share.pages(chunks[place], tables, self._null) for place in places]
-            yield share, offset, np.array(places), np.array(pages)
+            pages = share.pages([chunks[place] for place in places], tables, self._null)
+            yield share, offset, np.array(places), pages
 
     def _check_whole(self, chunks: Sequence[int], share: _TableShare, _: int, places: Numbers, pages: Numbers) -> None:
         is_gone = pages == self._null
@@ -80,7 +85,22 @@ class ShardCopies:
 
     def holds(self, chunk: int, tables: Tables) -> bool:
         """Whether there is a page for every row of a chunk."""
-        return all((share.pages(chunk, tables, self._null) != self._null).all() for share in self._shares)
+        return all((share.pages([chunk], tables, self._null) != self._null).all() for share in self._shares)
+
+
+def _joined(copies: Sequence[BlockCopy]) -> BlockCopy:
+    """Copies of the same fields as one: a call takes longer than the copy of a small chunk."""
+    if len(copies) == 1:
+        return copies[0]
+    held, kept = (np.concatenate([getattr(copy, side) for copy in copies]) for side in ("held", "kept"))
+    return BlockCopy(copies[0].fields, held, kept)
+
+
+def held_layers(shard: Shard, memory: EngineMemory) -> tuple[int, ...]:
+    """The layers of a shard that a rank's memory has to have: of a pipeline stage those with block tables."""
+    if memory.parallel.pp == 1:
+        return shard.layers
+    return tuple(layer for layer in shard.layers if (layer, shard.tag) in memory.tables)
 
 
 class _Start(NamedTuple):
@@ -156,21 +176,25 @@ class _TableShare:
     def page_tokens(self) -> int:
         return self._table.block_tokens
 
-    def pages(self, chunk: int, tables: Tables, null: int) -> Numbers:
-        """The pages on which a piece lies, in order; that of its end, for states."""
+    def pages(self, chunks: Sequence[int], tables: Tables, null: int) -> Numbers:
+        """`[chunks, pages]`: the pages of pieces that begin as far behind the beginnings of their first pages, in
+        order; for states, that of each piece's end."""
         name, size, shard = self.name, self.page_tokens, self._shard
-        start, stop = shard.tokens(chunk)
         if name not in tables:
             raise StoreError(f"group {shard.tag!r}: no block table {name!r} among {', '.join(tables) or '(none)'}")
-        if not shard.reach.per_token and stop % size:
-            raise StoreError(f"group {shard.tag!r}: no snapshot at {stop}, its blocks are of {size} tokens")
-        first, last = (start // size if shard.reach.per_token else stop // size - 1), -(-stop // size)
-        if last > len(tables[name]):
-            raise StoreError(
-                f"group {shard.tag!r}: chunk {chunk} ends at {stop}, but table {name!r} has {len(tables[name])} pages"
-                f" of {size} tokens"
-            )
-        pages = np.asarray(tables[name][first:last], np.int64)
+        firsts = []
+        for chunk in chunks:
+            start, stop = shard.tokens(chunk)
+            if not shard.reach.per_token and stop % size:
+                raise StoreError(f"group {shard.tag!r}: no snapshot at {stop}, its blocks are of {size} tokens")
+            first, last = (start // size if shard.reach.per_token else stop // size - 1), -(-stop // size)
+            if last > len(tables[name]):
+                raise StoreError(
+                    f"group {shard.tag!r}: chunk {chunk} ends at {stop}, but table {name!r} has {len(tables[name])}"
+                    f" pages of {size} tokens"
+                )
+            firsts.append(first)
+        pages = np.asarray(tables[name])[np.array(firsts)[:, None] + np.arange(last - first)].astype(np.int64)
         if pages.view(np.uint64).max(initial=0) >= self._num_pages:  # also what is below 0, and NULL may be that
             wrong = pages[(pages != null) & ((pages < 0) | (pages >= self._num_pages))]
             if len(wrong):

@@ -6,7 +6,8 @@ are one part of their own. The payload of a part has the same bytes on every ran
     layer 3: key [tokens, heads, dim] value [tokens, heads, dim]   layer 7: key ... value ...
 
 A rank of any tensor-parallel degree writes the parts that it holds completely, and reads the parts that overlap its
-own. A part of a window may have, beside complete chunks, their tails (`shard_group`), under keys of their own.
+own. For pipeline-parallel ranks a group is split by layers, too. A part of a window may have, beside complete chunks,
+their tails (`shard_group`), under keys of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -80,7 +82,7 @@ class ShardHeader(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """One part of one group, over all its layers."""
+    """One part of one group, over all its layers, or over those of one pipeline stage."""
 
     tag: str
     reach: Reach
@@ -172,9 +174,19 @@ class Schema:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, *, chunk_tokens: int = 256, parts: int = 8, tails: bool = False, keyed: bool = False
+        cls,
+        spec: ModelSpec,
+        *,
+        chunk_tokens: int = 256,
+        parts: int = 8,
+        stages: Sequence[int] = (),
+        tails: bool = False,
+        keyed: bool = False,
     ) -> Schema:
         """`parts` must be a multiple of every tensor-parallel degree that writes: 8 serves 1, 2, 4 and 8.
+
+        `stages` are the first layers of pipeline stages: no shard has layers of two of them, so that a rank with the
+        layers of some stages writes shards of its own. Without, each shard has all layers of its group.
 
         With `tails`, of the chunk in which a window begins the rest may be stored, for engines that have freed what
         lies before. Complete chunks have the same keys with and without. `keyed`: see `ShardHeader`.
@@ -185,7 +197,7 @@ class Schema:
             shard
             for cache, layers in spec.groups().values()
             if layers
-            for shard in _with_tails([*_shards(cache, layers, chunk_tokens, parts)], tails=tails)
+            for shard in _with_tails([*_shards(cache, _by_stage(layers, stages), chunk_tokens, parts)], tails=tails)
         )
         shards = tuple(replace(shard, is_keyed=True) for shard in shards) if keyed else shards
         if not shards:
@@ -195,6 +207,12 @@ class Schema:
     @cached_property
     def ids(self) -> Bytes:
         return np.frombuffer(b"".join(shard.id for shard in self.shards), np.uint8).reshape(-1, SHARD_ID_BYTES)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """8 bytes by which two schemas are told apart."""
+        facts = self.ids.tobytes() + self.chunk_tokens.to_bytes(8, "little")
+        return hashlib.sha256(b"kvweave schema 1\0" + facts).digest()[:8]
 
     @cached_property
     def groups(self) -> tuple[ShardGroup, ...]:
@@ -220,16 +238,22 @@ class Schema:
         return tuple(i for i, shard in enumerate(self.shards) if shard.touches(ranks, rank))
 
 
-def _shards(cache: LayerCache, layers: tuple[int, ...], chunk_tokens: int, most: int) -> Iterator[Shard]:
+def _by_stage(layers: tuple[int, ...], stages: Sequence[int]) -> list[tuple[int, ...]]:
+    """The layers of a group, stage by stage."""
+    starts = sorted(stages)
+    return [tuple(run) for _, run in groupby(layers, key=lambda layer: bisect_right(starts, layer))]
+
+
+def _shards(cache: LayerCache, stages: list[tuple[int, ...]], chunk_tokens: int, most: int) -> Iterator[Shard]:
     if cache.reach.per_token and chunk_tokens % (unit := math.lcm(*(role.tokens_per_row for role in cache.roles))):
         raise StoreError(f"group {cache.tag!r}: chunks of {chunk_tokens} tokens split its rows of {unit}")
     stored = [role for role in cache.roles if role.alias_of is None]
     split, whole = (tuple(r for r in stored if bool(r.split) is wanted) for wanted in (True, False))
-    if whole:
-        yield Shard(cache.tag, cache.reach, layers, whole, 0, 1, chunk_tokens)
-    if split:
-        parts = math.lcm(*(math.gcd(segment.units, most) for role in split for segment in role.split))
-        for part in range(parts):
+    parts = math.lcm(*(math.gcd(segment.units, most) for role in split for segment in role.split))
+    for layers in stages:
+        if whole:
+            yield Shard(cache.tag, cache.reach, layers, whole, 0, 1, chunk_tokens)
+        for part in range(parts) if split else ():
             yield Shard(cache.tag, cache.reach, layers, split, part, parts, chunk_tokens)
 
 

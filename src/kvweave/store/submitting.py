@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from kvweave.store.shards import Schema
 from kvweave.store.tier_stack import Budget
 
 Found = TypeVar("Found", bound=AnyHit)
+Result = TypeVar("Result")
 LATENCIES = ("lookup", "load", "save")
 
 
@@ -36,6 +37,7 @@ class SubmittingStore(ABC, Generic[Found]):
         self._lock = threading.Lock()
         register_after_fork(self)
 
+    @overload
     def submit_lookup(
         self,
         prompts: Sequence[HashedPrompt],
@@ -44,16 +46,40 @@ class SubmittingStore(ABC, Generic[Found]):
         shards: Sequence[int] | None = None,
         lease: bool = True,
         budget_s: float | None = None,
-    ) -> Operation[list[Found]]:
-        """Look up several prompts together; returns at once. `shards` and `lease` are for stores that lease."""
-        operation: Operation[list[Found]] = self._operations.new("lookup", request, budget_s)
+    ) -> Operation[list[Found]]: ...
 
-        def work() -> tuple[list[Found], list[ChunkRef]]:
+    @overload
+    def submit_lookup(
+        self,
+        prompts: Sequence[HashedPrompt],
+        *,
+        then: Callable[[Found], Result],
+        request: Hashable = None,
+        shards: Sequence[int] | None = None,
+        lease: bool = True,
+        budget_s: float | None = None,
+    ) -> Operation[list[Result]]: ...
+
+    def submit_lookup(
+        self,
+        prompts: Sequence[HashedPrompt],
+        *,
+        then: Callable[[Found], Any] = lambda hit: hit,
+        request: Hashable = None,
+        shards: Sequence[int] | None = None,
+        lease: bool = True,
+        budget_s: float | None = None,
+    ) -> Operation[list[Any]]:
+        """Look up several prompts together; returns at once. The results are the hits, or what `then` makes of them in
+        the store's thread. `shards` and `lease` are for stores that lease."""
+        operation: Operation[list[Any]] = self._operations.new("lookup", request, budget_s)
+
+        def work() -> tuple[list[Any], list[ChunkRef]]:
             hits = self._lookup_all(prompts, shards, operation.budget, lease=lease)
             if operation.budget.is_cancelled:
                 for hit in hits:
                     self.release(hit)
-            return hits, []
+            return [then(hit) for hit in hits], []
 
         self._operations.submit(operation, work)
         return operation

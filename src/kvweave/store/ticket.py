@@ -9,7 +9,6 @@ Keys are made of the digests, and what is loaded is checked by key, so that no t
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import time
 from typing import NamedTuple
@@ -44,7 +43,7 @@ def write_ticket(
     """A ticket that is valid for `valid_s` seconds."""
     chunks = position // schema.chunk_tokens
     bits, digests = np.packbits(present[:, :chunks]).tobytes(), prompt.prefixes[:chunks].tobytes()
-    facts = (_schema_id(schema), prompt.tenant_id, prompt.num_tokens, position, time.time() + valid_s)
+    facts = (schema.digest, prompt.tenant_id, prompt.num_tokens, position, time.time() + valid_s)
     ticket = HEAD.pack(MAGIC, 0, *facts) + bits + digests
     return ticket[:4] + xxhash.xxh3_64_intdigest(ticket[SUMMED:]).to_bytes(8, "little") + ticket[SUMMED:]
 
@@ -53,12 +52,12 @@ def read_ticket(schema: Schema, ticket: bytes) -> TicketContent:
     """Raises `StoreError` for a ticket that is damaged, of another schema, or expired."""
     if len(ticket) < HEAD.size or ticket[:4] != MAGIC:
         raise StoreError("this is not a ticket, or one of another version of kvweave")
-    _, checksum, schema_id, tenant, num_tokens, position, until = HEAD.unpack_from(ticket)
+    _, checksum, digest, tenant, num_tokens, position, until = HEAD.unpack_from(ticket)
     chunks, shards = position // schema.chunk_tokens, len(schema.shards)
     start = HEAD.size + -(-shards * chunks // 8)
     if xxhash.xxh3_64_intdigest(ticket[SUMMED:]) != checksum:
         raise StoreError("the ticket is damaged")
-    if schema_id != _schema_id(schema) or len(ticket) != start + chunks * PREFIX_BYTES or position > num_tokens:
+    if digest != schema.digest or len(ticket) != start + chunks * PREFIX_BYTES or position > num_tokens:
         raise StoreError("the ticket is of another schema: model, chunk size or parts differ")
     if time.time() >= until:
         raise StoreError(f"the ticket expired {time.time() - until:.1f} s ago")
@@ -72,8 +71,3 @@ def blank_ticket(schema: Schema) -> TicketContent:
     """The content of a refused ticket: an empty hit."""
     empty = HashedPrompt(bytes(TENANT_BYTES), 0, schema.chunk_tokens, np.empty((0, PREFIX_BYTES), np.uint8))
     return TicketContent(empty, 0, np.empty((len(schema.shards), 0), bool))
-
-
-def _schema_id(schema: Schema) -> bytes:
-    facts = schema.ids.tobytes() + schema.chunk_tokens.to_bytes(8, "little")
-    return hashlib.sha256(b"kvweave schema 1\0" + facts).digest()[:8]

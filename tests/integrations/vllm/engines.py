@@ -149,7 +149,7 @@ class Engine:
         connector, until = self.scheduler.connector, time.monotonic() + SETTLE_S
         while connector is not None and connector._scheduler.saves:
             assert time.monotonic() < until, "saves never ended"
-            self.core.step()
+            self.core.step_fn()
             time.sleep(0.002)
 
     def forget(self) -> None:
@@ -187,6 +187,15 @@ def with_flat_rows() -> None:
         lfm2.get_rope = flat
 
 
+def with_inputs_of_stages(worker: Any) -> None:
+    """vLLM 0.32's CPU worker allocates what it receives from the pipeline stage before in its warm-up, which it leaves
+    out in eager mode. Run in each worker."""
+    runner = worker.model_runner
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
+
+
 def _answer(output: Any) -> Answer:
     (made,) = output.outputs
     logprobs = tuple(tuple(sorted((t, each.logprob) for t, each in step.items())) for step in made.logprobs)
@@ -222,6 +231,8 @@ def engine(model: Path, store: Mapping[str, Any] | None = None, **options: Any) 
             enable_prefix_caching=True,
             **{**usual, "kv_transfer_config": transfer, **options},
         )
+        if options.get("pipeline_parallel_size", 1) > 1:
+            llm.collective_rpc(with_inputs_of_stages)
         made = Engine(llm)
         yield made
     finally:

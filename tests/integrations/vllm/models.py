@@ -114,10 +114,12 @@ NEED_EXPERTS = ("gpt_oss", "qwen3_next")
 
 
 @cache
-def checkpoint(name: str, folder: Path, seed: int = 0, *, dense: bool = False) -> Path:
-    """The directory of a model that transformers saved; `dense`: without experts, where it can be."""
+def checkpoint(name: str, folder: Path, seed: int = 0, *, dense: bool = False, layers: int = 0) -> Path:
+    """The directory of a model that transformers saved; `dense`: without experts, where it can be; `layers`: another
+    number of them."""
     class_name, own = CONFIGS[name]
     fields = {**COMMON, **own, **(WITHOUT_EXPERTS.get(name, {}) if dense else {})}
+    fields |= {"num_hidden_layers": layers} if layers else {}
     model_class = getattr(transformers, class_name)
     config = model_class.config_class(**fields)
     torch.manual_seed(seed)
@@ -126,7 +128,7 @@ def checkpoint(name: str, folder: Path, seed: int = 0, *, dense: bool = False) -
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.uniform_(-0.2, 0.2)
-    path = folder / f"{name}-{seed}{'-dense' if dense else ''}"
+    path = folder / f"{name}-{seed}{'-dense' if dense else ''}{f'-{layers}' if layers else ''}"
     model.save_pretrained(path)
     return path
 

@@ -11,10 +11,11 @@ import pytest
 from kvweave.errors import StoreError
 from kvweave.integrations.keyed_pages import KeyedPool, page_schema
 from kvweave.integrations.vllm import announced_blocks
-from kvweave.integrations.vllm.announced_blocks import AnnouncedBlocks, RemovalFollower
+from kvweave.integrations.vllm.announced_blocks import AnnouncedBlocks, RemovalFollower, groups_of_shards
 from kvweave.integrations.vllm.engine_groups import EngineGroup
 from kvweave.spec import Full, State
-from kvweave.store import DictTier, Store, TierStack
+from kvweave.store import DictTier, Schema, Store, TierStack
+from tests.store.models import hybrid
 
 SHARDS = {b"attentio": [0, 1], b"states..": [2]}
 PREFIXES = np.arange(4 * 32, dtype=np.uint8).reshape(4, 32)
@@ -26,6 +27,14 @@ def key(shard: bytes, chunk: int) -> bytes:
 
 def group(number: int, block_tokens: int) -> EngineGroup:
     return EngineGroup(number, block_tokens, State() if number == 2 else Full(), ("layers.0",))
+
+
+def test_a_shard_is_of_the_groups_whose_tables_lead_to_its_tag_on_any_worker() -> None:
+    schema = Schema.of(hybrid(), stages=(0, 2), parts=1)
+    tags = {("group 0", "full"), ("group 1", "window"), ("group 2", "window"), ("group 2", "state")}
+    found = groups_of_shards(schema, [group(number, 64) for number in range(3)], tags)
+    assert [found[shard.id] for shard in schema.shards if shard.tag == "window"] == [[1, 2], [1, 2]]
+    assert [found[shard.id] for shard in schema.shards if shard.tag != "window"] == [[0], [2]]
 
 
 def test_blocks_larger_and_smaller_than_chunks_are_removed_with_any_of_their_chunks() -> None:

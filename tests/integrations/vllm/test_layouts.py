@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvweave.integrations.vllm.binding import Binder, Bound
+from kvweave.integrations.vllm.binding import Binder, Bound, join_stages
 from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer, chunk_tokens, hit_alignment, saved_blocks
 from kvweave.integrations.vllm.layouts import attention_views, state_views
 from kvweave.plan import Parallel
@@ -112,6 +112,22 @@ def test_a_layer_is_stored_as_its_config_says_in_the_dtype_that_it_has() -> None
 
 def test_degrees_share_one_spec() -> None:
     assert bound(spec(), tp=1).spec == bound(spec(), tp=2).spec
+
+
+def test_stages_join_to_the_spec_of_the_whole_model() -> None:
+    declared = ModelSpec("m", spec().layers * 4)
+    groups = [EngineGroup(0, TOKENS, Full(), tuple(f"layers.{index}" for index in range(4)))]
+    caches = [torch.zeros(BLOCKS, HEADS, TOKENS, KEY + VALUE) for _ in range(4)]
+    layers = [EngineLayer(f"layers.{i}", i, "FLASH_ATTN", (cache,), cache, 1) for i, cache in enumerate(caches)]
+    whole = Binder(declared, Parallel(), "0.32.0", channels_first=False, chunk_tokens=16).bind(groups, layers)
+    stages = []
+    for stage, own in enumerate((layers[:1], layers[1:], [])):
+        here = [EngineGroup(0, TOKENS, Full(), tuple(layer.name for layer in own))]
+        binder = Binder(declared, Parallel(pp=3, pp_rank=stage), "0.32.0", channels_first=False, chunk_tokens=16)
+        stages.append(binder.bind(here, own))
+    assert join_stages([stage.spec for stage in stages]) == whole.spec
+    schema = Schema.of(whole.spec, parts=1, chunk_tokens=16, stages=(0, 1, 4))
+    assert [PagePayloads(schema, stage.memory).writes for stage in stages] == [(0,), (1,), ()]
 
 
 def test_a_window_that_the_engine_keeps_whole_must_be_loaded_whole() -> None:

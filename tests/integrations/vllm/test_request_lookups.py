@@ -12,7 +12,7 @@ import pytest
 from kvweave.errors import StoreError
 from kvweave.integrations.keyed_pages import KeyedPool, page_prompt, page_schema
 from kvweave.integrations.vllm.request_lookups import AT_ONCE, IDLE_WAIT_S, RequestLookups
-from kvweave.store import DictTier, Namespace, Store, TierPolicy, TierStack
+from kvweave.store import AnyStore, DictTier, Namespace, Store, TierPolicy, TierStack
 
 KEYS = [bytes([number]) * 32 for number in range(40)]
 
@@ -50,9 +50,9 @@ def begun(lookups: RequestLookups, count: int) -> list[Any]:
 
 
 def finds(lookups: RequestLookups, lookup: Any) -> Any:
-    while (hit := lookups.result(lookup)) is None:
+    while (found := lookups.result(lookup)) is None:
         time.sleep(0.001)
-    return hit
+    return found
 
 
 def test_requests_that_arrive_together_are_looked_up_together(store: WatchedStore) -> None:
@@ -63,7 +63,26 @@ def test_requests_that_arrive_together_are_looked_up_together(store: WatchedStor
     store.may_answer.set()
     lookups.step(is_idle=True)
     assert store.asked == [AT_ONCE, AT_ONCE, 40 - 2 * AT_ONCE]
-    assert [finds(lookups, each).position for each in mine] == [int(number == 20) for number in range(40)]
+    assert [finds(lookups, each).hit.position for each in mine] == [int(number == 20) for number in range(40)]
+
+
+def test_the_stores_thread_finds_where_the_engine_can_resume_and_what_a_load_reads(
+    store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def load_sizes(self: Store, hit: Any, start: int = 0) -> Any:
+        threads.append(threading.current_thread().name)
+        return AnyStore.load_sizes(self, hit, start)
+
+    monkeypatch.setattr(WatchedStore, "load_sizes", load_sizes)
+    store.save(page_prompt(KEYS[:5], Namespace("m")), lambda shard, _: np.zeros(shard.payload_bytes, np.uint8))
+    store.may_answer.set()
+    lookups = RequestLookups(store, 1.0, alignment=3)
+    found = finds(lookups, lookups.begin(page_prompt(KEYS[:7], Namespace("m"))))
+    assert (found.hit.position, found.stored) == (3, 5)
+    assert found.sizes == store.load_sizes(found.hit)
+    assert threads[0].startswith("kvweave-lookups")
 
 
 def test_an_idle_engine_waits_once_for_all_and_a_running_one_never(store: WatchedStore) -> None:
@@ -88,11 +107,11 @@ def test_what_was_found_for_a_request_that_left_is_released(store: WatchedStore)
     assert store.asked == [2]
     assert not store.released
     store.may_answer.set()
-    hit = finds(lookups, stays)
+    found = finds(lookups, stays)
     lookups.step(is_idle=False)
     lookups.step(is_idle=False)
     (released,) = store.released
-    assert released is not hit
+    assert released is not found.hit
 
 
 def test_a_lookup_that_fails_raises_for_each_that_asked_and_for_nobody_that_left(

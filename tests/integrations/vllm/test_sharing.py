@@ -64,3 +64,20 @@ def test_what_two_ranks_wrote_one_reads_and_the_other_way(
         assert loaded.difference(own) < 1e-4
     else:  # in bfloat16 the two degrees by themselves may disagree after a few tokens
         assert loaded.first_difference(own) < 0.1
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+@pytest.mark.parametrize(("writes", "reads"), [(2, 1), (1, 2)])
+def test_what_two_pipeline_stages_wrote_one_reads_and_the_other_way(
+    name: str, writes: int, reads: int, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole = model(name, layers=8)  # vLLM wants layers of all kinds in each stage
+    with spawned(tmp_path / "kv.sock", "--memory", "64MiB"):
+        store = {"socket": str(tmp_path / "kv.sock"), "chunk_tokens": 64, "stages": 2}
+        with engine(whole, store, pipeline_parallel_size=writes, block_size=64) as writer:
+            writer.one(PROMPT)
+            writer.settle()
+        with engine(whole, store, pipeline_parallel_size=reads, block_size=64) as reader:
+            own, loaded = own_and_loaded(reader)
+    assert loaded.cached == own.cached == 640
+    assert loaded.logprobs == own.logprobs  # stages compute as one does

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import vllm
+from vllm.distributed import get_pp_group
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
+from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -39,9 +42,10 @@ from kvweave.integrations.vllm.running_saves import SavedRange
 from kvweave.plan import Parallel
 from kvweave.spec import Chunk, Full, ModelSpec, Reach, State, Window
 from kvweave.spec.hf import from_config
-from kvweave.store import Namespace, Schema, model_digest
+from kvweave.store import Namespace, model_digest
 
 log = logging.getLogger("kvweave.vllm")
+T = TypeVar("T")
 KNOWN_VERSIONS = ("0.32",)
 REACHES: Mapping[type, Callable[[Any], Reach]] = {
     FullAttentionSpec: lambda _: Full(),
@@ -59,10 +63,9 @@ def check_engine(config: Any) -> None:
     if not any(version == known or version.startswith(f"{known}.") for known in KNOWN_VERSIONS):
         raise CannotServe(f"vLLM {version}", f"this version is not known here; known: {', '.join(KNOWN_VERSIONS)}")
     parallel = config.parallel_config
-    degrees = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
-    for name in degrees:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:
-            raise CannotServe(f"{name}={getattr(parallel, name)}", "ranks divide layers or tokens; take 1")
+            raise CannotServe(f"{name}={getattr(parallel, name)}", "ranks divide the tokens of a request; take 1")
     if config.speculative_config is not None and config.speculative_config.method not in ("ngram", "suffix"):
         method = config.speculative_config.method
         raise CannotServe(f"speculative decoding by {method!r}", "its drafts have KV of their own; take ngram")
@@ -84,7 +87,7 @@ def engine_groups(cache_config: Any) -> tuple[EngineGroup, ...]:
     groups = []
     for number in cache_config.prefix_cacheable_group_ids:
         group = cache_config.kv_cache_groups[number]
-        specs = {type(spec): spec for spec in _layer_specs(group).values()}
+        specs = {type(spec): spec for spec in _layer_specs(group)}
         (kind, spec), *others = specs.items()
         if others or kind not in REACHES:
             names = ", ".join(kind.__name__ for kind in specs)
@@ -99,11 +102,10 @@ def engine_groups(cache_config: Any) -> tuple[EngineGroup, ...]:
     return tuple(groups)
 
 
-def _layer_specs(group: Any) -> dict[str, Any]:
+def _layer_specs(group: Any) -> list[Any]:
+    """Also of a group that has no layer on this rank."""
     spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return dict(spec.kv_cache_specs)
-    return dict.fromkeys(group.layer_names, spec)
+    return [*spec.kv_cache_specs.values()] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
 def engine_layers(
@@ -132,15 +134,35 @@ def _attention_kind(module: Any) -> str:
 
 
 def binder(config: Any, chunk_tokens: int) -> Binder:
-    parallel = config.parallel_config
-    tp = parallel.tensor_parallel_size
     return Binder(
         spec=_declared_spec(config),
-        parallel=Parallel(tp=tp, tp_rank=parallel.rank % tp),
+        parallel=_parallel(config.parallel_config),
         version=vllm.__version__,
         channels_first=is_conv_state_dim_first(),
         chunk_tokens=chunk_tokens,
     )
+
+
+def _parallel(parallel: Any) -> Parallel:
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return Parallel(tp=tp, tp_rank=parallel.rank % tp, pp=pp, pp_rank=parallel.rank // tp % pp)
+
+
+def of_all_stages(own: T) -> list[T]:
+    """What each pipeline stage has, this rank's own among them. Waits until all stages have called it."""
+    group = get_pp_group()
+    if group.world_size == 1:
+        return [own]
+    every: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(every, own, group=group.cpu_group)
+    return every
+
+
+def stage_starts(config: Any, num_stages: int) -> list[int]:
+    """The first layer of each pipeline stage, as vLLM divides them; 0: of as many as this engine has."""
+    num_layers = config.model_config.get_total_num_hidden_layers()
+    count = num_stages or config.parallel_config.pipeline_parallel_size
+    return [get_pp_indices(num_layers, stage, count)[0] for stage in range(count)]
 
 
 def _declared_spec(config: Any) -> ModelSpec | None:
@@ -206,20 +228,6 @@ def hit_source(tier: str) -> CacheHitSource:
 def publishes_events(config: Any) -> bool:
     events = config.kv_events_config
     return events is not None and bool(events.enable_kv_cache_events)
-
-
-def groups_of_shards(schema: Schema, spec: ModelSpec, groups: Sequence[EngineGroup]) -> dict[bytes, list[int]]:
-    """By a shard's id: the engine's groups that have layers of it."""
-    tags = {
-        group.number: {
-            cache.tag
-            for name in group.layers
-            for cache in spec.layers[extract_layer_index(name)].caches
-            if cache.reach == group.reach
-        }
-        for group in groups
-    }
-    return {shard.id: [number for number, own in tags.items() if shard.tag in own] for shard in schema.shards}
 
 
 def removed_events(removed: RemovedBlocks) -> Iterator[BlockRemoved]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvweave.errors import KVWeaveError
 from kvweave.integrations.vllm.engine_groups import EngineGroup
-from kvweave.store import AnyStore, Operation
+from kvweave.store import AnyStore, Operation, Schema
 from kvweave.store.keys import SHARD_ID_BYTES, TENANT_BYTES, Bytes
 from kvweave.store.removals import FROM_NOW, Removals
 
@@ -18,6 +18,13 @@ ASK_EVERY_S = 0.2
 
 RemovedBlocks = dict[int, list[Any]]
 """By the engine's group: hashes of blocks."""
+
+
+def groups_of_shards(
+    schema: Schema, groups: Sequence[EngineGroup], tags: Collection[tuple[str, str]]
+) -> dict[bytes, list[int]]:
+    """By a shard's id: the engine's groups that have layers of it, where `tags` says which tags a table leads to."""
+    return {shard.id: [group.number for group in groups if (group.table, shard.tag) in tags] for shard in schema.shards}
 
 
 class AnnouncedBlocks:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from kvweave.errors import CannotServe
@@ -29,6 +30,7 @@ class Bound:
     """One worker's memory, and the spec by which it is stored."""
 
     spec: ModelSpec
+    """Of this worker's layers, until those of other pipeline stages are joined to them (`join_stages`)."""
     memory: EngineMemory
     opaque: tuple[EngineLayer, ...]
     """Layers that are stored as opaque pages."""
@@ -37,6 +39,11 @@ class Bound:
     def unit_tokens(self) -> int:
         """Tokens that a chunk must not split: of opaque pages, a page."""
         return math.lcm(*(role.tokens_per_row for _, cache in self.spec.caches() for role in cache.roles))
+
+    @property
+    def tags(self) -> frozenset[tuple[str, str]]:
+        """The engine's tables that lead to layers of this worker, with the tags of what they keep there."""
+        return frozenset((use.name, tag) for (_, tag), use in self.memory.tables.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ class Binder:
                 block_tokens = self.chunk_tokens if group.is_state else group.block_tokens
                 tables[layer.index, cache.tag] = TableUse(group.table, block_tokens)
         model_type = self.spec.model_type if self.spec else "opaque"
-        kept = tuple(Layer(tuple(caches.get(index, ()))) for index in range(max(caches) + 1))
+        kept = tuple(Layer(tuple(caches.get(index, ()))) for index in range(max(caches, default=0) + 1))
         memory = EngineMemory.of_tensors(tensors, tables, parallel=self.parallel)
         return Bound(ModelSpec(model_type, kept), memory, tuple(opaque))
 
@@ -115,6 +122,13 @@ class Binder:
         role = Role(name, (tp * size,), DType.UINT8, tokens_per_row=num_tokens, split=(Segment(tp, size),))
         views = {name: blocks if group.is_state else blocks.unsqueeze(1)}
         return LayerCache(f"opaque.{group.reach.kind}.{size}", group.reach, (role,)), views
+
+
+def join_stages(specs: Sequence[ModelSpec]) -> ModelSpec:
+    """The whole model, of what each pipeline stage has bound: every layer is in one of them."""
+    layers = zip_longest(*(spec.layers for spec in specs), fillvalue=Layer())
+    joined = tuple(Layer(tuple(cache for layer in same for cache in layer.caches)) for same in layers)
+    return ModelSpec(specs[0].model_type, joined)
 
 
 def _block_bytes(layer: EngineLayer) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvweave.errors import CannotServe
 from kvweave.integrations.engine_store import close_engine_store, open_engine_store
 from kvweave.integrations.vllm import adapter
-from kvweave.integrations.vllm.announced_blocks import AnnouncedBlocks, RemovalFollower
+from kvweave.integrations.vllm.announced_blocks import AnnouncedBlocks, RemovalFollower, groups_of_shards
+from kvweave.integrations.vllm.binding import Bound, join_stages
 from kvweave.integrations.vllm.connector_metrics import ConnectorPromMetrics, ConnectorStats
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings, RequestSettings
-from kvweave.integrations.vllm.engine_groups import chunk_tokens
+from kvweave.integrations.vllm.engine_groups import EngineLayer, chunk_tokens
 from kvweave.integrations.vllm.probe import prove
 from kvweave.integrations.vllm.request_keys import NamespaceMaker, spans_of
 from kvweave.integrations.vllm.request_state import RequestState
@@ -54,10 +55,12 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class StoredSpec(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker stores: the scheduler's side looks up the same."""
+    """What the workers store: the scheduler's side looks up the same."""
 
     spec: ModelSpec
     chunk_tokens: int
+    tags: frozenset[tuple[str, str]]
+    """Of this worker (`Bound.tags`)."""
 
 
 class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -70,10 +73,13 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = ConnectorSettings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._groups = adapter.engine_groups(kv_cache_config)
         self._chunk_tokens = self._settings.chunk_tokens or chunk_tokens(self._groups)
+        transfer = vllm_config.kv_transfer_config
+        done = {"skip_save": transfer.is_kv_producer, "skip_load": transfer.is_kv_consumer}
+        self._skipped: dict[str, Any] = {name: True for name, is_done in done.items() if not is_done}
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._recorder: TraceRecorder | None = None
-        self._spec: ModelSpec | None = None
+        self._stored: StoredSpec | None = None
         if role is KVConnectorRole.SCHEDULER and adapter.recompute_failures(vllm_config):
             log.warning(
                 'kv_load_failure_policy was "fail", by which a blob lost in a store fails a request: it is "recompute"'
@@ -85,10 +91,10 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Bind this worker's tensors, prove their layouts, and open the store."""
         layers = adapter.engine_layers(self._config, self._kv_cache_config, self._groups, kv_caches)
-        bound = adapter.binder(self._config, self._chunk_tokens).bind(self._groups, layers)
+        bound = self._bind(layers)
         if self._chunk_tokens % bound.unit_tokens:
             self._chunk_tokens = math.lcm(self._chunk_tokens, bound.unit_tokens)
-            bound = adapter.binder(self._config, self._chunk_tokens).bind(self._groups, layers)
+            bound = self._bind(layers)
         for layer in bound.opaque:
             log.warning("%s (%s) is stored as opaque pages: only the same kernel, block size, degree and version of"
                         " vLLM can read them", layer.name, layer.kind)  # fmt: skip
@@ -96,20 +102,34 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pages = PagePayloads(schema, bound.memory, adapter.copier(bound.memory.pools))
         proved = prove(schema, pages, bound, self._groups, layers, adapter.row_writer(self._config))
         log.info("%d layouts of %d layers proved; %d layers are opaque", proved, len(layers), len(bound.opaque))
-        self._spec, self._store = bound.spec, self._open(schema)
+        self._stored, self._store = StoredSpec(bound.spec, self._chunk_tokens, bound.tags), self._open(schema)
         self._worker = WorkerSide(self._settings, self._store, pages)
 
+    def _bind(self, layers: Sequence[EngineLayer]) -> Bound:
+        """This worker's memory, with the spec of the whole model."""
+        try:
+            bound = adapter.binder(self._config, self._chunk_tokens).bind(self._groups, layers)
+        except Exception:
+            adapter.of_all_stages(None)  # they wait for this one
+            raise
+        specs: list[ModelSpec | None] = adapter.of_all_stages(bound.spec)
+        if None in specs:
+            raise CannotServe(f"pipeline stage {specs.index(None)}", "its memory could not be bound; see its log")
+        return replace(bound, spec=join_stages([spec for spec in specs if spec]))
+
     def _schema(self, spec: ModelSpec) -> Schema:
-        return Schema.of(spec, chunk_tokens=self._chunk_tokens, parts=self._settings.parts, tails=True)
+        settings = self._settings
+        stages = adapter.stage_starts(self._config, settings.stages)
+        return Schema.of(spec, chunk_tokens=self._chunk_tokens, parts=settings.parts, stages=stages, tails=True)
 
     def _open(self, schema: Schema) -> Any:
         model = str(self._config.model_config.model)
         return open_engine_store(self._settings.store, self._settings.socket, schema, model)
 
     def get_handshake_metadata(self) -> StoredSpec | None:
-        return StoredSpec(self._spec, self._chunk_tokens) if self._spec else None
+        return self._stored
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, StoredSpec]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], StoredSpec]) -> None:
         specs = {(each.spec, each.chunk_tokens) for each in metadata.values()}
         if len(specs) != 1:
             raise CannotServe(f"an engine of {len(metadata)} workers", f"they store {len(specs)} different specs")
@@ -120,7 +140,8 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         saves = RunningSaves(self._pins.pin, self._pins.unpin, len(metadata))
         if adapter.publishes_events(self._config):
             saves.keep_saved = True
-            self._announced = AnnouncedBlocks(adapter.groups_of_shards(schema, spec, self._groups))
+            tags = frozenset[tuple[str, str]]().union(*(each.tags for each in metadata.values()))
+            self._announced = AnnouncedBlocks(groups_of_shards(schema, self._groups, tags))
             self._removals = RemovalFollower(self._store)
         self._scheduler = SchedulerSide(self._settings, self._store, self._groups, saves)
         if self._settings.record:
@@ -137,9 +158,8 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings, wrong = RequestSettings.of(request.kv_transfer_params, self._settings.tenant)
         for complaint in wrong:
             log.warning("request %s: not understood: %s", request.request_id, complaint)
-        transfer = self._config.kv_transfer_config
-        skip_save = settings.skip_save or not transfer.is_kv_producer
-        settings = replace(settings, skip_save=skip_save, skip_load=settings.skip_load or not transfer.is_kv_consumer)
+        if self._skipped:
+            settings = replace(settings, **self._skipped)
         lora = adapter.adapter_file(request)
         namespace = self._namespaces.of(settings, request.cache_salt, lora)
         spans, length, name = spans_of(request.mm_features), request.num_prompt_tokens, lora.name if lora else None
@@ -193,10 +213,11 @@ class KVWeaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.saves.has_pins
+        """Keeps an idle engine stepping: what has ended is reported in a step, and pins and events wait for it."""
+        return self._scheduler is not None and bool(self._scheduler.saves)
 
     def has_pending_block_frees(self) -> bool:
-        return self.has_pending_push_work()
+        return self._scheduler is not None and self._scheduler.saves.has_pins
 
     def take_events(self) -> Iterable[Any]:
         if self._scheduler is None or not self._scheduler.saves.keep_saved:

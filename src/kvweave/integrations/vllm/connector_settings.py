@@ -25,6 +25,9 @@ class ConnectorSettings:
     must have the same."""
     parts: int = 8
     """A multiple of every tensor-parallel degree that shall write."""
+    stages: int = 0
+    """Pipeline stages by which layers are stored apart: a multiple of every pipeline-parallel degree that shall write.
+    0: this engine's own degree. Engines that share a store must have the same."""
     weights: str = ""
     """A name for the weights, which other engines may say, too; "": a commit where the model has one, else a digest of
     its safetensors files (`weights_digest`)."""
@@ -43,7 +46,7 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         check_place(self.store, self.socket)
-        for name in ("chunk_tokens", "parts", "min_load_tokens", "lookup_timeout_s", "load_timeout_s"):
+        for name in ("chunk_tokens", "parts", "stages", "min_load_tokens", "lookup_timeout_s", "load_timeout_s"):
             if getattr(self, name) < (1 if name == "parts" else 0):
                 raise BadOption(f"{name} must not be {getattr(self, name)}")
 
@@ -73,7 +76,9 @@ class RequestSettings:
     @classmethod
     def of(cls, given: Mapping[str, Any] | None, tenant: str) -> tuple[RequestSettings, list[str]]:
         """The settings, and a complaint for each that is not understood: a request must not stop an engine."""
-        ours = {name.removeprefix(PREFIX): value for name, value in (given or {}).items() if name.startswith(PREFIX)}
+        if not given:
+            return cls(tenant=tenant), []
+        ours = {name.removeprefix(PREFIX): value for name, value in given.items() if name.startswith(PREFIX)}
         kinds = {field.name: type(field.default) for field in fields(cls)}
         wrong = [name for name, value in ours.items() if not isinstance(value, kinds.get(name, type(None)))]
         good = {name: value for name, value in ours.items() if name not in wrong}

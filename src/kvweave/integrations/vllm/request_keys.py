@@ -46,7 +46,9 @@ class NamespaceMaker:
         self._model, self._revisions = model, AdapterRevisions()
 
     def of(self, settings: RequestSettings, salt: str | None, adapter: AdapterFile | None) -> Namespace:
-        named = replace(self._model, tenant=settings.tenant, salt=(salt or "").encode())
+        named = self._model
+        if settings.tenant or salt:
+            named = replace(named, tenant=settings.tenant, salt=(salt or "").encode())
         if adapter is None:
             return named
         return replace(named, adapter=adapter.name, adapter_revision=self._revisions.of(adapter))

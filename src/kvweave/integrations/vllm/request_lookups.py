@@ -4,10 +4,11 @@ each time."""
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvweave.errors import OperationTimeout
 from kvweave.store import AnyHit, AnyStore, HashedPrompt, Operation
+from kvweave.store.results import GroupLoad
 
 AT_ONCE = 16
 """Prompts in one operation, at most: all are found before the first is known."""
@@ -15,20 +16,29 @@ IDLE_WAIT_S = 0.005
 """What lookups may take of the scheduler's time, all together, before a step in which nothing runs."""
 
 
+class FoundPrefix(NamedTuple):
+    """The longest prefix that the engine can resume behind, and what a load of all of it reads, by group."""
+
+    hit: AnyHit
+    stored: int
+    """Tokens that the store has, some of them perhaps behind the hit."""
+    sizes: dict[str, GroupLoad]
+
+
 class RequestLookup:
     """The lookup of one prompt: the `number`-th of an operation, when it was sent."""
 
     def __init__(self, prompt: HashedPrompt) -> None:
         self.prompt, self.asked_at = prompt, time.monotonic()
-        self.operation: Operation[list[Any]] | None = None
+        self.operation: Operation[list[FoundPrefix]] | None = None
         self.number = 0
 
 
 class RequestLookups:
-    """The lookups of an engine. No call waits for longer than `IDLE_WAIT_S`."""
+    """The lookups of an engine, for hits at multiples of `alignment`. No call waits for longer than `IDLE_WAIT_S`."""
 
-    def __init__(self, store: AnyStore[Any], timeout_s: float) -> None:
-        self._store, self._timeout_s = store, timeout_s
+    def __init__(self, store: AnyStore[Any], timeout_s: float, alignment: int = 1) -> None:
+        self._store, self._timeout_s, self._alignment = store, timeout_s, alignment
         self._unsent: list[RequestLookup] = []
         self._abandoned: list[RequestLookup] = []
         self._idle_s = IDLE_WAIT_S
@@ -38,17 +48,16 @@ class RequestLookups:
         self._unsent.append(lookup := RequestLookup(prompt))
         return lookup
 
-    def result(self, lookup: RequestLookup) -> AnyHit | None:
+    def result(self, lookup: RequestLookup) -> FoundPrefix | None:
         """None: it is on its way, ask again. Raises whatever a tier raised."""
         self._send()
         operation = lookup.operation
         assert operation is not None, "a lookup was not sent"
         if not operation.is_done and not self._ends_in_time(operation):
             return None
-        hit: AnyHit = operation.result(0)[lookup.number]
-        return hit
+        return operation.result(0)[lookup.number]
 
-    def _ends_in_time(self, operation: Operation[list[Any]]) -> bool:
+    def _ends_in_time(self, operation: Operation[list[FoundPrefix]]) -> bool:
         """Wait while the engine has nothing else to do."""
         began = time.monotonic()
         if self._idle_s > 0:
@@ -75,12 +84,18 @@ class RequestLookups:
         for lookup in [each for each in self._abandoned if each.operation and each.operation.is_done]:
             self._abandoned.remove(lookup)
             if lookup.operation and lookup.operation.error is None:
-                self._store.release_later(lookup.operation.result(0)[lookup.number])
+                self._store.release_later(lookup.operation.result(0)[lookup.number].hit)
 
     def _send(self) -> None:
         for first in range(0, len(self._unsent), AT_ONCE):
             some = self._unsent[first : first + AT_ONCE]
-            operation = self._store.submit_lookup([each.prompt for each in some], budget_s=self._timeout_s)
+            prompts = [each.prompt for each in some]
+            operation = self._store.submit_lookup(prompts, then=self._prefix, budget_s=self._timeout_s)
             for number, lookup in enumerate(some):
                 lookup.operation, lookup.number = operation, number
         self._unsent.clear()
+
+    def _prefix(self, hit: AnyHit) -> FoundPrefix:
+        """Called in the store's thread."""
+        aligned = self._store.shorten(hit, hit.position, self._alignment)
+        return FoundPrefix(aligned, hit.position, self._store.load_sizes(aligned))

@@ -19,7 +19,7 @@ from kvweave.integrations.vllm.request_lookups import RequestLookup, RequestLook
 from kvweave.integrations.vllm.request_state import RequestState
 from kvweave.integrations.vllm.running_saves import RunningSaves, SavedRange
 from kvweave.integrations.vllm.step_messages import LoadJob, SaveJob, StepJobs, TableSlice, WorkerReport
-from kvweave.store import AnyHit, AnyStore
+from kvweave.store import AnyStore
 
 log = logging.getLogger("kvweave.vllm")
 BlockIds = Sequence[Sequence[int]]
@@ -51,7 +51,7 @@ class SchedulerSide:
         self._states = [group for group in groups if group.is_state]
         self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadJob] = []
-        self.saves, self._lookups = saves, RequestLookups(store, settings.lookup_timeout_s)
+        self.saves, self._lookups = saves, RequestLookups(store, settings.lookup_timeout_s, self._alignment)
         self._step_began, self._step_tokens = 0.0, 0
         self.speeds = Speeds()
         self.counts, self.seconds = Counter[str](), dict.fromkeys(("lookup_seconds", "load_seconds"), 0.0)
@@ -79,7 +79,7 @@ class SchedulerSide:
         num_tokens = state.hit.position - num_computed
         if num_tokens < max(1, self._settings.min_load_tokens):
             return 0
-        if not state.sizes or state.start != num_computed:
+        if state.start != num_computed:
             state.start, state.sizes = num_computed, self._store.load_sizes(state.hit, num_computed)
         if not self._settings.always_load and not self.speeds.is_load_faster(state.sizes, num_tokens):
             self.counts["computed_instead"] += 1
@@ -88,30 +88,27 @@ class SchedulerSide:
 
     def _look_up(self, state: RequestState) -> None:
         prompt = state.hash_up_to(len(state.tokens) if self._settings.save_generated else state.num_prompt_tokens)
-        state.hit, state.sizes, state.lookup = None, {}, self._lookups.begin(prompt)
+        state.hit, state.lookup = None, self._lookups.begin(prompt)
 
     def _found(self, state: RequestState, lookup: RequestLookup) -> bool:
         try:
-            hit = self._lookups.result(lookup)
+            found = self._lookups.result(lookup)
         except Exception as error:  # whatever a tier raises: the engine goes on
             log.warning("a lookup failed, and is a miss: %r", error)
             state.lookup, state.settings = None, replace(state.settings, skip_load=True)
             return True
-        if hit is None:
+        if found is None:
             return False
         state.lookup, state.found_at = None, time.monotonic()
-        state.saved = max(state.saved, hit.position)
-        state.hit = self._aligned(hit, hit.position if state.limit is None else min(state.limit, hit.position))
-        self.counts.update(lookups=1, tokens_found=state.hit.position)
+        state.saved = max(state.saved, found.stored)
+        state.hit, state.start, state.sizes = found.hit, 0, found.sizes
+        if state.limit is not None and state.limit < found.hit.position:
+            state.hit = self._store.shorten(found.hit, state.limit, self._alignment)
+            state.sizes = self._store.load_sizes(state.hit)
+        self.counts["lookups"] += 1
+        self.counts["tokens_found"] += state.hit.position
         self.seconds["lookup_seconds"] += state.found_at - lookup.asked_at
         return True
-
-    def _aligned(self, hit: AnyHit, limit: int) -> AnyHit:
-        """The longest hit up to `limit` at a position that the engine can resume at."""
-        while hit.position > limit or hit.position % self._alignment:
-            hit = self._store.shorten(hit, min(hit.position, limit) // self._alignment * self._alignment)
-            limit = min(limit, hit.position)
-        return hit
 
     def allocated(self, request: str, block_ids: BlockIds, num_external: int) -> None:
         """The engine has blocks for what `match` promised; with 0 it takes nothing of it."""
@@ -128,7 +125,8 @@ class SchedulerSide:
                 tables[group.table] = _slice(state.start // size, ids[state.start // size : last])
         self._loads.append(LoadJob(request, state.hit.ticket(), state.start, position, tables))
         state.loading, state.hit, state.num_loading = state.hit, None, num_external
-        self.counts.update(loads=1, tokens_loaded=num_external)
+        self.counts["loads"] += 1
+        self.counts["tokens_loaded"] += num_external
 
     # ---- each step
 
@@ -189,7 +187,8 @@ class SchedulerSide:
         state.hash_up_to(end)
         number = self.saves.begin(SavedRange(state, start, tuple(points)), tables)
         state.saved = end
-        self.counts.update(saves=1, tokens_saved=end - start)
+        self.counts["saves"] += 1
+        self.counts["tokens_saved"] += end - start
         return SaveJob(number, state.hashed(end), start, tuple(points), tables)
 
     def report(self, report: WorkerReport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +14,7 @@ from kvweave.store import HashedPrompt
 Pages = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class TableSlice:
+class TableSlice(NamedTuple):
     """The pages of a block table from `first` on."""
 
     first: int
