@@ -26,10 +26,10 @@ from kvweave.errors import (
     UnknownName,
     WrongThread,
 )
-from kvweave.plan import Parallel, PoolRequest
+from kvweave.plan import Parallel, PoolRequest, make_plan
 from kvweave.pool import NULL
 from kvweave.prefix import EvictionCandidate, Kind, Node, Retention, Spacing, Span
-from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
+from kvweave.spec import Chunk, Full, Layer, ModelSpec, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
 
@@ -1334,6 +1334,21 @@ def test_lru_evicts_points_on_the_way_before_others_on_both_sides_of_a_hit() -> 
         assert not cache.extend(cache.open([50 + i]), 1)
         assert cache.stats().group("state").cached == cached, "one was free, 4 goes, then 12 to 32 go"
     assert cache.lookup(range(39)) == 36
+
+
+def test_where_any_page_helps_a_window_that_lacks_some_has_no_more_evicted_than_it_lacks() -> None:
+    """Dropping one of many points of a chat frees no page of a long window, but pages of others."""
+    kinds = {"full": Full(), "near": Window(8), "far": Window(400), "state": State()}
+    caches = [group(tag, kind) for tag, kind in kinds.items()]
+    spec = ModelSpec("test", tuple(Layer((cache,)) for cache in caches))
+    cache = Cache(make_plan(spec, 64 * 800, block_tokens=4), policy="lru")
+    for length in range(9, 973, 4):
+        run(cache, range(length))
+    assert cache.stats().evicted_pages == 0
+    for i in range(1, 20):
+        before = cache.stats().evicted_pages
+        run(cache, [1000 + i] * 9)
+        assert cache.stats().evicted_pages - before <= 16, "11 pages were wanted"
 
 
 def test_points_on_the_way_stay_where_only_pages_of_full_attention_lack() -> None:

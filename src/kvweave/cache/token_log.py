@@ -20,7 +20,7 @@ class TokenLog:
 
     def __init__(self, rows: int) -> None:
         self._set(np.zeros((2, rows), np.int64))
-        self._recent: Ids = np.zeros((rows, RECENT), np.int32)
+        self._recent: Ids = np.full((rows, RECENT), 0, np.int32)  # touched now: not by the first step of many rows
 
     def _set(self, counts: Counts) -> None:
         self._counts = counts

@@ -87,6 +87,9 @@ class GroupPages:
         self.num_allocated = self.num_cached = self.num_evictable = self.num_evicted = 0
         self.evictable_in: NDArray[np.int64] = np.zeros(0 if self.is_whole else num_superpages, np.int64)
         """Evictable pages of each super-page."""
+        self.spare: NDArray[np.int64] = np.zeros(0 if group.is_full else max(1, capacity), np.int64)
+        """How many sequences hold each page for a point that is not in the tree yet: a snapshot, or what is parked
+        beside a window's table."""
 
     # ---- allocate and free
 
@@ -111,6 +114,16 @@ class GroupPages:
         crowd = needed[self.free_pages.all // self.per_superpage]
         self.num_allocated += 1
         return self.free_pages.take_out(int(crowd.argmax() if is_needed else crowd.argmin()))
+
+    def allocate_snapshot(self) -> int:
+        """A page for a state that may be given up again."""
+        page = self.allocate_apart(is_needed=False)
+        self.spare[page] = 1
+        return page
+
+    def free_snapshot(self, page: int) -> None:
+        self.spare[page] = 0
+        self.free_one(page)
 
     def free(self, pages: Ids) -> None:
         """Pages that nobody holds any more."""
@@ -140,9 +153,21 @@ class GroupPages:
             self.num_evictable += num_unnamed
             self.free(out[:num_gone])
 
-    def num_names(self, pages: Ids) -> NDArray[np.int64]:
-        """How many tables and pins name each of `pages`."""
-        return self.holders[pages] & NAMES
+    def reclaimable_states(self, in_flight: Ids) -> Ids:
+        """Pages of snapshots, but of those that steps `in_flight` are to write."""
+        is_spare = self.spare > 0
+        is_spare[in_flight] = False
+        return is_spare.nonzero()[0].astype(np.int32)
+
+    def reclaimable_windows(self, passed: Ids) -> Ids:
+        """Pages that would be free, or evictable, if nothing was held for points that are not in the tree yet, and if
+        windows let go of what they have `passed`, of each page as often as it is in there."""
+        spare = self.spare
+        if len(passed):
+            spare = spare + np.bincount(passed, minlength=len(spare))
+        pages = spare.nonzero()[0]
+        found: Ids = pages[spare[pages] == self.holders[pages] & NAMES].astype(np.int32)
+        return found
 
     # ---- the tree has pages: of windows those that its points need, of others those that were given to it
 
@@ -179,7 +204,8 @@ class GroupPages:
         self.free(pages)
 
     def cache_one(self, page: int) -> None:
-        """`cache`, for a single page that nobody needs."""
+        """`cache`, for the page of a state, which nobody needs."""
+        self.spare[page] = 0
         self.num_cached += 1
         self.count_evictable_one(page, 1)
 
