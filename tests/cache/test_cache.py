@@ -1338,7 +1338,7 @@ def test_lru_evicts_points_on_the_way_before_others_on_both_sides_of_a_hit() -> 
 
 def test_where_any_page_helps_a_window_that_lacks_some_has_no_more_evicted_than_it_lacks() -> None:
     """Dropping one of many points of a chat frees no page of a long window, but pages of others."""
-    kinds = {"full": Full(), "near": Window(8), "far": Window(400), "state": State()}
+    kinds: dict[str, Reach] = {"full": Full(), "near": Window(8), "far": Window(400), "state": State()}
     caches = [group(tag, kind) for tag, kind in kinds.items()]
     spec = ModelSpec("test", tuple(Layer((cache,)) for cache in caches))
     cache = Cache(make_plan(spec, 64 * 800, block_tokens=4), policy="lru")

@@ -85,16 +85,18 @@ class PageAllocator:
     def _reclaimable(self, pool: PagePool) -> dict[int, Ids]:
         """Pages that would be free if sequences held no more than their next tokens need."""
         found: dict[int, Ids] = {}
+        running = self.state.by_row
         rows, unwritten = self.state.open_rows(), self._unwritten_snapshots()
         for pages in pool.groups:
             group = pages.group
             if group.is_state:
                 nth = self.state.states.index(group)
                 in_flight = np.array([states[nth] for states in unwritten], np.int32)
-                found[group.number] = pages.reclaimable_states(in_flight)
+                found[group.number] = pages.snapshots_but(in_flight)
             elif group.is_window:
                 passed = self.state.tables[group.number].pages[spread(*self._behind(group, rows))]
-                found[group.number] = pages.reclaimable_windows(passed)
+                parked = [run for s in running.values() for _, run in s.parked.get(group.number, ())]
+                found[group.number] = pages.named_only_by(np.concatenate([passed, *parked]))
         return found
 
     def _unwritten_snapshots(self) -> list[StatePages]:
@@ -133,7 +135,7 @@ class PageAllocator:
                 low, high = max(group.first_block(point), at), min(point // size, last)
                 if high > low:
                     gone.append(pages[at - first : low - first])
-                    self.state.park(sequence, group, low, pages[low - first : high - first])
+                    sequence.parked.setdefault(group.number, []).append((low, pages[low - first : high - first]))
                     at = high
             gone.append(pages[at - first :])
             table.first_of[row] = last

@@ -11,7 +11,7 @@ from kvweave.cache.sequence import Sequence
 from kvweave.cache.token_log import TokenLog
 from kvweave.cache.window_moves import WindowMoves
 from kvweave.plan import Plan
-from kvweave.pool import Ids, NoPages, PagedGroup, PagePool
+from kvweave.pool import NoPages, PagedGroup, PagePool
 from kvweave.pool.group import paged_groups
 from kvweave.prefix import NEVER, Event, Policy, PrefixCache, Retention
 from kvweave.table import BlockTable, Counts
@@ -191,16 +191,9 @@ class CacheState:
         for group, page in zip(self.states, pages):
             self.pages[group.number].free_snapshot(page)
 
-    def park(self, sequence: Sequence, group: PagedGroup, first: int, pages: Ids) -> None:
-        """A sequence holds pages of a window, from block `first` on, for a point that is not in the tree yet."""
-        sequence.parked.setdefault(group.number, []).append((first, pages))
-        self.pages[group.number].spare[pages] += 1
-
     def release_parked(self, sequence: Sequence) -> None:
         """Points that were not published yet need pages no more."""
         for number, runs in sequence.parked.items():
-            for _, pages in runs:
-                self.pages[number].spare[pages] -= 1
             self.pages[number].release(np.concatenate([pages for _, pages in runs]))
         sequence.parked = {}
 

@@ -73,8 +73,9 @@ class Steps:
         after = start + counts
         reach = after + options.lookahead if options.lookahead else after
         short, copies = reach > counters.ready[rows], None
-        if options.drafts or np.count_nonzero(short):
-            if options.drafts or short.all():
+        num_short = len(rows) if options.drafts else int(np.count_nonzero(short))
+        if num_short:
+            if num_short == len(rows):
                 room = ManyRows(self.state, rows, sequences, start, after, reach, options)
             else:
                 at = short.nonzero()[0]

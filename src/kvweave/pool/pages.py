@@ -87,9 +87,8 @@ class GroupPages:
         self.num_allocated = self.num_cached = self.num_evictable = self.num_evicted = 0
         self.evictable_in: NDArray[np.int64] = np.zeros(0 if self.is_whole else num_superpages, np.int64)
         """Evictable pages of each super-page."""
-        self.spare: NDArray[np.int64] = np.zeros(0 if group.is_full else max(1, capacity), np.int64)
-        """How many sequences hold each page for a point that is not in the tree yet: a snapshot, or what is parked
-        beside a window's table."""
+        self._is_snapshot: NDArray[np.bool_] = np.zeros(max(1, capacity) if group.is_state else 0, np.bool_)
+        self._is_snapshot_of = self._is_snapshot.data
 
     # ---- allocate and free
 
@@ -116,14 +115,20 @@ class GroupPages:
         return self.free_pages.take_out(int(crowd.argmax() if is_needed else crowd.argmin()))
 
     def allocate_snapshot(self) -> int:
-        """A page for a state that may be given up again."""
+        """A page for a state that is not in the tree yet, and may be given up again."""
         page = self.allocate_apart(is_needed=False)
-        self.spare[page] = 1
+        self._is_snapshot_of[page] = True
         return page
 
     def free_snapshot(self, page: int) -> None:
-        self.spare[page] = 0
+        self._is_snapshot_of[page] = False
         self.free_one(page)
+
+    def snapshots_but(self, pages: Ids) -> Ids:
+        """The pages of all snapshots but these."""
+        others = self._is_snapshot.copy()
+        others[pages] = False
+        return others.nonzero()[0].astype(np.int32)
 
     def free(self, pages: Ids) -> None:
         """Pages that nobody holds any more."""
@@ -153,21 +158,13 @@ class GroupPages:
             self.num_evictable += num_unnamed
             self.free(out[:num_gone])
 
-    def reclaimable_states(self, in_flight: Ids) -> Ids:
-        """Pages of snapshots, but of those that steps `in_flight` are to write."""
-        is_spare = self.spare > 0
-        is_spare[in_flight] = False
-        return is_spare.nonzero()[0].astype(np.int32)
-
-    def reclaimable_windows(self, passed: Ids) -> Ids:
-        """Pages that would be free, or evictable, if nothing was held for points that are not in the tree yet, and if
-        windows let go of what they have `passed`, of each page as often as it is in there."""
-        spare = self.spare
-        if len(passed):
-            spare = spare + np.bincount(passed, minlength=len(spare))
-        pages = spare.nonzero()[0]
-        found: Ids = pages[spare[pages] == self.holders[pages] & NAMES].astype(np.int32)
-        return found
+    def named_only_by(self, pages: Ids) -> Ids:
+        """Those of `pages`, of a window, that no table and no pin names but those that let go of them, of each as often
+        as it is in there."""
+        times = np.bincount(pages, minlength=1)
+        found = times.nonzero()[0]
+        only: Ids = found[times[found] == self.holders[found] & NAMES].astype(np.int32)
+        return only
 
     # ---- the tree has pages: of windows those that its points need, of others those that were given to it
 
@@ -205,7 +202,7 @@ class GroupPages:
 
     def cache_one(self, page: int) -> None:
         """`cache`, for the page of a state, which nobody needs."""
-        self.spare[page] = 0
+        self._is_snapshot_of[page] = False
         self.num_cached += 1
         self.count_evictable_one(page, 1)
 
