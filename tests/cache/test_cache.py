@@ -1336,6 +1336,21 @@ def test_lru_evicts_points_on_the_way_before_others_on_both_sides_of_a_hit() -> 
     assert cache.lookup(range(39)) == 36
 
 
+@pytest.mark.parametrize(("span", "num_tokens", "memory"), [(33, 161, 120_000), (17, 201, 200_000), (33, 201, 60_000)])
+def test_as_many_sequences_run_as_the_plan_promises_though_points_keep_window_pages(
+    span: int, num_tokens: int, memory: int
+) -> None:
+    caches = group("full", Full(), 8), group("window", Window(span), 52)
+    plan = make_plan(ModelSpec("test", tuple(Layer((cache,)) for cache in caches)), memory, block_tokens=4)
+    assert plan.group("window").pages_per_superpage > 1
+    cache, random = Cache(plan, retention=Retention(every=16)), np.random.default_rng(0)
+    for _ in range(plan.sequences(num_tokens)):
+        sequence = cache.open(random.integers(0, 1000, num_tokens))
+        while sequence.length < num_tokens:
+            cache.extend(sequence, min(8, num_tokens - sequence.length))
+            cache.commit(sequence)
+
+
 def test_where_any_page_helps_a_window_that_lacks_some_has_no_more_evicted_than_it_lacks() -> None:
     """Dropping one of many points of a chat frees no page of a long window, but pages of others."""
     kinds: dict[str, Reach] = {"full": Full(), "near": Window(8), "far": Window(400), "state": State()}

@@ -109,10 +109,26 @@ class GroupPages:
         are kept apart, so that whole super-pages can be emptied when pages are evicted."""
         if self.is_whole or self.free_pages.size < 2:
             return self.allocate_one()
-        needed = self.per_superpage - self.free_in() - self.evictable_in
-        crowd = needed[self.free_pages.all // self.per_superpage]
+        crowd = self._needed_beside(self.free_pages.all)
         self.num_allocated += 1
         return self.free_pages.take_out(int(crowd.argmax() if is_needed else crowd.argmin()))
+
+    def allocate_run(self, count: int, num_passing: int) -> Ids:
+        """`count` pages of a window for the end of a prompt, of which it will soon let go of the first `num_passing`.
+        The others are needed for long, and are kept apart as those of `allocate_apart` are."""
+        if self.is_whole or num_passing >= count or count == self.free_pages.size:
+            return self.allocate(count)
+        num_lasting, free = count - max(num_passing, 0), self.free_pages.all
+        order = np.argpartition(-self._needed_beside(free), num_lasting)
+        lasting: Ids = free[order[:num_lasting]]
+        self.free_pages.replace(free[np.sort(order[num_lasting:])])
+        self.num_allocated += num_lasting
+        return np.concatenate([self.allocate(count - num_lasting), lasting])
+
+    def _needed_beside(self, pages: Ids) -> NDArray[np.int64]:
+        """For each page: pages of its super-page that are in use, and not evictable."""
+        needed = self.per_superpage - self.free_in() - self.evictable_in
+        return needed[pages // self.per_superpage]
 
     def allocate_snapshot(self) -> int:
         """A page for a state that is not in the tree yet, and may be given up again."""
@@ -284,6 +300,9 @@ class NoPages(GroupPages):
 
     def allocate_apart(self, is_needed: bool) -> int:  # noqa: ARG002
         return NULL
+
+    def allocate_run(self, count: int, num_passing: int) -> Ids:  # noqa: ARG002
+        return self.allocate(count)
 
     def free(self, pages: Ids) -> None:
         pass
