@@ -85,7 +85,7 @@ class PageAllocator:
     def _reclaimable(self, pool: PagePool) -> dict[int, Ids]:
         """Pages that would be free if sequences held no more than their next tokens need."""
         found: dict[int, Ids] = {}
-        running = self.state.by_row
+        parking = [self.state.by_row[row] for row in self.state.parking_rows]
         rows, unwritten = self.state.open_rows(), self._unwritten_snapshots()
         for pages in pool.groups:
             group = pages.group
@@ -95,7 +95,7 @@ class PageAllocator:
                 found[group.number] = pages.snapshots_but(in_flight)
             elif group.is_window:
                 passed = self.state.tables[group.number].pages[spread(*self._behind(group, rows))]
-                parked = [run for s in running.values() for _, run in s.parked.get(group.number, ())]
+                parked = [run for s in parking for _, run in s.parked.get(group.number, ())]
                 found[group.number] = pages.named_only_by(np.concatenate([passed, *parked]))
         return found
 
@@ -135,7 +135,7 @@ class PageAllocator:
                 low, high = max(group.first_block(point), at), min(point // size, last)
                 if high > low:
                     gone.append(pages[at - first : low - first])
-                    sequence.parked.setdefault(group.number, []).append((low, pages[low - first : high - first]))
+                    self.state.park(sequence, group, low, pages[low - first : high - first])
                     at = high
             gone.append(pages[at - first :])
             table.first_of[row] = last

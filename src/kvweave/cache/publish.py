@@ -79,7 +79,7 @@ class Publisher:
                 pages = table.pages[sequence.row, first:end].copy()
                 if len(pages):
                     state.pages[group.number].share(pages)
-                    sequence.parked[group.number] = [(first, pages)]
+                    state.park(sequence, group, first, pages)
 
     # ---- publish
 

@@ -11,7 +11,7 @@ from kvweave.cache.sequence import Sequence
 from kvweave.cache.token_log import TokenLog
 from kvweave.cache.window_moves import WindowMoves
 from kvweave.plan import Plan
-from kvweave.pool import NoPages, PagedGroup, PagePool
+from kvweave.pool import Ids, NoPages, PagedGroup, PagePool
 from kvweave.pool.group import paged_groups
 from kvweave.prefix import NEVER, Event, Policy, PrefixCache, Retention
 from kvweave.table import BlockTable, Counts
@@ -54,6 +54,8 @@ class CacheState:
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(rows)
         self.by_row: dict[int, Sequence] = {}
+        self.parking_rows: set[int] = set()
+        """Those of sequences that have pages parked."""
         self.num_closed = 0
         """Sequences closed or reordered so far; batches made before must be looked at again."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -191,8 +193,14 @@ class CacheState:
         for group, page in zip(self.states, pages):
             self.pages[group.number].free_snapshot(page)
 
+    def park(self, sequence: Sequence, group: PagedGroup, first: int, pages: Ids) -> None:
+        """A sequence holds pages of a window, from block `first` on, for points that are not in the tree yet."""
+        sequence.parked.setdefault(group.number, []).append((first, pages))
+        self.parking_rows.add(sequence.row)
+
     def release_parked(self, sequence: Sequence) -> None:
         """Points that were not published yet need pages no more."""
+        self.parking_rows.discard(sequence.row)
         for number, runs in sequence.parked.items():
             self.pages[number].release(np.concatenate([pages for _, pages in runs]))
         sequence.parked = {}
