@@ -1366,6 +1366,19 @@ def test_where_any_page_helps_a_window_that_lacks_some_has_no_more_evicted_than_
         assert cache.stats().evicted_pages - before <= 16, "11 pages were wanted"
 
 
+def test_nothing_is_evicted_for_a_group_of_which_nothing_is_cached() -> None:
+    """A chunk keeps no page where it ends, so that only pages of full attention can be evicted for it."""
+    caches = group("full", Full(), 8), group("chunk", Chunk(8), 4)
+    plan = make_plan(ModelSpec("test", tuple(Layer((cache,)) for cache in caches)), 128 * 40, block_tokens=4)
+    assert [g.pages_per_superpage for g in plan.groups] == [1, 2]
+    cache = Cache(plan)
+    for i in range(18):
+        run(cache, [i] * 9)
+    assert (cache.stats().group("chunk").evictable, cache.stats().evicted_pages) == (0, 0)
+    cache.extend([cache.open([99]) for _ in range(8)], 1)
+    assert 0 < cache.stats().evicted_pages <= 12
+
+
 def test_points_on_the_way_stay_where_only_pages_of_full_attention_lack() -> None:
     own = {"full": PoolRequest(pages=12)}
     plan = plan_of(group("full", Full()), group("state", State()), own_pools=own)
