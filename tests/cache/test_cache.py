@@ -438,6 +438,19 @@ def test_a_batch_of_decode_steps_crosses_blocks_at_different_times() -> None:
     assert sequences[2].tokens.tolist() == [2] * 6 + list(range(20))
 
 
+def test_ids_are_handed_to_a_few_sequences_at_a_time() -> None:
+    cache = Cache(full_plan(pages=20_000, blocks=16), rows=384, max_tokens=1024)
+    batch, log = Batch([cache.open([i]) for i in range(384)]), cache.state.tokens
+    cache.extend(batch, 1)
+    for step in range(600):
+        before = [s._num_tokens for s in batch.sequences]
+        cache.extend(batch, 1, tokens=np.arange(384) + step)
+        assert sum(s._num_tokens > n for s, n in zip(batch.sequences, before, strict=True)) <= 2
+    assert (log.known[batch.rows] == 601).all()
+    for i, sequence in enumerate(batch.sequences):
+        assert sequence.tokens.tolist() == [i, *range(i, i + 600)]
+
+
 def test_stats_tell_hits_and_what_an_infinite_cache_would_have_hit() -> None:
     cache = Cache(full_plan(pages=6), track_infinite=True)
     run(cache, [1] * 16)
