@@ -67,6 +67,26 @@ def draft_all(life: Life, running: list[Running]) -> None:
         life.times("commit drafts of all", cache.commit, batch)
 
 
+def pool_held(kinds: Kinds, count: int, times: CallTimes) -> None:
+    """Sequences that hold nearly all pages; then one after the other grows, until one is refused."""
+    pages, step = count * num_pages(kinds, blocks=6, states=2), 8 * BLOCK
+    life = Life(times, Cache(plan_of(kinds, pages), rows=count, max_tokens=8192))
+    times.enter(f"while {count} sequences are opened")
+    running = [life.start(life.prompt(2 * BLOCK + 1 + i % BLOCK)) for i in range(count)]
+    times.enter(f"{count} sequences hold the pool")
+    batch, ids = Batch(running), np.ones(count, np.int32)
+    while life.cache.can_extend(batch, BLOCK):
+        for copies in (life.cache.extend(batch, 1, tokens=ids), life.cache.commit(batch)):
+            list(copies)  # an engine would carry them out
+    for one in running:
+        if not times("can_extend", life.cache.can_extend, one, step):
+            break
+        times("extend one", life.cache.extend, one, step, tokens=ids[:step])
+        times("commit one", life.cache.commit, one)
+    times("extend one refused", life.cache.extend, running[-1], step)
+    times("extend refused", life.cache.extend, batch, BLOCK)
+
+
 def rows_in_step(kinds: Kinds, count: int, times: CallTimes) -> None:
     """Sequences of one length, which all need a page, and pass a point, in the same step."""
     life = Life(times, Cache(plan_of(kinds, count * num_pages(kinds, 6, 4)), rows=count, max_tokens=1024))

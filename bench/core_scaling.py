@@ -2,6 +2,7 @@
 
     nodes       1k, 10k, 100k nodes in the tree, before the pool is full and when every request evicts
     sequences   256, 1k, 10k open sequences, decoding as one batch; then the same in a full pool
+    held        sequences that hold nearly all pages, one of which grows until it is refused
     of a length sequences that need a page and pass a point in the same step
     twins       sequences of one prompt, all opened before the first has committed; more of them than rows
     turns       a chat of 1k, 4k turns, each a hit on the one before, in a row or with a branch at every turn; then
@@ -36,7 +37,7 @@ from functools import partial
 from typing import NamedTuple
 
 from bench import core_vs_vllm
-from bench.core_batches import rows_in_step, twins, with_sequences
+from bench.core_batches import pool_held, rows_in_step, twins, with_sequences
 from bench.core_calls import CONFIGS, CallTimes, Kinds, with_nodes
 from bench.core_long import (
     LONG,
@@ -108,7 +109,7 @@ def lives(kinds: Kinds, quick: bool) -> Iterator[Run]:
     for nodes in (1000, 10_000) if quick else (1000, 10_000, 100_000):
         yield partial(with_nodes, kinds, nodes)
     for count in (256, 1000) if quick else (256, 1000, 10_000):
-        yield from (partial(life, kinds, count) for life in (with_sequences, rows_in_step, twins))
+        yield from (partial(life, kinds, count) for life in (with_sequences, pool_held, rows_in_step, twins))
     yield partial(one_token_blocks, kinds, 1500)
     yield partial(split_everywhere, kinds, LONG)
     yield partial(parted_everywhere, kinds, LONG // 8)

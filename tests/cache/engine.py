@@ -268,12 +268,16 @@ def _check_group(cache: Cache, pages: GroupPages, pool: PagePool, pins: list[Any
     assert all(count == 1 for count in cached.values()), f"{tag}: a page is in the tree twice"
     assert len(cached) == pages.num_cached, f"{tag}: {len(cached)} pages are cached"
     held: Counter[int] = Counter()
+    snapshots: set[int] = set()
     for row, sequence in state.by_row.items():
         held.update(page for page in table.held(row).tolist() if page)
         held.update(page for _, run in sequence.parked.get(group.number, ()) for page in run.tolist())
         if group.is_state:
             nth = state.states.index(group)
-            held.update(taken[nth] for taken in sequence.snapshots.values())
+            snapshots |= {taken[nth] for taken in sequence.snapshots.values()}
+    held.update(snapshots)
+    if group.is_state:
+        assert set(pages.snapshots_but(np.empty(0, np.int32)).tolist()) == snapshots, f"{tag}: counts of snapshots"
     if group.is_window:
         for pin in pins:
             needed = {token // group.slot_tokens for token in needed_tokens(group, pin.length)}

@@ -26,10 +26,10 @@ from kvweave.errors import (
     UnknownName,
     WrongThread,
 )
-from kvweave.plan import Parallel, PoolRequest
+from kvweave.plan import Parallel, PoolRequest, make_plan
 from kvweave.pool import NULL
 from kvweave.prefix import EvictionCandidate, Kind, Node, Retention, Spacing, Span
-from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
+from kvweave.spec import Chunk, Full, Layer, ModelSpec, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
 
@@ -443,6 +443,19 @@ def test_a_batch_of_decode_steps_crosses_blocks_at_different_times() -> None:
         engine.carry_out(cache.commit(batch))
         check_books(cache)
     assert sequences[2].tokens.tolist() == [2] * 6 + list(range(20))
+
+
+def test_ids_are_handed_to_a_few_sequences_at_a_time() -> None:
+    cache = Cache(full_plan(pages=20_000, blocks=16), rows=384, max_tokens=1024)
+    batch, log = Batch([cache.open([i]) for i in range(384)]), cache.state.tokens
+    cache.extend(batch, 1)
+    for step in range(600):
+        before = [s._num_tokens for s in batch.sequences]
+        cache.extend(batch, 1, tokens=np.arange(384) + step)
+        assert sum(s._num_tokens > n for s, n in zip(batch.sequences, before, strict=True)) <= 2
+    assert (log.known[batch.rows] == 601).all()
+    for i, sequence in enumerate(batch.sequences):
+        assert sequence.tokens.tolist() == [i, *range(i, i + 600)]
 
 
 def test_stats_tell_hits_and_what_an_infinite_cache_would_have_hit() -> None:
@@ -1356,6 +1369,49 @@ def test_lru_evicts_points_on_the_way_before_others_on_both_sides_of_a_hit() -> 
         assert not cache.extend(cache.open([50 + i]), 1)
         assert cache.stats().group("state").cached == cached, "one was free, 4 goes, then 12 to 32 go"
     assert cache.lookup(range(39)) == 36
+
+
+@pytest.mark.parametrize(("span", "num_tokens", "memory"), [(33, 161, 120_000), (17, 201, 200_000), (33, 201, 60_000)])
+def test_as_many_sequences_run_as_the_plan_promises_though_points_keep_window_pages(
+    span: int, num_tokens: int, memory: int
+) -> None:
+    caches = group("full", Full(), 8), group("window", Window(span), 52)
+    plan = make_plan(ModelSpec("test", tuple(Layer((cache,)) for cache in caches)), memory, block_tokens=4)
+    assert plan.group("window").pages_per_superpage > 1
+    cache, random = Cache(plan, retention=Retention(every=16)), np.random.default_rng(0)
+    for _ in range(plan.sequences(num_tokens)):
+        sequence = cache.open(random.integers(0, 1000, num_tokens))
+        while sequence.length < num_tokens:
+            cache.extend(sequence, min(8, num_tokens - sequence.length))
+            cache.commit(sequence)
+
+
+def test_where_any_page_helps_a_window_that_lacks_some_has_no_more_evicted_than_it_lacks() -> None:
+    """Dropping one of many points of a chat frees no page of a long window, but pages of others."""
+    kinds: dict[str, Reach] = {"full": Full(), "near": Window(8), "far": Window(400), "state": State()}
+    caches = [group(tag, kind) for tag, kind in kinds.items()]
+    spec = ModelSpec("test", tuple(Layer((cache,)) for cache in caches))
+    cache = Cache(make_plan(spec, 64 * 800, block_tokens=4), policy="lru")
+    for length in range(9, 973, 4):
+        run(cache, range(length))
+    assert cache.stats().evicted_pages == 0
+    for i in range(1, 20):
+        before = cache.stats().evicted_pages
+        run(cache, [1000 + i] * 9)
+        assert cache.stats().evicted_pages - before <= 16, "11 pages were wanted"
+
+
+def test_nothing_is_evicted_for_a_group_of_which_nothing_is_cached() -> None:
+    """A chunk keeps no page where it ends, so that only pages of full attention can be evicted for it."""
+    caches = group("full", Full(), 8), group("chunk", Chunk(8), 4)
+    plan = make_plan(ModelSpec("test", tuple(Layer((cache,)) for cache in caches)), 128 * 40, block_tokens=4)
+    assert [g.pages_per_superpage for g in plan.groups] == [1, 2]
+    cache = Cache(plan)
+    for i in range(18):
+        run(cache, [i] * 9)
+    assert (cache.stats().group("chunk").evictable, cache.stats().evicted_pages) == (0, 0)
+    cache.extend([cache.open([99]) for _ in range(8)], 1)
+    assert 0 < cache.stats().evicted_pages <= 12
 
 
 def test_points_on_the_way_stay_where_only_pages_of_full_attention_lack() -> None:

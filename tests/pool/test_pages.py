@@ -155,6 +155,32 @@ def test_live_states_and_snapshots_are_in_super_pages_apart() -> None:
     assert live[0] // of == live[1] // of != snapshot // of
 
 
+def test_window_pages_that_a_prompt_needs_for_long_are_where_others_are_needed() -> None:
+    pool = pool_of(group("full", Full(), 16), group("window", Window(8), 4), pools="shared")
+    _, window = pool.groups
+    of = window.per_superpage
+    assert of == 4
+    pool.prepare([0, 3 * of])
+    first, second, third = window.allocate(3 * of).reshape(3, of)
+    window.release(third[1:])
+    window.release(second[:1])
+    window.release(first[:3])
+    free = window.free_pages.all.tolist()
+    taken = window.allocate_run(3, 2)
+    assert taken[2] == second[0], "the one that stays"
+    left = [page for page in free if page != second[0]]
+    assert taken[:2].tolist() == left[:2], "those that go soon are taken from the top"
+    assert window.free_pages.all.tolist() == left[2:]
+    assert window.num_allocated == 8
+
+
+def test_all_free_pages_can_be_had_for_a_run() -> None:
+    pool = pool_of(group("full", Full(), 16), group("window", Window(8), 4), pools="shared")
+    _, window = pool.groups
+    pool.prepare([0, 4])
+    assert sorted(window.allocate_run(4, -3).tolist()) == [4, 5, 6, 7]
+
+
 def test_a_page_that_several_rows_release_at_once_becomes_evictable_once() -> None:
     pool = window_pool()
     (window,) = pool.groups

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
-from heapq import nsmallest
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -12,18 +10,21 @@ import numpy as np
 from kvweave.cache.sequence import Batch, Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.errors import NeverFits, OutOfPages, Shortage
-from kvweave.pool import Ids, PagedGroup, PagePool
+from kvweave.pool import Ids, Obtainable, PagedGroup, PagePool
+from kvweave.prefix import StatePages
 from kvweave.table import Counts, spread
 
 MOST_NAMED = 8
 """So many sequences that could be preempted are named in an error."""
+MOST_EVICTED = 64
+"""So many points are evicted before it is asked again whether a request can be met."""
 RECLAIMED = 64
 """Of so many sequences at a time is taken what they need not hold, until a request can be met."""
 
 Demand = list[int]
 """Pages by group number."""
-Reclaimable = dict[str, dict[int, Ids]]
-"""By pool and group number: pages that would be free if sequences held no more than their next tokens need."""
+Known = dict[str, Obtainable]
+"""By pool: what it could give if sequences held no more than their next tokens need."""
 
 
 class PageAllocator:
@@ -36,7 +37,7 @@ class PageAllocator:
 
     # ---- asking
 
-    def ensure(self, demand: Demand, *, admits: bool = False, known: Reclaimable | None = None) -> PagePool | None:
+    def ensure(self, demand: Demand, *, admits: bool = False, known: Known | None = None) -> PagePool | None:
         """Make sure that these pages can be allocated now, by eviction if need be; the pool that cannot give them, if
         there is one: then nothing was changed. Who asks on gets to know what was found out of sequences as `known`."""
         lacking = self.lacking(demand, admits=admits, known=known)
@@ -46,17 +47,17 @@ class PageAllocator:
                     self._free_up(pool, demand)
         return lacking
 
-    def lacking(self, demand: Demand, *, admits: bool = False, known: Reclaimable | None = None) -> PagePool | None:
+    def lacking(self, demand: Demand, *, admits: bool = False, known: Known | None = None) -> PagePool | None:
         """The pool that could not give these pages, not even by eviction; changes nothing. Who asks several times
         at one moment passes on what is `known`."""
         known = {} if known is None else known
         for pool in self.state.pools:
             asked = self._with_reserve(pool, demand) if admits and self.reserve else demand
-            if pool.is_ready(asked) or pool.could_be_ready(asked, {}):
-                continue
             if pool.name not in known:
-                known[pool.name] = self._reclaimable(pool)
-            if not pool.could_be_ready(asked, known[pool.name]):
+                if pool.is_ready(asked) or pool.could_be_ready(asked, {}):
+                    continue
+                known[pool.name] = Obtainable(pool, self._reclaimable(pool))
+            if not known[pool.name].covers(asked):
                 return pool
         return None
 
@@ -77,33 +78,37 @@ class PageAllocator:
         moving = behind > 0
         return rows[moving], first[moving], behind[moving]
 
-    def _spare_snapshots(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
-        """Snapshots that no step in flight is to write: taken and not in the tree yet, or still to be copied."""
-        committed = self.state.counters.committed_of
-        return [
-            (sequence, position)
-            for sequence in sequences
-            for position in sequence.snapshots
-            if position <= committed[sequence.row] or position == sequence.copy_at
-        ]
+    def _is_spare(self, sequence: Sequence, position: int) -> bool:
+        """Whether no step in flight is to write a snapshot: taken and not in the tree yet, or still to be copied."""
+        return position <= self.state.counters.committed_of[sequence.row] or position == sequence.copy_at
 
     def _reclaimable(self, pool: PagePool) -> dict[int, Ids]:
         """Pages that would be free if sequences held no more than their next tokens need."""
         found: dict[int, Ids] = {}
-        running = self.state.by_row
-        spare = self._spare_snapshots(running.values()) if self.state.states else []
+        parking = [self.state.by_row[row] for row in self.state.parking_rows]
+        rows, unwritten = self.state.open_rows(), self._unwritten_snapshots()
         for pages in pool.groups:
             group = pages.group
-            if group.is_state and spare:
+            if group.is_state:
                 nth = self.state.states.index(group)
-                found[group.number] = np.array([sequence.snapshots[at][nth] for sequence, at in spare], np.int32)
-            if group.is_window and running:
-                rows, first, count = self._behind(group, np.fromiter(running, np.int64, len(running)))
-                parked = [run for s in running.values() for _, run in s.parked.get(group.number, ())]
-                behind = self.state.tables[group.number].pages[spread(rows, first, count)]
-                held, times = np.unique(np.concatenate([behind, *parked]), return_counts=True)
-                found[group.number] = held[times == pages.num_names(held)]
+                in_flight = np.array([states[nth] for states in unwritten], np.int32)
+                found[group.number] = pages.snapshots_but(in_flight)
+            elif group.is_window:
+                passed = self.state.tables[group.number].pages[spread(*self._behind(group, rows))]
+                parked = [run for s in parking for _, run in s.parked.get(group.number, ())]
+                found[group.number] = pages.named_only_by(np.concatenate([passed, *parked]))
         return found
+
+    def _unwritten_snapshots(self) -> list[StatePages]:
+        """Pages of those that steps in flight are still to write."""
+        counters, running = self.state.counters, self.state.by_row
+        rows = (counters.last_snapshot > counters.committed).nonzero()[0].tolist()
+        return [
+            pages
+            for sequence in [running[row] for row in rows]
+            for position, pages in sequence.snapshots.items()
+            if not self._is_spare(sequence, position)
+        ]
 
     def advance_windows(self, rows: Rows, first_blocks: list[Counts]) -> None:
         """Let windows go on to these first blocks of each row: what they have passed leaves the tables."""
@@ -130,7 +135,7 @@ class PageAllocator:
                 low, high = max(group.first_block(point), at), min(point // size, last)
                 if high > low:
                     gone.append(pages[at - first : low - first])
-                    sequence.parked.setdefault(group.number, []).append((low, pages[low - first : high - first]))
+                    self.state.park(sequence, group, low, pages[low - first : high - first])
                     at = high
             gone.append(pages[at - first :])
             table.first_of[row] = last
@@ -150,55 +155,72 @@ class PageAllocator:
 
     def _reclaim(self, sequences: list[Sequence]) -> None:
         """Let sequences hold no more than their next tokens need."""
-        for sequence, position in self._spare_snapshots(sequences):
-            self.state.free_states(sequence.snapshots.pop(position))
-            sequence.copy_at = -1 if position == sequence.copy_at else sequence.copy_at
-            sequence.answer = -1
-            self.state.set_next_event(sequence)
         for sequence in sequences:
+            for position in [at for at in sequence.snapshots if self._is_spare(sequence, at)]:
+                self.state.free_snapshot(sequence.snapshots.pop(position))
+                sequence.copy_at = -1 if position == sequence.copy_at else sequence.copy_at
+                sequence.answer = -1
+                self.state.set_next_event(sequence)
             self.state.release_parked(sequence)
         for group in self.state.windows:
             rows, first, count = self._behind(group, Batch(sequences).rows)
             if len(rows):
                 self._pass(group, rows, first, count)
 
+    def _with_spare(self) -> Iterator[Sequence]:
+        """Sequences that hold more than their next tokens need."""
+        rows = self.state.open_rows()
+        behind = {row for group in self.state.windows for row in self._behind(group, rows)[0].tolist()}
+        for row, sequence in self.state.by_row.items():
+            if sequence.snapshots or sequence.parked or row in behind:
+                yield sequence
+
     # ---- evicting
 
     def _free_up(self, pool: PagePool, demand: Demand) -> None:
-        """Evict until the pages can be allocated: of each group its own first, then whatever the policy says, then what
-        sequences hold and do not need yet."""
-        prefix = self.state.prefix
-        promised = 0  # super-pages for groups before
+        """Evict until the pages can be allocated: whatever the policy says, after what helps a group that has several
+        pages in a super-page; then what sequences hold and do not need yet."""
+        prefix, spare = self.state.prefix, None
+        while (lack := pool.lack(demand)) > 0:
+            if not pool.is_whole and self._evict_own(pool, demand):
+                continue
+            if prefix.evict_next(lack * pool.tokens_per_superpage, pool.is_full):
+                continue
+            spare = self._with_spare() if spare is None else spare
+            some = list(islice(spare, RECLAIMED))
+            assert some, f"pool {pool.name}: {demand} pages could be had, but were not"
+            self._reclaim(some)
+        assert pool.prepare(demand), "what is ready can be prepared"
+
+    def _evict_own(self, pool: PagePool, demand: Demand) -> bool:
+        """Evict pages of groups that are short of some, a few points at a time: they need no whole super-page. Whether
+        there were any."""
+        promised, evicted = 0, False  # super-pages for groups before
         for pages in pool.groups:
             count = demand[pages.group.number]
             superpages = max(0, pool.free_superpages.size - promised)
-            short = count - pages.free_pages.size - superpages * pages.per_superpage
-            if short > 0:
-                prefix.evict(pages.group, min(short, pages.num_evictable))
+            short = min(count - pages.free_pages.size - superpages * pages.per_superpage, pages.num_evictable)
+            if short > 0 and not pages.is_whole:
+                before = pages.num_evicted
+                self.state.prefix.evict(pages.group, short, MOST_EVICTED)
+                evicted = evicted or pages.num_evicted > before
             promised += pages.superpages_for(count)
-        rows = [pages for pages in pool.groups if not pages.group.is_state]
-        tokens = min((pages.group.slot_tokens * pages.per_superpage for pages in rows), default=1)
-        running = iter(list(self.state.by_row.values()))
-        while not pool.is_ready(demand):
-            if not prefix.evict_next(tokens):
-                some = list(islice(running, RECLAIMED))
-                assert some, f"pool {pool.name}: {demand} pages could be had, but were not"
-                self._reclaim(some)
-        assert pool.prepare(demand), "what is ready can be prepared"
+        return evicted
 
     # ---- refusing
 
     def refusal(
         self,
         pool: PagePool,
+        rows: Rows,
         sequences: list[Sequence],
         starts: Counts,
         ends: Counts,
         fits: Callable[[int], bool] | None = None,
-        others: SequenceOf[Sequence] = (),
+        asking: Rows | None = None,
     ) -> OutOfPages | NeverFits:
-        """Why `sequences` cannot get pages for the tokens from `starts` to `ends`; `fits` says whether the first so
-        many of them could. `others` are served by the same call, if more than they are."""
+        """Why `sequences`, in `rows`, cannot get pages for the tokens from `starts` to `ends`; `fits` says whether the
+        first so many of them could. `asking` are all rows that the same call serves, if more than they are."""
         never = self.never_fits(starts, ends)
         if never is not None:
             return never
@@ -206,11 +228,11 @@ class PageAllocator:
         while high - low > 1 and fits is not None:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        preemptible = self._preemptible(others or sequences)
-        return OutOfPages(pool.name, self._shortages(pool, ends, sequences), sequences[low:], preemptible)
+        preemptible = self._preemptible(rows if asking is None else asking)
+        return OutOfPages(pool.name, self._shortages(pool, rows, ends), sequences[low:], preemptible)
 
-    def _shortages(self, pool: PagePool, ends: Counts, sequences: list[Sequence]) -> list[Shortage]:
-        shortages, rows = [], np.array([sequence.row for sequence in sequences])
+    def _shortages(self, pool: PagePool, rows: Rows, ends: Counts) -> list[Shortage]:
+        shortages = []
         for pages in pool.groups:
             group = pages.group
             blocks = np.ones_like(ends) if group.is_state else -(-ends // group.slot_tokens)
@@ -219,11 +241,13 @@ class PageAllocator:
                 shortages.append(Shortage(group.tag, wanted, pool.available(pages), pages.num_evictable))
         return shortages
 
-    def _preemptible(self, asking: SequenceOf[Sequence]) -> list[Sequence]:
+    def _preemptible(self, asking: Rows) -> list[Sequence]:
         """Other running sequences: of the lowest priority first, then the youngest."""
-        rows = {sequence.row for sequence in asking}
-        others = [sequence for row, sequence in self.state.by_row.items() if row not in rows]
-        return nsmallest(MOST_NAMED, others, key=lambda sequence: (sequence.priority, -sequence.opened))
+        counters, is_other = self.state.counters, self.state.counters.prompts > 0
+        is_other[asking] = False
+        rows = is_other.nonzero()[0]
+        first = np.lexsort((-counters.opened[rows], counters.priority[rows]))[:MOST_NAMED]
+        return [self.state.by_row[row] for row in rows[first].tolist()]
 
     def never_fits(self, starts: Counts, ends: Counts) -> NeverFits | None:
         """Why a sequence of which the tokens [start, end) are computed in one step would not fit an empty cache; for

@@ -9,7 +9,7 @@ import numpy as np
 from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.copies import Copies
 from kvweave.cache.publish import Publisher
-from kvweave.cache.sequence import FIELDS, Sequence
+from kvweave.cache.sequence import FIELDS, Batch, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.errors import CannotTruncate, NotSettled
@@ -72,7 +72,7 @@ class Forks:
         pool = self.allocator.ensure(demand)
         if pool is not None:
             lengths = np.array([sequence.committed for sequence in sequences])
-            raise self.allocator.refusal(pool, sequences, lengths, lengths)
+            raise self.allocator.refusal(pool, Batch(sequences).rows, sequences, lengths, lengths)
 
     def _blocks(self, group: PagedGroup, sequence: Sequence) -> tuple[int, Counts, int]:
         """How many blocks a child shares, for they will be in the tree; which others there are, of which it needs

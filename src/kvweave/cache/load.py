@@ -69,6 +69,7 @@ class Loader:
         counters.length_of[row] = counters.committed_of[row] = position
         counters.looked_at_of[row] = counters.step_start_of[row] = position
         counters.drafts_of[row], counters.prompt_of[row] = 0, sequence.num_prompt
+        counters.opened_of[row], counters.priority_of[row] = sequence.opened, sequence.priority
         state.set_next_lengths(sequence)
 
     def _enter_run(self, group: PagedGroup, sequence: Sequence, position: int) -> None:
@@ -126,7 +127,7 @@ class Loader:
         keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=True) is None
         pool = None if keeps else self.allocator.ensure(demand, admits=True)
         if pool is not None:
-            raise self.allocator.refusal(pool, [sequence], np.array([position]), np.array([position]))
+            raise self.allocator.refusal(pool, sequence.rows, [sequence], np.array([position]), np.array([position]))
         if state.windows or state.states:
             sequence.asked_points = [position, *(point for point in sequence.asked_points if point > position)]
             sequence.prompt_points = [position, *(point for point in sequence.prompt_points if point > position)]

@@ -69,7 +69,7 @@ class Publisher:
         which the table will let go of. It enters the tree when somebody asks for it, or at the end."""
         state = self.state
         for old in [point for point in sequence.snapshots if point < position]:
-            state.free_states(sequence.snapshots.pop(old))
+            state.free_snapshot(sequence.snapshots.pop(old))
         state.release_parked(sequence)
         sequence.answer = position
         for group in state.windows:
@@ -79,7 +79,7 @@ class Publisher:
                 pages = table.pages[sequence.row, first:end].copy()
                 if len(pages):
                     state.pages[group.number].share(pages)
-                    sequence.parked[group.number] = [(first, pages)]
+                    state.park(sequence, group, first, pages)
 
     # ---- publish
 
@@ -218,7 +218,7 @@ class Publisher:
                 kind = self._kind(sequence, point)
                 state.prefix.add_point(node, point, kind, states, sequence.priority, sequence.num_cached, runs)
             else:
-                state.free_states(states)
+                state.free_snapshot(states)
 
     def _filled_windows(self, held: Held, node: Node, point: int) -> list[PageRun] | None:
         """The window pages of a point, after ours have filled their gaps; None where some are nowhere."""

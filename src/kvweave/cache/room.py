@@ -57,16 +57,19 @@ class OneRow:
         return self.state.counters.committed[self.rows], np.array([self.longest])
 
     def append(self) -> None:
-        row = self.sequences[0].row
+        row, num_prompt = self.sequences[0].row, self.sequences[0].num_prompt
         for same, count in zip(self.state.same_block_size, self.growth):
             if count:
                 for group in same:
-                    table = self.state.tables[group.number]
+                    table, pages = self.state.tables[group.number], self.state.pages[group.number]
                     blocks = table.blocks_of[row]
-                    if count == 1:
-                        table.write_one(row, blocks, self.state.pages[group.number].allocate_one())
+                    if group.is_window and self.start[0] < num_prompt:
+                        num_passing = group.first_block(num_prompt) - blocks
+                        table.write(row, blocks, pages.allocate_run(count, num_passing))
+                    elif count == 1:
+                        table.write_one(row, blocks, pages.allocate_one())
                     else:
-                        table.write(row, blocks, self.state.pages[group.number].allocate(count))
+                        table.write(row, blocks, pages.allocate(count))
                     table.blocks_of[row] = blocks + count
 
     def set_counters(self) -> None:

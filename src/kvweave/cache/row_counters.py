@@ -17,11 +17,12 @@ class RowCounters:
     which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that it
     needs are not let go. `looked_at`: `publish` has nothing to do before a grid of tokens more is committed than so
     many. `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected. `prompts`: lengths
-    of the prompts.
+    of the prompts, 0 where no sequence is. `last_snapshot`: no step is to leave a state behind it. `opened`: the
+    clock when the sequence was opened. `priority`: how important it is.
     """
 
     def __init__(self, rows: int) -> None:
-        self._set(np.zeros((11, rows), np.int64))
+        self._set(np.zeros((14, rows), np.int64))
 
     def _set(self, counts: Counts) -> None:
         self._counts = counts
@@ -36,6 +37,9 @@ class RowCounters:
         self.step_start, self.step_start_of = _both(counts[8])
         self.drafts, self.drafts_of = _both(counts[9])
         self.prompts, self.prompt_of = _both(counts[10])
+        self.last_snapshot, self.last_snapshot_of = _both(counts[11])
+        self.opened, self.opened_of = _both(counts[12])
+        self.priority, self.priority_of = _both(counts[13])
 
     def add_rows(self, count: int) -> None:
         self._set(np.pad(self._counts, ((0, 0), (0, count))))

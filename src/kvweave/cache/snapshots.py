@@ -32,6 +32,8 @@ class Snapshots:
 
     def reserve(self, sequence: Sequence, positions: list[int], in_step: bool) -> None:
         """Pages for the states at `positions`, for which there is room."""
+        if positions:
+            self.state.counters.last_snapshot_of[sequence.row] = positions[-1]
         for position in positions:
             sequence.snapshots[position] = self.state.allocate_snapshot()
         if in_step:
@@ -59,7 +61,7 @@ class Snapshots:
     def drop_after(self, sequence: Sequence, length: int) -> None:
         """Give back the snapshots of positions beyond `length`: nobody will come by there."""
         for position in [p for p in sequence.snapshots if p > length]:
-            self.state.free_states(sequence.snapshots.pop(position))
+            self.state.free_snapshot(sequence.snapshots.pop(position))
         if sequence.answer > length:
             sequence.answer = -1
             self.state.release_parked(sequence)
@@ -110,7 +112,7 @@ class Snapshots:
         if sequence.restore is not None or not state.tables[state.states[0].number].blocks_of[row]:
             return
         if sequence.copy_at == position:
-            state.free_states(sequence.snapshots.pop(position))
+            state.free_snapshot(sequence.snapshots.pop(position))
             sequence.copy_at = -1
         if position not in sequence.snapshots:
             sequence.snapshots[position] = tuple(state.live_states(row))

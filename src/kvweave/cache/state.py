@@ -11,10 +11,10 @@ from kvweave.cache.sequence import Sequence
 from kvweave.cache.token_log import TokenLog
 from kvweave.cache.window_moves import WindowMoves
 from kvweave.plan import Plan
-from kvweave.pool import NoPages, PagedGroup, PagePool
+from kvweave.pool import Ids, NoPages, PagedGroup, PagePool
 from kvweave.pool.group import paged_groups
 from kvweave.prefix import NEVER, Event, Policy, PrefixCache, Retention
-from kvweave.table import BlockTable
+from kvweave.table import BlockTable, Counts
 
 
 class CacheState:
@@ -54,6 +54,8 @@ class CacheState:
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(rows)
         self.by_row: dict[int, Sequence] = {}
+        self.parking_rows: set[int] = set()
+        """Those of sequences that have pages parked."""
         self.num_closed = 0
         """Sequences closed or reordered so far; batches made before must be looked at again."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -77,9 +79,14 @@ class CacheState:
         for table in self.tables:
             table.clear(sequence.row)
         del self.by_row[sequence.row]
+        self.counters.prompt_of[sequence.row] = self.counters.last_snapshot_of[sequence.row] = 0
         self._free_rows.append(sequence.row)
         self.num_closed += 1
         sequence.row = -1
+
+    def open_rows(self) -> Counts:
+        rows: Counts = self.counters.prompts.nonzero()[0]
+        return rows
 
     # ---- lengths at which there is more to do than to count
 
@@ -182,15 +189,21 @@ class CacheState:
 
     def allocate_snapshot(self) -> tuple[int, ...]:
         """A page of each state group."""
-        return tuple([self.pages[group.number].allocate_apart(is_needed=False) for group in self.states])
+        return tuple([self.pages[group.number].allocate_snapshot() for group in self.states])
 
-    def free_states(self, pages: tuple[int, ...]) -> None:
+    def free_snapshot(self, pages: tuple[int, ...]) -> None:
         """A page of each state group, which nobody holds any more."""
         for group, page in zip(self.states, pages):
-            self.pages[group.number].free_one(page)
+            self.pages[group.number].free_snapshot(page)
+
+    def park(self, sequence: Sequence, group: PagedGroup, first: int, pages: Ids) -> None:
+        """A sequence holds pages of a window, from block `first` on, for points that are not in the tree yet."""
+        sequence.parked.setdefault(group.number, []).append((first, pages))
+        self.parking_rows.add(sequence.row)
 
     def release_parked(self, sequence: Sequence) -> None:
         """Points that were not published yet need pages no more."""
+        self.parking_rows.discard(sequence.row)
         for number, runs in sequence.parked.items():
             self.pages[number].release(np.concatenate([pages for _, pages in runs]))
         sequence.parked = {}

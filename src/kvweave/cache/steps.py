@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from kvweave.cache.allocator import Demand, PageAllocator, Reclaimable
+from kvweave.cache.allocator import Demand, Known, PageAllocator
 from kvweave.cache.copies import Copies
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
@@ -60,7 +60,7 @@ class Steps:
         start = counters.length_of[row]
         after, copies = start + count, None
         if options.drafts or after + options.lookahead > counters.ready_of[row]:
-            copies = self._make_room(OneRow(self.state, sequence, start, after, options), [])
+            copies = self._make_room(OneRow(self.state, sequence, start, after, options), sequence.rows)
         else:
             counters.length_of[row] = after
         counters.step_start_of[row] = start
@@ -73,11 +73,15 @@ class Steps:
         after = start + counts
         reach = after + options.lookahead if options.lookahead else after
         short, copies = reach > counters.ready[rows], None
-        if options.drafts or np.count_nonzero(short):
-            at = np.arange(len(rows)) if options.drafts else short.nonzero()[0]
-            chosen = [sequences[i] for i in at.tolist()]
-            room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
-            copies = self._make_room(room, sequences)
+        num_short = len(rows) if options.drafts else int(np.count_nonzero(short))
+        if num_short:
+            if num_short == len(rows):
+                room = ManyRows(self.state, rows, sequences, start, after, reach, options)
+            else:
+                at = short.nonzero()[0]
+                chosen = [sequences[i] for i in at.tolist()]
+                room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
+            copies = self._make_room(room, rows)
         counters.lengths[rows] = after
         counters.step_start[rows] = start
         return copies
@@ -88,17 +92,18 @@ class Steps:
         room = ManyRows(self.state, rows, sequences, start, start + count, start + count, PLAIN)
         return room.longest <= self.state.max_tokens and self._fits(room, {}, len(rows))
 
-    def _make_room(self, room: RowGrowth, others: list[Sequence]) -> Copies | None:
-        """Pages, live states and snapshots for rows that need some; what is to be copied before the step."""
+    def _make_room(self, room: RowGrowth, asking: Rows) -> Copies | None:
+        """Pages, live states and snapshots for rows that need some, of all rows that are `asking`; what is to be copied
+        before the step."""
         stateful, options, demand = room.stateful, room.options, room.demand(len(room.sequences))
         if room.longest > self.state.max_tokens or len(stateful) > MANY:
-            self._ensure(room, demand, others)  # before all of them are asked what else they want
+            self._ensure(room, demand, asking)  # before all of them are asked what else they want
         snapshots = [self._snapshots_of(room, i) for i in stateful]
         optional = sum(map(len, snapshots))
         # Snapshots are optional: where they do not fit, the step goes without them.
         if not optional or not self._ensure_with_snapshots(room, demand, optional):
             snapshots = [[] for _ in stateful]
-            self._ensure(room, demand, others)
+            self._ensure(room, demand, asking)
         room.append()
         copies = Copies() if stateful else None
         for i, positions in zip(stateful, snapshots):
@@ -126,20 +131,20 @@ class Steps:
         more = [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups)]
         return self.allocator.ensure(more, admits=self._admits(room)) is None
 
-    def _ensure(self, room: RowGrowth, demand: Demand, others: list[Sequence]) -> None:
+    def _ensure(self, room: RowGrowth, demand: Demand, asking: Rows) -> None:
         """Make sure of the pages, or raise with everything as it was."""
         if room.longest > self.state.max_tokens:
             longest = np.array([room.longest])
             never = self.allocator.never_fits(longest, longest)
             assert never is not None
             raise never
-        known: Reclaimable = {}
+        known: Known = {}
         pool = self.allocator.ensure(demand, admits=self._admits(room), known=known)
         if pool is not None:
             fits = partial(self._fits, room, known)
-            raise self.allocator.refusal(pool, room.sequences, *room.span(), fits, others)
+            raise self.allocator.refusal(pool, room.rows, room.sequences, *room.span(), fits, asking)
 
-    def _fits(self, room: RowGrowth, known: Reclaimable, count: int) -> bool:
+    def _fits(self, room: RowGrowth, known: Known, count: int) -> bool:
         """Whether there would be room for the first `count` rows."""
         return self.allocator.lacking(room.demand(count), admits=self._admits(room), known=known) is None
 

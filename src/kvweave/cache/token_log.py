@@ -12,6 +12,8 @@ from kvweave.table import Counts
 
 RECENT = 256
 """Ids that are kept by row before they are handed to their sequence."""
+TURNS = 192
+"""In so many steps each sequence of a batch is handed its ids once, so that no step does so for all of them."""
 
 
 class TokenLog:
@@ -20,7 +22,8 @@ class TokenLog:
 
     def __init__(self, rows: int) -> None:
         self._set(np.zeros((2, rows), np.int64))
-        self._recent: Ids = np.zeros((rows, RECENT), np.int32)
+        self._turn = 0
+        self._recent: Ids = np.full((rows, RECENT), 0, np.int32)  # touched now: not by the first step of many rows
 
     def _set(self, counts: Counts) -> None:
         self._counts = counts
@@ -112,13 +115,18 @@ class TokenLog:
     def _tell_alike(self, rows: Rows, sequences: list[Sequence], start: Counts, ids: Ids) -> None:
         """As many ids for each row, none of them known."""
         width, column = ids.shape[1], start - self._handed[rows]
-        if int(column[column.argmax()]) + width > RECENT:
+        longest = int(column[column.argmax()]) + width
+        if longest > RECENT:
             for sequence in sequences:
                 self.flush(sequence)
             column = start - self._handed[rows]
         for i in range(width):
             self._recent[rows, column + i if i else column] = ids[:, i]
         self.known[rows] = start + width
+        if longest > RECENT - TURNS:
+            self._turn = (self._turn + 1) % TURNS
+            for sequence in sequences[self._turn :: TURNS]:
+                self.flush(sequence)
 
 
 def _by_sequence(

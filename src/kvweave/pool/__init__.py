@@ -2,7 +2,7 @@
 
 from kvweave.pool.group import PagedGroup
 from kvweave.pool.holders import Ids
-from kvweave.pool.page_pool import PagePool
+from kvweave.pool.page_pool import Obtainable, PagePool
 from kvweave.pool.pages import NULL, GroupPages, NoPages, PageStack
 
-__all__ = ["NULL", "GroupPages", "Ids", "NoPages", "PagePool", "PageStack", "PagedGroup"]
+__all__ = ["NULL", "GroupPages", "Ids", "NoPages", "Obtainable", "PagePool", "PageStack", "PagedGroup"]

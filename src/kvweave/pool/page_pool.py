@@ -6,6 +6,7 @@ group full  pages           0..196   197..393           591..787          (a sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvweave.pool.pages import GroupPages, PageStack
 Demand = Sequence[int]
 """Pages by group number, those of groups in other pools among them."""
 NONE: Ids = np.empty(0, np.int32)
+UNKNOWN = -1
 
 
 class PagePool:
@@ -29,8 +31,14 @@ class PagePool:
         self.free_superpages = PageStack(self.num_superpages)
         self.free_superpages.push(np.arange(1, self.num_superpages + 1, dtype=np.int32))
         self.groups = [GroupPages(group, self.num_superpages + 1, self.free_superpages) for group in groups]
+        self.is_whole = all(pages.is_whole for pages in self.groups)
+        """Whether every page is a whole super-page, so that any page helps any group."""
+        self.is_full = all(group.is_full for group in groups)
+        spans = [group.slot_tokens * group.pages_per_superpage for group in groups if not group.is_state]
+        self.tokens_per_superpage = max(1, int(1 / math.fsum(1 / span for span in spans))) if spans else 1
+        """A run of so many tokens has about a super-page of pages."""
 
-    def _lack(self, demand: Demand) -> int:
+    def _lack_apart(self, demand: Demand) -> int:
         """Super-pages that lack, if no group gives back empty ones."""
         lack = -self.free_superpages.size
         for pages in self.groups:
@@ -39,26 +47,21 @@ class PagePool:
 
     def is_ready(self, demand: Demand) -> bool:
         """Whether every group can allocate what it wants as things are, empty super-pages of others included."""
-        lack = self._lack(demand)
+        return self.lack(demand) <= 0
+
+    def lack(self, demand: Demand) -> int:
+        """Super-pages that lack as things are."""
+        lack = self._lack_apart(demand)
         if lack > 0:
             for pages in self.groups:
                 spare = (pages.free_pages.size - demand[pages.group.number]) // pages.per_superpage
                 if spare > 0:
                     lack -= min(spare, len(pages.empty_superpages()))
-        return lack <= 0
+        return lack
 
     def could_be_ready(self, demand: Demand, reclaimable: Mapping[int, Ids]) -> bool:
-        """Whether it would be after all evictable and all `reclaimable` pages (by group number) were freed. Exact;
-        changes nothing."""
-        lack = -self.free_superpages.size
-        for pages in self.groups:
-            more = reclaimable.get(pages.group.number, NONE)
-            left = pages.free_pages.size + pages.num_evictable + len(more) - demand[pages.group.number]
-            if left < 0:
-                lack += -(left // pages.per_superpage)
-            elif left >= pages.per_superpage:
-                lack -= min(left // pages.per_superpage, pages.could_be_empty(more))
-        return lack <= 0
+        """Whether it would be after all evictable and all `reclaimable` pages (by group number) were freed."""
+        return Obtainable(self, reclaimable).covers(demand)
 
     def available(self, pages: GroupPages) -> int:
         """Pages a group could allocate without anything being evicted, empty super-pages of others included."""
@@ -68,7 +71,7 @@ class PagePool:
 
     def prepare(self, demand: Demand) -> bool:
         """Move super-pages so that every group can allocate what it wants; False, and nothing moved, if it cannot."""
-        lack = self._lack(demand)
+        lack = self._lack_apart(demand)
         if lack > 0:
             if not self.is_ready(demand):
                 return False
@@ -89,3 +92,26 @@ class PagePool:
             pages.drop_superpages(superpages)
             self.free_superpages.push(superpages)
         return len(superpages)
+
+
+class Obtainable:
+    """What a pool could give at this moment, after all evictable and all `reclaimable` pages were freed. Exact, and
+    worked out once for any number of demands; changes nothing."""
+
+    def __init__(self, pool: PagePool, reclaimable: Mapping[int, Ids]) -> None:
+        self._pool = pool
+        self._more = [reclaimable.get(pages.group.number, NONE) for pages in pool.groups]
+        self._could_be_empty = [UNKNOWN] * len(pool.groups)
+
+    def covers(self, demand: Demand) -> bool:
+        """Whether every group could allocate what it wants."""
+        lack = -self._pool.free_superpages.size
+        for i, pages in enumerate(self._pool.groups):
+            left = pages.free_pages.size + pages.num_evictable + len(self._more[i]) - demand[pages.group.number]
+            if left < 0:
+                lack += -(left // pages.per_superpage)
+            elif left >= pages.per_superpage:
+                if self._could_be_empty[i] == UNKNOWN:
+                    self._could_be_empty[i] = pages.could_be_empty(self._more[i])
+                lack -= min(left // pages.per_superpage, self._could_be_empty[i])
+        return lack <= 0

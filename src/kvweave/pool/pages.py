@@ -87,6 +87,8 @@ class GroupPages:
         self.num_allocated = self.num_cached = self.num_evictable = self.num_evicted = 0
         self.evictable_in: NDArray[np.int64] = np.zeros(0 if self.is_whole else num_superpages, np.int64)
         """Evictable pages of each super-page."""
+        self._is_snapshot: NDArray[np.bool_] = np.zeros(max(1, capacity) if group.is_state else 0, np.bool_)
+        self._is_snapshot_of = self._is_snapshot.data
 
     # ---- allocate and free
 
@@ -107,10 +109,42 @@ class GroupPages:
         are kept apart, so that whole super-pages can be emptied when pages are evicted."""
         if self.is_whole or self.free_pages.size < 2:
             return self.allocate_one()
-        needed = self.per_superpage - self.free_in() - self.evictable_in
-        crowd = needed[self.free_pages.all // self.per_superpage]
+        crowd = self._needed_beside(self.free_pages.all)
         self.num_allocated += 1
         return self.free_pages.take_out(int(crowd.argmax() if is_needed else crowd.argmin()))
+
+    def allocate_run(self, count: int, num_passing: int) -> Ids:
+        """`count` pages of a window for the end of a prompt, of which it will soon let go of the first `num_passing`.
+        The others are needed for long, and are kept apart as those of `allocate_apart` are."""
+        if self.is_whole or num_passing >= count or count == self.free_pages.size:
+            return self.allocate(count)
+        num_lasting, free = count - max(num_passing, 0), self.free_pages.all
+        order = np.argpartition(-self._needed_beside(free), num_lasting)
+        lasting: Ids = free[order[:num_lasting]]
+        self.free_pages.replace(free[np.sort(order[num_lasting:])])
+        self.num_allocated += num_lasting
+        return np.concatenate([self.allocate(count - num_lasting), lasting])
+
+    def _needed_beside(self, pages: Ids) -> NDArray[np.int64]:
+        """For each page: pages of its super-page that are in use, and not evictable."""
+        needed = self.per_superpage - self.free_in() - self.evictable_in
+        return needed[pages // self.per_superpage]
+
+    def allocate_snapshot(self) -> int:
+        """A page for a state that is not in the tree yet, and may be given up again."""
+        page = self.allocate_apart(is_needed=False)
+        self._is_snapshot_of[page] = True
+        return page
+
+    def free_snapshot(self, page: int) -> None:
+        self._is_snapshot_of[page] = False
+        self.free_one(page)
+
+    def snapshots_but(self, pages: Ids) -> Ids:
+        """The pages of all snapshots but these."""
+        others = self._is_snapshot.copy()
+        others[pages] = False
+        return others.nonzero()[0].astype(np.int32)
 
     def free(self, pages: Ids) -> None:
         """Pages that nobody holds any more."""
@@ -140,9 +174,13 @@ class GroupPages:
             self.num_evictable += num_unnamed
             self.free(out[:num_gone])
 
-    def num_names(self, pages: Ids) -> NDArray[np.int64]:
-        """How many tables and pins name each of `pages`."""
-        return self.holders[pages] & NAMES
+    def named_only_by(self, pages: Ids) -> Ids:
+        """Those of `pages`, of a window, that no table and no pin names but those that let go of them, of each as often
+        as it is in there."""
+        times = np.bincount(pages, minlength=1)
+        found = times.nonzero()[0]
+        only: Ids = found[times[found] == self.holders[found] & NAMES].astype(np.int32)
+        return only
 
     # ---- the tree has pages: of windows those that its points need, of others those that were given to it
 
@@ -179,7 +217,8 @@ class GroupPages:
         self.free(pages)
 
     def cache_one(self, page: int) -> None:
-        """`cache`, for a single page that nobody needs."""
+        """`cache`, for the page of a state, which nobody needs."""
+        self._is_snapshot_of[page] = False
         self.num_cached += 1
         self.count_evictable_one(page, 1)
 
@@ -261,6 +300,9 @@ class NoPages(GroupPages):
 
     def allocate_apart(self, is_needed: bool) -> int:  # noqa: ARG002
         return NULL
+
+    def allocate_run(self, count: int, num_passing: int) -> Ids:  # noqa: ARG002
+        return self.allocate(count)
 
     def free(self, pages: Ids) -> None:
         pass

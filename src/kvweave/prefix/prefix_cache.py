@@ -261,21 +261,25 @@ class PrefixCache:
 
     # ---- evicting
 
-    def evict(self, group: PagedGroup, count: int) -> None:
-        """Free `count` pages of a group in the policy's order, or all that can be; no more where runs can be cut."""
+    def evict(self, group: PagedGroup, count: int, most: int = NO_LIMIT) -> None:
+        """Free `count` pages of a group in the policy's order, by evicting no more than so many points; no more pages
+        where runs can be cut."""
         pages = self._pages[group.number]
         goal = pages.num_evicted + count
-        while (lacking := goal - pages.num_evicted) > 0:
+        for _ in range(most):
+            lacking = goal - pages.num_evicted
+            if lacking <= 0:
+                return
             point = self.order.choose(self._tips if group.is_full else self._queues, self._clock)
             if point is None:
                 return
             tokens = self.grid if group.is_state else -(-lacking * group.slot_tokens // self.grid) * self.grid
             self._evict(point, tokens)
 
-    def evict_next(self, tokens: int) -> bool:
-        """Evict the point that the policy values least, whatever its pages, and cut a run by so many tokens at least;
-        False when there is none."""
-        point = self.order.choose(self._queues, self._clock)
+    def evict_next(self, tokens: int, from_leaf: bool = False) -> bool:
+        """Evict the point that the policy values least, whatever its pages, or the least of those that end a leaf, and
+        cut a run by so many tokens at least; False when there is none."""
+        point = self.order.choose(self._tips if from_leaf else self._queues, self._clock)
         if point is not None:
             self._evict(point, tokens)
         return point is not None

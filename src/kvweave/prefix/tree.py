@@ -248,7 +248,7 @@ class Tree:
     # ---- shrinking
 
     def remove_point(self, point: Point) -> None:
-        point.node.points.remove(point)
+        point.node.remove_point(point)
         point.alive = False
         if self.emits:
             for group in self.states:
