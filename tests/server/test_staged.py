@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,13 @@ import xxhash
 from kvweave.copying import PART_BYTES, BlockCopy, Gathering, HostPayloadCopier, Landing, PartChecksums, StagedCopier
 from kvweave.errors import BadCopy
 from kvweave.server import Daemon, RemoteStore
+from kvweave.server.arena_copier import begin_landing, together
+from kvweave.server.arena_writer import ArenaBlob
+from kvweave.server.prompt_session import key_of
 from kvweave.store import EngineMemory, PagePayloads, checksums
+from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes
+from kvweave.store.page_payloads import StagedScatter
 from tests.server.models import POINTS, SCHEMA, SPEC, prompt, serving, settings, store
 from tests.store.models import Rank, fill, rank, share, truth
 
@@ -162,6 +169,28 @@ def test_what_was_read_after_the_lease_is_lost_and_no_damage(tmp_path: Path, mon
         assert daemon.state.counts["memory damaged"] == 0
         assert client.load(client.lookup(prompt()), sink) == TOKENS
         client.close()
+
+
+def test_what_is_intact_but_was_read_too_late_gets_into_no_page(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, _) = saved(daemon), engine()
+        number = next(number for number, shard in enumerate(SCHEMA.shards) if shard.tag == "full")
+        shard, place = SCHEMA.shards[number], int(client.lookup(prompt()).places[number, 0])
+        blob = client.client.arena[place : place + blob_bytes(shard)]
+        jobs, sink = [ArenaBlob(blob, shard, 0, key_of(prompt(), shard, 0))], pages.sink(made.table)
+        assert isinstance(sink, StagedScatter)
+        before = share(made)
+        assert begin_landing(jobs, sink, time.monotonic() - 1)() == [False]
+        assert share(made) == before
+        assert begin_landing(jobs, sink, time.monotonic() + 60)() == [True]
+        client.close()
+
+
+@pytest.mark.parametrize(("size", "calls"), [(16, 1), (12, 4)])
+def test_payloads_are_moved_together_if_they_are_of_whole_words(size: int, calls: int) -> None:
+    shard: Any = SimpleNamespace(id=b"1", payload_bytes=size)
+    jobs = [ArenaBlob(np.empty(0, np.uint8), shard, chunk, b"") for chunk in range(4)]
+    assert len([*together(jobs, 1000)]) == calls
 
 
 @pytest.mark.parametrize("options", [{}, {"inbox": 1 << 20}], ids=["writable", "read-only"])

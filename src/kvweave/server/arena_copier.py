@@ -86,11 +86,11 @@ def begin_gather(jobs: Sequence[ArenaBlob], source: StagedGather, until: float) 
     return finish
 
 
-def _together(jobs: Iterable[ArenaBlob], most_bytes: int) -> Iterator[list[ArenaBlob]]:
+def together(jobs: Iterable[ArenaBlob], most_bytes: int) -> Iterator[list[ArenaBlob]]:
     """Jobs in order, those of one shard that follow each other together, up to so many bytes; if payloads are not of
     whole words, one by one."""
-    for _, some in groupby(jobs, lambda job: job.shard.id):
-        own = [*some]
+    for _, of_shard in groupby(jobs, lambda job: job.shard.id):
+        own = [*of_shard]
         most = 0 if own[0].shard.payload_bytes % 8 else most_bytes
         yield from batches(own, lambda job: job.shard.payload_bytes, most)
 
@@ -116,14 +116,14 @@ class ArenaCopier:
         """
         flying: deque[tuple[list[ArenaBlob], Bytes, Finish[list[bool]]]] = deque()
         try:
-            for together in _together(jobs, target.together_bytes if isinstance(target, StagedScatter) else 0):
-                job, memory = together[0], together[0].place
+            for some in together(jobs, target.together_bytes if isinstance(target, StagedScatter) else 0):
+                job, memory = some[0], some[0].place
                 if isinstance(target, StagedScatter):
-                    finish = begin_landing(together, target, until)
+                    finish = begin_landing(some, target, until)
                 else:
                     memory = target(job.shard, job.chunk) if target else self._memory(self._largest)
-                    finish = self._run(together, partial(read, job, memory[: job.shard.payload_bytes]))
-                flying.append((together, memory, finish))
+                    finish = self._run(some, partial(read, job, memory[: job.shard.payload_bytes]))
+                flying.append((some, memory, finish))
                 if len(flying) > (STAGED_AT_ONCE if isinstance(target, StagedScatter) else self.workers):
                     yield from self._finished(*flying.popleft(), target)
             while flying:
@@ -151,11 +151,11 @@ class ArenaCopier:
         flying: deque[Finish[bool]] = deque()
         fine = True
         try:
-            for together in _together(sorted(jobs, key=lambda job: job.shard.id), source.together_bytes):
+            for some in together(sorted(jobs, key=lambda job: job.shard.id), source.together_bytes):
                 if isinstance(source, StagedGather):
-                    flying.append(begin_gather(together, source, until))
+                    flying.append(begin_gather(some, source, until))
                 else:
-                    flying.append(self._run(together, partial(self._write_filled, together, source, until)))
+                    flying.append(self._run(some, partial(self._write_filled, some, source, until)))
                 if len(flying) > (STAGED_AT_ONCE if isinstance(source, StagedGather) else self.workers):
                     fine &= flying.popleft()()
             while flying:
