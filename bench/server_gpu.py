@@ -1,4 +1,4 @@
-"""On an H200: an engine's pages go to the daemon and back at 95% of a flat pinned copy's speed, checks included.
+"""On an H200: how fast an engine's pages go to the daemon and back, checks included; the goal is .95 of a flat copy.
 
 Tensors in vLLM's layouts, blocks of 16 tokens all over them, 16 chunks of 256 tokens: `[blocks, 2, tokens, heads, dim]`
 of 32 layers, and latents `[blocks, tokens, 576]` of 61. One save, and one lookup and load, from the call until all is

@@ -109,7 +109,7 @@ for path, text in {wanted!r}.items():
 
 def test_help_shows_signatures_and_contracts(compiled: Path) -> None:
     shown = run(compiled, "-c", "import kvweave; help(kvweave.Cache); help(kvweave.Cache.open)")
-    assert "class Cache(builtins.object)" in shown
+    assert "class Cache(kvweave.cache.sequence.SequenceOwner)" in shown
     policy = inspect.signature(kvweave.Cache).parameters["policy"].default
     assert f"Cache(plan, *, policy={policy!r}, retention=None, admission_reserve=0.0, rows=256" in shown
     assert "open(self, /, tokens, *, namespace=''" in shown

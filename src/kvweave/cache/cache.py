@@ -28,7 +28,7 @@ from kvweave.cache.fork import Forks
 from kvweave.cache.load import Loader
 from kvweave.cache.publish import Publisher
 from kvweave.cache.room import StepOptions
-from kvweave.cache.sequence import Batch, Home, Pin, Rows, Sequence, Sequences
+from kvweave.cache.sequence import Batch, Pin, Rows, Sequence, SequenceOwner, Sequences
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.cache.stats import InfiniteCache, Stats, group_stats, pool_stats
@@ -45,7 +45,7 @@ MOST_STEPS = 4096
 """Steps at the end of a sequence that are looked at to tell whether it fits: there it holds the most."""
 
 
-class Cache(Home):
+class Cache(SequenceOwner):
     """A KV cache over a plan. Ids in and out; the tensors are somebody else's.
 
     `policy` decides what is evicted first, `retention` where resume points are left. A sequence that does not run yet
@@ -365,9 +365,9 @@ class Cache(Home):
     def unpin(self, pin: Pin) -> None:
         """Let go of what `pin` gave."""
         self._check_thread()
-        if pin.home is not self:
+        if pin.owner is not self:
             raise BadSequence("this prefix is not pinned, or not in this cache")
-        pin.home = None
+        pin.owner = None
         self._loader.unpin(pin.node, pin.point)
 
     def publish(self) -> None:
@@ -466,8 +466,8 @@ class Cache(Home):
         """The rows of open sequences of this cache, whose copies were taken over; its own thread asks."""
         self._check_thread()
         if isinstance(sequences, Sequence):
-            if sequences.home is not self or sequences.row < 0:
-                raise BadSequence(f"the sequence is {'closed' if sequences.home is self else 'of another cache'}")
+            if sequences.owner is not self or sequences.row < 0:
+                raise BadSequence(f"the sequence is {'closed' if sequences.owner is self else 'of another cache'}")
             rows, chosen = sequences.rows, [sequences]
         else:
             batch = sequences if isinstance(sequences, Batch) else Batch(sequences)

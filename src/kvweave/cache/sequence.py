@@ -17,7 +17,7 @@ from kvweave.prefix import NEVER, Node, Point, StatePages, Tokens
 Rows = NDArray[np.int64]
 
 
-class Home:
+class SequenceOwner:
     """What a sequence asks of the cache that it is in."""
 
     def __init__(self, counters: RowCounters, state_tags: list[str]) -> None:
@@ -45,7 +45,7 @@ INHERITED = (
     "expected_branches",
     "drop_last_blocks",
     "given_points",
-    "home",
+    "owner",
     "last_point",
     "namespace",
     "node",
@@ -84,8 +84,10 @@ class Sequence:
 
     __slots__ = FIELDS
 
-    def __init__(self, home: Home, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node) -> None:
-        self.home = home
+    def __init__(
+        self, owner: SequenceOwner, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node
+    ) -> None:
+        self.owner = owner
         self.row = row
         self.rows: Rows = np.array([row], np.int64)
         self.opened = 0
@@ -140,7 +142,7 @@ class Sequence:
     def fork(self, row: int) -> Sequence:
         """A sequence in another row with the same past, of which it keeps the tokens that are not in the tree."""
         first, known = self.node.end, self.num_tokens
-        child = Sequence(self.home, row, self.run(first, known).copy(), self.namespace, self.priority, self.node)
+        child = Sequence(self.owner, row, self.run(first, known).copy(), self.namespace, self.priority, self.node)
         for name in INHERITED:
             setattr(child, name, getattr(self, name))
         child._first, child._num_tokens = first, known
@@ -159,18 +161,18 @@ class Sequence:
     def length(self) -> int:
         """Tokens with pages allocated: cached, computed, or in a step that is under way."""
         self.check_open()
-        return self.home.counters.length_of[self.row]
+        return self.owner.counters.length_of[self.row]
 
     @property
     def committed(self) -> int:
         """Tokens whose KV is written and may be shared."""
         self.check_open()
-        return min(self.home.counters.committed_of[self.row], self.private_from)
+        return min(self.owner.counters.committed_of[self.row], self.private_from)
 
     @property
     def stop(self) -> int | None:
         length = self.length
-        stop = self.next_point(length) if self.home.state_tags else NEVER
+        stop = self.next_point(length) if self.owner.state_tags else NEVER
         return None if stop == NEVER else stop
 
     def next_point(self, position: int) -> int:
@@ -185,7 +187,7 @@ class Sequence:
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Where the step just prepared should leave states, after `extend` with `checkpoints`."""
-        tags, start = self.home.state_tags, self.home.counters.step_start_of[self.row]
+        tags, start = self.owner.state_tags, self.owner.counters.step_start_of[self.row]
         return [
             Checkpoint(tag, position, page)
             for position in self.in_step
@@ -204,7 +206,7 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """How many tokens are known."""
-        self.home.flush_tokens(self)
+        self.owner.flush_tokens(self)
         return self._num_tokens
 
     def run(self, start: int, end: int) -> Tokens:
@@ -227,7 +229,7 @@ class Sequence:
     def close(self) -> None:
         """`Cache.close`, unless it is closed already."""
         if self.row >= 0:
-            self.home.close(self)
+            self.owner.close(self)
 
     def __enter__(self) -> Sequence:
         return self
@@ -243,10 +245,10 @@ class Sequence:
 class Pin:
     """A prefix that is kept until `Cache.unpin`: its length in tokens, and the point where it ends."""
 
-    __slots__ = ("home", "node", "point")
+    __slots__ = ("node", "owner", "point")
 
-    def __init__(self, home: Home, node: Node, point: Point) -> None:
-        self.home: Home | None = home
+    def __init__(self, owner: SequenceOwner, node: Node, point: Point) -> None:
+        self.owner: SequenceOwner | None = owner
         self.node = node
         self.point = point
 
@@ -266,10 +268,10 @@ class Batch:
         self.checked = -1
         """The cache's count of closed sequences when it last looked at this batch."""
 
-    def check(self, home: Home) -> None:
+    def check(self, owner: SequenceOwner) -> None:
         """All sequences are open ones of this cache, each once, where they were when the batch was made."""
         for sequence, row in zip(self.sequences, self.rows.tolist(), strict=True):
-            if sequence.home is not home:
+            if sequence.owner is not owner:
                 raise BadSequence("a sequence of another cache is in the batch")
             if row < 0 or sequence.row != row:
                 raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")
