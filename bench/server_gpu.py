@@ -3,6 +3,7 @@
 Tensors in vLLM's layouts, blocks of 16 tokens all over them, 16 chunks of 256 tokens: `[blocks, 2, tokens, heads, dim]`
 of 32 layers, and latents `[blocks, tokens, 576]` of 61. One save, and one lookup and load, from the call until all is
 there, checksums included; the ceiling is one flat copy of as many bytes between the device and pinned memory, in turns.
+Then as an engine does it: eight prompts of that length submitted at once, until the last one is there.
 The peer is LMCache 0.5.6, whose figures are of its kernels alone, without a server, on another machine of the kind.
 
 Run: PYTHONPATH=src:. python3 -m bench.server_gpu [rounds]
@@ -15,7 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,11 +33,12 @@ from kvweave.errors import ServerError
 from kvweave.server import Client, RemoteStore, Settings, protocol
 from kvweave.server.run import run
 from kvweave.spec import ModelSpec
-from kvweave.store import EngineMemory, PagePayloads, Schema, TableUse
+from kvweave.store import EngineMemory, HashedPrompt, PagePayloads, Schema, TableUse
 from kvweave.tensor import GQA, MLA, LayerRequest, assemble
 from kvweave.transfer.payload_copier import payload_copier
 
 CHUNKS, CHUNK, BLOCK, GOAL = 16, 256, 16, 0.95
+PROMPTS = 8
 TOKENS = CHUNKS * CHUNK
 
 
@@ -99,27 +102,40 @@ def measure(name: str, spec: ModelSpec, memory: EngineMemory, socket: Path, roun
     num_bytes = CHUNKS * sum(shard.payload_bytes for shard in schema.shards)
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    times: dict[str, list[float]] = {"store": [], "load": [], "flat store": [], "flat load": []}
+    times: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds):
-        prompt = store.prompt([number, *range(TOKENS)], HERE)
+        prompt, *others = (store.prompt([number, other, *range(TOKENS)], HERE) for other in range(1 + PROMPTS))
         times["flat store"].append(timed(partial(host.copy_, device, non_blocking=True)))
         times["store"].append(timed(partial(store.save, prompt, pages.source(at))))
         times["flat load"].append(timed(partial(device.copy_, host, non_blocking=True)))
         times["load"].append(timed(partial(load, store, prompt, pages, to)))
         if not number:
             check(pages, schema, at, to)
+        times["stores"].append(timed(partial(store_all, store, others, pages, at)) / PROMPTS)
+        times["loads"].append(timed(partial(load_all, store, others, pages, to)) / PROMPTS)
         store.client.ask(protocol.Clear(), protocol.ClearReply)
     speed = {what: num_bytes / statistics.median(taken[2:]) / 1e9 for what, taken in times.items()}
     for what in ("store", "load"):
         peer = PEERS[name if name == "gqa" else "mla+indexer", CHUNKS][what]
         claim = f"{what} through the daemon, {name}, {CHUNKS} chunks ({num_bytes / 1e6:.0f} MB)"
         tell(claim, speed[what], speed[f"flat {what}"], GOAL, peer)
+        tell(f"{claim}, {PROMPTS} prompts at once", speed[f"{what}s"], speed[f"flat {what}"], GOAL, peer)
     store.close()
 
 
 def load(store: RemoteStore, prompt: Any, pages: PagePayloads, to: dict[str, Any]) -> None:
     found = store.load(store.lookup(prompt), pages.sink(to))
     assert found == TOKENS, f"{found} of {TOKENS} tokens"
+
+
+def store_all(store: RemoteStore, prompts: Sequence[HashedPrompt], pages: PagePayloads, at: dict[str, Any]) -> None:
+    saves = [store.submit_save(prompt, pages.source(at)) for prompt in prompts]
+    assert not sum(save.result().dropped for save in saves)
+
+
+def load_all(store: RemoteStore, prompts: Sequence[HashedPrompt], pages: PagePayloads, to: dict[str, Any]) -> None:
+    loads = [store.submit_load(hit, pages.sink(to)) for hit in store.submit_lookup(prompts).result()]
+    assert [load.result() for load in loads] == [TOKENS] * len(prompts)
 
 
 def check(pages: PagePayloads, schema: Schema, at: dict[str, Any], to: dict[str, Any]) -> None:

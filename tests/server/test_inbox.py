@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,10 +102,10 @@ def test_a_blob_that_is_not_what_its_key_says_never_becomes_visible(
     with serving(settings(tmp_path, inbox=INBOX)) as daemon:
         client, real = store(daemon.settings.socket), ArenaCopier.writes
 
-        def forging(self: ArenaCopier, jobs: list, source: object, until: float) -> bool:  # type: ignore[type-arg]
-            fine = real(self, jobs, source, until)  # type: ignore[arg-type]
-            jobs[-1].place[4100] ^= 1
-            return fine
+        def forging(self: ArenaCopier, batches: Any, source: Any) -> Any:
+            for batch, fine in real(self, batches, source):
+                batch.jobs[-1].place[4100] ^= 1
+                yield batch, fine
 
         monkeypatch.setattr(ArenaCopier, "writes", forging)
         saved = client.save(prompt(), truth, points=[256])

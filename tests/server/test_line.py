@@ -77,9 +77,9 @@ def test_a_prompt_shorter_than_a_chunk_is_a_miss_without_a_word(tmp_path: Path) 
 
 
 def test_a_payload_of_another_size_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    with serving(settings(tmp_path)) as daemon:
+    with serving(settings(tmp_path)):
         client = store(tmp_path / "kv.sock")
         with pytest.raises(ValueError, match="expected"):
             client.save(prompt(), lambda shard, chunk: np.zeros(3, np.uint8))
-        assert daemon.report().tiers[0].tier.used_bytes == 0
+        assert client.report().tiers[0].tier.used_bytes == 0
         client.close()

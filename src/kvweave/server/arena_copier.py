@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import groupby
-from typing import TypeVar
+from itertools import chain, groupby
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.copying import PartChecksums
 from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write, write_header
@@ -30,6 +30,29 @@ Target = Callable[[Shard, int], Bytes]
 Destination = Target | StagedScatter
 Result = TypeVar("Result")
 Finish = Callable[[], Result]
+
+
+class WriteBatch(Protocol):
+    """Blobs to write, and until when."""
+
+    @property
+    def jobs(self) -> Sequence[ArenaBlob]: ...
+
+    @property
+    def until(self) -> float: ...
+
+
+Batch = TypeVar("Batch", bound=WriteBatch)
+
+
+class _Begun(NamedTuple, Generic[Batch]):
+    """A copy in flight; `is_last` of its batch."""
+
+    finish: Finish[bool]
+    batch: Batch
+    is_last: bool
+
+
 STAGED_AT_ONCE = 3
 """Calls of a staged copier in flight. They take the host little time, so that one thread starts and ends all of them:
 several would wait for one another."""
@@ -141,30 +164,47 @@ class ArenaCopier:
         if target is None:
             self._scratch[memory.nbytes].append(memory)
 
-    def writes(self, jobs: Iterable[ArenaBlob], source: Source, until: float) -> bool:
-        """Write payloads; returns whether all were written in time. If `source` raises, no write is in flight any
-        more."""
-        if not isinstance(source, StagedGather | FillableSource):
-            return self._write_given(jobs, source, until)
-        if isinstance(source, StagedGather):
-            source.wait_for_caller()  # so that no copy is started in time and made too late
-        flying: deque[Finish[bool]] = deque()
+    def writes(self, batches: Iterable[Batch], source: Source) -> Generator[tuple[Batch, bool]]:
+        """Write the payloads of batches; each is returned when that is done, with whether all was in time. The next one
+        is asked for when all copies of those before it have begun. When this ends, no copy is in flight."""
+        most = STAGED_AT_ONCE if isinstance(source, StagedGather) else self.workers
+        flying: deque[_Begun[Batch]] = deque()
         fine = True
         try:
-            for some in together(sorted(jobs, key=lambda job: job.shard.id), source.together_bytes):
-                if isinstance(source, StagedGather):
-                    flying.append(begin_gather(some, source, until))
-                else:
-                    flying.append(self._run(some, partial(self._write_filled, some, source, until)))
-                if len(flying) > (STAGED_AT_ONCE if isinstance(source, StagedGather) else self.workers):
-                    fine &= flying.popleft()()
-            while flying:
-                fine &= flying.popleft()()
+            for begun in chain(self._begun(batches, source), [None]):
+                flying.extend([begun] if begun else [])
+                while len(flying) > (most if begun else 0):
+                    finish, batch, is_last = flying.popleft()
+                    fine &= finish()
+                    if is_last:
+                        yield batch, fine
+                        fine = True
         finally:
-            for finish in flying:
+            for finish, _, _ in flying:
                 with suppress(Exception):  # one is on its way to the caller
                     finish()
-        return fine
+
+    def _begun(self, batches: Iterable[Batch], source: Source) -> Iterator[_Begun[Batch]]:
+        for batch in batches:
+            if isinstance(source, StagedGather):
+                source.wait_for_caller()  # so that no copy is started in time and made too late
+            parts = self._parts(batch.jobs, source)
+            for number, some in enumerate(parts, 1):
+                yield _Begun(self._begin(some, source, batch.until), batch, number == len(parts))
+
+    def _parts(self, jobs: Sequence[ArenaBlob], source: Source) -> list[list[ArenaBlob]]:
+        """What is written by one call each."""
+        if isinstance(source, StagedGather | FillableSource):
+            return [*together(sorted(jobs, key=lambda job: job.shard.id), source.together_bytes)]
+        return [[*jobs]]
+
+    def _begin(self, jobs: Sequence[ArenaBlob], source: Source, until: float) -> Finish[bool]:
+        if isinstance(source, StagedGather):
+            return begin_gather(jobs, source, until)
+        if isinstance(source, FillableSource):
+            return self._run(jobs, partial(self._write_filled, jobs, source, until))
+        fine = self._write_given(jobs, source, until)
+        return lambda: fine
 
     def _write_given(self, jobs: Iterable[ArenaBlob], source: Source, until: float) -> bool:
         writing = ArenaWriter(source, until, 2 * self.workers)

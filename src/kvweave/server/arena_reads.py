@@ -18,7 +18,6 @@ from kvweave.server.save_operation import ArenaLayout
 from kvweave.store import HashedPrompt, Schema
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
-from kvweave.store.page_payloads import StagedScatter
 from kvweave.store.tier_stack import Budget
 
 
@@ -44,7 +43,7 @@ class ArenaReads:
                 try:
                     yield from self.copies(session, hit, places, until, generation, budget)
                 finally:  # also when the caller stops early
-                    release_lease(session.client, lease, generation, budget)
+                    release_unasked(session.client, lease, generation)
 
     def copies(
         self,
@@ -60,12 +59,11 @@ class ArenaReads:
         if not places:
             return
         arena, layout = session.arena(generation), ArenaLayout(session, self._schema)
-        if isinstance(hit.target, StagedScatter):
-            places = self._side_by_side(places, hit.target.together_bytes)
-        in_time = takewhile(lambda _: not budget.is_spent, places.items())
-        jobs = (layout.job(arena, hit.prompt, *piece, start) for piece, start in in_time)
+        pieces = layout.side_by_side([*places], hit.target)
+        in_time = takewhile(lambda _: not budget.is_spent, pieces)
+        jobs = (layout.job(arena, hit.prompt, *piece, places[piece]) for piece in in_time)
         damaged = []
-        for piece, (_, payload) in zip(places, self._copier.reads(jobs, hit.target, until), strict=False):
+        for piece, (_, payload) in zip(pieces, self._copier.reads(jobs, hit.target, until), strict=False):
             if payload is None:
                 damaged.append(piece)
             else:
@@ -74,16 +72,6 @@ class ArenaReads:
             with self._or_miss():
                 what = packed(damaged, "<i4")
                 session.ask(hit.prompt, lambda sequence: protocol.Damaged(sequence, what), budget, generation)
-
-    def _side_by_side(self, places: dict[ChunkRef, int], most_bytes: int) -> dict[ChunkRef, int]:
-        """Pieces in such an order that up to so many bytes of one shard follow each other, and earlier chunks come
-        before later ones otherwise."""
-
-        def order(piece: ChunkRef) -> tuple[int, ChunkRef]:
-            shard, chunk = piece
-            return chunk * self._schema.shards[shard].payload_bytes // most_bytes, piece
-
-        return {piece: places[piece] for piece in sorted(places, key=order)}
 
 
 def fetch_to_arena(
@@ -104,3 +92,9 @@ def release_lease(client: Client, lease: int, generation: int, budget: Budget) -
     if lease and generation == client.generation:
         with suppress(ServerError):  # then the lease ends by its time
             client.ask(protocol.Release([lease]), protocol.Done, reply_timeout(budget))
+
+
+def release_unasked(client: Client, lease: int, generation: int) -> None:
+    """As `release_lease`, without waiting for the reply."""
+    if lease and generation == client.generation:
+        client.post(protocol.Release([lease]))

@@ -150,6 +150,26 @@ class Client(ClosedAtEnd):
         """Send a message along with the next request; its reply is ignored. The last `TOLD` messages are kept."""
         self._to_tell.append(message)
 
+    def post(self, message: Message) -> None:
+        """As `tell`; sent now if no request is in flight, and the daemon reads."""
+        self.tell(message)
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._channel:
+                self._channel.check()
+                told = [*self._to_tell]
+                self._to_tell.clear()
+                self._channel.send(told, time.monotonic())
+        except (OSError, ServerTimeout) as error:
+            if isinstance(error, OSError) or (self._channel and self._channel.is_closed):
+                self._hang_up()
+        except BaseException:  # part of it may have been sent
+            self._hang_up()
+            raise
+        finally:
+            self._lock.release()
+
     def number(self) -> int:
         """A number that this client has not used on any connection."""
         return next(self._numbers)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvweave.errors import LeaseExpired, ServerError, ServerGone, ServerTimeout
 from kvweave.server import protocol
 from kvweave.server.arena_copier import ArenaCopier, Target
-from kvweave.server.arena_reads import ArenaReads, fetch_to_arena, release_lease
+from kvweave.server.arena_reads import ArenaReads, fetch_to_arena, release_lease, release_unasked
 from kvweave.server.client import Client
 from kvweave.server.description import Description
 from kvweave.server.prompt_session import GRACE_S, PromptSession, daemon_budget, reply_timeout
@@ -167,7 +167,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         try:
             return super()._load(hit, sink, start, shards, budget, arrived)
         finally:
-            release_lease(self.client, hit.lease, hit.generation, budget)
+            release_unasked(self.client, hit.lease, hit.generation)
 
     def load_into(
         self,
@@ -192,7 +192,8 @@ class RemoteStore(AnyStore[RemoteHit]):
 
     def _fetch(self, hit: RemoteHit, pieces: Sequence[ChunkRef], budget: Budget) -> Iterator[tuple[ChunkRef, Bytes]]:
         held = hit.generation == self.client.generation and time.monotonic() < hit.until
-        in_arena = {piece: int(hit.places[piece]) for piece in pieces if held and hit.places[piece] != NOT_IN_ARENA}
+        places: list[list[int]] = hit.places.tolist() if held else []
+        in_arena = {(i, j): places[i][j] for i, j in pieces if held and places[i][j] != NOT_IN_ARENA}
         with self.or_miss():
             yield from self._reads.copies(self._prompt_session, hit, in_arena, hit.until, hit.generation, budget)
         missing = [piece for piece in pieces if piece not in in_arena]

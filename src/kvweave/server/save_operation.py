@@ -1,11 +1,13 @@
-"""Saving to a daemon: reserve places in the arena, write, commit; in batches, as far as room and time allow."""
+"""Saving to a daemon: reserve places in the arena, write, commit; in batches, as far as room and time allow. While one
+batch is copied, the next one gets its places, and the one before it becomes visible."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, suppress
+from itertools import dropwhile, islice
 from typing import NamedTuple, Protocol
 
 from kvweave.errors import LeaseExpired, OverLimit, ServerError
@@ -21,11 +23,15 @@ from kvweave.store.any_store import GATHER_BYTES
 from kvweave.store.batches import batches
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
+from kvweave.store.page_payloads import StagedGather, StagedScatter
 from kvweave.store.results import SaveOutcome
-from kvweave.store.tier_stack import UNLIMITED, Budget
+from kvweave.store.tier_stack import Budget
 
 BATCH_BYTES = 1 << 30
-"""What one request is for, at most: between two requests nothing is copied, for as long as 50 MiB take."""
+"""What one request is for, at most: between two fetches nothing is copied, for as long as 50 MiB take."""
+FIRST_BYTES, NEXT_BYTES = 38 << 20, 152 << 20
+"""What the first request of a save is for, so that copies begin soon, and each later one, which is made during copies.
+A little more than one call of a GPU's copier takes, and than four do."""
 
 
 class ArenaLayout:
@@ -60,6 +66,19 @@ class ArenaLayout:
         least = -(-most // MOST_PIECES)  # so that a batch has no more than so many
         return batches(pieces, lambda piece: max(least, self.num_bytes([piece])), most)
 
+    def side_by_side(self, pieces: Sequence[ChunkRef], copied: object) -> list[ChunkRef]:
+        """For a staged source or sink, pieces in such an order that what it copies in one call, of one shard, follows
+        each other, and earlier chunks come before later ones otherwise; as they are for others."""
+        if not isinstance(copied, StagedGather | StagedScatter):
+            return [*pieces]
+        most_bytes, shards = copied.together_bytes, self._shards
+
+        def order(piece: ChunkRef) -> tuple[int, ChunkRef]:
+            shard, chunk = piece
+            return chunk * shards[shard].payload_bytes // most_bytes, piece
+
+        return sorted(pieces, key=order)
+
     def allowed(self, allowance: Allowance, pieces: Sequence[ChunkRef], budget: Budget) -> AbstractContextManager[None]:
         """A context in which these pieces are held over the connection, within its limit."""
         welcome = self.prompt_session.client.welcome
@@ -67,8 +86,8 @@ class ArenaLayout:
 
 
 class ReservedBatch(NamedTuple):
-    """Reserved places of a prompt's pieces: their number, their end, the generation of their connection, and the pieces
-    with and without room."""
+    """Reserved places of a prompt's pieces: their number, their end, the generation of their connection, the pieces
+    with and without room, and the bytes of all. `is_in_inbox`: they are written to the inbox, and copied from there."""
 
     prompt: HashedPrompt
     number: int
@@ -77,6 +96,8 @@ class ReservedBatch(NamedTuple):
     pieces: list[ChunkRef]
     jobs: list[ArenaBlob]
     without_room: list[ChunkRef]
+    num_bytes: int
+    is_in_inbox: bool
 
 
 class SaveOperation:
@@ -89,6 +110,8 @@ class SaveOperation:
     def __init__(self, arena: ArenaLayout, copier: ArenaCopier, source: Source) -> None:
         self._arena, self._session, self._copier, self._source = arena, arena.prompt_session, copier, source
         self._client = self._session.client
+        self._in_flight: deque[ReservedBatch] = deque()
+        """Batches that are being written: their bytes are held, and the inbox, if they are in there."""
         self.stored: set[ChunkRef] = set()
         self.present: set[ChunkRef] = set()
         self.daemons: set[bytes] = set()
@@ -101,86 +124,135 @@ class SaveOperation:
         self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget, gathered: Callable[[], None]
     ) -> None:
         """Save batch by batch, as far as there is room and time. Calls `gathered` when everything is copied."""
-        pieces = deque(wanted)
+        pieces = deque(self._arena.side_by_side(wanted, self._source))
         while pieces and not budget.is_spent:
-            batch = next(self._batches(pieces, budget))
-            for _ in batch:
-                pieces.popleft()
-            with self._arena.allowed(self._client.reserving, batch, budget):
-                reserved = self.reserve(prompt, batch, budget)
-                is_written = self.write(reserved, budget)
-                if not pieces and not reserved.without_room:
-                    gathered()
-                if is_written and self.commit(reserved, budget):  # visible blobs may be evicted, which makes room
-                    pieces.extendleft(reversed(reserved.without_room))
+            with closing(self._written(self._reserved(prompt, pieces, budget, FIRST_BYTES))) as written:
+                for reserved, is_written in written:
+                    if not pieces and not reserved.without_room and len(self._in_flight) == 1:
+                        gathered()
+                    if is_written and self.commit(reserved, budget):  # visible blobs may be evicted, which makes room
+                        pieces.extendleft(reversed(reserved.without_room))
 
     def gather(self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget) -> ReservedBatch | None:
         """Copy the first batch into places that are not visible yet; None if nothing could be copied."""
-        batch = next(self._batches(wanted, budget, GATHER_BYTES), [])
-        reserved = self.reserve(prompt, batch, budget) if batch else None
-        return reserved if reserved and self.write(reserved, budget) else None
+        pieces = deque(self._arena.side_by_side(wanted, self._source))
+        first = islice(self._reserved(prompt, pieces, budget, GATHER_BYTES), 1)
+        written = [reserved for reserved, is_written in self._written(first) if is_written]
+        return written[0] if written else None
 
-    def _batches(
-        self, pieces: Sequence[ChunkRef], budget: Budget, most_bytes: int = BATCH_BYTES
-    ) -> Iterator[list[ChunkRef]]:
-        """What is saved at once: no more than the inbox holds, where there is one. Raises `OverLimit`."""
-        for batch in self._arena.batches(pieces, budget, most_bytes=most_bytes, through_inbox=True):
-            inbox_bytes = self._client.welcome.inbox_bytes
-            if inbox_bytes and (size := self._arena.num_bytes(batch)) > inbox_bytes:
-                raise OverLimit(f"a blob of {size} bytes, an inbox of {inbox_bytes}: take a larger --inbox")
-            yield batch
+    def _written(self, batches: Iterator[ReservedBatch]) -> Generator[tuple[ReservedBatch, bool]]:
+        """Batches, and whether all of each was written; if not, its places are freed. A batch is in flight until the
+        next one is asked for."""
+        try:
+            with closing(self._copier.writes(batches, self._source)) as written:
+                for reserved, is_written in written:
+                    fine = is_written and (not reserved.is_in_inbox or self._copied_in(reserved))
+                    if not fine:
+                        self.abandon(reserved)
+                    yield reserved, fine
+                    self._landed()
+        finally:
+            while self._in_flight:
+                self.abandon(self._in_flight[0])
+                self._landed()
 
-    def reserve(self, prompt: HashedPrompt, batch: list[ChunkRef], budget: Budget) -> ReservedBatch:
+    def _landed(self) -> None:
+        reserved = self._in_flight.popleft()
+        self._client.reserving.give_back(reserved.num_bytes)
+        if reserved.is_in_inbox:
+            self._client.inbox_lock.release()
+
+    def _reserved(
+        self, prompt: HashedPrompt, pieces: deque[ChunkRef], budget: Budget, first_bytes: int
+    ) -> Iterator[ReservedBatch]:
+        """Batches with places, of `pieces`, which are taken off that list. Ends when no more can be reserved until
+        those in flight are visible: then blobs may be evicted, the inbox is free, and a refusal is final."""
+        while pieces and not budget.is_spent:
+            is_alone = not self._in_flight
+            batch = self._next_batch(pieces, budget, first_bytes if is_alone else NEXT_BYTES)
+            try:
+                reserved = self._try_reserve(prompt, batch, budget, is_alone=is_alone)
+            except ServerError:
+                if is_alone:
+                    raise
+                return
+            if reserved is None:
+                return
+            for _ in batch:
+                pieces.popleft()
+            if reserved.jobs:
+                yield reserved
+            if reserved.without_room or reserved.is_in_inbox:
+                return
+
+    def _try_reserve(
+        self, prompt: HashedPrompt, batch: list[ChunkRef], budget: Budget, *, is_alone: bool
+    ) -> ReservedBatch | None:
+        """A batch, which is in flight if it has places; None if it gets some only when no other is in flight."""
+        num_bytes, welcome, allowance = self._arena.num_bytes(batch), self._client.welcome, self._client.reserving
+        if is_alone:
+            allowance.hold(num_bytes, welcome.reserve_bytes, welcome.lease_s, budget)
+        elif not allowance.hold_now(num_bytes, welcome.reserve_bytes):
+            return None
+        is_in_flight = False
+        try:
+            reserved = self._reserve(prompt, batch, budget, waits=is_alone)
+            if is_in_flight := bool(reserved.jobs):
+                self._in_flight.append(reserved)
+        finally:
+            if not is_in_flight:
+                allowance.give_back(num_bytes)
+        is_refused = reserved.without_room and not reserved.jobs
+        return None if is_refused and not is_alone else reserved
+
+    def _next_batch(self, pieces: Sequence[ChunkRef], budget: Budget, most_bytes: int) -> list[ChunkRef]:
+        """What is saved at once: no more than the inbox holds, where there is one, and what one call copies is not cut.
+        Raises `OverLimit`."""
+        batch = next(self._arena.batches(pieces, budget, most_bytes=most_bytes, through_inbox=True))
+        inbox_bytes = self._client.welcome.inbox_bytes
+        if inbox_bytes and (size := self._arena.num_bytes(batch)) > inbox_bytes:
+            raise OverLimit(f"a blob of {size} bytes, an inbox of {inbox_bytes}: take a larger --inbox")
+        following = pieces[len(batch)][0] if len(pieces) > len(batch) else None
+        whole = [*dropwhile(lambda piece: piece[0] == following, reversed(batch))][::-1]
+        return whole if whole and isinstance(self._source, StagedGather) else batch
+
+    def _reserve(self, prompt: HashedPrompt, batch: list[ChunkRef], budget: Budget, *, waits: bool) -> ReservedBatch:
+        """`waits`: for room, if no piece has any."""
         number, until = self._client.number(), time.monotonic() + self._client.welcome.lease_s
         until = until if budget.until is None else min(until, budget.until)
 
         def request(sequence: int) -> protocol.Message:
-            return protocol.Reserve(sequence, number, packed(batch, "<i4"), daemon_budget(budget))
+            return protocol.Reserve(sequence, number, packed(batch, "<i4"), daemon_budget(budget) if waits else 0.0)
 
         reply, generation = self._session.ask(prompt, request, budget)
         starts: list[int] = numbers(self._client.check(reply, protocol.Places).starts).tolist()
         places = [*zip(batch, starts, strict=True)]
         granted = [piece for piece, at in places if at >= 0]
         self.present |= {piece for piece, at in places if at < 0 and at != NO_ROOM}
-        if self._client.welcome.inbox_bytes:
+        is_in_inbox = bool(self._client.welcome.inbox_bytes)
+        if is_in_inbox:
             jobs = self._arena.in_inbox(self._session.inbox(generation), prompt, granted)
         else:
             arena = self._session.arena(generation)
             jobs = [self._arena.job(arena, prompt, *piece, at) for piece, at in places if at >= 0]
-        without_room = [piece for piece, at in places if at == NO_ROOM]
-        return ReservedBatch(prompt, number, until, generation, granted, jobs, without_room)
+        without_room, num_bytes = [piece for piece, at in places if at == NO_ROOM], self._arena.num_bytes(batch)
+        reserved = ReservedBatch(
+            prompt, number, until, generation, granted, jobs, without_room, num_bytes, is_in_inbox
+        )  # fmt: skip
+        if is_in_inbox and jobs and not self._client.inbox_lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            self.abandon(reserved)
+            return reserved._replace(jobs=[])
+        return reserved
 
-    def write(self, reserved: ReservedBatch, budget: Budget) -> bool:
-        """Returns whether all of a non-empty batch was written; if not, its places are freed."""
-        fine = False
-        through = self._through_inbox if self._client.welcome.inbox_bytes else self._written
-        try:
-            fine = through(reserved) if reserved.jobs else False
-        finally:
-            if not fine:
-                self.abandon(reserved, budget)
-        return fine
+    def _copied_in(self, reserved: ReservedBatch) -> bool:
+        """Let the daemon copy what is in the inbox; returns whether it took all of it."""
+        pieces = packed(reserved.pieces, "<i4")
 
-    def _written(self, reserved: ReservedBatch) -> bool:
-        return self._copier.writes(reserved.jobs, self._source, reserved.until)
+        def request(sequence: int) -> protocol.Message:
+            return protocol.CopyIn(sequence, reserved.number, pieces)
 
-    def _through_inbox(self, reserved: ReservedBatch) -> bool:
-        """Write to the inbox, when no other thread does, and let the daemon copy what is there."""
-        lock, budget = self._client.inbox_lock, Budget(reserved.until)
-        if not lock.acquire(timeout=max(0.0, reserved.until - time.monotonic())):
-            return False
-        try:
-            if not self._written(reserved):
-                return False
-            pieces = packed(reserved.pieces, "<i4")
-
-            def request(sequence: int) -> protocol.Message:
-                return protocol.CopyIn(sequence, reserved.number, pieces)
-
-            reply, _ = self._session.ask(reserved.prompt, request, budget, reserved.generation)
-            return self._client.check(reply, protocol.Done).count == len(reserved.pieces)
-        finally:
-            lock.release()
+        reply, _ = self._session.ask(reserved.prompt, request, Budget(reserved.until), reserved.generation)
+        return self._client.check(reply, protocol.Done).count == len(reserved.pieces)
 
     def commit(self, reserved: ReservedBatch, budget: Budget) -> bool:
         """Returns whether the batch became visible: all or none."""
@@ -194,10 +266,10 @@ class SaveOperation:
             return True
         return False
 
-    def abandon(self, reserved: ReservedBatch, budget: Budget) -> None:
-        if reserved.jobs and reserved.generation == self._client.generation:
-            with suppress(ServerError):  # then the reservation ends with its lease
-                self._client.ask(protocol.Commit(reserved.number, abandon=True), protocol.Done, reply_timeout(budget))
+    def abandon(self, reserved: ReservedBatch) -> None:
+        """Free the places of a batch; if that does not reach the daemon, they are freed with their lease."""
+        if reserved.generation == self._client.generation:
+            self._client.post(protocol.Commit(reserved.number, abandon=True))
 
 
 class SaveObserver(Protocol):
@@ -234,4 +306,4 @@ class GatheredReservation(GatheredSave):
     def abandon(self) -> None:
         reserved, self._reserved = self._reserved, None
         if reserved:
-            self._saving.abandon(reserved, UNLIMITED)
+            self._saving.abandon(reserved)

@@ -1,0 +1,173 @@
+"""Batches of one save overlap: places for the next, copies, the commit of the one before. Nothing gets lost by it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import OverLimit
+from kvweave.server import Daemon, RemoteStore, save_operation
+from kvweave.server.allowance import Allowance
+from kvweave.server.client_session import ROOM_S
+from kvweave.server.save_operation import ReservedBatch, SaveOperation
+from kvweave.server.settings import Limits
+from kvweave.store import Shard
+from kvweave.store.blob import blob_bytes
+from kvweave.store.keys import Bytes
+from kvweave.store.operations import CancellableBudget
+from kvweave.store.tier_stack import UNLIMITED
+from tests.server.models import LARGEST, POINTS, SCHEMA, prompt, serving, settings, store, verify
+from tests.server.test_staged import computed, engine
+from tests.store.models import fill, share, truth
+
+ALL_BYTES = sum(map(blob_bytes, SCHEMA.shards)) * 1024 // SCHEMA.chunk_tokens
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some pieces each."""
+    monkeypatch.setattr(save_operation, "FIRST_BYTES", 1)
+    monkeypatch.setattr(save_operation, "NEXT_BYTES", LARGEST)
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Which batches were reserved and committed, by their numbers, in order."""
+    seen: list[tuple[str, int]] = []
+    reserve, commit = SaveOperation._reserve, SaveOperation.commit
+
+    def reserving(self: SaveOperation, *args: object, **how: bool) -> ReservedBatch:
+        made = reserve(self, *args, **how)  # type: ignore[arg-type]
+        seen.append(("reserved", made.number))
+        return made
+
+    def committing(self: SaveOperation, reserved: ReservedBatch, *args: object) -> bool:
+        seen.append(("committed", reserved.number))
+        return commit(self, reserved, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SaveOperation, "_reserve", reserving)
+    monkeypatch.setattr(SaveOperation, "commit", committing)
+    return seen
+
+
+def test_batches_get_places_before_those_in_flight_are_written(tmp_path: Path, events: list[tuple[str, int]]) -> None:
+    with serving(settings(tmp_path, memory=16 << 20)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        fill(SCHEMA, made, 1024 // SCHEMA.chunk_tokens)
+        copier.between = lambda: events.append(("copied", 0))
+        assert client.save(prompt(), pages.source(made.table)).dropped == 0
+        kinds = [kind for kind, _ in events]
+        assert kinds.index("copied") > 1, "the second batch had no places when the first was copied"
+        first = events.index(("committed", events[0][1]))
+        assert "copied" in kinds[first:], "the first batch became visible when all was copied"
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        client.close()
+
+
+def test_what_went_through_overlapping_batches_comes_back(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=16 << 20)) as daemon:
+        client, (made, pages, _) = store(daemon.settings.socket), engine()
+        fill(SCHEMA, made, 1024 // SCHEMA.chunk_tokens)
+        assert client.save(prompt(), pages.source(made.table)).dropped == 0
+        other, into, _ = engine()
+        assert client.load(client.lookup(prompt()), into.sink(other.table)) == 1024
+        for place, rows in computed().items():
+            kept = slice(None) if place[1] == "full" else slice(-1, None)
+            assert share(other)[place][kept] == rows[kept], place
+        client.close()
+
+
+@pytest.mark.parametrize("prompts", [1.2, 1.5, 2.5])
+def test_a_save_does_not_wait_for_room_that_it_holds_itself(tmp_path: Path, prompts: float) -> None:
+    limits = replace(Limits(), reserve_share=1.0)
+    with serving(settings(tmp_path, memory=int(prompts * ALL_BYTES), limits=limits)) as daemon:
+        client = store(daemon.settings.socket)
+        for number in range(4):
+            began = time.monotonic()
+            assert client.save(prompt(number), truth, points=POINTS).dropped == 0
+            assert time.monotonic() - began < ROOM_S, "it waited for room until others free some"
+            assert client.load(client.lookup(prompt(number)), verify) == 1024
+        assert daemon.state.counts["memory no room"] == 0
+        client.close()
+
+
+def test_threads_of_one_connection_do_not_wait_for_each_others_batches(tmp_path: Path) -> None:
+    limits = replace(Limits(), reserve_share=0.1)
+    with serving(settings(tmp_path, memory=40 * LARGEST, limits=limits)) as daemon:
+        client = store(daemon.settings.socket)
+        began, saved = time.monotonic(), list[int]()
+        threads = [
+            threading.Thread(target=lambda i=i: saved.append(client.save(prompt(i), truth, points=[256]).dropped))
+            for i in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert saved == [0] * 4
+        assert time.monotonic() - began < daemon.settings.lease_s / 2, "one waited until the lease of another ended"
+        client.close()
+
+
+def test_a_refusal_comes_after_what_was_in_flight_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(settings(tmp_path, memory=16 << 20)) as daemon:
+        client, real = store(daemon.settings.socket), SaveOperation._reserve
+        asked = list[int]()
+
+        def refusing(self: SaveOperation, *args: object, **how: bool) -> ReservedBatch:
+            asked.append(len(self._in_flight))
+            if len(asked) > 2:
+                raise OverLimit("no more")
+            return real(self, *args, **how)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(SaveOperation, "_reserve", refusing)
+        saved = client.save(prompt(), truth)
+        assert asked[-1] == 0, "asked once more when nothing was in flight"
+        assert saved.stored >= 2, "both batches are visible"
+        assert saved.dropped > 0
+        assert client.unreachable == 1, "it was told once"
+        assert no_bytes_are_held(daemon, client)
+        client.close()
+
+
+def no_bytes_are_held(daemon: Daemon, client: RemoteStore) -> bool:
+    client.report()  # what was posted before is served before
+    return client.client.reserving._held == 0 and not daemon.state.arena._writing
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_a_source_that_raises_leaves_earlier_batches_and_no_places(tmp_path: Path, at: int) -> None:
+    calls = deque[int]()
+
+    def breaking(shard: Shard, chunk: int) -> Bytes:
+        calls.append(chunk)
+        if len(calls) > at:
+            raise RuntimeError("no such page")
+        return truth(shard, chunk)
+
+    with serving(settings(tmp_path, memory=16 << 20)) as daemon:
+        client = store(daemon.settings.socket)
+        with pytest.raises(RuntimeError, match="no such page"):
+            client.save(prompt(), breaking)
+        assert no_bytes_are_held(daemon, client)
+        assert client.save(prompt(), truth).dropped == 0
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        client.close()
+
+
+def test_a_cancelled_operation_stops_waiting_for_others() -> None:
+    allowance, budget = Allowance(), CancellableBudget(None)
+    allowance.hold(10, 10, 60.0, UNLIMITED)
+    assert not allowance.hold_now(1, 10)
+    waiting = threading.Thread(target=allowance.hold, args=(1, 10, 60.0, budget))
+    waiting.start()
+    budget.cancelled.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    allowance.give_back(11)
+    assert allowance.hold_now(11, 10), "one that is alone may be larger"
