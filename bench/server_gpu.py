@@ -134,7 +134,8 @@ def store_all(store: RemoteStore, prompts: Sequence[HashedPrompt], pages: PagePa
 
 
 def load_all(store: RemoteStore, prompts: Sequence[HashedPrompt], pages: PagePayloads, to: dict[str, Any]) -> None:
-    loads = [store.submit_load(hit, pages.sink(to)) for hit in store.submit_lookup(prompts).result()]
+    lookups = [store.submit_lookup([prompt]) for prompt in prompts]
+    loads = [store.submit_load(lookup.result()[0], pages.sink(to)) for lookup in lookups]
     assert [load.result() for load in loads] == [TOKENS] * len(prompts)
 
 
