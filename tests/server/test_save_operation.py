@@ -17,15 +17,12 @@ from kvweave.server.client_session import ROOM_S
 from kvweave.server.save_operation import ReservedBatch, SaveOperation
 from kvweave.server.settings import Limits
 from kvweave.store import Shard
-from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import CancellableBudget
 from kvweave.store.tier_stack import UNLIMITED
 from tests.server.models import LARGEST, POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.server.test_staged import computed, engine
 from tests.store.models import fill, share, truth
-
-ALL_BYTES = sum(map(blob_bytes, SCHEMA.shards)) * 1024 // SCHEMA.chunk_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +66,35 @@ def test_batches_get_places_before_those_in_flight_are_written(tmp_path: Path, e
         client.close()
 
 
+def test_the_source_is_free_when_the_last_copy_is_done_and_before_the_last_commit(
+    tmp_path: Path, events: list[tuple[str, int]]
+) -> None:
+    with serving(settings(tmp_path, memory=16 << 20)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        copier.between = lambda: events.append(("copied", 0))
+        source = pages.source(made.table)
+        pieces = client._to_keep(prompt(), source, None, None, 0)
+        client._save(prompt(), source, pieces, UNLIMITED, lambda: events.append(("gathered", 0)))
+        kinds = [kind for kind, _ in events]
+        assert kinds.count("copied") > 4
+        assert kinds[-3:] == ["copied", "gathered", "committed"]
+        assert kinds.count("gathered") == 1
+        client.close()
+
+
+def test_what_one_call_copies_is_not_cut_by_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = 1024 // SCHEMA.chunk_tokens
+    monkeypatch.setattr(save_operation, "FIRST_BYTES", int(1.5 * chunks * LARGEST))
+    monkeypatch.setattr(save_operation, "NEXT_BYTES", int(2.5 * chunks * LARGEST))
+    with serving(settings(tmp_path, memory=64 << 20)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        source = pages.source(made.table)
+        pieces = client._to_keep(prompt(), source, None, None, 0)
+        assert client.save(prompt(), source).dropped == 0
+        assert copier.calls == len({shard for shard, _ in pieces})
+        client.close()
+
+
 def test_what_went_through_overlapping_batches_comes_back(tmp_path: Path) -> None:
     with serving(settings(tmp_path, memory=16 << 20)) as daemon:
         client, (made, pages, _) = store(daemon.settings.socket), engine()
@@ -82,16 +108,14 @@ def test_what_went_through_overlapping_batches_comes_back(tmp_path: Path) -> Non
         client.close()
 
 
-@pytest.mark.parametrize("prompts", [1.2, 1.5, 2.5])
-def test_a_save_does_not_wait_for_room_that_it_holds_itself(tmp_path: Path, prompts: float) -> None:
+@pytest.mark.parametrize("blobs", [2, 2.5, 4])
+def test_a_save_does_not_wait_for_room_that_it_holds_itself(tmp_path: Path, blobs: float) -> None:
     limits = replace(Limits(), reserve_share=1.0)
-    with serving(settings(tmp_path, memory=int(prompts * ALL_BYTES), limits=limits)) as daemon:
-        client = store(daemon.settings.socket)
-        for number in range(4):
-            began = time.monotonic()
-            assert client.save(prompt(number), truth, points=POINTS).dropped == 0
-            assert time.monotonic() - began < ROOM_S, "it waited for room until others free some"
-            assert client.load(client.lookup(prompt(number)), verify) == 1024
+    with serving(settings(tmp_path, memory=int(blobs * LARGEST), limits=limits)) as daemon:
+        client, began = store(daemon.settings.socket), time.monotonic()
+        assert client.save(prompt(), truth, points=POINTS).dropped == 0, "what is visible may be evicted"
+        assert time.monotonic() - began < ROOM_S, "it waited for room until others free some"
+        assert daemon.state.arena._evicted > 0, "it all fits: nothing had to wait"
         assert daemon.state.counts["memory no room"] == 0
         client.close()
 
