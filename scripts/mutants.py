@@ -30,7 +30,10 @@ for seed in range(320):
     Life(seed).run(80)
 """
 CORE = ("tests/cache/test_cache.py", "tests/cache/test_window_moves.py", "tests/pool", "tests/table", "tests/prefix")
-SERVER_FILES = "leases shares pins protocol requests tiers operations deadlines small_promises inbox capacity staged save_operation"
+SERVER_FILES = (
+    "leases shares pins protocol requests tiers operations deadlines small_promises inbox capacity staged"
+    " save_operation"
+)
 SERVER = tuple(f"tests/server/test_{name}.py" for name in SERVER_FILES.split())
 STORE_FILES = (
     "budget breaker journal ticket tiers faults tier_stack recovery recency removals jobs operations unreadable store"
