@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvweave.store import DictTier, DiskTier, MemoryTier, Shard, Store, TierPolicy, TierStack
+from kvweave.copying import BlockCopy, HostPayloadCopier
+from kvweave.store import (
+    DictTier,
+    DiskTier,
+    EngineMemory,
+    MemoryTier,
+    PagePayloads,
+    Schema,
+    Shard,
+    Store,
+    TierPolicy,
+    TierStack,
+)
 from kvweave.store.blob import COUNTS_LOCALS, owned_payload
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
-from tests.store.models import namespace
+from tests.store.models import fill, hybrid, namespace, rank, truth
 
 
 class Reusing:
@@ -90,3 +103,27 @@ def test_what_somebody_else_has_is_copied() -> None:
     assert owned_payload(view).ctypes.data != kept.ctypes.data
     foreign = np.frombuffer(bytearray(100), np.uint8)
     assert owned_payload(foreign).ctypes.data != foreign.ctypes.data
+
+
+def test_pages_of_one_shard_are_collected_by_one_call_a_batch() -> None:
+    spec = hybrid()
+    schema, calls = Schema.of(spec, parts=4), list[int]()
+    made = rank(schema, spec, 1024, block_tokens=64)
+    fill(schema, made, 1024 // schema.chunk_tokens)
+
+    class Counting(HostPayloadCopier):
+        def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
+            calls.append(payload.nbytes)
+            super().gather(copies, payload)
+
+        def after_caller(self) -> Counting:
+            return self
+
+    def check(shard: Shard, chunk: int, found: Bytes) -> None:
+        assert np.array_equal(found, truth(shard, chunk))
+
+    pages = PagePayloads(schema, EngineMemory.of_plan(made.plan, made.pools), Counting(made.pools))
+    with Store(schema, TierStack((DictTier(), TierPolicy()))) as store:
+        prompt = store.prompt(range(1025), namespace(spec))
+        assert store.save(prompt, pages.source(made.table)).stored > len(calls) == len(schema.shards)
+        assert store.load(store.lookup(prompt), check) == 1024

@@ -132,10 +132,14 @@ class Gather:
         self._pages, self._tables, self._copier = pages, tables, copier
 
     def __call__(self, shard: Shard, chunk: int) -> Bytes:
-        out = aligned(shard.payload_bytes)
-        self._copier.gather(self._copies(shard, [chunk]), out)
+        return self.payloads(shard, [chunk])[0]
+
+    def payloads(self, shard: Shard, chunks: Sequence[int]) -> list[Bytes]:
+        """The payloads of chunks, by one call of the copier, in memory that nobody else has or can write to."""
+        out = aligned(shard.payload_bytes * len(chunks))
+        self._copier.gather(self._copies(shard, chunks), out)
         out.flags.writeable = False
-        return out
+        return [*out.reshape(len(chunks), shard.payload_bytes)]
 
     def holds(self, shard: Shard, chunk: int) -> bool:
         return self._pages.holds(shard, chunk, self._tables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +14,9 @@ from numpy.typing import NDArray
 from kvweave.store.any_store import GATHER_BYTES, AnyStore, discard
 from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck, header_bytes, owned_payload, seal
-from kvweave.store.keys import HashedPrompt
+from kvweave.store.keys import Bytes, HashedPrompt
 from kvweave.store.operations import ChunkRef, Operation
-from kvweave.store.page_payloads import Source
+from kvweave.store.page_payloads import Gather, Source
 from kvweave.store.removals import RemovalLog, Removals
 from kvweave.store.results import GatheredSave, Saved, SaveOutcome, StoreStats
 from kvweave.store.shards import Schema
@@ -177,10 +178,15 @@ class Store(AnyStore[Hit]):
         return keys, [_Piece(*pieces[i], keys[i]) for i in lacking], missing is not None
 
     def _sealed(self, batch: Sequence[_Piece], source: Source) -> list[Blob]:
-        shards = self.schema.shards
-        return [
-            seal(shards[shard], chunk, key, owned_payload(source(shards[shard], chunk))) for shard, chunk, key in batch
-        ]
+        shards, found = self.schema.shards, dict[ChunkRef, Bytes]()
+        if isinstance(source, Gather):  # a call takes longer than to copy a small payload
+            for number, of_shard in groupby(sorted(batch), lambda piece: piece.shard):
+                chunks = [piece.chunk for piece in of_shard]
+                payloads = source.payloads(shards[number], chunks)
+                found |= {(number, chunk): payload for chunk, payload in zip(chunks, payloads, strict=True)}
+        else:
+            found = {(shard, chunk): owned_payload(source(shards[shard], chunk)) for shard, chunk, _ in batch}
+        return [seal(shards[shard], chunk, key, found[shard, chunk]) for shard, chunk, key in batch]
 
     def _put(self, batch: Sequence[_Piece], blobs: Sequence[Blob], budget: Budget) -> list[ChunkRef]:
         """Those that were not kept."""
