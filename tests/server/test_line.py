@@ -32,7 +32,7 @@ def test_what_one_client_saves_another_loads_bit_for_bit(tmp_path: Path) -> None
 
         assert reader.load(hit, sink) == 1024
         assert len(given) == len({*given}) == sum(len([*shard.needs(1024)]) for shard in SCHEMA.shards)
-        assert all(client.leases == 0 for client in daemon.report().clients)
+        assert all(client.leases == 0 for client in reader.report().clients)
         writer.close()
         reader.close()
 

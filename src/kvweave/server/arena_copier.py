@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import chain, groupby
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.copying import PartChecksums
 from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write, write_header
@@ -185,24 +185,29 @@ class ArenaCopier:
                     finish()
 
     def _begun(self, batches: Iterable[Batch], source: Source) -> Iterator[_Begun[Batch]]:
+        begin, together_bytes = self._writer(source)
         for batch in batches:
             if isinstance(source, StagedGather):
                 source.wait_for_caller()  # so that no copy is started in time and made too late
-            parts = self._parts(batch.jobs, source)
+            parts = [[*batch.jobs]]
+            if together_bytes is not None:
+                parts = [*together(sorted(batch.jobs, key=lambda job: job.shard.id), together_bytes)]
             for number, some in enumerate(parts, 1):
-                yield _Begun(self._begin(some, source, batch.until), batch, number == len(parts))
+                yield _Begun(begin(some, source, batch.until), batch, number == len(parts))
 
-    def _parts(self, jobs: Sequence[ArenaBlob], source: Source) -> list[list[ArenaBlob]]:
-        """What is written by one call each."""
-        if isinstance(source, StagedGather | FillableSource):
-            return [*together(sorted(jobs, key=lambda job: job.shard.id), source.together_bytes)]
-        return [[*jobs]]
-
-    def _begin(self, jobs: Sequence[ArenaBlob], source: Source, until: float) -> Finish[bool]:
+    def _writer(self, source: Source) -> tuple[Callable[[Sequence[ArenaBlob], Any, float], Finish[bool]], int | None]:
+        """What begins to write jobs of a source, and how many bytes of a shard it takes at once; None: a batch. Asked
+        once for all batches: whether a source is of a protocol takes long to say."""
         if isinstance(source, StagedGather):
-            return begin_gather(jobs, source, until)
+            return begin_gather, source.together_bytes
         if isinstance(source, FillableSource):
-            return self._run(jobs, partial(self._write_filled, jobs, source, until))
+            return self._begin_filling, source.together_bytes
+        return self._begin_given, None
+
+    def _begin_filling(self, jobs: Sequence[ArenaBlob], source: FillableSource, until: float) -> Finish[bool]:
+        return self._run(jobs, partial(self._write_filled, jobs, source, until))
+
+    def _begin_given(self, jobs: Sequence[ArenaBlob], source: Source, until: float) -> Finish[bool]:
         fine = self._write_given(jobs, source, until)
         return lambda: fine
 

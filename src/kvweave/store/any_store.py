@@ -20,7 +20,7 @@ from kvweave.store.blob import blob_bytes
 from kvweave.store.closing import ClosedAtEnd
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
 from kvweave.store.operations import ChunkRef, Operation
-from kvweave.store.page_payloads import PagedSource, Sink, Source
+from kvweave.store.page_payloads import Gather, PagedSource, Sink, Source
 from kvweave.store.results import GatheredSave, GroupLoad, Saved, StoreStats
 from kvweave.store.shards import Schema
 from kvweave.store.submitting import Found, SubmittingStore
@@ -263,7 +263,8 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
         ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
         wanted = frozenset(self._shard_numbers(shards))
 
-        paged = source if isinstance(source, PagedSource) else None  # asked once: of a protocol it takes long
+        # asked once, and not at all of our own: of a protocol it takes long
+        paged = source if isinstance(source, Gather | PagedSource) else None
 
         def takes_tail(shard: int, chunk: int) -> bool:
             return paged is not None and not paged.holds(self.schema.shards[shard], chunk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class PagePayloads:
         if copier is None and not all(isinstance(pool, np.ndarray) for pool in memory.pools.values()):
             raise StoreError("memory on a device needs a copier: kvweave.transfer.payload_copier has one for GPUs")
         self._copier = copier or HostPayloadCopier(memory.pools)
+        self._is_staged = isinstance(self._copier, StagedCopier)  # asked once: of a protocol it takes long
         self._schema, self.parallel = schema, memory.parallel
         self._layers = [held_layers(shard, memory) for shard in schema.shards]
 
@@ -57,8 +58,7 @@ class PagePayloads:
 
     def source(self, tables: Tables) -> Gather:
         """The payloads of a sequence's chunks."""
-        copier = self._copier.after_caller()
-        return (StagedGather if isinstance(copier, StagedCopier) else HostGather)(self, tables, copier)
+        return (StagedGather if self._is_staged else HostGather)(self, tables, self._copier.after_caller())
 
     def sink(self, tables: Tables) -> Sink:
         """A sink that writes payloads into the pages of a sequence. Rows whose page is NULL are skipped.
@@ -66,8 +66,8 @@ class PagePayloads:
         A load that returns less than its hit may need window pages that these tables do not have: see `holds`.
         """
         copier = self._copier.after_caller()
-        if isinstance(copier, StagedCopier):
-            return StagedScatter(self, tables, copier)
+        if self._is_staged:
+            return StagedScatter(self, tables, cast(StagedCopier, copier))
 
         def write(shard: Shard, chunk: int, payload: Bytes) -> None:
             copier.scatter(self.sink_copies(shard, [chunk], tables), payload)
