@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvweave.server import Disk, Limits, RemoteStore, protocol
+from kvweave.server import Daemon, Disk, Limits, RemoteStore, protocol
 from kvweave.server.protocol import packed
 from kvweave.server.shared_arena import SharedArena
 from kvweave.store import Quota
@@ -82,16 +82,44 @@ def test_fetches_of_one_connection_never_hold_more_than_its_share(tmp_path: Path
         writer.close()
 
 
+def test_fetches_of_all_connections_leave_room_to_write_and_are_served_all_the_same(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=12 * prompt_bytes())) as daemon:
+        readers = [store(tmp_path / "kv.sock") for _ in range(6)]
+        for number in range(10):
+            readers[0].save(prompt(number), truth, points=POINTS)
+        replies = [fetch(reader, 2 * i + j, 7 + j) for i, reader in enumerate(readers[:5]) for j in range(2)]
+        assert {type(reply) for reply in replies} == {protocol.Places}
+        arena = daemon.state.arena.num_bytes
+        held = sum(client.leased_bytes for client in daemon.report().clients)
+        assert arena // 2 < held <= arena * 3 // 4
+        began, writer = time.monotonic(), readers[-1]
+        assert writer.load(writer.lookup(prompt(9)), verify) == 1024, "it needs no lease"
+        assert writer.save(prompt(100), truth, points=POINTS).dropped == 0
+        assert time.monotonic() - began < 2, "it did not wait for anybody's lease"
+        for each in readers:
+            each.close()
+        until_nothing_is_leased(daemon)
+
+
+def until_nothing_is_leased(daemon: Daemon) -> None:
+    until = time.monotonic() + 10
+    while daemon.state.leased.held_bytes and time.monotonic() < until:
+        time.sleep(0.01)
+    assert daemon.state.leased.held_bytes == 0, "what is charged is given back"
+
+
 def test_a_pinned_lease_does_not_grow_beyond_the_share_of_fetches(tmp_path: Path) -> None:
     with serving(settings(tmp_path, memory=12 * prompt_bytes())) as daemon:
         client = store(tmp_path / "kv.sock")
         for number in range(10):
             client.save(prompt(number), truth, points=POINTS)
         pin = client.pin(client.lookup(prompt(0), lease=False))
+        assert daemon.state.leased.held_bytes == 0, "pins have a share of their own"
         for number in range(1, 10):
             fetch(client, number, pin.lease)
         assert daemon.report().clients[0].leased_bytes <= prompt_bytes() + daemon.state.arena.num_bytes // 4
         client.close()
+        until_nothing_is_leased(daemon)
 
 
 def test_single_blobs_are_not_reserved_beyond_the_share_either(tmp_path: Path) -> None:

@@ -218,15 +218,15 @@ class ClientSession:
     def _lease(
         self, sequence: OpenSequence, pieces: Pieces, lease: int, *, counted: bool = False
     ) -> NDArray[np.int64] | None:
-        """The places of pieces, under a lease; None if the quota of leases is used up, which only `counted` leases
-        need."""
+        """The places of pieces, under a lease. If the quota of leases is used up, lookups (`counted`) get None, and
+        fetches places that others may evict: what is copied from there is checked."""
         pinned = self._arena.pin(sequence.keys_at(pieces))
         self._state.counts["memory hits"] += len(pinned.slots)
         num_bytes = int(pinned.lengths[pinned.starts != NOT_IN_ARENA].sum())
         if not lease:
             self._arena.unpin(pinned.slots)
             return pinned.starts
-        if not self.leases.lease(lease, pinned.slots, counted=counted):
+        if not self.leases.lease(lease, pinned.slots, counted=counted) and counted:
             return None
         self._state.counts["memory read_bytes"] += num_bytes
         return pinned.starts
@@ -251,7 +251,7 @@ class ClientSession:
 
     def _fetched(self, sequence: OpenSequence, pieces: Pieces, lease: int) -> Reply:
         starts = self._lease(sequence, pieces, lease)
-        assert starts is not None, "a lease that is not counted was refused"
+        assert starts is not None, "a fetch got no places"
         self._state.counts["memory misses"] += int((starts == NOT_IN_ARENA).sum())
         return protocol.Places(packed(starts))
 

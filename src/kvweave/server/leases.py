@@ -30,10 +30,11 @@ class Lease:
 
 
 class LeaseQuota:
-    """Bytes that the lookups of all connections may hold, so that there is always room to write."""
+    """Bytes that the leases of all connections hold. Lookups and fetches have a limit each, so that there is always
+    room to write."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.held_bytes = most_bytes, 0
+    def __init__(self, lookup_bytes: int, fetch_bytes: int) -> None:
+        self.lookup_bytes, self.fetch_bytes, self.held_bytes = lookup_bytes, fetch_bytes, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Leases:
         """Hold pinned slots under a number, in addition to those it holds already; a slot is held once. Raises
         `OverLimit`, and unpins them, if the connection has too many leases.
 
-        `counted`: charge them to the quotas of this connection and of all lookups; if one is used up, the slots are
+        If the quota of all connections is used up, or that of this connection's lookups (`counted`), the slots are
         unpinned, and this returns False.
         """
         known = self._leases.get(number)
@@ -88,7 +89,7 @@ class Leases:
             self._arena.unpin(slots[is_held])
             slots = slots[~is_held]
         num_bytes = self._arena.pinned_bytes(slots)
-        if counted and not self._charge(num_bytes):
+        if not self._charge(num_bytes, counted=counted):
             self._arena.unpin(slots)
             return False
         held = self._leases.setdefault(number, Lease(slots[:0], 0.0, 0))
@@ -100,11 +101,12 @@ class Leases:
             held.fetched += num_bytes
         return True
 
-    def _charge(self, num_bytes: int) -> bool:
-        share = self._share
-        if self._counted + num_bytes > self._most_bytes or share.held_bytes + num_bytes > share.most_bytes:
+    def _charge(self, num_bytes: int, *, counted: bool) -> bool:
+        share, counted_bytes = self._share, num_bytes if counted else 0
+        limit = share.lookup_bytes if counted else share.fetch_bytes
+        if share.held_bytes + num_bytes > limit or self._counted + counted_bytes > self._most_bytes:
             return False
-        self._counted += num_bytes
+        self._counted += counted_bytes
         share.held_bytes += num_bytes
         return True
 
@@ -117,7 +119,9 @@ class Leases:
         if num_bytes > most_bytes:
             raise OverLimit(f"{num_bytes} bytes would be pinned, {most_bytes} at most; unpin something")
         for number in alive:
-            self._leases[number].until, self._leases[number].fetched = FOREVER, 0
+            lease = self._leases[number]
+            self._share.held_bytes -= lease.fetched
+            lease.until, lease.fetched = FOREVER, 0
         return alive
 
     def release(self, numbers: Sequence[int]) -> int:
@@ -125,7 +129,7 @@ class Leases:
         for lease in leases:
             self._arena.unpin(lease.slots)
             self._counted -= lease.counted
-            self._share.held_bytes -= lease.counted
+            self._share.held_bytes -= lease.counted + lease.fetched
         return len(leases)
 
     # ---- writing

@@ -37,8 +37,8 @@ THREADS = {"read": 16, "write": 16, "flush": 4, "copy": 4}
 """Threads by kind of work. Writers waiting for a tier's queue, and long flushes and clears, must not use up the threads
 of readers, nor those that copy out of inboxes. Beyond these numbers, requests of a kind queue up."""
 PREFIXES, SHOWN = 4096, 20
-LEASED_SHARE = 0.5
-"""The share of the arena that the leases of all lookups may hold."""
+LEASED_SHARE, FETCHED_SHARE = 0.5, 0.75
+"""The share of the arena that may be leased when a lookup leases more, and when a fetch does."""
 
 
 class ServerState:
@@ -59,7 +59,7 @@ class ServerState:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._change = asyncio.Event()
         self.models = ModelRegistry()
-        self.leased = LeaseQuota(int(arena.num_bytes * LEASED_SHARE))
+        self.leased = LeaseQuota(int(arena.num_bytes * LEASED_SHARE), int(arena.num_bytes * FETCHED_SHARE))
         self._uses: dict[tuple[bytes, bytes], PrefixReport] = {}
         self.observations = Observations(settings.quotas)
         self._began = time.monotonic()

@@ -51,8 +51,8 @@ class Limits:
     reserve_share: float = 0.25
     """Share of the arena that a connection may reserve, and that its fetches may lease, at once."""
     lease_share: float = 0.25
-    """Share of the arena that its lookups may lease. Beyond it, and beyond half of the arena for all connections,
-    lookups take no lease."""
+    """Share of the arena that its lookups may lease. Beyond it, and when half of the arena is leased, lookups take no
+    lease; fetches take none when three quarters are."""
     pin_share: float = 0.25
     """Share of the arena that it may pin."""
 
