@@ -47,9 +47,9 @@ class Executor:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be computed before the tokens of the one before it are known here. States would have
-        advanced by then, when theirs are to be kept; and what a store gets is copied between two steps."""
-        return self._weave.graphs.is_useful and not self.served.has_states and self._weave.store is None
+        """Whether a step may be computed before the tokens of the one before it are known here. States that are to be
+        kept are copied between the two; what a store gets is copied there by the host, which waits for it."""
+        return self._weave.graphs.is_useful and self._weave.store is None
 
     def can_run_ahead(self, chunks: SequenceOf[JobChunk]) -> bool:
         """Whether those tokens of a step that are not known here are needed by graphs only, which find them on the

@@ -6,9 +6,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvweave.errors import BadOption
+from kvweave.tensor import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def sample(logits: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
     chosen = scores.argmax(-1)
     random = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
     if random:
-        which = _sent(random, torch.int64, logits)
+        which = upload(np.array(random), logits.device)
         chosen[which] = _drawn(scores[which], [rows[number] for number in random])
     for row, token in zip(rows, chosen, strict=True):
         if row.seen is not None:
@@ -135,9 +137,4 @@ def _narrowed(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tenso
 
 
 def _column(values: SequenceOf[float], like: torch.Tensor) -> torch.Tensor:
-    return _sent(values, torch.float32, like)[:, None]
-
-
-def _sent(values: SequenceOf[float], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """On the device of `like`; from memory that is not pinned a copy could wait for all that the device has to do."""
-    return torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda).to(like.device, non_blocking=True)
+    return upload(np.array(values, np.float32), like.device)[:, None]
