@@ -73,7 +73,7 @@ def on_pages(weave: KVWeave, rows: int, context: int) -> dict[str, float]:
         launched.append(torch.cuda.current_stream().record_event())
         ids = np.full(rows, UNKNOWN_ID)
         host += time.perf_counter() - began
-        if len(launched) > (0 if weave.served.has_states else 1):  # the engine runs one step ahead where it can
+        if len(launched) > 1:  # the engine runs one step ahead
             launched.popleft().synchronize()
             began = time.perf_counter()
             lengths = [context + step + 1 - len(launched)] * rows

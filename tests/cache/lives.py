@@ -90,7 +90,7 @@ class Life:
         kinds = {
             self.open: 5, self.step: 12, self.commit: 8, self.accept: 2, self.fork: 2, self.reorder: 1,
             self.truncate: 2, self.close: 3, self.load: 1, self.rematch: 1, self.pin: 1, self.unpin: 1,
-            self.publish: 1, self.shrink: 1,
+            self.publish: 1, self.shrink: 1, self.branch: 2,
         }  # fmt: skip
         for _ in range(steps):
             kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
@@ -139,6 +139,11 @@ class Life:
             return
         before = one.sequence.num_cached
         assert self.cache.rematch(one.sequence) >= before
+
+    def branch(self) -> None:
+        """Another prompt is known to come."""
+        if one := self.pick():
+            self.cache.add_branch(one.sequence, self.rng.randint(0, len(one.tokens)))
 
     def load(self) -> None:
         """What a store has is loaded, or could not be had after all."""

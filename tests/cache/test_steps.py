@@ -9,7 +9,7 @@ from kvweave.cache import Batch, Cache, Sequence
 from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, NotSettled, OutOfPages
 from kvweave.plan import PoolRequest
 from kvweave.prefix import Retention
-from kvweave.spec import Full, State, Window
+from kvweave.spec import Full, Reach, State, Window
 from tests.cache.engine import Engine, check_books
 from tests.cache.plans import full_plan, group, plan_of
 
@@ -370,3 +370,18 @@ def test_rows_that_changed_are_told_to_whoever_keeps_a_copy_of_a_table() -> None
     assert changed.tolist() == [one.row]
     copy[changed] = cache.table("window")[changed]
     assert (copy == cache.table("window")).all()
+
+
+@pytest.mark.parametrize("trailing", [Window(6), State()])
+def test_a_prompt_under_way_leaves_a_point_where_one_that_came_later_leaves_it(trailing: Reach) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("trailing", trailing)), retention=Retention(every=0))
+    engine, first = Engine(cache), cache.open(range(40))
+    step(cache, engine, first, 8)
+    for position in (8, 21, 90):
+        cache.add_branch(first, position)
+    assert first.prompt_points == [20, 36], "neither where it is already nor behind its end"
+    while first.length < 40:
+        step(cache, engine, first, min(first.stop or 40, 40) - first.length)
+    assert cache.lookup([*range(21), 99, 98, 97]) == 20
+    cache.close(first)
+    check_books(cache)

@@ -27,7 +27,9 @@ from kvweave.cli.run.text import ByteTokenizer  # noqa: E402
 from kvweave.engine import Engine  # noqa: E402
 from kvweave.engine.api.answer_text import AnswerText  # noqa: E402
 from kvweave.engine.api.endpoint import Endpoint  # noqa: E402
+from kvweave.engine.api.formats import ChatFormat, CompletionFormat  # noqa: E402
 from kvweave.engine.api.prompt_codec import TokenizerCodec, ToolCall, ToolCalls  # noqa: E402
+from kvweave.engine.api.request_fields import ONLY, WITHOUT_EFFECT  # noqa: E402
 from tests.integrations.models import plain  # noqa: E402
 
 KEY = "a-key"
@@ -149,15 +151,27 @@ def test_a_chat_streams_its_role_first(client: Any) -> None:
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"properties": {"day": {"type": "integer"}}}}}]
 
 
+TOLD, OPENED = CODEC.encode("[look]"), CODEC.encode("<call>")
+
+
 class CallingCodec(BytesCodec):
-    """Takes every answer of seven tokens for a call."""
+    """Takes every answer of seven tokens for two calls. Tools, and the opening of a call, are told in brackets."""
 
     reads_tool_calls = True
+    call_opening = "<call>"
+
+    def chat(self, messages: Any, tools: Any, opens_call: bool) -> list[int]:
+        told = TOLD if tools else []
+        return [*super().chat(messages, tools, opens_call), *told, *(OPENED if opens_call else [])]
 
     def tool_calls(self, prompt: Any, answer: Any, tools: Any) -> Any:
         assert tools == TOOLS
-        assert prompt == tuple(ByteTokenizer().chat([("user", "hello")]))
-        return ToolCalls(None, (ToolCall("look", '{"day": 3}'),)) if len(answer) == 7 else None
+        assert list(prompt) in ([*HELLO, *TOLD], [*HELLO, *TOLD, *OPENED])
+        calls = ToolCall("look", '{"day": 3}'), ToolCall("look", '{"day": 4}')
+        return ToolCalls(None, calls) if len(answer) == 7 else None
+
+
+HELLO = ByteTokenizer().chat([("user", "hello")])
 
 
 @pytest.fixture
@@ -171,13 +185,62 @@ def test_calls_of_tools_are_told_apart_from_text(ask: Any, engine: Engine) -> No
     choice = ask(messages=messages, max_tokens=7).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
-    (call,) = choice.message.tool_calls
+    call, _ = choice.message.tool_calls
     assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "look", {"day": 3})
     streamed = [event.choices[0] for event in ask(messages=messages, max_tokens=7, stream=True)]
-    (call,) = streamed[-1].delta.tool_calls
-    assert (call.index, call.function.name, streamed[-1].finish_reason) == (0, "look", "tool_calls")
-    text = expected(engine, ByteTokenizer().chat([("user", "hello")]), 6)
+    _, call = streamed[-1].delta.tool_calls
+    assert (call.index, call.function.name, streamed[-1].finish_reason) == (1, "look", "tool_calls")
+    text = expected(engine, [*HELLO, *TOLD], 6)
     assert ask(messages=messages, max_tokens=6).choices[0].message.content == text
+    (call,) = ask(messages=messages, max_tokens=7, parallel_tool_calls=False).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"day": 3}
+
+
+def test_no_tool_is_shown_to_a_model_that_is_to_call_none(ask: Any, engine: Engine) -> None:
+    choice = ask(messages=[{"role": "user", "content": "hello"}], max_tokens=7, tool_choice="none").choices[0]
+    assert (choice.message.content, choice.message.tool_calls) == (expected(engine, HELLO, 7), None)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}], ids=str)
+def test_a_call_that_is_required_is_opened_for_the_model_and_its_absence_is_an_error(ask: Any, choice: Any) -> None:
+    options: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "tool_choice": choice}
+    answer = ask(**options, max_tokens=7)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert answer.usage.prompt_tokens == len([*HELLO, *TOLD, *OPENED])
+    with pytest.raises(openai.InternalServerError, match="wrote no such call in 6 tokens"):
+        ask(**options, max_tokens=6)
+    with pytest.raises(openai.APIError, match="wrote no such call"):
+        list(ask(**options, max_tokens=6, stream=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, "none of the tools"),
+        ({"tool_choice": "required", "tools": []}, "none of the tools"),
+        ({"tool_choice": "always"}, "tool_choice is"),
+        ({"tools": [{"name": "look"}]}, "tools is a list"),
+    ],
+    ids=str,
+)
+def test_choices_of_tools_that_make_no_sense_are_refused(ask: Any, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=why):
+        ask(messages=[{"role": "user", "content": "hello"}], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "takes no tools"),
+        ({"tool_choice": "required"}, "does not say how a call opens"),
+        ({"parallel_tool_calls": False}, "no response_template"),
+    ],
+    ids=str,
+)
+def test_tools_that_the_model_would_not_see_are_refused(client: Any, options: dict[str, Any], why: str) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    with pytest.raises(openai.BadRequestError, match=why):
+        client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, **options)
 
 
 def test_a_tokenizer_with_a_response_template_reads_its_calls() -> None:
@@ -191,6 +254,10 @@ def test_a_tokenizer_with_a_response_template_reads_its_calls() -> None:
     fields = {"tool_calls": call, "content": {}}
     tokenizer.response_template = {"start_anchor": "<assistant>", "defaults": {"role": "assistant"}, "fields": fields}
     assert codec.reads_tool_calls
+    assert codec.call_opening == "<call>"
+    assert codec.tool_calls([4, 0], [2, 1], TOOLS) == ToolCalls(None, (ToolCall("look", '{"day": 3}'),)), (
+        "opened before"
+    )
     assert codec.tool_calls([4], [3, 0, 2, 1], TOOLS) == ToolCalls("Well.", (ToolCall("look", '{"day": 3}'),))
     assert codec.tool_calls([4], [3], TOOLS) is None
     assert codec.tool_calls([4], [0, 3, 1], TOOLS) is None, "a call that is no JSON"
@@ -251,7 +318,9 @@ def test_clients_that_hang_up_leave_nothing_behind(url: str, client: Any, engine
     [
         {"max_tokens": "x"}, {"max_tokens": 0}, {"temperature": -1}, {"top_p": 2.5}, {"n": 0}, {"n": 1000},
         {"stop": [""]}, {"prompt": []}, {"prompt": [[-4]]}, {"prompt": 7}, {"logprobs": 50}, {"echo": True},
-        {"prompt": "x" * 3000}, {"max_tokens": 5000},
+        {"prompt": "x" * 3000}, {"max_tokens": 5000}, {"suffix": "x"}, {"best_of": 3}, {"logit_bias": {"a": 1}},
+        {"logit_bias": {"999": 1}}, {"logit_bias": {"5": 101}}, {"frequency_penalty": 3},
+        {"stream": True, "stream_options": {"include_obfuscation": True}}, {"extra_body": {"temprature": 1}},
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_nothing_runs(client: Any, engine: Engine, wrong: dict[str, Any]) -> None:
@@ -260,6 +329,57 @@ def test_what_is_wrong_is_said_and_nothing_runs(client: Any, engine: Engine, wro
         client.completions.create(**{"model": "tiny", "prompt": TEXT, **wrong})
     assert told.value.body["message"]
     assert engine.stats().requests == before
+
+
+CHAT_ONLY = {
+    "response_format": {"type": "json_object"}, "modalities": ["text", "audio"], "store": True, "service_tier": "flex",
+    "functions": [{"name": "look"}], "function_call": "auto", "audio": {"voice": "x", "format": "wav"},
+    "web_search_options": {}, "reasoning_effort": "low", "verbosity": "low", "top_logprobs": 3,
+    "max_completion_tokens": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHAT_ONLY)
+def test_fields_of_a_chat_that_would_be_ignored_are_refused_by_name(client: Any, name: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(openai.BadRequestError, match=name.replace("max_completion", "max_new")):
+        client.chat.completions.create(model="tiny", messages=messages, **{name: CHAT_ONLY[name]})
+
+
+def test_every_field_of_the_openai_client_is_served_or_known_to_be_none_of_this_server() -> None:
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_params
+
+    for shape, params in ((CompletionFormat, completion_create_params), (ChatFormat, chat_params)):
+        asked = set(params.CompletionCreateParamsBase.__annotations__)
+        assert not asked - shape.fields - set(WITHOUT_EFFECT) - set(ONLY)
+
+
+def test_fields_that_change_no_answer_are_taken(client: Any) -> None:
+    harmless: dict[str, Any] = {
+        "user": "me", "safety_identifier": "x", "metadata": {"a": "b"}, "prompt_cache_key": "k",
+        "response_format": {"type": "text"}, "modalities": ["text"], "store": False, "service_tier": "auto",
+        "tool_choice": "auto", "parallel_tool_calls": True,
+    }  # fmt: skip
+    messages = [{"role": "user", "content": "hi"}]
+    options: dict[str, Any] = {"model": "tiny", "messages": messages, "max_completion_tokens": 4, "temperature": 0}
+    ask = client.chat.completions.create
+    assert ask(**options, **harmless).choices[0].message.content == ask(**options).choices[0].message.content
+    completed = client.completions.create(
+        model="tiny", prompt=TEXT, max_tokens=2, n=2, best_of=2, echo=False, suffix=""
+    )
+    assert len(completed.choices) == 2
+
+
+def test_biases_and_penalties_change_the_tokens_that_they_are_for(client: Any) -> None:
+    q = str(CODEC.encode("q")[0])
+    options = {"model": "tiny", "prompt": TEXT, "max_tokens": 6, "temperature": 0}
+    forced = client.completions.create(**options, logit_bias={q: 100}).choices[0].text
+    assert forced == "qqqqqq"
+    penalised = client.completions.create(**options, logit_bias={q: 1.5}, frequency_penalty=2.0)
+    assert penalised.choices[0].text.count("q") < 2
+    same = client.completions.create(**options, presence_penalty=0, frequency_penalty=0).choices[0].text
+    assert same == client.completions.create(**options).choices[0].text
 
 
 def test_bodies_that_are_no_json_or_no_object(url: str) -> None:

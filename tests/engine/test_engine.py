@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ from kvweave.attention import StepSize
 from kvweave.engine import Engine, EngineRequest, Sampling
 from kvweave.errors import BadCall, BadOption, BadTokens, NeverFits, OperationTimeout, QueueFull
 from kvweave.integrations.transformers import step_graphs
+from kvweave.prefix import Retention
 from kvweave.sim import TraceWriter, read_trace
 from kvweave.sim.replay import replay
 from tests.integrations.models import model_of, plain, prompt
@@ -104,7 +106,7 @@ def test_many_requests_in_tiny_memory_get_the_answers_of_transformers_alone(name
     [((16,), step_graphs.DECODES), ((16, 64), step_graphs.DECODES), ((16, 64), (1, 2))],
     ids=["chunks apart", "chunks beside decodes", "few decodes"],
 )
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "falcon_h1"])
 def test_steps_at_fixed_addresses_that_run_ahead_give_the_same_answers(
     name: str, chunk_sizes: tuple[int, ...], decode_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,21 +122,51 @@ def test_steps_at_fixed_addresses_that_run_ahead_give_the_same_answers(
             if len(decode_sizes) == 2:
                 continue  # whether just two ever decode at once is chance
             assert any(size.is_decode and size.rows > 1 for size in sizes)
-            if name not in ("qwen3_next", "lfm2"):
-                assert any(not size.is_decode for size in sizes), "chunks of prompts, where there are no states"
+            if not engine.weave.served.has_states:
+                assert any(not size.is_decode for size in sizes), "chunks of prompts"
 
 
-def test_a_step_behind_a_stop_token_is_dropped_and_not_left_under_way() -> None:
-    ids, answer = answers("llama")[0]
-    with engine_of("llama", graphs=True) as engine:
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "lfm2", "falcon_h1", "mamba2"])
+def test_a_step_behind_a_stop_token_is_dropped_and_not_left_under_way(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, answer = answers(name)[0]
+    with engine_of(name, graphs=True) as engine:
+        sizes = note_sizes(engine, monkeypatch)
         result = engine.submit(ids, Sampling(NEW, stop_tokens=(answer[2],))).result(timeout_s=60)
         assert list(result.tokens) == answer[: answer.index(answer[2]) + 1]
-        assert engine.stats().steps > len(result.tokens), "a step was under way when the stop token was seen"
-        until = time.monotonic() + 10
-        while engine._under_way and time.monotonic() < until:
-            time.sleep(0.01)
-        assert engine._under_way is None
+        assert sum(size.is_decode for size in sizes) == len(result.tokens), "one was under way when it was seen"
+        wait_until_settled(engine)
         check_books(engine)
+
+
+@pytest.mark.parametrize("every", [16, 1024])
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1", "mamba2"])
+def test_states_left_by_answers_that_ended_one_step_late_are_those_of_their_tokens(name: str, every: int) -> None:
+    """Answers that end around the place where a state is kept, or could be: the step behind them has advanced it. The
+    penalty keeps tokens from coming twice."""
+    ids, more, model = prompt(26)[0].tolist(), prompt(9, seed=1)[0].tolist(), model_of(name)
+    options: dict[str, Any] = {"num_tokens": 9, "eos_token_id": None, "repetition_penalty": 9.0}
+    whole = plain(model, torch.tensor([ids]), **options).sequences[0].tolist()
+    with engine_of(name, times=8, graphs=True, retention=Retention(decode_every=every)) as engine:
+        for end in (32, 33, 34):
+            stops = Sampling(9, stop_tokens=(whole[end - 1],), repetition_penalty=9.0)
+            assert list(engine.submit(ids, stops).result(60).tokens) == whole[len(ids) : end]
+            wait_until_settled(engine)
+            turn = [*whole[:end], *more]
+            result = engine.submit(turn, Sampling(4, stop_tokens=())).result(60)
+            answer = plain(model, torch.tensor([turn]), num_tokens=4, eos_token_id=None).sequences[0, len(turn) :]
+            assert list(result.tokens) == answer.tolist()
+            assert result.cached_tokens == (32 if every == 16 and end > 32 else 16)
+            wait_until_settled(engine)
+            check_books(engine)
+
+
+def wait_until_settled(engine: Engine) -> None:
+    until = time.monotonic() + 10
+    while engine._under_way and time.monotonic() < until:
+        time.sleep(0.01)
+    assert engine._under_way is None
 
 
 def note_sizes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepSize]:
@@ -172,6 +204,24 @@ def test_a_step_is_one_call_for_models_that_attend_in_place(monkeypatch: pytest.
             assert max(shape[1] for shape in shapes) > 10
     finally:
         hook.remove()
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["packed", "fixed addresses"])
+def test_what_depends_on_the_length_of_a_request_follows_its_own_and_not_that_of_others_in_the_step(
+    graphs: bool,
+) -> None:
+    """Llama 4 scales queries by the length of the cache; here at every 16 tokens, and by much."""
+    model = copy.deepcopy(model_of("llama4_text"))
+    for layer in model.model.layers:
+        layer.self_attn.floor_scale, layer.self_attn.attn_scale = 16, 3.0
+    prompts = [prompt(count, seed=count)[0].tolist() for count in (5, 20, 60, 100)]
+    with Engine(model, "16MiB", rows=32, max_tokens=512, budget=48, graphs=graphs) as engine:
+        results = engine.generate(prompts, Sampling(NEW, stop_tokens=(), logprobs=0))
+        assert engine.weave.graphs.is_useful == graphs
+    for ids, result in zip(prompts, results, strict=True):
+        alone = plain(model, torch.tensor([ids]), num_tokens=NEW, eos_token_id=None)
+        logs = [float(logits[0].log_softmax(-1).max()) for logits in alone.logits]
+        assert [found.logprob for found in result.logprobs] == pytest.approx(logs, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1"])

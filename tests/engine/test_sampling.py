@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from kvweave.engine.sampling import RowSampler, Sampling, logprobs, sample
+from kvweave.errors import BadOption
 
 VOCABULARY = 40
 LOGITS = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 2
@@ -83,6 +84,27 @@ def test_a_penalty_counts_tokens_of_the_answer_too() -> None:
     logits = torch.zeros(1, VOCABULARY)
     logits[0, 5], logits[0, 6] = 2.0, 1.0
     assert [int(sample(logits, [penalised])) for _ in range(2)] == [5, 6]
+
+
+def test_tokens_of_an_answer_cost_each_time_they_come_or_once() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, 5], logits[0, 6] = 4.5, 3.0
+    options: list[dict[str, Any]] = [{"frequency_penalty": 1.0}, {"presence_penalty": 2.0}, {"presence_penalty": 1.0}]
+    rows = [row(prompt=(5, 6), **each) for each in options]
+    chosen = [sample(logits.repeat(3, 1), rows).tolist() for _ in range(5)]
+    assert list(zip(*chosen, strict=True)) == [(5, 5, 6, 5, 6), (5, 6, 5, 5, 5), (5, 5, 5, 5, 5)]
+    assert float(logits.max()) == 4.5, "the logits stay, for those who ask for logprobs"
+
+
+def test_a_bias_forbids_or_forces_tokens_of_its_own_row_only() -> None:
+    best = int(LOGITS.argmax())
+    rows = [row(), row(logit_bias=((best, -100.0),)), row(temperature=1.0, logit_bias=((7, 100.0),))]
+    chosen = sample(LOGITS.repeat(3, 1), rows).tolist()
+    assert (chosen[0], chosen[2]) == (best, 7)
+    assert chosen[1] == int(LOGITS[0].topk(2).indices[1])
+    for wrong in ({"logit_bias": ((1, 101.0),)}, {"frequency_penalty": 3.0}, {"logit_bias": ((VOCABULARY, 1.0),)}):
+        with pytest.raises(BadOption):
+            row(**wrong)
 
 
 def test_logprobs_are_of_the_model_and_only_for_rows_that_ask() -> None:

@@ -141,6 +141,32 @@ def test_the_first_of_prompts_that_wait_leaves_a_state_where_most_of_their_token
     assert others[1].num_cached == 0, "of another tenant"
 
 
+@pytest.mark.parametrize(
+    ("reaches", "cached"),
+    [
+        ((Full(), State()), [128, 88, 0]),
+        ((Full(), Window(8), State()), [128, 88, 0]),
+        ((Full(), Window(8)), [128, 80, 16]),
+    ],
+    ids=["state", "window and state", "window, whose points are close anyway"],
+)
+def test_a_twin_that_comes_while_the_first_is_computed_finds_what_they_share(
+    reaches: tuple[Reach, ...], cached: list[int]
+) -> None:
+    core = core_of(*reaches, memory="256KiB")
+    scheduler = scheduler_of(core, budget=32)
+    first = job(200)
+    scheduler.add(first)
+    step(scheduler)
+    late = [Job([*first.tokens[:shared], 1, 2, 3], 1) for shared in (130, 90, 20)]
+    for each in late:
+        scheduler.add(each)
+    while not scheduler.is_idle:
+        step(scheduler)
+    assert [each.num_cached for each in late] == cached
+    assert all(group.held == 0 for group in core.stats().groups)
+
+
 def test_others_of_another_tenant_do_not_wait() -> None:
     scheduler = scheduler_of(core_of(Full()), budget=64)
     scheduler.add(job(40, tenant="a"))

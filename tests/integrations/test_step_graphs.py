@@ -10,19 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvweave.attention import StepSize
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.captured_forward import CapturedForward
 from kvweave.integrations.transformers.fixed_cache import FixedCache, LayersByCall
 from kvweave.integrations.transformers.step_graphs import CompiledLayers, NarrowingLinear, StepGraphs
+from kvweave.tensor import carry_out
 from tests.integrations.checks import CLOSE
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
 
-CAPTURED = ("llama", "mistral", "gemma3_text", "gpt_oss", "mimo_v2_flash", "mixtral", "qwen3_next", "falcon_h1", "lfm2")
-"""Full attention, windows, sinks, unequal widths, experts, states, states beside attention, convolutions."""
-OTHERS = ("bloom", "llama4_text", "deepseek_v3", "mamba2", "minimax")
-"""Positions of their own, scales that depend on the length of the cache, latents, states only, a cache class."""
+CAPTURED = (
+    "llama", "mistral", "gemma3_text", "gpt_oss", "mimo_v2_flash", "mixtral", "qwen3_next", "falcon_h1", "lfm2",
+    "llama4_text", "mamba", "mamba2",
+)  # fmt: skip
+"""Full attention, windows, sinks, unequal widths, experts, states, states beside attention, convolutions, scales that
+depend on the length of the cache, states only."""
+OTHERS = ("bloom", "deepseek_v3", "minimax")
+"""Positions of their own, latents, a cache class."""
 
 
 def weave_of(name: str, **options: Any) -> KVWeave:
@@ -65,6 +71,31 @@ def test_generate_gives_the_answers_of_transformers(name: str, monkeypatch: pyte
         assert same(weave, prompt(40, seed=4), do_sample=True, num_return_sequences=3)
         assert {1, 2, 3} <= set(steps)
         assert weave.core.stats().sequences == 0
+
+
+class NoNumbers(TorchDispatchMode):
+    """Within this mode no operation gives a number of a tensor to Python, or a shape that depends on one: on a GPU it
+    would wait, and could not be captured."""
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        if func is torch.ops.aten.index.Tensor:
+            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
+        assert not waits, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [*CAPTURED, "jamba", "falcon_mamba"])
+def test_a_step_at_fixed_addresses_asks_for_no_number_of_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, size = torch.cat([prompt(30), prompt(30, seed=1)]), StepSize(2, 2)
+    with weave_of(name) as weave, weave.past(both) as past, torch.no_grad():
+        carry_out(weave.arena, weave.core.extend(past.sequences, 1))
+        weave.graphs._fitting_buffers().load(past.sequences, [1, 1], np.array([5, 6]), size)
+        with monkeypatch.context() as patch, NoNumbers():  # type: ignore[no-untyped-call]
+            patch.setattr(torch.Tensor, "tolist", None, raising=False)  # which no mode sees
+            assert weave.graphs._forward(size).shape[0] == 2
+    with pytest.raises(AssertionError, match="waits for the device"), NoNumbers():  # type: ignore[no-untyped-call]
+        assert torch.ones(1)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from kvweave.attention.step import Step
 from kvweave.cache import Cache, Sequence
 from kvweave.errors import BadRows
+from kvweave.tensor import upload
 
 Numbers = NDArray[np.int64]
 
@@ -151,11 +152,7 @@ class StepBuffers:
             there[:, :width].index_copy_(0, self._sent(rows), self._sent(np.ascontiguousarray(new[:, :width])))
 
     def _sent(self, numbers: NDArray[np.integer[Any]]) -> torch.Tensor:
-        """A copy on the device, for which the host waits no longer than for its own part: what is copied from memory
-        that is not pinned may wait for all that the device has to do."""
-        here = torch.from_numpy(numbers)
-        device = self._numbers.device
-        return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
+        return upload(numbers, self._numbers.device)
 
     # ---- on the device
 

@@ -167,6 +167,12 @@ class Cache(SequenceOwner):
         prompt = self._prompt(tokens, spans)
         return self._loader.hit(self._match(namespace, prompt), len(prompt), max(0, drop_last_blocks))
 
+    def add_branch(self, sequence: Sequence, position: int) -> None:
+        """A prompt that is known by now to come leaves this one at `position`, as `branches` of `open`. Does nothing if
+        pages for that position are allocated already: then it is too late to leave a point there."""
+        self._rows(sequence, check_copies=False)
+        self.state.add_branch(sequence, position)
+
     def rematch(self, sequence: Sequence) -> int:
         """Look again for a sequence that waits and has computed nothing: another may have committed what it needs.
 

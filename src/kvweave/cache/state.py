@@ -174,6 +174,20 @@ class CacheState:
         sequence.prompt_points = sorted({*spaced, *sequence.asked_points})
         sequence.last_point = last
 
+    def add_branch(self, sequence: Sequence, position: int) -> None:
+        """Want a point of an open prompt where another leaves it, if its retention leaves any there, and no pages are
+        allocated beyond."""
+        branch = position // self.grid * self.grid
+        point = branch - sequence.drop_last_blocks * self.grid
+        is_ahead = self.counters.length_of[sequence.row] < point < sequence.num_prompt
+        if not self.retention.branches or sequence.given_points is not None or not is_ahead:
+            return
+        if self.windows or self.states:
+            sequence.expected_branches = [*sequence.expected_branches, branch]
+            sequence.asked_points = sorted({*sequence.asked_points, point})
+            sequence.prompt_points = sorted({*sequence.prompt_points, point})
+            self.set_next_lengths(sequence)
+
     def next_wanted(self, sequence: Sequence, position: int) -> int:
         """The first position after `position` whose state is wanted: in the prompt, then now and again."""
         wanted = sequence.next_point(position)

@@ -85,12 +85,13 @@ class BytesCodec:
     """Bytes, for models that never learned any tokens, and call no tools."""
 
     reads_tool_calls = False
+    call_opening: str | None = None
 
     def __init__(self, text: Any) -> None:
         self._text = text
         self.encode, self.decode = text.encode, text.decode
 
-    def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> list[int]:  # noqa: ARG002
+    def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None, opens_call: bool) -> list[int]:  # noqa: ARG002
         tokens: list[int] = self._text.chat([(each["role"], each.get("content") or "") for each in messages])
         return tokens
 

@@ -21,7 +21,7 @@ from kvweave.engine.job import Job, JobChunk
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.build import counts_padding, takes_no_padding
 from kvweave.integrations.transformers.prefill import forward_inputs
-from kvweave.integrations.transformers.step_cache import PackedCache, step_cache_class
+from kvweave.integrations.transformers.step_cache import PackedCache, lengths_before, step_cache_class
 
 
 class Executor:
@@ -31,13 +31,17 @@ class Executor:
         self._weave, self.model, self.served, self.memory = weave, weave.model, weave.served, weave.memory
         self._cache_class = step_cache_class(weave.opener.cache_class)
         self.rope = weave.memory.rope
-        self._needs_equal_lengths = counts_padding(self.served) or takes_no_padding(self.served)
 
     @property
     def is_packed(self) -> bool:
-        """Whether a step is one call; known once the model has run."""
-        is_plain = self.served.takes_positions and not self.served.has_states and not self.rope.is_there
-        return is_plain and self._weave.attends_in_place
+        """Whether a step is one call, as what is computed follows from ids, positions and pages; known once the model
+        has run."""
+        return not self.served.has_states and self._weave.graphs.learn()
+
+    @property
+    def _needs_equal_lengths(self) -> bool:
+        has_columns = counts_padding(self.served) or takes_no_padding(self.served)
+        return has_columns or self._weave.graphs.needs_its_length
 
     @property
     def _stacks_chunks(self) -> bool:
@@ -47,9 +51,9 @@ class Executor:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be computed before the tokens of the one before it are known here. States would have
-        advanced by then, when theirs are to be kept; and what a store gets is copied between two steps."""
-        return self._weave.graphs.is_useful and not self.served.has_states and self._weave.store is None
+        """Whether a step may be computed before the tokens of the one before it are known here. States that are to be
+        kept are copied between the two; what a store gets is copied there by the host, which waits for it."""
+        return self._weave.graphs.is_useful and self._weave.store is None
 
     def can_run_ahead(self, chunks: SequenceOf[JobChunk]) -> bool:
         """Whether those tokens of a step that are not known here are needed by graphs only, which find them on the
@@ -129,15 +133,18 @@ class Executor:
 
     def _packed(self, chunks: SequenceOf[JobChunk]) -> torch.Tensor | None:
         device = self.model.device
-        ids = torch.from_numpy(np.concatenate([chunk.ids for chunk in chunks]))
-        positions = torch.from_numpy(np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]))
+        ids = torch.from_numpy(np.concatenate([chunk.ids for chunk in chunks])).to(device)
+        places = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+        positions = torch.from_numpy(places).to(device)
         ends = np.cumsum([chunk.num_tokens for chunk in chunks]) - 1
         last = torch.from_numpy(ends[[chunk.gives_token for chunk in chunks]]).to(device)
-        inputs = {"input_ids": ids.to(device)[None], "position_ids": positions.to(device)[None], "use_cache": True}
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": True}
         if self.served.takes_chosen_logits:
             inputs["logits_to_keep"] = last if len(last) else torch.zeros(1, dtype=torch.long, device=device)
         counts, lengths = [chunk.num_tokens for chunk in chunks], [chunk.start for chunk in chunks]
         with PackedCache(self.memory, _sequences(chunks), lengths, counts) as past:
+            if self._weave.graphs.tells_lengths:
+                past.lengths_before = lengths_before(positions)
             logits: torch.Tensor = self.model(**inputs, past_key_values=past).logits[0]
         if not len(last):
             return None

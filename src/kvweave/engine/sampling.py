@@ -6,9 +6,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvweave.errors import BadOption
+from kvweave.tensor import upload
+
+MOST_PENALTY, MOST_BIAS = 2.0, 100.0
+"""As far from zero as OpenAI lets them be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +22,11 @@ class Sampling:
 
     The `top_k` likeliest tokens (0: all) whose probabilities add up to `top_p`, and none below `min_p` of the
     likeliest, are left to choose from. `repetition_penalty` above 1 makes tokens of the prompt and the answer less
-    likely. With a `seed` the answer is the same again, whatever else runs. `logprobs`: that many of the likeliest
-    tokens are reported with the chosen one (None: nothing is). The answer ends after `max_new_tokens`, or with a token
-    of `stop_tokens` (None: those that the model's generation config says).
+    likely. From the logit of a token of the answer `frequency_penalty` is taken as often as the token came, and
+    `presence_penalty` once; `logit_bias` is added to the logits of its tokens. With a `seed` the answer is the same
+    again, whatever else runs. `logprobs`: that many of the likeliest tokens are reported with the chosen one (None:
+    nothing is). The answer ends after `max_new_tokens`, or with a token of `stop_tokens` (None: those that the model's
+    generation config says).
     """
 
     max_new_tokens: int = 256
@@ -28,6 +35,9 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     logprobs: int | None = None
     stop_tokens: tuple[int, ...] | None = None
@@ -40,6 +50,9 @@ class Sampling:
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p <= 1,
             "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
+            "frequency_penalty": -MOST_PENALTY <= self.frequency_penalty <= MOST_PENALTY,
+            "presence_penalty": -MOST_PENALTY <= self.presence_penalty <= MOST_PENALTY,
+            "logit_bias": all(-MOST_BIAS <= bias <= MOST_BIAS for _, bias in self.logit_bias),
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
         }
         if wrong := [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if not limits.get(f.name, True)]:
@@ -56,7 +69,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class RowSampler:
-    """What is kept for one request between its tokens: its generator, and the tokens that it has."""
+    """What is kept for one request between its tokens: its generator, and the tokens that it has. Raises `BadOption` if
+    a biased token is not one of the vocabulary."""
 
     def __init__(self, sampling: Sampling, prompt: SequenceOf[int], vocabulary: int, device: torch.device) -> None:
         self.sampling = sampling
@@ -67,6 +81,38 @@ class RowSampler:
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
             self.seen[torch.tensor(prompt, device=device)] = True
+        self.counts: torch.Tensor | None = None
+        """How often each token came in the answer."""
+        self.bias: torch.Tensor | None = None
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            self.counts = torch.zeros(vocabulary, device=device)
+        if sampling.logit_bias:
+            tokens, biases = zip(*sampling.logit_bias, strict=True)
+            if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+                raise BadOption(
+                    f"logit_bias names tokens from 0 to {vocabulary - 1}, not {min(tokens)} or {max(tokens)}"
+                )
+            self.bias = torch.zeros(vocabulary, device=device)
+            self.bias[torch.tensor(tokens, device=device)] = torch.tensor(biases, device=device)
+
+    @property
+    def shifts(self) -> bool:
+        """Whether something is added to its logits."""
+        return self.counts is not None or self.bias is not None
+
+    def shift(self, scores: torch.Tensor) -> None:
+        """Add it, in place."""
+        if self.counts is not None:
+            scores -= self.sampling.frequency_penalty * self.counts + self.sampling.presence_penalty * (self.counts > 0)
+        if self.bias is not None:
+            scores += self.bias
+
+    def take(self, token: torch.Tensor) -> None:
+        """A token was chosen."""
+        if self.seen is not None:
+            self.seen.index_fill_(0, token.view(1), True)
+        if self.counts is not None:
+            self.counts.index_add_(0, token.view(1), self.counts.new_ones(1))
 
 
 def sample(logits: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
@@ -74,14 +120,15 @@ def sample(logits: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
     scores = logits.float()
     if any(row.seen is not None for row in rows):
         scores = _penalised(scores, rows)
+    if any(row.shifts for row in rows):
+        scores = _shifted(scores, rows)
     chosen = scores.argmax(-1)
     random = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
     if random:
-        which = _sent(random, torch.int64, logits)
+        which = upload(np.array(random), logits.device)
         chosen[which] = _drawn(scores[which], [rows[number] for number in random])
     for row, token in zip(rows, chosen, strict=True):
-        if row.seen is not None:
-            row.seen.index_fill_(0, token.view(1), True)
+        row.take(token)
     return chosen
 
 
@@ -106,6 +153,13 @@ def _penalised(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tens
     seen = torch.stack([nothing if row.seen is None else row.seen for row in rows])
     penalty = _column([row.sampling.repetition_penalty for row in rows], scores)
     return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+
+
+def _shifted(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
+    scores = scores.clone()  # they may be the model's logits, of which logprobs are told
+    for row, own in zip(rows, scores, strict=True):
+        row.shift(own)
+    return scores
 
 
 def _drawn(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
@@ -135,9 +189,4 @@ def _narrowed(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tenso
 
 
 def _column(values: SequenceOf[float], like: torch.Tensor) -> torch.Tensor:
-    return _sent(values, torch.float32, like)[:, None]
-
-
-def _sent(values: SequenceOf[float], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """On the device of `like`; from memory that is not pinned a copy could wait for all that the device has to do."""
-    return torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda).to(like.device, non_blocking=True)
+    return upload(np.array(values, np.float32), like.device)[:, None]

@@ -70,6 +70,8 @@ class Scheduler:
         if job.tenant not in active:  # whoever was away has saved nothing up, and owes nothing
             self._served[job.tenant] = min(self._served.values(), default=0)
         self.waiting.append(job)
+        if not self._has_full_only:
+            self._expect_branch(job)
 
     def remove(self, job: Job) -> None:
         """A job is done, cancelled or failed: what it committed stays cached. Calling it twice is fine."""
@@ -230,6 +232,15 @@ class Scheduler:
         commons = sorted((common for other in others if (common := _common(job, other)) >= LEAST_SHARED), reverse=True)
         savings = ((count * common, common) for count, common in enumerate(commons, 1))
         return max(savings, default=(0,))[1:]
+
+    def _expect_branch(self, job: Job) -> None:
+        """Let the prompts that are being computed leave a point where this job, which came too late to be among their
+        branches, leaves them; if it will find none nearby anyway."""
+        for other in self.running:
+            if other.sequence and other.tenant == job.tenant and other.num_computed < other.num_prompt:
+                common = _common(other, job)
+                if common - self._expected(other, other.sequence, job) >= LEAST_SHARED:
+                    self.core.add_branch(other.sequence, common)
 
     def _found(self, of_twin: Sequence, job: Job) -> int:
         return self.core.lookup(job.tokens, namespace=of_twin.namespace)

@@ -11,6 +11,7 @@ from kvweave.tensor.page_copies import carry_out, copy_pages, zero_pages
 from kvweave.tensor.quant import Quantiser, pack, unpack
 from kvweave.tensor.rows import gather_rows, read_rows, row_slots, write_rows
 from kvweave.tensor.tokens import gather_tokens, write_tokens
+from kvweave.tensor.upload import upload
 
 __all__ = [
     "DSA",
@@ -41,6 +42,7 @@ __all__ = [
     "row_slots",
     "tensor_name",
     "unpack",
+    "upload",
     "write_rows",
     "write_tokens",
     "zero_pages",

@@ -15,6 +15,7 @@ from kvweave.errors import BadRows, TensorError
 from kvweave.plan import Plan
 from kvweave.pool import NULL
 from kvweave.tensor.arena import Arena
+from kvweave.tensor.upload import upload
 
 Pages = NDArray[np.int64]
 SLAB_BYTES = 64 << 20
@@ -44,7 +45,7 @@ def zero_pages(arena: Arena, tag: str, pages: object) -> None:
     """Zero pages. In a shared pool a new page may hold bytes of another group, which a kernel that loads a block before
     it masks it could read as NaN; where that matters, zero the pages that a sequence was just given."""
     memory = arena.pages(tag)
-    memory.index_fill_(0, torch.from_numpy(_checked(arena.plan, tag, pages)).to(memory.device), 0)
+    memory.index_fill_(0, upload(_checked(arena.plan, tag, pages), memory.device), 0)
 
 
 def _copy(source: Arena, target: Arena, tag: str, src: Pages, dst: Pages) -> None:
@@ -86,7 +87,7 @@ def _copy_at_once(here: torch.Tensor, there: torch.Tensor, src: Pages, dst: Page
 
 def _packed(memory: torch.Tensor, pages: Pages) -> torch.Tensor:
     if memory.is_cuda:
-        return memory.index_select(0, torch.from_numpy(pages).to(memory.device))
+        return memory.index_select(0, upload(pages, memory.device))
     packed = torch.empty((len(pages), *memory.shape[1:]), dtype=memory.dtype, pin_memory=torch.cuda.is_available())
     for place, page in enumerate(pages.tolist()):
         packed[place].copy_(memory[page])
@@ -95,7 +96,7 @@ def _packed(memory: torch.Tensor, pages: Pages) -> torch.Tensor:
 
 def _unpack(memory: torch.Tensor, pages: Pages, packed: torch.Tensor) -> None:
     if memory.is_cuda:
-        memory.index_copy_(0, torch.from_numpy(pages).to(memory.device), packed)
+        memory.index_copy_(0, upload(pages, memory.device), packed)
         return
     for place, page in enumerate(pages.tolist()):
         memory[page].copy_(packed[place])

@@ -50,8 +50,8 @@ class Body:
         value: int | None = self.get(name, (int,), default)
         return value
 
-    def flag(self, name: str) -> bool:
-        return bool(self.get(name, (bool,), False))
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self.get(name, (bool,), default))
 
     @property
     def num_choices(self) -> int:
@@ -71,7 +71,19 @@ class Body:
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the usage."""
-        return bool(self.get("stream_options", (dict,), {}).get("include_usage"))
+        options = self.get("stream_options", (dict,), {})
+        if others := [name for name, value in options.items() if value and name != "include_usage"]:
+            raise APIError(f"stream_options: {', '.join(others)} is not supported, only include_usage")
+        return bool(options.get("include_usage"))
+
+    @property
+    def logit_bias(self) -> tuple[tuple[int, float], ...]:
+        """Token ids, which JSON has as strings, and what is added to their logits."""
+        given = self.get("logit_bias", (dict,), {})
+        try:
+            return tuple((int(token), float(bias)) for token, bias in given.items())
+        except (TypeError, ValueError) as error:
+            raise APIError(f"logit_bias is an object of token ids and numbers: {error}") from error
 
     def sampling(self, max_new_tokens: int, logprobs: int | None, choice: int) -> Sampling:
         """As OpenAI's fields say; top_k, min_p and repetition_penalty beside them. Choices have seeds of their own."""
@@ -84,6 +96,9 @@ class Body:
                 top_k=self.integer("top_k", 0) or 0,
                 min_p=self.number("min_p", 0.0),
                 repetition_penalty=self.number("repetition_penalty", 1.0),
+                frequency_penalty=self.number("frequency_penalty", 0.0),
+                presence_penalty=self.number("presence_penalty", 0.0),
+                logit_bias=self.logit_bias,
                 seed=None if seed is None else (seed + choice) % 2**63,
                 logprobs=logprobs,
             )

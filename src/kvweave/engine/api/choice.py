@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 from kvweave.engine.api.answer_text import AnswerText
 from kvweave.engine.api.prompt_codec import PromptCodec, ToolCall
+from kvweave.engine.api.tool_use import ToolUse
 from kvweave.engine.engine_request import EngineRequest, Result
 from kvweave.engine.sampling import TokenLogprobs
 
@@ -22,7 +22,7 @@ class TextPiece(NamedTuple):
 
 
 class Choice:
-    """Choice `index` of an answer that may call `tools`. `cancel` may be called at any time."""
+    """Choice `index` of an answer, which uses tools as `tools` says. `cancel` may be called at any time."""
 
     def __init__(
         self,
@@ -30,15 +30,16 @@ class Choice:
         request: EngineRequest,
         codec: PromptCodec,
         stops: tuple[str, ...],
-        tools: SequenceOf[Any] = (),
+        tools: ToolUse,
     ) -> None:
         self.index, self.request = index, request
         self._codec, self._tools = codec, tools
+        self._reads_calls = bool(tools.tools) and codec.reads_tool_calls
         self._text = AnswerText(codec, stops)
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
         """The text as it comes; with tools all at once, since only the end tells what is a call."""
-        if self._tools:
+        if self._reads_calls:
             yield await self.whole()
         else:
             async for piece in self._text_pieces():
@@ -64,10 +65,9 @@ class Choice:
     async def whole(self) -> TextPiece:
         pieces = [piece async for piece in self._text_pieces()]
         logprobs = tuple(each for piece in pieces for each in piece.logprobs)
-        if self._tools and not self._text.is_stopped:
-            prompt, answer = self.result.prompt, self.result.tokens
-            if found := self._codec.tool_calls(prompt, answer, self._tools):
-                return TextPiece(found.content, logprobs, "tool_calls", found.calls)
+        may_call = self._reads_calls and (self._tools.must_call or not self._text.is_stopped)
+        if may_call and (found := self._tools.read_calls(self._codec, self.result)):
+            return TextPiece(found.content, logprobs, "tool_calls", found.calls)
         return TextPiece("".join(piece.text or "" for piece in pieces), logprobs, pieces[-1].finish_reason)
 
     @property

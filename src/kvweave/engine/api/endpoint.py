@@ -21,8 +21,9 @@ from kvweave.engine.api.choice import Choice, TextPiece, usage
 from kvweave.engine.api.engine_metrics import exposition
 from kvweave.engine.api.formats import ChatFormat, CompletionFormat, Format
 from kvweave.engine.api.prompt_codec import PromptCodec
+from kvweave.engine.api.request_fields import check_fields
 from kvweave.engine.engine import Engine
-from kvweave.errors import BadTokens, NeverFits, QueueFull
+from kvweave.errors import BadOption, BadTokens, NeverFits, QueueFull
 
 MOST_BODY_BYTES = 16 << 20
 DEFAULT_NEW_TOKENS = 1024
@@ -97,10 +98,12 @@ class Endpoint:
         shape = self._formats[request.url.path]
         body = Body(await _read(request))
         self._check_name(body.get("model", (str,), self.model))
+        check_fields(body, shape.fields)
+        wants_usage = body.wants_usage
         choices = await asyncio.to_thread(self._submit, shape, body)
         frame = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
         if body.flag("stream"):
-            events = _events(shape, choices, {**frame, "object": shape.piece_kind}, body.wants_usage)
+            events = _events(shape, choices, {**frame, "object": shape.piece_kind}, wants_usage)
             return StreamingResponse(events, media_type="text/event-stream")
         pieces = await _unless_gone(request, choices)
         whole = [shape.whole(choice.index, piece) for choice, piece in zip(choices, pieces, strict=True)]
@@ -109,7 +112,8 @@ class Endpoint:
     def _submit(self, shape: Format, body: Body) -> list[Choice]:
         """Submit every choice of every prompt; all or none."""
         count, stops, logprobs = body.num_choices, body.stops, shape.logprobs(body)
-        prompts, tools = shape.prompts(body), shape.tools(body) if self._codec.reads_tool_calls else []
+        tools = shape.tools(body)
+        prompts = shape.prompts(body, tools)
         limits = [self._limit(prompt, shape.max_tokens(body)) for prompt in prompts]
         settings = [body.sampling(limit, logprobs, choice) for limit in limits for choice in range(count)]
         choices: list[Choice] = []
@@ -119,7 +123,7 @@ class Endpoint:
                     prompts[number // count], sampling, priority=body.integer("priority", 0) or 0
                 )
                 choices.append(Choice(number, asked, self._codec, stops, tools))
-        except (BadTokens, NeverFits, QueueFull) as error:
+        except (BadOption, BadTokens, NeverFits, QueueFull) as error:
             for choice in choices:
                 choice.request.cancel()
             raise _as_api_error(error) from error

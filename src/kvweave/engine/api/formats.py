@@ -8,31 +8,38 @@ from typing import Any
 from kvweave.engine.api.body import APIError, Body
 from kvweave.engine.api.choice import TextPiece
 from kvweave.engine.api.prompt_codec import PromptCodec, ToolCall
+from kvweave.engine.api.tool_use import ToolUse, tool_use
 from kvweave.engine.sampling import TokenLogprobs
 
 MOST_PROMPTS = 64
+
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "max_tokens", "logprobs", "logit_bias"}
+PENALTIES = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
+FIELDS = {"model", "stream", "stream_options", "priority"} | SAMPLING | PENALTIES
+"""Those that both take."""
 
 
 class CompletionFormat:
     """`/v1/completions`: prompts are strings, or lists of token ids."""
 
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
+    fields = FIELDS | {"prompt", "best_of"}
 
     def __init__(self, codec: PromptCodec) -> None:
         self.codec = codec
 
-    def prompts(self, body: Body) -> list[list[int]]:
+    def prompts(self, body: Body, _: ToolUse) -> list[list[int]]:
         given = body.get("prompt", (str, list))
-        if body.flag("echo") or body.fields.get("suffix"):
-            raise APIError("echo and suffix are not supported")
+        if body.integer("best_of", body.num_choices) != body.num_choices:
+            raise APIError("best_of is not supported, unless it is n: ask for n answers with logprobs, and choose")
         if isinstance(given, str) or (isinstance(given, list) and given and all(isinstance(t, int) for t in given)):
             given = [given]
         if not given or len(given) > MOST_PROMPTS or not all(isinstance(each, str | list) for each in given):
             raise APIError(f"prompt is a string, a list of token ids, or a list of at most {MOST_PROMPTS} of these")
         return [self.codec.encode(each) if isinstance(each, str) else each for each in given]
 
-    def tools(self, body: Body) -> list[Any]:  # noqa: ARG002
-        return []
+    def tools(self, _: Body) -> ToolUse:
+        return ToolUse()
 
     def max_tokens(self, body: Body) -> int | None:
         return body.integer("max_tokens", 16)
@@ -60,28 +67,44 @@ class ChatFormat:
     """`/v1/chat/completions`: messages, and tools, through the chat template of the tokenizer."""
 
     prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    fields = FIELDS | {
+        "messages",
+        "max_completion_tokens",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+    }
 
     def __init__(self, codec: PromptCodec) -> None:
         self.codec = codec
 
-    def prompts(self, body: Body) -> list[list[int]]:
+    def prompts(self, body: Body, tools: ToolUse) -> list[list[int]]:
         messages = body.get("messages", (list,))
         if not messages or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
             raise APIError("messages is a list of objects with a role, at least one")
+        prompt = self._prompt(messages, tools.tools, tools.must_call)
+        if tools.tools and prompt == self._prompt(messages, [], tools.must_call):
+            raise APIError("the chat template of this model takes no tools: describe them in the messages")
+        return [prompt]
+
+    def _prompt(self, messages: list[Any], tools: list[Any], opens_call: bool) -> list[int]:
         try:
-            return [self.codec.chat([_plain(each) for each in messages], self.tools(body) or None)]
+            return self.codec.chat([_plain(each) for each in messages], tools or None, opens_call)
         except Exception as error:  # templates are programs, and raise what they like
             raise APIError(f"the chat template of this model does not take these messages: {error}") from error
 
-    def tools(self, body: Body) -> list[Any]:
-        tools: list[Any] = body.get("tools", (list,), [])
-        return tools
+    def tools(self, body: Body) -> ToolUse:
+        return tool_use(body, self.codec)
 
     def max_tokens(self, body: Body) -> int | None:
-        return body.integer("max_completion_tokens", None) or body.integer("max_tokens", None)
+        return body.integer("max_completion_tokens", body.integer("max_tokens", None))
 
     def logprobs(self, body: Body) -> int | None:
-        return (body.integer("top_logprobs", 0) or 0) if body.flag("logprobs") else None
+        has_logprobs = body.flag("logprobs")
+        if not has_logprobs and "top_logprobs" in body.fields:
+            raise APIError("top_logprobs is for logprobs=true only")
+        return body.integer("top_logprobs", 0) if has_logprobs else None
 
     def whole(self, index: int, piece: TextPiece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text}

@@ -36,11 +36,17 @@ class PromptCodec(Protocol):
         """Whether it is known how the model writes calls of tools."""
         ...
 
+    @property
+    def call_opening(self) -> str | None:
+        """The text with which a call of a tool begins, if that is always the same."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: SequenceOf[int]) -> str: ...
 
-    def chat(self, messages: SequenceOf[ChatMessage], tools: SequenceOf[Any] | None) -> list[int]:
-        """The prompt of the next answer; raises what it likes for messages that it cannot take."""
+    def chat(self, messages: SequenceOf[ChatMessage], tools: SequenceOf[Any] | None, opens_call: bool) -> list[int]:
+        """The prompt of the next answer, which goes on from the opening of a call if `opens_call`; raises what it likes
+        for messages that it cannot take."""
         ...
 
     def tool_calls(self, prompt: SequenceOf[int], answer: SequenceOf[int], tools: SequenceOf[Any]) -> ToolCalls | None:
@@ -58,6 +64,13 @@ class TokenizerCodec:
     def reads_tool_calls(self) -> bool:
         return getattr(self._tokenizer, "response_template", None) is not None
 
+    @property
+    def call_opening(self) -> str | None:
+        fields = (getattr(self._tokenizer, "response_template", None) or {}).get("fields", {})
+        opening = fields.get("tool_calls", {}).get("open")
+        text: str | None = opening[0] if isinstance(opening, list) else opening
+        return text
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids
@@ -66,9 +79,11 @@ class TokenizerCodec:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
-    def chat(self, messages: SequenceOf[ChatMessage], tools: SequenceOf[Any] | None) -> list[int]:
+    def chat(self, messages: SequenceOf[ChatMessage], tools: SequenceOf[Any] | None, opens_call: bool) -> list[int]:
         options = {"tools": tools, "add_generation_prompt": True, "tokenize": False}
         text = self._tokenizer.apply_chat_template(list(messages), **options)
+        if opens_call:
+            text += self.call_opening
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 

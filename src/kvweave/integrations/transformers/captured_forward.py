@@ -25,6 +25,7 @@ FOLLOWED = {
     "attention_mask",
     "position_ids",
     "past_key_values",
+    "cache_params",
     "use_cache",
     "cache_position",
     "logits_to_keep",
@@ -36,8 +37,8 @@ FOLLOWED = {
 class CapturedForward:
     """A model's forward, put in the place of the model's own until `remove`. A copy of the model has its own again."""
 
-    def __init__(self, model: Any, graphs: StepGraphs) -> None:
-        self._model, self._graphs = model, graphs
+    def __init__(self, model: Any, graphs: StepGraphs, cache_name: str) -> None:
+        self._model, self._graphs, self._cache_name = model, graphs, cache_name
         self._own = model.forward
         functools.update_wrapper(self, self._own)
         self.__signature__ = inspect.signature(self._own)
@@ -51,7 +52,7 @@ class CapturedForward:
         return _own_forward, (self._model,)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        past = inputs.get("past_key_values")
+        past = inputs.get(self._cache_name)
         if not args and isinstance(past, PagedCache) and not isinstance(past, StepCache):
             size = self._size(past, inputs)
             if size is not None:

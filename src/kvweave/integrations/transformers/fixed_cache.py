@@ -17,7 +17,7 @@ from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.step_cache import StepCache
 
 UNKNOWN = 1 << 20
-"""What such a cache says when a model asks for its length. A model whose outcome depends on it is not computed so."""
+"""What such a cache says when a model asks for its length, unless it has lengths on the device."""
 
 
 class FixedBatchStep(BatchStep):

@@ -179,7 +179,7 @@ class PagedCache(CacheRows):
             )
         return self._step
 
-    def length_after(self, step: object) -> int:
+    def length_after(self, step: object) -> Any:
         """Number of columns, for a layer whose last written step is `step`."""
         return self._step.end if step is self._step else self.columns
 
@@ -194,6 +194,8 @@ class PagedCache(CacheRows):
     def reads_in_place(self) -> bool:
         """Whether all layers of the forward that runs attend in place, at positions that follow from their lengths."""
         forward = self.forward
+        if not self.memory.keeps_tokens:
+            return self._is_default
         return forward is not None and not forward.is_learning and not forward.needs_masks and self.positions is None
 
     @contextmanager
@@ -263,10 +265,9 @@ class PagedCache(CacheRows):
 
     # ---- answers to transformers
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
         if self.computed_by is not None and hasattr(self.layers[layer_idx], "get_seq_length"):
-            length: int = self.layers[layer_idx].get_seq_length()
-            return length
+            return self.layers[layer_idx].get_seq_length()
         return self.columns
 
     def activate_past_recording(self) -> None:

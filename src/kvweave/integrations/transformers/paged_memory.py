@@ -39,12 +39,20 @@ class PagedMemory:
         return str(self.arena.memory.device.type)
 
     @cached_property
+    def keeps_tokens(self) -> bool:
+        """Whether there is anything but states."""
+        return len(self.state_tags) < len(self.core.plan.groups)
+
+    @cached_property
     def state_tags(self) -> tuple[str, ...]:
         return tuple(group.tag for group in self.core.plan.groups if not group.cache.reach.per_token)
 
     @property
     def attends_in_place(self) -> bool:
-        """Whether the attention of every layer reads pages where they lie; if not, rows are gathered for some."""
+        """Whether the attention of every layer, if there is any, reads pages where they lie; if not, rows are gathered
+        for some."""
+        if not self.keeps_tokens:
+            return True
         return bool(self.attention) and all(layer.verdicts == {True: True, False: True} for layer in self.attention)
 
 

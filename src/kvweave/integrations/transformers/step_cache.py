@@ -21,13 +21,24 @@ from kvweave.integrations.transformers.paged_memory import PagedMemory
 
 class StepCache(PagedCache):
     """Rows of `lengths` tokens, with pages for those of the next forward. At the end of the context the states are in
-    their pages."""
+    their pages.
+
+    Tokens that are packed in one row are of sequences of different lengths. `lengths_before` `[tokens]`, if there are
+    any, are what such a cache says when a model asks for its length: a token's position, less its place in the row.
+    """
+
+    lengths_before: torch.Tensor | None = None
 
     def __init__(self, memory: PagedMemory, sequences: SequenceOf[Sequence], lengths: SequenceOf[int]) -> None:
         super().__init__(memory, sequences, max(lengths), lengths=lengths)
 
     def _advance(self, tokens: torch.Tensor) -> None:
         self._step = self._step_to(self.columns + tokens.shape[1])
+
+    def length_after(self, step: object) -> Any:
+        if self.lengths_before is None:
+            return super().length_after(step)
+        return self.lengths_before + (self._step.num_tokens if step is self._step else 0)
 
     def commit_pending(self) -> None:
         """Nothing to do: the engine commits."""
@@ -42,6 +53,11 @@ class StepCache(PagedCache):
 def step_cache_class(paged_class: Any) -> Any:
     """The class for models whose paged cache is of this class."""
     return StepCache if paged_class is PagedCache else type(paged_class.__name__, (StepCache, paged_class), {})
+
+
+def lengths_before(positions: torch.Tensor) -> torch.Tensor:
+    """Of packed tokens `[tokens]` at these positions."""
+    return positions - torch.arange(len(positions), device=positions.device)
 
 
 class PackedStep(BatchStep):

@@ -1,7 +1,8 @@
 """Forwards as graphs: on a GPU a step of few tokens is a replay of kernels that were captured once for its size.
 
 A model is run so if it was seen to give the same logits for a step at fixed addresses, with a cache that does not know
-its length. One that cannot be captured (its forward waits for the device) is run as before, and a warning says so.
+its length; or that tells it as a tensor, of each token (Llama 4 scales its queries by it). One that cannot be captured
+(its forward waits for the device) is run as before, and a warning says so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvweave.attention import FixedStep, StepBuffers, StepSize
 from kvweave.cache import Cache, Sequence
+from kvweave.errors import OutOfPages
 from kvweave.integrations.transformers.build import counts_padding
 from kvweave.integrations.transformers.fixed_cache import FixedCache
 from kvweave.integrations.transformers.opening import LEARNING_TOKENS
@@ -25,8 +27,10 @@ from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.paged_forward import CLOSE
 from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.prefill import forward_inputs
+from kvweave.integrations.transformers.step_cache import lengths_before
 from kvweave.integrations.transformers.support import Served
 from kvweave.integrations.transformers.watch import ModelVersion
+from kvweave.tensor import carry_out
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +56,18 @@ class StepGraphs:
         self._buffers: StepBuffers | None = None
         self._captured: dict[StepSize, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool: Any = None
-        self._can_follow = is_wanted and self._could_be()
-        self.is_useful = self._can_follow
-        self._layers = CompiledLayers(model) if self.is_useful and compiles else nullcontext()
+        self._is_wanted = is_wanted
+        self._can_follow: bool | None = None
+        """Whether what a forward computes follows from ids, positions and pages; None until that was found out."""
+        self.tells_lengths = False
+        """Whether that is so only if its cache tells lengths as a tensor, for which tokens are packed in one row."""
+        self.is_useful = False
+        self._layers = CompiledLayers(model) if is_wanted and compiles and self._could_be() else nullcontext()
 
     def _could_be(self) -> bool:
-        """Whether what a forward computes can follow from ids, positions and pages alone."""
+        """Whether what a forward computes could follow from ids, positions and pages alone."""
         served, in_place = self._served, self._memory.attends_in_place
-        plain = served.takes_positions and served.cache_name == "past_key_values" and served.own_cache is None
-        return in_place and plain and not counts_padding(served) and not self._memory.rope.is_there
+        return in_place and served.own_cache is None and not counts_padding(served) and not self._memory.rope.is_there
 
     # ---- which steps
 
@@ -79,52 +86,82 @@ class StepGraphs:
         rows = 2 if rows == 1 else _next(DECODES, rows + 1)
         return StepSize(tokens, rows) if 0 < rows < tokens else None
 
-    def learn(self) -> None:
-        """Find out whether a step at fixed addresses gives the logits of a forward of transformers; for a thread that
-        holds the core's lock. Two prompts of the same few tokens that nobody finds later tell."""
-        if not self.is_useful:
-            return
-        core, ids = self._memory.core, np.arange(1, 1 + LEARNING_TOKENS)
-        self._can_follow = False
-        try:
-            expected, found = self._learning_logits(core, ids, False), self._learning_logits(core, ids, True)
-            allowed = CLOSE.get(expected.dtype, 0.0) * float(expected.abs().max())
-            self._can_follow = float((found - expected).abs().max()) <= allowed
-        except Exception as error:  # it will say so in its first request
-            log.debug("cannot find out whether %s can be captured: %s", type(self._model).__name__, error)
-        self._memory.watch.on_change = self.follow
-        self.follow(self._memory.watch.look())
+    def learn(self) -> bool:
+        """Find out whether a step at fixed addresses gives the logits of forwards of transformers, and return it; for a
+        thread that holds the core's lock. Prompts of a few tokens that nobody finds later tell, once."""
+        if self._can_follow is None and self._could_be():
+            try:
+                self._can_follow = self._follows()
+            except OutOfPages:  # next time
+                return False
+            if self._is_wanted:
+                self._memory.watch.on_change = self.follow
+                self.follow(self._memory.watch.look())
+            else:
+                self._buffers = None
+        return bool(self._can_follow)
+
+    @property
+    def needs_its_length(self) -> bool:
+        """Whether the model is known to need more than ids, positions and pages: the length of its cache, perhaps."""
+        return self._can_follow is False
+
+    def _follows(self) -> bool:
+        core = self._memory.core
+        prompts = [np.arange(1, 1 + LEARNING_TOKENS), np.arange(3, LEARNING_TOKENS)]
+        ways = (False,) if self._served.has_states else (False, True)
+        for self.tells_lengths in ways:
+            try:
+                expected = self._learning_logits(core, prompts, False)
+                found = self._learning_logits(core, prompts, True)
+                allowed = CLOSE.get(expected.dtype, 0.0) * float(expected.abs().max())
+                if float((found - expected).abs().max()) <= allowed:
+                    return True
+            except OutOfPages:
+                raise
+            except Exception as error:  # it will say so in its first request
+                log.debug("cannot find out whether %s can be captured: %s", type(self._model).__name__, error)
+        return False
 
     def follow(self, version: ModelVersion) -> None:
         """The model is of another version: its tensors may be others than those that were captured. With hooks of the
         user's own, which a replay would not call, in training and under autocast no graph serves."""
         self._captured.clear()
         is_plain = not (version.hooks or version.is_training or version.autocast)
-        self.is_useful = self._can_follow and is_plain
+        self.is_useful = bool(self._can_follow) and is_plain
 
     def close(self) -> None:
         """Drop the graphs; nothing is computed by them any more."""
         self._captured.clear()
         self._buffers, self._can_follow, self.is_useful = None, False, False
 
-    def _learning_logits(self, core: Cache, ids: np.ndarray, at_fixed_addresses: bool) -> torch.Tensor:
-        """The logits after all tokens, the last one computed by itself."""
-        sequence = core.open(ids, reuse=False)
-        there = torch.from_numpy(ids).to(self._model.device)[None]
-        past = PagedCache(self._memory, [sequence], 0)
+    def _learning_logits(self, core: Cache, prompts: list[np.ndarray], at_fixed_addresses: bool) -> torch.Tensor:
+        """The logits after all tokens of each prompt, the last one computed by itself; or those of all at once, at
+        fixed addresses."""
+        sequences = [core.open(ids, reuse=False) for ids in prompts]
+        pasts = [PagedCache(self._memory, [sequence], 0) for sequence in sequences]
         try:
-            self._model(**forward_inputs(self._served, past, there[:, :-1], torch.ones_like(there[:, :-1])))
+            logits = [self._last_logits(*each, at_fixed_addresses) for each in zip(pasts, prompts, strict=True)]
             if not at_fixed_addresses:
-                last = forward_inputs(self._served, past, there[:, -1:], torch.ones_like(there))
-                logits: torch.Tensor = self._model(**last).logits[0, -1:]
-                return logits
-            past.commit_pending()
-            core.extend(sequence, 1)
-            self._fitting_buffers().load([sequence], [1], ids[-1:], StepSize(1, 1))
-            return self._forward(StepSize(1, 1))
+                return torch.cat(logits)
+            carry_out(self._memory.arena, core.extend(sequences, 1))
+            size = StepSize(len(prompts), len(prompts))
+            lasts = np.array([ids[-1] for ids in prompts])
+            self._fitting_buffers().load(sequences, [1] * len(prompts), lasts, size)
+            return self._forward(size)
         finally:
-            past.release_rows()
-            core.close(sequence, keep=False)
+            for past, sequence in zip(pasts, sequences, strict=True):
+                past.release_rows()
+                core.close(sequence, keep=False)
+
+    def _last_logits(self, past: PagedCache, ids: np.ndarray, stops_before: bool) -> torch.Tensor:
+        """Compute a prompt, its last token by itself, or not at all if it `stops_before`: the last logits."""
+        there = torch.from_numpy(ids).to(self._model.device)[None]
+        for start, end in ((0, len(ids) - 1), (len(ids) - 1, len(ids)))[: 1 if stops_before else 2]:
+            inputs = forward_inputs(self._served, past, there[:, start:end], torch.ones_like(there[:, :end]))
+            logits: torch.Tensor = self._model(**inputs).logits[0, -1:]
+        past.commit_pending()
+        return logits
 
     # ---- a step
 
@@ -187,14 +224,20 @@ class StepGraphs:
 
     def _forward(self, size: StepSize) -> torch.Tensor:
         fixed = self._step(size)
-        shape = (size.rows, 1) if size.is_decode else (1, size.tokens)
-        inputs = {"input_ids": fixed.ids.view(shape), "position_ids": fixed.positions.view(shape), "use_cache": True}
+        is_packed = self.tells_lengths or not size.is_decode
+        shape = (1, size.tokens) if is_packed else (size.rows, 1)
+        cache = FixedCache(self._memory, fixed)
+        inputs = {"input_ids": fixed.ids.view(shape), "use_cache": True, self._served.cache_name: cache}
+        if self._served.takes_positions:
+            inputs["position_ids"] = fixed.positions.view(shape)
         if self._served.takes_chosen_logits and not size.is_decode:
             inputs["logits_to_keep"] = fixed.last
+        if self.tells_lengths:
+            cache.lengths_before = lengths_before(fixed.positions)
         with self._layers:
-            logits: torch.Tensor = self._model(**inputs, past_key_values=FixedCache(self._memory, fixed)).logits
+            logits: torch.Tensor = self._model(**inputs).logits
         if size.is_decode:
-            return logits[:, -1]
+            return logits[0] if is_packed else logits[:, -1]
         return logits[0] if self._served.takes_chosen_logits else logits[0].index_select(0, fixed.last)
 
 
@@ -250,11 +293,12 @@ def _in_memory_shape(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def longest_sequence(core: Cache) -> int:
-    """Tokens that a sequence can have: by its tables, and by the pages of those groups that keep all tokens."""
+    """Tokens that a sequence can have: by its tables, and by the pages of those groups that keep all tokens. Of states
+    alone, any number."""
     groups = [group for group in core.plan.groups if group.cache.reach.per_token]
     widths = [core.table(group.tag).shape[1] * group.block_tokens for group in groups]
     rooms = [core.plan.num_pages(group.tag) * group.block_tokens for group in groups if group.cache.reach.span is None]
-    return int(min(widths + rooms))
+    return int(min(widths + rooms, default=core.state.max_tokens))
 
 
 def _next(sizes: SequenceOf[int], least: int) -> int:

@@ -119,9 +119,10 @@ class KVWeave:
             self.opener.learn_attention()
             is_wanted = self.model.device.type == "cuda" if graphs is None else graphs
             self.graphs = StepGraphs(self.model, self.served, self.memory, is_wanted, compile_layers)
-            self.graphs.learn()
+            if is_wanted:
+                self.graphs.learn()
         if self.graphs.is_useful:
-            hooks.append(CapturedForward(self.model, self.graphs))
+            hooks.append(CapturedForward(self.model, self.graphs, self.served.cache_name))
 
     def _make_memory(self, rope: LengthRope, in_place: bool) -> PagedMemory:
         name = type(self.model).__name__
@@ -250,7 +251,8 @@ class KVWeave:
 
     @property
     def attends_in_place(self) -> bool:
-        """Whether the attention of every layer reads pages where they lie; if not, rows are gathered for some."""
+        """Whether the attention of every layer, if there is any, reads pages where they lie; if not, rows are gathered
+        for some."""
         return self.memory.attends_in_place
 
     @property

@@ -78,7 +78,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]
 
     # ---- lengths: before this layer's update those of the past, after it with the new tokens
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
         return self.past.length_after(self.written)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
