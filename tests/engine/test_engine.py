@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +161,41 @@ def test_states_left_by_answers_that_ended_one_step_late_are_those_of_their_toke
             assert result.cached_tokens == (32 if every == 16 and end > 32 else 16)
             wait_until_settled(engine)
             check_books(engine)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_model_that_cannot_be_captured_is_served_all_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those whose experts are chosen by the host. It is found out by a step that prefills prompts, too: what was to
+    be computed together still is."""
+    refused_at: list[set[int]] = []
+    with engine_of(name, times=8, graphs=True, budget=512) as engine:
+        graphs, run, lengths, are_submitted = engine.weave.graphs, engine._executor.run, set[int](), threading.Event()
+
+        def noted(chunks: Any) -> torch.Tensor | None:
+            lengths.clear()
+            lengths.update(chunk.num_tokens for chunk in chunks)
+            found = run(chunks)
+            are_submitted.wait(60)
+            return found
+
+        def refused(size: StepSize) -> Any:
+            logits = graphs._forward(size)
+            if len(lengths) == 1:
+                return SimpleNamespace(replay=lambda: logits.copy_(graphs._forward(size))), logits
+            refused_at.append({*lengths})
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
+
+        monkeypatch.setattr(engine._executor, "run", noted)
+        monkeypatch.setattr(graphs, "_capture", refused)
+        monkeypatch.setattr(graphs, "_captures", True)
+        requests = [(engine.submit(ids, Sampling(NEW, stop_tokens=())), answer) for ids, answer in answers(name)]
+        are_submitted.set()
+        assert [list(request.result(60).tokens) for request, _ in requests] == [answer for _, answer in requests]
+        assert len(refused_at) == 1 < len(refused_at[0]), "once, in a step that prefilled, too"
+        assert not graphs.is_useful
+        assert engine._executor.is_packed, "what it computes still follows from ids, positions and pages"
+        graphs.follow(engine.weave.memory.watch.look())
+        assert not graphs.is_useful, "nor when the model is of another version"
 
 
 def wait_until_settled(engine: Engine) -> None:

@@ -52,7 +52,7 @@ class StepGraphs:
         compiles: bool = False,
     ) -> None:
         self._model, self._served, self._memory = model, served, memory
-        self._captures = model.device.type == "cuda"
+        self._captures, self._is_refused = model.device.type == "cuda", False
         self._buffers: StepBuffers | None = None
         self._captured: dict[StepSize, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool: Any = None
@@ -128,7 +128,7 @@ class StepGraphs:
         user's own, which a replay would not call, in training and under autocast no graph serves."""
         self._captured.clear()
         is_plain = not (version.hooks or version.is_training or version.autocast)
-        self.is_useful = bool(self._can_follow) and is_plain
+        self.is_useful = bool(self._can_follow) and is_plain and not self._is_refused
 
     def close(self) -> None:
         """Drop the graphs; nothing is computed by them any more."""
@@ -198,7 +198,7 @@ class StepGraphs:
                     type(self._model).__name__,
                     str(error).partition("\n")[0],
                 )
-                self._captures = self._can_follow = self.is_useful = False
+                self._captures, self._is_refused, self.is_useful = False, True, False
         if not self._captures:
             return self._forward(size)
         graph, logits = self._captured[size]
