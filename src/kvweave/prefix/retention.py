@@ -17,8 +17,8 @@ SPACING = 1024
 DENSE = 8
 """So many points are kept at that distance; further on, a sibling recomputes at most two in so many of its tokens."""
 STATE_SHARE = 4
-"""A state takes at most so many times the bytes of the rows up to the one before it. (Those that nobody asks for are
-evicted first, so they cost next to nothing; with 1, first siblings found 44% of what they share, with 4 81%.)"""
+"""A state takes at most so many times the bytes of the rows up to the one before it. (While memory is free that costs
+next to nothing; with 1, first siblings found 44% of what they share, with 4 81%.)"""
 SPARSE = 8192
 """Once something had to be evicted, points on the way are so far apart: of closer ones, most are evicted before anybody
 asks for them, and other points were evicted to make room for them (docs/measurements/reuse.md)."""
