@@ -104,7 +104,7 @@ class Cache(SequenceOwner):
 
     @property
     def spacing(self) -> Spacing:
-        """Where prompts leave resume points on their way."""
+        """Where prompts leave resume points on their way, while memory is free."""
         return self.state.spacing
 
     # ---- open

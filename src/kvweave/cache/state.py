@@ -49,6 +49,7 @@ class CacheState:
         self.grid = self.prefix.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
+        self.sparse_spacing = retention.sparse_spacing(plan, self.grid)
         self.moves = WindowMoves(self.windows, self.grid)
         self.decode_every = -(-retention.decode_every // self.grid) * self.grid
         self.counters = RowCounters(rows)
@@ -166,7 +167,8 @@ class CacheState:
         branches = [sequence.branch, *sequence.expected_branches] if self.retention.branches else []
         # a hit stops `back` tokens before what matches, so what matches must go on behind the point
         ends = {last, last - back} if self.retention.prompt_end else set()
-        asked, spaced = {*ends, *(branch - back for branch in branches)}, self.spacing.between(start, last)
+        spacing = self.sparse_spacing if self.prefix.has_evicted else self.spacing
+        asked, spaced = {*ends, *(branch - back for branch in branches)}, spacing.between(start, last)
         if sequence.given_points is not None:
             asked, spaced = {point // grid * grid for point in sequence.given_points}, []
             last = max([start, *asked])

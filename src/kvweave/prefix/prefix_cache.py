@@ -45,6 +45,8 @@ class PrefixCache:
         self.tree = Tree(groups, emit)
         self.grid = self.tree.grid
         self.order = order_of(policy, self.tree.groups, self.grid)
+        self.has_evicted = False
+        """Whether something had to go since it was last empty."""
         self._clock = 0
         self._pages = list(pages)
         self._has_inner = bool(self.tree.windows or self.tree.states)
@@ -286,6 +288,7 @@ class PrefixCache:
 
     def _evict(self, point: Point, tokens: int) -> None:
         """Give up a point, and of a leaf at least its last `tokens` tokens."""
+        self.has_evicted = True
         self.order.on_evict(point, self._clock)
         if not point.queue.is_tips:
             if point.kind == Kind.SPACED:
@@ -411,3 +414,4 @@ class PrefixCache:
         left = {pages.group.tag: pages.num_cached for pages in self._pages if pages.num_cached}
         assert not left, f"pages are left in an empty tree: {left}"
         self.tree.clear()
+        self.has_evicted = False

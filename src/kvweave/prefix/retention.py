@@ -17,8 +17,11 @@ SPACING = 1024
 DENSE = 8
 """So many points are kept at that distance; further on, a sibling recomputes at most two in so many of its tokens."""
 STATE_SHARE = 4
-"""A state takes at most so many times the bytes of the rows up to the one before it. (Those that nobody asks for are
-evicted first, so they cost next to nothing; with 1, first siblings found 44% of what they share, with 4 81%.)"""
+"""A state takes at most so many times the bytes of the rows up to the one before it. (While memory is free that costs
+next to nothing; with 1, first siblings found 44% of what they share, with 4 81%.)"""
+SPARSE = 8192
+"""Once something had to be evicted, points on the way are so far apart: of closer ones, most are evicted before anybody
+asks for them, and other points were evicted to make room for them (docs/measurements/reuse.md)."""
 NEVER = 2**62
 
 
@@ -56,9 +59,9 @@ class Retention:
 
     `prompt_end`: the last position from which the same prompt can be asked again. `branches`: where a prompt left
     the path of an earlier one. `every`: so many tokens along each prompt, so that the first sibling of a prompt hits
-    too (None: by the bytes of a point and of the rows between, and less often the further the prompt goes; 0: never),
-    at multiples of `unit`: a store's chunk, say. `decode_every`: how far apart states are snapshotted while
-    generating; only the last is kept. Ends of sequences are always kept.
+    too, at multiples of `unit`: a store's chunk, say (None: by the bytes of a point and of the rows between, and less
+    often the further the prompt goes; once something had to be evicted, `SPARSE`; 0: never). `decode_every`: how far
+    apart states are snapshotted while generating; only the last is kept. Ends of sequences are always kept.
     """
 
     prompt_end: bool = True
@@ -77,11 +80,20 @@ class Retention:
                 raise BadOption(f"retention: {name} must be a whole number of at least {least}, got {value!r}")
 
     def spacing(self, plan: Plan, grid: int) -> Spacing:
-        """Where spaced points are, on the grid."""
-        every, unit = self.every, math.lcm(grid, self.unit)
+        """Where spaced points are, on the grid, while memory is free."""
+        every = self.every
         if every is None:
             growing = max(1, int(plan.bytes_per_token()))
             windows, states = plan.window_bytes() // growing, plan.state_bytes() // growing
             # windows overlap, so close points cost no more than their rows; a state is a copy, and a stop
             every = max(states // STATE_SHARE, SPACING) if states else max(4 * grid, min(windows, SPACING))
-        return Spacing(-(-every // unit) * unit, widens=self.every is None)
+        return Spacing(self._rounded(every, grid), widens=self.every is None)
+
+    def sparse_spacing(self, plan: Plan, grid: int) -> Spacing:
+        """Where they are once something had to be evicted."""
+        dense = self.spacing(plan, grid)
+        return Spacing(max(dense.tokens, self._rounded(SPARSE, grid)), widens=False) if self.every is None else dense
+
+    def _rounded(self, tokens: int, grid: int) -> int:
+        unit = math.lcm(grid, self.unit)
+        return -(-tokens // unit) * unit
