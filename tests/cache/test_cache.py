@@ -28,7 +28,7 @@ from kvweave.errors import (
 )
 from kvweave.plan import Parallel, PoolRequest, make_plan
 from kvweave.pool import NULL
-from kvweave.prefix import EvictionCandidate, Kind, Node, Retention, Spacing, Span
+from kvweave.prefix import POLICIES, EvictionCandidate, Kind, Node, Retention, Spacing, Span
 from kvweave.spec import Chunk, Full, Layer, ModelSpec, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
@@ -1171,6 +1171,69 @@ def test_what_would_free_no_page_is_not_evicted() -> None:
     assert (standing.num_cached, cache.lookup([7] * 9)) == (16, 8)
     cache.extend(cache.open([8] * 12), 12)
     assert (cache.lookup(range(17)), cache.lookup([7] * 9)) == (16, 0), "its window pages are those of a table"
+
+
+def num_points(cache: Cache) -> int:
+    return sum(len(node.points) for node in cache.state.prefix.tree.nodes())
+
+
+def held_pool(policy: str = "adaptive") -> tuple[Cache, list[Sequence]]:
+    """20 sequences of 9 tokens, which have left a point each, hold all pages but 6."""
+    plan = plan_of(group("full", Full()), group("window", Window(9)), pools="shared")
+    cache = Cache(plan, policy=policy)
+    (pool,) = cache.state.pools
+    pool.free_superpages.replace(np.arange(1, 127, dtype=np.int32))
+    pool.num_superpages = 126
+    return cache, [run(cache, [i] * 9, close=False) for i in range(20)]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_points_whose_pages_tables_name_are_not_evicted(policy: str) -> None:
+    cache, running = held_pool(policy)
+    run(cache, [99] * 9)
+    for _ in range(3):
+        cache.extend(running[0], 4)
+    assert (num_points(cache), cache.stats().evicted_pages) == (20, 4), "that of the sequence that has ended went"
+    assert all(cache.lookup([i] * 9) == 8 for i in range(20))
+    check_books(cache)
+
+
+def test_points_are_evicted_when_tables_have_let_go_of_their_pages() -> None:
+    cache, running = held_pool()
+    cache.extend(running[1], 8, tokens=[50] * 8)
+    cache.commit(running[1])
+    assert cache.stats().group("window").evictable == 2, "its window has passed its point"
+    cache.extend(running[0], 4)
+    assert (num_points(cache), cache.stats().evicted_pages) == (20, 0)
+    cache.extend(running[0], 4)
+    assert (num_points(cache), cache.stats().evicted_pages) == (19, 2)
+    assert [cache.lookup([i] * 9) for i in range(20)] == [8, 0, *[8] * 18]
+    check_books(cache)
+
+
+def test_a_point_is_evicted_for_pages_between_those_that_tables_name() -> None:
+    plan = plan_of(group("full", Full()), group("window", Window(25)), own_pools={"window": PoolRequest(pages=10)})
+    cache = Cache(plan, retention=Retention(every=0))
+    behind = run(cache, range(25), close=False)
+    before = cache.open(range(9))
+    cache.extend(behind, 15)
+    cache.commit(behind)
+    assert (before.num_cached, cache.stats().group("window").evictable) == (8, 2)
+    cache.extend(before, 4)
+    assert cache.stats().evicted_pages == 2
+    assert cache.lookup(range(25)) == 8
+    check_books(cache)
+
+
+def test_of_points_on_the_way_those_stay_whose_pages_tables_name() -> None:
+    plan = plan_of(group("full", Full()), group("window", Window(9)), own_pools={"window": PoolRequest(pages=13)})
+    cache = Cache(plan, retention=Retention(every=8, prompt_end=False))
+    sequence = run(cache, range(42), close=False)
+    assert [point.position for point in sequence.node.points] == [8, 16, 24, 32, 40]
+    assert cache.stats().group("window").evictable == 8
+    cache.extend(cache.open([99] * 9), 9)
+    assert [point.position for point in sequence.node.points] == [40]
+    check_books(cache)
 
 
 # ---- token ids

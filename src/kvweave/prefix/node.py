@@ -46,6 +46,7 @@ class Point:
         "entry",
         "floor",
         "found",
+        "held",
         "hits",
         "kind",
         "last_used",
@@ -57,6 +58,7 @@ class Point:
         "queued",
         "states",
         "weight",
+        "window_ends",
     )
 
     def __init__(self, node: Node, position: int, kind: Kind, states: StatePages) -> None:
@@ -84,6 +86,10 @@ class Point:
         self.entry: Any = None
         self.queued = 0
         """Clock when it came to wait there."""
+        self.window_ends = (0, 0)
+        """Of the shortest window: the first and the last page that it needs; NULL where eviction does not ask."""
+        self.held = -1
+        """Its number among the held points, if it is one of them."""
 
     def position_above(self, *, skip_spaced: bool = False) -> int:
         """The nearest point above it, or 0: what it saves is the tokens between."""
