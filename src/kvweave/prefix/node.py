@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.pool import Ids
+from kvweave.pool import NULL, Ids
 
 Tokens = NDArray[np.int32]
 StatePages = tuple[int, ...]
@@ -44,11 +44,13 @@ class Point:
         "continued",
         "cut",
         "entry",
+        "first_page",
         "floor",
         "found",
         "held",
         "hits",
         "kind",
+        "last_page",
         "last_used",
         "node",
         "pins",
@@ -58,7 +60,6 @@ class Point:
         "queued",
         "states",
         "weight",
-        "window_ends",
     )
 
     def __init__(self, node: Node, position: int, kind: Kind, states: StatePages) -> None:
@@ -86,7 +87,7 @@ class Point:
         self.entry: Any = None
         self.queued = 0
         """Clock when it came to wait there."""
-        self.window_ends = (0, 0)
+        self.first_page = self.last_page = NULL
         """Of the shortest window: the first and the last page that it needs; NULL where eviction does not ask."""
         self.held = -1
         """Its number among the held points, if it is one of them."""

@@ -216,7 +216,7 @@ class PrefixCache:
         for run in runs:
             self._pages[run.group.number].enter_cache(run.pages)
         if self._held is not None:
-            point.window_ends = self._held.window_ends(runs)
+            self._held.set_ends(point, runs)
         return point
 
     def keep_needed(self, node: Node, start: int) -> None:
