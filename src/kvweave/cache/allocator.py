@@ -168,12 +168,13 @@ class PageAllocator:
                 self._pass(group, rows, first, count)
 
     def _with_spare(self) -> Iterator[Sequence]:
-        """Sequences that hold more than their next tokens need."""
-        rows = self.state.open_rows()
-        behind = {row for group in self.state.windows for row in self._behind(group, rows)[0].tolist()}
-        for row, sequence in self.state.by_row.items():
-            if sequence.snapshots or sequence.parked or row in behind:
-                yield sequence
+        """Sequences that may hold more than their next tokens need."""
+        rows, has_spare = self.state.open_rows(), self.state.counters.last_snapshot > 0
+        has_spare[list(self.state.parking_rows)] = True
+        for group in self.state.windows:
+            has_spare[self._behind(group, rows)[0]] = True
+        for row in has_spare.nonzero()[0].tolist():
+            yield self.state.by_row[row]
 
     # ---- evicting
 
