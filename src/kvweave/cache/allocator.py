@@ -161,6 +161,8 @@ class PageAllocator:
                 sequence.copy_at = -1 if position == sequence.copy_at else sequence.copy_at
                 sequence.answer = -1
                 self.state.set_next_event(sequence)
+            if not sequence.snapshots:
+                self.state.counters.last_snapshot_of[sequence.row] = 0
             self.state.release_parked(sequence)
         for group in self.state.windows:
             rows, first, count = self._behind(group, Batch(sequences).rows)

@@ -1,4 +1,4 @@
-"""Resume points whose window pages block tables name: evicting one would free nothing, so they wait in no queue."""
+"""Resume points whose window pages block tables name: evicting one would free little, so they wait in no queue."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kvweave.prefix.tree import PageRun
 
 MOST_WOKEN = 64
 """So many points return to the queues at a time."""
+NOT_HELD, LET_IN = -1, -2
+"""A point is not held; or it is queued though it would be: no others were left."""
 PATIENCE = 8
 """Points are looked at when tables have let go of so many pages for each: two pages of each, all over the memory, are
 read then. (With 1, a request under eviction took 40 us more, nearly half of its time.)"""
@@ -43,7 +45,8 @@ class HeldPoints:
 
     def holds(self, point: Point) -> bool:
         """Whether a point that is in no queue would be held."""
-        return self._pages.is_named(point.last_page) and self._pages.is_named(point.first_page)
+        pages = self._pages
+        return point.held != LET_IN and pages.is_named(point.last_page) and pages.is_named(point.first_page)
 
     def add(self, point: Point) -> None:
         at = point.held = len(self._points)
@@ -58,7 +61,7 @@ class HeldPoints:
         if last is not point:
             self._points[at], last.held = last, at
             self._first_of[at], self._last_of[at] = last.first_page, last.last_page
-        point.held = -1
+        point.held = NOT_HELD
 
     def let_go(self) -> list[Point]:
         """Points that are held no longer, some of them; looked for now and again as tables let go of pages."""

@@ -90,7 +90,7 @@ class Point:
         self.first_page = self.last_page = NULL
         """Of the shortest window: the first and the last page that it needs; NULL where eviction does not ask."""
         self.held = -1
-        """Its number among the held points, if it is one of them."""
+        """Its number among the held points, if it is one of them (see `held_points`)."""
 
     def position_above(self, *, skip_spaced: bool = False) -> int:
         """The nearest point above it, or 0: what it saves is the tokens between."""

@@ -9,14 +9,14 @@ only it needs (`_inner`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
 from kvweave.pool import GroupPages, Ids, PagedGroup
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
-from kvweave.prefix.held_points import HeldPoints
+from kvweave.prefix.held_points import LET_IN, MOST_WOKEN, NOT_HELD, HeldPoints
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.orders import order_of
 from kvweave.prefix.policy import Policy
@@ -54,9 +54,16 @@ class PrefixCache:
         self._tips = [EvictionQueue(is_tips=True) for _ in range(self.order.num_queues)]
         self._inner = [EvictionQueue(is_tips=False) for _ in range(self.order.num_queues)]
         self._queues = [*self._tips, *self._inner]
+        self._held = self._held_points()
+
+    def _held_points(self) -> HeldPoints | None:
+        """States can be evicted whatever tables name: where they are most of a point, no point is held."""
+        state_bytes = sum(group.page_bytes for group in self.tree.states if group.has_pages)
+        window_bytes = sum(group.page_bytes * _span(group) // group.slot_tokens for group in self._windows)
         moving = [group for group in self._windows if group.needs_last_block]
-        has_states = any(group.has_pages for group in self.tree.states)  # they are evictable whatever tables name
-        self._held = None if has_states or not moving else HeldPoints(self._pages[min(moving, key=_span).number])
+        if not moving or state_bytes >= window_bytes:
+            return None
+        return HeldPoints(self._pages[min(moving, key=_span).number])
 
     # ---- looking
 
@@ -273,6 +280,7 @@ class PrefixCache:
         """Let it wait nowhere."""
         if point.queue is not None:
             point.queue.remove(point)
+            point.held = NOT_HELD
         elif self._held is not None and point.held >= 0:
             self._held.remove(point)
 
@@ -286,8 +294,8 @@ class PrefixCache:
         self._wake(held.let_go())
         while True:
             point = self.order.choose(queues, self._clock)
-            if point is None and not self._wake(held.unheld()):
-                return self._last_resort(held)
+            if point is None and not self._wake(held.unheld()) and not self._wake_by_force(held):
+                return None
             if point is not None and (point.queue.is_tips or not held.holds(point)):
                 return point
             if point is not None:
@@ -299,17 +307,21 @@ class PrefixCache:
             self._move(point, self._inner)
         return bool(points)
 
-    def _last_resort(self, held: HeldPoints) -> Point | None:
-        """Where no other is left: a held point that needs a page which tables do not name, in the midst of others."""
-        for point in held.all if any(self._pages[group.number].num_evictable for group in self._windows) else ():
-            if self._has_unnamed(point):
-                self._dequeue(point)
-                self._enqueue(point, self._inner)
-                return point
-        return None
+    def _wake_by_force(self, held: HeldPoints) -> bool:
+        """Where no others are left, held points are queued that have anything to give; whether there are any."""
+        if not any(pages.num_evictable for pages in self._pages if not pages.group.is_full):
+            return False
+        some = list(islice((point for point in held.all if self._has_evictable(point)), MOST_WOKEN))
+        for point in some:
+            self._dequeue(point)
+            self._enqueue(point, self._inner)
+            point.held = LET_IN
+        return bool(some)
 
-    def _has_unnamed(self, point: Point) -> bool:
-        """Whether a point, or one that it stands for, needs a window page that no table names."""
+    def _has_evictable(self, point: Point) -> bool:
+        """Whether a point, or one that it stands for, has a state, or needs a window page that no table names."""
+        if point.states:
+            return True
         for other in point.node.points if point.kind == Kind.SPACED else (point,):
             for run in self.window_runs(other.node, other.position) if other.kind == point.kind else ():
                 if not self._pages[run.group.number].are_named(run.pages).all():
