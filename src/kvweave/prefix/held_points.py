@@ -12,7 +12,7 @@ MOST_WOKEN = 64
 """So many points return to the queues at a time."""
 NOT_HELD, LET_IN = -1, -2
 """A point is not held; or it is queued though it would be: no others were left."""
-PATIENCE = 8
+PATIENCE = 32
 """Points are looked at when tables have let go of so many pages for each: two pages of each, all over the memory, are
 read then. (With 1, a request under eviction took 40 us more, nearly half of its time.)"""
 

@@ -143,6 +143,7 @@ class PrefixCache:
         node.uses -= 1
         self._count_holder(node, None, -1)
         self._requeue_last(node)
+        self._requeue_held(node)
         self._settle(node, None)
 
     def _count_holder(self, node: Node, above: Node | None, sign: int) -> None:
@@ -248,6 +249,15 @@ class PrefixCache:
         first = node.first_spaced()
         if first is not None:
             self.requeue(first)
+
+    def _requeue_held(self, node: Node) -> None:
+        """Nobody stands on a node any more, or on those above it: their points are not held."""
+        at: Node | None = node
+        while self._held is not None and at is not None and not at.pins:
+            for point in at.points:
+                if point.held >= 0:
+                    self.requeue(point)
+            at = at.parent
 
     def requeue(self, point: Point) -> None:
         """Put a point among the others where it belongs now."""
