@@ -108,7 +108,6 @@ class Loader:
         point = state.prefix.pin_at(match, position, 0, with_states=True)
         for run in self.state.prefix.window_runs(point.node, point.position):
             state.pages[run.group.number].share(run.pages)
-        state.prefix.requeue(point)
         return point.node, point
 
     def unpin(self, node: Node, point: Point) -> None:

@@ -121,8 +121,7 @@ class PrefixCache:
         self._count_holder(node, None, 1)
         if with_states:
             self._count_pin(point, 1)
-        self._move(point, None)  # it is queued again when tables name its pages
-        self._requeue_spaced(node)
+        self._dequeue(point)
         return point
 
     def pin(self, node: Node) -> None:
