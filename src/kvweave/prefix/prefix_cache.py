@@ -303,11 +303,12 @@ class PrefixCache:
         self._wake(held.let_go())
         while True:
             point = self.order.choose(queues, self._clock)
-            if point is None and not self._wake(held.unheld()) and not self._wake_by_force(held):
-                return None
-            if point is not None and (point.queue.is_tips or not held.holds(point)):
+            if point is None:
+                if not self._wake(held.unheld()) and not self._wake_by_force(held):
+                    return None
+            elif point.queue.is_tips or not held.holds(point):
                 return point
-            if point is not None:
+            else:
                 self._move(point, self._inner)
 
     def _wake(self, points: list[Point]) -> bool:
