@@ -1157,14 +1157,22 @@ def test_a_snapshot_that_is_to_be_copied_is_given_up_for_others_but_not_one_that
         check_books(cache)
 
 
-def test_what_would_free_no_page_is_not_evicted() -> None:
-    cache = Cache(
-        plan_of(group("full", Full()), group("window", Window(6)), pools="shared"), retention=Retention(every=0)
-    )
+def num_points(cache: Cache) -> int:
+    return sum(len(node.points) for node in cache.state.prefix.tree.nodes())
+
+
+def cache_of_one_pool(num_superpages: int, window: int, **options: Any) -> Cache:
+    """Of full attention and a window, a super-page a page."""
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(window)), pools="shared"), **options)
     (pool,) = cache.state.pools
-    assert all(pages.is_whole for pages in pool.groups)
-    pool.free_superpages.replace(np.arange(1, 13, dtype=np.int32))
-    pool.num_superpages = 12
+    assert pool.is_whole
+    pool.free_superpages.replace(np.arange(1, num_superpages + 1, dtype=np.int32))
+    pool.num_superpages = num_superpages
+    return cache
+
+
+def test_what_would_free_no_page_is_not_evicted() -> None:
+    cache = cache_of_one_pool(12, window=6, retention=Retention(every=0))
     for tokens in ([7] * 9, range(17)):
         compute(cache, cache.open(tokens), 4)
     standing = cache.open(range(17))
@@ -1173,17 +1181,9 @@ def test_what_would_free_no_page_is_not_evicted() -> None:
     assert (cache.lookup(range(17)), cache.lookup([7] * 9)) == (16, 0), "its window pages are those of a table"
 
 
-def num_points(cache: Cache) -> int:
-    return sum(len(node.points) for node in cache.state.prefix.tree.nodes())
-
-
 def held_pool(policy: str = "adaptive") -> tuple[Cache, list[Sequence]]:
     """20 sequences of 9 tokens, which have left a point each, hold all pages but 6."""
-    plan = plan_of(group("full", Full()), group("window", Window(9)), pools="shared")
-    cache = Cache(plan, policy=policy)
-    (pool,) = cache.state.pools
-    pool.free_superpages.replace(np.arange(1, 127, dtype=np.int32))
-    pool.num_superpages = 126
+    cache = cache_of_one_pool(126, window=9, policy=policy)
     return cache, [run(cache, [i] * 9, close=False) for i in range(20)]
 
 
@@ -1196,6 +1196,15 @@ def test_points_whose_pages_tables_name_are_not_evicted(policy: str) -> None:
     assert (num_points(cache), cache.stats().evicted_pages) == (20, 4), "that of the sequence that has ended went"
     assert all(cache.lookup([i] * 9) == 8 for i in range(20))
     check_books(cache)
+
+
+def test_a_point_before_that_of_a_hit_is_not_evicted_while_the_table_names_its_pages() -> None:
+    cache = cache_of_one_pool(14, window=17, policy="lru", retention=Retention(every=0))
+    for tokens in ([1] * 9, [1] * 17, [2] * 9):
+        run(cache, tokens)
+    assert (cache.open([1] * 17).num_cached, num_points(cache)) == (16, 3)
+    cache.extend(cache.open([3] * 9), 9)
+    assert (cache.lookup([2] * 9), num_points(cache)) == (0, 2)
 
 
 def test_points_are_evicted_when_tables_have_let_go_of_their_pages() -> None:
