@@ -29,6 +29,7 @@ from kvweave.errors import (
 from kvweave.plan import Parallel, PoolRequest, make_plan
 from kvweave.pool import NULL
 from kvweave.prefix import POLICIES, EvictionCandidate, Kind, Node, Retention, Spacing, Span
+from kvweave.prefix.held_points import PATIENCE
 from kvweave.spec import Chunk, Full, Layer, ModelSpec, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
@@ -1220,6 +1221,33 @@ def test_points_are_evicted_when_tables_have_let_go_of_their_pages() -> None:
     check_books(cache)
 
 
+def test_points_that_tables_have_let_go_of_are_evicted_in_their_turn() -> None:
+    cache = cache_of_one_pool(18, window=9, policy="lru")
+    sequence = run(cache, [1] * 9, close=False)
+    run(cache, [2] * 9)
+    cache.extend(sequence, 16, tokens=[5] * 16)
+    cache.commit(sequence)
+    for _ in range(PATIENCE):
+        cache.open([2] * 9).close()
+    for _ in range(2):
+        cache.extend(cache.open([3] * 4), 4)
+    assert cache.stats().evicted_pages == 2
+    assert (cache.lookup([1] * 9), cache.lookup([2] * 9)) == (0, 8), "the one that was used longest ago went"
+
+
+@pytest.mark.parametrize(("width", "found"), [(64, (0, 8)), (4, (8, 0))])
+def test_a_point_whose_window_a_table_names_goes_for_its_state_where_that_is_most_of_it(
+    width: int, found: tuple[int, int]
+) -> None:
+    caches = group("full", Full()), group("window", Window(9)), group("state", State(), width)
+    cache = Cache(plan_of(*caches, own_pools={"state": PoolRequest(pages=4)}), policy="lru")
+    run(cache, [1] * 9, close=False)
+    run(cache, [2] * 9)
+    for _ in range(2):
+        cache.extend(cache.open([3] * 4), 4)
+    assert (cache.lookup([1] * 9), cache.lookup([2] * 9)) == found
+
+
 def test_a_point_is_evicted_for_pages_between_those_that_tables_name() -> None:
     plan = plan_of(group("full", Full()), group("window", Window(25)), own_pools={"window": PoolRequest(pages=10)})
     cache = Cache(plan, retention=Retention(every=0))
@@ -1234,14 +1262,30 @@ def test_a_point_is_evicted_for_pages_between_those_that_tables_name() -> None:
     check_books(cache)
 
 
+def test_points_on_the_way_whose_window_a_table_names_are_evicted_for_the_pages_of_a_chunk() -> None:
+    """Where a chunk ends nothing is needed of it, so that the first of them has no page to give."""
+    caches = group("full", Full()), group("window", Window(30)), group("chunk", Chunk(8))
+    cache = Cache(plan_of(*caches, own_pools={"chunk": PoolRequest(pages=5)}), retention=Retention(every=4))
+    run(cache, range(5))
+    sequence = run(cache, range(18), close=False)
+    assert [(point.position, point.kind) for point in sequence.node.points[:2]] == [(8, Kind.SPACED), (12, Kind.SPACED)]
+    assert cache.stats().group("chunk").evictable == 2
+    cache.extend(cache.open([9] * 13), 13)
+    assert cache.stats().evicted_pages == 2
+    check_books(cache)
+
+
 def test_of_points_on_the_way_those_stay_whose_pages_tables_name() -> None:
-    plan = plan_of(group("full", Full()), group("window", Window(9)), own_pools={"window": PoolRequest(pages=13)})
-    cache = Cache(plan, retention=Retention(every=8, prompt_end=False))
-    sequence = run(cache, range(42), close=False)
-    assert [point.position for point in sequence.node.points] == [8, 16, 24, 32, 40]
-    assert cache.stats().group("window").evictable == 8
+    plan = plan_of(group("full", Full()), group("window", Window(9)), own_pools={"window": PoolRequest(pages=11)})
+    cache = Cache(plan, retention=Retention(every=8))
+    sequence = cache.open(range(60))
+    cache.extend(sequence, 40)
+    cache.commit(sequence)
+    cache.publish()
+    points = sequence.node.points
+    assert [(point.position, point.kind) for point in points] == [(8 * i, Kind.SPACED) for i in range(1, 6)]
     cache.extend(cache.open([99] * 9), 9)
-    assert [point.position for point in sequence.node.points] == [40]
+    assert [point.position for point in points] == [40]
     check_books(cache)
 
 
