@@ -236,7 +236,8 @@ def check_books(cache: Cache, pins: Iterable[Any] = ()) -> None:
             assert node.points[-1].position == node.end
         for point in node.points:
             waits = point.queue is not None or point.held >= 0
-            assert waits == can_go(cache, point), f"the point at {point.position} {'waits' if waits else 'is lost'}"
+            assert waits or not can_go(cache, point), f"the point at {point.position} is lost"
+            assert not (waits and point.pins), f"the point at {point.position} is pinned, and waits"
 
 
 def can_go(cache: Cache, point: Point) -> bool:
