@@ -17,7 +17,7 @@ import numpy as np
 from kvweave.cache import Cache, Copy, Sequence
 from kvweave.pool import NULL, GroupPages, PagedGroup, PagePool
 from kvweave.pool.holders import TREE
-from kvweave.prefix import Node
+from kvweave.prefix import Kind, Node, Point
 
 GARBAGE = -1
 
@@ -234,6 +234,18 @@ def check_books(cache: Cache, pins: Iterable[Any] = ()) -> None:
         if not node.children and not node.pins:
             assert node.points, "a leaf that nobody holds ends at a point"
             assert node.points[-1].position == node.end
+        for point in node.points:
+            waits = point.queue is not None or point.held >= 0
+            assert waits or not can_go(cache, point), f"the point at {point.position} is lost"
+            assert not (waits and point.pins), f"the point at {point.position} is pinned, and waits"
+
+
+def can_go(cache: Cache, point: Point) -> bool:
+    """Whether a point must wait for its eviction, in a queue or held by tables that name its pages."""
+    node = point.node
+    is_end = not node.children and not node.pins and node.points[-1] is point
+    stands = point.kind != Kind.SPACED or node.first_spaced() is point
+    return not point.pins and (is_end or (stands and bool(cache.state.windows or cache.state.states)))
 
 
 def check_points(cache: Cache, group: PagedGroup) -> None:

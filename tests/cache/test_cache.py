@@ -28,7 +28,8 @@ from kvweave.errors import (
 )
 from kvweave.plan import Parallel, PoolRequest, make_plan
 from kvweave.pool import NULL
-from kvweave.prefix import EvictionCandidate, Kind, Node, Retention, Spacing, Span
+from kvweave.prefix import POLICIES, EvictionCandidate, Kind, Node, Retention, Spacing, Span
+from kvweave.prefix.held_points import PATIENCE
 from kvweave.spec import Chunk, Full, Layer, ModelSpec, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
@@ -1157,20 +1158,135 @@ def test_a_snapshot_that_is_to_be_copied_is_given_up_for_others_but_not_one_that
         check_books(cache)
 
 
-def test_what_would_free_no_page_is_not_evicted() -> None:
-    cache = Cache(
-        plan_of(group("full", Full()), group("window", Window(6)), pools="shared"), retention=Retention(every=0)
-    )
+def num_points(cache: Cache) -> int:
+    return sum(len(node.points) for node in cache.state.prefix.tree.nodes())
+
+
+def cache_of_one_pool(num_superpages: int, window: int, **options: Any) -> Cache:
+    """Of full attention and a window, a super-page a page."""
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(window)), pools="shared"), **options)
     (pool,) = cache.state.pools
-    assert all(pages.is_whole for pages in pool.groups)
-    pool.free_superpages.replace(np.arange(1, 13, dtype=np.int32))
-    pool.num_superpages = 12
+    assert pool.is_whole
+    pool.free_superpages.replace(np.arange(1, num_superpages + 1, dtype=np.int32))
+    pool.num_superpages = num_superpages
+    return cache
+
+
+def test_what_would_free_no_page_is_not_evicted() -> None:
+    cache = cache_of_one_pool(12, window=6, retention=Retention(every=0))
     for tokens in ([7] * 9, range(17)):
         compute(cache, cache.open(tokens), 4)
     standing = cache.open(range(17))
     assert (standing.num_cached, cache.lookup([7] * 9)) == (16, 8)
     cache.extend(cache.open([8] * 12), 12)
     assert (cache.lookup(range(17)), cache.lookup([7] * 9)) == (16, 0), "its window pages are those of a table"
+
+
+def held_pool(policy: str = "adaptive") -> tuple[Cache, list[Sequence]]:
+    """20 sequences of 9 tokens, which have left a point each, hold all pages but 6."""
+    cache = cache_of_one_pool(126, window=9, policy=policy)
+    return cache, [run(cache, [i] * 9, close=False) for i in range(20)]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_points_whose_pages_tables_name_are_not_evicted(policy: str) -> None:
+    cache, running = held_pool(policy)
+    run(cache, [99] * 9)
+    for _ in range(3):
+        cache.extend(running[0], 4)
+    assert (num_points(cache), cache.stats().evicted_pages) == (20, 4), "that of the sequence that has ended went"
+    assert all(cache.lookup([i] * 9) == 8 for i in range(20))
+    check_books(cache)
+
+
+def test_a_point_before_that_of_a_hit_is_not_evicted_while_the_table_names_its_pages() -> None:
+    cache = cache_of_one_pool(14, window=17, policy="lru", retention=Retention(every=0))
+    for tokens in ([1] * 9, [1] * 17, [2] * 9):
+        run(cache, tokens)
+    assert (cache.open([1] * 17).num_cached, num_points(cache)) == (16, 3)
+    cache.extend(cache.open([3] * 9), 9)
+    assert (cache.lookup([2] * 9), num_points(cache)) == (0, 2)
+
+
+def test_points_are_evicted_when_tables_have_let_go_of_their_pages() -> None:
+    cache, running = held_pool()
+    cache.extend(running[1], 8, tokens=[50] * 8)
+    cache.commit(running[1])
+    assert cache.stats().group("window").evictable == 2, "its window has passed its point"
+    cache.extend(running[0], 4)
+    assert (num_points(cache), cache.stats().evicted_pages) == (20, 0)
+    cache.extend(running[0], 4)
+    assert (num_points(cache), cache.stats().evicted_pages) == (19, 2)
+    assert [cache.lookup([i] * 9) for i in range(20)] == [8, 0, *[8] * 18]
+    check_books(cache)
+
+
+def test_points_that_tables_have_let_go_of_are_evicted_in_their_turn() -> None:
+    cache = cache_of_one_pool(18, window=9, policy="lru")
+    sequence = run(cache, [1] * 9, close=False)
+    run(cache, [2] * 9)
+    cache.extend(sequence, 16, tokens=[5] * 16)
+    cache.commit(sequence)
+    for _ in range(PATIENCE):
+        cache.open([2] * 9).close()
+    for _ in range(2):
+        cache.extend(cache.open([3] * 4), 4)
+    assert cache.stats().evicted_pages == 2
+    assert (cache.lookup([1] * 9), cache.lookup([2] * 9)) == (0, 8), "the one that was used longest ago went"
+
+
+@pytest.mark.parametrize(("width", "found"), [(64, (0, 8)), (4, (8, 0))])
+def test_a_point_whose_window_a_table_names_goes_for_its_state_where_that_is_most_of_it(
+    width: int, found: tuple[int, int]
+) -> None:
+    caches = group("full", Full()), group("window", Window(9)), group("state", State(), width)
+    cache = Cache(plan_of(*caches, own_pools={"state": PoolRequest(pages=4)}), policy="lru")
+    run(cache, [1] * 9, close=False)
+    run(cache, [2] * 9)
+    for _ in range(2):
+        cache.extend(cache.open([3] * 4), 4)
+    assert (cache.lookup([1] * 9), cache.lookup([2] * 9)) == found
+
+
+def test_a_point_is_evicted_for_pages_between_those_that_tables_name() -> None:
+    plan = plan_of(group("full", Full()), group("window", Window(25)), own_pools={"window": PoolRequest(pages=10)})
+    cache = Cache(plan, retention=Retention(every=0))
+    behind = run(cache, range(25), close=False)
+    before = cache.open(range(9))
+    cache.extend(behind, 15)
+    cache.commit(behind)
+    assert (before.num_cached, cache.stats().group("window").evictable) == (8, 2)
+    cache.extend(before, 4)
+    assert cache.stats().evicted_pages == 2
+    assert cache.lookup(range(25)) == 8
+    check_books(cache)
+
+
+def test_points_on_the_way_whose_window_a_table_names_are_evicted_for_the_pages_of_a_chunk() -> None:
+    """Where a chunk ends nothing is needed of it, so that the first of them has no page to give."""
+    caches = group("full", Full()), group("window", Window(30)), group("chunk", Chunk(8))
+    cache = Cache(plan_of(*caches, own_pools={"chunk": PoolRequest(pages=5)}), retention=Retention(every=4))
+    run(cache, range(5))
+    sequence = run(cache, range(18), close=False)
+    assert [(point.position, point.kind) for point in sequence.node.points[:2]] == [(8, Kind.SPACED), (12, Kind.SPACED)]
+    assert cache.stats().group("chunk").evictable == 2
+    cache.extend(cache.open([9] * 13), 13)
+    assert cache.stats().evicted_pages == 2
+    check_books(cache)
+
+
+def test_of_points_on_the_way_those_stay_whose_pages_tables_name() -> None:
+    plan = plan_of(group("full", Full()), group("window", Window(9)), own_pools={"window": PoolRequest(pages=11)})
+    cache = Cache(plan, retention=Retention(every=8))
+    sequence = cache.open(range(60))
+    cache.extend(sequence, 40)
+    cache.commit(sequence)
+    cache.publish()
+    points = sequence.node.points
+    assert [(point.position, point.kind) for point in points] == [(8 * i, Kind.SPACED) for i in range(1, 6)]
+    cache.extend(cache.open([99] * 9), 9)
+    assert [point.position for point in points] == [40]
+    check_books(cache)
 
 
 # ---- token ids

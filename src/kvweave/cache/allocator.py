@@ -161,6 +161,8 @@ class PageAllocator:
                 sequence.copy_at = -1 if position == sequence.copy_at else sequence.copy_at
                 sequence.answer = -1
                 self.state.set_next_event(sequence)
+            if not sequence.snapshots:
+                self.state.counters.last_snapshot_of[sequence.row] = 0
             self.state.release_parked(sequence)
         for group in self.state.windows:
             rows, first, count = self._behind(group, Batch(sequences).rows)
@@ -168,12 +170,13 @@ class PageAllocator:
                 self._pass(group, rows, first, count)
 
     def _with_spare(self) -> Iterator[Sequence]:
-        """Sequences that hold more than their next tokens need."""
-        rows = self.state.open_rows()
-        behind = {row for group in self.state.windows for row in self._behind(group, rows)[0].tolist()}
-        for row, sequence in self.state.by_row.items():
-            if sequence.snapshots or sequence.parked or row in behind:
-                yield sequence
+        """Sequences that may hold more than their next tokens need."""
+        rows, has_spare = self.state.open_rows(), self.state.counters.last_snapshot > 0
+        has_spare[list(self.state.parking_rows)] = True
+        for group in self.state.windows:
+            has_spare[self._behind(group, rows)[0]] = True
+        for row in has_spare.nonzero()[0].tolist():
+            yield self.state.by_row[row]
 
     # ---- evicting
 

@@ -51,15 +51,15 @@ class Loader:
         if match is not None and position:
             point = state.prefix.pin_at(match, position, sequence.priority, with_states=bool(state.states))
             sequence.node, sequence.restore = point.node, point if state.states else None
+            for group in state.rows:
+                self._enter_run(group, sequence, position)
+            state.prefix.requeue(point)
         else:
             sequence.node = state.prefix.tree.root(sequence.namespace)
             state.prefix.pin(sequence.node)
         sequence.num_cached = position
         sequence.start_at(position, prompt)
         sequence.branch = match.length if match is not None and match.length > position else 0
-        if position:
-            for group in state.rows:
-                self._enter_run(group, sequence, position)
         state.want_points(sequence)
         self._set_counters(sequence, position)
 

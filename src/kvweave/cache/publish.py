@@ -106,6 +106,8 @@ class Publisher:
         self.leave(sequence)
         self._lead_to(sequence, end, points, self._held_pages(sequence))
         state.counters.looked_at_of[sequence.row] = end
+        if not sequence.snapshots:
+            state.counters.last_snapshot_of[sequence.row] = 0
         self.stand(sequence)
         state.release_parked(sequence)
         for group in state.full:

@@ -17,8 +17,8 @@ class RowCounters:
     which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that it
     needs are not let go. `looked_at`: `publish` has nothing to do before a grid of tokens more is committed than so
     many. `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected. `prompts`: lengths
-    of the prompts, 0 where no sequence is. `last_snapshot`: no step is to leave a state behind it. `opened`: the
-    clock when the sequence was opened. `priority`: how important it is.
+    of the prompts, 0 where no sequence is. `last_snapshot`: no step is to leave a state behind it; 0 where there is
+    none. `opened`: the clock when the sequence was opened. `priority`: how important it is.
     """
 
     def __init__(self, rows: int) -> None:

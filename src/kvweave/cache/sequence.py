@@ -270,12 +270,13 @@ class Batch:
 
     def check(self, owner: SequenceOwner) -> None:
         """All sequences are open ones of this cache, each once, where they were when the batch was made."""
-        for sequence, row in zip(self.sequences, self.rows.tolist(), strict=True):
+        for sequence in self.sequences:
             if sequence.owner is not owner:
                 raise BadSequence("a sequence of another cache is in the batch")
-            if row < 0 or sequence.row != row:
-                raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")
-        if len(set(self.rows.tolist())) != len(self.rows):
+        rows = [sequence.row for sequence in self.sequences]
+        if rows != self.rows.tolist() or min(rows, default=0) < 0:
+            raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")
+        if np.count_nonzero(np.bincount(self.rows)) < len(rows):
             raise BadSequence("a sequence is twice in the batch")
 
 

@@ -84,7 +84,10 @@ class GroupPages:
         self._stack = free_superpages if self.is_whole else self.free_pages
         self.holders: NDArray[np.int64] = np.ones(capacity if group.is_window else 0, np.int64)
         self.holders[:1] = 0  # NULL
+        self._holders_of = self.holders.data
         self.num_allocated = self.num_cached = self.num_evictable = self.num_evicted = 0
+        self.num_let_go = 0
+        """Pages of the tree that no table named any more, so far."""
         self.evictable_in: NDArray[np.int64] = np.zeros(0 if self.is_whole else num_superpages, np.int64)
         """Evictable pages of each super-page."""
         self._is_snapshot: NDArray[np.bool_] = np.zeros(max(1, capacity) if group.is_state else 0, np.bool_)
@@ -172,7 +175,17 @@ class GroupPages:
             out = np.empty(len(pages), np.int32)
             num_gone, num_unnamed = holders.release(self.holders, pages, self.evictable_in, self.per_superpage, out)
             self.num_evictable += num_unnamed
+            self.num_let_go += num_unnamed
             self.free(out[:num_gone])
+
+    def is_named(self, page: int) -> bool:
+        """Whether a table or a pin names a page of a window."""
+        return bool(self._holders_of[page] & NAMES)
+
+    def are_named(self, pages: Ids) -> NDArray[np.bool_]:
+        """`is_named`, for many pages."""
+        named: NDArray[np.bool_] = self.holders[pages] & NAMES != 0
+        return named
 
     def named_only_by(self, pages: Ids) -> Ids:
         """Those of `pages`, of a window, that no table and no pin names but those that let go of them, of each as often

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.pool import Ids
+from kvweave.pool import NULL, Ids
 
 Tokens = NDArray[np.int32]
 StatePages = tuple[int, ...]
@@ -44,10 +44,13 @@ class Point:
         "continued",
         "cut",
         "entry",
+        "first_page",
         "floor",
         "found",
+        "held",
         "hits",
         "kind",
+        "last_page",
         "last_used",
         "node",
         "pins",
@@ -84,6 +87,10 @@ class Point:
         self.entry: Any = None
         self.queued = 0
         """Clock when it came to wait there."""
+        self.first_page = self.last_page = NULL
+        """Of the shortest window: the first and the last page that it needs; NULL where eviction does not ask."""
+        self.held = -1
+        """Its number among the held points, if it is one of them (see `held_points`)."""
 
     def position_above(self, *, skip_spaced: bool = False) -> int:
         """The nearest point above it, or 0: what it saves is the tokens between."""

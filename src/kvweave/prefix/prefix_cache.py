@@ -9,13 +9,14 @@ only it needs (`_inner`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
 from kvweave.pool import GroupPages, Ids, PagedGroup
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
+from kvweave.prefix.held_points import LET_IN, MOST_WOKEN, NOT_HELD, HeldPoints
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.orders import order_of
 from kvweave.prefix.policy import Policy
@@ -55,6 +56,16 @@ class PrefixCache:
         self._tips = [EvictionQueue(is_tips=True) for _ in range(self.order.num_queues)]
         self._inner = [EvictionQueue(is_tips=False) for _ in range(self.order.num_queues)]
         self._queues = [*self._tips, *self._inner]
+        self._held = self._held_points()
+
+    def _held_points(self) -> HeldPoints | None:
+        """States can be evicted whatever tables name: where they are most of a point, no point is held."""
+        state_bytes = sum(group.page_bytes for group in self.tree.states if group.has_pages)
+        window_bytes = sum(group.page_bytes * _span(group) // group.slot_tokens for group in self._windows)
+        moving = [group for group in self._windows if group.needs_last_block]
+        if not moving or state_bytes >= window_bytes:
+            return None
+        return HeldPoints(self._pages[min(moving, key=_span).number])
 
     # ---- looking
 
@@ -78,7 +89,7 @@ class PrefixCache:
             if len(run) > 1:
                 self.tree.join(run)
                 for point in run[-1].points:
-                    self._requeue(point)
+                    self.requeue(point)
         return len(runs) < len(nodes)
 
     def tick(self) -> int:
@@ -89,7 +100,7 @@ class PrefixCache:
 
     def pin_at(self, match: Match, position: int, priority: int, *, with_states: bool) -> Point:
         """A holder stands at a position of a matched path, and may need the states there: the point at this position,
-        the last one of its node. It is used now."""
+        the last one of its node. It is used now; `requeue` it when all that the holder needs is named."""
         node = match.node
         while node is not None and node.start >= position:
             node = node.parent
@@ -112,8 +123,7 @@ class PrefixCache:
         self._count_holder(node, None, 1)
         if with_states:
             self._count_pin(point, 1)
-        self._move(point, self._queues_of(point))
-        self._requeue_spaced(node)
+        self._dequeue(point)
         return point
 
     def pin(self, node: Node) -> None:
@@ -134,6 +144,7 @@ class PrefixCache:
         node.uses -= 1
         self._count_holder(node, None, -1)
         self._requeue_last(node)
+        self._requeue_held(node)
         self._settle(node, None)
 
     def _count_holder(self, node: Node, above: Node | None, sign: int) -> None:
@@ -153,7 +164,7 @@ class PrefixCache:
     def pin_states(self, point: Point, sign: int) -> None:
         """Somebody must find the states of a point unharmed (1), or needs them no more (-1)."""
         self._count_pin(point, sign)
-        self._requeue(point)
+        self.requeue(point)
 
     def _count_pin(self, point: Point, sign: int) -> None:
         point.pins += sign
@@ -196,9 +207,9 @@ class PrefixCache:
             node, position, kind, states, self.window_runs(node, position) if runs is None else runs
         )
         point.priority, point.found = priority, found
-        self._requeue(point)
+        self.requeue(point)
         if not node.pins and len(node.points) > 1:
-            self._requeue(node.points[-2])
+            self.requeue(node.points[-2])
         return point
 
     def window_runs(self, node: Node, position: int) -> list[PageRun]:
@@ -213,6 +224,8 @@ class PrefixCache:
             self._pages[group.number].cache_one(page)
         for run in runs:
             self._pages[run.group.number].enter_cache(run.pages)
+        if self._held is not None:
+            self._held.set_ends(point, runs)
         return point
 
     def keep_needed(self, node: Node, start: int) -> None:
@@ -230,15 +243,24 @@ class PrefixCache:
     def _requeue_last(self, node: Node) -> None:
         """A node's last point may be a leaf's now, or not any more."""
         if node.points:
-            self._requeue(node.points[-1])
+            self.requeue(node.points[-1])
 
     def _requeue_spaced(self, node: Node) -> None:
         """The spaced points of a run go together: the first one stands for all of them."""
         first = node.first_spaced()
         if first is not None:
-            self._requeue(first)
+            self.requeue(first)
 
-    def _requeue(self, point: Point) -> None:
+    def _requeue_held(self, node: Node) -> None:
+        """Nobody stands on a node any more, or on those above it: their points are not held."""
+        at: Node | None = node
+        while self._held is not None and at is not None and not at.pins:
+            for point in at.points:
+                if point.held >= 0:
+                    self.requeue(point)
+            at = at.parent
+
+    def requeue(self, point: Point) -> None:
         """Put a point among the others where it belongs now."""
         queues = self._queues_of(point)
         if point.queue is None or queues is None or point.queue.is_tips != queues[0].is_tips:
@@ -254,14 +276,69 @@ class PrefixCache:
         return self._inner if is_inner else None
 
     def _move(self, point: Point, queues: list[EvictionQueue] | None) -> None:
+        self._dequeue(point)
+        if self._held is not None and queues is self._inner and self._held.holds(point):
+            self._held.add(point)
+        elif queues is not None:
+            self._enqueue(point, queues)
+
+    def _enqueue(self, point: Point, queues: list[EvictionQueue]) -> None:
+        point.queued, point.weight = self._clock, 0.0
+        number, key = self.order.place(point, queues is self._tips, self._clock)
+        queues[number].add(point, key)
+
+    def _dequeue(self, point: Point) -> None:
+        """Let it wait nowhere."""
         if point.queue is not None:
             point.queue.remove(point)
-        if queues is not None:
-            point.queued, point.weight = self._clock, 0.0
-            number, key = self.order.place(point, queues is self._tips, self._clock)
-            queues[number].add(point, key)
+            point.held = NOT_HELD
+        elif self._held is not None and point.held >= 0:
+            self._held.remove(point)
 
     # ---- evicting
+
+    def _choose(self, queues: list[EvictionQueue]) -> Point | None:
+        """The point that goes next: one whose pages tables name is held instead."""
+        held = self._held
+        if held is None or queues is self._tips:
+            return self.order.choose(queues, self._clock)
+        self._wake(held.let_go())
+        while True:
+            point = self.order.choose(queues, self._clock)
+            if point is None:
+                if not self._wake(held.unheld()) and not self._wake_by_force(held):
+                    return None
+            elif point.queue.is_tips or not held.holds(point):
+                return point
+            else:
+                self._move(point, self._inner)
+
+    def _wake(self, points: list[Point]) -> bool:
+        """Points that are held no longer are queued; whether there are any."""
+        for point in points:
+            self._move(point, self._inner)
+        return bool(points)
+
+    def _wake_by_force(self, held: HeldPoints) -> bool:
+        """Where no others are left, held points are queued that have anything to give; whether there are any."""
+        if not any(pages.num_evictable for pages in self._pages if not pages.group.is_full):
+            return False
+        some = list(islice((point for point in held.all if self._has_evictable(point)), MOST_WOKEN))
+        for point in some:
+            self._dequeue(point)
+            self._enqueue(point, self._inner)
+            point.held = LET_IN
+        return bool(some)
+
+    def _has_evictable(self, point: Point) -> bool:
+        """Whether a point, or one that it stands for, has a state, or needs a window page that no table names."""
+        if point.states:
+            return True
+        for other in point.node.points if point.kind == Kind.SPACED else (point,):
+            for run in self.window_runs(other.node, other.position) if other.kind == point.kind else ():
+                if not self._pages[run.group.number].are_named(run.pages).all():
+                    return True
+        return False
 
     def evict(self, group: PagedGroup, count: int, most: int = NO_LIMIT) -> None:
         """Free `count` pages of a group in the policy's order, by evicting no more than so many points; no more pages
@@ -272,7 +349,7 @@ class PrefixCache:
             lacking = goal - pages.num_evicted
             if lacking <= 0:
                 return
-            point = self.order.choose(self._tips if group.is_full else self._queues, self._clock)
+            point = self._choose(self._tips if group.is_full else self._queues)
             if point is None:
                 return
             tokens = self.grid if group.is_state else -(-lacking * group.slot_tokens // self.grid) * self.grid
@@ -281,7 +358,7 @@ class PrefixCache:
     def evict_next(self, tokens: int, from_leaf: bool = False) -> bool:
         """Evict the point that the policy values least, whatever its pages, or the least of those that end a leaf, and
         cut a run by so many tokens at least; False when there is none."""
-        point = self.order.choose(self._tips if from_leaf else self._queues, self._clock)
+        point = self._choose(self._tips if from_leaf else self._queues)
         if point is not None:
             self._evict(point, tokens)
         return point is not None
@@ -292,7 +369,7 @@ class PrefixCache:
         self.order.on_evict(point, self._clock)
         if not point.queue.is_tips:
             if point.kind == Kind.SPACED:
-                self._drop_spaced(point.node)
+                self._drop_spaced(point)
             else:
                 self.drop_point(point)
             return
@@ -318,17 +395,18 @@ class PrefixCache:
                 return above
         return self.tree.last_resumable(node, limit, node.start)
 
-    def _drop_spaced(self, node: Node) -> None:
-        """Give up the points of a run that nobody has asked for."""
+    def _drop_spaced(self, first: Point) -> None:
+        """Give up the points of a run that nobody has asked for, but those whose pages tables name."""
+        node = first.node
         for point in list(node.points):
-            is_tip = point.queue is not None and point.queue.is_tips
-            if point.kind == Kind.SPACED and not is_tip:
+            is_kept = point.queue.is_tips if point.queue is not None else self._held and self._held.holds(point)
+            if point.kind == Kind.SPACED and (point is first or not is_kept):
                 self.drop_point(point)
+        self._requeue_spaced(node)
 
     def drop_point(self, point: Point) -> None:
         """Give up a point: its states, and the window pages that no other point needs."""
-        if point.queue is not None:
-            point.queue.remove(point)
+        self._dequeue(point)
         for group, page in zip(self.tree.states, point.states):
             self._pages[group.number].evict_one(page)
         for run in self.window_runs(point.node, point.position):
@@ -415,3 +493,7 @@ class PrefixCache:
         assert not left, f"pages are left in an empty tree: {left}"
         self.tree.clear()
         self.has_evicted = False
+
+
+def _span(group: PagedGroup) -> int:
+    return group.reach.span or 0

@@ -1,0 +1,80 @@
+"""Resume points whose window pages block tables name: evicting one would free little, so they wait in no queue."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvweave.pool import NULL, GroupPages, Ids
+from kvweave.prefix.node import Point
+from kvweave.prefix.tree import PageRun
+
+MOST_WOKEN = 64
+"""So many points return to the queues at a time."""
+NOT_HELD, LET_IN = -1, -2
+"""A point is not held; or it is queued though it would be: no others were left."""
+PATIENCE = 32
+"""Points are looked at when tables have let go of so many pages for each: two pages of each, all over the memory, are
+read then. (With 1, a request under eviction took 40 us more, nearly half of its time.)"""
+
+
+class HeldPoints:
+    """Of the shortest window, each point has the first page that it needs, which tables let go of first, and the last
+    one, which only tables of sequences at or behind it name. A point is held while tables name both."""
+
+    def __init__(self, pages: GroupPages) -> None:
+        self._pages = pages
+        self._points: list[Point] = []
+        self._set(np.zeros((2, 64), np.int32))
+        self._seen = 0
+        """Pages that tables had let go of, when it was last asked which points are held no longer."""
+
+    def _set(self, ends: Ids) -> None:
+        """First and last pages, in the points' order."""
+        self._ends = ends
+        self._first_of, self._last_of = ends[0].data, ends[1].data
+
+    def set_ends(self, point: Point, runs: list[PageRun]) -> None:
+        """Note the first window page behind the head, and the last one, of those that a point needs."""
+        group = self._pages.group
+        for run in runs:  # from the last to the first, then the head
+            if run.group is group:
+                if point.last_page == NULL:
+                    point.last_page = int(run.pages[-1])
+                if point.first_page == NULL or run.first >= group.head_blocks:
+                    point.first_page = int(run.pages[0])
+
+    def holds(self, point: Point) -> bool:
+        """Whether a point that is in no queue would be held."""
+        pages = self._pages
+        return point.held != LET_IN and pages.is_named(point.last_page) and pages.is_named(point.first_page)
+
+    def add(self, point: Point) -> None:
+        at = point.held = len(self._points)
+        self._points.append(point)
+        if at == self._ends.shape[1]:
+            self._set(np.concatenate([self._ends, self._ends], axis=1))
+        self._first_of[at], self._last_of[at] = point.first_page, point.last_page
+
+    def remove(self, point: Point) -> None:
+        """The last one takes its place."""
+        at, last = point.held, self._points.pop()
+        if last is not point:
+            self._points[at], last.held = last, at
+            self._first_of[at], self._last_of[at] = last.first_page, last.last_page
+        point.held = NOT_HELD
+
+    def let_go(self) -> list[Point]:
+        """Points that are held no longer, some of them; looked for now and again as tables let go of pages."""
+        if self._pages.num_let_go - self._seen <= PATIENCE * len(self._points):
+            return []
+        self._seen = self._pages.num_let_go
+        return self.unheld()
+
+    def unheld(self) -> list[Point]:
+        """Points that are held no longer, some of them."""
+        first, last = self._pages.are_named(self._ends[:, : len(self._points)])
+        return [self._points[at] for at in np.flatnonzero(~(first & last))[:MOST_WOKEN].tolist()]
+
+    @property
+    def all(self) -> list[Point]:
+        return self._points

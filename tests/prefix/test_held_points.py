@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import numpy as np
+
+from kvweave.cache import Cache
+from kvweave.pool import GroupPages
+from kvweave.prefix import Kind, Node, Point
+from kvweave.prefix.held_points import LET_IN, PATIENCE, HeldPoints
+from kvweave.prefix.tree import PageRun
+from kvweave.spec import SinkWindow
+from tests.cache.plans import group, plan_of
+
+NODE = Node(1, None, 0, np.empty(0, np.int32), [])
+
+
+def pages_of_window() -> GroupPages:
+    """Pages 1 to 300, which a point of the tree needs and a table names."""
+    cache = Cache(plan_of(group("window", SinkWindow(4, 8)), pages=400))
+    (pages,) = cache.state.pages
+    cache.state.pools[0].prepare([300])
+    pages.enter_cache(pages.allocate(300))
+    return pages
+
+
+def point_of(first: int, last: int) -> Point:
+    point = Point(NODE, 4, Kind.PROMPT, ())
+    point.first_page, point.last_page = first, last
+    return point
+
+
+def let_go(pages: GroupPages, *numbers: int) -> None:
+    pages.release(np.array(numbers, np.int32))
+
+
+def test_a_point_is_held_while_tables_name_its_first_and_its_last_page() -> None:
+    pages = pages_of_window()
+    held, point = HeldPoints(pages), point_of(1, 2)
+    assert held.holds(point)
+    let_go(pages, 1)
+    assert not held.holds(point)
+    assert held.holds(point_of(2, 3))
+    let_go(pages, 3)
+    assert not held.holds(point_of(2, 3))
+    assert not held.holds(point_of(0, 0)), "one that needs no page"
+
+
+def test_a_point_that_was_let_in_is_not_held_again() -> None:
+    held, point = HeldPoints(pages_of_window()), point_of(1, 2)
+    point.held = LET_IN
+    assert not held.holds(point)
+
+
+def test_points_are_found_when_a_table_lets_go_of_either_page_whoever_left_before() -> None:
+    pages = pages_of_window()
+    held, points = HeldPoints(pages), [point_of(2 * i + 1, 2 * i + 2) for i in range(100)]
+    for point in points:
+        held.add(point)
+    for point in points[:50]:
+        held.remove(point)
+    assert held.unheld() == []
+    let_go(pages, 1, 121, 182)
+    assert {id(point) for point in held.unheld()} == {id(points[60]), id(points[90])}
+    assert sorted(point.held for point in held.all) == list(range(50))
+    assert all(held.all[point.held] is point for point in points[50:])
+
+
+def test_points_are_looked_for_now_and_again() -> None:
+    pages = pages_of_window()
+    held, point = HeldPoints(pages), point_of(1, 2)
+    held.add(point)
+    let_go(pages, *range(1, PATIENCE + 1))
+    assert held.let_go() == []
+    let_go(pages, PATIENCE + 1)
+    assert held.let_go() == [point]
+    assert held.let_go() == [], "nothing was let go of since"
+
+
+def test_the_ends_of_a_window_lie_behind_its_head() -> None:
+    pages = pages_of_window()
+    runs = [PageRun(NODE, pages.group, first, np.array(run, np.int32)) for first, run in ((8, [8, 9]), (5, [5, 6, 7]))]
+    head, point = PageRun(NODE, pages.group, 0, np.array([1], np.int32)), point_of(0, 0)
+    HeldPoints(pages).set_ends(point, [*runs, head])
+    assert (point.first_page, point.last_page) == (5, 9)
+    short = point_of(0, 0)
+    HeldPoints(pages).set_ends(short, [head])
+    assert (short.first_page, short.last_page) == (1, 1), "within the head"
