@@ -33,7 +33,7 @@ def run(cache: Cache, tokens: NDArray[np.int32]) -> int:
 
 def fill(cache: Cache, rng: np.random.Generator) -> None:
     """Other prompts, until something had to be evicted."""
-    while not cache.state.prefix.has_evicted:
+    while not cache.stats().evicted_pages:
         run(cache, rng.integers(0, 10**6, 16000).astype(np.int32))
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from kvweave.cache import Cache
 from kvweave.pool import GroupPages
 from kvweave.prefix import Kind, Node, Point
-from kvweave.prefix.held_points import LET_IN, PATIENCE, HeldPoints
+from kvweave.prefix.held_points import PATIENCE, QUEUED_ANYWAY, HeldPoints
 from kvweave.prefix.tree import PageRun
 from kvweave.spec import SinkWindow
 from tests.cache.plans import group, plan_of
@@ -46,7 +46,7 @@ def test_a_point_is_held_while_tables_name_its_first_and_its_last_page() -> None
 
 def test_a_point_that_was_let_in_is_not_held_again() -> None:
     held, point = HeldPoints(pages_of_window()), point_of(1, 2)
-    point.held = LET_IN
+    point.held = QUEUED_ANYWAY
     assert not held.holds(point)
 
 

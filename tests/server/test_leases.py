@@ -234,3 +234,23 @@ def test_a_blob_larger_than_the_arena_is_dropped_with_a_word(tmp_path: Path) -> 
         assert client.save(prompt(), truth, shards=largest[:1], points=[256]) == Saved(dropped=1)
         assert used(daemon) == 0
         client.close()
+
+
+def test_what_is_posted_while_another_thread_asks_is_sent_without_a_later_request(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth, points=POINTS)
+        hit, is_held = client.lookup(prompt()), threading.Event()
+
+        def hold() -> None:
+            with client.client._lock:
+                is_held.set()
+                time.sleep(0.005)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        is_held.wait()
+        client.client.post(protocol.Release([hit.lease]))
+        thread.join()
+        until(lambda: all(each.leases == 0 for each in daemon.report().clients))
+        client.close()

@@ -8,9 +8,9 @@ from kvweave.pool import NULL, GroupPages, Ids
 from kvweave.prefix.node import Point
 from kvweave.prefix.tree import PageRun
 
-MOST_WOKEN = 64
+MOST_AT_ONCE = 64
 """So many points return to the queues at a time."""
-NOT_HELD, LET_IN = -1, -2
+NOT_HELD, QUEUED_ANYWAY = -1, -2
 """A point is not held; or it is queued though it would be: no others were left."""
 PATIENCE = 32
 """Points are looked at when tables have let go of so many pages for each: two pages of each, all over the memory, are
@@ -46,7 +46,7 @@ class HeldPoints:
     def holds(self, point: Point) -> bool:
         """Whether a point that is in no queue would be held."""
         pages = self._pages
-        return point.held != LET_IN and pages.is_named(point.last_page) and pages.is_named(point.first_page)
+        return point.held != QUEUED_ANYWAY and pages.is_named(point.last_page) and pages.is_named(point.first_page)
 
     def add(self, point: Point) -> None:
         at = point.held = len(self._points)
@@ -73,7 +73,7 @@ class HeldPoints:
     def unheld(self) -> list[Point]:
         """Points that are held no longer, some of them."""
         first, last = self._pages.are_named(self._ends[:, : len(self._points)])
-        return [self._points[at] for at in np.flatnonzero(~(first & last))[:MOST_WOKEN].tolist()]
+        return [self._points[at] for at in np.flatnonzero(~(first & last))[:MOST_AT_ONCE].tolist()]
 
     @property
     def all(self) -> list[Point]:

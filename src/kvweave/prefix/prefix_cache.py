@@ -16,7 +16,7 @@ import numpy as np
 from kvweave.pool import GroupPages, Ids, PagedGroup
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
-from kvweave.prefix.held_points import LET_IN, MOST_WOKEN, NOT_HELD, HeldPoints
+from kvweave.prefix.held_points import MOST_AT_ONCE, NOT_HELD, QUEUED_ANYWAY, HeldPoints
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.orders import order_of
 from kvweave.prefix.policy import Policy
@@ -302,32 +302,32 @@ class PrefixCache:
         held = self._held
         if held is None or queues is self._tips:
             return self.order.choose(queues, self._clock)
-        self._wake(held.let_go())
+        self._queue_unheld(held.let_go())
         while True:
             point = self.order.choose(queues, self._clock)
             if point is None:
-                if not self._wake(held.unheld()) and not self._wake_by_force(held):
+                if not self._queue_unheld(held.unheld()) and not self._queue_held(held):
                     return None
             elif point.queue.is_tips or not held.holds(point):
                 return point
             else:
                 self._move(point, self._inner)
 
-    def _wake(self, points: list[Point]) -> bool:
+    def _queue_unheld(self, points: list[Point]) -> bool:
         """Points that are held no longer are queued; whether there are any."""
         for point in points:
             self._move(point, self._inner)
         return bool(points)
 
-    def _wake_by_force(self, held: HeldPoints) -> bool:
+    def _queue_held(self, held: HeldPoints) -> bool:
         """Where no others are left, held points are queued that have anything to give; whether there are any."""
         if not any(pages.num_evictable for pages in self._pages if not pages.group.is_full):
             return False
-        some = list(islice((point for point in held.all if self._has_evictable(point)), MOST_WOKEN))
+        some = list(islice((point for point in held.all if self._has_evictable(point)), MOST_AT_ONCE))
         for point in some:
             self._dequeue(point)
             self._enqueue(point, self._inner)
-            point.held = LET_IN
+            point.held = QUEUED_ANYWAY
         return bool(some)
 
     def _has_evictable(self, point: Point) -> bool:

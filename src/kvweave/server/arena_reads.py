@@ -43,7 +43,7 @@ class ArenaReads:
                 try:
                     yield from self.copies(session, hit, places, until, generation, budget)
                 finally:  # also when the caller stops early
-                    release_unasked(session.client, lease, generation)
+                    post_release(session.client, lease, generation)
 
     def copies(
         self,
@@ -94,7 +94,7 @@ def release_lease(client: Client, lease: int, generation: int, budget: Budget) -
             client.ask(protocol.Release([lease]), protocol.Done, reply_timeout(budget))
 
 
-def release_unasked(client: Client, lease: int, generation: int) -> None:
+def post_release(client: Client, lease: int, generation: int) -> None:
     """As `release_lease`, without waiting for the reply."""
     if lease and generation == client.generation:
         client.post(protocol.Release([lease]))

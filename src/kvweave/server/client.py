@@ -36,6 +36,8 @@ A = TypeVar("A", bound=Message)
 Requests = Sequence[Message] | Callable[[], Sequence[Message]]
 TOLD = 64
 """Messages that wait for the next request, at most; older ones are dropped."""
+POST_S = 0.02
+"""Seconds that a message which needs no reply waits for its turn, at most."""
 HELLO_S = 2.0
 """Seconds that a running daemon takes for its first reply, at most."""
 
@@ -151,9 +153,9 @@ class Client(ClosedAtEnd):
         self._to_tell.append(message)
 
     def post(self, message: Message) -> None:
-        """As `tell`; sent now if no request is in flight, and the daemon reads."""
+        """As `tell`, but sent now, unless the requests of other threads take longer than `POST_S`."""
         self.tell(message)
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(timeout=POST_S):
             return
         try:
             if self._channel:

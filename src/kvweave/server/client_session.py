@@ -283,9 +283,7 @@ class ClientSession:
         starts = self._arena.reserve(keys, lengths)
         if not _is_without_room(starts):
             return self._reserved(request.reservation, keys, starts, lengths)
-        if request.budget_s == 0:  # asked again when it has committed what it is writing
-            return protocol.Places(packed(starts))
-        return self._reserve_later(request, keys, lengths)
+        return self._reserve_later(request, keys, lengths) if request.waits else protocol.Places(packed(starts))
 
     async def _reserve_later(self, request: protocol.Reserve, keys: Sequence[bytes], lengths: Sequence[int]) -> Reply:
         """No piece had room. Wait while others free some, and no longer than `ROOM_S` for the next to do so. A client

@@ -25,7 +25,7 @@ from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerE
 from kvweave.server.description import Description
 from kvweave.server.report import Report, TierCleared
 
-VERSION = 6
+VERSION = 7
 LENGTH_BYTES = ID_BYTES = 4
 MESSAGE_BYTES = 4 << 20
 """The longest message: the digests of 32 million tokens in chunks of 256."""
@@ -137,12 +137,14 @@ class Release(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Reserves places to write these pieces, under a number."""
+    """Reserves places to write these pieces, under a number. `waits`: for room, if no piece has any; one that does not
+    asks again when it has committed what it is writing."""
 
     sequence: Number
     reservation: Number
     pieces: bytes
     budget_s: float | None = None
+    waits: bool = True
 
 
 class CopyIn(Message, frozen=True):

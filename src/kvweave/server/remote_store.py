@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvweave.errors import LeaseExpired, ServerError, ServerGone, ServerTimeout
 from kvweave.server import protocol
 from kvweave.server.arena_copier import ArenaCopier, Target
-from kvweave.server.arena_reads import ArenaReads, fetch_to_arena, release_lease, release_unasked
+from kvweave.server.arena_reads import ArenaReads, fetch_to_arena, post_release, release_lease
 from kvweave.server.client import Client
 from kvweave.server.description import Description
 from kvweave.server.prompt_session import GRACE_S, PromptSession, daemon_budget, reply_timeout
@@ -167,7 +167,7 @@ class RemoteStore(AnyStore[RemoteHit]):
         try:
             return super()._load(hit, sink, start, shards, budget, arrived)
         finally:
-            release_unasked(self.client, hit.lease, hit.generation)
+            post_release(self.client, hit.lease, hit.generation)
 
     def load_into(
         self,

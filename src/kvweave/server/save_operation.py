@@ -150,13 +150,13 @@ class SaveOperation:
                     if not fine:
                         self.abandon(reserved)
                     yield reserved, fine
-                    self._landed()
+                    self._end_batch()
         finally:
             while self._in_flight:
                 self.abandon(self._in_flight[0])
-                self._landed()
+                self._end_batch()
 
-    def _landed(self) -> None:
+    def _end_batch(self) -> None:
         reserved = self._in_flight.popleft()
         self._client.reserving.give_back(reserved.num_bytes)
         if reserved.is_in_inbox:
@@ -217,12 +217,11 @@ class SaveOperation:
         return whole if whole and isinstance(self._source, StagedGather) else batch
 
     def _reserve(self, prompt: HashedPrompt, batch: list[ChunkRef], budget: Budget, *, waits: bool) -> ReservedBatch:
-        """`waits`: for room, if no piece has any."""
         number, until = self._client.number(), time.monotonic() + self._client.welcome.lease_s
         until = until if budget.until is None else min(until, budget.until)
 
         def request(sequence: int) -> protocol.Message:
-            return protocol.Reserve(sequence, number, packed(batch, "<i4"), daemon_budget(budget) if waits else 0.0)
+            return protocol.Reserve(sequence, number, packed(batch, "<i4"), daemon_budget(budget), waits)
 
         reply, generation = self._session.ask(prompt, request, budget)
         starts: list[int] = numbers(self._client.check(reply, protocol.Places).starts).tolist()
@@ -235,10 +234,9 @@ class SaveOperation:
         else:
             arena = self._session.arena(generation)
             jobs = [self._arena.job(arena, prompt, *piece, at) for piece, at in places if at >= 0]
-        without_room, num_bytes = [piece for piece, at in places if at == NO_ROOM], self._arena.num_bytes(batch)
-        reserved = ReservedBatch(
-            prompt, number, until, generation, granted, jobs, without_room, num_bytes, is_in_inbox
-        )  # fmt: skip
+        without_room = [piece for piece, at in places if at == NO_ROOM]
+        num_bytes = self._arena.num_bytes(batch)
+        reserved = ReservedBatch(prompt, number, until, generation, granted, jobs, without_room, num_bytes, is_in_inbox)
         if is_in_inbox and jobs and not self._client.inbox_lock.acquire(timeout=max(0.0, until - time.monotonic())):
             self.abandon(reserved)
             return reserved._replace(jobs=[])
