@@ -19,7 +19,7 @@ import torch
 from kvweave.attention import StepSize
 from kvweave.engine import Engine, EngineRequest, Sampling
 from kvweave.errors import BadCall, BadOption, BadTokens, NeverFits, OperationTimeout, QueueFull
-from kvweave.integrations.transformers import step_graphs
+from kvweave.integrations.transformers import paged_memory, step_graphs
 from kvweave.prefix import Retention
 from kvweave.sim import TraceWriter, read_trace
 from kvweave.sim.replay import replay
@@ -107,7 +107,9 @@ def test_many_requests_in_tiny_memory_get_the_answers_of_transformers_alone(name
     [((16,), step_graphs.DECODES), ((16, 64), step_graphs.DECODES), ((16, 64), (1, 2))],
     ids=["chunks apart", "chunks beside decodes", "few decodes"],
 )
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v3"]
+)
 def test_steps_at_fixed_addresses_that_run_ahead_give_the_same_answers(
     name: str, chunk_sizes: tuple[int, ...], decode_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +198,29 @@ def test_a_model_that_cannot_be_captured_is_served_all_the_same(name: str, monke
         assert engine._executor.is_packed, "what it computes still follows from ids, positions and pages"
         graphs.follow(engine.weave.memory.watch.look())
         assert not graphs.is_useful, "nor when the model is of another version"
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_long_chunks_of_latents_are_computed_by_themselves_beside_packed_ones(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "deepseek_v3"
+    monkeypatch.setattr(paged_memory, "EXPANDED_TOKENS", 12)
+    with engine_of(name, graphs=graphs) as engine:
+        executor, groups = engine._executor, list[list[int]]()
+        run_group = executor._run_group
+
+        def noted(chunks: Any) -> Any:
+            groups.append([chunk.num_tokens for chunk in chunks])
+            return run_group(chunks)
+
+        monkeypatch.setattr(executor, "_run_group", noted)
+        load(name, engine, 64, seed=2)
+        check_books(engine)
+    long = [group for group in groups if max(group) > 12]
+    assert long
+    assert all(len(group) == 1 or graphs for group in long)
+    assert any(len(group) > 1 for group in groups)
 
 
 def wait_until_settled(engine: Engine) -> None:

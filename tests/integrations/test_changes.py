@@ -184,6 +184,16 @@ def test_hooks_that_steer_a_layer_make_another_model() -> None:
         assert reused(weave) == 64, "it is as it was"
 
 
+def test_a_call_that_asks_for_hidden_states_leaves_the_model_as_it_was() -> None:
+    """The hooks that transformers collects them by stay where they are."""
+    with KVWeave(own_copy(), "16MiB", graphs=True) as weave:
+        assert reused(weave) == 0
+        weave.model(IDS, output_hidden_states=True, output_attentions=True)
+        assert any(module._forward_hooks for module in weave.model.model.layers)
+        assert reused(weave) == 64
+        assert weave.graphs.is_useful
+
+
 def test_hooks_that_steer_a_layer_are_not_shared_beyond_the_process() -> None:
     model, tier = own_copy(), DictTier()
     for amount in (0.5, 0.7):

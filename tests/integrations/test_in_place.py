@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -15,9 +16,10 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from kvweave.errors import BadCall
-from kvweave.integrations.transformers import KVWeave
+from kvweave.integrations.transformers import KVWeave, paged_memory
 from kvweave.integrations.transformers import attention_interface as interface
 from kvweave.integrations.transformers.attention_interface import reach_of
 from kvweave.integrations.transformers.paged_rows import PagedRows
@@ -25,10 +27,14 @@ from kvweave.spec import Chunk, Full, Window
 from tests.integrations.checks import CLOSE, IDS, check, check_unspoilt
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
 
-IN_PLACE = ("llama", "gemma3_text", "gemma2", "gpt_oss", "llama4_text", "mimo_v2_flash", "qwen3_next", "falcon_h1")
+LATENTS = ("deepseek_v3", "longcat_flash", "kimi_linear")
+"""One a layer, two a layer, and beside states."""
+IN_PLACE = (
+    "llama", "gemma3_text", "gemma2", "gpt_oss", "llama4_text", "mimo_v2_flash", "qwen3_next", "falcon_h1", *LATENTS,
+)  # fmt: skip
 """Full attention, windows, softcaps, sinks, chunks, unequal widths, states beside attention, both in one layer."""
-GATHERED = ("deepseek_v3", "bloom", "deepseek_v32", "minimax_m3_vl_text")
-"""Latents that the model expands, attention outside of the interface, and layers that select tokens."""
+GATHERED = ("bloom", "deepseek_v32", "minimax_m3_vl_text")
+"""Attention outside of the interface, and layers that select tokens."""
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
@@ -52,6 +58,94 @@ def test_other_models_keep_the_gather(name: str) -> None:
         check(weave, num_tokens=6)
         check(weave, num_tokens=6)
         assert not weave.attends_in_place
+
+
+def expansions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of latents that DeepSeek-V3 expands in each call, from now on; for weaves that are made later."""
+    lengths, own = list[int](), DeepseekV3Attention.expand_kv
+
+    def noted(module: Any, latents: torch.Tensor, rotary: torch.Tensor) -> Any:
+        lengths.append(latents.shape[2])
+        return own(module, latents, rotary)
+
+    monkeypatch.setattr(DeepseekV3Attention, "expand_kv", noted)
+    return lengths
+
+
+def test_latents_are_expanded_where_many_tokens_attend_to_them_and_not_in_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths, layers = expansions(monkeypatch), model_of("deepseek_v3").config.num_hidden_layers
+    monkeypatch.setattr(paged_memory, "EXPANDED_TOKENS", 40)
+    with KVWeave(model_of("deepseek_v3"), "32MiB", rows=8, max_tokens=512) as weave:
+        lengths.clear()
+        for num_tokens, expanded in ((41, {41}), (70, set()), (140, {140})):
+            ours = weave.generate(prompt(num_tokens), **greedy())
+            assert {*lengths} == expanded, "the first tokens of a prompt are found, and few or many are left"
+            assert len(lengths) == len(expanded) * layers
+            lengths.clear()
+            assert difference(ours, plain(weave.model, prompt(num_tokens))) < CLOSE
+            lengths.clear()
+
+
+@pytest.mark.parametrize("change", ["adapter", "hook", "forward", "bias"])
+def test_a_projection_of_latents_that_is_no_plain_product_is_the_models_own(change: str) -> None:
+    model = copy.deepcopy(model_of("deepseek_v3"))
+    for layer in model.model.layers:
+        change_projection(layer.self_attn, change)
+    with KVWeave(model, "32MiB", rows=8, max_tokens=512) as weave:
+        check(weave)
+        check(weave)
+        assert not weave.attends_in_place
+
+
+@pytest.mark.parametrize("change", ["adapter", "hook", "bias"])
+def test_a_projection_of_latents_that_is_no_plain_product_any_more_is_the_models_own(change: str) -> None:
+    model = copy.deepcopy(model_of("deepseek_v3"))
+    with KVWeave(model, "32MiB", rows=8, max_tokens=512, graphs=True) as weave:
+        check(weave)
+        assert weave.attends_in_place
+        for layer in model.model.layers:
+            change_projection(layer.self_attn, change)
+        expected = plain(model, IDS)
+        for _ in range(2):
+            assert difference(weave.generate(IDS, **greedy()), expected) < CLOSE
+        assert not weave.attends_in_place
+        assert difference(expected, plain(model_of("deepseek_v3"), IDS)) > CLOSE, "the change can be seen"
+
+
+def change_projection(attention: Any, change: str) -> None:
+    """To one that doubles what it did, or adds to it."""
+    linear = attention.kv_b_proj
+    if change == "adapter":
+        attention.kv_b_proj = torch.nn.Sequential(linear, torch.nn.Linear(linear.out_features, linear.out_features))
+    elif change == "hook":
+        linear.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    elif change == "forward":
+        own = linear.forward
+        linear.forward = lambda hidden: own(hidden) * 2
+    else:
+        linear.bias = torch.nn.Parameter(torch.ones(linear.out_features))
+
+
+def test_weights_of_a_projection_that_change_are_followed() -> None:
+    model = copy.deepcopy(model_of("deepseek_v3"))
+    with KVWeave(model, "32MiB", rows=8, max_tokens=512) as weave, torch.no_grad():
+        check(weave)
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.weight.mul_(1.5)
+        expected = plain(model, IDS)
+        assert difference(weave.generate(IDS, **greedy()), expected) < CLOSE
+        assert weave.attends_in_place
+
+
+def test_a_model_has_its_own_expansion_again_when_the_last_weave_is_closed() -> None:
+    own = DeepseekV3Attention.expand_kv
+    with KVWeave(model_of("deepseek_v3"), "32MiB"), KVWeave(model_of("deepseek_v3"), "32MiB") as second:
+        assert DeepseekV3Attention.expand_kv is not own
+        second.close()
+        assert DeepseekV3Attention.expand_kv is not own
+    assert DeepseekV3Attention.expand_kv is own
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -98,7 +192,7 @@ def test_a_failed_forward_leaves_the_implementation_as_it_was(monkeypatch: pytes
     with KVWeave(model, "16MiB") as weave:
         check(weave)
         with monkeypatch.context() as patch:
-            patch.setattr(model.model.layers[-1], "forward", None)
+            patch.setitem(vars(model.model.layers[-1]), "forward", None)  # setattr would leave a method behind
             with pytest.raises(TypeError):
                 weave.generate(IDS, **greedy())
         assert model.config._attn_implementation == "eager"

@@ -23,12 +23,12 @@ from tests.integrations.models import difference, greedy, model_of, plain, promp
 
 CAPTURED = (
     "llama", "mistral", "gemma3_text", "gpt_oss", "mimo_v2_flash", "mixtral", "qwen3_next", "falcon_h1", "lfm2",
-    "llama4_text", "mamba", "mamba2",
+    "llama4_text", "mamba", "mamba2", "deepseek_v3", "kimi_linear",
 )  # fmt: skip
 """Full attention, windows, sinks, unequal widths, experts, states, states beside attention, convolutions, scales that
-depend on the length of the cache, states only."""
-OTHERS = ("bloom", "deepseek_v3", "minimax")
-"""Positions of their own, latents, a cache class."""
+depend on the length of the cache, states only, latents, latents beside states."""
+OTHERS = ("bloom", "deepseek_v32", "minimax")
+"""Positions of their own, a selection of tokens, a cache class."""
 
 
 def weave_of(name: str, **options: Any) -> KVWeave:

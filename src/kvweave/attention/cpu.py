@@ -60,6 +60,7 @@ class CPUAttention(Attention):
         self._tag = view.tag
         planes = [*self.kv.keys, *([self.kv.values] if self.kv.values else [])]
         self._targets = [] if any(plane.scales is not None for plane in planes) else list(map(CopyTarget, planes))
+        self._key_ends = [plane.dim for plane in self.kv.keys[:-1]]
         self._row_layouts: tuple[Layout, ...] = ()
         self._copies: bytes | None = None
         """How rows of these layouts are copied: structs `CopyTarget` of native.c. None: they cannot be."""
@@ -79,13 +80,13 @@ class CPUAttention(Attention):
 
     def _copy(self, keys: torch.Tensor, values: torch.Tensor | None, slots: torch.Tensor) -> bool:
         """Whether rows could be copied, and were."""
-        given = (keys,) if values is None else (keys, values)
+        given = keys.tensor_split(self._key_ends, dim=-1) if values is None else (keys, values)
         layouts = (*map(layout_of, given), layout_of(slots))
         if layouts != self._row_layouts:
             self._row_layouts, self._copies = layouts, self._packed_copies(given, slots)
         if self._copies is None:
             return False
-        addresses = keys.data_ptr(), 0 if values is None else values.data_ptr(), slots.data_ptr()
+        addresses = given[0].data_ptr(), given[-1].data_ptr(), slots.data_ptr()
         if (wrong := _native.write_rows(self._copies, *addresses, len(slots))) != -1:
             raise BadRows(f"slot {wrong} is not among the {self._targets[0].num_slots} of layer {self.view.layer}")
         return True

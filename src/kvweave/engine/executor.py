@@ -1,7 +1,8 @@
 """The executor: runs the model over the chunks of a step.
 
 captured  steps of a size that graphs are captured for: a replay
-packed    models all of whose layers attend in place, and keep no states: one call `[1, tokens]` for all chunks
+packed    models all of whose layers attend in place, and keep no states: one call `[1, tokens]` for all chunks, but for
+          long ones of models with latents
 stacked   all others: decodes in calls `[rows, 1]`, chunks of prompts in calls `[rows, tokens]`, if all layers with keys
           and values attend in place; otherwise each in a call of its own
 """
@@ -103,19 +104,23 @@ class Executor:
             return [list(range(len(chunks)))]
         groups: dict[Hashable, list[int]] = {}
         for number, chunk in enumerate(chunks):
-            if self.is_packed:
-                key: Hashable = chunk.is_decode and self._weave.graphs.is_useful
+            if self._is_packed([chunk]):
+                key: Hashable = (chunk.is_decode and self._weave.graphs.is_useful,)
             elif chunk.is_decode:
                 key = chunk.start if self._needs_equal_lengths else 0, self.rope.range_of(chunk.end)
             else:
-                key = (chunk.num_tokens, chunk.start > 0) if self._stacks_chunks else number
+                stacks = self._stacks_chunks and not self.memory.expands(chunk.num_tokens)
+                key = (chunk.num_tokens, chunk.start > 0) if stacks else number
             groups.setdefault(key, []).append(number)
         return list(groups.values())
+
+    def _is_packed(self, chunks: SequenceOf[JobChunk]) -> bool:
+        return self.is_packed and not any(self.memory.expands(chunk.num_tokens) for chunk in chunks)
 
     def _run_group(self, chunks: SequenceOf[JobChunk]) -> torch.Tensor | None:
         """The logits after those chunks that give a token."""
         size = self._size(chunks)
-        if size is None and self.is_packed:
+        if size is None and self._is_packed(chunks):
             return self._packed(chunks)
         logits = self._stacked(chunks) if size is None else self._captured(chunks, size)
         giving = [number for number, chunk in enumerate(chunks) if chunk.gives_token]

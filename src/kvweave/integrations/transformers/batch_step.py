@@ -27,6 +27,9 @@ Numbers = NDArray[np.int64]
 class BatchStep:
     """The tokens of columns `[start, end)`; `rows` are their rows in the core's tables, `pads` the padding of each."""
 
+    can_gather = True
+    """Whether rows can be read as a batch, and need not be attended to in place."""
+
     def __init__(
         self, core: Cache, rows: Numbers, pads: Numbers, start: int, end: int, device: torch.device | str
     ) -> None:

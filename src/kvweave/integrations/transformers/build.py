@@ -37,7 +37,7 @@ def layer_attentions(arena: Arena, entries: SequenceOf[Entry]) -> dict[int, Laye
     found = {}
     for number, entry in enumerate(entries):
         for cache in (cache for cache in entry.caches if cache.reach.per_token):
-            is_kv = [role.name for role in cache.roles] == ["key", "value"]
+            is_kv = [role.name for role in cache.roles] in (["key", "value"], ["latent", "rope"])
             if not is_kv or type(entry.reference).__name__ not in IN_PLACE:
                 return {}
             found[number] = LayerAttention(arena.layer(entry.layer, cache.tag), cache.reach)

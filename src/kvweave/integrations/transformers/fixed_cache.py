@@ -23,6 +23,8 @@ UNKNOWN = 1 << 20
 class FixedBatchStep(BatchStep):
     """Tokens of which only the device knows where they are."""
 
+    can_gather = False
+
     def __init__(self, fixed: FixedStep, num_tokens: int) -> None:
         self.fixed = fixed
         self.start, self.end = UNKNOWN, UNKNOWN + num_tokens

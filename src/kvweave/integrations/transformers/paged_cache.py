@@ -146,7 +146,9 @@ class PagedCache(CacheRows):
             return
         if autocast_dtype(memory.device_type):  # it would round where we do not
             return
-        forward = PagedForward(memory.attention, self._step.packed, self._step.num_tokens == 1)
+        step = self._step
+        expands = step.can_gather and memory.expands(step.num_tokens)
+        forward = PagedForward(memory.attention, step.packed, step.num_tokens == 1, expands)
         if forward.is_useful:
             memory.switched.enter()
             self.forward, self._forward_before = forward, set_running(forward)

@@ -4,6 +4,7 @@ A layer attends in place if the model gives the keys and values of `update` to t
 are, with a mask that says no more than the layer's reach. That is found out by watching: the first forward of many
 tokens and the first of one token gather, attend in both ways, and compare. From then on `update` writes the new rows
 and returns only these; attention reads the rest in the pages. Layers for which it does not hold keep the gather.
+Latents that a model expands first are attended to as they are, by other queries (`latents`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from kvweave.attention import Attention, AttentionOptions, Step, open_attention
 from kvweave.attention.kv_planes import keeps_values
 from kvweave.errors import BadCall, NoKernel
+from kvweave.integrations.transformers.latents import LatentProjection
 from kvweave.spec import Reach
 from kvweave.tensor import LayerView
 
@@ -41,6 +43,8 @@ class LayerAttention:
         self.reach: Reach | None = None
         """What the model's masks let tokens see, once known; it never changes."""
         self.verdicts: dict[bool, bool] = {}
+        self.projection: LatentProjection | None = None
+        """Of a layer that was seen to expand its latents."""
         self.keeps_values = keeps_values(view)
         self._opened: dict[tuple[object, ...], Attention] = {}
 
@@ -54,8 +58,22 @@ class LayerAttention:
             self._opened[key] = open_attention(self.view, made)
         return self._opened[key]
 
+    def attends(self, is_decode: bool, expands: bool = False) -> bool | None:
+        """Whether it attends in place; None if that is not known. `expands`: not if it has latents."""
+        verdict, projection = self.verdicts.get(is_decode), self.projection
+        return verdict and (projection is None or (projection.is_plain and not expands))
+
+    def attend(self, queries: torch.Tensor, step: Step, options: dict[str, Any]) -> torch.Tensor:
+        """Outputs `[batch, tokens, heads, dim]` of queries `[batch, heads, tokens, dim]`."""
+        attention, projection = self.opened(options), self.projection
+        if projection is None:
+            return attention.attend_batch(queries, step)
+        return projection.outputs(attention.attend_batch(projection.queries(queries), step))
+
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         attention = next(iter(self._opened.values()))
+        if self.projection:
+            keys = torch.cat([keys, values], dim=-1)
         attention.write_batch(keys, values if self.keeps_values else None, slots)
 
 
@@ -68,11 +86,13 @@ class HandedOut(NamedTuple):
 
 
 class PagedForward:
-    """One forward. `layers` are all layers with keys and values."""
+    """One forward. `layers` are all layers with keys and values; `expands`: latents are expanded."""
 
-    def __init__(self, layers: SequenceOf[LayerAttention], make_step: Callable[[], Step], is_decode: bool) -> None:
-        self._layers, self._make_step, self._is_decode = layers, make_step, is_decode
-        verdicts = [layer.verdicts.get(is_decode) for layer in layers]
+    def __init__(
+        self, layers: SequenceOf[LayerAttention], make_step: Callable[[], Step], is_decode: bool, expands: bool = False
+    ) -> None:
+        self._layers, self._make_step, self._is_decode, self._expands = layers, make_step, is_decode, expands
+        verdicts = [layer.attends(is_decode, expands) for layer in layers]
         self.is_learning = None in verdicts
         self.needs_masks = not all(verdicts)
         self.is_useful = self.is_learning or any(verdicts)
@@ -93,7 +113,7 @@ class PagedForward:
     # ---- the cache's part
 
     def is_in_place(self, layer: LayerAttention) -> bool:
-        return self.is_useful and not self.is_learning and layer.verdicts[self._is_decode]
+        return self.is_useful and not self.is_learning and bool(layer.attends(self._is_decode, self._expands))
 
     def write(self, layer: LayerAttention, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new rows; attention that is given these tensors will read the layer's pages."""
@@ -104,6 +124,13 @@ class PagedForward:
         """Note the gathered rows of a layer, to see what the model does with them."""
         if self.is_learning and self._is_decode not in layer.verdicts:
             self._handed[id(keys)] = HandedOut(layer, keys, values)
+
+    def note_expansion(
+        self, handed: HandedOut, projection: LatentProjection, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """The model has made keys and values of the latents of a layer; it will attend to these."""
+        handed.layer.projection = projection
+        self._handed[id(keys)] = HandedOut(handed.layer, keys, values)
 
     def give_up(self) -> None:
         """The mask of this forward says more than a reach: gather, and learn nothing."""
@@ -130,7 +157,7 @@ class PagedForward:
         """Outputs `[batch, tokens, heads, dim]` of queries `[batch, heads, tokens, dim]`."""
         if mask is not None and not self.needs_masks:
             raise BadCall(f"layer {handed.layer.view.layer} was given a mask by its model, where none was made")
-        return handed.layer.opened(options).attend_batch(queries, self.step)
+        return handed.layer.attend(queries, self.step, options)
 
     def judge(
         self,
@@ -160,7 +187,7 @@ class PagedForward:
             return False
         layer.reach = reach
         try:
-            if layer.opened(options).name == "reference":
+            if layer.opened(options).name == "reference" or (layer.projection and not layer.projection.is_plain):
                 return False
             ours = self.attend(handed, queries, mask, options)
         except NoKernel:

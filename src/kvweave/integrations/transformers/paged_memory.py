@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvweave.cache import Cache, Sequence
 from kvweave.integrations.transformers.attention_interface import SwitchedConfigs
 from kvweave.integrations.transformers.core_lock import CoreLock
+from kvweave.integrations.transformers.latents import EXPANDED_TOKENS
 from kvweave.integrations.transformers.paged_forward import LayerAttention
 from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.watch import ModelWatch
@@ -53,7 +54,11 @@ class PagedMemory:
         for some."""
         if not self.keeps_tokens:
             return True
-        return bool(self.attention) and all(layer.verdicts == {True: True, False: True} for layer in self.attention)
+        return bool(self.attention) and all(layer.attends(True) and layer.attends(False) for layer in self.attention)
+
+    def expands(self, num_tokens: int) -> bool:
+        """Whether a forward of so many tokens expands latents, if they can be gathered."""
+        return num_tokens > EXPANDED_TOKENS and any(layer.projection for layer in self.attention)
 
 
 class RowSaver(Protocol):

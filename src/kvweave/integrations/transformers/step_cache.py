@@ -63,6 +63,8 @@ def lengths_before(positions: torch.Tensor) -> torch.Tensor:
 class PackedStep(BatchStep):
     """The last tokens of sequences, packed; where they are is asked of the core."""
 
+    can_gather = False
+
     def __init__(self, core: Cache, sequences: SequenceOf[Sequence], counts: SequenceOf[int], device: Any) -> None:
         self.core, self.sequences, self.counts, self.device = core, sequences, counts, device
         self.start, self.end = 0, sum(counts)

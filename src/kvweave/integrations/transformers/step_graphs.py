@@ -99,7 +99,7 @@ class StepGraphs:
                 self.follow(self._memory.watch.look())
             else:
                 self._buffers = None
-        return bool(self._can_follow)
+        return bool(self._can_follow) and self._memory.attends_in_place
 
     @property
     def needs_its_length(self) -> bool:
@@ -127,7 +127,7 @@ class StepGraphs:
         """The model is of another version: its tensors may be others than those that were captured. With hooks of the
         user's own, which a replay would not call, in training and under autocast no graph serves."""
         self._captured.clear()
-        is_plain = not (version.hooks or version.is_training or version.autocast)
+        is_plain = not (version.hooks or version.is_training or version.autocast) and self._memory.attends_in_place
         self.is_useful = bool(self._can_follow) and is_plain and not self._is_refused
 
     def close(self) -> None:

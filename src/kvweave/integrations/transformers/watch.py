@@ -93,10 +93,16 @@ def _kept(module: Any) -> Iterator[torch.Tensor]:
 
 
 def _hooks(modules: list[Any]) -> tuple[int, ...]:
-    """The ids of forward hooks, which torch never reuses; our own excepted."""
+    """The ids of forward hooks, which torch never reuses; those excepted that change nothing."""
     with_some = (each for each in modules if each._forward_hooks or each._forward_pre_hooks)
     hooks = (hook for each in with_some for hook in (*each._forward_hooks.items(), *each._forward_pre_hooks.items()))
-    return tuple(number for number, hook in hooks if not hasattr(getattr(hook, "__self__", None), "changes_no_answer"))
+    return tuple(number for number, hook in hooks if not _changes_nothing(hook))
+
+
+def _changes_nothing(hook: Any) -> bool:
+    """Our own hooks, and those of transformers that stay once hidden states or attention weights were asked for."""
+    is_ours = hasattr(getattr(hook, "__self__", None), "changes_no_answer")
+    return is_ours or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def autocast_dtype(device: str) -> str:

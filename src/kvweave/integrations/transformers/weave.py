@@ -27,10 +27,10 @@ from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.prefill import Pieces, retention, uncut
 from kvweave.integrations.transformers.prompts import Prompts
+from kvweave.integrations.transformers.replaced_functions import ReplacedFunctions
 from kvweave.integrations.transformers.request_record import RequestRecord, RequestRecords, WeaveStats
 from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.session import Session
-from kvweave.integrations.transformers.state_functions import ReplacedFunctions
 from kvweave.integrations.transformers.step_graphs import StepGraphs
 from kvweave.integrations.transformers.support import Served, examine, uncompiled, wrapped
 from kvweave.integrations.transformers.watch import ModelWatch
@@ -109,9 +109,7 @@ class KVWeave:
         of_past, counting = cache_class(self.served.own_cache), counts_padding(self.served)
         self.opener = Opener(self.model, self.served, self.memory, of_past, counting, self._store_sync)
         self._generate, self._own_generate = self._outermost.generate, self.model.generate
-        hooks: list[Any] = ForwardHooks(self.memory, self.served).register(models)
-        if self.model.device.type == "cpu":
-            hooks.append(ReplacedFunctions(self.model))
+        hooks: list[Any] = [*ForwardHooks(self.memory, self.served).register(models), ReplacedFunctions(self.model)]
         self._unhook = weakref.finalize(self, _remove, hooks)
         self._unhook.atexit = False  # at exit the model may be gone already, and needs no unhooking
         self.records = RequestRecords()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvweave.integrations.transformers import KVWeave, state_functions
+from kvweave.integrations.transformers import KVWeave, replaced_functions
 from tests.integrations.models import model_of, plain, prompt
 
 NAMES = ("torch_recurrent_gated_delta_rule", "causal_conv1d_update")
@@ -20,14 +20,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     noted: list[str] = []
 
     def note(name: str) -> None:
-        compute = getattr(state_functions, name)
+        compute = getattr(replaced_functions, name)
 
         def noting(*given: Any, **how: Any) -> Any:
             found = compute(*given, **how)
             noted.extend([name] if found is not None else [])
             return found
 
-        monkeypatch.setattr(state_functions, name, noting)
+        monkeypatch.setattr(replaced_functions, name, noting)
 
     note("gated_delta_rule")
     note("causal_convolution")

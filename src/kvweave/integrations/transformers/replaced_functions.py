@@ -1,8 +1,11 @@
-"""The functions of transformers' models that take one token into a state, replaced by those in C for forwards on pages.
+"""Functions of transformers' models that are replaced for forwards on pages.
 
-The modules of several families define them. One is replaced if it is seen to compute the same as ours. Ours are then
-called by forwards whose attention reads pages in place, where tensors are float32 on a CPU; the model's own by all
-others. States are updated where they lie: in their page, if a batch has one row.
+On a CPU those that take one token into a state, by ours in C. The modules of several families define them; one is
+replaced if it is seen to compute the same. Ours are then called by forwards whose attention reads pages in place, where
+tensors are float32; the model's own by all others. States are updated where they lie: in their page, if a batch has one
+row.
+
+On all devices the methods that expand latents (MLA): those that are attended to in place stay as they are.
 """
 
 from __future__ import annotations
@@ -19,32 +22,34 @@ from typing import Any
 import torch
 
 from kvweave.attention.state_rules import causal_convolution, gated_delta_rule
+from kvweave.integrations.transformers.latents import LatentProjection
 from kvweave.integrations.transformers.paged_forward import running
 
 Function = Callable[..., Any]
 
 
 class ReplacedFunctions:
-    """Those in the modules of one model, until `remove`; calling it twice is fine."""
+    """Those in the modules and classes of one model, until `remove`; calling it twice is fine."""
 
     _lock = threading.Lock()
-    _users: Counter[tuple[str, str]] = Counter()
-    """Models that are served, by module and name."""
+    _users: Counter[tuple[Any, str]] = Counter()
+    """Models that are served, by module or class, and name."""
 
     def __init__(self, model: Any) -> None:
-        self._places: list[tuple[str, str]] = []
-        modules = {type(each).__module__ for each in model.modules()}
+        self._places: list[tuple[Any, str]] = []
+        classes = {base for each in model.modules() for base in type(each).__mro__}
+        modules = {sys.modules[each.__module__] for each in classes} if model.device.type == "cpu" else set()
         with self._lock, torch.no_grad():
-            for place in product(modules, REPLACED):
+            for place in product([*classes, *modules], REPLACED):
                 self._replace(place)
 
-    def _replace(self, place: tuple[str, str]) -> None:
-        module, name = sys.modules[place[0]], place[1]
+    def _replace(self, place: tuple[Any, str]) -> None:
+        where, name = place
         if place not in self._users:
-            (wrap, agrees), own = REPLACED[name], getattr(module, name, None)
+            (wrap, agrees), own = REPLACED[name], vars(where).get(name)
             if own is None or not agrees(own):
                 return
-            setattr(module, name, wrap(own))
+            setattr(where, name, wrap(own))
         self._users[place] += 1
         self._places.append(place)
 
@@ -55,8 +60,8 @@ class ReplacedFunctions:
                 self._users[place] -= 1
                 if not self._users[place]:
                     del self._users[place]
-                    module = sys.modules[place[0]]
-                    setattr(module, place[1], getattr(module, place[1]).__wrapped__)
+                    where, name = place
+                    setattr(where, name, vars(where)[name].__wrapped__)
 
 
 def _is_ours() -> bool:
@@ -110,6 +115,22 @@ def _convolution(own: Function) -> Function:
     return causal_conv1d_update
 
 
+def _expansion(own: Function) -> Function:
+    @wraps(own)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        forward = running()
+        handed = forward.find(kv_nope, k_rot) if forward else None
+        if forward and handed and not forward.is_learning:
+            return kv_nope, k_rot
+        keys, values = own(module, kv_nope, k_rot)
+        if forward and handed:
+            forward.note_expansion(handed, LatentProjection(module), keys, values)
+        return keys, values
+
+    return expand_kv
+
+
 def _delta_rule_agrees(own: Function) -> bool:
     """Whether both make the same of a few random numbers."""
     random = torch.Generator().manual_seed(0)
@@ -143,5 +164,6 @@ def _are_close(right: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...])
 REPLACED: dict[str, tuple[Callable[[Function], Function], Callable[[Function], bool]]] = {
     "torch_recurrent_gated_delta_rule": (_delta_rule, _delta_rule_agrees),
     "causal_conv1d_update": (_convolution, _convolution_agrees),
+    "expand_kv": (_expansion, lambda _: True),  # attention itself is compared, layer by layer
 }
 """What stands for a function of this name, and whether it may."""
