@@ -1,15 +1,16 @@
 """Decoding on pages in place is as fast as on DynamicCache, or faster: 1 and 8 rows after 512, 2k and 8k tokens.
 
-Three shapes with seeded random weights: full attention (as Llama), windows and full attention (as Gemma 3), states and
-full attention (as Qwen3-Next); float32 on a CPU, bfloat16 on a GPU. Contexts are not computed but filled in: rows of
-random tokens in pages of their own, random rows in DynamicCache. Ways take turns step by step; medians, on a CPU of the
-seconds that the process computed, which other processes do not disturb.
+Four shapes with seeded random weights: full attention (as Llama), windows and full attention (as Gemma 3), states and
+full attention (as Qwen3-Next), latents (as DeepSeek-V3); float32 on a CPU, bfloat16 on a GPU. Contexts are not computed
+but filled in: rows of random tokens in pages of their own, random rows in DynamicCache. Ways take turns step by step;
+medians, on a CPU of the seconds that the process computed, which other processes do not disturb.
 
-Run: make bench NAME=decode
+Run: make bench NAME=decode; or .venv/bin/python -m bench.decode [--models llama ...]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from bench.transformers_cpu import SIZES, gemma, qwen
 from kvweave.integrations.transformers import KVWeave, PagedCache
@@ -31,6 +32,18 @@ LEARNED = 3
 def llama() -> Any:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**SIZES, **heads, num_hidden_layers=12, intermediate_size=1536))
+
+
+def deepseek() -> Any:
+    """Latents a quarter as wide as the keys and values of all heads; no experts."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    latents = {"q_lora_rank": 256, "kv_lora_rank": 256, "qk_rope_head_dim": 32}
+    layers = {"num_hidden_layers": 12, "first_k_dense_replace": 12, "intermediate_size": 1536}
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **latents, **layers))
+
+
+MODELS = {"llama": llama, "gemma-3": gemma, "qwen3-next": qwen, "deepseek-v3": deepseek}
 
 
 def on_pages(weave: KVWeave, rows: int, context: int) -> PagedCache:
@@ -50,8 +63,8 @@ def dynamic(model: Any, rows: int, context: int) -> DynamicCache:
     model(torch.full((rows, 1), 5, device=model.device), past_key_values=cache)
     for layer in cache.layers:
         if hasattr(layer, "keys"):
-            kept = layer.keys.shape[0], layer.keys.shape[1], context - 1, layer.keys.shape[3]
-            layer.update(*torch.randn(2, *kept, dtype=layer.keys.dtype, device=model.device))
+            more = ((*held.shape[:2], context - 1, held.shape[3]) for held in (layer.keys, layer.values))
+            layer.update(*(torch.randn(shape, dtype=layer.keys.dtype, device=model.device) for shape in more))
     return cache
 
 
@@ -74,10 +87,12 @@ def seconds(model: Any, weave: KVWeave, rows: int, context: int) -> dict[str, fl
 
 def main() -> None:
     transformers.logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    for name, build in {"llama": llama, "gemma-3": gemma, "qwen3-next": qwen}.items():
+    for name in parser.parse_args().models:
         torch.manual_seed(0)
-        model = build().eval().to(device, dtype)
+        model = MODELS[name]().eval().to(device, dtype)
         with KVWeave(model, "1GiB", rows=16, max_tokens=16384) as weave:
             for context in CONTEXTS:
                 for rows in ROWS:
