@@ -7,14 +7,17 @@ import random
 import signal
 import threading
 import time
+from asyncio import selector_events
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvweave.errors import ServerTimeout
 from kvweave.server import Client, protocol
+from kvweave.server.connection import AT_ONCE, REPLY_BYTES
 from kvweave.server.protocol import packed
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.server.test_kill import daemon_process
@@ -61,6 +64,26 @@ def test_an_interrupt_between_question_and_answer_never_shifts_the_answers(tmp_p
             assert client.load(hit, verify) == hit.position == 1024
         assert client.report().tiers[0].damaged == 0
         client.close()
+
+
+def test_replies_to_requests_that_came_together_are_sent_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport: Any = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
+    sent, write = list[int](), transport.write
+
+    def counted(self: object, data: bytes) -> None:
+        sent.append(len(data))
+        write(self, data)
+
+    monkeypatch.setattr(transport, "write", counted)
+    with serving(settings(tmp_path)), Client(tmp_path / "kv.sock") as client:
+        client.exchange([protocol.Ping()] * 20)
+        assert len(sent) == 1
+        reports = client.exchange([protocol.StatsRequest()] * AT_ONCE).replies
+        assert len(reports) == AT_ONCE
+        longest = max(len(protocol.frame(reply, 1)) for reply in reports)
+    assert max(sent) <= REPLY_BYTES + longest, "replies that the client does not read have a bound"
 
 
 def test_an_answer_that_comes_late_is_dropped(tmp_path: Path) -> None:

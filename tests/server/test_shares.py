@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvweave.server import Daemon, Disk, Limits, RemoteStore, protocol
 from kvweave.server.protocol import packed
@@ -177,21 +180,31 @@ def test_a_tenant_cannot_beat_its_limit_by_leases_and_claims_of_damage(tmp_path:
         client.close()
 
 
-def test_a_reservation_looks_at_all_entries_once_not_once_for_each_piece(monkeypatch: object) -> None:
-    """102,400 leased entries, 2,000 pieces: 2,000 looks took 7 s, in which nobody was answered."""
-    arena = SharedArena(8192 * 4096)
-    keys = [number.to_bytes(48, "big") for number in range(8192)]
-    starts = arena.reserve(keys, [4096] * len(keys))
-    for key, start in zip(keys, starts.tolist(), strict=True):
+def filled(pages: int) -> tuple[SharedArena, list[bytes]]:
+    """An arena that is full, and its keys."""
+    arena, keys = SharedArena(pages * 4096), [number.to_bytes(48, "big") for number in range(pages)]
+    for key, start in zip(keys, arena.reserve(keys, [4096] * pages).tolist(), strict=True):
         arena.commit(key, start, 4096)
-    arena.pin(keys)
-    looks, real = [], Catalog._oldest
+    return arena, keys
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one whenever all entries are searched for the next ones to evict."""
+    counts, real = list[object](), Catalog._oldest
 
     def counted(self: Catalog, *scope: object) -> object:
-        looks.append(scope)
+        counts.append(scope)
         return real(self, *scope)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Catalog, "_oldest", counted)  # type: ignore[attr-defined]
+    monkeypatch.setattr(Catalog, "_oldest", counted)
+    return counts
+
+
+def test_a_reservation_looks_at_all_entries_once_not_once_for_each_piece(looks: list[object]) -> None:
+    """102,400 leased entries, 2,000 pieces: 2,000 looks took 7 s, in which nobody was answered."""
+    arena, keys = filled(8192)
+    arena.pin(keys)
     wanted = [number.to_bytes(48, "big") for number in range(10_000, 12_000)]
     assert (arena.reserve(wanted, [4096] * len(wanted)) == protocol.NO_ROOM).all()
     assert len(looks) <= 2
@@ -201,6 +214,45 @@ def test_a_reservation_looks_at_all_entries_once_not_once_for_each_piece(monkeyp
     assert np.count_nonzero(arena.reserve(wanted, [4096] * len(wanted)) >= 0) == 1
     assert len(looks) <= 5
     arena.close()
+
+
+def test_one_look_at_all_entries_serves_a_thousand_evictions(looks: list[object]) -> None:
+    """Threads that run during its sort wait for the tier's lock, and the event loop then waits for them."""
+    arena, _ = filled(2048)
+    for number in range(10_000, 11_000):
+        assert arena.reserve([number.to_bytes(48, "big")], [4096]).min() >= 0
+    assert len(looks) == 1
+    arena.close()
+
+
+def test_a_key_that_is_pinned_twice_is_kept_until_it_is_unpinned_twice() -> None:
+    arena, keys = filled(1)
+    pinned, wanted = arena.pin([keys[0], keys[0]]), [bytes(47) + b"x"]
+    arena.unpin(pinned.slots[:1])
+    assert arena.reserve(wanted, [4096]).tolist() == [protocol.NO_ROOM]
+    arena.unpin(pinned.slots[1:])
+    assert arena.reserve(wanted, [4096]).min() >= 0
+    arena.close()
+
+
+def test_while_entries_are_pinned_no_other_thread_runs() -> None:
+    """It would wait for the lock, have it next, and hold up the event loop."""
+    arena, keys = filled(32)
+    begin, ran, before = threading.Event(), list[bool](), sys.getswitchinterval()
+    thread = threading.Thread(target=lambda: ran.append(begin.wait()))
+    thread.start()
+    time.sleep(0.05)  # it waits
+    sys.setswitchinterval(100.0)
+    try:
+        begin.set()
+        end = time.monotonic() + 0.2
+        while time.monotonic() < end:
+            arena.unpin(arena.pin(keys).slots)
+        assert not ran
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+        arena.close()
 
 
 def test_what_rose_above_its_floor_by_a_reservation_can_be_evicted() -> None:

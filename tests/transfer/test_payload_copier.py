@@ -109,6 +109,23 @@ def test_what_is_gathered_from_a_gpu_comes_with_its_sums() -> None:
 
 
 @on_gpu
+def test_what_a_gpu_gathered_ahead_is_copied_once_or_dropped() -> None:
+    truth, engine = Truth(TOKENS, CHUNK), Engine(SCHEMA, LAYOUTS[0], 16, TOKENS)
+    engine.compute(truth, states=range(4))
+    pages, _ = on_device(engine)
+    source, shard = pages.source(engine.tables), SCHEMA.shards[pages.writes[0]]
+    assert isinstance(source, StagedGather)
+    for ahead, chunk in ((0, 0), (1, 0), (0, 0)):
+        source.stage_ahead(shard, [ahead])
+        payload = np.zeros(shard.payload_bytes, np.uint8)
+        (found,) = source.begin_gather(shard, [chunk], [payload])()
+        source.drop_ahead()
+        assert np.array_equal(payload, truth.payload(shard, chunk))
+        assert checksums.of_parts(found) == checksums.checksum(payload)
+    assert len(source._copier._idle) == 2, "staging memory is used again"  # type: ignore[attr-defined]
+
+
+@on_gpu
 @pytest.mark.parametrize("size", [0, 8, 100, 32_760, 32_768, 32_776, 65_535, 65_536, 98_304, 1 << 20, 3_000_008])
 @pytest.mark.parametrize("count", [1, 3])
 def test_sums_of_parts_on_a_gpu_are_those_of_the_host(size: int, count: int) -> None:

@@ -78,12 +78,12 @@ class BackingTiers:
         with self._lock:
             others = [self._in_flight[want.key] for want in wants if want.key in self._in_flight]
             mine = [want for key, want in {want.key: want for want in wants}.items() if key not in self._in_flight]
-            self._in_flight.update((want.key, Future()) for want in mine)
+            self._in_flight.update(dict.fromkeys((want.key for want in mine), Future()))
         return mine, others
 
     def _release(self, wants: Sequence[BlobRequest]) -> None:
         with self._lock:
-            futures = [self._in_flight.pop(want.key) for want in wants]
+            futures = {self._in_flight.pop(want.key) for want in wants}
         for future in futures:
             future.set_result(None)
 

@@ -42,6 +42,10 @@ HELLO_S = 2.0
 """Seconds that a running daemon takes for its first reply, at most."""
 
 
+def nothing() -> None:
+    """Done while a reply is on its way."""
+
+
 class Exchange(NamedTuple):
     """Replies, and the generation of the connection they came over."""
 
@@ -90,8 +94,11 @@ class Client(ClosedAtEnd):
         """The reply to a request; raises the daemon's error."""
         return self.check(self.exchange([request], timeout_s).replies[0], reply)
 
-    def exchange(self, requests: Requests, timeout_s: float | None = None) -> Exchange:
-        """Several requests in one round trip. Errors are returned as `Failed` replies.
+    def exchange(
+        self, requests: Requests, timeout_s: float | None = None, meanwhile: Callable[[], None] = nothing
+    ) -> Exchange:
+        """Several requests in one round trip. Errors are returned as `Failed` replies. `meanwhile` is called when they
+        are sent, and must not raise.
 
         `requests` may be a function, which is called when the connection is known: for requests that depend on it. If
         the connection turns out to be closed, a new one is made, once: what was held is lost, and `generation` has
@@ -104,19 +111,19 @@ class Client(ClosedAtEnd):
             fresh = self._channel is None
             channel = self._channel or self._connect(until)
             try:
-                return self._asked(channel, requests, until)
+                return self._asked(channel, requests, until, meanwhile)
             except ConnectionError as error:
                 if fresh:
                     self._lose(error)
             try:
-                return self._asked(self._connect(until), requests, until)
+                return self._asked(self._connect(until), requests, until, meanwhile)
             except ConnectionError as error:
                 self._lose(error)
         finally:  # an interrupt may have come between acquiring the lock and returning from `acquire`
             if self._lock._is_owned():  # type: ignore[attr-defined]
                 self._lock.release()
 
-    def _asked(self, channel: Channel, requests: Requests, until: float) -> Exchange:
+    def _asked(self, channel: Channel, requests: Requests, until: float, meanwhile: Callable[[], None]) -> Exchange:
         made: Sequence[Message] = ()
         try:
             channel.check()
@@ -124,6 +131,7 @@ class Client(ClosedAtEnd):
             first, self._to_undo = [*self._to_undo, *self._to_tell], []
             self._to_tell.clear()
             request_ids = channel.send([*first, *made], until)[len(first) :]
+            meanwhile()
             return Exchange(channel.receive(request_ids, until), self.generation)
         except ServerTimeout:
             self._to_undo += [message for request in made if (message := protocol.undo(request))]

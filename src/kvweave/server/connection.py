@@ -1,8 +1,9 @@
 """One connection at the daemon: decodes requests and encodes replies. No input can stop the daemon.
 
-Requests are served in order. While one waits for a tier, no further bytes are read from its connection; other
-connections go on. A message that is too long ends the connection after an error reply, since the start of the next
-message is unknown.
+Requests are served in order. The replies to requests that came together are sent together: during a system call the
+threads of tiers get the interpreter, and the event loop waits for them. While a request waits for a tier, no further
+bytes are read from its connection; other connections go on. A message that is too long ends the connection after an
+error reply, since the start of the next message is unknown.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ HELLO_S, REFUSAL_S = 10.0, 1.0
 """Seconds for the first message; the same for a connection that will be refused."""
 AT_ONCE = 64
 """Requests of one connection that are served before other connections get their turn."""
+REPLY_BYTES = 64 << 10
+"""Replies that are longer together are not kept back: the client may not read them."""
 
 
 class ConnectionOwner(Protocol):
@@ -67,6 +70,8 @@ class Connection(asyncio.Protocol):
         self._session = ClientSession(owner.state)
         self._handlers: dict[type, Handler] = {}
         self._frames, self._pace = FrameBuffer(), RateLimiter(owner.state.settings.limits.requests_per_s)
+        self._replies = bytearray()
+        """What was not sent yet."""
         self._task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._paused = False
@@ -100,21 +105,30 @@ class Connection(asyncio.Protocol):
             self._pump()
 
     def _pump(self) -> None:
-        """Serve the requests that are complete, at most `AT_ONCE` of them."""
+        """Serve the requests that are complete, at most `AT_ONCE` of them, and send the replies."""
+        try:
+            is_all = self._serve()
+        finally:
+            self._flush_replies()
+        if not is_all:
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _serve(self) -> bool:
+        """Returns whether there is nothing more to serve now."""
         for _ in range(AT_ONCE):
             if self._task or self._paused or self._transport is None or self._transport.is_closing():
-                return
+                return True
             try:
                 message = self._frames.next()
             except OverLimit as error:
                 self._fail(error, 0 if self._handlers else None, end=True)
-                return
+                return True
             if message is None:
-                return
+                return True
             self._take(message)
             if not self._task and (wait_s := self._pace.rest_s()):
                 self._wait(asyncio.sleep(wait_s))
-        asyncio.get_running_loop().call_soon(self._pump)
+        return False
 
     # ---- questions
 
@@ -244,8 +258,14 @@ class Connection(asyncio.Protocol):
         if len(data) > LENGTH_BYTES + MESSAGE_BYTES:
             reason = f"a reply of {len(data)} bytes, {MESSAGE_BYTES} at most"
             data = frame(protocol.Failed(OverLimit.__name__, reason), request_id)
-        if self._transport and not self._transport.is_closing():
-            self._transport.write(data)
+        self._replies += data
+        if len(self._replies) > REPLY_BYTES:
+            self._flush_replies()
+
+    def _flush_replies(self) -> None:
+        if self._replies and self._transport and not self._transport.is_closing():
+            self._transport.write(self._replies)
+        self._replies = bytearray()
 
     def _fail(self, error: Exception, request_id: int | None, *, end: bool = False) -> None:
         if isinstance(error, ConnectionError):  # the client closed before its reply
@@ -261,6 +281,7 @@ class Connection(asyncio.Protocol):
             log.error("%s: a bug in kvweave", self.label, exc_info=error)
             self._send(protocol.Failed(ServerError.__name__, f"a bug in the daemon: {error!r}"), request_id)
         if end and self._transport:
+            self._flush_replies()
             self._transport.close()
 
     def pause_writing(self) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 
 from kvweave.errors import ServerGone
 from kvweave.server import protocol
-from kvweave.server.client import Client
+from kvweave.server.client import Client, nothing
 from kvweave.server.registered_model import registration
 from kvweave.store import HashedPrompt, Schema, Shard
 from kvweave.store.keys import Bytes
@@ -63,13 +63,15 @@ class PromptSession:
         make: Callable[[int], protocol.Message],
         budget: Budget = UNLIMITED,
         generation: int | None = None,
+        meanwhile: Callable[[], None] = nothing,
     ) -> tuple[protocol.Reply, int]:
         """The reply to the request that `make` builds for the prompt's number, and the generation of its connection.
+        `meanwhile`: see `Client.exchange`.
 
         A request about something held by a certain connection gives its `generation`; if that connection is lost, it is
         not sent.
         """
-        (reply,), asked = self._ask([prompt], lambda _, sequence: [make(sequence)], budget, generation)
+        (reply,), asked = self._ask([prompt], lambda _, sequence: [make(sequence)], budget, generation, meanwhile)
         return reply, asked
 
     def lease(
@@ -98,6 +100,7 @@ class PromptSession:
         make: Callable[[int, int], list[protocol.Message]],
         budget: Budget,
         generation: int | None = None,
+        meanwhile: Callable[[], None] = nothing,
     ) -> tuple[list[protocol.Reply], int]:
         introductions: list[tuple[int, int, protocol.Message]] = []
         places: list[int] = []
@@ -116,7 +119,7 @@ class PromptSession:
                 said += make(number, self._sequences[_name(prompt)])
             return said
 
-        replies, asked = self.client.exchange(requests, reply_timeout(budget))
+        replies, asked = self.client.exchange(requests, reply_timeout(budget), meanwhile)
         if not replies:
             raise ServerGone("the connection was lost, and what was held with it")
         found = [replies[place] for place in places]

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
+from functools import partial
 from itertools import dropwhile, islice
 from typing import NamedTuple, Protocol
 
@@ -15,10 +16,11 @@ from kvweave.server import protocol
 from kvweave.server.allowance import Allowance
 from kvweave.server.arena_copier import ArenaCopier
 from kvweave.server.arena_writer import ArenaBlob
+from kvweave.server.client import nothing
 from kvweave.server.inbox import inbox_starts
 from kvweave.server.prompt_session import PromptSession, daemon_budget, key_of, reply_timeout
 from kvweave.server.protocol import MOST_PIECES, NO_ROOM, numbers, packed
-from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Source
+from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Shard, Source
 from kvweave.store.any_store import GATHER_BYTES
 from kvweave.store.batches import batches
 from kvweave.store.keys import Bytes
@@ -29,9 +31,9 @@ from kvweave.store.tier_stack import Budget
 
 BATCH_BYTES = 1 << 30
 """What one request is for, at most: between two fetches nothing is copied, for as long as 50 MiB take."""
-FIRST_BYTES, NEXT_BYTES = 38 << 20, 152 << 20
+FIRST_BYTES, NEXT_BYTES = 76 << 20, 152 << 20
 """What the first request of a save is for, so that copies begin soon, and each later one, which is made during copies.
-A little more than one call of a GPU's copier takes, and than four do."""
+A little more than two calls of a GPU's copier take, and than four do: the first is copied before a reply comes."""
 
 
 class ArenaLayout:
@@ -40,6 +42,9 @@ class ArenaLayout:
     def __init__(self, prompt_session: PromptSession, schema: Schema) -> None:
         self.prompt_session, self._shards = prompt_session, schema.shards
         self._sizes = prompt_session.blob_bytes
+
+    def shard(self, piece: ChunkRef) -> Shard:
+        return self._shards[piece[0]]
 
     def job(self, arena: Bytes, prompt: HashedPrompt, number: int, chunk: int, start: int) -> ArenaBlob:
         shard = self._shards[number]
@@ -155,6 +160,8 @@ class SaveOperation:
             while self._in_flight:
                 self.abandon(self._in_flight[0])
                 self._end_batch()
+            if isinstance(self._source, StagedGather):
+                self._source.drop_ahead()
 
     def _end_batch(self) -> None:
         reserved = self._in_flight.popleft()
@@ -223,7 +230,8 @@ class SaveOperation:
         def request(sequence: int) -> protocol.Message:
             return protocol.Reserve(sequence, number, packed(batch, "<i4"), daemon_budget(budget), waits)
 
-        reply, generation = self._session.ask(prompt, request, budget)
+        meanwhile = partial(self._stage, batch) if waits else nothing
+        reply, generation = self._session.ask(prompt, request, budget, meanwhile=meanwhile)
         starts: list[int] = numbers(self._client.check(reply, protocol.Places).starts).tolist()
         places = [*zip(batch, starts, strict=True)]
         granted = [piece for piece, at in places if at >= 0]
@@ -241,6 +249,15 @@ class SaveOperation:
             self.abandon(reserved)
             return reserved._replace(jobs=[])
         return reserved
+
+    def _stage(self, batch: Sequence[ChunkRef]) -> None:
+        """Have a GPU gather what the first call of a batch copies, while the daemon looks for places."""
+        if isinstance(self._source, StagedGather):
+            shard = self._arena.shard(batch[0])
+            most = 1 if shard.payload_bytes % 8 else max(1, self._source.together_bytes // shard.payload_bytes)
+            chunks = [chunk for number, chunk in batch if number == batch[0][0]]
+            with suppress(Exception):  # the call itself fails the same way
+                self._source.stage_ahead(shard, chunks[:most])
 
     def _copied_in(self, reserved: ReservedBatch) -> bool:
         """Let the daemon copy what is in the inbox; returns whether it took all of it."""

@@ -94,7 +94,7 @@ class SharedArena(MemoryTier):
             self._check_open()
             slots = catalog.find(keys)
             held = slots[slots >= 0]
-            np.add.at(catalog.pins, held, 1)
+            catalog.add_pins(held, 1)
             return Pinned(held, np.where(slots >= 0, catalog.starts[slots], NOT_IN_ARENA), catalog.lengths[slots])
 
     def unpin(self, slots: Numbers) -> None:
@@ -102,8 +102,7 @@ class SharedArena(MemoryTier):
         catalog = self._catalog
         with self._lock:
             gone = catalog.ticks[slots] == 0
-            np.subtract.at(catalog.pins, slots[~gone], 1)
-            catalog.freed()
+            catalog.add_pins(slots[~gone], -1)
             for slot in slots[gone].tolist():
                 start, length = int(catalog.starts[slot]), int(catalog.lengths[slot])
                 if catalog.unpin(slot):

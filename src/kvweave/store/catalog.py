@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,8 @@ from kvweave.errors import StoreError
 from kvweave.store.keys import TENANT_BYTES, tenant_id
 
 Slots = NDArray[np.int64]
+VICTIMS = 1024
+"""Entries that are chosen at once to be evicted next, at least."""
 Scope = tuple[int, bool, bool]
 """A tenant, and whether its own entries, and those of others, may be evicted for it."""
 
@@ -40,6 +41,8 @@ class Catalog:
         self._keys: list[bytes] = []
         self._free: list[int] = []
         self._tick = 1
+        self._counting = np.arange(64)
+        """0, 1, 2, ...: kept, since during `np.arange` other threads run, wait for the tier's lock, and are next."""
         self.was_asked = False
         """Whether any entry was looked up, so that the order of recency differs from the order in the journal."""
         self._victims: dict[Scope, deque[tuple[int, int]]] = {}
@@ -75,7 +78,9 @@ class Catalog:
         found = slots[slots >= 0]
         self.was_asked |= len(found) > 0
         self._tick += len(found)
-        self.ticks[found] = np.arange(self._tick, self._tick - len(found), -1)
+        if len(found) > len(self._counting):
+            self._counting = np.arange(2 * len(found))
+        self.ticks[found] = self._tick - self._counting[: len(found)]
         return slots
 
     def find_one(self, key: bytes) -> int:
@@ -110,6 +115,15 @@ class Catalog:
     def _let_go(self, slot: int) -> None:
         self.used[self.owners[slot]] -= self.sizes[slot]
         self._free.append(slot)
+
+    def add_pins(self, slots: Slots, number: int) -> None:
+        """Pin (1) or unpin (-1) entries that are not removed; one that is named twice, twice."""
+        if len({*slots.tolist()}) == len(slots):
+            self.pins[slots] += number
+        else:  # not always: during `at`, too, other threads run
+            np.add.at(self.pins, slots, number)
+        if number < 0:
+            self.freed()
 
     def unpin(self, slot: int) -> bool:
         """Unpin; returns whether the entry was removed meanwhile and this was its last pin."""
@@ -192,23 +206,32 @@ class Catalog:
                 victims.extend(self._oldest(*scope))
             while victims:
                 slot, tick = victims.popleft()
-                if self.ticks[slot] == tick and self._may_go(slot, *scope):
+                if self.ticks[slot] == tick and not self.pins[slot] and self._is_in_scope(slot, *scope):
                     return slot
         self._none_since[scope] = self._changes
         return None
 
-    def _may_go(self, slots: Any, owner: int, mine: bool, theirs: bool) -> Any:
-        """Whether entries may be evicted: not pinned, and the owner's own, or of another tenant that stays above its
-        floor."""
-        whose = self.owners[slots]
-        above = self.used[whose] - self.sizes[slots] >= self.floors[whose]
+    def _is_in_scope(self, slot: int, owner: int, mine: bool, theirs: bool) -> bool:
+        """Whether an entry is the owner's own, or of another tenant that stays above its floor. Without arrays, which
+        take ten times as long."""
+        whose = self.owners[slot]
+        if whose == owner:
+            return mine
+        return theirs and bool(self.used[whose] - self.sizes[slot] >= self.floors[whose])
+
+    def _may_go(self, owner: int, mine: bool, theirs: bool) -> Slots:
+        """The entries in scope, as `_is_in_scope`, that are not pinned."""
+        end = len(self._keys)
+        whose = self.owners[:end]
+        above = self.used[whose] - self.sizes[:end] >= self.floors[whose]
         fair = np.where(whose == owner, mine, theirs & above)
-        return (self.ticks[slots] > 0) & (self.pins[slots] == 0) & fair
+        return np.flatnonzero((self.ticks[:end] > 0) & (self.pins[:end] == 0) & fair)
 
     def _oldest(self, *scope: *Scope) -> Iterable[tuple[int, int]]:
-        """The oldest entries that may be evicted: one in sixteen, so that one sort serves many evictions."""
-        slots = np.flatnonzero(self._may_go(np.arange(len(self._keys)), *scope))
-        count = min(len(slots), max(64, len(slots) // 16))
+        """The oldest entries that may be evicted: one in sixteen, so that one sort serves many evictions. During the
+        sort other threads run, and wait for the tier's lock."""
+        slots = self._may_go(*scope)
+        count = min(len(slots), max(VICTIMS, len(slots) // 16))
         if count < len(slots):
             slots = slots[np.argpartition(self.ticks[slots], count)[:count]]
         slots = slots[np.argsort(self.ticks[slots])]

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from kvweave.copying import BlockCopy, Gathering, HostPayloadCopier, Landing, PayloadCopier, StagedCopier
+from kvweave.copying import (
+    BlockCopy,
+    Gathering,
+    HostPayloadCopier,
+    Landing,
+    PayloadCopier,
+    StagedCopier,
+    StagedPayloads,
+)
 from kvweave.errors import StoreError
 from kvweave.store.engine_memory import EngineMemory
 from kvweave.store.files import aligned
@@ -164,10 +173,30 @@ class StagedGather(Gather):
 
     _copier: StagedCopier
 
+    def __init__(self, pages: PagePayloads, tables: Tables, copier: PayloadCopier) -> None:
+        super().__init__(pages, tables, copier)
+        self._ahead: dict[tuple[bytes, *tuple[int, ...]], StagedPayloads] = {}
+
+    def stage_ahead(self, shard: Shard, chunks: Sequence[int]) -> None:
+        """Start to gather these payloads before it is known where they go. `drop_ahead` must follow some time."""
+        staged = self._staged(shard, chunks)
+        if self._ahead.setdefault((shard.id, *chunks), staged) is not staged:  # by another thread
+            staged.drop()
+
+    def drop_ahead(self) -> None:
+        """Free the memory of what was gathered ahead and was not needed."""
+        with suppress(KeyError):  # it is empty
+            while True:
+                self._ahead.popitem()[1].drop()
+
     def begin_gather(self, shard: Shard, chunks: Sequence[int], payloads: Sequence[Bytes]) -> Gathering:
         """Start to fill payloads, which others may write to. What is returned ends it, and may be called by another
         thread."""
-        return self._copier.begin_gather(self._copies(shard, chunks), payloads)
+        staged = self._ahead.pop((shard.id, *chunks), None) or self._staged(shard, chunks)
+        return staged.copy_to(payloads)
+
+    def _staged(self, shard: Shard, chunks: Sequence[int]) -> StagedPayloads:
+        return self._copier.stage(self._copies(shard, chunks), len(chunks), shard.payload_bytes)
 
     def wait_for_caller(self) -> None:
         """Block until pages have what the caller's stream writes there."""

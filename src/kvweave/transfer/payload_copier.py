@@ -68,32 +68,23 @@ class CUDAPayloadCopier:
         return following
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
-        self.begin_gather(copies, [payload])()
+        self.stage(copies, 1, payload.nbytes).copy_to([payload])()
 
-    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
-        table, layout = self._prepared(copies, payloads)
-        commands, channel = CommandBuffer(), self._channel(payloads, layout)
+    def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> _StagedOnDevice:
+        table, layout = self._prepared(copies, num_payloads, payload_bytes)
+        commands, channel = CommandBuffer(), self._channel(num_payloads, layout)
         self._launch(commands, channel, table, gather=True)
-        self._compute_checksums(commands, channel, payloads, layout)
-        _copy(commands, [payload.ctypes.data for payload in payloads], _places(channel, payloads), payloads, channel)
-        done = self._submit(commands, channel)
-
-        def finish() -> Sequence[PartChecksums]:
-            done.wait()
-            found = layout.found(channel.found, len(payloads))
-            self._idle.append(channel)  # a channel on which something broke is not used again
-            return found
-
-        return finish
+        self._compute_checksums(commands, channel, num_payloads, layout)
+        return _StagedOnDevice(self._submit(commands, channel), layout, channel, self._submit, self._idle)
 
     def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
         self.begin_landing(copies, [payload])(lambda _: True)
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
-        table, layout = self._prepared(copies, payloads)
-        copying, writing, channel = CommandBuffer(), CommandBuffer(), self._channel(payloads, layout)
+        table, layout = self._prepared(copies, len(payloads), _length(payloads))
+        copying, writing, channel = CommandBuffer(), CommandBuffer(), self._channel(len(payloads), layout)
         _copy(copying, _places(channel, payloads), [payload.ctypes.data for payload in payloads], payloads, channel)
-        self._compute_checksums(copying, channel, payloads, layout)
+        self._compute_checksums(copying, channel, len(payloads), layout)
         arrived = self._submit(copying, channel)
         self._launch(writing, channel, table, gather=False)
 
@@ -111,12 +102,12 @@ class CUDAPayloadCopier:
         if self._after is not None:
             self._after.wait()
 
-    def _prepared(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> tuple[PayloadTable, ChecksumLayout]:
-        sizes = {payload.nbytes for payload in payloads}
-        if len(sizes) != 1 or (len(payloads) > 1 and payloads[0].nbytes % 8):
-            raise BadCopy(f"payloads of {sorted(sizes)} bytes: several must be of one length, a multiple of 8")
-        (size,) = sizes
-        return PayloadTable(copies, self._pooled, size * len(payloads)), ChecksumLayout(size)
+    def _prepared(
+        self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int
+    ) -> tuple[PayloadTable, ChecksumLayout]:
+        if num_payloads > 1 and payload_bytes % 8:
+            raise BadCopy(f"payloads of {payload_bytes} bytes: several must be of a multiple of 8")
+        return PayloadTable(copies, self._pooled, payload_bytes * num_payloads), ChecksumLayout(payload_bytes)
 
     def _launch(self, commands: CommandBuffer, channel: _Channel, table: PayloadTable, *, gather: bool) -> None:
         if self._after is not None:
@@ -130,11 +121,11 @@ class CUDAPayloadCopier:
         )  # fmt: skip
 
     def _compute_checksums(
-        self, commands: CommandBuffer, channel: _Channel, payloads: Sequence[Bytes], layout: ChecksumLayout
+        self, commands: CommandBuffer, channel: _Channel, num_payloads: int, layout: ChecksumLayout
     ) -> None:
         """The kernel writes to memory of the host: a copy engine would queue its copy behind all earlier ones."""
         out, device = channel.found.ctypes.data, self._device.index
-        layout.launch(commands, len(payloads), channel.slot.address, out, channel.number, device)
+        layout.launch(commands, num_payloads, channel.slot.address, out, channel.number, device)
 
     def _submit(self, commands: CommandBuffer, channel: _Channel) -> Event:
         """Submit; the event is done when all commands are."""
@@ -143,13 +134,56 @@ class CUDAPayloadCopier:
         submit(commands, self._context, 0, done)
         return done
 
-    def _channel(self, payloads: Sequence[Bytes], layout: ChecksumLayout) -> _Channel:
+    def _channel(self, num_payloads: int, layout: ChecksumLayout) -> _Channel:
         try:
             channel = self._idle.pop()
         except IndexError:  # all are in use
             channel = _Channel(self._device)
-        channel.reserve(sum(payload.nbytes for payload in payloads), 8 * layout.words * len(payloads))
+        channel.reserve(num_payloads * layout.payload_bytes, 8 * layout.words * num_payloads)
         return channel
+
+
+class _StagedOnDevice:
+    """Payloads in the staging memory of a channel, which is idle again when they have left or were dropped. A channel
+    on which something broke is not used again."""
+
+    def __init__(
+        self,
+        staged: Event,
+        layout: ChecksumLayout,
+        channel: _Channel,
+        submit: Callable[[CommandBuffer, _Channel], Event],
+        idle: deque[_Channel],
+    ) -> None:
+        self._staged, self._layout, self._channel, self._submit, self._idle = staged, layout, channel, submit, idle
+
+    def copy_to(self, payloads: Sequence[Bytes]) -> Gathering:
+        commands, channel = CommandBuffer(), self._channel
+        if _length(payloads) != self._layout.payload_bytes:
+            self.drop()
+            raise BadCopy(f"payloads of {_length(payloads)} bytes: {self._layout.payload_bytes} were gathered of each")
+        _copy(commands, [payload.ctypes.data for payload in payloads], _places(channel, payloads), payloads, channel)
+        done = self._submit(commands, channel)
+
+        def finish() -> Sequence[PartChecksums]:
+            done.wait()
+            found = self._layout.found(channel.found, len(payloads))
+            self._idle.append(channel)
+            return found
+
+        return finish
+
+    def drop(self) -> None:
+        self._staged.wait()
+        self._idle.append(self._channel)
+
+
+def _length(payloads: Sequence[Bytes]) -> int:
+    """Of each."""
+    sizes = {payload.nbytes for payload in payloads}
+    if len(sizes) != 1:
+        raise BadCopy(f"payloads of {sorted(sizes)} bytes: those of one call are of one length")
+    return sizes.pop()
 
 
 def _places(channel: _Channel, payloads: Sequence[Bytes]) -> list[int]:
