@@ -116,6 +116,7 @@ def peer_seconds(model: Any, rows: int, context: int) -> dict[str, float]:
     for way, options in {"dynamic": {}, "static": {"cache_implementation": "static"}}.items():
         try:
             found[way] = by_generate(model.generate, rows, context, **options)
+            print(way, rows, context, found[way] * 1e3, "ms", flush=True)
         except Exception as error:  # a peer that does not serve the model, or has no memory for it
             print(way, "cannot:", repr(error)[:160], flush=True)
         torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, LlamaConfig, Qwen3NextConfig
 
 BYTES_PER_SECOND = 4.17e12
 """What a copy on an H200 reaches."""
@@ -58,7 +58,26 @@ def qwen() -> Any:
     )
 
 
-MODELS = {"llama": llama, "gemma-3": gemma, "qwen3-next": qwen}
+def deepseek() -> Any:
+    """About 2.8 billion parameters: latents, with dense layers for experts."""
+    return DeepseekV3Config(
+        vocab_size=65536,
+        max_position_embeddings=65536,
+        hidden_size=2560,
+        num_hidden_layers=28,
+        first_k_dense_replace=28,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        intermediate_size=8192,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    )
+
+
+MODELS = {"llama": llama, "gemma-3": gemma, "qwen3-next": qwen, "deepseek-v3": deepseek}
 
 
 def build(config: Any, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
