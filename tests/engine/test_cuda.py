@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 NEW = 12
 CAPTURED = (
     "llama", "mistral", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "falcon_h1", "mixtral", "mamba",
-    "mamba2", "jamba",
+    "mamba2", "jamba", "deepseek_v3", "kimi_linear",
 )  # fmt: skip
 
 
