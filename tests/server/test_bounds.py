@@ -6,6 +6,7 @@ import json
 import socket
 import ssl
 import subprocess
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ import msgspec
 import pytest
 
 from kvweave.errors import BadRequest, OverLimit
-from kvweave.server import Client, Daemon, Limits, protocol
+from kvweave.server import Client, Daemon, Disk, Limits, protocol
 from kvweave.server.model_registry import MOST, MOST_BYTES
 from kvweave.server.open_sequence import STEP_KEYS, OpenSequence
 from kvweave.server.registered_model import RegisteredModel, registration
@@ -95,6 +96,19 @@ def test_a_row_that_says_another_size_than_it_has_is_refused(tmp_path: Path) -> 
                     protocol.Done,
                 )
         client.ask(right, protocol.Done)
+
+
+def test_the_event_loop_starts_no_thread_while_it_serves(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, disk=Disk(tmp_path / "disk", 4 << 20))) as daemon:
+        engine = store(daemon.settings.socket)
+        before = {*threading.enumerate()}
+        engine.save(prompt(), truth, points=POINTS)
+        assert engine.flush()
+        daemon.state.arena.clear()
+        assert engine.load(engine.lookup(prompt()), verify) == 1024, "read from disk"
+        started = {each.name for each in {*threading.enumerate()} - before}
+        assert not [name for name in started if name.startswith(("kvweave-read", "kvweave-write", "kvweave-flush"))]
+        engine.close()
 
 
 def test_keys_of_a_long_sequence_are_made_and_found_in_steps(tmp_path: Path) -> None:

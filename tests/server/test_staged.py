@@ -46,6 +46,8 @@ class StagingCopier(HostPayloadCopier):
         super().__init__(pools)
         self.seen: list[Bytes] = []
         self.calls = self.staged = self.dropped = 0
+        self.copied: list[int] = []
+        """Which of the calls that were staged were copied, in this order."""
         self.before: Callable[[], None] = lambda: None
         self.between: Callable[[], None] = lambda: None
         self.behind: Callable[[], None] = lambda: None
@@ -63,12 +65,13 @@ class StagingCopier(HostPayloadCopier):
         """Copied by `finish`, so that a test can come before."""
 
         def __init__(self, copier: StagingCopier, staged: Bytes) -> None:
-            self._copier, self._staged = copier, staged
+            self._copier, self._staged, self._number = copier, staged, copier.staged
 
         def copy_to(self, payloads: Sequence[Bytes]) -> Gathering:
             copier, staged = self._copier, self._staged
             copier.seen += payloads
             copier.calls += 1
+            copier.copied.append(self._number)
 
             def finish() -> list[PartChecksums]:
                 copier.between()
@@ -151,6 +154,20 @@ def test_payloads_of_a_shard_come_by_one_call_up_to_the_size_that_the_copier_wan
         copier.together_bytes, copier.calls, before = 1, 0, len(copier.seen)
         assert client.load(client.lookup(prompt()), pages.sink(made.table)) == TOKENS
         assert copier.calls == before == len(copier.seen) - before
+        client.close()
+
+
+def test_where_payloads_go_is_worked_out_while_they_are_on_their_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, copier) = saved(daemon), engine()
+        steps, begin_landing, sink_copies = list[str](), copier.begin_landing, pages.sink_copies
+        monkeypatch.setattr(copier, "begin_landing", lambda *args: (steps.append("copy"), begin_landing(*args))[1])  # type: ignore[func-returns-value]
+        monkeypatch.setattr(pages, "sink_copies", lambda *args: (steps.append("pages"), sink_copies(*args))[1])  # type: ignore[func-returns-value]
+        assert client.load(client.lookup(prompt()), pages.sink(made.table)) == TOKENS
+        assert steps[0] == "copy"
+        assert "pages" in steps
         client.close()
 
 
@@ -313,7 +330,7 @@ def test_the_first_call_is_gathered_while_the_daemon_looks_for_places(
         monkeypatch.setattr(Channel, "receive", received)
         assert client.save(prompt(), pages.source(made.table), points=POINTS).dropped == 0
         assert staged[0] == 1
-        assert (copier.staged, copier.dropped) == (copier.calls, 0)
+        assert copier.copied == [*range(1, copier.staged + 1)], "the first is copied first, and each once"
         assert client.load(client.lookup(prompt()), verify) == TOKENS
         client.close()
 

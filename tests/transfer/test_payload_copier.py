@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvweave.errors import BadCopy
+from kvweave.errors import BadCopy, StoreError
 from kvweave.store import EngineMemory, PagePayloads, Schema, checksums
 from kvweave.store.page_payloads import StagedGather, StagedScatter
 from tests.store.engines import LAYOUTS, SPEC, Engine, Truth
@@ -106,6 +106,18 @@ def test_what_is_gathered_from_a_gpu_comes_with_its_sums() -> None:
         found = source.begin_gather(shard, range(len(expected)), payloads)()
         assert [checksums.of_parts(parts) for parts in found] == [*map(checksums.checksum, expected)]
         assert np.array_equal(payloads, expected)
+
+
+@on_gpu
+def test_a_page_that_a_gpu_does_not_have_is_refused_and_its_staging_memory_used_again() -> None:
+    engine = Engine(SCHEMA, LAYOUTS[0], 16, TOKENS)
+    pages, _ = on_device(engine)
+    sink: Any = pages.sink({name: table + (1 << 20) for name, table in engine.tables.items()})
+    shard = SCHEMA.shards[pages.reads[0]]
+    for _ in range(2):
+        with pytest.raises(StoreError, match="names page"):
+            sink.begin_landing(shard, [0], [np.zeros(shard.payload_bytes, np.uint8)])
+    assert len(sink._copier._idle) == 1
 
 
 @on_gpu

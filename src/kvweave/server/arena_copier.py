@@ -112,10 +112,15 @@ def begin_gather(jobs: Sequence[ArenaBlob], source: StagedGather, until: float) 
 def together(jobs: Iterable[ArenaBlob], most_bytes: int) -> Iterator[list[ArenaBlob]]:
     """Jobs in order, those of one shard that follow each other together, up to so many bytes; if payloads are not of
     whole words, one by one."""
-    for _, of_shard in groupby(jobs, lambda job: job.shard.id):
-        own = [*of_shard]
-        most = 0 if own[0].shard.payload_bytes % 8 else most_bytes
-        yield from batches(own, lambda job: job.shard.payload_bytes, most)
+    for (_, payload_bytes), of_shard in groupby(jobs, lambda job: (job.shard.id, job.shard.payload_bytes)):
+        # lazily: the first batch is begun before the last job is made
+        yield from batches(of_shard, lambda job: job.shard.payload_bytes, 0 if payload_bytes % 8 else most_bytes)
+
+
+def _by_shard(jobs: Sequence[ArenaBlob]) -> list[ArenaBlob]:
+    """Those of one shard together, the shard of the first job first: that call may have been gathered ahead."""
+    order: dict[bytes, int] = {}
+    return sorted(jobs, key=lambda job: order.setdefault(job.shard.id, len(order)))
 
 
 class ArenaCopier:
@@ -191,7 +196,7 @@ class ArenaCopier:
                 source.wait_for_caller()  # so that no copy is started in time and made too late
             parts = [[*batch.jobs]]
             if together_bytes is not None:
-                parts = [*together(sorted(batch.jobs, key=lambda job: job.shard.id), together_bytes)]
+                parts = [*together(_by_shard(batch.jobs), together_bytes)]
             for number, some in enumerate(parts, 1):
                 yield _Begun(begin(some, source, batch.until), batch, number == len(parts))
 

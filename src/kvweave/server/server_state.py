@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ class ServerState:
         arena.follow_removals(self.removals)
         if tier_stack:
             tier_stack.follow_removals(self.removals)
-        self._threads = {kind: ThreadPoolExecutor(number, f"kvweave-{kind}") for kind, number in THREADS.items()}
+        self._threads = {kind: _started(f"kvweave-{kind}", number) for kind, number in THREADS.items()}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._change = asyncio.Event()
         self.models = ModelRegistry()
@@ -207,6 +208,14 @@ class ServerState:
             threads.shutdown(wait=False, cancel_futures=True)
         self.arena.close()
         return closed
+
+
+def _started(name: str, number: int) -> ThreadPoolExecutor:
+    """An executor whose threads all run: the event loop would wait for each to start, milliseconds among many."""
+    threads, everybody = ThreadPoolExecutor(number, name), threading.Barrier(number)
+    for _ in range(number):
+        threads.submit(everybody.wait)
+    return threads
 
 
 def _used_once(prefix: bytes, model: str, position: int) -> PrefixReport:

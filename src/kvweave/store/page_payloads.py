@@ -131,7 +131,11 @@ class StagedScatter:
     def begin_landing(self, shard: Shard, chunks: Sequence[int], payloads: Sequence[Bytes]) -> Landing:
         """As calls, for payloads that others may write to. What is returned ends it, and may be called by another
         thread."""
-        return self._copier.begin_landing(self._pages.sink_copies(shard, chunks, self._tables), payloads)
+        return self._copier.begin_landing(self._copies(shard, chunks), payloads)
+
+    def _copies(self, shard: Shard, chunks: Sequence[int]) -> Iterator[BlockCopy]:
+        """Worked out when they are asked for: a GPU's copier does so while payloads are on their way."""
+        yield from self._pages.sink_copies(shard, chunks, self._tables)
 
 
 class Gather:

@@ -71,7 +71,8 @@ class CUDAPayloadCopier:
         self.stage(copies, 1, payload.nbytes).copy_to([payload])()
 
     def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> _StagedOnDevice:
-        table, layout = self._prepared(copies, num_payloads, payload_bytes)
+        layout = _layout(num_payloads, payload_bytes)
+        table = self._table(copies, num_payloads, layout)
         commands, channel = CommandBuffer(), self._channel(num_payloads, layout)
         self._launch(commands, channel, table, gather=True)
         self._compute_checksums(commands, channel, num_payloads, layout)
@@ -81,12 +82,17 @@ class CUDAPayloadCopier:
         self.begin_landing(copies, [payload])(lambda _: True)
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
-        table, layout = self._prepared(copies, len(payloads), _length(payloads))
+        layout = _layout(len(payloads), _length(payloads))
         copying, writing, channel = CommandBuffer(), CommandBuffer(), self._channel(len(payloads), layout)
         _copy(copying, _places(channel, payloads), [payload.ctypes.data for payload in payloads], payloads, channel)
         self._compute_checksums(copying, channel, len(payloads), layout)
         arrived = self._submit(copying, channel)
-        self._launch(writing, channel, table, gather=False)
+        try:  # during the copy: to say where everything goes takes the host a tenth of a millisecond
+            self._launch(writing, channel, self._table(copies, len(payloads), layout), gather=False)
+        except BaseException:
+            arrived.wait()
+            self._idle.append(channel)
+            raise
 
         def land(is_intact: Callable[[Sequence[PartChecksums]], bool]) -> bool:
             arrived.wait()
@@ -102,12 +108,8 @@ class CUDAPayloadCopier:
         if self._after is not None:
             self._after.wait()
 
-    def _prepared(
-        self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int
-    ) -> tuple[PayloadTable, ChecksumLayout]:
-        if num_payloads > 1 and payload_bytes % 8:
-            raise BadCopy(f"payloads of {payload_bytes} bytes: several must be of a multiple of 8")
-        return PayloadTable(copies, self._pooled, payload_bytes * num_payloads), ChecksumLayout(payload_bytes)
+    def _table(self, copies: Iterable[BlockCopy], num_payloads: int, layout: ChecksumLayout) -> PayloadTable:
+        return PayloadTable(copies, self._pooled, layout.payload_bytes * num_payloads)
 
     def _launch(self, commands: CommandBuffer, channel: _Channel, table: PayloadTable, *, gather: bool) -> None:
         if self._after is not None:
@@ -176,6 +178,12 @@ class _StagedOnDevice:
     def drop(self) -> None:
         self._staged.wait()
         self._idle.append(self._channel)
+
+
+def _layout(num_payloads: int, payload_bytes: int) -> ChecksumLayout:
+    if num_payloads > 1 and payload_bytes % 8:
+        raise BadCopy(f"payloads of {payload_bytes} bytes: several must be of a multiple of 8")
+    return ChecksumLayout(payload_bytes)
 
 
 def _length(payloads: Sequence[Bytes]) -> int:
