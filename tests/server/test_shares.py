@@ -185,13 +185,13 @@ def test_a_reservation_looks_at_all_entries_once_not_once_for_each_piece(monkeyp
     for key, start in zip(keys, starts.tolist(), strict=True):
         arena.commit(key, start, 4096)
     arena.pin(keys)
-    looks, real = [], Catalog._oldest
+    looks, real = [], Catalog._least
 
     def counted(self: Catalog, *scope: object) -> object:
         looks.append(scope)
         return real(self, *scope)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Catalog, "_oldest", counted)  # type: ignore[attr-defined]
+    monkeypatch.setattr(Catalog, "_least", counted)  # type: ignore[attr-defined]
     wanted = [number.to_bytes(48, "big") for number in range(10_000, 12_000)]
     assert (arena.reserve(wanted, [4096] * len(wanted)) == protocol.NO_ROOM).all()
     assert len(looks) <= 2

@@ -55,6 +55,11 @@ class BackingTiers:
         where = self._tier_stack.where(keys, budget)
         return where.tiers != NOWHERE, where.late
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Tell all tiers that a hit needs these keys."""
+        if self._tier_stack is not None:
+            self._tier_stack.touch(keys, is_hit=True)
+
     # ---- into the arena
 
     def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> bool:

@@ -100,6 +100,11 @@ class ServerState:
         if position:
             self._used(sequence, position)
 
+    def hit(self, keys: Sequence[bytes]) -> None:
+        """Tell the arena and all tiers that a hit needs these keys, earlier ones as worth more."""
+        self.arena.touch(keys, is_hit=True)
+        self.backing.touch(keys)
+
     def missed(self, sequence: OpenSequence, in_arena: NDArray[np.bool_], present: NDArray[np.bool_] | None) -> None:
         """Count, for the arena and every tier, the blobs that the longest hit would have needed and that are
         missing. `present` is None if a tier did not answer."""

@@ -82,7 +82,11 @@ class Store(AnyStore[Hit]):
             position = self._position(prompt, tiers != NOWHERE, prompt.num_tokens - 1)
         self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=position, unanswered=where.late)
         self._count_misses(prompt, position, where)
-        return Hit(prompt, position, tiers, keys, self.schema)
+        hit = Hit(prompt, position, tiers, keys, self.schema)
+        shards, chunks = self._needed(hit)
+        needed = np.sort(chunks * len(self.schema.shards) + shards).tolist()
+        self.tier_stack.touch([keys[i] for i in needed], is_hit=True)
+        return hit
 
     def _lookup_all(
         self,
