@@ -207,7 +207,7 @@ class Store(AnyStore[Hit]):
         gone = self.tier_stack.where(found.keys, UNLIMITED).tiers == NOWHERE
         return found._replace(keys=[found.keys[i] for i in np.flatnonzero(gone).tolist()])
 
-    def stats(self) -> StoreStats:
+    def stats(self, *, budget_s: float | None = None) -> StoreStats:  # noqa: ARG002 - nobody is asked
         return self._stats(self.tier_stack.stats())
 
     def flush(self, wait_s: float = 60.0) -> bool:
