@@ -100,10 +100,10 @@ class ServerState:
         if position:
             self._used(sequence, position)
 
-    def hit(self, keys: Sequence[bytes]) -> None:
-        """Tell the arena and all tiers that a hit needs these keys, earlier ones as worth more."""
-        self.arena.touch(keys, is_hit=True)
-        self.backing.touch(keys)
+    def touch(self, keys: Sequence[bytes], *, is_hit: bool = False) -> None:
+        """Tell the arena and all tiers that keys were used, earlier ones as worth more. `is_hit`: a hit needs them."""
+        self.arena.touch(keys, is_hit=is_hit)
+        self.backing.touch(keys, is_hit=is_hit)
 
     def missed(self, sequence: OpenSequence, in_arena: NDArray[np.bool_], present: NDArray[np.bool_] | None) -> None:
         """Count, for the arena and every tier, the blobs that the longest hit would have needed and that are

@@ -19,6 +19,7 @@ from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Gather, Source
 from kvweave.store.removals import RemovalLog, Removals
 from kvweave.store.results import GatheredSave, Saved, SaveOutcome, StoreStats
+from kvweave.store.shard_group import refreshed
 from kvweave.store.shards import Schema
 from kvweave.store.ticket import VALID_S, TicketContent, write_ticket
 from kvweave.store.tier import Blob
@@ -83,10 +84,16 @@ class Store(AnyStore[Hit]):
         self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=position, unanswered=where.late)
         self._count_misses(prompt, position, where)
         hit = Hit(prompt, position, tiers, keys, self.schema)
-        shards, chunks = self._needed(hit)
-        needed = np.sort(chunks * len(self.schema.shards) + shards).tolist()
-        self.tier_stack.touch([keys[i] for i in needed], is_hit=True)
+        if position:
+            self._touch(hit)
         return hit
+
+    def _touch(self, hit: Hit) -> None:
+        """Tell the tiers what a hit uses, earlier chunks as worth more."""
+        shards, chunks = self._needed(hit)
+        needed = np.sort(chunks * len(self.schema.shards) + shards)
+        for used, is_hit in ((refreshed(self.schema.groups, hit.present), False), (needed, True)):
+            self.tier_stack.touch([*map(hit.keys.__getitem__, used.tolist())], is_hit=is_hit)
 
     def _lookup_all(
         self,
