@@ -17,6 +17,7 @@ from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
 from kvweave.store import DictTier, DiskTier, MemoryTier, Saved, Schema, Shard, Store, TierPolicy, TierStack
 from kvweave.store.blob import blob_bytes, blob_info, seal
 from kvweave.store.keys import Bytes
+from kvweave.store.shard_group import refreshed
 from kvweave.store.tier import joined
 from tests.store.models import SINKS, fill, hybrid, namespace, one, rank, share, truth
 
@@ -106,6 +107,17 @@ def test_what_is_found_in_memory_is_used_on_disk_as_well(tmp_path: Path) -> None
         assert store.flush()
         assert store.lookup(prompt).position == 512
         assert disk._catalog.hits.max() == 1
+
+
+def test_what_a_hit_needs_is_not_refreshed_before_its_age_is_counted() -> None:
+    groups = Schema.of(hybrid()).groups
+    present = np.ones((groups[-1].stop, 4), bool)
+    needed = np.arange(groups[0].first, groups[0].stop)  # of the first chunk
+    others = refreshed(groups, present, needed)
+    assert not np.isin(needed, others).any()
+    assert {number % len(present) for number in others.tolist()} == {*range(len(present))} - {
+        *range(groups[2].first, groups[2].stop)
+    }
 
 
 def test_the_last_token_is_left_to_compute(store: Store) -> None:

@@ -211,8 +211,9 @@ class ClientSession:
             return protocol.Found(position, bits, b"", late)
         shards = None if request.shards is None else numbers(request.shards, "<i4")
         needed = sequence.registered.needs(position, shards, matrix)
-        self._state.touch([sequence.keys[i] for i in sequence.registered.refreshed(matrix).tolist()])
-        self._state.touch(sequence.keys_at(needed[np.lexsort((needed[:, 0], needed[:, 1]))]), is_hit=True)
+        used = np.sort(needed[:, 1] * len(matrix) + needed[:, 0])
+        self._state.touch([sequence.keys[i] for i in sequence.registered.refreshed(matrix, used).tolist()])
+        self._state.touch([sequence.keys[i] for i in used.tolist()], is_hit=True)
         if not request.lease:
             return protocol.Found(position, bits, b"", late)
         starts = self._lease(sequence, needed, request.lease, counted=True)

@@ -108,9 +108,9 @@ class RegisteredModel:
         pieces = np.concatenate([np.empty((0, 2), np.int64), *each])
         return pieces if wanted is None else pieces[np.isin(pieces[:, 0], wanted)]
 
-    def refreshed(self, present: NDArray[np.bool_]) -> NDArray[np.int64]:
+    def refreshed(self, present: NDArray[np.bool_], needed: NDArray[np.int64]) -> NDArray[np.int64]:
         """What a lookup refreshes beside what its hit needs, as numbers chunk x shards + shard."""
-        return refreshed(self._groups, present)
+        return refreshed(self._groups, present, needed)
 
     def report(self) -> ModelReport:
         numbers = {name: self.counts[name] for name in ("lookups", "tokens_asked", "tokens_found")}

@@ -92,7 +92,7 @@ class Store(AnyStore[Hit]):
         """Tell the tiers what a hit uses, earlier chunks as worth more."""
         shards, chunks = self._needed(hit)
         needed = np.sort(chunks * len(self.schema.shards) + shards)
-        for used, is_hit in ((refreshed(self.schema.groups, hit.present), False), (needed, True)):
+        for used, is_hit in ((refreshed(self.schema.groups, hit.present, needed), False), (needed, True)):
             self.tier_stack.touch([*map(hit.keys.__getitem__, used.tolist())], is_hit=is_hit)
 
     def _lookup_all(
