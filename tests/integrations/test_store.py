@@ -19,7 +19,7 @@ from kvweave.integrations.transformers.identity import Identity
 from kvweave.integrations.transformers.prompts import Prompt
 from kvweave.integrations.transformers.support import SCANS_AFRESH, examine
 from kvweave.integrations.transformers.watch import ModelWatch
-from kvweave.store import DictTier, Schema, Store, TierPolicy, TierStack
+from kvweave.store import DictTier, MemoryTier, Schema, Store, TierPolicy, TierStack
 from kvweave.store.redis_tier import RedisTier
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
 from tests.integrations.stores import CHUNK, CLOSE, Damaged, chunk_of, leaving, open_store_of, started, store_of, use_of
@@ -215,6 +215,39 @@ def test_points_on_the_way_through_a_prompt_are_where_a_store_can_have_them() ->
         with started(model_of(name), DictTier()) as weave, KVWeave(model_of(name), "16MiB") as without:
             assert weave.core.spacing.tokens % CHUNK == 0
             assert without.core.spacing.widens == weave.core.spacing.widens
+
+
+def test_points_on_the_way_are_far_apart_once_the_store_is_full() -> None:
+    model, ids = model_of("qwen3_next"), prompt(2 * CHUNK + 9)
+    with started(model, MemoryTier("64MiB")) as weave:
+        equal(weave, ids)
+        one = open_store_of(weave).stats().tiers[0].tier.used_bytes
+        close = spaced(weave)
+    with started(model, MemoryTier(2 * one)) as weave:
+        for seed in range(1, 4):
+            assert spaced(weave) == close
+            equal(weave, prompt(2 * CHUNK + 9, seed=seed))
+        assert spaced(weave) == [8192, 16384]
+
+
+def test_a_first_sibling_finds_a_point_in_the_store_after_a_restart_though_memory_was_full() -> None:
+    model, tier = model_of("qwen3_next"), MemoryTier("256MiB")
+    with started(model, DictTier()) as weave:
+        (point, *_), room = spaced(weave), memory(model, 64, 2048)[0]
+    ids = prompt(point + 2 * CHUNK)
+    with started(model, tier, room) as weave:
+        for seed in range(4, 16):
+            weave.generate(prompt(point, seed=seed), **greedy())
+        assert weave.core.stats().evicted_pages
+        weave.generate(ids, **greedy())
+    with started(model, tier) as weave:
+        assert equal(weave, leaving(ids, point + 5)) == point
+
+
+def spaced(weave: KVWeave) -> list[int]:
+    """Where a prompt of 20,000 tokens leaves points on its way."""
+    assert weave._store_sync is not None
+    return weave._store_sync.spaced(0, 20_000)
 
 
 class Slow(DictTier):

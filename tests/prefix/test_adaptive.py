@@ -9,18 +9,8 @@ import pytest
 
 from kvweave.cache import Cache
 from kvweave.prefix import Kind
-from kvweave.prefix.adaptive import (
-    CLASSES,
-    FIT,
-    MOST_HITS,
-    MOST_WEIGHT,
-    OCTAVES,
-    PRIORS,
-    REST,
-    SPACED_PRIOR,
-    Adaptive,
-    class_of,
-)
+from kvweave.prefix.adaptive import CLASSES, MOST_WEIGHT, PRIORS, REST, SPACED_PRIOR, Adaptive, class_of
+from kvweave.prefix.class_weights import FIT, MOST_HITS, OCTAVES
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Node, Point
 from kvweave.spec import Full, State
@@ -98,14 +88,14 @@ def adaptive_after(hits_of: dict[int, float]) -> Adaptive:
 
 
 def test_a_class_that_is_asked_for_more_often_is_kept_longer() -> None:
-    weights = adaptive_after({NOTHING_FOUND: 0.5, MUCH_FOUND: 0.05}).weights
+    weights = adaptive_after({NOTHING_FOUND: 0.5, MUCH_FOUND: 0.05}).classes.weights
     assert weights[NOTHING_FOUND] > 2 * weights[MUCH_FOUND]
-    weights = adaptive_after({NOTHING_FOUND: 0.05, MUCH_FOUND: 0.8}).weights
+    weights = adaptive_after({NOTHING_FOUND: 0.05, MUCH_FOUND: 0.8}).classes.weights
     assert weights[MUCH_FOUND] > 2 * weights[NOTHING_FOUND]
 
 
 def test_a_class_of_which_nothing_is_known_keeps_its_place_among_the_others() -> None:
-    weights = adaptive_after({NOTHING_FOUND: 0.2, MUCH_FOUND: 0.2}).weights
+    weights = adaptive_after({NOTHING_FOUND: 0.2, MUCH_FOUND: 0.2}).classes.weights
     for number, (weight, prior) in enumerate(zip(weights, PRIORS, strict=True)):
         if number not in (NOTHING_FOUND, MUCH_FOUND):
             assert weight == pytest.approx(prior)
@@ -114,12 +104,12 @@ def test_a_class_of_which_nothing_is_known_keeps_its_place_among_the_others() ->
 def test_no_weight_is_greater_than_the_most() -> None:
     order, queue, point = Adaptive([]), EvictionQueue(is_tips=True), a_point(found=80)
     for number, count in ((NOTHING_FOUND, 100), (MUCH_FOUND, 10000)):
-        order.began[number][0] = order.ended[number][9] = count
-    order.hits[NOTHING_FOUND][9] = 100
+        order.classes.began[number][0] = order.classes.ended[number][9] = count
+    order.classes.hits[NOTHING_FOUND][9] = 100
     wait(order, queue, point, 0)
     for _ in range(FIT):
         order.on_evict(point, 400)
-    assert order.weights[NOTHING_FOUND] == MOST_WEIGHT
+    assert order.classes.weights[NOTHING_FOUND] == MOST_WEIGHT
 
 
 def test_a_gain_counts_from_what_was_evicted_last() -> None:
@@ -139,8 +129,8 @@ def test_time_counts_from_the_last_use_however_late_a_point_comes_to_wait() -> N
     order.on_evict(child, 20)
     assert queued(order, queue, parent, 20) == child.entry[0][0], "it is the next to go"
     order.on_hit(parent, 100, 68)
-    assert order.hits[REST][6] == 1.0, "it was hit at an age of 63"
-    assert order.began[REST][4] == 1.0, "it came to wait at an age of 15"
+    assert order.classes.hits[REST][6] == 1.0, "it was hit at an age of 63"
+    assert order.classes.began[REST][4] == 1.0, "it came to wait at an age of 15"
 
 
 def test_what_is_left_of_a_run_inherits_the_time_of_its_end() -> None:
@@ -183,10 +173,10 @@ def test_what_a_prompt_uses_of_a_run_counts_by_its_share() -> None:
     order = Adaptive([])
     point, queue = a_point(), EvictionQueue(is_tips=True)
     order.on_hit(point, 100, 7)
-    assert not order.num_hits, "nobody could have evicted it"
+    assert not order.classes.num_hits, "nobody could have evicted it"
     wait(order, queue, point, 0)
     order.on_hit(point, 25, 7)
-    assert order.num_hits == pytest.approx(0.25)
+    assert order.classes.num_hits == pytest.approx(0.25)
 
 
 def test_the_spaced_points_of_a_run_are_hit_together() -> None:
@@ -195,10 +185,10 @@ def test_the_spaced_points_of_a_run_are_hit_together() -> None:
     second = Point(first.node, 100, Kind.SPACED, ())
     first.node.points = [first, second]
     order.on_hit(second, 100, 7)
-    assert not order.num_hits
+    assert not order.classes.num_hits
     wait(order, queue, first, 0, is_tip=False)
     order.on_hit(second, 100, 7)
-    assert order.hits[0][3] == 1.0
+    assert order.classes.hits[0][3] == 1.0
 
 
 def test_its_memory_is_bounded_and_what_was_long_ago_is_forgotten() -> None:
@@ -206,7 +196,7 @@ def test_its_memory_is_bounded_and_what_was_long_ago_is_forgotten() -> None:
     wait(order, queue, point, 0)
     for number in range(3 * int(MOST_HITS)):
         order.on_hit(point, 100, 1 << (number % 30))
-    assert order.num_hits <= MOST_HITS + FIT
-    for table in (order.hits, order.began, order.ended):
+    assert order.classes.num_hits <= MOST_HITS + FIT
+    for table in (order.classes.hits, order.classes.began, order.classes.ended):
         assert [len(row) for row in table] == [OCTAVES] * len(CLASSES)
-    assert all(weight > 0 for weight in order.weights)
+    assert all(weight > 0 for weight in order.classes.weights)

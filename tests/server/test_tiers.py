@@ -397,3 +397,12 @@ def test_writers_that_wait_for_a_tier_take_no_readers_place(tmp_path: Path) -> N
             save.join()
         for each in (*writers, client):
             each.close()
+
+
+def test_a_lookup_counts_as_a_hit_in_the_arena_and_on_disk(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "disk", 4 << 20)
+    with serving(settings(tmp_path), TierStack(tier)) as daemon, store(tmp_path / "kv.sock") as client:
+        client.save(prompt(), truth, points=POINTS)
+        assert client.flush()
+        assert client.lookup(prompt()).position
+        assert daemon.state.arena._catalog.hits.max() == tier._catalog.hits.max() == 1

@@ -20,7 +20,7 @@ def tier_of(directory: Path) -> DiskTier:
 
 
 def asked(tier: DiskTier, *numbers: int) -> None:
-    assert tier.contains([key(number) for number in numbers]).all()
+    tier.touch([key(number) for number in numbers])
 
 
 def left(directory: Path, new: int) -> list[int]:

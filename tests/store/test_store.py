@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from kvweave import ModelSpec
 from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
-from kvweave.store import DictTier, MemoryTier, Saved, Schema, Shard, Store, TierPolicy, TierStack
+from kvweave.store import DictTier, DiskTier, MemoryTier, Saved, Schema, Shard, Store, TierPolicy, TierStack
 from kvweave.store.blob import blob_bytes, blob_info, seal
 from kvweave.store.keys import Bytes
+from kvweave.store.shard_group import refreshed
 from kvweave.store.tier import joined
 from tests.store.models import SINKS, fill, hybrid, namespace, one, rank, share, truth
 
@@ -76,6 +78,46 @@ def test_windows_and_states_are_kept_at_resume_points_only(store: Store) -> None
     assert by_tag == {"full": [*range(8)], "window": [0, 1, 6, 7], "state": [1, 7]}
     sibling = np.concatenate([tokens(2100)[:1500], tokens(600, seed=1)])
     assert store.lookup(store.prompt(sibling, namespace(hybrid()))).position == 512
+
+
+def test_a_lookup_hits_what_its_hit_needs_and_refreshes_all_but_other_states(store: Store) -> None:
+    prompt = store.prompt(tokens(2100), namespace(hybrid()))
+    store.save(prompt, everything, points=[512, 2048])
+    tier = store.tier_stack.executors[0].tier
+    assert isinstance(tier, MemoryTier)
+    catalog = tier._catalog
+    before = catalog.ticks.copy()
+    hit = store.lookup(prompt)
+    needed = {piece for group in store.schema.groups for piece in map(tuple, group.needs(2048, hit.present).tolist())}
+    shards = len(store.schema.shards)
+    for number, key in enumerate(hit.keys):
+        slot = catalog.slot_of.get(key)
+        if slot is not None:
+            is_needed = (number % shards, number // shards) in needed
+            is_state = store.schema.shards[number % shards].tag == "state"
+            assert (catalog.ticks[slot] > before[slot]) == (is_needed or not is_state)
+            assert catalog.hits[slot] == is_needed
+
+
+def test_what_is_found_in_memory_is_used_on_disk_as_well(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, "16MiB")
+    with Store(Schema.of(hybrid()), TierStack((MemoryTier("16MiB"), NEAR), disk)) as store:
+        prompt = store.prompt(tokens(600), namespace(hybrid()))
+        store.save(prompt, everything)
+        assert store.flush()
+        assert store.lookup(prompt).position == 512
+        assert disk._catalog.hits.max() == 1
+
+
+def test_what_a_hit_needs_is_not_refreshed_before_its_age_is_counted() -> None:
+    groups = Schema.of(hybrid()).groups
+    present = np.ones((groups[-1].stop, 4), bool)
+    needed = np.arange(groups[0].first, groups[0].stop)  # of the first chunk
+    others = refreshed(groups, present, needed)
+    assert not np.isin(needed, others).any()
+    assert {number % len(present) for number in others.tolist()} == {*range(len(present))} - {
+        *range(groups[2].first, groups[2].stop)
+    }
 
 
 def test_the_last_token_is_left_to_compute(store: Store) -> None:

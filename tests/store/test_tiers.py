@@ -13,6 +13,7 @@ import pytest
 
 from kvweave.errors import Busy, StoreError
 from kvweave.store import DictTier, DiskTier, MemoryTier, Quota, Tier
+from kvweave.store.arena_tier import ArenaTier
 from kvweave.store.extents import ExtentAllocator
 from kvweave.store.files import BufferedFile, DirectFile, aligned
 from kvweave.store.journal import MAGIC, packed
@@ -65,11 +66,11 @@ class TestDirectDisk(_OnDisk):
 
 
 @pytest.fixture(params=["memory", "disk"])
-def small(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Tier]]:
+def small(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., ArenaTier]]:
     """Makes a tier of so many bytes, with quotas."""
-    tiers: list[Tier] = []
+    tiers: list[ArenaTier] = []
 
-    def make(capacity: int, quotas: dict[str, Quota] | None = None) -> Tier:
+    def make(capacity: int, quotas: dict[str, Quota] | None = None) -> ArenaTier:
         made = MemoryTier(capacity, quotas=quotas) if request.param == "memory" else None
         tiers.append(made or DiskTier(tmp_path / "store", capacity, quotas=quotas))
         return tiers[-1]
@@ -87,14 +88,44 @@ def test_four_times_the_capacity_offered_at_once_and_no_put_is_refused(small: Ca
     assert all(got(tier, n, 8192) == value(n, 8192) for n in range(192, 256))
 
 
-def test_what_was_asked_for_last_stays_and_of_one_question_the_first_keys_do(small: Callable[..., Tier]) -> None:
+def test_what_was_used_last_stays_and_of_keys_used_together_the_first_do(small: Callable[..., ArenaTier]) -> None:
     tier = small(8 * 4096)
     put(tier, *range(8), length=4096)
-    tier.contains([key(n) for n in (0, 1, 2, 3)])
+    tier.touch([key(n) for n in (0, 1, 2, 3)])
     put(tier, *range(100, 104), length=4096)
     assert tier.contains([key(n) for n in range(8)]).tolist() == [True] * 4 + [False] * 4
-    put(tier, *range(104, 110), length=4096)  # four new ones are older than the question, then the last of its keys go
+    tier.touch([key(n) for n in (0, 1, 2, 3)])
+    put(tier, *range(104, 110), length=4096)  # four new ones are older than that use, then the last of its keys go
     assert [got(tier, n, 4096) is not None for n in range(4)] == [True, True, False, False]
+
+
+def test_being_asked_for_is_no_use(small: Callable[..., ArenaTier]) -> None:
+    tier = small(8 * 4096)
+    put(tier, *range(8), length=4096)
+    assert tier.contains([key(0)]).all()
+    put(tier, 100, length=4096)
+    assert not tier.contains([key(0)]).any()
+
+
+def test_what_was_hit_stays_longer_than_what_is_newer_but_not_for_ever(small: Callable[..., ArenaTier]) -> None:
+    tier = small(64 * 4096)
+    put(tier, *range(65), length=4096)
+    tier.touch([key(n) for n in range(1, 9)], is_hit=True)
+    put(tier, *range(100, 180), length=4096)
+    assert tier.contains([key(n) for n in range(65)]).tolist() == [False] + [True] * 8 + [False] * 56
+    put(tier, *range(200, 400), length=4096)
+    assert not tier.contains([key(n) for n in range(65)]).any()
+
+
+def test_hits_are_counted_where_they_end(small: Callable[..., ArenaTier]) -> None:
+    tier = small(64 * 4096)
+    put(tier, *range(16), length=4096)
+    for turn in range(1, 5):  # a conversation goes on and on
+        tier.touch([key(n) for n in range(2 * turn)], is_hit=True)
+    for _ in range(4):  # prompts have a beginning in common
+        tier.touch([key(n) for n in range(10, 12)], is_hit=True)
+    hits = tier._catalog.hits
+    assert [hits[tier._catalog.slot_of[key(n)]] for n in (0, 7, 8, 10, 11)] == [1, 1, 0, 4, 4]
 
 
 def test_sizes_that_leave_holes_never_refuse_what_fits_the_whole(small: Callable[..., Tier]) -> None:

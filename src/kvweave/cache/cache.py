@@ -107,6 +107,11 @@ class Cache(SequenceOwner):
         """Where prompts leave resume points on their way, while memory is free."""
         return self.state.spacing
 
+    @property
+    def sparse_spacing(self) -> Spacing:
+        """Where they leave them once something had to be evicted."""
+        return self.state.sparse_spacing
+
     # ---- open
 
     def open(

@@ -1,5 +1,6 @@
 """WHAT we have already: the tree of resume points, the joint hit, retention, eviction policies, events."""
 
+from kvweave.prefix.class_weights import ClassWeights
 from kvweave.prefix.events import Event
 from kvweave.prefix.ghosts import Ghost
 from kvweave.prefix.joint import Present, joint_hit
@@ -14,6 +15,7 @@ from kvweave.prefix.retention import NEVER, Retention, Spacing
 __all__ = [
     "NEVER",
     "POLICIES",
+    "ClassWeights",
     "ContentTokens",
     "Event",
     "EvictionCandidate",

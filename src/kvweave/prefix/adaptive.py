@@ -2,18 +2,16 @@
 
 A point is kept for a time in proportion to its gain: the weight of its class x the tokens that it saves for its bytes.
 As in every greedy-dual policy that time passes as memory is needed: the key of a point is the key of what had been
-evicted last when the point was used, plus its gain. The weight is counted: hits, over the time that evictable points of
-the class were there to be hit, a moment at age `a` counting `1 / a`. Eviction ends the time of a point, it does not
-distort the count, so nothing has to be remembered of what is gone.
+evicted last when the point was used, plus its gain. `ClassWeights` counts what a class is worth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log2
 from typing import Any
 
 from kvweave.pool import PagedGroup
+from kvweave.prefix.class_weights import ClassWeights
 from kvweave.prefix.node import Kind, Point
 from kvweave.prefix.policy import Order, freed_bytes, row_bytes
 
@@ -37,18 +35,11 @@ were hit. `continued`: by a prompt that went on from the end of a leaf, as the n
 what is left of a leaf whose end was evicted, until it is hit."""
 FIRST_HIT = 8
 REST = len(CLASSES) - 1
-OCTAVES = 40
-BELIEF = 8.0
-"""A weight is what it is for all points at first; so many hits are worth as much as that belief."""
 MOST_WEIGHT = 4.0
 """What was hit before is believed to be worth so much, and nothing ever more: what is kept in vain goes soon enough."""
 SPACED_PRIOR = 0.1
 """Points that nobody has asked for are believed to be worth next to nothing, until hits say otherwise."""
 PRIORS = [SPACED_PRIOR, *[MOST_WEIGHT if FIRST_HIT <= number < REST else 1.0 for number in range(1, len(CLASSES))]]
-FIT = 64
-"""Weights are worked out anew after so many hits and evictions."""
-MOST_HITS = 4096.0
-"""Beyond so many, all counts are halved: what was long ago is forgotten."""
 
 
 def class_of(point: Point) -> int:
@@ -68,21 +59,11 @@ def class_of(point: Point) -> int:
 class Adaptive(Order):
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
         super().__init__(groups)
-        self.weights = [*PRIORS]
-        self.hits = [[0.0] * OCTAVES for _ in CLASSES]
-        """By class and octave of age."""
-        self.began = [[0.0] * OCTAVES for _ in CLASSES]
-        """Points that were hit or evicted, by their age when they came to wait, ..."""
-        self.ended = [[0.0] * OCTAVES for _ in CLASSES]
-        """... and when they were hit or evicted."""
-        self.num_hits = 0.0
-        self._num_ended = 0
-        self._log_age = 0.0
-        """Moving average of log2 of the age at which points are evicted."""
+        self.classes = ClassWeights(PRIORS, MOST_WEIGHT)
         self._has_rows_alone = all(group.is_full for group in groups)
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002
-        return 0, (point.floor + self.weights[class_of(point)] * self._density(point, is_tip), point.last_used)
+        return 0, (point.floor + self.classes.weights[class_of(point)] * self._density(point, is_tip), point.last_used)
 
     def _density(self, point: Point, is_tip: bool) -> float:
         """The tokens that a point saves for its bytes, 1 where these are rows alone. Spaced points above it do not
@@ -99,52 +80,13 @@ class Adaptive(Order):
         if waiting is not None and waiting.queue is not None:  # those that nobody could evict are not counted
             start = point.node.start
             share = min(1.0, (position - start) / max(1, point.position - start))
-            self.hits[class_of(waiting)][_octave(now - waiting.last_used)] += share
-            self.num_hits += share
+            self.classes.hit(class_of(waiting), now - waiting.last_used, share)
             self._end(waiting, now)
 
     def on_evict(self, point: Point, now: int) -> None:
         self.floor = max(self.floor, point.entry[0][0])
         self._end(point, now)
-        self._log_age += (log2(now - point.last_used + 1) - self._log_age) / min(self._num_ended, 64)
+        self.classes.evicted(now - point.last_used)
 
     def _end(self, point: Point, now: int) -> None:
-        number = class_of(point)
-        self.began[number][_octave(point.queued - point.last_used)] += 1
-        self.ended[number][_octave(now - point.last_used)] += 1
-        self._num_ended += 1
-        if not self._num_ended % FIT:
-            self._fit()
-
-    def _fit(self) -> None:
-        """Weights from the counts at ages about that of eviction, in proportion to what is believed at first."""
-        first = max(0, round(self._log_age) - 1)
-        hits = [sum(row[first:]) for row in self.hits]
-        times = [_time(began, ended, first) for began, ended in zip(self.began, self.ended, strict=True)]
-        scale = (sum(hits) + 1) / (sum([prior * time for prior, time in zip(PRIORS, times, strict=True)]) + 1)
-        for number, prior in enumerate(PRIORS):
-            belief = BELIEF / (prior * scale)
-            self.weights[number] = min(MOST_WEIGHT, (hits[number] + BELIEF) / (times[number] + belief) / scale)
-        if self.num_hits > MOST_HITS:
-            self._forget()
-
-    def _forget(self) -> None:
-        self.num_hits /= 2
-        for table in (self.hits, self.began, self.ended):
-            for row in table:
-                row[:] = [count / 2 for count in row]
-
-
-def _octave(age: int) -> int:
-    return (age + 1).bit_length() - 1
-
-
-def _time(began: list[float], ended: list[float], first: int) -> float:
-    """How many octaves of age points have waited, from one on; half of the one in which they began or ended."""
-    waiting, time = 0.0, 0.0
-    for octave in range(OCTAVES):
-        change = began[octave] - ended[octave]
-        if octave >= first:
-            time += waiting + change / 2
-        waiting += change
-    return max(0.0, time)
+        self.classes.end(class_of(point), point.queued - point.last_used, now - point.last_used)

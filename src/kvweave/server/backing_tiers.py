@@ -55,6 +55,11 @@ class BackingTiers:
         where = self._tier_stack.where(keys, budget)
         return where.tiers != NOWHERE, where.late
 
+    def touch(self, keys: Sequence[bytes], *, is_hit: bool) -> None:
+        """Tell all tiers that keys were used."""
+        if self._tier_stack is not None:
+            self._tier_stack.touch(keys, is_hit=is_hit)
+
     # ---- into the arena
 
     def fetch(self, wants: Sequence[BlobRequest], budget: Budget) -> bool:

@@ -156,9 +156,8 @@ class ClientSession:
         return self._looked_up(sequence, request, self._arena.contains(sequence.keys))
 
     async def _lookup_in_steps(self, sequence: OpenSequence, request: protocol.Lookup) -> Reply:
-        """From the last chunk backwards: a later lookup counts as more recent, and the first chunks are worth most."""
         in_arena = np.zeros(sequence.num_keys, bool)
-        for first in reversed(range(0, sequence.num_keys, STEP_KEYS)):
+        for first in range(0, sequence.num_keys, STEP_KEYS):
             in_arena[first : first + STEP_KEYS] = self._arena.contains(sequence.keys[first : first + STEP_KEYS])
             await asyncio.sleep(0)  # other clients are served between two steps
         reply = self._looked_up(sequence, request, in_arena)
@@ -208,10 +207,15 @@ class ClientSession:
             self._state.missed(sequence, in_arena, None if late else present)
         matrix = _matrix(present, sequence)
         bits = np.packbits(matrix).tobytes()
-        if not request.lease or not position:
+        if not position:
             return protocol.Found(position, bits, b"", late)
         shards = None if request.shards is None else numbers(request.shards, "<i4")
         needed = sequence.registered.needs(position, shards, matrix)
+        used = np.sort(needed[:, 1] * len(matrix) + needed[:, 0])
+        self._state.touch([sequence.keys[i] for i in sequence.registered.refreshed(matrix, used).tolist()])
+        self._state.touch([sequence.keys[i] for i in used.tolist()], is_hit=True)
+        if not request.lease:
+            return protocol.Found(position, bits, b"", late)
         starts = self._lease(sequence, needed, request.lease, counted=True)
         return protocol.Found(position, bits, b"" if starts is None else packed(starts), late)
 

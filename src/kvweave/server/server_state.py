@@ -101,6 +101,11 @@ class ServerState:
         if position:
             self._used(sequence, position)
 
+    def touch(self, keys: Sequence[bytes], *, is_hit: bool = False) -> None:
+        """Tell the arena and all tiers that keys were used, earlier ones as worth more. `is_hit`: a hit needs them."""
+        self.arena.touch(keys, is_hit=is_hit)
+        self.backing.touch(keys, is_hit=is_hit)
+
     def missed(self, sequence: OpenSequence, in_arena: NDArray[np.bool_], present: NDArray[np.bool_] | None) -> None:
         """Count, for the arena and every tier, the blobs that the longest hit would have needed and that are
         missing. `present` is None if a tier did not answer."""

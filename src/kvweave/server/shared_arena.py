@@ -61,7 +61,7 @@ class SharedArena(MemoryTier):
         with self._lock:
             self._check_open()
             # makes the blobs that are present the most recent, so that the others do not evict them
-            self._catalog.find(keys)
+            self._catalog.touch(self._catalog.find(keys))
             return np.array([self._reserve(*pair) for pair in zip(keys, lengths, strict=True)], np.int64)
 
     def _reserve(self, key: bytes, length: int) -> int:
@@ -93,6 +93,7 @@ class SharedArena(MemoryTier):
         with self._lock:
             self._check_open()
             slots = catalog.find(keys)
+            catalog.touch(slots)
             held = slots[slots >= 0]
             catalog.add_pins(held, 1)
             return Pinned(held, np.where(slots >= 0, catalog.starts[slots], NOT_IN_ARENA), catalog.lengths[slots])

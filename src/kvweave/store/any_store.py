@@ -218,7 +218,7 @@ class AnyStore(SubmittingStore[Found], ClosedAtEnd):
     # ---- the rest
 
     @abstractmethod
-    def stats(self) -> StoreStats: ...
+    def stats(self, *, budget_s: float | None = None) -> StoreStats: ...
 
     @abstractmethod
     def flush(self, wait_s: float = 60.0) -> bool:

@@ -106,6 +106,11 @@ class ArenaTier(ClosedAtEnd):
         finally:
             self._lock.release()
 
+    def touch(self, keys: Sequence[bytes], *, is_hit: bool = False) -> None:
+        with self._lock:
+            self._check_open()
+            self._catalog.touch(self._catalog.find(keys), is_hit=is_hit)
+
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
         observers: Sequence[ChecksumObserver | None] = observer or [None] * len(keys)
         return [self._get(*each) for each in zip(keys, into, observers, strict=True)]
@@ -114,9 +119,10 @@ class ArenaTier(ClosedAtEnd):
         catalog = self._catalog
         with self._lock:
             self._check_open()
-            slot = catalog.find_one(key)
+            slot = catalog.slot_of.get(key, -1)
             if slot < 0:
                 return ABSENT
+            catalog.touch_one(slot)
             start, length = int(catalog.starts[slot]), int(catalog.lengths[slot])
             if length != target.nbytes:
                 return length
@@ -139,7 +145,9 @@ class ArenaTier(ClosedAtEnd):
     def _put(self, key: bytes, blob: Blob, length: int) -> bool:
         with self._lock:
             self._check_open()
-            if key in self._writing or self._catalog.find_one(key) >= 0:
+            if (slot := self._catalog.slot_of.get(key)) is not None:
+                self._catalog.touch_one(slot)
+            if slot is not None or key in self._writing:
                 return True
             self._writing.add(key)
             self._moving += 1

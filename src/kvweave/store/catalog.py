@@ -1,7 +1,7 @@
-"""The catalog of a tier: the extent, tenant and recency of each key, and which entry to evict next.
+"""The catalog of a tier: the extent, tenant, recency and value of each key, and which entry to evict next.
 
-Entries are arrays over slots, so that a lookup of thousands of keys updates their recency in one step, and the next
-victims are found by one partition of an array. Below its floor, a tenant's entries are not evicted for other tenants.
+Entries are arrays over slots, so that thousands of them are touched in one step, and the next victims are found by one
+partition of an array. Below its floor, a tenant's entries are not evicted for other tenants.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import StoreError
+from kvweave.store.entry_values import MOST_HITS, EntryValues
 from kvweave.store.keys import TENANT_BYTES, tenant_id
 
 Slots = NDArray[np.int64]
-VICTIMS = 1024
-"""Entries that are chosen at once to be evicted next, at least."""
 Scope = tuple[int, bool, bool]
 """A tenant, and whether its own entries, and those of others, may be evicted for it."""
 
@@ -37,14 +36,15 @@ class Catalog:
 
     def __init__(self, capacity: int, quotas: Mapping[str, Quota] | None = None) -> None:
         self.slot_of: dict[bytes, int] = {}
-        self.starts, self.lengths, self.sizes, self.ticks, self.owners, self.pins = np.zeros((6, 64), np.int64)
+        self._set_columns(64)
+        self._entry_values = EntryValues()
         self._keys: list[bytes] = []
         self._free: list[int] = []
         self._tick = 1
         self._counting = np.arange(64)
         """0, 1, 2, ...: kept, since during `np.arange` other threads run, wait for the tier's lock, and are next."""
         self.was_asked = False
-        """Whether any entry was looked up, so that the order of recency differs from the order in the journal."""
+        """Whether any entry was touched, so that the order of recency differs from the order in the journal."""
         self._victims: dict[Scope, deque[tuple[int, int]]] = {}
         """By scope, the next entries to evict: slots, with the tick at which they were chosen."""
         self._none_since: dict[Scope, int] = {}
@@ -72,25 +72,33 @@ class Catalog:
     # ---- entries
 
     def find(self, keys: Sequence[bytes]) -> Slots:
-        """The slots of keys, -1 where absent. The entries found become the most recent, earlier keys more so than
-        later ones."""
-        slots = np.fromiter(map(self.slot_of.get, keys, repeat(-1)), np.int64, len(keys))
+        """The slots of keys, -1 where absent."""
+        return np.fromiter(map(self.slot_of.get, keys, repeat(-1)), np.int64, len(keys))
+
+    def touch(self, slots: Slots, *, is_hit: bool = False) -> None:
+        """Entries (-1: none) become the most recent, earlier ones more so than later ones. `is_hit`: a lookup found
+        them, and its hit needs them. Hits are counted where they end: an entry has as many as the one that had most of
+        those at which hits ended that need it. (So the turns of one conversation are one hit each, and what prompts
+        have in common has many.)"""
         found = slots[slots >= 0]
-        self.was_asked |= len(found) > 0
+        if not len(found):
+            return
+        self.was_asked = True
         self._tick += len(found)
+        if is_hit:
+            self._entry_values.hit(self.hits[found], self._tick - self.ticks[found])
+            ended = min(int(self.hits[found[-1]]) + 1, MOST_HITS)
+            self.hits[found] = np.maximum(self.hits[found], ended)
         if len(found) > len(self._counting):
             self._counting = np.arange(2 * len(found))
         self.ticks[found] = self._tick - self._counting[: len(found)]
-        return slots
+        self.values[found] = self._entry_values.of(self.hits[found])
 
-    def find_one(self, key: bytes) -> int:
-        """As `find`, for one key: without arrays, which take ten times as long."""
-        slot = self.slot_of.get(key, -1)
-        if slot >= 0:
-            self.was_asked = True
-            self._tick += 1
-            self.ticks[slot] = self._tick
-        return slot
+    def touch_one(self, slot: int) -> None:
+        """As `touch`, for one entry: without arrays, which take ten times as long."""
+        self.was_asked = True
+        self._tick += 1
+        self.ticks[slot], self.values[slot] = self._tick, self._entry_values.of_one(self.hits[slot])
 
     def add(self, key: bytes, start: int, length: int, size: int) -> int:
         """Add an entry whose `size` bytes were charged before."""
@@ -98,7 +106,8 @@ class Catalog:
         self._keys[slot] = key
         self._tick += 1
         self.starts[slot], self.lengths[slot], self.sizes[slot] = start, length, size
-        self.ticks[slot], self.owners[slot], self.pins[slot] = self._tick, self.owner(key), 0
+        self.ticks[slot], self.owners[slot], self.pins[slot], self.hits[slot] = self._tick, self.owner(key), 0, 0
+        self.values[slot] = self._entry_values.of_one(0)
         self.slot_of[key] = slot
         self.freed()
         return slot
@@ -152,7 +161,7 @@ class Catalog:
         keys, count = [*number_of], len(number_of)
         self.slot_of = number_of
         room = max(64, count)
-        self.starts, self.lengths, self.sizes, self.ticks, self.owners, self.pins = np.zeros((6, room), np.int64)
+        self._set_columns(room)
         self._keys = [*keys, *repeat(b"", room - count)]
         self._free = list(range(count, room))
         self.starts[:count], self.lengths[:count], self.sizes[:count] = starts, lengths, sizes
@@ -169,11 +178,17 @@ class Catalog:
         slots = slots[np.argsort(self.ticks[slots])]
         return [self._keys[slot] for slot in slots.tolist()], slots
 
+    def _set_columns(self, room: int) -> None:
+        """Start over, with room for so many entries."""
+        columns = np.zeros((7, room), np.int64)
+        self.starts, self.lengths, self.sizes, self.ticks, self.owners, self.pins, self.hits = columns
+        self.values = np.zeros(room)
+
     def _new_slot(self) -> int:
         slot = len(self._keys)
         self._keys.append(b"")
         if slot == len(self.starts):
-            for name in ("starts", "lengths", "sizes", "ticks", "owners", "pins"):
+            for name in ("starts", "lengths", "sizes", "ticks", "owners", "pins", "hits", "values"):
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         return slot
@@ -181,9 +196,10 @@ class Catalog:
     # ---- who goes
 
     def victim(self, owner: int, size: int) -> int | None:
-        """The entry to evict so that `owner` gets `size` bytes; None if there is none.
+        """The entry to evict so that `owner` gets `size` bytes; None if there is none. The caller evicts it.
 
-        Over its limit, a tenant's own entries are evicted; below its floor, those of others; otherwise the oldest.
+        Over its limit, a tenant's own entries are evicted; below its floor, those of others; otherwise that of the
+        least value.
         """
         wanted = self.used[owner] + size
         own, others = wanted > self.limits[owner], wanted > self.floors[owner]
@@ -192,18 +208,20 @@ class Catalog:
             alike = mine and theirs and not self.floors[owner]
             slot = self._next(-1 if alike else owner, mine, theirs)
             if slot is not None:
+                age = self._tick - int(self.ticks[slot])
+                self._entry_values.evicted(float(self.values[slot]), int(self.hits[slot]), age)
                 return slot
         return None
 
     def _next(self, *scope: *Scope) -> int | None:
         """Amortised constant time: all entries are searched once for many victims, and once each time that there is
-        none."""
+        none. (An entry that came after the search is not evicted before the next one, whatever its value.)"""
         if self._none_since.get(scope) == self._changes:
             return None
         victims = self._victims.setdefault(scope, deque())
         for refill in (False, True):
             if refill:
-                victims.extend(self._oldest(*scope))
+                victims.extend(self._least(*scope))
             while victims:
                 slot, tick = victims.popleft()
                 if self.ticks[slot] == tick and not self.pins[slot] and self._is_in_scope(slot, *scope):
@@ -227,12 +245,16 @@ class Catalog:
         fair = np.where(whose == owner, mine, theirs & above)
         return np.flatnonzero((self.ticks[:end] > 0) & (self.pins[:end] == 0) & fair)
 
-    def _oldest(self, *scope: *Scope) -> Iterable[tuple[int, int]]:
-        """The oldest entries that may be evicted: one in sixteen, so that one sort serves many evictions. During the
-        sort other threads run, and wait for the tier's lock."""
+    def _least(self, *scope: *Scope) -> Iterable[tuple[int, int]]:
+        """The entries of the least value that may be evicted, and of equal ones the oldest: one in sixteen, so that one
+        search serves many evictions. During it other threads run, and wait for the tier's lock."""
         slots = self._may_go(*scope)
-        count = min(len(slots), max(VICTIMS, len(slots) // 16))
+        count = -(-len(slots) // 16)
         if count < len(slots):
-            slots = slots[np.argpartition(self.ticks[slots], count)[:count]]
-        slots = slots[np.argsort(self.ticks[slots])]
+            values = self.values[slots]
+            most = np.partition(values, count)[count]
+            less, equal = slots[values < most], slots[values == most]  # there may be very many of equal value
+            oldest = np.argpartition(self.ticks[equal], count - len(less))[: count - len(less)]
+            slots = np.concatenate((less, equal[oldest]))
+        slots = slots[np.lexsort((self.ticks[slots], self.values[slots]))]
         return zip(slots.tolist(), self.ticks[slots].tolist(), strict=True)

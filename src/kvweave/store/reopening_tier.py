@@ -75,6 +75,12 @@ class ReopeningTier(ClosedAtEnd):
         found: NDArray[np.bool_] | None = ask(keys) if ask else None
         return found
 
+    def touch(self, keys: Sequence[bytes], *, is_hit: bool = False) -> None:
+        """Does not open the tier for that."""
+        tell = getattr(self._tier, "touch", None)
+        if tell:
+            tell(keys, is_hit=is_hit)
+
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
         with self._in_use() as tier:
             return tier.get(keys, into, observer)

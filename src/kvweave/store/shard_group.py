@@ -9,7 +9,7 @@ be there whole, or from token r on: as a piece of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,18 @@ class ShardGroup:
                     if takes_tail(self.first + part, chunk):
                         pieces[part, at, 0] += self.parts
         return pieces.reshape(-1, 2)
+
+
+def refreshed(groups: Sequence[ShardGroup], present: NDArray[np.bool_], needed: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What a lookup refreshes beside what its hit needs (`needed`), as numbers chunk x shards + shard: with windows,
+    all that is there but states. (Windows at other points of a path cost no more than their rows, and other prompts
+    resume there; a state is a copy.)"""
+    if all(group.reach.span is None or not group.reach.per_token for group in groups):
+        return np.empty(0, np.int64)
+    there = present.copy()
+    for group in groups:
+        there[group.first : group.stop] &= group.reach.per_token
+    return np.setdiff1d(np.flatnonzero(there.T), needed, assume_unique=True)
 
 
 def chunks_needed(reach: Reach, chunk_tokens: int, position: int) -> NDArray[np.int64]:

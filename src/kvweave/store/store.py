@@ -19,6 +19,7 @@ from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Gather, Source
 from kvweave.store.removals import RemovalLog, Removals
 from kvweave.store.results import GatheredSave, Saved, SaveOutcome, StoreStats
+from kvweave.store.shard_group import refreshed
 from kvweave.store.shards import Schema
 from kvweave.store.ticket import VALID_S, TicketContent, write_ticket
 from kvweave.store.tier import Blob
@@ -82,7 +83,17 @@ class Store(AnyStore[Hit]):
             position = self._position(prompt, tiers != NOWHERE, prompt.num_tokens - 1)
         self._count(lookups=1, tokens_asked=prompt.num_tokens, tokens_found=position, unanswered=where.late)
         self._count_misses(prompt, position, where)
-        return Hit(prompt, position, tiers, keys, self.schema)
+        hit = Hit(prompt, position, tiers, keys, self.schema)
+        if position:
+            self._touch(hit)
+        return hit
+
+    def _touch(self, hit: Hit) -> None:
+        """Tell the tiers what a hit uses, earlier chunks as worth more."""
+        shards, chunks = self._needed(hit)
+        needed = np.sort(chunks * len(self.schema.shards) + shards)
+        for used, is_hit in ((refreshed(self.schema.groups, hit.present, needed), False), (needed, True)):
+            self.tier_stack.touch([*map(hit.keys.__getitem__, used.tolist())], is_hit=is_hit)
 
     def _lookup_all(
         self,
@@ -203,7 +214,7 @@ class Store(AnyStore[Hit]):
         gone = self.tier_stack.where(found.keys, UNLIMITED).tiers == NOWHERE
         return found._replace(keys=[found.keys[i] for i in np.flatnonzero(gone).tolist()])
 
-    def stats(self) -> StoreStats:
+    def stats(self, *, budget_s: float | None = None) -> StoreStats:  # noqa: ARG002 - nobody is asked
         return self._stats(self.tier_stack.stats())
 
     def flush(self, wait_s: float = 60.0) -> bool:

@@ -72,13 +72,16 @@ class TierStats:
 
 class Tier(Protocol):
     """Stores blobs under keys of 48 bytes. All methods block, may be called from any thread, and raise `TierError`
-    on failure. Keys come in order of worth: with LRU, earlier keys are kept longer."""
+    on failure. Keys come in order of worth: of those that are used together, earlier ones are kept longer.
+
+    A tier that chooses itself what to evict has `touch(keys, *, is_hit=False)` too: these keys were used just now;
+    `is_hit`: a lookup found them, and its hit needs them."""
 
     name: str
     kind: str
 
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Which keys are stored; a lookup counts as a use."""
+        """Which keys are stored. Being asked for does not count as a use."""
         ...
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:

@@ -128,6 +128,14 @@ class TierExecutor:
             return found
         return None
 
+    def touch(self, keys: Sequence[bytes], *, is_hit: bool) -> None:
+        """Tell a tier that chooses what to evict that keys were used, in the caller's thread: that changes an index in
+        memory. A tier that is paused is not told."""
+        tell = getattr(self.tier, "touch", None)
+        if tell is not None and not (self._is_forked or self.lookups.is_open or self.reads.is_open):
+            with suppress(TierError):
+                tell(keys, is_hit=is_hit)
+
     def start(self, breaker: CircuitBreaker, ask: Callable[[], T], wait_s: float = 0.0) -> Future[T] | None:
         """Start a request; None if the breaker skips the tier, or the write queue stays full for `wait_s`, or does not
         move for the deadline: then the tier hangs, which counts as a failure."""

@@ -181,11 +181,11 @@ class TierStack(ClosedAtEnd):
         lacking: NDArray[np.bool_] = ~np.logical_and.reduce(present, axis=0) if present else np.zeros(len(keys), bool)
         return lacking
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Tell near tiers that these keys were used, earlier keys as the most recent."""
-        for executor in self.executors:
-            if executor.policy.inline:
-                executor.start(executor.lookups, partial(executor.tier.contains, keys))
+    def touch(self, keys: Sequence[bytes], *, is_hit: bool = False) -> None:
+        """Tell all tiers that these keys were used, earlier keys as the most recent. `is_hit`: a lookup found them, and
+        its hit needs them."""
+        for executor in self.executors if keys else ():
+            executor.touch(keys, is_hit=is_hit)
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob], budget: Budget) -> NDArray[np.bool_]:
         """Store in all tiers; returns which blobs at least one tier stored or queued. Blobs must not be changed

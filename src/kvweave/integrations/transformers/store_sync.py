@@ -64,8 +64,9 @@ class StoreSync:
         self.chunk = store.schema.chunk_tokens
         self.payloads = ArenaPayloads(core, arena, store.schema)
         self.trailing = [shard for shard in store.schema.shards if shard.reach.span is not None]
-        apart, widens = core.spacing.tokens, core.spacing.widens
-        self.spacing = Spacing(-(-apart // self.chunk) * self.chunk, widens)
+        self.has_evicted = False
+        """Whether all tiers of the store had to evict something: then points on the way are far apart, as in full
+        memory. Full memory is no reason: a store with room serves first siblings, after a restart too."""
         self.counts: Counter[str] = Counter()
         self.load_seconds = self.save_seconds = 0.0
         self._close = close
@@ -93,12 +94,16 @@ class StoreSync:
         """Whether a sequence has no pages that were allocated and not filled."""
         return sequence.committed == sequence.length
 
-    def spaced(self, start: int, last: int) -> Iterator[int]:
+    def spaced(self, start: int, last: int) -> list[int]:
         """The ends of chunks between `start` and `last` at which resume points are kept, by the spacing of the core."""
-        point = self.spacing.after(start)
-        while point < last:
-            yield point
-            point = self.spacing.after(point)
+        spacing = self.core.sparse_spacing if self.has_evicted else self.core.spacing
+        return Spacing(-(-spacing.tokens // self.chunk) * self.chunk, spacing.widens).between(start, last)
+
+    def look_for_evictions(self, budget_s: float) -> None:
+        """Ask the store whether it had to evict something, until it had. Tiers on other servers do not tell."""
+        if self.trailing and not self.has_evicted:
+            tiers = self.store.stats(budget_s=budget_s).tiers
+            self.has_evicted = bool(tiers) and all(each.tier.evicted for each in tiers)
 
     # ---- points that the store has, as far as we know
 
@@ -286,9 +291,11 @@ class StoreBatch:
         if not new:
             return
         points = [chunk * (ends.index(end) + 1) for end in new]
-        source = self._source(sequence, ends, time.monotonic() + left_s)
+        until = time.monotonic() + left_s
+        source = self._source(sequence, ends, until)
         saved = store_sync.store.save(hashed, source, points=points, budget_s=left_s)
         store_sync.counts.update(saves=1, stored=saved.stored, dropped=saved.dropped)
+        store_sync.look_for_evictions(max(0.0, until - time.monotonic()))
         for end in new:
             self._captured.pop(end, None)
             if not saved.dropped:

@@ -1,0 +1,91 @@
+"""What is learned of classes of cached things: how much likelier one of a class is to be used next than another.
+
+The weight of a class is counted: hits, over the time that evictable members of the class were there to be hit, a moment
+at age `a` counting `1 / a`. Eviction ends the time of a member, it does not distort the count, so nothing has to be
+remembered of what is gone. Ages are in any unit of time that does not pass more slowly for some than for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log2
+
+OCTAVES = 40
+BELIEF = 8.0
+"""A weight is its prior at first; so many hits are worth as much as that belief."""
+FIT = 64
+"""Weights are worked out anew after so many hits and evictions."""
+MOST_HITS = 4096.0
+"""Beyond so many, all counts are halved: what was long ago is forgotten."""
+RECENT = 64.0
+"""The age of eviction is a moving average over about so many hits and evictions."""
+
+
+class ClassWeights:
+    """The weights of numbered classes, from what is believed at first (`priors`) to `most`."""
+
+    def __init__(self, priors: Sequence[float], most: float) -> None:
+        self.priors, self.most = priors, most
+        self.weights = [*priors]
+        self.hits = [[0.0] * OCTAVES for _ in priors]
+        """By class and octave of age."""
+        self.began = [[0.0] * OCTAVES for _ in priors]
+        """Members that were hit or evicted, by their age when they came to wait, ..."""
+        self.ended = [[0.0] * OCTAVES for _ in priors]
+        """... and when they were hit or evicted."""
+        self.num_hits = 0.0
+        self._num_ended = 0.0
+        self._next_fit = float(FIT)
+        self._log_age = 0.0
+        """Moving average of log2 of the age at which members are evicted."""
+
+    def hit(self, number: int, age: int, share: float) -> None:
+        """A member of a class, or a share of it, was hit. Its time is to be ended (`end`)."""
+        self.hits[number][octave(age)] += share
+        self.num_hits += share
+
+    def end(self, number: int, began: int, age: int, share: float = 1.0) -> None:
+        """The time of a member, which came to wait at the age `began`, ends."""
+        self.began[number][octave(began)] += share
+        self.ended[number][octave(age)] += share
+        self._num_ended += share
+        if self._num_ended >= self._next_fit:
+            self._next_fit += FIT
+            self._fit()
+
+    def evicted(self, age: int, share: float = 1.0) -> None:
+        """A member was evicted at an age; its time was ended before (`end`)."""
+        self._log_age += (log2(age + 1) - self._log_age) * share / min(self._num_ended, RECENT)
+
+    def _fit(self) -> None:
+        """Weights from the counts at ages about that of eviction, in proportion to what is believed at first."""
+        first = max(0, round(self._log_age) - 1)
+        hits = [sum(row[first:]) for row in self.hits]
+        times = [_time(began, ended, first) for began, ended in zip(self.began, self.ended, strict=True)]
+        scale = (sum(hits) + 1) / (sum([prior * time for prior, time in zip(self.priors, times, strict=True)]) + 1)
+        for number, prior in enumerate(self.priors):
+            belief = BELIEF / (prior * scale)
+            self.weights[number] = min(self.most, (hits[number] + BELIEF) / (times[number] + belief) / scale)
+        if self.num_hits > MOST_HITS:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.num_hits /= 2
+        for table in (self.hits, self.began, self.ended):
+            for row in table:
+                row[:] = [count / 2 for count in row]
+
+
+def octave(age: int) -> int:
+    return (age + 1).bit_length() - 1
+
+
+def _time(began: list[float], ended: list[float], first: int) -> float:
+    """How many octaves of age members have waited, from one on; half of the one in which they began or ended."""
+    waiting, time = 0.0, 0.0
+    for number in range(OCTAVES):
+        change = began[number] - ended[number]
+        if number >= first:
+            time += waiting + change / 2
+        waiting += change
+    return max(0.0, time)
