@@ -66,11 +66,11 @@ def test_a_table_with_more_rows_keeps_what_it_holds() -> None:
 def test_a_cleared_row_is_as_new() -> None:
     table = table_of(kernel_tokens=2)
     append(table, 1, 5, 6)
-    table.published[1] = table.first[1] = 1
+    table.first[1] = 1
     table.clear(1)
     assert not table.pages.any()
     assert not table.kernels.any()
-    assert (int(table.blocks[1]), int(table.published[1]), int(table.first[1])) == (0, 0, 0)
+    assert (int(table.blocks[1]), int(table.first[1])) == (0, 0)
 
 
 def test_as_many_pages_as_rows_need_not_be_one_each() -> None:

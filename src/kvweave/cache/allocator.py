@@ -159,7 +159,6 @@ class PageAllocator:
             for position in [at for at in sequence.snapshots if self._is_spare(sequence, at)]:
                 self.state.free_snapshot(sequence.snapshots.pop(position))
                 sequence.copy_at = -1 if position == sequence.copy_at else sequence.copy_at
-                sequence.answer = -1
                 self.state.set_next_event(sequence)
             if not sequence.snapshots:
                 self.state.counters.last_snapshot_of[sequence.row] = 0

@@ -366,7 +366,7 @@ class Cache(SequenceOwner):
         prompt = self._prompt(tokens, spans)
         match = self._match(namespace, prompt)
         position = self.state.prefix.tree.hit(match, match.length)
-        return Pin(self, *self._loader.pin(match, position)) if position else None
+        return Pin(self, self._loader.pin(match, position)) if position else None
 
     def unpin(self, pin: Pin) -> None:
         """Let go of what `pin` gave."""
@@ -374,7 +374,7 @@ class Cache(SequenceOwner):
         if pin.owner is not self:
             raise BadSequence("this prefix is not pinned, or not in this cache")
         pin.owner = None
-        self._loader.unpin(pin.node, pin.point)
+        self._loader.unpin(pin.point)
 
     def publish(self) -> None:
         """Put everything committed into the tree now; whoever opens a prompt has what it needs published anyway."""

@@ -130,4 +130,4 @@ def _pages(state: CacheState, node: Node, group: PagedGroup) -> list[int]:
 def _held(state: CacheState, group: PagedGroup) -> Iterable[int]:
     """Pages that running sequences hold."""
     table = state.tables[group.number]
-    return [page for row in state.by_row for page in table.held(row).tolist() if page != NULL]
+    return [page for row, s in state.by_row.items() for page in table.held(row, s.node.end).tolist() if page != NULL]

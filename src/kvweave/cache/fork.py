@@ -112,8 +112,7 @@ class Forks:
         for block in copied.tolist():
             copies.add(row, group.tag, int(table.pages[source, block]), int(pages[block]))
         table.write(row, 0, pages)
-        table.first_of[row], table.published_of[row] = table.first_of[source], table.published_of[source]
-        table.blocks_of[row] = end
+        table.first_of[row], table.blocks_of[row] = table.first_of[source], end
 
     # ---- reorder
 

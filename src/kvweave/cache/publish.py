@@ -75,7 +75,7 @@ class Publisher:
         for group in state.windows:
             if group.has_pages:
                 table, end = state.tables[group.number], position // group.slot_tokens
-                first = max(group.first_block(position), table.first_of[sequence.row])
+                first = group.first_block(position)
                 pages = table.pages[sequence.row, first:end].copy()
                 if len(pages):
                     state.pages[group.number].share(pages)
@@ -110,8 +110,6 @@ class Publisher:
             state.counters.last_snapshot_of[sequence.row] = 0
         self.stand(sequence)
         state.release_parked(sequence)
-        for group in state.full:
-            state.tables[group.number].published_of[sequence.row] = end // group.slot_tokens
         self._move_tip(sequence)
         sequence.answer = -1
         if end >= sequence.last_point:
@@ -150,7 +148,7 @@ class Publisher:
         if last is tip or last is None or last.kind != Kind.ANSWER or last.position != node.end:
             return
         sequence.tip = last
-        if tip is not None and tip.alive and tip.kind == Kind.ANSWER and not tip.hits and not tip.pins:
+        if tip is not None and tip.alive and tip.kind == Kind.ANSWER and not tip.pins:
             self.state.prefix.drop_point(tip)
 
     def _lead_to(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:

@@ -39,39 +39,13 @@ class Checkpoint(NamedTuple):
     page: int
 
 
-INHERITED = (
-    "asked_points",
-    "branch",
-    "expected_branches",
-    "drop_last_blocks",
-    "given_points",
-    "owner",
-    "last_point",
-    "namespace",
-    "node",
-    "num_cached",
-    "num_prompt",
-    "opened",
-    "priority",
-    "private_from",
-    "prompt_points",
-    "restore",
+COMMON_NAMES = (
+    "asked_points branch expected_branches drop_last_blocks given_points owner last_point namespace node num_cached"
+    " num_prompt opened priority private_from prompt_points restore"
 )
-OWN = (
-    "_buffer",
-    "_first",
-    "_num_tokens",
-    "answer",
-    "copy_at",
-    "in_step",
-    "parked",
-    "row",
-    "rows",
-    "snapshots",
-    "standing_key",
-    "tip",
-)
-FIELDS = (*INHERITED, *OWN)
+OWN_NAMES = "_buffer _first _num_tokens answer copy_at in_step parked row rows snapshots standing_key tip"
+INHERITED = tuple(COMMON_NAMES.split())
+FIELDS = (*INHERITED, *OWN_NAMES.split())
 """What makes up a sequence: what its forks have in common with it, and what is its own."""
 
 
@@ -81,8 +55,6 @@ class Sequence:
     `stop` is the next length at which the cache wants the state of a prompt: extend no further than that, commit, go
     on. Kernels that can write states on the way need not stop: `extend` with `checkpoints` says where they go.
     """
-
-    __slots__ = FIELDS
 
     def __init__(
         self, owner: SequenceOwner, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node
@@ -245,22 +217,17 @@ class Sequence:
 class Pin:
     """A prefix that is kept until `Cache.unpin`: its length in tokens, and the point where it ends."""
 
-    __slots__ = ("node", "owner", "point")
-
-    def __init__(self, owner: SequenceOwner, node: Node, point: Point) -> None:
+    def __init__(self, owner: SequenceOwner, point: Point) -> None:
         self.owner: SequenceOwner | None = owner
-        self.node = node
         self.point = point
 
     @property
     def length(self) -> int:
-        return self.node.end
+        return self.point.position
 
 
 class Batch:
     """Several sequences as one array of rows, made once and used for many steps."""
-
-    __slots__ = ("checked", "rows", "sequences")
 
     def __init__(self, sequences: Iterable[Sequence]) -> None:
         self.sequences = list(sequences)

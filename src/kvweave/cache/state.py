@@ -77,8 +77,6 @@ class CacheState:
         return self._free_rows.pop()
 
     def free_row(self, sequence: Sequence) -> None:
-        for table in self.tables:
-            table.clear(sequence.row)
         del self.by_row[sequence.row]
         self.counters.prompt_of[sequence.row] = self.counters.last_snapshot_of[sequence.row] = 0
         self._free_rows.append(sequence.row)
@@ -110,7 +108,7 @@ class CacheState:
         if self.states:
             length = self.counters.length_of[row]
             has_live = bool(self.tables[self.states[0].number].blocks_of[row])
-            at_once = sequence.copy_at >= 0 or sequence.restore is not None or not has_live
+            at_once = sequence.copy_at >= 0 or not has_live
             stop = length + 1 if at_once else self.next_wanted(sequence, length)
         self.counters.next_stop_of[row] = stop
         self.set_ready_of(row)

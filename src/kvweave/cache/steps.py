@@ -159,7 +159,6 @@ class Steps:
                 table.write_one(row, 0, state.pages[group.number].allocate_apart(is_needed=True))
                 table.blocks_of[row] = 1
         self.snapshots.restore(sequence, copies)
-        sequence.in_step = []
         self.snapshots.reserve(sequence, positions, in_step)
 
     # ---- commit
@@ -215,7 +214,7 @@ class Steps:
         """A sequence has passed points, which enter the tree."""
         state, row = self.state, sequence.row
         committed = state.counters.committed_of[row]
-        if sequence.copy_at >= 0 and sequence.copy_at == committed == state.counters.length_of[row]:
+        if sequence.copy_at == committed:
             self.snapshots.copy_live(sequence, copies)
             state.set_next_stop(sequence)
         if committed >= state.publish_at(sequence):

@@ -302,7 +302,7 @@ class NoPages(GroupPages):
 
     def __init__(self, group: PagedGroup) -> None:
         super().__init__(group, 0, PageStack(0))
-        self.per_superpage = 1
+        self.per_superpage, self.is_whole = 1, True
         self.holders = np.zeros(1, np.int64)  # of NULL
 
     def allocate(self, count: int) -> Ids:
@@ -310,12 +310,6 @@ class NoPages(GroupPages):
 
     def allocate_one(self) -> int:
         return NULL
-
-    def allocate_apart(self, is_needed: bool) -> int:  # noqa: ARG002
-        return NULL
-
-    def allocate_run(self, count: int, num_passing: int) -> Ids:  # noqa: ARG002
-        return self.allocate(count)
 
     def free(self, pages: Ids) -> None:
         pass

@@ -39,29 +39,6 @@ class Kind(IntEnum):
 class Point:
     """A resume point: its position, and what eviction knows of it. `pins` counts who must find its states unharmed."""
 
-    __slots__ = (
-        "alive",
-        "continued",
-        "cut",
-        "entry",
-        "first_page",
-        "floor",
-        "found",
-        "held",
-        "hits",
-        "kind",
-        "last_page",
-        "last_used",
-        "node",
-        "pins",
-        "position",
-        "priority",
-        "queue",
-        "queued",
-        "states",
-        "weight",
-    )
-
     def __init__(self, node: Node, position: int, kind: Kind, states: StatePages) -> None:
         self.node = node
         self.position = position
@@ -106,22 +83,6 @@ class Point:
 class Node:
     """One run of tokens. `pins` counts the holders (running sequences, pins) at or below it, `uses` those exactly at
     its end. `points` are in order."""
-
-    __slots__ = (
-        "children",
-        "end",
-        "growing_tip",
-        "id",
-        "namespace",
-        "pages",
-        "parent",
-        "pins",
-        "points",
-        "standing",
-        "start",
-        "tokens",
-        "uses",
-    )
 
     def __init__(self, id: int, parent: Node | None, start: int, tokens: Tokens, pages: list[Ids]) -> None:
         self.id = id

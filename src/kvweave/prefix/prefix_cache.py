@@ -88,8 +88,6 @@ class PrefixCache:
         for run in runs:
             if len(run) > 1:
                 self.tree.join(run)
-                for point in run[-1].points:
-                    self.requeue(point)
         return len(runs) < len(nodes)
 
     def tick(self) -> int:
@@ -176,7 +174,6 @@ class PrefixCache:
 
     def split(self, node: Node, position: int) -> Node:
         upper = self.tree.split(node, position)
-        self._requeue_last(upper)
         self._requeue_spaced(node)
         return upper
 
@@ -208,8 +205,6 @@ class PrefixCache:
         )
         point.priority, point.found = priority, found
         self.requeue(point)
-        if not node.pins and len(node.points) > 1:
-            self.requeue(node.points[-2])
         return point
 
     def window_runs(self, node: Node, position: int) -> list[PageRun]:
@@ -415,7 +410,7 @@ class PrefixCache:
 
     def _leave_windows(self, run: PageRun) -> None:
         """A point needs the pages of a run no more."""
-        before = run.pages.copy() if self.tree.emits else run.pages
+        before = run.pages.copy() if self.tree.emit else run.pages
         if self._pages[run.group.number].leave_cache(run.pages):
             self.tree.tell_lost(run, before)
 

@@ -37,8 +37,6 @@ class Match:
 class PageRun:
     """A view of a node's pages of a group, from block `first` on, counted from the start of the sequence."""
 
-    __slots__ = ("first", "group", "node", "pages")
-
     def __init__(self, node: Node, group: PagedGroup, first: int, pages: Ids) -> None:
         self.node = node
         self.group = group
@@ -59,8 +57,7 @@ class Tree:
         self.roots: dict[Hashable, Node] = {}
         self.num_nodes = 0
         self._next_id = 0
-        self._tell = emit or _tell_nobody
-        self.emits = emit is not None
+        self.emit = emit
 
     # ---- looking
 
@@ -69,8 +66,8 @@ class Tree:
         if node is None:
             node = self.roots[namespace] = Node(self._take_id(), None, 0, NO_PAGES, self.empty_pages(0))
             node.namespace = namespace
-            if self.emits:
-                self._tell(Stored(node.id, None, namespace, 0, ()))
+            if self.emit:
+                self.emit(Stored(node.id, None, namespace, 0, ()))
         return node
 
     def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding | None = None) -> Match:
@@ -188,8 +185,8 @@ class Tree:
                 point.node = upper
         upper.children[self._key(node.tokens)] = node
         self.num_nodes += 1
-        if self.emits:
-            self._tell(Split(node.id, upper.id, position))
+        if self.emit:
+            self.emit(Split(node.id, upper.id, position))
         return upper
 
     def join(self, nodes: list[Node]) -> None:
@@ -206,8 +203,8 @@ class Tree:
         first.parent.children[self._key(last.tokens)] = last
         self.num_nodes -= len(nodes) - 1
         for node in reversed(nodes[:-1]):
-            if self.emits:
-                self._tell(Joined(last.id, node.id))
+            if self.emit:
+                self.emit(Joined(last.id, node.id))
 
     def insert(self, parent: Node, tokens: Tokens, pages: list[Ids]) -> Node:
         """A new run below `parent`, whose first grid of tokens is not among its children.
@@ -219,8 +216,8 @@ class Tree:
         assert key not in parent.children, "a run is in the tree once"
         parent.children[key] = node
         self.num_nodes += 1
-        if self.emits:
-            self._tell(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
+        if self.emit:
+            self.emit(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
         self.tell_kept(node, self.full)
         return node
 
@@ -230,8 +227,8 @@ class Tree:
         node.end += len(tokens)
         for group in self.rows:
             node.pages[group.number] = np.concatenate([node.pages[group.number], pages[group.number]])
-        if self.emits:
-            self._tell(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
+        if self.emit:
+            self.emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
         self.tell_kept(node, self.full)
 
     def fill(self, run: PageRun, pages: Ids) -> None:
@@ -250,15 +247,15 @@ class Tree:
     def remove_point(self, point: Point) -> None:
         point.node.remove_point(point)
         point.alive = False
-        if self.emits:
+        if self.emit:
             for group in self.states:
-                self._tell(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
+                self.emit(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
     def tell_lost(self, run: PageRun, before: Ids) -> None:
         """Say what a run of a window has lost of what it was `before`."""
-        if self.emits:
+        if self.emit:
             blocks = np.flatnonzero(run.pages != before) + run.first
-            self._tell(Lost(run.node.id, run.group.tag, tuple(blocks.tolist())))
+            self.emit(Lost(run.node.id, run.group.tag, tuple(blocks.tolist())))
 
     def trim(self, node: Node, end: int) -> list[Ids]:
         """Cut a leaf's run to `end`, beyond which it has no point; returns the pages that left."""
@@ -269,8 +266,8 @@ class Tree:
             pages, cut = node.pages[group.number], (end - node.start) // group.slot_tokens
             gone[group.number], node.pages[group.number] = pages[cut:], _own(pages[:cut])
         node.tokens, node.end = _own(node.tokens[: end - node.start]), end
-        if self.emits:
-            self._tell(Trimmed(node.id, end))
+        if self.emit:
+            self.emit(Trimmed(node.id, end))
         return gone
 
     def remove(self, node: Node) -> None:
@@ -281,14 +278,14 @@ class Tree:
         else:
             del node.parent.children[self._key(node.tokens)]
             self.num_nodes -= 1
-        if self.emits:
-            self._tell(Removed(node.id))
+        if self.emit:
+            self.emit(Removed(node.id))
 
     def clear(self) -> None:
         self.roots.clear()
         self.num_nodes = 0
-        if self.emits:
-            self._tell(Cleared())
+        if self.emit:
+            self.emit(Cleared())
 
     # ---- small things
 
@@ -304,19 +301,17 @@ class Tree:
 
     def tell_kept(self, node: Node, groups: Sequence[PagedGroup]) -> None:
         """Say what a node holds of some groups now."""
-        for group in groups if self.emits else ():
+        if self.emit is None:
+            return
+        for group in groups:
             if group.is_state:
                 blocks = [point.position // group.slot_tokens - 1 for point in node.points]
             else:
                 blocks = (np.flatnonzero(node.pages[group.number]) + node.start // group.slot_tokens).tolist()
-            self._tell(Kept(node.id, group.tag, tuple(blocks)))
+            self.emit(Kept(node.id, group.tag, tuple(blocks)))
 
 
 def _own(array: Ids) -> Ids:
     """The array itself, or a copy where it would keep a much larger one alive."""
     base = array.base
     return array if base is None or 2 * len(array) >= len(base) else array.copy()
-
-
-def _tell_nobody(event: Event) -> None:
-    """Where nobody listens to events."""
