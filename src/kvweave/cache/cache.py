@@ -138,7 +138,6 @@ class Cache(SequenceOwner):
         sequence.drop_last_blocks = drop_last_blocks
         sequence.given_points = None if points is None else list(points)
         sequence.expected_branches = [position // self.grid * self.grid for position in branches]
-        sequence.opened = state.prefix.tick()
         self._loader.open(sequence, prompt, self._match(namespace, prompt) if reuse else None)
         self._publisher.stand(sequence)
         self._requests += 1

@@ -32,6 +32,7 @@ class Loader:
         state = self.state
         sequence.row = sequence.rows[0] = state.take_row()
         state.by_row[sequence.row] = sequence
+        state.counters.opened_of[sequence.row] = state.prefix.tick()
         state.tokens.enter(sequence.row, len(prompt))
         self._enter(sequence, prompt, match)
 
@@ -65,7 +66,7 @@ class Loader:
         counters.length_of[row] = counters.committed_of[row] = position
         counters.looked_at_of[row] = counters.step_start_of[row] = position
         counters.drafts_of[row], counters.prompt_of[row] = 0, sequence.num_prompt
-        counters.opened_of[row], counters.priority_of[row] = sequence.opened, sequence.priority
+        counters.priority_of[row] = sequence.priority
         state.set_next_lengths(sequence)
 
     def _enter_run(self, group: PagedGroup, sequence: Sequence, position: int) -> None:

@@ -170,7 +170,7 @@ class Publisher:
             self._leave_points(sequence, points, held)
 
     def _stand_on(self, sequence: Sequence, node: Node) -> None:
-        self.state.prefix.move_pin(sequence.node, node)
+        self.state.prefix.pin(node, above=sequence.node)
         sequence.node = node
 
     # ---- a run that the tree has not

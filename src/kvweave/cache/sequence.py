@@ -41,7 +41,7 @@ class Checkpoint(NamedTuple):
 
 COMMON_NAMES = (
     "asked_points branch expected_branches drop_last_blocks given_points owner last_point namespace node num_cached"
-    " num_prompt opened priority private_from prompt_points restore"
+    " num_prompt priority private_from prompt_points restore"
 )
 OWN_NAMES = "_buffer _first _num_tokens answer copy_at in_step parked row rows snapshots standing_key tip"
 INHERITED = tuple(COMMON_NAMES.split())
@@ -62,8 +62,6 @@ class Sequence:
         self.owner = owner
         self.row = row
         self.rows: Rows = np.array([row], np.int64)
-        self.opened = 0
-        """The cache's clock when it was opened."""
         self.namespace = namespace
         self.priority = priority
         self.num_prompt = len(tokens)

@@ -44,7 +44,8 @@ class CacheState:
         self.rows, self.full, self.windows, self.states = tree.rows, tree.full, tree.windows, tree.states
         self.state_tags = [group.tag for group in self.states]
         self.tables = [BlockTable(group, rows, self._width(group)) for group in self.groups]
-        self.same_block_size = list(_by_slot_tokens(self.rows).values())
+        sizes = sorted({group.slot_tokens for group in self.rows})
+        self.same_block_size = [[group for group in self.rows if group.slot_tokens == size] for size in sizes]
         """Groups of rows whose tables have as many blocks as one another, always."""
         self.grid = self.prefix.grid
         self.retention = retention
@@ -231,10 +232,3 @@ class CacheState:
     def live_states(self, row: int) -> list[int]:
         """The pages of a row's live states."""
         return [int(self.tables[group.number].pages[row, 0]) for group in self.states]
-
-
-def _by_slot_tokens(groups: list[PagedGroup]) -> dict[int, list[PagedGroup]]:
-    same: dict[int, list[PagedGroup]] = {}
-    for group in groups:
-        same.setdefault(group.slot_tokens, []).append(group)
-    return same

@@ -156,7 +156,8 @@ class Steps:
         for group in state.states:
             table = state.tables[group.number]
             if not table.blocks_of[row]:
-                table.write_one(row, 0, state.pages[group.number].allocate_apart(is_needed=True))
+                page = state.pages[group.number].allocate_apart(is_needed=True)
+                table.write(row, 0, np.array([page], np.int32))
                 table.blocks_of[row] = 1
         self.snapshots.restore(sequence, copies)
         self.snapshots.reserve(sequence, positions, in_step)

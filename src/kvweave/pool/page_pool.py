@@ -77,21 +77,15 @@ class PagePool:
                 return False
             for pages in self.groups:
                 spare = (pages.free_pages.size - demand[pages.group.number]) // pages.per_superpage
-                lack -= self._take_back(pages, min(lack, spare))
+                superpages = pages.empty_superpages()[: max(0, min(lack, spare))]
+                if len(superpages):
+                    pages.drop_superpages(superpages)
+                    self.free_superpages.push(superpages)
+                    lack -= len(superpages)
         for pages in self.groups:
-            if not pages.is_whole and (superpages := pages.superpages_for(demand[pages.group.number])):
-                pages.add_superpages(self.free_superpages.pop(superpages))
+            if not pages.is_whole and (wanted := pages.superpages_for(demand[pages.group.number])):
+                pages.add_superpages(self.free_superpages.pop(wanted))
         return True
-
-    def _take_back(self, pages: GroupPages, most: int) -> int:
-        """Take back up to `most` empty super-pages of a group."""
-        if most <= 0:
-            return 0
-        superpages = pages.empty_superpages()[:most]
-        if len(superpages):
-            pages.drop_superpages(superpages)
-            self.free_superpages.push(superpages)
-        return len(superpages)
 
 
 class Obtainable:

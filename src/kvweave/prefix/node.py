@@ -9,7 +9,6 @@ kept: exactly the blocks of [tail(p), p) of the points p are. The states of a po
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from enum import IntEnum
 from typing import Any
 
@@ -117,16 +116,6 @@ class Node:
                 return point
         return None
 
-    def add_point(self, point: Point) -> None:
-        """In order of position; most come at the end."""
-        at = len(self.points)
-        while at and self.points[at - 1].position > point.position:
-            at -= 1
-        self.points.insert(at, point)
-
-    def remove_point(self, point: Point) -> None:
-        del self.points[bisect_left(self.points, point.position, key=_position)]
-
     def path(self) -> list[Node]:
         """The nodes from the root, which is left out, down to this one."""
         nodes = []
@@ -135,7 +124,3 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
-
-
-def _position(point: Point) -> int:
-    return point.position

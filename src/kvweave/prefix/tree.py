@@ -8,7 +8,9 @@ of every node; a page is in the tree once.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +58,7 @@ class Tree:
         self.states = [group for group in self.groups if group.is_state]
         self.roots: dict[Hashable, Node] = {}
         self.num_nodes = 0
-        self._next_id = 0
+        self._ids = count(1)
         self.emit = emit
 
     # ---- looking
@@ -64,7 +66,7 @@ class Tree:
     def root(self, namespace: Hashable) -> Node:
         node = self.roots.get(namespace)
         if node is None:
-            node = self.roots[namespace] = Node(self._take_id(), None, 0, NO_PAGES, self.empty_pages(0))
+            node = self.roots[namespace] = Node(next(self._ids), None, 0, NO_PAGES, self.empty_pages(0))
             node.namespace = namespace
             if self.emit:
                 self.emit(Stored(node.id, None, namespace, 0, ()))
@@ -174,7 +176,7 @@ class Tree:
         for group in self.rows:
             array, cut = node.pages[group.number], size // group.slot_tokens
             pages[group.number], node.pages[group.number] = _own(array[:cut]), _own(array[cut:])
-        upper = Node(self._take_id(), parent, node.start, _own(node.tokens[:size]), pages)
+        upper = Node(next(self._ids), parent, node.start, _own(node.tokens[:size]), pages)
         upper.pins = node.pins
         parent.children[self._key(upper.tokens)] = upper
         node.parent, node.start, node.tokens = upper, position, _own(node.tokens[size:])
@@ -211,7 +213,7 @@ class Tree:
 
         The tokens are the tree's from now on: nobody may write to them.
         """
-        node = Node(self._take_id(), parent, parent.end, _own(tokens), pages)
+        node = Node(next(self._ids), parent, parent.end, _own(tokens), pages)
         key = self._key(tokens)
         assert key not in parent.children, "a run is in the tree once"
         parent.children[key] = node
@@ -237,15 +239,18 @@ class Tree:
         self.tell_kept(run.node, [run.group])
 
     def add_point(self, node: Node, position: int, kind: Kind, states: StatePages) -> Point:
-        point = Point(node, position, kind, states)
-        node.add_point(point)
+        """Points of a run are in order; most come at its end."""
+        point, at = Point(node, position, kind, states), len(node.points)
+        while at and node.points[at - 1].position > position:
+            at -= 1
+        node.points.insert(at, point)
         self.tell_kept(node, self.states)
         return point
 
     # ---- shrinking
 
     def remove_point(self, point: Point) -> None:
-        point.node.remove_point(point)
+        del point.node.points[bisect_left(point.node.points, point.position, key=_position)]
         point.alive = False
         if self.emit:
             for group in self.states:
@@ -295,10 +300,6 @@ class Tree:
     def empty_pages(self, tokens: int) -> list[Ids]:
         return [NO_PAGES if g.is_state else np.zeros(tokens // g.slot_tokens, np.int32) for g in self.groups]
 
-    def _take_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
     def tell_kept(self, node: Node, groups: Sequence[PagedGroup]) -> None:
         """Say what a node holds of some groups now."""
         if self.emit is None:
@@ -309,6 +310,10 @@ class Tree:
             else:
                 blocks = (np.flatnonzero(node.pages[group.number]) + node.start // group.slot_tokens).tolist()
             self.emit(Kept(node.id, group.tag, tuple(blocks)))
+
+
+def _position(point: Point) -> int:
+    return point.position
 
 
 def _own(array: Ids) -> Ids:

@@ -72,14 +72,6 @@ class BlockTable:
             at = start * self.kernel_blocks
             self.kernels[row, at : at + len(pages) * self.kernel_blocks] = self.kernel_ids(pages).ravel()
 
-    def write_one(self, row: int, slot: int, page: int) -> None:
-        """`write`, for a single page."""
-        self.pages[row, slot] = page
-        self._changed_of[row] = True
-        if self.kernel_blocks > 1:
-            at = slot * self.kernel_blocks
-            self.kernels[row, at : at + self.kernel_blocks] = np.arange(self.kernel_blocks) + page * self.kernel_blocks
-
     def append(self, rows: Counts, counts: Counts, pages: Ids) -> None:
         """`counts[i]` more pages at the end of `rows[i]`, out of `pages` in order."""
         slots = self.blocks[rows]
