@@ -222,7 +222,8 @@ def check_books(cache: Cache, pins: Iterable[Any] = ()) -> None:
     for pool in cache.state.pools:
         for pages in pool.groups:
             _check_group(cache, pages, pool, pins)
-        assert pool.free_superpages.size + sum(pages.num_superpages for pages in pool.groups) == pool.num_superpages
+        taken = [(pages.num_allocated + pages.free_pages.size) // pages.per_superpage for pages in pool.groups]
+        assert pool.free_superpages.size + sum(taken) == pool.num_superpages
     nodes = list(cache.state.prefix.tree.nodes())
     assert len(nodes) == cache.state.prefix.tree.num_nodes
     for node in nodes:

@@ -75,8 +75,7 @@ class Forks:
             raise self.allocator.refusal(pool, Batch(sequences).rows, sequences, lengths, lengths)
 
     def _blocks(self, group: PagedGroup, sequence: Sequence) -> tuple[int, Counts, int]:
-        """How many blocks a child shares, for they will be in the tree; which others there are, of which it needs
-        copies; and how many blocks it has."""
+        """How many blocks a child shares, in the tree by then; of which others it needs copies; how many it has."""
         table, row = self.state.tables[group.number], sequence.row
         shared, end = 0, min(1, table.blocks_of[row])
         if not group.is_state:
@@ -170,8 +169,7 @@ class Forks:
         self.cut(sequence, length)
 
     def cut(self, sequence: Sequence, length: int) -> None:
-        """Forget what was computed from `length` on, which all groups can go back to; pages stay, and so does the
-        prompt."""
+        """Forget what was computed from `length` on, to which all groups can go back; pages and the prompt stay."""
         state, row = self.state, sequence.row
         counters = state.counters
         if counters.drafts_of[row]:

@@ -14,7 +14,7 @@ from kvweave.plan import Plan
 from kvweave.pool import Ids, NoPages, PagedGroup, PagePool
 from kvweave.pool.group import paged_groups
 from kvweave.prefix import NEVER, Event, Policy, PrefixCache, Retention
-from kvweave.table import BlockTable, Counts
+from kvweave.table import BlockTable
 
 
 class CacheState:
@@ -43,7 +43,8 @@ class CacheState:
         tree = self.prefix.tree
         self.rows, self.full, self.windows, self.states = tree.rows, tree.full, tree.windows, tree.states
         self.state_tags = [group.tag for group in self.states]
-        self.tables = [BlockTable(group, rows, self._width(group)) for group in self.groups]
+        widths = [1 + max_drafts if g.is_state else -(-max_tokens // g.slot_tokens) for g in self.groups]
+        self.tables = [BlockTable(group, rows, width) for group, width in zip(self.groups, widths)]
         sizes = sorted({group.slot_tokens for group in self.rows})
         self.same_block_size = [[group for group in self.rows if group.slot_tokens == size] for size in sizes]
         """Groups of rows whose tables have as many blocks as one another, always."""
@@ -61,9 +62,6 @@ class CacheState:
         self.num_closed = 0
         """Sequences closed or reordered so far; batches made before must be looked at again."""
         self._free_rows = list(range(rows - 1, -1, -1))
-
-    def _width(self, group: PagedGroup) -> int:
-        return 1 + self.max_drafts if group.is_state else -(-self.max_tokens // group.slot_tokens)
 
     # ---- rows
 
@@ -84,10 +82,6 @@ class CacheState:
         self.num_closed += 1
         sequence.row = -1
 
-    def open_rows(self) -> Counts:
-        rows: Counts = self.counters.prompts.nonzero()[0]
-        return rows
-
     # ---- lengths at which there is more to do than to count
 
     def set_ready_of(self, row: int) -> None:
@@ -103,8 +97,7 @@ class CacheState:
         self.set_next_event(sequence)
 
     def set_next_stop(self, sequence: Sequence) -> None:
-        """Note the next length at which `extend` has to do with states: at once where one is to be copied or made; and
-        how far it need only count."""
+        """Note the next length at which `extend` has to do with states: at once where one is to be copied or made."""
         row, stop = sequence.row, NEVER
         if self.states:
             length = self.counters.length_of[row]
@@ -128,8 +121,7 @@ class CacheState:
         counters.next_event_of[row] = min(point, self.moves.next(committed))
 
     def publish_at(self, sequence: Sequence) -> int:
-        """The committed length at which a sequence publishes by itself: the last point of its prompt, if others may
-        find it."""
+        """The committed length at which a sequence publishes by itself: the last point of its prompt, or never."""
         if sequence.private_from < sequence.last_point:
             return NEVER
         if self.states and not any(point <= sequence.last_point for point in sequence.snapshots):
@@ -209,7 +201,7 @@ class CacheState:
     def free_snapshot(self, pages: tuple[int, ...]) -> None:
         """A page of each state group, which nobody holds any more."""
         for group, page in zip(self.states, pages):
-            self.pages[group.number].free_snapshot(page)
+            self.pages[group.number].free_one(page)
 
     def park(self, sequence: Sequence, group: PagedGroup, first: int, pages: Ids) -> None:
         """A sequence holds pages of a window, from block `first` on, for points that are not in the tree yet."""

@@ -134,10 +134,7 @@ class Steps:
     def _ensure(self, room: RowGrowth, demand: Demand, asking: Rows) -> None:
         """Make sure of the pages, or raise with everything as it was."""
         if room.longest > self.state.max_tokens:
-            longest = np.array([room.longest])
-            never = self.allocator.never_fits(longest, longest)
-            assert never is not None
-            raise never
+            raise self.allocator.refusal(self.state.pools[0], room.rows, room.sequences, *room.span())
         known: Known = {}
         pool = self.allocator.ensure(demand, admits=self._admits(room), known=known)
         if pool is not None:

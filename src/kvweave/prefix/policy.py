@@ -112,8 +112,7 @@ class Order:
         return chosen
 
     def on_hit(self, point: Point, position: int, now: int) -> None:
-        """A prompt goes on from `position`, which is the point's, or lies in its run. Its last use is still the one
-        before."""
+        """A prompt goes on from `position`, the point's or one in its run; `last_used` is of the use before."""
 
     def on_evict(self, point: Point, now: int) -> None:
         """A point goes, or is moved up to where its leaf is cut."""
