@@ -224,6 +224,10 @@ def check_books(cache: Cache, pins: Iterable[Any] = ()) -> None:
             _check_group(cache, pages, pool, pins)
         taken = [(pages.num_allocated + pages.free_pages.size) // pages.per_superpage for pages in pool.groups]
         assert pool.free_superpages.size + sum(taken) == pool.num_superpages
+    counters = cache.state.counters
+    for row, sequence in cache.state.by_row.items():
+        assert counters.published[row] == sequence.node.end
+        assert bool(counters.last_snapshot[row]) == bool(sequence.snapshots)
     nodes = list(cache.state.prefix.tree.nodes())
     assert len(nodes) == cache.state.prefix.tree.num_nodes
     for node in nodes:

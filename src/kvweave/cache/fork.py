@@ -177,7 +177,6 @@ class Forks:
         counters.length_of[row] = length
         counters.committed_of[row] = min(counters.committed_of[row], length)
         counters.step_start_of[row] = min(counters.step_start_of[row], length)
-        counters.looked_at_of[row] = min(counters.looked_at_of[row], sequence.node.end)
         state.tokens.cut(sequence, max(length, sequence.num_prompt))
         self.snapshots.drop_after(sequence, length)
         self.publisher.leave(sequence)

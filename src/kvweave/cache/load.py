@@ -64,7 +64,7 @@ class Loader:
     def _set_counters(self, sequence: Sequence, position: int) -> None:
         state, row, counters = self.state, sequence.row, self.state.counters
         counters.length_of[row] = counters.committed_of[row] = position
-        counters.looked_at_of[row] = counters.step_start_of[row] = position
+        counters.published_of[row] = counters.step_start_of[row] = position
         counters.drafts_of[row], counters.prompt_of[row] = 0, sequence.num_prompt
         counters.priority_of[row] = sequence.priority
         state.set_next_lengths(sequence)

@@ -15,10 +15,10 @@ class RowCounters:
     length up to which `extend` has nothing to do but to count; `next_stop`: the first length at which it has to do
     with states. `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at
     which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that it
-    needs are not let go. `looked_at`: `publish` has nothing to do before a grid of tokens more is committed than so
-    many. `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected. `prompts`: lengths
-    of the prompts, 0 where no sequence is. `last_snapshot`: no step is to leave a state behind it; 0 where there is
-    none. `opened`: the clock when the sequence was opened. `priority`: how important it is.
+    needs are not let go. `published`: tokens that are in the tree. `step_start`: the length before the last step.
+    `drafts`: tokens of it that may be rejected. `prompts`: lengths of the prompts, 0 where no sequence is.
+    `last_snapshot`: no step is to leave a state behind it; 0 where there is none. `opened`: the clock when the sequence
+    was opened. `priority`: how important it is.
     """
 
     def __init__(self, rows: int) -> None:
@@ -33,7 +33,7 @@ class RowCounters:
         self.next_event, self.next_event_of = _both(counts[4])
         self.next_point, self.next_point_of = _both(counts[5])
         self.hold, self.hold_of = _both(counts[6])
-        self.looked_at, self.looked_at_of = _both(counts[7])
+        self.published, self.published_of = _both(counts[7])
         self.step_start, self.step_start_of = _both(counts[8])
         self.drafts, self.drafts_of = _both(counts[9])
         self.prompts, self.prompt_of = _both(counts[10])

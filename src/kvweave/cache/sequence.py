@@ -235,9 +235,9 @@ class Batch:
 
     def check(self, owner: SequenceOwner) -> None:
         """All sequences are open ones of this cache, each once, where they were when the batch was made."""
-        if any(sequence.owner is not owner for sequence in self.sequences):
+        rows = [sequence.row for sequence in self.sequences if sequence.owner is owner]
+        if len(rows) < len(self.sequences):
             raise BadSequence("a sequence of another cache is in the batch")
-        rows = [sequence.row for sequence in self.sequences]
         if rows != self.rows.tolist() or min(rows, default=0) < 0:
             raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")
         if np.count_nonzero(np.bincount(self.rows)) < len(rows):
