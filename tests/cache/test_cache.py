@@ -449,7 +449,7 @@ def test_a_batch_of_decode_steps_crosses_blocks_at_different_times() -> None:
 
 def test_ids_are_handed_to_a_few_sequences_at_a_time() -> None:
     cache = Cache(full_plan(pages=20_000, blocks=16), rows=384, max_tokens=1024)
-    batch, log = Batch([cache.open([i]) for i in range(384)]), cache.state.tokens
+    batch, log = Batch([cache.open([i]) for i in range(384)]), cache.state.counters
     cache.extend(batch, 1)
     for step in range(600):
         before = [s._num_tokens for s in batch.sequences]

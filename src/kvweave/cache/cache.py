@@ -280,7 +280,7 @@ class Cache(SequenceOwner):
 
     def _tell(self, rows: Rows, chosen: list[Sequence], tokens: object) -> None:
         size = np.asarray(tokens).size
-        known, lengths = self.state.tokens.known[rows], self.state.counters.lengths[rows]
+        known, lengths = self.state.counters.known[rows], self.state.counters.lengths[rows]
         if size % len(rows) or (known + size // len(rows) > lengths).any():
             raise BadTokens(f"{size} ids for {len(rows)} sequences: no token after their lengths has a place")
         self.state.tokens.tell(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()), True)

@@ -92,7 +92,6 @@ class Forks:
             state.prefix.pin_states(child.restore, 1)
         state.by_row[row] = child
         state.counters.copy(sequence.row, row)
-        state.tokens.enter(row, sequence.num_tokens)
         for group in state.groups:
             self._share(group, sequence, row, copies)
         self.publisher.stand(child)

@@ -18,11 +18,12 @@ class RowCounters:
     needs are not let go. `published`: tokens that are in the tree. `step_start`: the length before the last step.
     `drafts`: tokens of it that may be rejected. `prompts`: lengths of the prompts, 0 where no sequence is.
     `last_snapshot`: no step is to leave a state behind it; 0 where there is none. `opened`: the clock when the sequence
-    was opened. `priority`: how important it is.
+    was opened. `priority`: how important it is. `known`: tokens whose ids are known; `handed`: those whose ids the
+    sequence itself keeps.
     """
 
     def __init__(self, rows: int) -> None:
-        self._set(np.zeros((14, rows), np.int64))
+        self._set(np.zeros((16, rows), np.int64))
 
     def _set(self, counts: Counts) -> None:
         self._counts = counts
@@ -40,6 +41,8 @@ class RowCounters:
         self.last_snapshot, self.last_snapshot_of = _both(counts[11])
         self.opened, self.opened_of = _both(counts[12])
         self.priority, self.priority_of = _both(counts[13])
+        self.known, self.known_of = _both(counts[14])
+        self.handed, self.handed_of = _both(counts[15])
 
     def add_rows(self, count: int) -> None:
         self._set(np.pad(self._counts, ((0, 0), (0, count))))

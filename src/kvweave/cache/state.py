@@ -55,7 +55,7 @@ class CacheState:
         self.moves = WindowMoves(self.windows, self.grid)
         self.decode_every = -(-retention.decode_every // self.grid) * self.grid
         self.counters = RowCounters(rows)
-        self.tokens = TokenLog(rows)
+        self.tokens = TokenLog(self.counters, rows)
         self.by_row: dict[int, Sequence] = {}
         self.parking_rows: set[int] = set()
         """Those of sequences that have pages parked."""
