@@ -81,8 +81,9 @@ def test_as_many_pages_as_rows_need_not_be_one_each() -> None:
 
 def test_every_way_of_writing_tells_the_row_also_after_rows_were_added() -> None:
     table = table_of(kernel_tokens=8)
-    table.write(1, 0, np.array([7], np.int32))
+    table.write_state(1, 7)
     table.add_rows(2)
     assert table.take_changed().tolist() == [1]
+    assert (int(table.pages[1, 0]), int(table.blocks[1])) == (7, 1)
     table.write(3, 0, np.array([5], np.int32))
     assert table.take_changed().tolist() == [3]

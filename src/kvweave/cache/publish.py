@@ -91,10 +91,8 @@ class Publisher:
     def publish_all(self) -> None:
         """Publish every sequence that has more than others can find."""
         state, counters = self.state, self.state.counters
-        has_more = (counters.committed - counters.published >= state.grid) & (counters.prompts > 0)
-        if state.states:
-            has_more &= counters.last_snapshot > 0
-        for row in has_more.nonzero()[0].tolist():
+        ends = np.minimum(counters.committed, counters.last_snapshot) if state.states else counters.committed
+        for row in (ends - counters.published >= state.grid).nonzero()[0].tolist():
             self.publish(state.by_row[row])
             state.set_next_event(state.by_row[row])
 

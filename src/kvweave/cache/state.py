@@ -77,7 +77,8 @@ class CacheState:
 
     def free_row(self, sequence: Sequence) -> None:
         del self.by_row[sequence.row]
-        self.counters.prompt_of[sequence.row] = self.counters.last_snapshot_of[sequence.row] = 0
+        counters, row = self.counters, sequence.row
+        counters.committed_of[row] = counters.prompt_of[row] = counters.last_snapshot_of[row] = 0
         self._free_rows.append(sequence.row)
         self.num_closed += 1
         sequence.row = -1

@@ -153,9 +153,7 @@ class Steps:
         for group in state.states:
             table = state.tables[group.number]
             if not table.blocks_of[row]:
-                page = state.pages[group.number].allocate_apart(is_needed=True)
-                table.write(row, 0, np.array([page], np.int32))
-                table.blocks_of[row] = 1
+                table.write_state(row, state.pages[group.number].allocate_apart(is_needed=True))
         self.snapshots.restore(sequence, copies)
         self.snapshots.reserve(sequence, positions, in_step)
 

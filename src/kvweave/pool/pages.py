@@ -45,8 +45,9 @@ class PageStack:
 
     def take_out(self, index: int) -> int:
         """The number at `index` of `all`; the one at the top takes its place."""
-        number, at = int(self.numbers[self.top + index]), self.top + index
-        self.numbers[at] = self.numbers[self.top]
+        number = int(self.numbers[self.top + index])
+        if index:
+            self.numbers[self.top + index] = self.numbers[self.top]
         self.top += 1
         self.size -= 1
         return number

@@ -72,6 +72,11 @@ class BlockTable:
             at = start * self.kernel_blocks
             self.kernels[row, at : at + len(pages) * self.kernel_blocks] = self.kernel_ids(pages).ravel()
 
+    def write_state(self, row: int, page: int) -> None:
+        """The first page of a row of states, which have one kernel block a page."""
+        self.pages[row, 0] = page
+        self.blocks_of[row], self._changed_of[row] = 1, True
+
     def append(self, rows: Counts, counts: Counts, pages: Ids) -> None:
         """`counts[i]` more pages at the end of `rows[i]`, out of `pages` in order."""
         slots = self.blocks[rows]
