@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
+from kvweave.cache.sequence import FIELDS
 from kvweave.cache.stats import InfiniteCache
 from kvweave.errors import (
     BadOption,
@@ -211,6 +212,13 @@ def test_truncate_refuses_what_cannot_be_gone_back_to() -> None:
     with pytest.raises(CannotTruncate):
         window.truncate(sequence, 10)
     assert sequence.length == 30
+
+
+def test_every_field_of_a_sequence_is_named_so_that_beams_can_swap_it() -> None:
+    sequence = Cache(full_plan()).open([1])
+    if not hasattr(sequence, "__dict__"):
+        pytest.skip("compiled: a class has the fields that its methods set")
+    assert sorted(vars(sequence)) == sorted(FIELDS)
 
 
 def test_forks_share_full_blocks_and_copy_the_last_one() -> None:
