@@ -91,7 +91,7 @@ class Publisher:
     def publish_all(self) -> None:
         """Publish every sequence that has more than others can find."""
         state, counters = self.state, self.state.counters
-        ends = np.minimum(counters.committed, counters.last_snapshot) if state.states else counters.committed
+        ends = counters.last_snapshot if state.states else counters.committed
         for row in (ends - counters.published >= state.grid).nonzero()[0].tolist():
             self.publish(state.by_row[row])
             state.set_next_event(state.by_row[row])
