@@ -1587,6 +1587,7 @@ def test_a_rematch_lets_go_of_the_old_hit_and_counts_as_hit_what_it_finds() -> N
     assert waiting.num_cached == 4
     run(cache, range(16))
     assert (cache.rematch(waiting), cache.stats().hit_tokens) == (12, 4 + 4 + 8)
+    assert cache.table("window")[waiting.row, :1].tolist() == [NULL], "what the shorter hit saw is let go"
     check_books(cache)
     cache.close(waiting)
     check_books(cache)
