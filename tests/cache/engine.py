@@ -195,7 +195,7 @@ def needed_pages(cache: Cache, group: PagedGroup, pins: Iterable[Any] = ()) -> s
         if group.is_state:
             needed.add(pin.point.states[state.states.index(group)])
             continue
-        pages = [page for node in pin.node.path() for page in node.pages[group.number].tolist()]
+        pages = [page for node in pin.point.node.path() for page in node.pages[group.number].tolist()]
         needed |= {pages[token // group.slot_tokens] for token in needed_tokens(group, pin.length)}
     return needed - {NULL}
 
@@ -222,7 +222,12 @@ def check_books(cache: Cache, pins: Iterable[Any] = ()) -> None:
     for pool in cache.state.pools:
         for pages in pool.groups:
             _check_group(cache, pages, pool, pins)
-        assert pool.free_superpages.size + sum(pages.num_superpages for pages in pool.groups) == pool.num_superpages
+        taken = [(pages.num_allocated + pages.free_pages.size) // pages.per_superpage for pages in pool.groups]
+        assert pool.free_superpages.size + sum(taken) == pool.num_superpages
+    counters = cache.state.counters
+    for row, sequence in cache.state.by_row.items():
+        assert counters.published[row] == sequence.node.end
+        assert bool(counters.last_snapshot[row]) == bool(sequence.snapshots)
     nodes = list(cache.state.prefix.tree.nodes())
     assert len(nodes) == cache.state.prefix.tree.num_nodes
     for node in nodes:
@@ -282,7 +287,7 @@ def _check_group(cache: Cache, pages: GroupPages, pool: PagePool, pins: list[Any
     held: Counter[int] = Counter()
     snapshots: set[int] = set()
     for row, sequence in state.by_row.items():
-        held.update(page for page in table.held(row).tolist() if page)
+        held.update(page for page in table.held(row, sequence.node.end).tolist() if page)
         held.update(page for _, run in sequence.parked.get(group.number, ()) for page in run.tolist())
         if group.is_state:
             nth = state.states.index(group)
@@ -293,7 +298,7 @@ def _check_group(cache: Cache, pages: GroupPages, pool: PagePool, pins: list[Any
     if group.is_window:
         for pin in pins:
             needed = {token // group.slot_tokens for token in needed_tokens(group, pin.length)}
-            path = [page for node in pin.node.path() for page in node.pages[group.number].tolist()]
+            path = [page for node in pin.point.node.path() for page in node.pages[group.number].tolist()]
             held.update(path[slot] for slot in needed)
     if group.is_window:
         check_points(cache, group)
@@ -315,7 +320,7 @@ def _check_group(cache: Cache, pages: GroupPages, pool: PagePool, pins: list[Any
     unneeded = set(cached) - set(held) - needed_pages(cache, group, pins)
     if group.is_full:
         unneeded = {p for n in state.prefix.tree.nodes() if not n.pins for p in node_pages(cache, n, group)}
-        stand = [s.node for s in state.by_row.values()] + [pin.node for pin in pins]
+        stand = [s.node for s in state.by_row.values()] + [pin.point.node for pin in pins]
         locked = {node.id for at in stand for node in at.path()}
         assert unneeded == {
             p for n in state.prefix.tree.nodes() if n.id not in locked for p in node_pages(cache, n, group)

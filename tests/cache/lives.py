@@ -190,7 +190,7 @@ class Life:
         for one, start, n in zip(chosen, starts, counts, strict=True):
             one.tokens += [self.rng.randint(0, 2) for _ in range(start + n - len(one.tokens))]
         tells = drafts > 0 or self.rng.random() < 0.5
-        known = self.cache.state.tokens.known
+        known = self.cache.state.counters.known
         tells = tells and all(known[one.sequence.row] >= s for one, s in zip(chosen, starts, strict=True))
         ids = [t for one, s, n in zip(chosen, starts, counts, strict=True) for t in one.tokens[s : s + n]]
         before, sequences = self.everything(), [one.sequence for one in chosen]
@@ -248,7 +248,7 @@ class Life:
                 last.end if not one.drafts else self.rng.randint(max(last.start + 1, one.sequence.committed), last.end)
             )
             one.steps = one.steps[done:]
-            known = int(self.cache.state.tokens.known[one.sequence.row])
+            known = int(self.cache.state.counters.known[one.sequence.row])
             if known < lengths[-1] and self.rng.random() < 0.9:
                 ids, committed = one.tokens[known : lengths[-1]], one.sequence.committed
                 self.engine.carry_out(self.cache.commit(one.sequence, committed, tokens=ids))
@@ -308,7 +308,7 @@ class Life:
         try:
             made, copies = self.cache.fork(one.sequence, self.rng.randint(1, 2))
         except NotSettled:
-            known, committed = int(self.cache.state.tokens.known[one.sequence.row]), one.sequence.committed
+            known, committed = int(self.cache.state.counters.known[one.sequence.row]), one.sequence.committed
             assert committed < one.sequence.length or one.drafts or known < committed, "a fork was refused without need"
             assert self.everything() == before
             return

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
+from kvweave.cache.sequence import FIELDS
 from kvweave.cache.stats import InfiniteCache
 from kvweave.errors import (
     BadOption,
@@ -213,6 +214,13 @@ def test_truncate_refuses_what_cannot_be_gone_back_to() -> None:
     assert sequence.length == 30
 
 
+def test_every_field_of_a_sequence_is_named_so_that_beams_can_swap_it() -> None:
+    sequence = Cache(full_plan()).open([1])
+    if not hasattr(sequence, "__dict__"):
+        pytest.skip("compiled: a class has the fields that its methods set")
+    assert sorted(vars(sequence)) == sorted(FIELDS)
+
+
 def test_forks_share_full_blocks_and_copy_the_last_one() -> None:
     cache = Cache(full_plan())
     parent = run(cache, range(10), close=False)
@@ -376,7 +384,8 @@ def test_super_pages_move_between_groups_as_demand_moves() -> None:
     many = [cache.open([i, 1]) for i in range(min(40, supers - 2))]
     for sequence in many:
         cache.extend(sequence, 2)
-    held = cache.state.pages[cache.state.states[0].number].num_superpages
+    states = cache.state.pages[cache.state.states[0].number]
+    held = (states.num_allocated + states.free_pages.size) // states.per_superpage
     for sequence in (*many, longest):
         cache.close(sequence)
     assert held >= len(many)
@@ -448,7 +457,7 @@ def test_a_batch_of_decode_steps_crosses_blocks_at_different_times() -> None:
 
 def test_ids_are_handed_to_a_few_sequences_at_a_time() -> None:
     cache = Cache(full_plan(pages=20_000, blocks=16), rows=384, max_tokens=1024)
-    batch, log = Batch([cache.open([i]) for i in range(384)]), cache.state.tokens
+    batch, log = Batch([cache.open([i]) for i in range(384)]), cache.state.counters
     cache.extend(batch, 1)
     for step in range(600):
         before = [s._num_tokens for s in batch.sequences]
@@ -1578,6 +1587,7 @@ def test_a_rematch_lets_go_of_the_old_hit_and_counts_as_hit_what_it_finds() -> N
     assert waiting.num_cached == 4
     run(cache, range(16))
     assert (cache.rematch(waiting), cache.stats().hit_tokens) == (12, 4 + 4 + 8)
+    assert cache.table("window")[waiting.row, :1].tolist() == [NULL], "what the shorter hit saw is let go"
     check_books(cache)
     cache.close(waiting)
     check_books(cache)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.pool import NULL, PagePool, PageStack
+from kvweave.pool import NULL, Obtainable, PagePool, PageStack
 from kvweave.pool.group import paged_groups
 from kvweave.spec import Full, LayerCache, State, Window
 from tests.cache.plans import group, plan_of
@@ -46,7 +46,7 @@ def test_single_pages_come_and_go_like_rows_of_them() -> None:
     stack = PageStack(4)
     stack.push(np.array([1, 2], np.int32))
     stack.push_one(3)
-    assert [stack.pop_one(), stack.pop_one(), stack.pop_one(), stack.size] == [3, 1, 2, 0]
+    assert [stack.take_out(0), stack.take_out(0), stack.take_out(0), stack.size] == [3, 1, 2, 0]
 
 
 def test_a_super_page_that_is_empty_again_serves_another_group() -> None:
@@ -55,12 +55,12 @@ def test_a_super_page_that_is_empty_again_serves_another_group() -> None:
     full, state = pool.groups
     pages = full.allocate(12)
     assert pool.available(state) == 0
-    assert not pool.is_ready([0, 1])
+    assert pool.lack([0, 1]) > 0
     assert not pool.prepare([0, 1]), "one super-page lacks"
     full.free(pages[:2])
     assert pool.available(state) == 1
     assert pool.prepare([0, 1])
-    assert state.allocate_one() == pages[0] // 2
+    assert state.allocate_apart(is_needed=True) == pages[0] // 2
     assert (full.num_allocated, state.num_allocated) == (10, 1)
 
 
@@ -70,13 +70,13 @@ def test_what_could_be_had_counts_evictable_pages_by_super_page() -> None:
     full, _ = pool.groups
     pages = full.allocate(12)
     full.count_evictable(pages[[0, 2]], 1)  # one page of each of two super-pages
-    assert pool.could_be_ready([2, 0], {})
-    assert not pool.could_be_ready([0, 1], {}), "no super-page would be empty"
+    assert Obtainable(pool, {}).covers([2, 0])
+    assert not Obtainable(pool, {}).covers([0, 1]), "no super-page would be empty"
     full.count_evictable(pages[[1]], 1)
-    assert pool.could_be_ready([0, 1], {})
-    assert pool.could_be_ready([1, 1], {})
-    assert not pool.could_be_ready([2, 1], {})
-    assert pool.could_be_ready([2, 1], {0: pages[[3]]}), "with a page that can be reclaimed"
+    assert Obtainable(pool, {}).covers([0, 1])
+    assert Obtainable(pool, {}).covers([1, 1])
+    assert not Obtainable(pool, {}).covers([2, 1])
+    assert Obtainable(pool, {0: pages[[3]]}).covers([2, 1]), "with a page that can be reclaimed"
 
 
 def window_pool() -> PagePool:
@@ -135,8 +135,8 @@ def test_free_pages_of_a_group_are_available_to_it_once() -> None:
 def test_pages_that_a_group_wants_itself_are_not_given_to_another() -> None:
     pool = two_in_one()
     pool.prepare([12, 0])
-    assert not pool.is_ready([12, 1])
-    assert not pool.could_be_ready([12, 1], {})
+    assert pool.lack([12, 1]) > 0
+    assert not Obtainable(pool, {}).covers([12, 1])
     assert not pool.prepare([12, 1])
     assert pool.prepare([10, 1])
     assert len(pool.groups[0].allocate(10)) == 10
@@ -215,15 +215,15 @@ def test_a_super_page_that_eviction_and_reclaiming_would_empty_together_could_be
     full, _ = pool.groups
     pages = full.allocate(12)
     full.count_evictable(pages[[0]], 1)
-    assert not pool.could_be_ready([0, 1], {0: pages[[2]]})
-    assert pool.could_be_ready([0, 1], {0: pages[[1]]})
+    assert not Obtainable(pool, {0: pages[[2]]}).covers([0, 1])
+    assert Obtainable(pool, {0: pages[[1]]}).covers([0, 1])
 
 
 def test_of_super_pages_that_could_be_empty_a_group_keeps_those_it_wants() -> None:
     pool = two_in_one()
     pool.prepare([12, 0])
-    assert not pool.could_be_ready([10, 2], {})
-    assert pool.could_be_ready([8, 2], {})
+    assert not Obtainable(pool, {}).covers([10, 2])
+    assert Obtainable(pool, {}).covers([8, 2])
 
 
 def test_super_pages_are_taken_from_the_group_that_does_not_want_them() -> None:
@@ -234,4 +234,4 @@ def test_super_pages_are_taken_from_the_group_that_does_not_want_them() -> None:
     assert pool.prepare([8, 4, 0])
     assert pool.prepare([8, 0, 1])
     assert len(a.allocate(8)) == 8
-    assert state.allocate_one() > NULL
+    assert state.allocate_apart(is_needed=True) > NULL

@@ -161,7 +161,7 @@ def test_a_hit_makes_a_run_whole_again() -> None:
 def test_what_a_state_saves_does_not_depend_on_spaced_ones_above_it() -> None:
     node = Node(0, Node(0, None, 0, np.zeros(0, np.int32), []), 0, np.zeros(96, np.int32), [])
     for position, kind in ((16, Kind.BRANCH), (32, Kind.SPACED), (64, Kind.SPACED), (96, Kind.PROMPT)):
-        node.add_point(Point(node, position, kind, ()))
+        node.points.append(Point(node, position, kind, ()))
     assert node.points[3].position_above() == 64
     assert node.points[3].position_above(skip_spaced=True) == 16
     order = Adaptive(Cache(plan_of(group("full", Full()), group("state", State()))).state.prefix.tree.groups)

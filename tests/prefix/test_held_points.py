@@ -60,8 +60,8 @@ def test_points_are_found_when_a_table_lets_go_of_either_page_whoever_left_befor
     assert held.unheld() == []
     let_go(pages, 1, 121, 182)
     assert {id(point) for point in held.unheld()} == {id(points[60]), id(points[90])}
-    assert sorted(point.held for point in held.all) == list(range(50))
-    assert all(held.all[point.held] is point for point in points[50:])
+    assert sorted(point.held for point in held.points) == list(range(50))
+    assert all(held.points[point.held] is point for point in points[50:])
 
 
 def test_points_are_looked_for_now_and_again() -> None:

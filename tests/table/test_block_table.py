@@ -24,7 +24,7 @@ def test_pages_one_by_one_are_what_they_are_all_at_once() -> None:
     for kernel_tokens in (8, 2):
         one, all_at_once, many = (table_of(kernel_tokens) for _ in range(3))
         for slot, page in enumerate((7, 3, 9)):
-            one.write_one(1, slot, page)
+            one.write(1, slot, np.array([page], np.int32))
         append(all_at_once, 1, 7, 3, 9)
         append(many, 1, 7)
         many.append(np.array([0, 1]), np.array([1, 2]), np.array([4, 3, 9], np.int32))
@@ -66,11 +66,11 @@ def test_a_table_with_more_rows_keeps_what_it_holds() -> None:
 def test_a_cleared_row_is_as_new() -> None:
     table = table_of(kernel_tokens=2)
     append(table, 1, 5, 6)
-    table.published[1] = table.first[1] = 1
+    table.first[1] = 1
     table.clear(1)
     assert not table.pages.any()
     assert not table.kernels.any()
-    assert (int(table.blocks[1]), int(table.published[1]), int(table.first[1])) == (0, 0, 0)
+    assert (int(table.blocks[1]), int(table.first[1])) == (0, 0)
 
 
 def test_as_many_pages_as_rows_need_not_be_one_each() -> None:
@@ -81,8 +81,9 @@ def test_as_many_pages_as_rows_need_not_be_one_each() -> None:
 
 def test_every_way_of_writing_tells_the_row_also_after_rows_were_added() -> None:
     table = table_of(kernel_tokens=8)
-    table.write_one(1, 0, 7)
+    table.write_state(1, 7)
     table.add_rows(2)
     assert table.take_changed().tolist() == [1]
+    assert (int(table.pages[1, 0]), int(table.blocks[1])) == (7, 1)
     table.write(3, 0, np.array([5], np.int32))
     assert table.take_changed().tolist() == [3]

@@ -54,7 +54,7 @@ class PageAllocator:
         for pool in self.state.pools:
             asked = self._with_reserve(pool, demand) if admits and self.reserve else demand
             if pool.name not in known:
-                if pool.is_ready(asked) or pool.could_be_ready(asked, {}):
+                if pool.lack(asked) <= 0 or Obtainable(pool, {}).covers(asked):
                     continue
                 known[pool.name] = Obtainable(pool, self._reclaimable(pool))
             if not known[pool.name].covers(asked):
@@ -86,7 +86,7 @@ class PageAllocator:
         """Pages that would be free if sequences held no more than their next tokens need."""
         found: dict[int, Ids] = {}
         parking = [self.state.by_row[row] for row in self.state.parking_rows]
-        rows, unwritten = self.state.open_rows(), self._unwritten_snapshots()
+        rows, unwritten = self.state.counters.prompts.nonzero()[0], self._unwritten_snapshots()
         for pages in pool.groups:
             group = pages.group
             if group.is_state:
@@ -159,7 +159,6 @@ class PageAllocator:
             for position in [at for at in sequence.snapshots if self._is_spare(sequence, at)]:
                 self.state.free_snapshot(sequence.snapshots.pop(position))
                 sequence.copy_at = -1 if position == sequence.copy_at else sequence.copy_at
-                sequence.answer = -1
                 self.state.set_next_event(sequence)
             if not sequence.snapshots:
                 self.state.counters.last_snapshot_of[sequence.row] = 0
@@ -171,7 +170,7 @@ class PageAllocator:
 
     def _with_spare(self) -> Iterator[Sequence]:
         """Sequences that may hold more than their next tokens need."""
-        rows, has_spare = self.state.open_rows(), self.state.counters.last_snapshot > 0
+        rows, has_spare = self.state.counters.prompts.nonzero()[0], self.state.counters.last_snapshot > 0
         has_spare[list(self.state.parking_rows)] = True
         for group in self.state.windows:
             has_spare[self._behind(group, rows)[0]] = True
@@ -196,8 +195,8 @@ class PageAllocator:
         assert pool.prepare(demand), "what is ready can be prepared"
 
     def _evict_own(self, pool: PagePool, demand: Demand) -> bool:
-        """Evict pages of groups that are short of some, a few points at a time: they need no whole super-page. Whether
-        there were any."""
+        """Evict pages of groups that are short of some and need no whole super-page, a few points at a time; whether
+        any went."""
         promised, evicted = 0, False  # super-pages for groups before
         for pages in pool.groups:
             count = demand[pages.group.number]

@@ -143,7 +143,6 @@ class Cache(SequenceOwner):
         sequence.drop_last_blocks = drop_last_blocks
         sequence.given_points = None if points is None else list(points)
         sequence.expected_branches = [position // self.grid * self.grid for position in branches]
-        sequence.opened = state.prefix.tick()
         self._loader.open(sequence, prompt, self._match(namespace, prompt) if reuse else None)
         self._publisher.stand(sequence)
         self._requests += 1
@@ -286,7 +285,7 @@ class Cache(SequenceOwner):
 
     def _tell(self, rows: Rows, chosen: list[Sequence], tokens: object) -> None:
         size = np.asarray(tokens).size
-        known, lengths = self.state.tokens.known[rows], self.state.counters.lengths[rows]
+        known, lengths = self.state.counters.known[rows], self.state.counters.lengths[rows]
         if size % len(rows) or (known + size // len(rows) > lengths).any():
             raise BadTokens(f"{size} ids for {len(rows)} sequences: no token after their lengths has a place")
         self.state.tokens.tell(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()), True)
@@ -371,7 +370,7 @@ class Cache(SequenceOwner):
         prompt = self._prompt(tokens, spans)
         match = self._match(namespace, prompt)
         position = self.state.prefix.tree.hit(match, match.length)
-        return Pin(self, *self._loader.pin(match, position)) if position else None
+        return Pin(self, self._loader.pin(match, position)) if position else None
 
     def unpin(self, pin: Pin) -> None:
         """Let go of what `pin` gave."""
@@ -379,7 +378,7 @@ class Cache(SequenceOwner):
         if pin.owner is not self:
             raise BadSequence("this prefix is not pinned, or not in this cache")
         pin.owner = None
-        self._loader.unpin(pin.node, pin.point)
+        self._loader.unpin(pin.point)
 
     def publish(self) -> None:
         """Put everything committed into the tree now; whoever opens a prompt has what it needs published anyway."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -69,54 +68,45 @@ class CacheContents:
 
 
 def contents(state: CacheState, stats: Stats) -> CacheContents:
-    ends = _below(state, lambda node: int(not node.children))
-    pools = tuple(_pool(state, pool, ends) for pool in state.pools)
-    return CacheContents(pools, tuple(_tree(state, ends)), stats)
+    nodes = list(state.prefix.tree.nodes())
+    ends, found = Counter[int](), Counter[int]()
+    for node in reversed(nodes):  # children before their parents
+        ends[node.id] += int(not node.children)
+        found[node.id] += sum(point.hits for point in node.points)
+        if node.parent is not None:
+            ends[node.parent.id] += ends[node.id]
+            found[node.parent.id] += found[node.id]
+    tree = tuple(_branch(state, node, found[node.id], ends[node.id]) for node in nodes)
+    return CacheContents(tuple(_pool(state, pool, nodes, ends) for pool in state.pools), tree, stats)
 
 
-# ---- the tree
+def _branch(state: CacheState, node: Node, found: int, ends: int) -> Branch:
+    above = node.parent.id if node.parent is not None and node.parent.parent is not None else None
+    pages = tuple((group.tag, len(_pages(state, node, group))) for group in state.groups)
+    return Branch(node.id, above, node.start, node.end, found, ends, pages)
 
 
-def _below(state: CacheState, count: Callable[[Node], int]) -> dict[int, int]:
-    """By node: the sum of a number over it and all nodes below it."""
-    sums: Counter[int] = Counter()
-    for node in state.prefix.tree.nodes():
-        for above in node.path():
-            sums[above.id] += count(node)
-    return sums
-
-
-def _tree(state: CacheState, ends: dict[int, int]) -> Iterator[Branch]:
-    found = _below(state, lambda node: sum(point.hits for point in node.points))
-    for node in state.prefix.tree.nodes():
-        above = node.parent.id if node.parent is not None and node.parent.parent is not None else None
-        pages = tuple((group.tag, len(_pages(state, node, group))) for group in state.groups)
-        yield Branch(node.id, above, node.start, node.end, found[node.id], ends[node.id], pages)
-
-
-# ---- pools
-
-
-def _pool(state: CacheState, pool: PagePool, ends: dict[int, int]) -> PoolMap:
-    found: dict[int, SuperPage] = {}
+def _pool(state: CacheState, pool: PagePool, nodes: list[Node], ends: Counter[int]) -> PoolMap:
+    found = [SuperPage(number, None, ()) for number in range(pool.num_superpages + 1)]
     for pages in pool.groups:
-        for superpage in _group(state, pages, ends):
-            found[superpage.number] = superpage
-    numbers = range(1, pool.num_superpages + 1)
-    return PoolMap(pool.name, tuple(found.get(number, SuperPage(number, None, ())) for number in numbers))
+        size, owners = pages.per_superpage, _owners(state, pages, nodes, ends)
+        for number in {page // size for page in owners}:
+            of_number = range(number * size, (number + 1) * size)
+            found[number] = SuperPage(number, pages.group.tag, tuple(owners.get(p, Owner.HELD) for p in of_number))
+    return PoolMap(pool.name, tuple(found[1:]))
 
 
-def _group(state: CacheState, pages: GroupPages, ends: dict[int, int]) -> Iterator[SuperPage]:
-    """The super-pages of one group: those in which it has a page, in use or free."""
-    group, owners = pages.group, dict.fromkeys(_held(state, pages.group), Owner.HELD)
+def _owners(state: CacheState, pages: GroupPages, nodes: list[Node], ends: Counter[int]) -> dict[int, Owner]:
+    """The owners of a group's pages: of all that are free, in a table or in the tree."""
+    group, table, owners = pages.group, state.tables[pages.group.number], dict[int, Owner]()
+    for row, sequence in state.by_row.items():
+        owners |= dict.fromkeys(table.held(row, sequence.node.end).tolist(), Owner.HELD)
+    owners.pop(NULL, None)
     owners |= dict.fromkeys(pages.free_pages.all.tolist(), Owner.FREE)
-    for node in state.prefix.tree.nodes():
+    for node in nodes:
         owner = Owner.SHARED if ends[node.id] > 1 else Owner.CACHED
         owners |= dict.fromkeys(_pages(state, node, group), owner)
-    size = pages.per_superpage
-    for number in sorted({page // size for page in owners}):
-        of_number = range(number * size, (number + 1) * size)
-        yield SuperPage(number, group.tag, tuple(owners.get(page, Owner.HELD) for page in of_number))
+    return owners
 
 
 def _pages(state: CacheState, node: Node, group: PagedGroup) -> list[int]:
@@ -125,9 +115,3 @@ def _pages(state: CacheState, node: Node, group: PagedGroup) -> list[int]:
         return [point.states[nth] for point in node.points if point.states]
     kept: list[int] = node.pages[group.number][node.pages[group.number] != NULL].tolist()
     return kept
-
-
-def _held(state: CacheState, group: PagedGroup) -> Iterable[int]:
-    """Pages that running sequences hold."""
-    table = state.tables[group.number]
-    return [page for row in state.by_row for page in table.held(row).tolist() if page != NULL]

@@ -26,8 +26,6 @@ class Copies:
     it had been. No page of one call is both read and written.
     """
 
-    __slots__ = ("_pages", "rows", "taken")
-
     def __init__(self) -> None:
         self.rows: set[int] = set()
         self.taken = False

@@ -75,8 +75,7 @@ class Forks:
             raise self.allocator.refusal(pool, Batch(sequences).rows, sequences, lengths, lengths)
 
     def _blocks(self, group: PagedGroup, sequence: Sequence) -> tuple[int, Counts, int]:
-        """How many blocks a child shares, for they will be in the tree; which others there are, of which it needs
-        copies; and how many blocks it has."""
+        """How many blocks a child shares, in the tree by then; of which others it needs copies; how many it has."""
         table, row = self.state.tables[group.number], sequence.row
         shared, end = 0, min(1, table.blocks_of[row])
         if not group.is_state:
@@ -93,7 +92,6 @@ class Forks:
             state.prefix.pin_states(child.restore, 1)
         state.by_row[row] = child
         state.counters.copy(sequence.row, row)
-        state.tokens.enter(row, sequence.num_tokens)
         for group in state.groups:
             self._share(group, sequence, row, copies)
         self.publisher.stand(child)
@@ -112,8 +110,7 @@ class Forks:
         for block in copied.tolist():
             copies.add(row, group.tag, int(table.pages[source, block]), int(pages[block]))
         table.write(row, 0, pages)
-        table.first_of[row], table.published_of[row] = table.first_of[source], table.published_of[source]
-        table.blocks_of[row] = end
+        table.first_of[row], table.blocks_of[row] = table.first_of[source], end
 
     # ---- reorder
 
@@ -171,8 +168,7 @@ class Forks:
         self.cut(sequence, length)
 
     def cut(self, sequence: Sequence, length: int) -> None:
-        """Forget what was computed from `length` on, which all groups can go back to; pages stay, and so does the
-        prompt."""
+        """Forget what was computed from `length` on, to which all groups can go back; pages and the prompt stay."""
         state, row = self.state, sequence.row
         counters = state.counters
         if counters.drafts_of[row]:
@@ -180,7 +176,6 @@ class Forks:
         counters.length_of[row] = length
         counters.committed_of[row] = min(counters.committed_of[row], length)
         counters.step_start_of[row] = min(counters.step_start_of[row], length)
-        counters.looked_at_of[row] = min(counters.looked_at_of[row], sequence.node.end)
         state.tokens.cut(sequence, max(length, sequence.num_prompt))
         self.snapshots.drop_after(sequence, length)
         self.publisher.leave(sequence)

@@ -9,7 +9,7 @@ from kvweave.cache.sequence import Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.pool import PagedGroup
-from kvweave.prefix import Node, Point, Tokens
+from kvweave.prefix import Point, Tokens
 from kvweave.prefix.tree import Match
 
 
@@ -30,9 +30,9 @@ class Loader:
     def open(self, sequence: Sequence, prompt: Tokens, match: Match | None) -> None:
         """Put a new sequence into a row, with the pages of its hit."""
         state = self.state
-        sequence.row = state.take_row()
-        sequence.rows[0] = sequence.row
+        sequence.row = sequence.rows[0] = state.take_row()
         state.by_row[sequence.row] = sequence
+        state.counters.opened_of[sequence.row] = state.prefix.tick()
         state.tokens.enter(sequence.row, len(prompt))
         self._enter(sequence, prompt, match)
 
@@ -40,8 +40,6 @@ class Loader:
         """Let a sequence that has computed nothing stand on a longer hit."""
         old = sequence.node
         self.leave_row(sequence)
-        for table in self.state.tables:
-            table.clear(sequence.row)
         self._enter(sequence, prompt, match)
         self.state.prefix.unpin(old)
 
@@ -64,24 +62,21 @@ class Loader:
         self._set_counters(sequence, position)
 
     def _set_counters(self, sequence: Sequence, position: int) -> None:
-        state, row = self.state, sequence.row
-        counters = state.counters
+        state, row, counters = self.state, sequence.row, self.state.counters
         counters.length_of[row] = counters.committed_of[row] = position
-        counters.looked_at_of[row] = counters.step_start_of[row] = position
+        counters.published_of[row] = counters.step_start_of[row] = position
         counters.drafts_of[row], counters.prompt_of[row] = 0, sequence.num_prompt
-        counters.opened_of[row], counters.priority_of[row] = sequence.opened, sequence.priority
+        counters.priority_of[row] = sequence.priority
         state.set_next_lengths(sequence)
 
     def _enter_run(self, group: PagedGroup, sequence: Sequence, position: int) -> None:
         """The pages of a hit that the next token can see; what lies between head and tail stays NULL."""
         table, row, blocks = self.state.tables[group.number], sequence.row, position // group.slot_tokens
-        first = 0 if group.is_full else min(group.first_block(position), blocks)
+        first = min(group.first_block(position), blocks)
         self._name(group, sequence, first, blocks)
         self._name(group, sequence, 0, min(group.head_blocks, first))
         table.first_of[row] = max(first, group.head_blocks)
         table.blocks_of[row] = blocks
-        if group.is_full:
-            table.published_of[row] = blocks
 
     def _name(self, group: PagedGroup, sequence: Sequence, low: int, high: int) -> None:
         """Let a sequence's table name the tree's pages of the blocks [low, high)."""
@@ -95,26 +90,27 @@ class Loader:
     def leave_row(self, sequence: Sequence) -> None:
         """Let go of all pages that a row holds, and of the states of its hit."""
         state = self.state
-        for group in state.groups:
-            state.pages[group.number].release(state.tables[group.number].held(sequence.row))
+        for table, pages in zip(state.tables, state.pages):
+            pages.release(table.held(sequence.row, sequence.node.end))
+            table.clear(sequence.row)
         state.release_parked(sequence)
         state.drop_restore(sequence)
 
     # ---- pins
 
-    def pin(self, match: Match, position: int) -> tuple[Node, Point]:
+    def pin(self, match: Match, position: int) -> Point:
         """Keep what resuming at a position of a matched path needs."""
         state = self.state
         point = state.prefix.pin_at(match, position, 0, with_states=True)
         for run in self.state.prefix.window_runs(point.node, point.position):
             state.pages[run.group.number].share(run.pages)
-        return point.node, point
+        return point
 
-    def unpin(self, node: Node, point: Point) -> None:
+    def unpin(self, point: Point) -> None:
         for run in self.state.prefix.window_runs(point.node, point.position):
             self.state.pages[run.group.number].release(run.pages)
         self.state.prefix.pin_states(point, -1)
-        self.state.prefix.unpin(node)
+        self.state.prefix.unpin(point.node)
 
     # ---- loading
 
@@ -146,7 +142,7 @@ class Loader:
         if group.is_state:
             return [] if blocks else [(0, 1)]
         end, head = position // group.slot_tokens, group.head_blocks
-        first = 0 if group.is_full else group.first_block(position)
+        first = group.first_block(position)
         runs = (blocks, min(head, end)), (max(blocks, head, first), end)
         return [(low, high) for low, high in runs if low < high]
 

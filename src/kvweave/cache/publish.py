@@ -12,7 +12,7 @@ import numpy as np
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import NULL, Ids
-from kvweave.prefix import Kind, Node
+from kvweave.prefix import NEVER, Kind, Node
 from kvweave.prefix.tree import NO_PAGES, PageRun
 
 Held = list[Ids]
@@ -53,14 +53,19 @@ class Publisher:
             self.stand(sequence)
         if key in standing:
             node.growing_tip = False  # whoever walks by here must find a child, not a longer node
-            for sequence in self._with_more(standing[key], end)[:MOST_PUBLISHED]:
+            for sequence in self._with_more(standing[key], end, MOST_PUBLISHED):
                 self.publish(sequence)
                 self.state.set_next_event(sequence)
 
-    def _with_more(self, standing: dict[Sequence, None] | None, end: int) -> list[Sequence]:
-        """Those of some sequences, of which there may be thousands, that have tokens up to `end` to share."""
-        committed = self.state.counters.committed_of
-        return [s for s in standing or () if committed[s.row] >= end and self.state.num_shareable(s) >= end]
+    def _with_more(self, standing: dict[Sequence, None] | None, end: int, most: int = NEVER) -> list[Sequence]:
+        """Of some sequences, of which there may be thousands, those that have tokens up to `end` to share."""
+        committed, found = self.state.counters.committed_of, list[Sequence]()
+        for sequence in standing or ():
+            if committed[sequence.row] >= end and self.state.num_shareable(sequence) >= end:
+                found.append(sequence)
+                if len(found) == most:
+                    break
+        return found
 
     # ---- while generating
 
@@ -75,7 +80,7 @@ class Publisher:
         for group in state.windows:
             if group.has_pages:
                 table, end = state.tables[group.number], position // group.slot_tokens
-                first = max(group.first_block(position), table.first_of[sequence.row])
+                first = group.first_block(position)
                 pages = table.pages[sequence.row, first:end].copy()
                 if len(pages):
                     state.pages[group.number].share(pages)
@@ -86,13 +91,10 @@ class Publisher:
     def publish_all(self) -> None:
         """Publish every sequence that has more than others can find."""
         state, counters = self.state, self.state.counters
-        for row in (counters.committed - counters.looked_at >= state.grid).nonzero()[0].tolist():
-            sequence = state.by_row.get(row)
-            if sequence is not None and (sequence.snapshots or not state.states):
-                self.publish(sequence)
-                state.set_next_event(sequence)
-            else:
-                counters.looked_at_of[row] = counters.committed_of[row] // state.grid * state.grid
+        ends = counters.last_snapshot if state.states else counters.committed
+        for row in (ends - counters.published >= state.grid).nonzero()[0].tolist():
+            self.publish(state.by_row[row])
+            state.set_next_event(state.by_row[row])
 
     def publish(self, sequence: Sequence, *, without_point: bool = False) -> None:
         """Put what is committed into the tree, up to the last resume point; or all of it, `without_point` there."""
@@ -105,13 +107,11 @@ class Publisher:
             return
         self.leave(sequence)
         self._lead_to(sequence, end, points, self._held_pages(sequence))
-        state.counters.looked_at_of[sequence.row] = end
+        state.counters.published_of[sequence.row] = end
         if not sequence.snapshots:
             state.counters.last_snapshot_of[sequence.row] = 0
         self.stand(sequence)
         state.release_parked(sequence)
-        for group in state.full:
-            state.tables[group.number].published_of[sequence.row] = end // group.slot_tokens
         self._move_tip(sequence)
         sequence.answer = -1
         if end >= sequence.last_point:
@@ -150,7 +150,7 @@ class Publisher:
         if last is tip or last is None or last.kind != Kind.ANSWER or last.position != node.end:
             return
         sequence.tip = last
-        if tip is not None and tip.alive and tip.kind == Kind.ANSWER and not tip.hits and not tip.pins:
+        if tip is not None and tip.alive and tip.kind == Kind.ANSWER and not tip.pins:
             self.state.prefix.drop_point(tip)
 
     def _lead_to(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
@@ -172,7 +172,7 @@ class Publisher:
             self._leave_points(sequence, points, held)
 
     def _stand_on(self, sequence: Sequence, node: Node) -> None:
-        self.state.prefix.move_pin(sequence.node, node)
+        self.state.prefix.pin(node, above=sequence.node)
         sequence.node = node
 
     # ---- a run that the tree has not

@@ -66,8 +66,6 @@ class OneRow:
                     if group.is_window and self.start[0] < num_prompt:
                         num_passing = group.first_block(num_prompt) - blocks
                         table.write(row, blocks, pages.allocate_run(count, num_passing))
-                    elif count == 1:
-                        table.write_one(row, blocks, pages.allocate_one())
                     else:
                         table.write(row, blocks, pages.allocate(count))
                     table.blocks_of[row] = blocks + count

@@ -15,14 +15,15 @@ class RowCounters:
     length up to which `extend` has nothing to do but to count; `next_stop`: the first length at which it has to do
     with states. `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at
     which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that it
-    needs are not let go. `looked_at`: `publish` has nothing to do before a grid of tokens more is committed than so
-    many. `step_start`: the length before the last step. `drafts`: tokens of it that may be rejected. `prompts`: lengths
-    of the prompts, 0 where no sequence is. `last_snapshot`: no step is to leave a state behind it; 0 where there is
-    none. `opened`: the clock when the sequence was opened. `priority`: how important it is.
+    needs are not let go. `published`: tokens that are in the tree. `step_start`: the length before the last step.
+    `drafts`: tokens of it that may be rejected. `prompts`: lengths of the prompts, 0 where no sequence is.
+    `last_snapshot`: no step is to leave a state behind it; 0 where there is none. `opened`: the clock when the sequence
+    was opened. `priority`: how important it is. `known`: tokens whose ids are known; `handed`: those whose ids the
+    sequence itself keeps.
     """
 
     def __init__(self, rows: int) -> None:
-        self._set(np.zeros((14, rows), np.int64))
+        self._set(np.zeros((16, rows), np.int64))
 
     def _set(self, counts: Counts) -> None:
         self._counts = counts
@@ -33,13 +34,15 @@ class RowCounters:
         self.next_event, self.next_event_of = _both(counts[4])
         self.next_point, self.next_point_of = _both(counts[5])
         self.hold, self.hold_of = _both(counts[6])
-        self.looked_at, self.looked_at_of = _both(counts[7])
+        self.published, self.published_of = _both(counts[7])
         self.step_start, self.step_start_of = _both(counts[8])
         self.drafts, self.drafts_of = _both(counts[9])
         self.prompts, self.prompt_of = _both(counts[10])
         self.last_snapshot, self.last_snapshot_of = _both(counts[11])
         self.opened, self.opened_of = _both(counts[12])
         self.priority, self.priority_of = _both(counts[13])
+        self.known, self.known_of = _both(counts[14])
+        self.handed, self.handed_of = _both(counts[15])
 
     def add_rows(self, count: int) -> None:
         self._set(np.pad(self._counts, ((0, 0), (0, count))))

@@ -39,39 +39,13 @@ class Checkpoint(NamedTuple):
     page: int
 
 
-INHERITED = (
-    "asked_points",
-    "branch",
-    "expected_branches",
-    "drop_last_blocks",
-    "given_points",
-    "owner",
-    "last_point",
-    "namespace",
-    "node",
-    "num_cached",
-    "num_prompt",
-    "opened",
-    "priority",
-    "private_from",
-    "prompt_points",
-    "restore",
+COMMON_NAMES = (
+    "asked_points branch expected_branches drop_last_blocks given_points owner last_point namespace node num_cached"
+    " num_prompt priority private_from prompt_points restore"
 )
-OWN = (
-    "_buffer",
-    "_first",
-    "_num_tokens",
-    "answer",
-    "copy_at",
-    "in_step",
-    "parked",
-    "row",
-    "rows",
-    "snapshots",
-    "standing_key",
-    "tip",
-)
-FIELDS = (*INHERITED, *OWN)
+OWN_NAMES = "_buffer _first _num_tokens answer copy_at in_step parked row rows snapshots standing_key tip"
+INHERITED = tuple(COMMON_NAMES.split())
+FIELDS = (*INHERITED, *OWN_NAMES.split())
 """What makes up a sequence: what its forks have in common with it, and what is its own."""
 
 
@@ -82,16 +56,12 @@ class Sequence:
     on. Kernels that can write states on the way need not stop: `extend` with `checkpoints` says where they go.
     """
 
-    __slots__ = FIELDS
-
     def __init__(
         self, owner: SequenceOwner, row: int, tokens: Tokens, namespace: Hashable, priority: int, node: Node
     ) -> None:
         self.owner = owner
         self.row = row
         self.rows: Rows = np.array([row], np.int64)
-        self.opened = 0
-        """The cache's clock when it was opened."""
         self.namespace = namespace
         self.priority = priority
         self.num_prompt = len(tokens)
@@ -245,22 +215,17 @@ class Sequence:
 class Pin:
     """A prefix that is kept until `Cache.unpin`: its length in tokens, and the point where it ends."""
 
-    __slots__ = ("node", "owner", "point")
-
-    def __init__(self, owner: SequenceOwner, node: Node, point: Point) -> None:
+    def __init__(self, owner: SequenceOwner, point: Point) -> None:
         self.owner: SequenceOwner | None = owner
-        self.node = node
         self.point = point
 
     @property
     def length(self) -> int:
-        return self.node.end
+        return self.point.position
 
 
 class Batch:
     """Several sequences as one array of rows, made once and used for many steps."""
-
-    __slots__ = ("checked", "rows", "sequences")
 
     def __init__(self, sequences: Iterable[Sequence]) -> None:
         self.sequences = list(sequences)
@@ -270,10 +235,9 @@ class Batch:
 
     def check(self, owner: SequenceOwner) -> None:
         """All sequences are open ones of this cache, each once, where they were when the batch was made."""
-        for sequence in self.sequences:
-            if sequence.owner is not owner:
-                raise BadSequence("a sequence of another cache is in the batch")
-        rows = [sequence.row for sequence in self.sequences]
+        rows = [sequence.row for sequence in self.sequences if sequence.owner is owner]
+        if len(rows) < len(self.sequences):
+            raise BadSequence("a sequence of another cache is in the batch")
         if rows != self.rows.tolist() or min(rows, default=0) < 0:
             raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")
         if np.count_nonzero(np.bincount(self.rows)) < len(rows):

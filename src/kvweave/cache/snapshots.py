@@ -22,13 +22,11 @@ class Snapshots:
 
     def positions(self, sequence: Sequence, start: int, end: int, on_the_way: bool) -> list[int]:
         """Which states the step over [start, end) should leave: all that are wanted, or only that at its end."""
-        state = self.state
         wanted = sequence.points_in(start, end)
-        after = wanted[-1] if wanted else start
-        last = end // state.decode_every * state.decode_every
-        if last > after and sequence.next_point(after) > last:
+        last = end // self.state.decode_every * self.state.decode_every
+        if last > (wanted[-1] if wanted else start):
             wanted.append(last)
-        return [p for p in wanted if p not in sequence.snapshots and (on_the_way or p == end)]
+        return [point for point in wanted if on_the_way or point == end]
 
     def reserve(self, sequence: Sequence, positions: list[int], in_step: bool) -> None:
         """Pages for the states at `positions`, for which there is room."""
@@ -62,12 +60,6 @@ class Snapshots:
         """Give back the snapshots of positions beyond `length`: nobody will come by there."""
         for position in [p for p in sequence.snapshots if p > length]:
             self.state.free_snapshot(sequence.snapshots.pop(position))
-        if sequence.answer > length:
-            sequence.answer = -1
-            self.state.release_parked(sequence)
-        sequence.in_step = [p for p in sequence.in_step if p <= length]
-        if sequence.copy_at > length:
-            sequence.copy_at = -1
 
     # ---- drafts: column i holds the state after the i-th of the tokens that may be rejected
 

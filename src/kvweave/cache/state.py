@@ -14,7 +14,7 @@ from kvweave.plan import Plan
 from kvweave.pool import Ids, NoPages, PagedGroup, PagePool
 from kvweave.pool.group import paged_groups
 from kvweave.prefix import NEVER, Event, Policy, PrefixCache, Retention
-from kvweave.table import BlockTable, Counts
+from kvweave.table import BlockTable
 
 
 class CacheState:
@@ -43,8 +43,10 @@ class CacheState:
         tree = self.prefix.tree
         self.rows, self.full, self.windows, self.states = tree.rows, tree.full, tree.windows, tree.states
         self.state_tags = [group.tag for group in self.states]
-        self.tables = [BlockTable(group, rows, self._width(group)) for group in self.groups]
-        self.same_block_size = list(_by_slot_tokens(self.rows).values())
+        widths = [1 + max_drafts if g.is_state else -(-max_tokens // g.slot_tokens) for g in self.groups]
+        self.tables = [BlockTable(group, rows, width) for group, width in zip(self.groups, widths)]
+        sizes = sorted({group.slot_tokens for group in self.rows})
+        self.same_block_size = [[group for group in self.rows if group.slot_tokens == size] for size in sizes]
         """Groups of rows whose tables have as many blocks as one another, always."""
         self.grid = self.prefix.grid
         self.retention = retention
@@ -53,16 +55,13 @@ class CacheState:
         self.moves = WindowMoves(self.windows, self.grid)
         self.decode_every = -(-retention.decode_every // self.grid) * self.grid
         self.counters = RowCounters(rows)
-        self.tokens = TokenLog(rows)
+        self.tokens = TokenLog(self.counters, rows)
         self.by_row: dict[int, Sequence] = {}
         self.parking_rows: set[int] = set()
         """Those of sequences that have pages parked."""
         self.num_closed = 0
         """Sequences closed or reordered so far; batches made before must be looked at again."""
         self._free_rows = list(range(rows - 1, -1, -1))
-
-    def _width(self, group: PagedGroup) -> int:
-        return 1 + self.max_drafts if group.is_state else -(-self.max_tokens // group.slot_tokens)
 
     # ---- rows
 
@@ -77,17 +76,12 @@ class CacheState:
         return self._free_rows.pop()
 
     def free_row(self, sequence: Sequence) -> None:
-        for table in self.tables:
-            table.clear(sequence.row)
         del self.by_row[sequence.row]
-        self.counters.prompt_of[sequence.row] = self.counters.last_snapshot_of[sequence.row] = 0
+        counters, row = self.counters, sequence.row
+        counters.committed_of[row] = counters.prompt_of[row] = counters.last_snapshot_of[row] = 0
         self._free_rows.append(sequence.row)
         self.num_closed += 1
         sequence.row = -1
-
-    def open_rows(self) -> Counts:
-        rows: Counts = self.counters.prompts.nonzero()[0]
-        return rows
 
     # ---- lengths at which there is more to do than to count
 
@@ -104,13 +98,12 @@ class CacheState:
         self.set_next_event(sequence)
 
     def set_next_stop(self, sequence: Sequence) -> None:
-        """Note the next length at which `extend` has to do with states: at once where one is to be copied or made; and
-        how far it need only count."""
+        """Note the next length at which `extend` has to do with states: at once where one is to be copied or made."""
         row, stop = sequence.row, NEVER
         if self.states:
             length = self.counters.length_of[row]
             has_live = bool(self.tables[self.states[0].number].blocks_of[row])
-            at_once = sequence.copy_at >= 0 or sequence.restore is not None or not has_live
+            at_once = sequence.copy_at >= 0 or not has_live
             stop = length + 1 if at_once else self.next_wanted(sequence, length)
         self.counters.next_stop_of[row] = stop
         self.set_ready_of(row)
@@ -129,8 +122,7 @@ class CacheState:
         counters.next_event_of[row] = min(point, self.moves.next(committed))
 
     def publish_at(self, sequence: Sequence) -> int:
-        """The committed length at which a sequence publishes by itself: the last point of its prompt, if others may
-        find it."""
+        """The committed length at which a sequence publishes by itself: the last point of its prompt, or never."""
         if sequence.private_from < sequence.last_point:
             return NEVER
         if self.states and not any(point <= sequence.last_point for point in sequence.snapshots):
@@ -210,7 +202,7 @@ class CacheState:
     def free_snapshot(self, pages: tuple[int, ...]) -> None:
         """A page of each state group, which nobody holds any more."""
         for group, page in zip(self.states, pages):
-            self.pages[group.number].free_snapshot(page)
+            self.pages[group.number].free_one(page)
 
     def park(self, sequence: Sequence, group: PagedGroup, first: int, pages: Ids) -> None:
         """A sequence holds pages of a window, from block `first` on, for points that are not in the tree yet."""
@@ -233,10 +225,3 @@ class CacheState:
     def live_states(self, row: int) -> list[int]:
         """The pages of a row's live states."""
         return [int(self.tables[group.number].pages[row, 0]) for group in self.states]
-
-
-def _by_slot_tokens(groups: list[PagedGroup]) -> dict[int, list[PagedGroup]]:
-    same: dict[int, list[PagedGroup]] = {}
-    for group in groups:
-        same.setdefault(group.slot_tokens, []).append(group)
-    return same

@@ -79,20 +79,13 @@ class InfiniteCache:
 
     def see(self, sums: Sums, limit: int) -> None:
         """`sums[i]` identifies the first (i + 1) x grid tokens. What is seen is closed under prefixes."""
-        low, high = 0, len(sums)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._has(sums[middle]) else (low, middle)
+        seen = np.zeros(len(sums), np.bool_)
+        for array in self._sorted:
+            seen |= array[np.minimum(np.searchsorted(array, sums), len(array) - 1)] == sums
+        low = int(np.count_nonzero(seen))
         self.hit_tokens += min(low * self.grid, limit // self.grid * self.grid)
         if low < len(sums):
             self._add(np.sort(sums[low:]))
-
-    def _has(self, value: np.uint64) -> bool:
-        for array in self._sorted:
-            at = int(np.searchsorted(array, value))
-            if at < len(array) and array[at] == value:
-                return True
-        return False
 
     def _add(self, new: Sums) -> None:
         while self._sorted and len(self._sorted[-1]) < 2 * len(new):

@@ -134,10 +134,7 @@ class Steps:
     def _ensure(self, room: RowGrowth, demand: Demand, asking: Rows) -> None:
         """Make sure of the pages, or raise with everything as it was."""
         if room.longest > self.state.max_tokens:
-            longest = np.array([room.longest])
-            never = self.allocator.never_fits(longest, longest)
-            assert never is not None
-            raise never
+            raise self.allocator.refusal(self.state.pools[0], room.rows, room.sequences, *room.span())
         known: Known = {}
         pool = self.allocator.ensure(demand, admits=self._admits(room), known=known)
         if pool is not None:
@@ -156,10 +153,8 @@ class Steps:
         for group in state.states:
             table = state.tables[group.number]
             if not table.blocks_of[row]:
-                table.write_one(row, 0, state.pages[group.number].allocate_apart(is_needed=True))
-                table.blocks_of[row] = 1
+                table.write_state(row, state.pages[group.number].allocate_apart(is_needed=True))
         self.snapshots.restore(sequence, copies)
-        sequence.in_step = []
         self.snapshots.reserve(sequence, positions, in_step)
 
     # ---- commit
@@ -215,7 +210,7 @@ class Steps:
         """A sequence has passed points, which enter the tree."""
         state, row = self.state, sequence.row
         committed = state.counters.committed_of[row]
-        if sequence.copy_at >= 0 and sequence.copy_at == committed == state.counters.length_of[row]:
+        if sequence.copy_at == committed:
             self.snapshots.copy_live(sequence, copies)
             state.set_next_stop(sequence)
         if committed >= state.publish_at(sequence):

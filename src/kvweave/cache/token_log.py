@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvweave.cache.row_counters import RowCounters
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.errors import BadTokens
 from kvweave.pool import Ids
@@ -17,45 +18,39 @@ TURNS = 192
 
 
 class TokenLog:
-    """`known[row]` ids of a sequence are known, from its first token on; without a gap, whoever told them when. Those
-    from `_handed[row]` on are kept here, the others by the sequence."""
+    """`known` ids of a row's sequence are known, from its first token on; without a gap, whoever told them when. Those
+    from `handed` on are kept here, the others by the sequence."""
 
-    def __init__(self, rows: int) -> None:
-        self._set(np.zeros((2, rows), np.int64))
+    def __init__(self, counters: RowCounters, rows: int) -> None:
+        self._counters = counters
         self._turn = 0
         self._recent: Ids = np.full((rows, RECENT), 0, np.int32)  # touched now: not by the first step of many rows
 
-    def _set(self, counts: Counts) -> None:
-        self._counts = counts
-        self.known, self._handed = counts
-        self._known_of, self._handed_of = self.known.data, self._handed.data
-
     def add_rows(self, count: int) -> None:
-        self._set(np.pad(self._counts, ((0, 0), (0, count))))
         self._recent = np.pad(self._recent, ((0, count), (0, 0)))
 
     def enter(self, row: int, count: int) -> None:
         """The sequence that comes into a row knows `count` ids."""
-        self._known_of[row] = self._handed_of[row] = count
+        self._counters.known_of[row] = self._counters.handed_of[row] = count
 
     def flush(self, sequence: Sequence) -> None:
         """Hand a row's recent ids to its sequence."""
         row = sequence.row
-        recent = self._known_of[row] - self._handed_of[row] if row >= 0 else 0
+        recent = self._counters.known_of[row] - self._counters.handed_of[row] if row >= 0 else 0
         if recent:
             sequence.add_tokens(self._recent[row, :recent])
-            self._handed_of[row] = self._known_of[row]
+            self._counters.handed_of[row] = self._counters.known_of[row]
 
     def cut(self, sequence: Sequence, length: int) -> None:
         """Forget the ids from `length` on."""
         self.flush(sequence)
         sequence.cut_tokens(length)
-        self.enter(sequence.row, min(self._known_of[sequence.row], length))
+        self.enter(sequence.row, min(self._counters.known_of[sequence.row], length))
 
     def cut_many(self, rows: Rows, sequences: list[Sequence], lengths: Counts) -> None:
         """`cut` for many rows at once."""
-        known, handed = self.known[rows], self._handed[rows]
-        self.known[rows] = np.minimum(known, np.maximum(lengths, handed))
+        known, handed = self._counters.known[rows], self._counters.handed[rows]
+        self._counters.known[rows] = np.minimum(known, np.maximum(lengths, handed))
         for i in (lengths < handed).nonzero()[0].tolist():
             self.cut(sequences[i], int(lengths[i]))
 
@@ -70,9 +65,9 @@ class TokenLog:
         total = counts * len(rows) if isinstance(counts, int) else int(counts.sum())
         if len(ids) != total:
             raise BadTokens(f"{len(ids)} tokens for {len(rows)} sequences that get {total}")
-        if len(sequences) == 1 and self._known_of[sequences[0].row] == start[0]:
+        if len(sequences) == 1 and self._counters.known_of[sequences[0].row] == start[0]:
             return ids, True
-        known = self.known[rows]
+        known = self._counters.known[rows]
         if not np.count_nonzero(known != start):
             return ids, True
         if (known < start).any():
@@ -101,28 +96,28 @@ class TokenLog:
         for sequence, first, given in _by_sequence(sequences, start, counts, ids):
             new = given[max(0, sequence.num_tokens - first) :]
             sequence.add_tokens(new)
-            self.enter(sequence.row, self._known_of[sequence.row] + len(new))
+            self.enter(sequence.row, self._counters.known_of[sequence.row] + len(new))
 
     def _tell_one(self, sequence: Sequence, start: int, ids: Ids) -> None:
         """`_tell_alike` for one row, in plain numbers."""
         row = sequence.row
-        if start - self._handed_of[row] + len(ids) > RECENT:
+        if start - self._counters.handed_of[row] + len(ids) > RECENT:
             self.flush(sequence)
-        first = start - self._handed_of[row]
+        first = start - self._counters.handed_of[row]
         self._recent[row, first : first + len(ids)] = ids
-        self._known_of[row] = start + len(ids)
+        self._counters.known_of[row] = start + len(ids)
 
     def _tell_alike(self, rows: Rows, sequences: list[Sequence], start: Counts, ids: Ids) -> None:
         """As many ids for each row, none of them known."""
-        width, column = ids.shape[1], start - self._handed[rows]
+        width, column = ids.shape[1], start - self._counters.handed[rows]
         longest = int(column[column.argmax()]) + width
         if longest > RECENT:
             for sequence in sequences:
                 self.flush(sequence)
-            column = start - self._handed[rows]
+            column = start - self._counters.handed[rows]
         for i in range(width):
             self._recent[rows, column + i if i else column] = ids[:, i]
-        self.known[rows] = start + width
+        self._counters.known[rows] = start + width
         if longest > RECENT - TURNS:
             self._turn = (self._turn + 1) % TURNS
             for sequence in sequences[self._turn :: TURNS]:

@@ -20,8 +20,7 @@ class WindowMoves:
         self._work_out(FIRST_SIZE)
 
     def _work_out(self, size: int) -> None:
-        """For the first `size` multiples of the grid. Where windows move on behind them is looked up when a row comes
-        there."""
+        """For the first `size` multiples of the grid; for more when a row comes there."""
         numbers = np.arange(size)
         self._first_blocks = [group.first_blocks(numbers * self.grid) for group in self.windows]
         moves = np.full(size + 1, size)

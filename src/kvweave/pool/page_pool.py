@@ -45,12 +45,9 @@ class PagePool:
             lack += pages.superpages_for(demand[pages.group.number])
         return lack
 
-    def is_ready(self, demand: Demand) -> bool:
-        """Whether every group can allocate what it wants as things are, empty super-pages of others included."""
-        return self.lack(demand) <= 0
-
     def lack(self, demand: Demand) -> int:
-        """Super-pages that lack as things are."""
+        """Super-pages that lack so that every group can allocate what it wants as things are, empty super-pages of
+        others included; 0 or less if none does."""
         lack = self._lack_apart(demand)
         if lack > 0:
             for pages in self.groups:
@@ -58,10 +55,6 @@ class PagePool:
                 if spare > 0:
                     lack -= min(spare, len(pages.empty_superpages()))
         return lack
-
-    def could_be_ready(self, demand: Demand, reclaimable: Mapping[int, Ids]) -> bool:
-        """Whether it would be after all evictable and all `reclaimable` pages (by group number) were freed."""
-        return Obtainable(self, reclaimable).covers(demand)
 
     def available(self, pages: GroupPages) -> int:
         """Pages a group could allocate without anything being evicted, empty super-pages of others included."""
@@ -73,30 +66,24 @@ class PagePool:
         """Move super-pages so that every group can allocate what it wants; False, and nothing moved, if it cannot."""
         lack = self._lack_apart(demand)
         if lack > 0:
-            if not self.is_ready(demand):
+            if self.lack(demand) > 0:
                 return False
             for pages in self.groups:
                 spare = (pages.free_pages.size - demand[pages.group.number]) // pages.per_superpage
-                lack -= self._take_back(pages, min(lack, spare))
+                superpages = pages.empty_superpages()[: max(0, min(lack, spare))]
+                if len(superpages):
+                    pages.drop_superpages(superpages)
+                    self.free_superpages.push(superpages)
+                    lack -= len(superpages)
         for pages in self.groups:
-            if not pages.is_whole and (superpages := pages.superpages_for(demand[pages.group.number])):
-                pages.add_superpages(self.free_superpages.pop(superpages))
+            if not pages.is_whole and (wanted := pages.superpages_for(demand[pages.group.number])):
+                pages.add_superpages(self.free_superpages.pop(wanted))
         return True
-
-    def _take_back(self, pages: GroupPages, most: int) -> int:
-        """Take back up to `most` empty super-pages of a group."""
-        if most <= 0:
-            return 0
-        superpages = pages.empty_superpages()[:most]
-        if len(superpages):
-            pages.drop_superpages(superpages)
-            self.free_superpages.push(superpages)
-        return len(superpages)
 
 
 class Obtainable:
-    """What a pool could give at this moment, after all evictable and all `reclaimable` pages were freed. Exact, and
-    worked out once for any number of demands; changes nothing."""
+    """What a pool could give at this moment, after all evictable and all `reclaimable` pages (by group number) were
+    freed. Exact, and worked out once for any number of demands; changes nothing."""
 
     def __init__(self, pool: PagePool, reclaimable: Mapping[int, Ids]) -> None:
         self._pool = pool

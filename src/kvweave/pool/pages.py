@@ -43,17 +43,13 @@ class PageStack:
         self.size += 1
         self.numbers[self.top] = number
 
-    def pop_one(self) -> int:
-        number = int(self.numbers[self.top])
-        self.top += 1
-        self.size -= 1
-        return number
-
     def take_out(self, index: int) -> int:
         """The number at `index` of `all`; the one at the top takes its place."""
-        number, at = int(self.numbers[self.top + index]), self.top + index
-        self.numbers[at] = self.numbers[self.top]
-        self.pop_one()
+        number = int(self.numbers[self.top + index])
+        if index:
+            self.numbers[self.top + index] = self.numbers[self.top]
+        self.top += 1
+        self.size -= 1
         return number
 
     def replace(self, numbers: Ids) -> None:
@@ -101,19 +97,14 @@ class GroupPages:
         self.num_allocated += count
         return self._stack.pop(count)
 
-    def allocate_one(self) -> int:
-        """`allocate`, for a single page."""
+    def allocate_apart(self, is_needed: bool) -> int:
+        """A page that is needed as long as its sequence runs, or one that may be evicted: such pages are kept apart, so
+        that whole super-pages can be emptied when pages are evicted."""
         assert self._stack.size, f"a page of {self.group.tag} was promised"
         self.num_allocated += 1
-        return self._stack.pop_one()
-
-    def allocate_apart(self, is_needed: bool) -> int:
-        """`allocate_one` for a page that is needed as long as its sequence runs, or one that may be evicted: such pages
-        are kept apart, so that whole super-pages can be emptied when pages are evicted."""
         if self.is_whole or self.free_pages.size < 2:
-            return self.allocate_one()
+            return self._stack.take_out(0)
         crowd = self._needed_beside(self.free_pages.all)
-        self.num_allocated += 1
         return self.free_pages.take_out(int(crowd.argmax() if is_needed else crowd.argmin()))
 
     def allocate_run(self, count: int, num_passing: int) -> Ids:
@@ -139,10 +130,6 @@ class GroupPages:
         self._is_snapshot_of[page] = True
         return page
 
-    def free_snapshot(self, page: int) -> None:
-        self._is_snapshot_of[page] = False
-        self.free_one(page)
-
     def snapshots_but(self, pages: Ids) -> Ids:
         """The pages of all snapshots but these."""
         others = self._is_snapshot.copy()
@@ -156,7 +143,8 @@ class GroupPages:
             self._stack.push(pages)
 
     def free_one(self, page: int) -> None:
-        """`free`, for a single page."""
+        """`free`, for the page of a state."""
+        self._is_snapshot_of[page] = False
         self.num_allocated -= 1
         self._stack.push_one(page)
 
@@ -188,8 +176,7 @@ class GroupPages:
         return named
 
     def named_only_by(self, pages: Ids) -> Ids:
-        """Those of `pages`, of a window, that no table and no pin names but those that let go of them, of each as often
-        as it is in there."""
+        """Those of `pages`, of a window, that nobody names more often than they are in there."""
         times = np.bincount(pages, minlength=1)
         found = times.nonzero()[0]
         only: Ids = found[times[found] == self.holders[found] & NAMES].astype(np.int32)
@@ -202,8 +189,7 @@ class GroupPages:
         self.num_cached += holders.enter(self.holders, pages)
 
     def leave_cache(self, pages: Ids) -> int:
-        """A point of the tree needs `pages` of a window no more. NULL takes the place of those that leave the tree; how
-        many these are."""
+        """A point needs `pages` of a window no more. NULL replaces those that leave the tree; how many these are."""
         out = np.empty(len(pages), np.int32)
         num_gone, num_left = holders.leave(self.holders, pages, self.evictable_in, self.per_superpage, out)
         self.num_evictable -= num_gone
@@ -256,10 +242,6 @@ class GroupPages:
 
     # ---- super-pages
 
-    @property
-    def num_superpages(self) -> int:
-        return (self.num_allocated + self.free_pages.size) // self.per_superpage
-
     def superpages_for(self, count: int) -> int:
         """Super-pages it lacks to have `count` free pages."""
         return max(0, -(-(count - self.free_pages.size) // self.per_superpage))
@@ -302,20 +284,14 @@ class NoPages(GroupPages):
 
     def __init__(self, group: PagedGroup) -> None:
         super().__init__(group, 0, PageStack(0))
-        self.per_superpage = 1
+        self.per_superpage, self.is_whole = 1, True
         self.holders = np.zeros(1, np.int64)  # of NULL
 
     def allocate(self, count: int) -> Ids:
         return np.zeros(count, np.int32)
 
-    def allocate_one(self) -> int:
-        return NULL
-
     def allocate_apart(self, is_needed: bool) -> int:  # noqa: ARG002
         return NULL
-
-    def allocate_run(self, count: int, num_passing: int) -> Ids:  # noqa: ARG002
-        return self.allocate(count)
 
     def free(self, pages: Ids) -> None:
         pass

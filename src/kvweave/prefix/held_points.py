@@ -23,7 +23,7 @@ class HeldPoints:
 
     def __init__(self, pages: GroupPages) -> None:
         self._pages = pages
-        self._points: list[Point] = []
+        self.points: list[Point] = []
         self._set(np.zeros((2, 64), np.int32))
         self._seen = 0
         """Pages that tables had let go of, when it was last asked which points are held no longer."""
@@ -49,32 +49,28 @@ class HeldPoints:
         return point.held != QUEUED_ANYWAY and pages.is_named(point.last_page) and pages.is_named(point.first_page)
 
     def add(self, point: Point) -> None:
-        at = point.held = len(self._points)
-        self._points.append(point)
+        at = point.held = len(self.points)
+        self.points.append(point)
         if at == self._ends.shape[1]:
             self._set(np.concatenate([self._ends, self._ends], axis=1))
         self._first_of[at], self._last_of[at] = point.first_page, point.last_page
 
     def remove(self, point: Point) -> None:
         """The last one takes its place."""
-        at, last = point.held, self._points.pop()
+        at, last = point.held, self.points.pop()
         if last is not point:
-            self._points[at], last.held = last, at
+            self.points[at], last.held = last, at
             self._first_of[at], self._last_of[at] = last.first_page, last.last_page
         point.held = NOT_HELD
 
     def let_go(self) -> list[Point]:
         """Points that are held no longer, some of them; looked for now and again as tables let go of pages."""
-        if self._pages.num_let_go - self._seen <= PATIENCE * len(self._points):
+        if self._pages.num_let_go - self._seen <= PATIENCE * len(self.points):
             return []
         self._seen = self._pages.num_let_go
         return self.unheld()
 
     def unheld(self) -> list[Point]:
         """Points that are held no longer, some of them."""
-        first, last = self._pages.are_named(self._ends[:, : len(self._points)])
-        return [self._points[at] for at in np.flatnonzero(~(first & last))[:MOST_AT_ONCE].tolist()]
-
-    @property
-    def all(self) -> list[Point]:
-        return self._points
+        first, last = self._pages.are_named(self._ends[:, : len(self.points)])
+        return [self.points[at] for at in np.flatnonzero(~(first & last))[:MOST_AT_ONCE].tolist()]

@@ -9,7 +9,6 @@ kept: exactly the blocks of [tail(p), p) of the points p are. The states of a po
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from enum import IntEnum
 from typing import Any
 
@@ -38,29 +37,6 @@ class Kind(IntEnum):
 
 class Point:
     """A resume point: its position, and what eviction knows of it. `pins` counts who must find its states unharmed."""
-
-    __slots__ = (
-        "alive",
-        "continued",
-        "cut",
-        "entry",
-        "first_page",
-        "floor",
-        "found",
-        "held",
-        "hits",
-        "kind",
-        "last_page",
-        "last_used",
-        "node",
-        "pins",
-        "position",
-        "priority",
-        "queue",
-        "queued",
-        "states",
-        "weight",
-    )
 
     def __init__(self, node: Node, position: int, kind: Kind, states: StatePages) -> None:
         self.node = node
@@ -107,22 +83,6 @@ class Node:
     """One run of tokens. `pins` counts the holders (running sequences, pins) at or below it, `uses` those exactly at
     its end. `points` are in order."""
 
-    __slots__ = (
-        "children",
-        "end",
-        "growing_tip",
-        "id",
-        "namespace",
-        "pages",
-        "parent",
-        "pins",
-        "points",
-        "standing",
-        "start",
-        "tokens",
-        "uses",
-    )
-
     def __init__(self, id: int, parent: Node | None, start: int, tokens: Tokens, pages: list[Ids]) -> None:
         self.id = id
         self.parent = parent
@@ -156,16 +116,6 @@ class Node:
                 return point
         return None
 
-    def add_point(self, point: Point) -> None:
-        """In order of position; most come at the end."""
-        at = len(self.points)
-        while at and self.points[at - 1].position > point.position:
-            at -= 1
-        self.points.insert(at, point)
-
-    def remove_point(self, point: Point) -> None:
-        del self.points[bisect_left(self.points, point.position, key=_position)]
-
     def path(self) -> list[Node]:
         """The nodes from the root, which is left out, down to this one."""
         nodes = []
@@ -174,7 +124,3 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
-
-
-def _position(point: Point) -> int:
-    return point.position

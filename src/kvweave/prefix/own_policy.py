@@ -31,12 +31,18 @@ class OwnOrder(Order):
         self.name = getattr(policy, "__qualname__", None) or type(policy).__qualname__
         self.has_failed = False
 
-    def fail(self, error: Exception) -> None:
-        if not self.has_failed:
+    def ask(self, question: Any, *about: Any) -> Any:
+        """What the policy answers; None where it has no such method, or has failed."""
+        if question is None or self.has_failed:
+            return None
+        try:
+            return question(*about)
+        except Exception as error:  # whatever a user's code raises
             self.has_failed = True
             said = f"the policy {self.name} failed: {type(error).__name__}: {error}; from now on LRU decides"
             with suppress(PolicyFailed):  # where warnings are errors: raising here would leave a step half done
                 warnings.warn(said, PolicyFailed, stacklevel=2)
+            return None
 
     def choose(self, queues: list[EvictionQueue], now: int) -> Point | None:
         if self.has_failed:
@@ -58,15 +64,12 @@ class OwnKeys(OwnOrder):
         """Of all keys that are tuples; 0 where they are numbers; -1 before the first."""
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
-        if not self.has_failed:
-            try:
-                return 0, self._checked(self._key(EvictionCandidate(point, self.groups, is_tip, now)))
-            except Exception as error:  # whatever a user's function raises
-                self.fail(error)
-        return 1, point.last_used
+        key = self.ask(self._checked_key, EvictionCandidate(point, self.groups, is_tip, now))
+        return (1, point.last_used) if key is None else (0, key)
 
-    def _checked(self, key: Any) -> Any:
-        """The key, of numbers that have an order."""
+    def _checked_key(self, candidate: EvictionCandidate) -> Any:
+        """The policy's key, of numbers that have an order."""
+        key = self._key(candidate)
         length = len(key) if isinstance(key, tuple) else 0
         if self._length not in (-1, length):
             raise TypeError(f"a key {key!r} cannot be compared with those before it")
@@ -87,15 +90,10 @@ class OwnValues(OwnOrder):
         self._random = random.Random(0)
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002
-        return int(self.has_failed), point.last_used
+        return 0, point.last_used
 
     def choose(self, queues: list[EvictionQueue], now: int) -> Point | None:
-        if not self.has_failed:
-            try:
-                return self._least(queues, now)
-            except Exception as error:  # whatever a user's class raises
-                self.fail(error)
-        return super().choose(queues, now)
+        return self.ask(self._least, queues, now) or super().choose(queues, now)
 
     def _least(self, queues: list[EvictionQueue], now: int) -> Point | None:
         least, chosen = inf, None
@@ -121,18 +119,11 @@ class OwnValues(OwnOrder):
         if self._ghosts is not None and not self.has_failed:
             ghost = self._ghosts.take(namespace, prompt, found)
             if ghost is not None:
-                try:
-                    self._on_ghost_hit(ghost)
-                except Exception as error:  # whatever a user's class raises
-                    self.fail(error)
+                self.ask(self._on_ghost_hit, ghost)
 
     def _tell(self, hook: Any, point: Point, now: int) -> None:
-        if hook is not None and not self.has_failed:
-            is_tip = point.queue is not None and point.queue.is_tips
-            try:
-                hook(EvictionCandidate(point, self.groups, is_tip, now))
-            except Exception as error:  # whatever a user's class raises
-                self.fail(error)
+        is_tip = point.queue is not None and point.queue.is_tips
+        self.ask(hook, EvictionCandidate(point, self.groups, is_tip, now))
 
 
 def _ordered(number: Any) -> Any:

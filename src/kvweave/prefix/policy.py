@@ -11,55 +11,26 @@ from kvweave.prefix.node import Kind, Point, Tokens
 
 
 class EvictionCandidate:
-    """What a policy may know of a resume point. It reads the point itself: use it at once, do not keep it."""
-
-    __slots__ = ("_groups", "_is_tip", "_now", "_point", "_tokens")
+    """What a policy may know of a resume point. Use it at once, do not keep it: some of it is read when it is asked."""
 
     def __init__(self, point: Point, groups: Sequence[PagedGroup], is_tip: bool, now: int) -> None:
-        self._point = point
-        self._now = now
-        self._groups = groups
-        self._is_tip = is_tip
-        self._tokens = -1
-
-    @property
-    def wanted(self) -> bool:
-        """False for points kept every so many tokens that nobody has asked for."""
-        return self._point.kind != Kind.SPACED
-
-    @property
-    def kind(self) -> Kind:
+        self.kind = point.kind
         """Why it was made."""
-        return self._point.kind
-
-    @property
-    def last_used(self) -> int:
+        self.wanted = point.kind != Kind.SPACED
+        """False for points kept every so many tokens that nobody has asked for."""
+        self.last_used = point.last_used
         """Clock of the last hit, or of its making."""
-        return self._point.last_used
-
-    @property
-    def age(self) -> int:
+        self.age = now - point.last_used
         """Moments since then; a request takes a few of them."""
-        return self._now - self._point.last_used
-
-    @property
-    def found(self) -> int:
+        self.found = point.found
         """Tokens of its prompt that the request which made it had found in the cache."""
-        return self._point.found
-
-    @property
-    def hits(self) -> int:
-        return self._point.hits
-
-    @property
-    def priority(self) -> int:
+        self.hits = point.hits
+        self.priority = point.priority
         """As given by the requests that made or used it: the highest."""
-        return self._point.priority
-
-    @property
-    def position(self) -> int:
+        self.position = point.position
         """Tokens from the start of the prompt."""
-        return self._point.position
+        self._point, self._groups, self._is_tip = point, groups, is_tip
+        self._tokens = -1
 
     @property
     def tokens(self) -> int:
@@ -141,8 +112,7 @@ class Order:
         return chosen
 
     def on_hit(self, point: Point, position: int, now: int) -> None:
-        """A prompt goes on from `position`, which is the point's, or lies in its run. Its last use is still the one
-        before."""
+        """A prompt goes on from `position`, the point's or one in its run; `last_used` is of the use before."""
 
     def on_evict(self, point: Point, now: int) -> None:
         """A point goes, or is moved up to where its leaf is cut."""

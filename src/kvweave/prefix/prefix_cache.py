@@ -88,8 +88,6 @@ class PrefixCache:
         for run in runs:
             if len(run) > 1:
                 self.tree.join(run)
-                for point in run[-1].points:
-                    self.requeue(point)
         return len(runs) < len(nodes)
 
     def tick(self) -> int:
@@ -126,18 +124,13 @@ class PrefixCache:
         self._dequeue(point)
         return point
 
-    def pin(self, node: Node) -> None:
-        """A holder stands on `node`."""
+    def pin(self, node: Node, above: Node | None = None) -> None:
+        """A holder, of `above` until now if that is given, stands on `node`."""
+        if above is not None:
+            above.uses -= 1
         node.uses += 1
-        self._count_holder(node, None, 1)
+        self._count_holder(node, above, 1)
         self._requeue_last(node)
-
-    def move_pin(self, old: Node, new: Node) -> None:
-        """A holder of `old` stands on `new` below it."""
-        old.uses -= 1
-        new.uses += 1
-        self._count_holder(new, old, 1)
-        self._requeue_last(new)
 
     def unpin(self, node: Node) -> None:
         """A holder of `node` is gone."""
@@ -176,7 +169,6 @@ class PrefixCache:
 
     def split(self, node: Node, position: int) -> Node:
         upper = self.tree.split(node, position)
-        self._requeue_last(upper)
         self._requeue_spaced(node)
         return upper
 
@@ -208,8 +200,6 @@ class PrefixCache:
         )
         point.priority, point.found = priority, found
         self.requeue(point)
-        if not node.pins and len(node.points) > 1:
-            self.requeue(node.points[-2])
         return point
 
     def window_runs(self, node: Node, position: int) -> list[PageRun]:
@@ -323,7 +313,7 @@ class PrefixCache:
         """Where no others are left, held points are queued that have anything to give; whether there are any."""
         if not any(pages.num_evictable for pages in self._pages if not pages.group.is_full):
             return False
-        some = list(islice((point for point in held.all if self._has_evictable(point)), MOST_AT_ONCE))
+        some = list(islice((point for point in held.points if self._has_evictable(point)), MOST_AT_ONCE))
         for point in some:
             self._dequeue(point)
             self._enqueue(point, self._inner)
@@ -410,14 +400,10 @@ class PrefixCache:
         for group, page in zip(self.tree.states, point.states):
             self._pages[group.number].evict_one(page)
         for run in self.window_runs(point.node, point.position):
-            self._leave_windows(run)
+            before = run.pages.copy() if self.tree.emit else run.pages
+            if self._pages[run.group.number].leave_cache(run.pages):
+                self.tree.tell_lost(run, before)
         self.tree.remove_point(point)
-
-    def _leave_windows(self, run: PageRun) -> None:
-        """A point needs the pages of a run no more."""
-        before = run.pages.copy() if self.tree.emits else run.pages
-        if self._pages[run.group.number].leave_cache(run.pages):
-            self.tree.tell_lost(run, before)
 
     # ---- leaves end at a point
 

@@ -8,7 +8,9 @@ of every node; a page is in the tree once.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +39,6 @@ class Match:
 class PageRun:
     """A view of a node's pages of a group, from block `first` on, counted from the start of the sequence."""
 
-    __slots__ = ("first", "group", "node", "pages")
-
     def __init__(self, node: Node, group: PagedGroup, first: int, pages: Ids) -> None:
         self.node = node
         self.group = group
@@ -58,19 +58,18 @@ class Tree:
         self.states = [group for group in self.groups if group.is_state]
         self.roots: dict[Hashable, Node] = {}
         self.num_nodes = 0
-        self._next_id = 0
-        self._tell = emit or _tell_nobody
-        self.emits = emit is not None
+        self._ids = count(1)
+        self.emit = emit
 
     # ---- looking
 
     def root(self, namespace: Hashable) -> Node:
         node = self.roots.get(namespace)
         if node is None:
-            node = self.roots[namespace] = Node(self._take_id(), None, 0, NO_PAGES, self.empty_pages(0))
+            node = self.roots[namespace] = Node(next(self._ids), None, 0, NO_PAGES, self.empty_pages(0))
             node.namespace = namespace
-            if self.emits:
-                self._tell(Stored(node.id, None, namespace, 0, ()))
+            if self.emit:
+                self.emit(Stored(node.id, None, namespace, 0, ()))
         return node
 
     def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding | None = None) -> Match:
@@ -177,7 +176,7 @@ class Tree:
         for group in self.rows:
             array, cut = node.pages[group.number], size // group.slot_tokens
             pages[group.number], node.pages[group.number] = _own(array[:cut]), _own(array[cut:])
-        upper = Node(self._take_id(), parent, node.start, _own(node.tokens[:size]), pages)
+        upper = Node(next(self._ids), parent, node.start, _own(node.tokens[:size]), pages)
         upper.pins = node.pins
         parent.children[self._key(upper.tokens)] = upper
         node.parent, node.start, node.tokens = upper, position, _own(node.tokens[size:])
@@ -188,8 +187,8 @@ class Tree:
                 point.node = upper
         upper.children[self._key(node.tokens)] = node
         self.num_nodes += 1
-        if self.emits:
-            self._tell(Split(node.id, upper.id, position))
+        if self.emit:
+            self.emit(Split(node.id, upper.id, position))
         return upper
 
     def join(self, nodes: list[Node]) -> None:
@@ -206,21 +205,21 @@ class Tree:
         first.parent.children[self._key(last.tokens)] = last
         self.num_nodes -= len(nodes) - 1
         for node in reversed(nodes[:-1]):
-            if self.emits:
-                self._tell(Joined(last.id, node.id))
+            if self.emit:
+                self.emit(Joined(last.id, node.id))
 
     def insert(self, parent: Node, tokens: Tokens, pages: list[Ids]) -> Node:
         """A new run below `parent`, whose first grid of tokens is not among its children.
 
         The tokens are the tree's from now on: nobody may write to them.
         """
-        node = Node(self._take_id(), parent, parent.end, _own(tokens), pages)
+        node = Node(next(self._ids), parent, parent.end, _own(tokens), pages)
         key = self._key(tokens)
         assert key not in parent.children, "a run is in the tree once"
         parent.children[key] = node
         self.num_nodes += 1
-        if self.emits:
-            self._tell(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
+        if self.emit:
+            self.emit(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
         self.tell_kept(node, self.full)
         return node
 
@@ -230,8 +229,8 @@ class Tree:
         node.end += len(tokens)
         for group in self.rows:
             node.pages[group.number] = np.concatenate([node.pages[group.number], pages[group.number]])
-        if self.emits:
-            self._tell(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
+        if self.emit:
+            self.emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
         self.tell_kept(node, self.full)
 
     def fill(self, run: PageRun, pages: Ids) -> None:
@@ -240,25 +239,28 @@ class Tree:
         self.tell_kept(run.node, [run.group])
 
     def add_point(self, node: Node, position: int, kind: Kind, states: StatePages) -> Point:
-        point = Point(node, position, kind, states)
-        node.add_point(point)
+        """Points of a run are in order; most come at its end."""
+        point, at = Point(node, position, kind, states), len(node.points)
+        while at and node.points[at - 1].position > position:
+            at -= 1
+        node.points.insert(at, point)
         self.tell_kept(node, self.states)
         return point
 
     # ---- shrinking
 
     def remove_point(self, point: Point) -> None:
-        point.node.remove_point(point)
+        del point.node.points[bisect_left(point.node.points, point.position, key=_position)]
         point.alive = False
-        if self.emits:
+        if self.emit:
             for group in self.states:
-                self._tell(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
+                self.emit(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
     def tell_lost(self, run: PageRun, before: Ids) -> None:
         """Say what a run of a window has lost of what it was `before`."""
-        if self.emits:
+        if self.emit:
             blocks = np.flatnonzero(run.pages != before) + run.first
-            self._tell(Lost(run.node.id, run.group.tag, tuple(blocks.tolist())))
+            self.emit(Lost(run.node.id, run.group.tag, tuple(blocks.tolist())))
 
     def trim(self, node: Node, end: int) -> list[Ids]:
         """Cut a leaf's run to `end`, beyond which it has no point; returns the pages that left."""
@@ -269,8 +271,8 @@ class Tree:
             pages, cut = node.pages[group.number], (end - node.start) // group.slot_tokens
             gone[group.number], node.pages[group.number] = pages[cut:], _own(pages[:cut])
         node.tokens, node.end = _own(node.tokens[: end - node.start]), end
-        if self.emits:
-            self._tell(Trimmed(node.id, end))
+        if self.emit:
+            self.emit(Trimmed(node.id, end))
         return gone
 
     def remove(self, node: Node) -> None:
@@ -281,14 +283,14 @@ class Tree:
         else:
             del node.parent.children[self._key(node.tokens)]
             self.num_nodes -= 1
-        if self.emits:
-            self._tell(Removed(node.id))
+        if self.emit:
+            self.emit(Removed(node.id))
 
     def clear(self) -> None:
         self.roots.clear()
         self.num_nodes = 0
-        if self.emits:
-            self._tell(Cleared())
+        if self.emit:
+            self.emit(Cleared())
 
     # ---- small things
 
@@ -298,25 +300,23 @@ class Tree:
     def empty_pages(self, tokens: int) -> list[Ids]:
         return [NO_PAGES if g.is_state else np.zeros(tokens // g.slot_tokens, np.int32) for g in self.groups]
 
-    def _take_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
     def tell_kept(self, node: Node, groups: Sequence[PagedGroup]) -> None:
         """Say what a node holds of some groups now."""
-        for group in groups if self.emits else ():
+        if self.emit is None:
+            return
+        for group in groups:
             if group.is_state:
                 blocks = [point.position // group.slot_tokens - 1 for point in node.points]
             else:
                 blocks = (np.flatnonzero(node.pages[group.number]) + node.start // group.slot_tokens).tolist()
-            self._tell(Kept(node.id, group.tag, tuple(blocks)))
+            self.emit(Kept(node.id, group.tag, tuple(blocks)))
+
+
+def _position(point: Point) -> int:
+    return point.position
 
 
 def _own(array: Ids) -> Ids:
     """The array itself, or a copy where it would keep a much larger one alive."""
     base = array.base
     return array if base is None or 2 * len(array) >= len(base) else array.copy()
-
-
-def _tell_nobody(event: Event) -> None:
-    """Where nobody listens to events."""

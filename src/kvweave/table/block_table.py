@@ -2,7 +2,6 @@
 
     row r   | NULL  NULL  p7  p3  p9  p12  NULL ... |     a window: old blocks left, first = 2, blocks = 6
                           ^first            ^blocks
-                                 ^published: tokens before it are in the prefix tree
 
 Both arrays can be handed to a kernel as they are: NULL is page 0, which nobody owns and anybody may read. Their
 addresses stay the same while rows and tokens stay within what the cache was made for.
@@ -21,8 +20,8 @@ Counts = NDArray[np.int64]
 class BlockTable:
     """The table of one group. A context-parallel rank holds every cp-th block, so a slot spans all ranks' blocks.
 
-    States have a column for the live state, and one more for each draft token that may be rejected. Full groups own
-    the pages from `published` on; those before belong to the tree. Windows hold a reference to every page they name.
+    States have a column for the live state, and one more for each draft token that may be rejected. Of full
+    groups the tree owns the pages that it has. Windows hold a reference to every page they name.
     """
 
     def __init__(self, group: PagedGroup, num_rows: int, width: int) -> None:
@@ -36,16 +35,16 @@ class BlockTable:
         self.kernels: Ids = self.pages
         if self.kernel_blocks > 1:
             self.kernels = np.zeros((num_rows, width * self.kernel_blocks), np.int32)
-        self._set(*np.full((3, num_rows), [[self.head_blocks], [0], [0]], np.int64))
+        self._set(*np.full((2, num_rows), [[self.head_blocks], [0]], np.int64))
         self._set_changed(np.zeros(num_rows, np.bool_))
 
     def _set_changed(self, changed: NDArray[np.bool_]) -> None:
         self._changed, self._changed_of = changed, changed.data
 
-    def _set(self, first: Counts, published: Counts, blocks: Counts) -> None:
+    def _set(self, first: Counts, blocks: Counts) -> None:
         """One number a row; and the same as plain ints, which are read five times sooner."""
-        self.first, self.published, self.blocks = first, published, blocks
-        self.first_of, self.published_of, self.blocks_of = first.data, published.data, blocks.data
+        self.first, self.blocks = first, blocks
+        self.first_of, self.blocks_of = first.data, blocks.data
 
     def add_rows(self, count: int) -> None:
         """More rows than the cache was made for: addresses change."""
@@ -54,7 +53,7 @@ class BlockTable:
         same = self.kernel_blocks == 1
         self.kernels = self.pages if same else _with_rows(self.kernels, count, used * self.kernel_blocks)
         first = np.pad(self.first, (0, count), constant_values=self.head_blocks)
-        self._set(first, np.pad(self.published, (0, count)), np.pad(self.blocks, (0, count)))
+        self._set(first, np.pad(self.blocks, (0, count)))
         self._set_changed(np.pad(self._changed, (0, count)))
 
     def take_changed(self) -> Counts:
@@ -73,13 +72,10 @@ class BlockTable:
             at = start * self.kernel_blocks
             self.kernels[row, at : at + len(pages) * self.kernel_blocks] = self.kernel_ids(pages).ravel()
 
-    def write_one(self, row: int, slot: int, page: int) -> None:
-        """`write`, for a single page."""
-        self.pages[row, slot] = page
-        self._changed_of[row] = True
-        if self.kernel_blocks > 1:
-            at = slot * self.kernel_blocks
-            self.kernels[row, at : at + self.kernel_blocks] = np.arange(self.kernel_blocks) + page * self.kernel_blocks
+    def write_state(self, row: int, page: int) -> None:
+        """The first page of a row of states, which have one kernel block a page."""
+        self.pages[row, 0] = page
+        self.blocks_of[row], self._changed_of[row] = 1, True
 
     def append(self, rows: Counts, counts: Counts, pages: Ids) -> None:
         """`counts[i]` more pages at the end of `rows[i]`, out of `pages` in order."""
@@ -110,8 +106,7 @@ class BlockTable:
 
     def clear(self, row: int) -> None:
         self.erase(row, 0, self.blocks_of[row])
-        self.blocks_of[row] = self.published_of[row] = 0
-        self.first_of[row] = self.head_blocks
+        self.first_of[row], self.blocks_of[row] = self.head_blocks, 0
 
     # ---- reading
 
@@ -120,10 +115,10 @@ class BlockTable:
         ids = pages[:, None] * self.kernel_blocks + np.arange(self.kernel_blocks, dtype=np.int32)
         return np.where(pages[:, None] == NULL, np.int32(NULL), ids)
 
-    def held(self, row: int) -> Ids:
-        """The pages that a row holds itself: of full groups those that are not in the tree, of windows and states all
-        it names, NULLs among them. A view."""
-        held: Ids = self.pages[row, self.published_of[row] if self.group.is_full else 0 : self.blocks_of[row]]
+    def held(self, row: int, published: int) -> Ids:
+        """The pages that a row holds itself: of full groups those behind what is in the tree, of windows and states
+        all it names, NULLs among them. A view."""
+        held: Ids = self.pages[row, published // self.slot_tokens if self.group.is_full else 0 : self.blocks_of[row]]
         return held
 
     def slots(self, rows: Counts, positions: Counts, cp_rank: int) -> Counts:
