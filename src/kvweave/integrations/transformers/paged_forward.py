@@ -113,7 +113,9 @@ class PagedForward:
     # ---- the cache's part
 
     def is_in_place(self, layer: LayerAttention) -> bool:
-        return self.is_useful and not self.is_learning and bool(layer.attends(self._is_decode, self._expands))
+        if self.is_learning or not self.is_useful:
+            return False
+        return not self.needs_masks or bool(layer.attends(self._is_decode, self._expands))
 
     def write(self, layer: LayerAttention, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new rows; attention that is given these tensors will read the layer's pages."""
