@@ -223,6 +223,22 @@ def test_long_chunks_of_latents_are_computed_by_themselves_beside_packed_ones(
     assert any(len(group) > 1 for group in groups)
 
 
+def test_a_long_chunk_of_latents_and_a_decode_are_two_groups_whatever_their_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_memory, "EXPANDED_TOKENS", 12)
+    monkeypatch.setattr(step_graphs, "CHUNKS", ())
+    decode = SimpleNamespace(num_tokens=1, start=20, end=21, is_decode=True)
+    chunk = SimpleNamespace(num_tokens=20, start=0, end=20, is_decode=False)
+    with engine_of("deepseek_v3", graphs=True) as engine:
+        assert engine._executor.is_packed
+        assert engine.weave.graphs.is_useful
+        for chunks in ([decode, chunk], [chunk, decode], [decode, chunk, decode]):
+            groups = engine._executor._grouped(chunks)  # type: ignore[arg-type]
+            assert [chunks.index(chunk)] in groups
+            assert len(groups) == 2
+
+
 def wait_until_settled(engine: Engine) -> None:
     until = time.monotonic() + 10
     while engine._under_way and time.monotonic() < until:

@@ -99,7 +99,7 @@ def test_a_projection_of_latents_that_is_no_plain_product_is_the_models_own(chan
         assert not weave.attends_in_place
 
 
-@pytest.mark.parametrize("change", ["adapter", "hook", "bias"])
+@pytest.mark.parametrize("change", ["adapter", "hook", "bias", "weight"])
 def test_a_projection_of_latents_that_is_no_plain_product_any_more_is_the_models_own(change: str) -> None:
     model = copy.deepcopy(model_of("deepseek_v3"))
     with KVWeave(model, "32MiB", rows=8, max_tokens=512, graphs=True) as weave:
@@ -111,6 +111,8 @@ def test_a_projection_of_latents_that_is_no_plain_product_any_more_is_the_models
         for _ in range(2):
             assert difference(weave.generate(IDS, **greedy()), expected) < CLOSE
         assert not weave.attends_in_place
+        assert not weave.graphs.is_useful
+        assert not weave.graphs.learn()
         assert difference(expected, plain(model_of("deepseek_v3"), IDS)) > CLOSE, "the change can be seen"
 
 
@@ -124,8 +126,29 @@ def change_projection(attention: Any, change: str) -> None:
     elif change == "forward":
         own = linear.forward
         linear.forward = lambda hidden: own(hidden) * 2
+    elif change == "weight":
+        linear.weight = torch.nn.Parameter(linear.weight.detach().clone().as_subclass(DoublingWeight))
     else:
         linear.bias = torch.nn.Parameter(torch.ones(linear.out_features))
+
+
+class DoublingWeight(torch.Tensor):
+    """Stands for weights that only a linear layer knows how to multiply with, as quantised ones."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return result.as_subclass(torch.Tensor) * 2 if func is torch.nn.functional.linear else result
+
+
+def test_latents_of_a_class_derived_from_a_familys_are_attended_to_in_place() -> None:
+    model = copy.deepcopy(model_of("deepseek_v3"))
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Derived", (DeepseekV3Attention,), {})
+    model.set_attn_implementation("sdpa")
+    with KVWeave(model, "32MiB", rows=8, max_tokens=512) as weave:
+        check(weave)
+        assert weave.attends_in_place
 
 
 def test_weights_of_a_projection_that_change_are_followed() -> None:
