@@ -25,7 +25,7 @@ EVERYWHERE = """
 """The words of the house style that stopped newcomers, and that have a plainer one now."""
 
 IN_FOLDER = {
-    "cache": {"mark", "wake"},
+    "cache": {"mark", "room", "wake"},
     "prefix": {"extras"},
     "transfer": {"drafts", "lines", "way"},
     "store": {"rows", "lane", "lanes"},

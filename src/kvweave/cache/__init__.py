@@ -1,4 +1,4 @@
-"""The core's face: open, extend, commit, accept, fork, truncate, close; stats, snapshots, events."""
+"""The core's interface: open, extend, commit, accept, fork, truncate, close; stats, snapshots, events."""
 
 from kvweave.cache.cache import Cache
 from kvweave.cache.copies import Copies, Copy

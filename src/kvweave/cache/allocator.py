@@ -1,4 +1,4 @@
-"""Pages for sequences, all or nothing: what is asked for is checked first, and evicted for only when it can be had."""
+"""Pages for sequences, all or nothing: nothing is evicted for a request unless eviction can satisfy all of it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvweave.prefix import StatePages
 from kvweave.table import Counts, spread
 
 MOST_NAMED = 8
-"""So many sequences that could be preempted are named in an error."""
+"""An error names at most this many sequences that could be preempted."""
 MOST_EVICTED = 64
-"""So many points are evicted before it is asked again whether a request can be met."""
+"""After this many evicted points it is checked again whether the request can be met."""
 RECLAIMED = 64
-"""Of so many sequences at a time is taken what they need not hold, until a request can be met."""
+"""Pages that sequences hold and do not need are reclaimed from this many sequences at a time."""
 
 Demand = list[int]
 """Pages by group number."""

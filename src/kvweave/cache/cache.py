@@ -1,15 +1,16 @@
-"""The cache: open, extend, commit, accept, fork, truncate, close. Everything above numpy stays outside.
+"""The cache: open, extend, commit, accept, fork, truncate, close. It needs numpy and no other library.
 
-The life of a sequence, and who holds its pages:
+The life of a sequence, and the owner of its pages:
 
-    open      the longest joint hit is matched and pinned; its pages enter the row's tables
-    load_to   instead, where KV was computed elsewhere: pages for what can be seen from there, to be filled
-    extend    pages for the next tokens are allocated; they are the sequence's
-    accept    drafts that were rejected are forgotten
-    commit    what was written may be shared: others find it, windows let go of what they have passed
-    close     the rest is freed, the pins are let go
+    open      the longest joint hit is matched and pinned; its pages enter the block tables of the sequence's row
+    load_to   after `open`, for KV computed elsewhere: pages that the caller fills
+    extend    pages for the next tokens are allocated; the sequence owns them
+    accept    rejected draft tokens are dropped
+    commit    KV written so far may be shared: other prompts find it; windows free the blocks they have passed
+    close     uncommitted pages are freed, and the prefix is unpinned
 
-One thread owns a cache: that which made it, or which called `bind_thread` last. Calls from another raise `WrongThread`.
+One thread owns a cache: the thread that made it, or the last one that called `bind_thread`. Calls from any other thread
+raise `WrongThread`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from kvweave.cache.copies import NO_COPIES, Copies
 from kvweave.cache.fork import Forks
 from kvweave.cache.load import Loader
 from kvweave.cache.publish import Publisher
-from kvweave.cache.room import StepOptions
 from kvweave.cache.sequence import Batch, Pin, Rows, Sequence, SequenceOwner, Sequences
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.cache.stats import InfiniteCache, Stats, group_stats, pool_stats
+from kvweave.cache.step_pages import StepOptions
 from kvweave.cache.steps import Steps
 from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NotSettled, UnknownName, WrongThread
 from kvweave.plan import Plan
@@ -42,17 +43,18 @@ from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, Counts, spread
 
 MOST_STEPS = 4096
-"""Steps at the end of a sequence that are looked at to tell whether it fits: there it holds the most."""
+"""`check_fits` computes the pages of the last steps only, at most this many: a sequence holds the most at its end."""
 
 
 class Cache(SequenceOwner):
-    """A KV cache over a plan. Ids in and out; the tensors are somebody else's.
+    """A KV cache over a plan. It takes token ids and returns page ids; it allocates no tensors.
 
-    `policy` decides what is evicted first, `retention` where resume points are left. A sequence that does not run yet
-    must leave the share `admission_reserve` of each pool free or evictable, for those that run. Tables have `rows` rows
-    of `max_tokens` tokens and keep their addresses (memory is touched where it is used); more sequences than `rows`
-    make them move. A step may have `max_drafts` tokens that can be rejected. `on_event` is told of every change of what
-    can be hit; `track_infinite` counts what an infinite cache would have hit, in 8 bytes a block ever seen.
+    `policy` decides which resume point is evicted first, `retention` where resume points are left. A sequence that has
+    computed nothing yet may not take the last share `admission_reserve` of a pool's free and evictable pages: running
+    sequences need it. Tables have `rows` rows of `max_tokens` tokens and keep their addresses (only the used part takes
+    memory); if more than `rows` sequences are open, the tables are allocated again. A step may have `max_drafts` draft
+    tokens. `on_event` is called for every change of what can be hit. `track_infinite` counts the tokens that an
+    infinite cache would have hit; it takes 8 bytes for each block ever seen.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Cache(SequenceOwner):
         if not 0 <= admission_reserve < 1:
             raise BadOption(f"admission_reserve is a share of a pool from 0 to below 1, got {admission_reserve}")
         self.state = CacheState(plan, rows, max_tokens, max_drafts, policy, retention or Retention(), on_event)
-        """What the cache knows, for tests and reports. Read it; nobody but the cache writes it."""
+        """Tables, pools, tree and counters, for tests and reports. Read only."""
         super().__init__(self.state.counters, self.state.state_tags)
         self._allocator = PageAllocator(self.state, admission_reserve)
         self._snapshots = Snapshots(self.state)
@@ -99,7 +101,7 @@ class Cache(SequenceOwner):
 
     @property
     def grid(self) -> int:
-        """Tokens between positions from which all groups could go on: the common multiple of their blocks."""
+        """Every group can resume at multiples of this many tokens only: the common multiple of the block sizes."""
         return self.state.grid
 
     @property
@@ -128,12 +130,12 @@ class Cache(SequenceOwner):
     ) -> Sequence:
         """A sequence that starts with `tokens`; the longest joint hit is matched and pinned in one step.
 
-        At least one token stays to be computed. `namespace` is what must be equal for KV to be shared (model, adapter,
-        tenant). `drop_last_blocks` lets the hit, and the points that the prompt leaves, stop so many blocks of the grid
-        earlier, as drafts that need hidden states ask. `points` are the positions, of the prompt or of what
-        is generated behind it, at which it leaves resume points (rounded down to the grid) instead of where the
-        retention wants them. `branches` are positions at which prompts that are known to come leave this one: to the
-        retention they are what the places are where it leaves earlier ones.
+        At least one token is left to compute. `namespace` is what must be equal for KV to be shared (model, adapter,
+        tenant). `drop_last_blocks` makes the hit, and the resume points of the prompt, end this many grid blocks
+        earlier: draft models that need hidden states ask for it. `points` are positions in the prompt or in the answer
+        at which resume points are left (rounded down to the grid) instead of where the retention would leave them.
+        `branches` are positions at which prompts that are known to come will differ from this one: the retention
+        treats them like the positions at which this prompt differs from earlier ones.
         """
         prompt = self._prompt(tokens, spans)
         if drop_last_blocks < 0:
@@ -167,20 +169,20 @@ class Cache(SequenceOwner):
     def lookup(
         self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = (), drop_last_blocks: int = 0
     ) -> int:
-        """The tokens that `open` would find of a prompt; nothing is pinned, and nothing counts as used."""
+        """How many tokens of a prompt `open` would find. Pins nothing and does not count as a use."""
         prompt = self._prompt(tokens, spans)
         return self._loader.hit(self._match(namespace, prompt), len(prompt), max(0, drop_last_blocks))
 
     def add_branch(self, sequence: Sequence, position: int) -> None:
-        """A prompt that is known by now to come leaves this one at `position`, as `branches` of `open`. Does nothing if
-        pages for that position are allocated already: then it is too late to leave a point there."""
+        """Another prompt, now known to come, will differ from this one at `position`; as `branches` of `open`. Does
+        nothing if pages for that position are allocated already: then it is too late to leave a resume point there."""
         self._rows(sequence, check_copies=False)
         self.state.add_branch(sequence, position)
 
     def rematch(self, sequence: Sequence) -> int:
-        """Look again for a sequence that waits and has computed nothing: another may have committed what it needs.
+        """Look up the prompt of a waiting sequence again: other sequences may have committed more of it since `open`.
 
-        Returns how many of its tokens are cached now. Costs no more than `open`.
+        The sequence must have computed nothing. Returns how many of its tokens are cached now. Costs as much as `open`.
         """
         self._rows(sequence)
         if sequence.length != sequence.num_cached or sequence.length != sequence.committed:
@@ -199,8 +201,8 @@ class Cache(SequenceOwner):
         return sequence.num_cached
 
     def check_fits(self, num_tokens: int, step_tokens: int = 1) -> None:
-        """Raise `NeverFits` where a sequence of so many tokens, computed so many a step, could never run, not even
-        alone. Ask before its first chunk."""
+        """Raise `NeverFits` if a sequence of `num_tokens`, computed in steps of `step_tokens`, would not fit an empty
+        cache. Call it before the first chunk."""
         if num_tokens < 1 or step_tokens < 1:
             raise BadSequence(f"no sequence has {num_tokens} tokens, computed {step_tokens} a step")
         starts = np.arange(0, num_tokens, step_tokens)[-MOST_STEPS:]
@@ -220,13 +222,14 @@ class Cache(SequenceOwner):
         drafts: int = 0,
         checkpoints: bool = False,
     ) -> Copies:
-        """Room for the next `n` tokens of each sequence (one number, or one each); all or nothing.
+        """Allocate pages for the next `n` tokens of each sequence (one number, or one for each); all or nothing.
 
-        `tokens` are their ids, one after the other, where they are not the prompt's; who does not know them yet tells
-        them to `commit`. `lookahead` keeps room for so many more. The last `drafts` tokens may be rejected with
-        `accept`: states then get a column each, in which the state after that token is to be left. `checkpoints` asks
-        for pages for the states that the step should leave on its way and at its end (`Sequence.checkpoints`). Any
-        number of steps may be prepared before the first is committed. Returns the copies to be made before the step.
+        `tokens` are the ids of tokens beyond the prompt, all sequences one after the other; ids that are not known yet
+        are given to `commit`. `lookahead` allocates pages for this many tokens more. The last `drafts` tokens may be
+        rejected with `accept`: state groups then get a table column for each of them, and the engine writes the state
+        after that token there. `checkpoints` also allocates pages for the state snapshots of this step
+        (`Sequence.checkpoints`). Any number of steps may be prepared before the first is committed. Returns the copies
+        that the engine must make before the step.
         """
         rows, chosen = self._rows(sequences)
         counts = n if isinstance(n, int) else np.asarray(n, np.int64)
@@ -246,18 +249,18 @@ class Cache(SequenceOwner):
         return self._hand_out(copies)
 
     def can_extend(self, sequences: Sequences, n: int) -> bool:
-        """Whether `extend` would find room for `n` more tokens of each sequence now; changes nothing. Where windows are
-        short of pages, fewer tokens a step need fewer."""
+        """Whether `extend` by `n` tokens would succeed now; changes nothing. If it would not because window groups are
+        short of pages, a smaller `n` may."""
         return self._steps.can_extend(*self._rows(sequences, check_copies=False), n)
 
     def commit(
         self, sequences: Sequences, lengths: object = None, *, tokens: object = None, share: bool = True
     ) -> Copies:
-        """What was written up to `lengths` (all of it, unless said) may be shared: others find it from now on.
+        """The KV of tokens before `lengths` (default: all) is written and may be shared: prompts find it from now on.
 
-        `tokens` are the ids of the next tokens whose ids are not known yet, as many for each sequence. Drafts that are
-        committed are accepted, those beyond `lengths` are still open. With `share=False` what a sequence writes from
-        here on is its own and is never found by others. Returns the copies to be made before the next step.
+        `tokens` are ids that `extend` was not given, equally many for each sequence. Draft tokens before `lengths` are
+        accepted; those beyond are still undecided. With `share=False`, KV that these sequences write from now on is
+        never found by other prompts. Returns the copies that the engine must make before the next step.
         """
         rows, chosen = self._rows(sequences)
         until = None if lengths is None else self._checked_lengths(rows, lengths)
@@ -269,8 +272,8 @@ class Cache(SequenceOwner):
         return self._hand_out(self._steps.commit(rows, chosen, until))
 
     def accept(self, sequences: Sequences, lengths: object) -> None:
-        """The drafts beyond `lengths` (one number, or one each) are rejected, those before accepted; before or after
-        `commit`. Pages stay, for the next step needs them."""
+        """Draft tokens before `lengths` (one number, or one for each) are accepted, those beyond are rejected; before
+        or after `commit`. Their pages stay allocated: the next step needs them."""
         rows, chosen = self._rows(sequences)
         until = self._checked_lengths(rows, lengths)
         if self.state.states:
@@ -303,11 +306,11 @@ class Cache(SequenceOwner):
         return until
 
     def load_to(self, sequence: Sequence, position: int) -> None:
-        """KV up to `position` was computed elsewhere: allocate pages for what the reach there needs, no more.
+        """KV up to `position` is to be loaded: allocate the pages that resuming at `position` needs, and no others.
 
-        Right after `open`, for a position of the grid that leaves a token to compute. All or nothing, as `extend`. Fill
-        the pages from `num_cached` on that the tables name, whole ones, and the live states; then `commit`. If that
-        fails, `close` with `keep=False`: nobody has seen them.
+        Call it right after `open`, with a multiple of the grid that leaves a token to compute. All or nothing, as
+        `extend`. Then fill the pages from `num_cached` on that are in the tables, whole pages, and the live states, and
+        `commit`. If filling fails, `close` with `keep=False`: no other sequence has seen the pages.
         """
         self._rows(sequence)
         start = sequence.length
@@ -321,8 +324,8 @@ class Cache(SequenceOwner):
     # ---- fork, truncate, close
 
     def fork(self, sequence: Sequence, n: int = 1) -> tuple[list[Sequence], Copies]:
-        """`n` more sequences with the same past; blocks up to the last multiple of the grid are shared, others and
-        states are copied."""
+        """`n` more sequences with the same tokens. Blocks up to the last multiple of the grid are shared; later blocks
+        and states are copied."""
         self._rows(sequence)
         if n < 1:
             raise BadSequence(f"cannot fork into {n} sequences")
@@ -330,7 +333,7 @@ class Cache(SequenceOwner):
         return self._forks.fork(sequence, n, copies), self._hand_out(copies)
 
     def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> Copies:
-        """Beam search: sequence i goes on as sequence `parents[i]` was. All or nothing."""
+        """Beam search: sequence i continues with the tokens of sequence `parents[i]`. All or nothing."""
         rows, chosen = self._rows(sequences)
         if len(parents) != len(rows) or any(not 0 <= parent < len(rows) for parent in parents):
             raise BadSequence(f"parents {list(parents)} do not name {len(rows)} sequences")
@@ -349,8 +352,8 @@ class Cache(SequenceOwner):
         return NO_COPIES
 
     def close(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """End a sequence, or preempt it: what it committed stays in the tree, unless `keep` is False; the rest is
-        freed. Opened again with its tokens, it resumes from what it left."""
+        """End a sequence, or preempt it: committed KV stays cached, unless `keep` is False; other pages are freed. A
+        preempted sequence resumes from its cached prefix when it is opened again with its tokens."""
         self._rows(sequence, check_copies=False)
         state = self.state
         if keep and not self._is_outstanding(sequence.rows):
@@ -373,7 +376,7 @@ class Cache(SequenceOwner):
         return Pin(self, self._loader.pin(match, position)) if position else None
 
     def unpin(self, pin: Pin) -> None:
-        """Let go of what `pin` gave."""
+        """Make a pinned prefix evictable again."""
         self._check_thread()
         if pin.owner is not self:
             raise BadSequence("this prefix is not pinned, or not in this cache")
@@ -381,12 +384,12 @@ class Cache(SequenceOwner):
         self._loader.unpin(pin.point)
 
     def publish(self) -> None:
-        """Put everything committed into the tree now; whoever opens a prompt has what it needs published anyway."""
+        """Put all committed KV into the prefix tree now. `open` does this by itself for the prompt that it looks up."""
         self._check_thread()
         self._publisher.publish_all()
 
     def reset(self) -> None:
-        """Forget all that is cached; sequences and pins must be gone."""
+        """Drop everything cached. No sequence may be open, and no prefix pinned."""
         self._check_thread()
         pinned = sum(root.pins for root in self.state.prefix.tree.roots.values()) - len(self.state.by_row)
         if self.state.by_row or pinned:
@@ -415,7 +418,7 @@ class Cache(SequenceOwner):
         return self._table(tag).kernels
 
     def take_changed_rows(self, tag: str) -> Counts:
-        """The rows of a table that were written since this was last asked: what a copy on a device has to follow."""
+        """The rows of a table that changed since the last call: those that a copy on a device must update."""
         return self._table(tag).take_changed()
 
     def slots(self, sequence: Sequence, tag: str, start: int, end: int | None = None) -> Counts:
@@ -463,13 +466,13 @@ class Cache(SequenceOwner):
         return contents(self.state, self.stats())
 
     def flush_tokens(self, sequence: Sequence) -> None:
-        """Hand a sequence the ids that it was told last."""
+        """Append the ids given to the last steps to the sequence's tokens."""
         self.state.tokens.flush(sequence)
 
     # ---- rows, copies, threads
 
     def bind_thread(self) -> None:
-        """The calling thread owns the cache from now on; see to it that whoever owned it is done with it."""
+        """The calling thread owns the cache from now on. The thread that owned it must not be inside a call."""
         self._owner = get_ident()
 
     def _rows(self, sequences: Sequences, check_copies: bool = True) -> tuple[Rows, list[Sequence]]:

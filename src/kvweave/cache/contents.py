@@ -13,7 +13,7 @@ from kvweave.prefix import Node
 
 
 class Owner(StrEnum):
-    """Whose a page is: nobody's, a running sequence's, one branch's of the tree, or several branches'."""
+    """The owner of a page: none (free), a running sequence, one branch of the tree, or several branches."""
 
     FREE = "free"
     HELD = "held"

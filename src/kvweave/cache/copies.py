@@ -1,4 +1,4 @@
-"""Copies of pages that an engine must make before its next step, and the promise that it was told of them."""
+"""Copies of pages that an engine must make before its next step, and the check that it has read the list."""
 
 from __future__ import annotations
 

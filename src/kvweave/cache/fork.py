@@ -1,4 +1,4 @@
-"""Fork, reorder, truncate: sequences that share a past, and sequences that take a step back."""
+"""Fork, reorder, truncate: sequences that share their first tokens, and sequences that drop their last ones."""
 
 from __future__ import annotations
 

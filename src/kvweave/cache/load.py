@@ -1,4 +1,4 @@
-"""How a sequence comes to its past: the pages of a hit, or pages for KV that is loaded from elsewhere."""
+"""The first pages of a sequence: those of a hit, or new pages for KV that is loaded from elsewhere."""
 
 from __future__ import annotations
 

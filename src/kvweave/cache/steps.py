@@ -14,15 +14,15 @@ from kvweave.cache.allocator import Demand, Known, PageAllocator
 from kvweave.cache.copies import Copies
 from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
-from kvweave.cache.room import PLAIN, ManyRows, OneRow, RowGrowth, StepOptions
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
+from kvweave.cache.step_pages import PLAIN, ManyRowPages, OneRowPages, StepOptions, StepPages
 from kvweave.errors import NotSettled
 from kvweave.table import Counts
 
 MANY = 64
-"""Of more rows than so many it is asked first whether they have room at all."""
+"""With more rows than this, pages are ensured before the rows are asked for snapshots: a refusal is then cheap."""
 
 
 class Steps:
@@ -42,7 +42,7 @@ class Steps:
     def extend(
         self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, options: StepOptions
     ) -> Copies | None:
-        """Room for `counts` more tokens of each row from `start`, its length, on; all or nothing."""
+        """Allocate pages for `counts` more tokens of each row; `start` are the rows' lengths. All or nothing."""
         counters = self.state.counters
         if self._has_drafts and counters.drafts[rows].any():
             raise NotSettled("drafts of the last step are neither accepted nor rejected: call accept first")
@@ -60,7 +60,7 @@ class Steps:
         start = counters.length_of[row]
         after, copies = start + count, None
         if options.drafts or after + options.lookahead > counters.ready_of[row]:
-            copies = self._make_room(OneRow(self.state, sequence, start, after, options), sequence.rows)
+            copies = self._allocate(OneRowPages(self.state, sequence, start, after, options), sequence.rows)
         else:
             counters.length_of[row] = after
         counters.step_start_of[row] = start
@@ -76,74 +76,74 @@ class Steps:
         num_short = len(rows) if options.drafts else int(np.count_nonzero(short))
         if num_short:
             if num_short == len(rows):
-                room = ManyRows(self.state, rows, sequences, start, after, reach, options)
+                step = ManyRowPages(self.state, rows, sequences, start, after, reach, options)
             else:
                 at = short.nonzero()[0]
                 chosen = [sequences[i] for i in at.tolist()]
-                room = ManyRows(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
-            copies = self._make_room(room, rows)
+                step = ManyRowPages(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
+            copies = self._allocate(step, rows)
         counters.lengths[rows] = after
         counters.step_start[rows] = start
         return copies
 
     def can_extend(self, rows: Rows, sequences: list[Sequence], count: int) -> bool:
-        """Whether there would be room for `count` more tokens of each row; changes nothing."""
+        """Whether `extend` by `count` tokens would succeed; changes nothing."""
         start = self.state.counters.lengths[rows]
-        room = ManyRows(self.state, rows, sequences, start, start + count, start + count, PLAIN)
-        return room.longest <= self.state.max_tokens and self._fits(room, {}, len(rows))
+        step = ManyRowPages(self.state, rows, sequences, start, start + count, start + count, PLAIN)
+        return step.longest <= self.state.max_tokens and self._fits(step, {}, len(rows))
 
-    def _make_room(self, room: RowGrowth, asking: Rows) -> Copies | None:
-        """Pages, live states and snapshots for rows that need some, of all rows that are `asking`; what is to be copied
-        before the step."""
-        stateful, options, demand = room.stateful, room.options, room.demand(len(room.sequences))
-        if room.longest > self.state.max_tokens or len(stateful) > MANY:
-            self._ensure(room, demand, asking)  # before all of them are asked what else they want
-        snapshots = [self._snapshots_of(room, i) for i in stateful]
+    def _allocate(self, step: StepPages, asking: Rows) -> Copies | None:
+        """Allocate pages, live states and snapshots for the rows of `step`, which are short of pages; `asking` are all
+        rows of the call. Returns the copies to be made before the step."""
+        stateful, options, demand = step.stateful, step.options, step.demand(len(step.sequences))
+        if step.longest > self.state.max_tokens or len(stateful) > MANY:
+            self._ensure(step, demand, asking)  # before all of them are asked what else they want
+        snapshots = [self._snapshots_of(step, i) for i in stateful]
         optional = sum(map(len, snapshots))
         # Snapshots are optional: where they do not fit, the step goes without them.
-        if not optional or not self._ensure_with_snapshots(room, demand, optional):
+        if not optional or not self._ensure_with_snapshots(step, demand, optional):
             snapshots = [[] for _ in stateful]
-            self._ensure(room, demand, asking)
-        room.append()
+            self._ensure(step, demand, asking)
+        step.append()
         copies = Copies() if stateful else None
         for i, positions in zip(stateful, snapshots):
-            self._make_states(room.sequences[i], positions, options.in_step, copies)
+            self._make_states(step.sequences[i], positions, options.in_step, copies)
         if options.drafts:
-            self.snapshots.add_columns(room.rows, 1 + options.drafts)
-        room.set_counters()
+            self.snapshots.add_columns(step.rows, 1 + options.drafts)
+        step.set_counters()
         for i in stateful:
-            self.state.set_next_lengths(room.sequences[i])
+            self.state.set_next_lengths(step.sequences[i])
         return copies
 
-    def _snapshots_of(self, room: RowGrowth, i: int) -> list[int]:
+    def _snapshots_of(self, step: StepPages, i: int) -> list[int]:
         """Positions of the states that a row's step should leave, drafts apart."""
-        drafts, in_step = room.options.drafts, room.options.in_step
+        drafts, in_step = step.options.drafts, step.options.in_step
         if drafts and not in_step:
             return []
-        return self.snapshots.positions(room.sequences[i], int(room.start[i]), int(room.after[i]) - drafts, in_step)
+        return self.snapshots.positions(step.sequences[i], int(step.start[i]), int(step.after[i]) - drafts, in_step)
 
-    def _admits(self, room: RowGrowth) -> bool:
+    def _admits(self, step: StepPages) -> bool:
         """Whether a row that does not run yet is asking."""
-        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in room.sequences)
+        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in step.sequences)
 
-    def _ensure_with_snapshots(self, room: RowGrowth, demand: Demand, count: int) -> bool:
+    def _ensure_with_snapshots(self, step: StepPages, demand: Demand, count: int) -> bool:
         """Whether there are so many pages of each state more, made sure of with all others."""
         more = [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups)]
-        return self.allocator.ensure(more, admits=self._admits(room)) is None
+        return self.allocator.ensure(more, admits=self._admits(step)) is None
 
-    def _ensure(self, room: RowGrowth, demand: Demand, asking: Rows) -> None:
+    def _ensure(self, step: StepPages, demand: Demand, asking: Rows) -> None:
         """Make sure of the pages, or raise with everything as it was."""
-        if room.longest > self.state.max_tokens:
-            raise self.allocator.refusal(self.state.pools[0], room.rows, room.sequences, *room.span())
+        if step.longest > self.state.max_tokens:
+            raise self.allocator.refusal(self.state.pools[0], step.rows, step.sequences, *step.span())
         known: Known = {}
-        pool = self.allocator.ensure(demand, admits=self._admits(room), known=known)
+        pool = self.allocator.ensure(demand, admits=self._admits(step), known=known)
         if pool is not None:
-            fits = partial(self._fits, room, known)
-            raise self.allocator.refusal(pool, room.rows, room.sequences, *room.span(), fits, asking)
+            fits = partial(self._fits, step, known)
+            raise self.allocator.refusal(pool, step.rows, step.sequences, *step.span(), fits, asking)
 
-    def _fits(self, room: RowGrowth, known: Known, count: int) -> bool:
-        """Whether there would be room for the first `count` rows."""
-        return self.allocator.lacking(room.demand(count), admits=self._admits(room), known=known) is None
+    def _fits(self, step: StepPages, known: Known, count: int) -> bool:
+        """Whether the first `count` rows could be allocated."""
+        return self.allocator.lacking(step.demand(count), admits=self._admits(step), known=known) is None
 
     def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: Copies | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""

@@ -4,8 +4,8 @@ from kvweave.prefix.class_weights import ClassWeights
 from kvweave.prefix.events import Event
 from kvweave.prefix.ghosts import Ghost
 from kvweave.prefix.joint import Present, joint_hit
+from kvweave.prefix.named_policies import POLICIES
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
-from kvweave.prefix.orders import POLICIES
 from kvweave.prefix.policy import EvictionCandidate, Policy, ValuePolicy
 from kvweave.prefix.prefix_cache import PrefixCache
 from kvweave.prefix.prompt import ContentTokens, Span, TokenIds, as_tokens

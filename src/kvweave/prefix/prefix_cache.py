@@ -17,8 +17,8 @@ from kvweave.pool import GroupPages, Ids, PagedGroup
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.held_points import MOST_AT_ONCE, NOT_HELD, QUEUED_ANYWAY, HeldPoints
+from kvweave.prefix.named_policies import order_of
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
-from kvweave.prefix.orders import order_of
 from kvweave.prefix.policy import Policy
 from kvweave.prefix.tree import Match, PageRun, PublishStanding, Tree
 

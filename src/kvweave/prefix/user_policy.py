@@ -1,5 +1,5 @@
-"""Policies of users. Whatever they answer, the cache stays whole: where one raises, a warning names it, and from then
-on the least recently used point goes first."""
+"""Eviction policies written by users. A policy that raises cannot damage the cache: a warning names it, and from then
+on the least recently used point is evicted first."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvweave.prefix.node import Point, Tokens
 from kvweave.prefix.policy import EvictionCandidate, Order
 
 ASKED = 8
-"""So many of the least recently used points of a queue are asked for their value, and as many at random."""
+"""The policy values this many of a queue's least recently used points, and as many random ones."""
 
 
-class OwnOrder(Order):
+class UserOrder(Order):
     """One queue for points in the policy's order, one for those by recency, where the policy has failed."""
 
     num_queues = 2
@@ -54,7 +54,7 @@ class OwnOrder(Order):
         return super().choose(queues, now)
 
 
-class OwnKeys(OwnOrder):
+class UserKeys(UserOrder):
     """A function of a candidate: its key stays until the point is used again, the smallest goes first."""
 
     def __init__(self, groups: Sequence[PagedGroup], policy: Callable[[EvictionCandidate], Any]) -> None:
@@ -77,7 +77,7 @@ class OwnKeys(OwnOrder):
         return tuple([_ordered(number) for number in key]) if length else _ordered(key)
 
 
-class OwnValues(OwnOrder):
+class UserValues(UserOrder):
     """A user's class: `value(point)`, asked when something must go, of some points; the smallest goes first."""
 
     def __init__(self, groups: Sequence[PagedGroup], policy: Any, grid: int) -> None:

@@ -1,4 +1,4 @@
-"""The policies that have a name."""
+"""Eviction policies that are chosen by name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import partial
 
 from kvweave.pool import PagedGroup
 from kvweave.prefix.adaptive import Adaptive
-from kvweave.prefix.own_policy import OwnKeys, OwnValues
 from kvweave.prefix.policy import GreedyDual, KeyOrder, Order, Policy, WeightedLRU, cost, lfu, lru, priority
+from kvweave.prefix.user_policy import UserKeys, UserValues
 
 POLICIES: dict[str, Callable[[Sequence[PagedGroup]], Order]] = {
     "adaptive": Adaptive,
@@ -22,7 +22,7 @@ POLICIES: dict[str, Callable[[Sequence[PagedGroup]], Order]] = {
 
 
 def order_of(policy: str | Policy, groups: Sequence[PagedGroup], grid: int) -> Order:
-    """Of a policy by its name, or of a user's own."""
+    """The order of a policy, given by its name or as a user's function or object."""
     if isinstance(policy, str):
         return POLICIES[policy](groups)
-    return OwnValues(groups, policy, grid) if hasattr(policy, "value") else OwnKeys(groups, policy)
+    return UserValues(groups, policy, grid) if hasattr(policy, "value") else UserKeys(groups, policy)

@@ -1,7 +1,7 @@
-"""New pages at the ends of rows: how many a step needs of each group, and where they go.
+"""The pages of a step: how many new pages it needs of each group, and where in the block tables they go.
 
-For one row in plain numbers, for many in arrays: a chunk of a prompt is one row with many pages, a decode step is many
-rows with a page at most. Both answer the same questions.
+`OneRowPages` computes with plain numbers, `ManyRowPages` with arrays: a chunk of a prompt is one row with many pages, a
+decode step is many rows with at most one page each. Both have the same methods.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from kvweave.table import Counts
 
 
 class StepOptions:
-    """Tables shall have pages for `lookahead` tokens more than the step has. Its last `drafts` tokens may be rejected.
-    It leaves states on its way itself (`in_step`), or at its end at most, where they are copied."""
+    """Options of `Cache.extend`: `lookahead`, pages for this many tokens beyond the step; `drafts`, how many of the
+    last tokens may be rejected; `in_step`, whether the engine writes snapshots inside the step (else only the state at
+    its end is copied)."""
 
     def __init__(self, lookahead: int, drafts: int, in_step: bool) -> None:
         self.lookahead = lookahead
@@ -27,7 +28,7 @@ class StepOptions:
 PLAIN = StepOptions(0, 0, False)
 
 
-class OneRow:
+class OneRowPages:
     """The step of one sequence from `start` to `after`."""
 
     def __init__(self, state: CacheState, sequence: Sequence, start: int, after: int, options: StepOptions) -> None:
@@ -44,8 +45,8 @@ class OneRow:
         self.stateful = [0] if passes_stop else []
 
     def demand(self, _count: int) -> Demand:
-        """Pages for the first `count` rows: new blocks; a live state where there is none, and one for each draft (of
-        the step before, none is left)."""
+        """Pages for the first `count` rows: new blocks; a live state where there is none, and one for each draft (no
+        draft of the step before is left)."""
         num_states = 0
         if self.state.states:
             have = self.state.tables[self.state.states[0].number].blocks_of[self.sequences[0].row]
@@ -53,7 +54,7 @@ class OneRow:
         return _demand(self.state, self.growth, num_states)
 
     def span(self) -> tuple[Counts, Counts]:
-        """For each row the tokens that must be there at once: from the committed ones on, and how far."""
+        """For each row the tokens whose pages must be held together: from the committed length to the reached one."""
         return self.state.counters.committed[self.rows], np.array([self.longest])
 
     def append(self) -> None:
@@ -71,15 +72,15 @@ class OneRow:
                     table.blocks_of[row] = blocks + count
 
     def set_counters(self) -> None:
-        """The step is prepared: note its end, and how far the pages reach."""
+        """After `append`: set the new length, and the length up to which pages are allocated."""
         row = self.sequences[0].row
         self.state.counters.length_of[row] = self.after[0]
         if not self.stateful:
             self.state.set_ready_of(row)
 
 
-class ManyRows:
-    """The same for several sequences, whose tables shall have pages up to `reach`."""
+class ManyRowPages:
+    """The step of several sequences, whose tables get pages up to `reach`."""
 
     def __init__(
         self,
@@ -143,11 +144,11 @@ class ManyRows:
         counters.ready[self.rows] = ready
 
 
-RowGrowth = OneRow | ManyRows
+StepPages = OneRowPages | ManyRowPages
 
 
 def _demand(state: CacheState, blocks: list[int], num_states: int) -> Demand:
-    """So many blocks, by `CacheState.same_block_size`, and so many states of each group."""
+    """Pages by group number, from blocks by `CacheState.same_block_size` and a number of states."""
     demand = [0] * len(state.groups)
     for same, count in zip(state.same_block_size, blocks):
         for group in same:
