@@ -171,7 +171,7 @@ def lookups(client: Client, parts: int, rounds: int, *, anew: bool) -> float:
 
     def ask() -> None:
         if anew:
-            store.client.exchange(lambda: store._prompt_session._closing(0))
+            store.client.exchange(lambda: store._prompt_session._close_messages(0))
         assert store.lookup(store.prompt(tokens, HERE) if anew else prompt).position == LONG
 
     return 1e3 * best(ask, 10 * rounds)

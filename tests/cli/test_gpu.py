@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvweave.cli.source import read_config
+from kvweave.cli.read_config import read_config
 from kvweave.spec.hf.parameters import count_parameters
 from tests.cli.command import Kvweave
 

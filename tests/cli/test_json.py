@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvweave import Plan, from_config, make_plan
-from kvweave.cli.source import example_names, read_config
+from kvweave.cli.read_config import example_names, read_config
 from tests.cli.command import Kvweave
 
 EXPECTED = json.loads((Path(__file__).parent.parent / "data" / "examples_expected.json").read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.cli.source import example_names, model_dtype, read_config
+from kvweave.cli.read_config import example_names, model_dtype, read_config
 from kvweave.errors import ConfigError
 
 

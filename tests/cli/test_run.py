@@ -17,11 +17,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvweave.cli.read_config import example_names
 from kvweave.cli.run import chat, runner
 from kvweave.cli.run.run_request import RunRequest
 from kvweave.cli.run.text import ByteTokenizer
 from kvweave.cli.run.workload import PromptWriter, WorkloadSize, agents, play
-from kvweave.cli.source import example_names
 from kvweave.engine import Engine, EngineRequest
 from tests.cli.command import Kvweave
 from tests.cli.threads import one_thread  # noqa: F401

@@ -9,7 +9,7 @@ import pytest
 
 from kvweave.cli.option_syntax import PerTag, PoolOption
 from kvweave.cli.plan_request import PlanRequest, PlanResult, answer
-from kvweave.cli.source import example_names
+from kvweave.cli.read_config import example_names
 from kvweave.cli.svg import plan_svg
 from kvweave.cli.svg.draw import NULL, hues
 from kvweave.cli.svg.sample_load import SampleLoad

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvweave import __version__, from_config
-from kvweave.cli.source import example_names, read_config
+from kvweave.cli.read_config import example_names, read_config
 from tests.cli.command import Kvweave
 
 

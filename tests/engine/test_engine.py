@@ -196,7 +196,7 @@ def test_a_model_that_cannot_be_captured_is_served_all_the_same(name: str, monke
         assert len(refused_at) == 1 < len(refused_at[0]), "once, in a step that prefilled, too"
         assert not graphs.is_useful
         assert engine._executor.is_packed, "what it computes still follows from ids, positions and pages"
-        graphs.follow(engine.weave.memory.watch.look())
+        graphs.follow(engine.weave.memory.model_changes.version())
         assert not graphs.is_useful, "nor when the model is of another version"
 
 

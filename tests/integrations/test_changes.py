@@ -12,7 +12,7 @@ import torch
 
 from kvweave.errors import BadCall, CannotServe
 from kvweave.integrations.transformers import KVWeave
-from kvweave.integrations.transformers.watch import ModelWatch
+from kvweave.integrations.transformers.model_changes import ModelChanges
 from kvweave.store import DictTier
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
 from tests.integrations.stores import started
@@ -168,11 +168,11 @@ def test_a_model_of_another_dtype_is_refused_by_name() -> None:
 
 def test_looking_reads_no_weights_but_a_few() -> None:
     model = own_copy()
-    watch = ModelWatch(model)
-    assert watch.look() == watch.look()
+    changes = ModelChanges(model)
+    assert changes.version() == changes.version()
     with torch.device("meta"):
         bare = type(model)(model.config)
-    assert ModelWatch(bare).look() == ModelWatch(bare).look()
+    assert ModelChanges(bare).version() == ModelChanges(bare).version()
 
 
 def test_hooks_that_steer_a_layer_make_another_model() -> None:

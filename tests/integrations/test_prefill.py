@@ -18,7 +18,7 @@ class Forwards(list[int]):
     """The tokens of a row in each forward of a model."""
 
     changes_no_answer = True
-    """Says to a `ModelWatch` that the model is the same with this hook."""
+    """Says to a `ModelChanges` that the model is the same with this hook."""
 
     def see(self, _: Any, __: Any, named: dict[str, Any]) -> None:
         self.append(named["input_ids"].shape[1])

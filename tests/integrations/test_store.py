@@ -16,9 +16,9 @@ from kvweave.integrations.open_store import open_store
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.arena_payloads import ArenaPayloads
 from kvweave.integrations.transformers.identity import Identity
+from kvweave.integrations.transformers.model_changes import ModelChanges
 from kvweave.integrations.transformers.prompts import Prompt
 from kvweave.integrations.transformers.support import SCANS_AFRESH, examine
-from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.store import DictTier, MemoryTier, Schema, Store, TierPolicy, TierStack
 from kvweave.store.redis_tier import RedisTier
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
@@ -443,7 +443,7 @@ def test_a_store_that_is_open_must_be_for_this_model_and_stays_open() -> None:
     store = store_of(llama, tier)
     with KVWeave(llama, "16MiB", store=store) as weave:
         weave.generate(prompt(CHUNK + 9), **greedy())
-    mine = Identity(llama, examine(llama).stored, ModelWatch(llama)).namespace(Prompt(prompt(1)[0].numpy()))
+    mine = Identity(llama, examine(llama).stored, ModelChanges(llama)).namespace(Prompt(prompt(1)[0].numpy()))
     hit = store.lookup(store.prompt(prompt(CHUNK + 9)[0].numpy(), mine))
     assert hit.position == CHUNK
 

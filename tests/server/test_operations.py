@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvweave.operation import OperationState
 from kvweave.server import Daemon, Disk, RemoteStore
 from kvweave.server.open_sequence import STEP_KEYS
-from kvweave.store import AnyStore, DictTier, HashedPrompt, Saved, TierPolicy, TierStack
+from kvweave.store import BaseStore, DictTier, HashedPrompt, Saved, TierPolicy, TierStack
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, spawned, store, verify
 from tests.store.engine_contract import WAIT_S, EngineContract, Taken, polled, prompt_of
 from tests.store.models import truth
@@ -45,7 +45,7 @@ class TestBehindADaemon(EngineContract):
     def without_lease(self) -> dict[str, Any]:
         return {"lease": False}
 
-    def lose(self, store: AnyStore[Any], prompt: HashedPrompt, chunk: int) -> None:
+    def lose(self, store: BaseStore[Any], prompt: HashedPrompt, chunk: int) -> None:
         assert store
         number = len(SCHEMA.shards)
         self.served.state.arena.delete(prompt.keys(SCHEMA.ids)[chunk * number : (chunk + 1) * number])

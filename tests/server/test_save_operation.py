@@ -12,7 +12,7 @@ import pytest
 
 from kvweave.errors import OverLimit
 from kvweave.server import Daemon, RemoteStore, save_operation
-from kvweave.server.allowance import Allowance
+from kvweave.server.byte_limiter import ByteLimiter
 from kvweave.server.client_session import ROOM_S
 from kvweave.server.save_operation import ReservedBatch, SaveOperation
 from kvweave.server.settings import Limits
@@ -185,13 +185,13 @@ def test_a_source_that_raises_leaves_earlier_batches_and_no_places(tmp_path: Pat
 
 
 def test_a_cancelled_operation_stops_waiting_for_others() -> None:
-    allowance, budget = Allowance(), CancellableBudget(None)
-    allowance.hold(10, 10, 60.0, UNLIMITED)
-    assert not allowance.hold_now(1, 10)
-    waiting = threading.Thread(target=allowance.hold, args=(1, 10, 60.0, budget))
+    limiter, budget = ByteLimiter(), CancellableBudget(None)
+    limiter.hold(10, 10, 60.0, UNLIMITED)
+    assert not limiter.hold_now(1, 10)
+    waiting = threading.Thread(target=limiter.hold, args=(1, 10, 60.0, budget))
     waiting.start()
     budget.cancelled.set()
     waiting.join(10)
     assert not waiting.is_alive()
-    allowance.give_back(11)
-    assert allowance.hold_now(11, 10), "one that is alone may be larger"
+    limiter.give_back(11)
+    assert limiter.hold_now(11, 10), "one that is alone may be larger"

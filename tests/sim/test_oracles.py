@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvweave.sim.bound import bound_tokens
 from kvweave.sim.foresight import Foresight
 from kvweave.sim.geometry import Geometry
 from kvweave.sim.oracles import ORACLES, Oracle, oracle_hits
 from kvweave.sim.trace import Request, Trace
+from kvweave.sim.upper_bound import bound_tokens
 
 PLACEMENT, BELADY, BOTH = ORACLES
 ROWS = Geometry(grid=1, row_bytes=1, state_bytes=0)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvweave.cli.source import example_names, read_config
+from kvweave.cli.read_config import example_names, read_config
 from kvweave.errors import ConfigError
 from kvweave.spec.hf.fields import SAME_AS, family_of, language_model
 from kvweave.spec.hf.parameters import count_parameters

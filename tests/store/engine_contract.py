@@ -14,7 +14,7 @@ import pytest
 
 from kvweave.errors import OperationCancelled, OperationTimeout
 from kvweave.operation import AnyOperation, OperationState
-from kvweave.store import AnyStore, HashedPrompt, Operation, Saved, Shard
+from kvweave.store import BaseStore, HashedPrompt, Operation, Saved, Shard
 from kvweave.store.keys import Bytes
 from tests.store.models import hybrid, namespace, truth
 
@@ -22,7 +22,7 @@ SPEC = hybrid()
 WAIT_S = 30.0
 
 
-def prompt_of(store: AnyStore[Any], first: int = 0, tokens: int = 1025) -> HashedPrompt:
+def prompt_of(store: BaseStore[Any], first: int = 0, tokens: int = 1025) -> HashedPrompt:
     """A prompt of its own for every number."""
     return store.prompt([5000 + first, *range(1, tokens)], namespace(SPEC))
 
@@ -45,7 +45,7 @@ class Taken:
         return sorted({chunk for each, _, chunk in self.pieces if each == tag})
 
 
-def polled(store: AnyStore[Any], number: int) -> list[AnyOperation]:
+def polled(store: BaseStore[Any], number: int) -> list[AnyOperation]:
     """So many that have ended, in whatever order."""
     ended: list[AnyOperation] = []
     until = time.monotonic() + WAIT_S
@@ -61,7 +61,7 @@ class EngineContract:
 
     # ---- nothing waits
 
-    def test_everything_submitted_is_reported_once_with_its_request(self, store: AnyStore[Any]) -> None:
+    def test_everything_submitted_is_reported_once_with_its_request(self, store: BaseStore[Any]) -> None:
         prompts = [prompt_of(store, number) for number in range(3)]
         for number, prompt in enumerate(prompts):
             store.submit_save(prompt, truth, points=[512, 1024], request=("save", number))
@@ -82,7 +82,7 @@ class EngineContract:
         assert [sink.chunks("full") for sink in sinks] == [[0, 1, 2, 3]] * 3 + [[]]
         assert store.stats().operations == 0
 
-    def test_what_is_to_be_done_with_hits_is_done_in_the_stores_thread(self, store: AnyStore[Any]) -> None:
+    def test_what_is_to_be_done_with_hits_is_done_in_the_stores_thread(self, store: BaseStore[Any]) -> None:
         prompt = prompt_of(store)
         store.save(prompt, truth)
         lookup = store.submit_lookup([prompt], then=lambda hit: (hit.position, threading.current_thread()))
@@ -90,7 +90,7 @@ class EngineContract:
         assert position == 1024
         assert thread is not threading.current_thread()
 
-    def test_to_submit_and_to_poll_take_no_time_whatever_the_sink_does(self, store: AnyStore[Any]) -> None:
+    def test_to_submit_and_to_poll_take_no_time_whatever_the_sink_does(self, store: BaseStore[Any]) -> None:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[1024])
         sink.go_on.clear()
@@ -107,11 +107,11 @@ class EngineContract:
         sink.go_on.set()
         assert load.result(WAIT_S) == 1024
 
-    def test_what_was_waited_for_is_not_reported_again(self, store: AnyStore[Any]) -> None:
+    def test_what_was_waited_for_is_not_reported_again(self, store: BaseStore[Any]) -> None:
         assert store.submit_save(prompt_of(store), truth).result(WAIT_S).dropped == 0
         assert store.poll() == []
 
-    def test_a_load_that_is_cancelled_ends_and_writes_no_more(self, store: AnyStore[Any]) -> None:
+    def test_a_load_that_is_cancelled_ends_and_writes_no_more(self, store: BaseStore[Any]) -> None:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[1024])
         hit = store.lookup(prompt)
@@ -132,7 +132,7 @@ class EngineContract:
         assert len(sink.pieces) == written
         assert store.load(store.lookup(prompt), Taken()) == 1024
 
-    def test_what_was_not_begun_is_cancelled_at_once(self, store: AnyStore[Any]) -> None:
+    def test_what_was_not_begun_is_cancelled_at_once(self, store: BaseStore[Any]) -> None:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[1024])
         sink.go_on.clear()
@@ -145,7 +145,7 @@ class EngineContract:
         assert [each.result(WAIT_S) for each in running] == [1024] * 3
         assert not running[0].cancel(), "it is done"
 
-    def test_an_error_of_the_sink_or_the_source_is_the_operations_own(self, store: AnyStore[Any]) -> None:
+    def test_an_error_of_the_sink_or_the_source_is_the_operations_own(self, store: BaseStore[Any]) -> None:
         def broken(*_: object) -> Any:
             raise RuntimeError("the engine's own")
 
@@ -161,7 +161,7 @@ class EngineContract:
         assert len(load.failed) == len([*store._needs(1024, range(len(store.schema.shards)), hit.present)])
         assert store.load(store.lookup(prompt_of(store)), Taken()) == 1024
 
-    def test_a_row_is_there_before_all_are(self, store: AnyStore[Any]) -> None:
+    def test_a_row_is_there_before_all_are(self, store: BaseStore[Any]) -> None:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[1024])
         seen: list[list[bool]] = []
@@ -181,7 +181,7 @@ class EngineContract:
         assert sum(seen[-1]) == len(store.schema.shards) - 1
         assert all(load.has_shard(number) for number in range(len(store.schema.shards)))
 
-    def test_shards_come_in_the_order_in_which_they_are_named(self, store: AnyStore[Any]) -> None:
+    def test_shards_come_in_the_order_in_which_they_are_named(self, store: BaseStore[Any]) -> None:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[1024])
         last_first = [*range(len(store.schema.shards))][::-1]
@@ -191,7 +191,7 @@ class EngineContract:
 
     # ---- in two phases
 
-    def test_gathered_memory_may_be_used_again_before_the_commit(self, store: AnyStore[Any]) -> None:
+    def test_gathered_memory_may_be_used_again_before_the_commit(self, store: BaseStore[Any]) -> None:
         prompt, scratch = prompt_of(store), np.empty(1 << 20, np.uint8)
 
         def source(shard: Shard, chunk: int) -> Bytes:
@@ -206,7 +206,7 @@ class EngineContract:
         assert store.load(store.lookup(prompt), Taken()) == 1024
         assert store.gather(prompt, source, points=[1024]).commit() == Saved(present=saved.stored)
 
-    def test_what_was_gathered_and_not_committed_is_given_back(self, store: AnyStore[Any]) -> None:
+    def test_what_was_gathered_and_not_committed_is_given_back(self, store: BaseStore[Any]) -> None:
         prompt = prompt_of(store)
         with store.gather(prompt, truth, points=[1024]) as gathered:
             pass
@@ -214,7 +214,7 @@ class EngineContract:
         assert store.lookup(prompt).position == 0
         assert store.save(prompt, truth, points=[1024]).dropped == 0
 
-    def test_a_save_says_when_its_source_is_free(self, store: AnyStore[Any]) -> None:
+    def test_a_save_says_when_its_source_is_free(self, store: BaseStore[Any]) -> None:
         go_on, began = threading.Event(), threading.Event()
 
         def source(shard: Shard, chunk: int) -> Bytes:
@@ -230,7 +230,7 @@ class EngineContract:
         assert save.is_gathered
 
     def test_a_source_is_free_only_when_the_last_batch_is_copied(
-        self, store: AnyStore[Any], monkeypatch: pytest.MonkeyPatch
+        self, store: BaseStore[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.one_by_one(monkeypatch)
         free: list[bool] = []
@@ -267,14 +267,14 @@ class EngineContract:
         ],
     )
     def test_a_load_from_a_position_brings_what_lies_behind_it(
-        self, store: AnyStore[Any], start: int, full: list[int], window: list[int], state: list[int]
+        self, store: BaseStore[Any], start: int, full: list[int], window: list[int], state: list[int]
     ) -> None:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[512, 1024])
         assert store.load(store.lookup(prompt), sink, start=start) == max(start, 1024)
         assert [sink.chunks(tag) for tag in ("full", "window", "state")] == [full, window, state]
 
-    def test_a_load_that_shortens_never_falls_behind_its_start(self, store: AnyStore[Any]) -> None:
+    def test_a_load_that_shortens_never_falls_behind_its_start(self, store: BaseStore[Any]) -> None:
         """The first chunk is lost; the caller has it, so the hit stands. Without a start, nothing does."""
         prompt = prompt_of(store)
         store.save(prompt, truth, points=[512, 1024])
@@ -286,7 +286,7 @@ class EngineContract:
         assert store.load(hit, Taken(), start=300) == 512
         assert store.load(hit, Taken(), start=600) == 600
 
-    def test_a_shorter_hit_counts_what_the_caller_has(self, store: AnyStore[Any]) -> None:
+    def test_a_shorter_hit_counts_what_the_caller_has(self, store: BaseStore[Any]) -> None:
         """At 768 the window needs chunks 1 and 2, of which the store never had the first."""
         prompt, sink = prompt_of(store), Taken()
         states = [number for number, shard in enumerate(store.schema.shards) if shard.tag == "state"]
@@ -301,13 +301,13 @@ class EngineContract:
     def without_lease(self) -> dict[str, Any]:
         return {}
 
-    def lose(self, store: AnyStore[Any], prompt: HashedPrompt, chunk: int) -> None:
+    def lose(self, store: BaseStore[Any], prompt: HashedPrompt, chunk: int) -> None:
         """Make the store forget a chunk, behind its back."""
         raise NotImplementedError
 
     # ---- growing
 
-    def test_a_prompt_that_grew_is_saved_from_where_it_was(self, store: AnyStore[Any]) -> None:
+    def test_a_prompt_that_grew_is_saved_from_where_it_was(self, store: BaseStore[Any]) -> None:
         asked: list[tuple[str, int]] = []
 
         def source(shard: Shard, chunk: int) -> Bytes:
@@ -324,7 +324,7 @@ class EngineContract:
         assert first.stored
         assert store.load(store.lookup(store.prompt(range(1025), namespace(SPEC))), Taken()) == 1024
 
-    def test_prompts_of_foreign_digests_are_saved_and_found(self, store: AnyStore[Any]) -> None:
+    def test_prompts_of_foreign_digests_are_saved_and_found(self, store: BaseStore[Any]) -> None:
         def prompt(tenant: str = "") -> HashedPrompt:
             digests = [number.to_bytes(32, "little") for number in range(16)]
             here = namespace(SPEC, tenant=tenant)
@@ -336,7 +336,7 @@ class EngineContract:
 
     # ---- tickets
 
-    def test_a_ticket_is_loaded_without_another_lookup(self, store: AnyStore[Any]) -> None:
+    def test_a_ticket_is_loaded_without_another_lookup(self, store: BaseStore[Any]) -> None:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[512, 1024])
         ticket = store.lookup(prompt).ticket()
@@ -347,14 +347,14 @@ class EngineContract:
         assert store.load(hit, sink, shards=[0, 1]) == 1024
         assert store.stats().lookups == lookups
 
-    def test_a_ticket_for_what_is_gone_shortens(self, store: AnyStore[Any]) -> None:
+    def test_a_ticket_for_what_is_gone_shortens(self, store: BaseStore[Any]) -> None:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[512, 1024])
         ticket = store.lookup(prompt, **self.without_lease()).ticket()
         self.lose(store, prompt, 3)
         assert store.load(store.redeem(ticket), sink) == 512
 
-    def test_tickets_that_are_damaged_foreign_or_too_old_are_misses(self, store: AnyStore[Any]) -> None:
+    def test_tickets_that_are_damaged_foreign_or_too_old_are_misses(self, store: BaseStore[Any]) -> None:
         prompt = prompt_of(store)
         store.save(prompt, truth, points=[1024])
         hit = store.lookup(prompt)
@@ -367,7 +367,7 @@ class EngineContract:
             assert store.load(missed, Taken()) == 0
         assert store.stats().refused_tickets == len(wrong)
 
-    def test_a_hit_is_shortened_to_the_longest_that_was_found_within_a_limit(self, store: AnyStore[Any]) -> None:
+    def test_a_hit_is_shortened_to_the_longest_that_was_found_within_a_limit(self, store: BaseStore[Any]) -> None:
         prompt = prompt_of(store)
         store.save(prompt, truth, points=[512, 1024])
         hit = store.lookup(prompt)
@@ -384,7 +384,7 @@ class EngineContract:
         assert store.load(store.shorten(hit, 1000), sink) == 512
         assert sink.chunks("full") == [0, 1]
 
-    def test_a_hit_names_the_farthest_tier_and_is_released_without_waiting(self, store: AnyStore[Any]) -> None:
+    def test_a_hit_names_the_farthest_tier_and_is_released_without_waiting(self, store: BaseStore[Any]) -> None:
         prompt = prompt_of(store)
         assert store.farthest_tier(store.lookup(prompt)) == ""
         store.save(prompt, truth)
@@ -394,6 +394,6 @@ class EngineContract:
         store.release_later(hit)
         assert store.lookup(prompt).position == 1024
 
-    def test_a_store_is_a_context(self, store: AnyStore[Any]) -> None:
+    def test_a_store_is_a_context(self, store: BaseStore[Any]) -> None:
         with store as same:
             assert same is store

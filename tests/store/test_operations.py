@@ -12,7 +12,7 @@ import pytest
 from kvweave.errors import OperationCancelled
 from kvweave.operation import AnyOperation, Completions, OperationState
 from kvweave.store import (
-    AnyStore,
+    BaseStore,
     DictTier,
     HashedPrompt,
     MemoryTier,
@@ -21,7 +21,7 @@ from kvweave.store import (
     Store,
     TierPolicy,
     TierStack,
-    any_store,
+    base_store,
     operations,
 )
 from kvweave.store.blob import blob_bytes
@@ -42,7 +42,7 @@ class TestEmbedded(EngineContract):
     def one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvweave.store.batches.BATCH_BYTES", 1)
 
-    def lose(self, store: AnyStore[Any], prompt: HashedPrompt, chunk: int) -> None:
+    def lose(self, store: BaseStore[Any], prompt: HashedPrompt, chunk: int) -> None:
         assert isinstance(store, Store)
         number = len(SCHEMA.shards)
         store.tier_stack.executors[0].tier.delete(prompt.keys(SCHEMA.ids)[chunk * number : (chunk + 1) * number])
@@ -110,7 +110,7 @@ def test_no_more_is_gathered_than_may_be(store: Store, monkeypatch: pytest.Monke
     saved = gathered.commit()
     assert (saved.stored, saved.dropped) == (wanted - len(gathered.failed), len(gathered.failed))
     assert store.save(prompt_of(store), truth).present == saved.stored
-    assert any_store.GATHER_BYTES == 256 << 20
+    assert base_store.GATHER_BYTES == 256 << 20
 
 
 def test_a_budget_ends_what_was_submitted_in_time(store: Store) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from kvweave.integrations.keyed_pages import KeyedPool, page_prompt, page_schema, promised
 from kvweave.server import RemoteStore
-from kvweave.store import AnyStore, DiskTier, MemoryTier, Namespace, Store, TierPolicy, TierStack
-from kvweave.store.any_store import discard
+from kvweave.store import BaseStore, DiskTier, MemoryTier, Namespace, Store, TierPolicy, TierStack
+from kvweave.store.base_store import discard
 from kvweave.store.removals import FROM_NOW, RemovalLog
 from kvweave.store.tier import ALL
 from tests.server.models import serving, settings
@@ -26,13 +26,13 @@ def keys(*numbers: int) -> set[bytes]:
     return {*page_prompt([NAMES[number] for number in numbers], Namespace("m")).keys(SCHEMA.ids)}
 
 
-def save(store: AnyStore[Any], *numbers: int) -> None:
+def save(store: BaseStore[Any], *numbers: int) -> None:
     for number in numbers:
         prompt = page_prompt([NAMES[number]], Namespace("m"))
         store.save(prompt, lambda _, __: np.full(4096, 7, np.uint8))
 
 
-def removed(store: AnyStore[Any], after: int) -> tuple[int, set[bytes]]:
+def removed(store: BaseStore[Any], after: int) -> tuple[int, set[bytes]]:
     found = store.submit_removed(after).result(10)
     assert found.complete
     return found.number, {*found.keys}

@@ -230,8 +230,8 @@ class Shuffled:
     not_hosted: str = "its pages hold pointers"
 
     def caches(self, request: LayerRequest) -> Iterable[LayerCache]:
-        roles = request.keep.attention(request.heads, request.key_dim).roles
-        indexer = request.keep.indexer(64)
+        roles = request.build.attention(request.heads, request.key_dim).roles
+        indexer = request.build.indexer(64)
         made = LayerCache("full", request.reach, tuple(roles[i] for i in self.order))
         return [indexer, made] if self.order[0] else [made, indexer]
 

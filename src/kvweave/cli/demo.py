@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvweave.cli.demo_plan import plan_demo
+from kvweave.cli.read_config import written
 from kvweave.cli.report import report_html, run_svg
 from kvweave.cli.run.command import format_heading, run_with_progress
 from kvweave.cli.run.format_outcomes import format_mismatches, format_seconds, format_speedup
 from kvweave.cli.run.outcome import RunOutcomes
 from kvweave.cli.run.run_request import RunRequest, RunResult
 from kvweave.cli.run.workload import WorkloadSize
-from kvweave.cli.source import written
 from kvweave.cli.table import console, plain_table, print_table
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from kvweave.cli.format import exact, format_size
 from kvweave.cli.plan_request import PlanRequest, PlanResult, answer
-from kvweave.cli.source import written
+from kvweave.cli.read_config import written
 from kvweave.cli.svg import plan_svg
 from kvweave.cli.table import console, plain_table, print_table
 from kvweave.plan import one_page_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvweave.cli.format import exact, format_size
-from kvweave.cli.source import example_names, read_config
+from kvweave.cli.read_config import example_names, read_config
 from kvweave.cli.table import console, plain_table, print_table
 from kvweave.spec.hf import from_config
 

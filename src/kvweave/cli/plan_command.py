@@ -11,7 +11,7 @@ from kvweave.cli.gpu import GpuRequest
 from kvweave.cli.json_report import json_report
 from kvweave.cli.option_syntax import PerTag, parse_pools
 from kvweave.cli.plan_request import DEFAULT_MEMORY, PlanRequest, answer
-from kvweave.cli.source import written
+from kvweave.cli.read_config import written
 from kvweave.cli.svg import plan_svg
 from kvweave.cli.table import print_plan
 from kvweave.errors import PlanError

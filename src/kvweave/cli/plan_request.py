@@ -8,7 +8,7 @@ from functools import partial
 
 from kvweave.cli.gpu import GpuBudget, GpuRequest, gpu_budget
 from kvweave.cli.option_syntax import PerTag, PoolOption
-from kvweave.cli.source import model_dtype, read_config
+from kvweave.cli.read_config import model_dtype, read_config
 from kvweave.errors import CoarseReuse, PlanError
 from kvweave.plan import Parallel, Plan, PoolRequest, make_plan, merge_draft
 from kvweave.spec import ModelSpec

@@ -11,9 +11,9 @@ import numpy as np
 from kvweave.cache import Sequence
 from kvweave.engine.job import Job, JobChunk
 from kvweave.integrations.transformers import KVWeave
+from kvweave.integrations.transformers.model_changes import ModelVersion
 from kvweave.integrations.transformers.prefill import OpenRow
 from kvweave.integrations.transformers.prompts import Prompt
-from kvweave.integrations.transformers.watch import ModelVersion
 
 if TYPE_CHECKING:
     from kvweave.integrations.transformers.store_sync import StoreBatch
@@ -48,7 +48,7 @@ class Admission:
         prompt = Prompt(tokens, name=job.tenant, rope_range=rope_range, branches=job.branches)
         store_batch = sync.store_batch() if sync else None
         if store_batch is None and self._version is None:
-            self._version = memory.watch.look()
+            self._version = memory.model_changes.version()
         row = self._opener.open_sequence(prompt, store_batch, self._version)
         self._admitted[job.number] = Admitted(row, store_batch)
         if store_batch and job.num_cached is None:

@@ -20,7 +20,7 @@ from kvweave.attention import UNKNOWN_ID, StepSize
 from kvweave.cache import Sequence
 from kvweave.engine.job import Job, JobChunk
 from kvweave.integrations.transformers import KVWeave
-from kvweave.integrations.transformers.build import counts_padding, takes_no_padding
+from kvweave.integrations.transformers.build_layers import counts_padding, takes_no_padding
 from kvweave.integrations.transformers.prefill import forward_inputs
 from kvweave.integrations.transformers.step_cache import PackedCache, lengths_before, step_cache_class
 

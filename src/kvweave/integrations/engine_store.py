@@ -8,10 +8,10 @@ from typing import Any
 
 from kvweave.errors import BadOption, Busy, StoreError
 from kvweave.integrations.open_store import open_store
-from kvweave.store import AnyStore, Schema
+from kvweave.store import BaseStore, Schema
 
 _LOCK = threading.Lock()
-_OPEN: dict[tuple[str, bytes], tuple[AnyStore[Any], int]] = {}
+_OPEN: dict[tuple[str, bytes], tuple[BaseStore[Any], int]] = {}
 """Embedded stores of this process, and how many use each."""
 
 
@@ -21,7 +21,7 @@ def check_place(directory: str, socket: str) -> None:
         raise BadOption('say one of "store" (a directory of this engine) and "socket" (of `kvweave serve`)')
 
 
-def open_engine_store(directory: str, socket: str, schema: Schema, model: str) -> AnyStore[Any]:
+def open_engine_store(directory: str, socket: str, schema: Schema, model: str) -> BaseStore[Any]:
     """Open the store of a daemon's socket, or else of a directory (or URL), which is the same object for all callers
     of a process."""
     check_place(directory, socket)
@@ -42,7 +42,7 @@ def open_engine_store(directory: str, socket: str, schema: Schema, model: str) -
         return store
 
 
-def close_engine_store(store: AnyStore[Any]) -> None:
+def close_engine_store(store: BaseStore[Any]) -> None:
     """Close it with its last user."""
     with _LOCK:
         for key, (each, users) in _OPEN.items():

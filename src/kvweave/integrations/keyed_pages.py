@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Role
-from kvweave.store import AnyStore, HashedPrompt, Namespace, Schema
+from kvweave.store import BaseStore, HashedPrompt, Namespace, Schema
 from kvweave.store.keys import PREFIX_BYTES
 from kvweave.store.ticket import VALID_S, write_ticket
 
@@ -42,7 +42,7 @@ def page_prompt(keys: Sequence[bytes], namespace: Namespace) -> HashedPrompt:
     return HashedPrompt(namespace.tenant_id, len(keys) + 1, 1, prefixes)
 
 
-def promised(store: AnyStore[Any], prompt: HashedPrompt) -> Any:
+def promised(store: BaseStore[Any], prompt: HashedPrompt) -> Any:
     """A hit of all pages of a prompt, as if a lookup had found them: a load tells which are there."""
     present = np.ones((len(store.schema.shards), prompt.num_chunks), bool)
     return store.redeem(write_ticket(store.schema, prompt, prompt.num_chunks, present, VALID_S))

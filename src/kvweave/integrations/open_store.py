@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.errors import MissingExtra, UnknownName
-from kvweave.store import AnyStore, DiskTier, MemoryTier, Schema, Store, Tier, TierPolicy, TierStack
+from kvweave.store import BaseStore, DiskTier, MemoryTier, Schema, Store, Tier, TierPolicy, TierStack
 from kvweave.units import parse_directory
 
 NEAR_BYTES = 1 << 30
 """Host memory in front of a tier on the network. A disk has the page cache instead."""
 
 
-def open_store(where: str | Path, schema: Schema, *, model: str = "") -> AnyStore[Any]:
+def open_store(where: str | Path, schema: Schema, *, model: str = "") -> BaseStore[Any]:
     """Open the store at `where`. Close it when done: that finishes queued writes.
 
     `DIR`, `DIR:SIZE`        a directory of this process, at most SIZE of it (20 GiB)
@@ -37,7 +37,7 @@ def _directory(where: str, schema: Schema) -> Store:
     return Store(schema, TierStack((DiskTier(*parse_directory(where)), TierPolicy(write="back"))))
 
 
-def _daemon(socket: Path, schema: Schema, model: str) -> AnyStore[Any]:
+def _daemon(socket: Path, schema: Schema, model: str) -> BaseStore[Any]:
     with MissingExtra.on_import("a store behind a daemon", "server"):
         from kvweave.server import RemoteStore  # noqa: PLC0415 - an extra
     return RemoteStore(schema, socket, model=model)

@@ -1,4 +1,5 @@
-"""What the threads of one connection hold at once: they wait here for each other, where the daemon would refuse."""
+"""A limit on the bytes that the threads of one connection hold together: a thread waits for the others instead of
+sending a request that the daemon would refuse."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ CANCEL_POLL_S = 0.02
 """A cancelled operation stops waiting after so many seconds."""
 
 
-class Allowance:
-    """Bytes that are held over one connection. Thread-safe."""
+class ByteLimiter:
+    """Counts the bytes held over one connection. Thread-safe."""
 
     def __init__(self) -> None:
         self._held, self._freed = 0, threading.Condition()
@@ -29,9 +30,9 @@ class Allowance:
             self.give_back(num_bytes)
 
     def hold(self, num_bytes: int, most_bytes: int, wait_s: float, budget: Budget) -> None:
-        """Hold so many bytes more, until `give_back`, when no more than `most_bytes` are held then, or nothing else is.
+        """Hold `num_bytes` more, until `give_back`. Waits until at most `most_bytes` are held, or no others are.
 
-        After `wait_s`, or when the budget is spent, they are held all the same: the daemon decides.
+        After `wait_s`, or when the budget is spent, the bytes are counted without waiting on: the daemon decides.
         """
         until = time.monotonic() + wait_s
         with self._freed:
@@ -40,7 +41,7 @@ class Allowance:
             self._held += num_bytes
 
     def hold_now(self, num_bytes: int, most_bytes: int) -> bool:
-        """As `hold`, if they fit now; returns whether they do."""
+        """As `hold`, but without waiting: returns False, and holds nothing, if the bytes do not fit now."""
         with self._freed:
             fits = self._fits(num_bytes, most_bytes)
             self._held += num_bytes if fits else 0

@@ -22,13 +22,13 @@ import msgspec
 
 from kvweave.errors import ServerError, ServerGone, ServerTimeout
 from kvweave.server import protocol
-from kvweave.server.allowance import Allowance
+from kvweave.server.byte_limiter import ByteLimiter
 from kvweave.server.channel import Channel, Handshake
 from kvweave.server.heartbeat import HeartbeatReader
 from kvweave.server.mapping import MappedArena, map_arena, map_inbox, unmapped
 from kvweave.server.peer import check_server
 from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Message, Reply
-from kvweave.store.closing import ClosedAtEnd
+from kvweave.store.closeable import Closeable
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
 
@@ -53,7 +53,7 @@ class Exchange(NamedTuple):
     generation: int
 
 
-class Client(ClosedAtEnd):
+class Client(Closeable):
     """A daemon at `address`: the path of its Unix socket, or `HOST:PORT` (with `token`; without the arena).
     `arena`: whether the arena is mapped.
 
@@ -83,7 +83,7 @@ class Client(ClosedAtEnd):
         self._mapped = unmapped()
         self.inbox_lock = threading.Lock()
         """Held by the thread that writes to the inbox, until the daemon has copied what is there."""
-        self.reserving, self.fetching = Allowance(), Allowance()
+        self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
         register_after_fork(self)
         with self._lock:
             self._connect(time.monotonic() + timeout_s)
@@ -316,7 +316,7 @@ class Client(ClosedAtEnd):
     def after_fork(self) -> None:
         """In a forked child: the connection, and what is held over it, belong to the parent."""
         self._lock, self.inbox_lock, self._to_undo = threading.RLock(), threading.Lock(), []
-        self.reserving, self.fetching = Allowance(), Allowance()
+        self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
         self._to_tell.clear()
         self._hang_up()
         self._mapped.dma.disown()

@@ -102,40 +102,40 @@ class PromptSession:
         generation: int | None = None,
         meanwhile: Callable[[], None] = nothing,
     ) -> tuple[list[protocol.Reply], int]:
-        introductions: list[tuple[int, int, protocol.Message]] = []
+        setups: list[tuple[int, int, protocol.Message]] = []
         places: list[int] = []
 
         def requests() -> list[protocol.Message]:
-            said: list[protocol.Message] = []
-            introductions.clear()
+            messages: list[protocol.Message] = []
+            setups.clear()
             places.clear()
             if generation not in (None, self.client.generation):
-                return said
+                return messages
             for number, prompt in enumerate(prompts):
-                before = self._introduce(prompt)
-                introductions.extend((len(said) + i, number, message) for i, message in enumerate(before))
-                said += before
-                places.append(len(said))
-                said += make(number, self._sequences[_name(prompt)])
-            return said
+                before = self._setup_messages(prompt)
+                setups.extend((len(messages) + i, number, message) for i, message in enumerate(before))
+                messages += before
+                places.append(len(messages))
+                messages += make(number, self._sequences[_name(prompt)])
+            return messages
 
         replies, asked = self.client.exchange(requests, reply_timeout(budget), meanwhile)
         if not replies:
             raise ServerGone("the connection was lost, and what was held with it")
         found = [replies[place] for place in places]
-        for place, number, request in introductions:
+        for place, number, request in setups:
             if isinstance(replies[place], protocol.Failed):
                 found[number] = replies[place]
-                self._not_said(prompts[number], request)
+                self._forget_rejected(prompts[number], request)
         return found, asked
 
-    def _not_said(self, prompt: HashedPrompt, request: protocol.Message) -> None:
+    def _forget_rejected(self, prompt: HashedPrompt, request: protocol.Message) -> None:
         """Forget what the daemon did not accept, so that the next request sends it again."""
         self._keys.pop(self._sequences.pop(_name(prompt), 0), None)
         if request is self._register:
             self._generation = 0
 
-    def _introduce(self, prompt: HashedPrompt) -> list[protocol.Message]:
+    def _setup_messages(self, prompt: HashedPrompt) -> list[protocol.Message]:
         first: list[protocol.Message] = []
         if self._generation != self.client.generation:
             self._sequences.clear()
@@ -147,13 +147,13 @@ class PromptSession:
         if name in self._sequences:
             self._sequences.move_to_end(name)
             return first
-        first += self._closing(self._room(prompt))
+        first += self._close_messages(self._max_open_beside(prompt))
         number = self._sequences[name] = self.client.number()
         self._keys[number] = prompt.num_chunks * len(self._register.shards)
         tenant, prefixes = prompt.tenant_id, prompt.prefixes.tobytes()
         return [*first, protocol.Open(number, self._schema, tenant, prompt.num_tokens, prefixes)]
 
-    def _room(self, prompt: HashedPrompt) -> int:
+    def _max_open_beside(self, prompt: HashedPrompt) -> int:
         """How many sequences may stay open beside a new one: half of the limits, since two stores may share a
         client."""
         welcome, keys = self.client.welcome, prompt.num_chunks * len(self._register.shards)
@@ -162,7 +162,7 @@ class PromptSession:
         fitting = sum(1 for each in islice(sums, 1, None) if each <= welcome.max_keys // 2)
         return min(fitting, welcome.max_sequences // 2 - 1)
 
-    def _closing(self, most: int) -> list[protocol.Message]:
+    def _close_messages(self, most: int) -> list[protocol.Message]:
         """Close the least recently used sequences, so that at most `most` stay open."""
         closed = [self._sequences.popitem(last=False)[1] for _ in range(len(self._sequences) - most)]
         leases = [lease for number in closed if (lease := self._leases.pop(number, 0))]

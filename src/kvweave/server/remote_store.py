@@ -28,8 +28,8 @@ from kvweave.server.protocol import NOT_IN_ARENA, numbers, packed
 from kvweave.server.remote_hit import PinnedHit, RemoteHit
 from kvweave.server.report import Report
 from kvweave.server.save_operation import ArenaLayout, GatheredReservation, SaveOperation
-from kvweave.store import AnyStore, GatheredSave, HashedPrompt, Operation, Schema, Sink, Source, StoreStats
-from kvweave.store.any_store import discard
+from kvweave.store import BaseStore, GatheredSave, HashedPrompt, Operation, Schema, Sink, Source, StoreStats
+from kvweave.store.base_store import discard
 from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.page_payloads import StagedScatter
@@ -43,7 +43,7 @@ LOOKUPS_AT_ONCE = 16
 """Prompts that are looked up in one round trip, at most: requests of other clients wait until all are answered."""
 
 
-class RemoteStore(AnyStore[RemoteHit]):
+class RemoteStore(BaseStore[RemoteHit]):
     """The KV of one model's chunks in a daemon. Thread-safe; large blobs are copied by `workers` threads.
 
     Submitted operations have connections of their own, made when they are first needed: one for loads and one for

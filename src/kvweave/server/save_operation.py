@@ -13,15 +13,15 @@ from typing import NamedTuple, Protocol
 
 from kvweave.errors import LeaseExpired, OverLimit, ServerError
 from kvweave.server import protocol
-from kvweave.server.allowance import Allowance
 from kvweave.server.arena_copier import ArenaCopier
 from kvweave.server.arena_writer import ArenaBlob
+from kvweave.server.byte_limiter import ByteLimiter
 from kvweave.server.client import nothing
 from kvweave.server.inbox import inbox_starts
 from kvweave.server.prompt_session import PromptSession, daemon_budget, key_of, reply_timeout
 from kvweave.server.protocol import MOST_PIECES, NO_ROOM, numbers, packed
 from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Shard, Source
-from kvweave.store.any_store import GATHER_BYTES
+from kvweave.store.base_store import GATHER_BYTES
 from kvweave.store.batches import batches
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
@@ -84,10 +84,10 @@ class ArenaLayout:
 
         return sorted(pieces, key=order)
 
-    def allowed(self, allowance: Allowance, pieces: Sequence[ChunkRef], budget: Budget) -> AbstractContextManager[None]:
+    def allowed(self, limiter: ByteLimiter, pieces: Sequence[ChunkRef], budget: Budget) -> AbstractContextManager[None]:
         """A context in which these pieces are held over the connection, within its limit."""
         welcome = self.prompt_session.client.welcome
-        return allowance.holding(self.num_bytes(pieces), welcome.reserve_bytes, welcome.lease_s, budget)
+        return limiter.holding(self.num_bytes(pieces), welcome.reserve_bytes, welcome.lease_s, budget)
 
 
 class ReservedBatch(NamedTuple):
@@ -196,10 +196,10 @@ class SaveOperation:
         self, prompt: HashedPrompt, batch: list[ChunkRef], budget: Budget, *, is_alone: bool
     ) -> ReservedBatch | None:
         """A batch, which is in flight if it has places; None if it gets some only when no other is in flight."""
-        num_bytes, welcome, allowance = self._arena.num_bytes(batch), self._client.welcome, self._client.reserving
+        num_bytes, welcome, limiter = self._arena.num_bytes(batch), self._client.welcome, self._client.reserving
         if is_alone:
-            allowance.hold(num_bytes, welcome.reserve_bytes, welcome.lease_s, budget)
-        elif not allowance.hold_now(num_bytes, welcome.reserve_bytes):
+            limiter.hold(num_bytes, welcome.reserve_bytes, welcome.lease_s, budget)
+        elif not limiter.hold_now(num_bytes, welcome.reserve_bytes):
             return None
         is_in_flight = False
         try:
@@ -208,7 +208,7 @@ class SaveOperation:
                 self._in_flight.append(reserved)
         finally:
             if not is_in_flight:
-                allowance.give_back(num_bytes)
+                limiter.give_back(num_bytes)
         is_refused = reserved.without_room and not reserved.jobs
         return None if is_refused and not is_alone else reserved
 

@@ -1,6 +1,5 @@
 """WHAT IF: real traces through the real cache, oracles beside it, and what memory and tiers would save."""
 
-from kvweave.sim.bound import bound_tokens
 from kvweave.sim.foresight import Foresight
 from kvweave.sim.geometry import Geometry, usable_bytes
 from kvweave.sim.offered_load import Load, load_of
@@ -12,6 +11,7 @@ from kvweave.sim.simulate import Options, simulate
 from kvweave.sim.tiers import SimulatedTier, TierUse
 from kvweave.sim.trace import Request, Trace
 from kvweave.sim.traces import FORMATS, Reading, load_tokenizer, read_trace
+from kvweave.sim.upper_bound import bound_tokens
 from kvweave.trace_writer import TraceWriter
 
 __all__ = [

@@ -11,7 +11,6 @@ from kvweave.errors import BadOption
 from kvweave.plan import Plan
 from kvweave.prefix import Policy, Retention
 from kvweave.sim.advice import advice
-from kvweave.sim.bound import bound_tokens
 from kvweave.sim.foresight import Foresight
 from kvweave.sim.geometry import Geometry, usable_bytes
 from kvweave.sim.oracles import ORACLES, oracle_hits
@@ -19,6 +18,7 @@ from kvweave.sim.replay import STEP_TOKENS, Replay, replay
 from kvweave.sim.result import Cell, OracleHits, Simulation, splits, timeline, total
 from kvweave.sim.tiers import PREFILL_SPEED, SimulatedTier, tier_uses
 from kvweave.sim.trace import Trace
+from kvweave.sim.upper_bound import bound_tokens
 
 PlanOf = Callable[[int], Plan]
 """The plan of a model for so many bytes."""

@@ -51,7 +51,7 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class CacheBuilder:
     """Makes layer caches. `dtype` is the model's, `quant` what attention rows are quantised to."""
 
     dtype: DType
@@ -59,7 +59,7 @@ class Keep:
     store: Store = "engine"
 
     @classmethod
-    def parse(cls, dtype: str, model_dtype: DType, store: Store) -> Keep:
+    def parse(cls, dtype: str, model_dtype: DType, store: Store) -> CacheBuilder:
         """`dtype` is "auto", a float type, or one of `QUANTS`."""
         if dtype == "auto":
             return cls(model_dtype, None, store)

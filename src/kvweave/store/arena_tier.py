@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvweave.errors import StoreError, TierError, Unreadable
 from kvweave.store.catalog import Catalog, Quota
-from kvweave.store.closing import ClosedAtEnd
+from kvweave.store.closeable import Closeable
 from kvweave.store.extents import ExtentAllocator
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
@@ -60,7 +60,7 @@ class RemovedEntries(NamedTuple):
     unpinned: list[tuple[int, int]]
 
 
-class ArenaTier(ClosedAtEnd):
+class ArenaTier(Closeable):
     """Blobs in extents of `medium`, of at most `capacity` bytes in total."""
 
     kind: str

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvweave.errors import StoreError
 from kvweave.prefix import Span, TokenIds, joint_hit
 from kvweave.store.blob import blob_bytes
-from kvweave.store.closing import ClosedAtEnd
+from kvweave.store.closeable import Closeable
 from kvweave.store.keys import Bytes, HashedPrompt, Namespace, prompt
 from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Gather, PagedSource, Sink, Source
@@ -34,7 +34,7 @@ GATHER_BYTES = 256 << 20
 the copy."""
 
 
-class AnyStore(SubmittingStore[Found], ClosedAtEnd):
+class BaseStore(SubmittingStore[Found], Closeable):
     """The KV of one model's chunks. Thread-safe."""
 
     def __init__(self, schema: Schema) -> None:

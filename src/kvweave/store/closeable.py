@@ -1,4 +1,4 @@
-"""A base class for objects with `close`: they are contexts."""
+"""A base class for objects with `close`, which makes them context managers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import Self
 
 
-class ClosedAtEnd(ABC):
-    """A context that calls `close` at its end."""
+class Closeable(ABC):
+    """A context manager that calls `close` at its end."""
 
     @abstractmethod
     def close(self) -> object: ...

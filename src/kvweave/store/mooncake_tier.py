@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvweave.errors import TierError
 from kvweave.store.batches import batches
-from kvweave.store.closing import ClosedAtEnd
+from kvweave.store.closeable import Closeable
 from kvweave.store.keys import PREFIX_BYTES, SHARD_ID_BYTES, TENANT_BYTES, Bytes
 from kvweave.store.tier import ABSENT, ALL, Blob, ChecksumObserver, KeyFilter, TierStats, fill, joined
 from kvweave.units import parse_bytes
@@ -28,7 +28,7 @@ NO_ROOM = -200
 """Mooncake's error code: no room for the value, even after eviction."""
 
 
-class MooncakeTier(ClosedAtEnd):
+class MooncakeTier(Closeable):
     """Blobs in a Mooncake cluster. `metadata` is the metadata server; by default clients exchange metadata with each
     other."""
 

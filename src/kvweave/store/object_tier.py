@@ -22,7 +22,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import from_url
 
 from kvweave.errors import ConfigError, TierError, TierFull
-from kvweave.store.closing import ClosedAtEnd
+from kvweave.store.closeable import Closeable
 from kvweave.store.keys import KEY_BYTES, SHARD_ID_BYTES, TENANT_BYTES, Bytes
 from kvweave.store.tier import ABSENT, ALL, Blob, ChecksumObserver, KeyFilter, TierStats, fill, joined
 
@@ -35,7 +35,7 @@ FULL = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage", "No space le
 Answer = TypeVar("Answer")
 
 
-class ObjectTier(ClosedAtEnd):
+class ObjectTier(Closeable):
     """Blobs as objects of `url`: `s3://bucket/prefix`, `gs://`, `az://`, `file:///folder`, or an obstore store.
 
     `options` are obstore's (`endpoint`, `region`, `client_options`, ...); missing ones are read from the environment,

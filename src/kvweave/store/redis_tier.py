@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvweave.errors import ConfigError, TierError, TierFull
 from kvweave.store.batches import batches
-from kvweave.store.closing import ClosedAtEnd
+from kvweave.store.closeable import Closeable
 from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.tier import ALL, UNREADABLE, Blob, ChecksumObserver, KeyFilter, TierStats, fill, joined
 
@@ -27,7 +27,7 @@ TRIP_BYTES = 4 << 20
 """Bytes of one round trip: transferring them takes longer than the latency, and with more the client becomes slower."""
 
 
-class RedisTier(ClosedAtEnd):
+class RedisTier(Closeable):
     """Blobs under `prefix` + key. `url` is `redis://`, `rediss://` or `unix://`: a server, or any node of a cluster.
 
     No connection is made before the first use, so the server may start later. `cluster` says whether it is one; by

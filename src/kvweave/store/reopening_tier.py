@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.errors import TierError, Vanished
-from kvweave.store.closing import ClosedAtEnd
+from kvweave.store.closeable import Closeable
 from kvweave.store.keys import Bytes
 from kvweave.store.removals import RemovalLog, follow
 from kvweave.store.tier import ALL, Blob, ChecksumObserver, KeyFilter, Tier, TierStats
@@ -19,7 +19,7 @@ from kvweave.store.tier import ALL, Blob, ChecksumObserver, KeyFilter, Tier, Tie
 log = logging.getLogger("kvweave.store")
 
 
-class ReopeningTier(ClosedAtEnd):
+class ReopeningTier(Closeable):
     """Wraps the tier that `open_tier` opens. While opening fails with `TierError`, every request raises it.
 
     The circuit breaker limits how often opening is tried. Any other error is a mistake in the configuration and is

@@ -16,7 +16,7 @@ from kvweave.store.operations import ChunkRef
 from kvweave.store.tier_executor import TierExecutorStats
 
 
-class AnyHit(Protocol):
+class BaseHit(Protocol):
     """The tokens before `position` can be loaded; 0: nothing was found."""
 
     @property
@@ -37,8 +37,8 @@ class AnyHit(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def ticket(self, valid_s: float | None = None) -> bytes:
-        """The hit for another process, which redeems it at a store of the same schema (`AnyStore.redeem`): 32 bytes for
-        each chunk, and some more. Good for `valid_s`; by default for a minute, or as long as a lease holds."""
+        """The hit as bytes for another process, which redeems it at a store of the same schema (`BaseStore.redeem`):
+        32 bytes for each chunk, and some more. Valid for `valid_s`; by default for a minute, or as long as a lease."""
         ...
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store.any_store import GATHER_BYTES, AnyStore, discard
+from kvweave.store.base_store import GATHER_BYTES, BaseStore, discard
 from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck, header_bytes, owned_payload, seal
 from kvweave.store.keys import Bytes, HashedPrompt
@@ -62,7 +62,7 @@ class _Piece(NamedTuple):
     key: bytes
 
 
-class Store(AnyStore[Hit]):
+class Store(BaseStore[Hit]):
     """The KV of one model's chunks in a stack of tiers. Thread-safe."""
 
     def __init__(self, schema: Schema, tier_stack: TierStack) -> None:

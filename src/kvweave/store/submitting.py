@@ -18,11 +18,11 @@ from kvweave.store.keys import HashedPrompt
 from kvweave.store.operations import ChunkRef, Operation, OperationQueue
 from kvweave.store.page_payloads import Sink, Source
 from kvweave.store.removals import FROM_NOW, Removals
-from kvweave.store.results import AnyHit, Saved, SaveOutcome
+from kvweave.store.results import BaseHit, Saved, SaveOutcome
 from kvweave.store.shards import Schema
 from kvweave.store.tier_stack import Budget
 
-Found = TypeVar("Found", bound=AnyHit)
+Found = TypeVar("Found", bound=BaseHit)
 Result = TypeVar("Result")
 LATENCIES = ("lookup", "load", "save")
 

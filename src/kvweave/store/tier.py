@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.store import checksums
-from kvweave.store.closing import ClosedAtEnd
+from kvweave.store.closeable import Closeable
 from kvweave.store.keys import SHARD_ID_BYTES, Bytes
 
 ABSENT, UNREADABLE = -1, -2
@@ -115,7 +115,7 @@ class Tier(Protocol):
         ...
 
 
-class DictTier(ClosedAtEnd):
+class DictTier(Closeable):
     """The in-memory twin: a dictionary without a limit."""
 
     kind = "dict"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvweave.errors import PartlyRead, StoreError, TierError
 from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck
-from kvweave.store.closing import ClosedAtEnd
+from kvweave.store.closeable import Closeable
 from kvweave.store.files import aligned
 from kvweave.store.keys import Bytes
 from kvweave.store.removals import RemovalLog, follow
@@ -78,7 +78,7 @@ class Budget:
 UNLIMITED = Budget(None)
 
 
-class TierStack(ClosedAtEnd):
+class TierStack(Closeable):
     """Tiers with their policies, near ones first. Reads and writes never raise: a failing tier is a miss, and
     counted."""
 

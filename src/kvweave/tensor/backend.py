@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvweave.spec import DType, Full, Layer, LayerCache, ModelSpec, Reach, Read
-from kvweave.spec.layer_caches import Keep
+from kvweave.spec.layer_caches import CacheBuilder
 from kvweave.spec.role import role_order
 
 
@@ -35,9 +35,9 @@ class LayerRequest:
         object.__setattr__(self, "dtype", DType.parse(self.dtype))
 
     @property
-    def keep(self) -> Keep:
+    def build(self) -> CacheBuilder:
         """Makes the caches of known kinds in this layer's dtype and quantisation."""
-        return Keep.parse(self.quant, self.dtype, "engine")
+        return CacheBuilder.parse(self.quant, self.dtype, "engine")
 
 
 class AttentionBackend(Protocol):

@@ -22,7 +22,7 @@ class GQA:
     not_hosted: ClassVar[str] = ""
 
     def caches(self, request: LayerRequest) -> Caches:
-        made = request.keep.attention(request.heads, request.key_dim, request.value_dim, request.reach)
+        made = request.build.attention(request.heads, request.key_dim, request.value_dim, request.reach)
         return (_tagged(made, request),)
 
 
@@ -35,7 +35,7 @@ class MLA:
     not_hosted: ClassVar[str] = ""
 
     def caches(self, request: LayerRequest) -> Caches:
-        return (_tagged(request.keep.latent(self.rank, self.rope), request),)
+        return (_tagged(request.build.latent(self.rank, self.rope), request),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DSA:
     not_hosted: ClassVar[str] = ""
 
     def caches(self, request: LayerRequest) -> Caches:
-        return (request.keep.latent(self.rank, self.rope), request.keep.indexer(self.index_dim))
+        return (request.build.latent(self.rank, self.rope), request.build.indexer(self.index_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Recurrent:
     not_hosted: ClassVar[str] = ""
 
     def caches(self, request: LayerRequest) -> Caches:
-        keep = request.keep
-        conv = keep.conv(self.conv_kernel, self.channels) if self.channels else None
-        return (_tagged(keep.state(conv, keep.ssm(self.state, self.state_dtype)), request),)
+        build = request.build
+        conv = build.conv(self.conv_kernel, self.channels) if self.channels else None
+        return (_tagged(build.state(conv, build.ssm(self.state, self.state_dtype)), request),)
 
 
 @dataclass(frozen=True, slots=True)

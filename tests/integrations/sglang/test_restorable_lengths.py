@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.integrations.sglang.restorable import leading, longest, restorable
+from kvweave.integrations.sglang.restorable_lengths import leading, longest, restorable
 
 FLAGS = st.lists(st.booleans(), max_size=9).map(lambda flags: np.array(flags, bool))
 

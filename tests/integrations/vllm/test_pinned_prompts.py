@@ -13,7 +13,7 @@ from kvweave.integrations.vllm.connector_settings import RequestSettings
 from kvweave.integrations.vllm.pinned_prompts import PinnedPrompts
 from kvweave.integrations.vllm.request_state import RequestState
 from kvweave.server import Daemon, RemoteStore
-from kvweave.store import AnyStore, DictTier, Store, TierStack
+from kvweave.store import BaseStore, DictTier, Store, TierStack
 from tests.server.models import SCHEMA, TOKENS, prompt, serving, settings, store
 from tests.store.models import truth
 
@@ -53,7 +53,7 @@ def test_a_prompt_is_pinned_when_it_is_saved_and_until_it_is_unpinned(tmp_path: 
 
 
 def test_what_cannot_be_pinned_is_counted(tmp_path: Path) -> None:
-    def failed(made: AnyStore[Any]) -> int:
+    def failed(made: BaseStore[Any]) -> int:
         counts, end = Counter[str](), time.monotonic() + 10
         pins = PinnedPrompts(made, counts)
         pins.request_ended(state(pin=True))

@@ -12,7 +12,7 @@ import pytest
 from kvweave.errors import StoreError
 from kvweave.integrations.keyed_pages import KeyedPool, page_prompt, page_schema
 from kvweave.integrations.vllm.request_lookups import AT_ONCE, IDLE_WAIT_S, RequestLookups
-from kvweave.store import AnyStore, DictTier, Namespace, Store, TierPolicy, TierStack
+from kvweave.store import BaseStore, DictTier, Namespace, Store, TierPolicy, TierStack
 
 KEYS = [bytes([number]) * 32 for number in range(40)]
 
@@ -73,7 +73,7 @@ def test_the_stores_thread_finds_where_the_engine_can_resume_and_what_a_load_rea
 
     def load_sizes(self: Store, hit: Any, start: int = 0) -> Any:
         threads.append(threading.current_thread().name)
-        return AnyStore.load_sizes(self, hit, start)
+        return BaseStore.load_sizes(self, hit, start)
 
     monkeypatch.setattr(WatchedStore, "load_sizes", load_sizes)
     store.save(page_prompt(KEYS[:5], Namespace("m")), lambda shard, _: np.zeros(shard.payload_bytes, np.uint8))

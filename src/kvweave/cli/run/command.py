@@ -10,12 +10,12 @@ import typer
 from rich.progress import TimeElapsedColumn
 
 from kvweave.cli.progress import progress_bar
+from kvweave.cli.read_config import written
 from kvweave.cli.report import report_html
 from kvweave.cli.run import run_options as option
 from kvweave.cli.run.format_outcomes import format_mismatches, format_store, format_total, requests_table
 from kvweave.cli.run.run_request import DEFAULT_SIZE, RunRequest, RunResult
 from kvweave.cli.run.workload import WorkloadSize
-from kvweave.cli.source import written
 from kvweave.cli.table import console, print_table
 from kvweave.errors import ConfigError, MissingExtra
 

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from kvweave.cli.read_config import read_config
 from kvweave.cli.run.scale import Scale, changes, layers_that_show, pattern
 from kvweave.cli.run.text import ByteTokenizer, TextCodec, Tokenizer
-from kvweave.cli.source import read_config
 from kvweave.errors import ConfigError, NoDevice, UnknownName
 from kvweave.spec.hf import from_config
 from kvweave.spec.hf.fields import SAME_AS, family_of, language_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from kvweave.cli.source import read_config
+from kvweave.cli.read_config import read_config
 from kvweave.errors import ConfigError
 from kvweave.plan import Parallel, Plan, make_plan
 from kvweave.prefix import Retention

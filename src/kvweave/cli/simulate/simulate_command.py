@@ -11,12 +11,12 @@ import typer
 from rich.progress import TimeRemainingColumn
 
 from kvweave.cli.progress import progress_bar
+from kvweave.cli.read_config import written
 from kvweave.cli.simulate import simulate_options as option
 from kvweave.cli.simulate.csv_rows import requests_csv
-from kvweave.cli.simulate.page import simulation_html
-from kvweave.cli.simulate.request import ModelRequest, Subject
+from kvweave.cli.simulate.model_request import ModelRequest, Subject
+from kvweave.cli.simulate.simulation_page import simulation_html
 from kvweave.cli.simulate.simulation_table import print_load, print_simulation
-from kvweave.cli.source import written
 from kvweave.prefix import Retention
 from kvweave.sim import (
     Options,

@@ -22,7 +22,7 @@ from kvweave.integrations.engine_store import close_engine_store, open_engine_st
 from kvweave.integrations.keyed_pages import page_prompt, page_schema, promised
 from kvweave.integrations.model_identity import weights_name
 from kvweave.integrations.sglang.host_pages import HostPages, shared_rank
-from kvweave.integrations.sglang.restorable import Flags, leading, longest, restorable
+from kvweave.integrations.sglang.restorable_lengths import Flags, leading, longest, restorable
 from kvweave.integrations.sglang.storage_settings import StorageSettings
 from kvweave.store import HashedPrompt, Namespace
 

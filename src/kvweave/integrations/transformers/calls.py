@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvweave.errors import BadTokens
-from kvweave.integrations.transformers.build import takes_no_padding
+from kvweave.integrations.transformers.build_layers import takes_no_padding
 from kvweave.integrations.transformers.images import IMAGE_TYPES, TYPES, Images, read_images
 from kvweave.integrations.transformers.prompts import Prompts
 from kvweave.integrations.transformers.rope import LengthRope

@@ -26,7 +26,7 @@ class ForwardHooks:
     """
 
     changes_no_answer = True
-    """Marks these hooks for `ModelWatch`, which otherwise takes hooks for the user's."""
+    """Marks these hooks for `ModelChanges`, which otherwise takes hooks for the user's."""
 
     def __init__(self, memory: PagedMemory | None = None, served: Served | None = None) -> None:
         self._memory = weakref.ref(memory) if memory else _nobody

@@ -15,8 +15,8 @@ import torch
 
 from kvweave.errors import StoreError
 from kvweave.integrations.model_identity import given_weights
+from kvweave.integrations.transformers.model_changes import ModelChanges
 from kvweave.integrations.transformers.prompts import Prompt
-from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.spec import ModelSpec
 from kvweave.store import Namespace, model_digest
 
@@ -31,18 +31,18 @@ class Identity:
     """Architecture, config, weights and adapters of a model, as of the last `look`.
 
     `weights` names the weights (for example by a commit); without a name, all their bytes are hashed, and hashed again
-    when the watch has seen a change. A name is valid until the weights change; then they are hashed too. The path that
+    after a change of the model. A name is valid until the weights change; then they are hashed too. The path that
     a model was loaded from is not part of its identity.
     """
 
-    def __init__(self, model: Any, spec: ModelSpec, watch: ModelWatch, weights: str | None = None) -> None:
-        self._model, self._spec, self._watch = model, model_digest(spec), watch
-        self._version = watch.look()
+    def __init__(self, model: Any, spec: ModelSpec, changes: ModelChanges, weights: str | None = None) -> None:
+        self._model, self._spec, self._changes = model, model_digest(spec), changes
+        self._version = changes.version()
         self._weights = self._hashed() if weights is None else given_weights(weights)
 
     def look(self) -> None:
         """Update the identity if the model has changed."""
-        before, self._version = self._version, self._watch.look()
+        before, self._version = self._version, self._changes.version()
         if before.weights != self._version.weights:
             self._weights = self._hashed()
 

@@ -28,7 +28,8 @@ PROBES = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """What a model computes: equal versions of one watch mean equal results. `weights` counts the changes seen."""
+    """What decides a model's results: equal versions from one `ModelChanges` mean equal results. `weights` counts the
+    changes seen."""
 
     weights: int
     adapters: str
@@ -38,7 +39,7 @@ class ModelVersion:
     autocast: str
 
 
-class ModelWatch:
+class ModelChanges:
     """Detects changes of one model."""
 
     def __init__(self, model: Any) -> None:
@@ -47,13 +48,13 @@ class ModelWatch:
         self._changes = -1
         self._version: ModelVersion | None = None
         self.on_change: Callable[[ModelVersion], None] = lambda _: None
-        """Called by `look` with the first version, and with every other one after that."""
+        """Called by `version` with the first version, and with each later one that differs."""
 
     @property
     def config(self) -> Any:
         return self._model.config
 
-    def look(self) -> ModelVersion:
+    def version(self) -> ModelVersion:
         """The current version. Reads only the probed elements."""
         modules = _modules(self._model)
         tensors = [tensor for module in modules for tensor in _kept(module) if tensor.numel()]

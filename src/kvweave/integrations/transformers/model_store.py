@@ -15,7 +15,7 @@ from kvweave.integrations.transformers.store_sync import StoreSync
 from kvweave.integrations.transformers.support import Served
 from kvweave.plan import Plan
 from kvweave.spec import LayerCache, ModelSpec, Window
-from kvweave.store import AnyStore, Schema
+from kvweave.store import BaseStore, Schema
 
 CHUNK_TOKENS = 256
 """Tokens of a chunk, where blocks divide it."""
@@ -26,12 +26,12 @@ class ModelStore:
     """An open store; `is_ours`: it was opened here, and must be closed here. `served` has the spec for planning
     pages."""
 
-    store: AnyStore[Any]
+    store: BaseStore[Any]
     is_ours: bool
     served: Served
 
     def store_sync(self, model: Any, memory: PagedMemory, weights: str | None, wait_s: float) -> StoreSync:
-        identity = Identity(model, self.served.stored, memory.watch, weights)
+        identity = Identity(model, self.served.stored, memory.model_changes, weights)
         return StoreSync(self.store, memory.core, memory.arena, identity, wait_s=wait_s, close=self.close)
 
     def close(self) -> None:
@@ -39,11 +39,11 @@ class ModelStore:
             self.store.close()
 
 
-def open_model_store(store: str | Path | AnyStore[Any], served: Served, plan: Plan, model: str) -> ModelStore:
+def open_model_store(store: str | Path | BaseStore[Any], served: Served, plan: Plan, model: str) -> ModelStore:
     """Open the store at a location for this model; or use an open one, checked to fit model and plan."""
     grid = math.lcm(*(group.block_tokens for group in plan.groups))
-    is_ours = not isinstance(store, AnyStore)
-    if isinstance(store, AnyStore):
+    is_ours = not isinstance(store, BaseStore)
+    if isinstance(store, BaseStore):
         _check(store.schema, served.stored, grid)
     else:
         chunk = math.lcm(CHUNK_TOKENS, grid)

@@ -12,12 +12,12 @@ import torch
 
 from kvweave.cache import Sequence
 from kvweave.integrations.transformers.images import Images, own_positions
+from kvweave.integrations.transformers.model_changes import ModelVersion
 from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.prefill import OpenRow, Pieces, forward_inputs, is_last_piece, prefill
 from kvweave.integrations.transformers.prompts import Prompt, Prompts
 from kvweave.integrations.transformers.support import Served
-from kvweave.integrations.transformers.watch import ModelVersion
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,9 @@ class Opener:
             own = None if positions is None else positions[..., number : number + 1, -len(row.tokens) :]
             rows[number] = replace(row, rope_range=rope_range, images=images, positions=own)
         store_batch = self.store_sync.store_batch() if self.store_sync and not images else None
-        version = None if store_batch else self.memory.watch.look()  # before there are hooks of ours to be seen
+        version = (
+            None if store_batch else self.memory.model_changes.version()
+        )  # before there are hooks of ours to be seen
         opened: list[OpenRow] = []
         try:
             with rope.with_length(longest):

@@ -23,10 +23,10 @@ from kvweave.errors import BadCall, BadSequence, BadTokens
 from kvweave.integrations.transformers.batch_step import BatchStep, Numbers
 from kvweave.integrations.transformers.cache_rows import CacheRows
 from kvweave.integrations.transformers.inputs import are_default
+from kvweave.integrations.transformers.model_changes import ModelVersion, autocast_dtype
 from kvweave.integrations.transformers.paged_forward import PagedForward, set_running
 from kvweave.integrations.transformers.paged_memory import PagedMemory, RowSaver
 from kvweave.integrations.transformers.rope import Range
-from kvweave.integrations.transformers.watch import ModelVersion, autocast_dtype
 
 
 class PagedCache(CacheRows):
@@ -119,7 +119,7 @@ class PagedCache(CacheRows):
         self._step = self._step_to(self.columns + tokens.shape[1])
 
     def _check_model(self) -> None:
-        if self.made_for is not None and self.made_for != self.memory.watch.look():
+        if self.made_for is not None and self.made_for != self.memory.model_changes.version():
             raise BadCall(
                 "the model has changed since this cache was opened (weights, adapters, config or training): close it"
                 " and open another"
@@ -141,7 +141,7 @@ class PagedCache(CacheRows):
     def _set_forward(self, inputs: Mapping[str, Any], module: Any) -> None:
         """Let attention read pages in place, if the call asks for nothing that only the model's own gives."""
         memory, asked = self.memory, inputs.get("output_attentions")
-        asks_weights = memory.watch.config.output_attentions if asked is None else asked
+        asks_weights = memory.model_changes.config.output_attentions if asked is None else asked
         if not self._is_default or self.hides_tokens or asks_weights or module.training:
             return
         if autocast_dtype(memory.device_type):  # it would round where we do not

@@ -12,9 +12,9 @@ from kvweave.cache import Cache, Sequence
 from kvweave.integrations.transformers.attention_interface import SwitchedConfigs
 from kvweave.integrations.transformers.core_lock import CoreLock
 from kvweave.integrations.transformers.latents import EXPANDED_TOKENS
+from kvweave.integrations.transformers.model_changes import ModelChanges
 from kvweave.integrations.transformers.paged_forward import LayerAttention
 from kvweave.integrations.transformers.rope import LengthRope
-from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.tensor import Arena
 
 MakeLayer = Callable[[Any], Any]
@@ -30,7 +30,7 @@ class PagedMemory:
     make_layers: SequenceOf[MakeLayer]
     core_lock: CoreLock
     rope: LengthRope
-    watch: ModelWatch
+    model_changes: ModelChanges
     attention: SequenceOf[LayerAttention]
     """Of each layer with keys and values; empty for models some of whose layers never attend in place."""
     switched: SwitchedConfigs

@@ -20,8 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from kvweave.attention import FixedStep, StepBuffers, StepSize
 from kvweave.cache import Cache, Sequence
 from kvweave.errors import OutOfPages
-from kvweave.integrations.transformers.build import counts_padding
+from kvweave.integrations.transformers.build_layers import counts_padding
 from kvweave.integrations.transformers.fixed_cache import FixedCache
+from kvweave.integrations.transformers.model_changes import ModelVersion
 from kvweave.integrations.transformers.opening import LEARNING_TOKENS
 from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.paged_forward import CLOSE
@@ -29,7 +30,6 @@ from kvweave.integrations.transformers.paged_memory import PagedMemory
 from kvweave.integrations.transformers.prefill import forward_inputs
 from kvweave.integrations.transformers.step_cache import lengths_before
 from kvweave.integrations.transformers.support import Served
-from kvweave.integrations.transformers.watch import ModelVersion
 from kvweave.tensor import carry_out
 
 log = logging.getLogger(__name__)
@@ -95,8 +95,8 @@ class StepGraphs:
             except OutOfPages:  # next time
                 return False
             if self._is_wanted:
-                self._memory.watch.on_change = self.follow
-                self.follow(self._memory.watch.look())
+                self._memory.model_changes.on_change = self.follow
+                self.follow(self._memory.model_changes.version())
             else:
                 self._buffers = None
         return bool(self._can_follow) and self._memory.attends_in_place

@@ -27,7 +27,7 @@ from kvweave.integrations.transformers.identity import Identity
 from kvweave.integrations.transformers.prompts import Prompt
 from kvweave.integrations.transformers.request_record import StoreUsage
 from kvweave.prefix import Spacing
-from kvweave.store import AnyStore, HashedPrompt, Namespace, Shard, Source
+from kvweave.store import BaseStore, HashedPrompt, Namespace, Shard, Source
 from kvweave.store.keys import Bytes
 from kvweave.tensor import Arena, carry_out
 
@@ -52,7 +52,7 @@ class StoreSync:
 
     def __init__(
         self,
-        store: AnyStore[Any],
+        store: BaseStore[Any],
         core: Cache,
         arena: Arena,
         identity: Identity,

@@ -16,12 +16,13 @@ import torch
 from kvweave.cache import Cache
 from kvweave.errors import BadCall, MissingExtra
 from kvweave.integrations.transformers.attention_interface import SwitchedConfigs
-from kvweave.integrations.transformers.build import counts_padding, layer_attentions, make_layer
+from kvweave.integrations.transformers.build_layers import counts_padding, layer_attentions, make_layer
 from kvweave.integrations.transformers.calls import CallReader, GenerateCall
 from kvweave.integrations.transformers.captured_forward import CapturedForward
 from kvweave.integrations.transformers.core_lock import CoreLock
 from kvweave.integrations.transformers.hooks import ForwardHooks
 from kvweave.integrations.transformers.layers.model_caches import cache_class
+from kvweave.integrations.transformers.model_changes import ModelChanges
 from kvweave.integrations.transformers.opening import Opener
 from kvweave.integrations.transformers.paged_cache import PagedCache
 from kvweave.integrations.transformers.paged_memory import PagedMemory
@@ -33,13 +34,12 @@ from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.session import Session
 from kvweave.integrations.transformers.step_graphs import StepGraphs
 from kvweave.integrations.transformers.support import Served, examine, uncompiled, wrapped
-from kvweave.integrations.transformers.watch import ModelWatch
 from kvweave.plan import Plan, make_plan
 from kvweave.tensor import Arena
 
 if TYPE_CHECKING:
     from kvweave.integrations.transformers.model_store import ModelStore
-    from kvweave.store import AnyStore
+    from kvweave.store import BaseStore
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class KVWeave:
         block_tokens: int | Mapping[str, int] = 16,
         prefill_tokens: int = 4096,
         context: int | None = None,
-        store: str | Path | AnyStore[Any] | None = None,
+        store: str | Path | BaseStore[Any] | None = None,
         weights: str | None = None,
         store_wait_s: float = 5.0,
         in_place: bool = True,
@@ -134,12 +134,12 @@ class KVWeave:
             layers,
             CoreLock(self.core),
             rope,
-            ModelWatch(self.model),
+            ModelChanges(self.model),
             list(attention.values()),
             SwitchedConfigs(self.model),
         )
 
-    def _open_store(self, store: str | Path | AnyStore[Any] | None) -> ModelStore | None:
+    def _open_store(self, store: str | Path | BaseStore[Any] | None) -> ModelStore | None:
         """Open the store; None, with a warning, if this model cannot use one."""
         self._declined = ""
         if store is None:
@@ -201,7 +201,7 @@ class KVWeave:
         self.check_model()
         with self.memory.core_lock, uncompiled(self.model):
             past = self.opener.open(prompts, namespace, Pieces(self.prefill_tokens))
-        past.made_for = self.memory.watch.look()
+        past.made_for = self.memory.model_changes.version()
         return past
 
     def remember(
@@ -233,7 +233,7 @@ class KVWeave:
     # ---- the store, stats, and the end
 
     @property
-    def store(self) -> AnyStore[Any] | None:
+    def store(self) -> BaseStore[Any] | None:
         """The store in use, if there is one."""
         return self._store_sync.store if self._store_sync else None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvweave.errors import KVWeaveError
 from kvweave.integrations.vllm.engine_groups import EngineGroup
-from kvweave.store import AnyStore, Operation, Schema
+from kvweave.store import BaseStore, Operation, Schema
 from kvweave.store.keys import SHARD_ID_BYTES, TENANT_BYTES, Bytes
 from kvweave.store.removals import FROM_NOW, Removals
 
@@ -80,7 +80,7 @@ class AnnouncedBlocks:
 class RemovalFollower:
     """Asks a store again and again what it has removed. Never waits."""
 
-    def __init__(self, store: AnyStore[Any]) -> None:
+    def __init__(self, store: BaseStore[Any]) -> None:
         self._store = store
         self._number, self._asked_at = FROM_NOW, time.monotonic()
         self._asked: Operation[Removals] | None = store.submit_removed()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvweave.integrations.keyed_pages import page_prompt, promised
-from kvweave.store import AnyStore, HashedPrompt, Namespace, Operation, Shard
+from kvweave.store import BaseStore, HashedPrompt, Namespace, Operation, Shard
 from kvweave.store.keys import Bytes
 
 
@@ -30,7 +30,7 @@ class _Question(NamedTuple):
 class PageStore:
     """Moves rows of `pages` (`[pages, bytes]`) by the store's threads. No call waits but `drain`."""
 
-    def __init__(self, store: AnyStore[Any], namespace: Namespace, pages: Bytes) -> None:
+    def __init__(self, store: BaseStore[Any], namespace: Namespace, pages: Bytes) -> None:
         self._store, self._pages, self._namespace = store, pages, namespace
         self._answers: dict[str, dict[bytes, bool | None]] = {}
         """By request: None where the store has not answered yet."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvweave.errors import KVWeaveError
 from kvweave.integrations.vllm.request_state import RequestState
-from kvweave.store import AnyStore, HashedPrompt, Operation
+from kvweave.store import BaseStore, HashedPrompt, Operation
 
 log = logging.getLogger("kvweave.vllm")
 
@@ -20,7 +20,7 @@ log = logging.getLogger("kvweave.vllm")
 class PinnedPrompts:
     """No call waits: a pin is made by a thread of the store's, once everything of its request is saved."""
 
-    def __init__(self, store: AnyStore[Any], counts: Counter[str]) -> None:
+    def __init__(self, store: BaseStore[Any], counts: Counter[str]) -> None:
         self._store, self._counts = store, counts
         self._wanted: list[RequestState] = []
         self._pins: dict[bytes, Operation[Any]] = {}

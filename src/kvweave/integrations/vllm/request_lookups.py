@@ -7,7 +7,7 @@ import time
 from typing import Any, NamedTuple
 
 from kvweave.errors import OperationTimeout
-from kvweave.store import AnyHit, AnyStore, HashedPrompt, Operation
+from kvweave.store import BaseHit, BaseStore, HashedPrompt, Operation
 from kvweave.store.results import GroupLoad
 
 AT_ONCE = 16
@@ -19,7 +19,7 @@ IDLE_WAIT_S = 0.005
 class FoundPrefix(NamedTuple):
     """The longest prefix that the engine can resume behind, and what a load of all of it reads, by group."""
 
-    hit: AnyHit
+    hit: BaseHit
     stored: int
     """Tokens that the store has, some of them perhaps behind the hit."""
     sizes: dict[str, GroupLoad]
@@ -37,7 +37,7 @@ class RequestLookup:
 class RequestLookups:
     """The lookups of an engine, for hits at multiples of `alignment`. No call waits for longer than `IDLE_WAIT_S`."""
 
-    def __init__(self, store: AnyStore[Any], timeout_s: float, alignment: int = 1) -> None:
+    def __init__(self, store: BaseStore[Any], timeout_s: float, alignment: int = 1) -> None:
         self._store, self._timeout_s, self._alignment = store, timeout_s, alignment
         self._unsent: list[RequestLookup] = []
         self._abandoned: list[RequestLookup] = []
@@ -95,7 +95,7 @@ class RequestLookups:
                 lookup.operation, lookup.number = operation, number
         self._unsent.clear()
 
-    def _prefix(self, hit: AnyHit) -> FoundPrefix:
+    def _prefix(self, hit: BaseHit) -> FoundPrefix:
         """Called in the store's thread."""
         aligned = self._store.shorten(hit, hit.position, self._alignment)
         return FoundPrefix(aligned, hit.position, self._store.load_sizes(aligned))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from kvweave.integrations.vllm.connector_settings import RequestSettings
 from kvweave.integrations.vllm.request_lookups import RequestLookup
-from kvweave.store import AnyHit, HashedPrompt
+from kvweave.store import BaseHit, HashedPrompt
 from kvweave.store.results import GroupLoad
 
 HIT_S = 5.0
@@ -28,13 +28,13 @@ class RequestState:
     """The engine's own, for those who follow its events: grows."""
     adapter: str | None = None
     lookup: RequestLookup | None = None
-    hit: AnyHit | None = None
+    hit: BaseHit | None = None
     found_at: float = 0.0
     start: int = 0
     """What the engine itself had when it last asked."""
     limit: int | None = None
     """After a load that fell short: no hit beyond what it reached."""
-    loading: AnyHit | None = None
+    loading: BaseHit | None = None
     num_loading: int = 0
     sizes: dict[str, GroupLoad] = field(default_factory=dict)
     """By group: what a load of the hit reads."""

@@ -19,7 +19,7 @@ from kvweave.integrations.vllm.request_lookups import RequestLookup, RequestLook
 from kvweave.integrations.vllm.request_state import RequestState
 from kvweave.integrations.vllm.running_saves import RunningSaves, SavedRange
 from kvweave.integrations.vllm.step_messages import LoadJob, SaveJob, StepJobs, TableSlice, WorkerReport
-from kvweave.store import AnyStore
+from kvweave.store import BaseStore
 
 log = logging.getLogger("kvweave.vllm")
 BlockIds = Sequence[Sequence[int]]
@@ -42,7 +42,7 @@ class SchedulerSide:
     def __init__(
         self,
         settings: ConnectorSettings,
-        store: AnyStore[Any],
+        store: BaseStore[Any],
         groups: Sequence[EngineGroup],
         saves: RunningSaves,
     ) -> None:

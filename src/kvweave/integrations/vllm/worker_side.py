@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvweave.integrations.vllm.connector_settings import ConnectorSettings
 from kvweave.integrations.vllm.step_messages import LoadJob, SaveJob, Slices, WorkerReport
-from kvweave.store import AnyStore, Operation, PagePayloads, Saved
+from kvweave.store import BaseStore, Operation, PagePayloads, Saved
 from kvweave.store.payload_copies import Tables
 
 log = logging.getLogger("kvweave.vllm")
@@ -31,7 +31,7 @@ class LoadResults(NamedTuple):
 class WorkerSide:
     """Jobs of one rank. No call waits."""
 
-    def __init__(self, settings: ConnectorSettings, store: AnyStore[Any], pages: PagePayloads) -> None:
+    def __init__(self, settings: ConnectorSettings, store: BaseStore[Any], pages: PagePayloads) -> None:
         self._settings, self._store, self._pages = settings, store, pages
         self._loads: list[RunningLoad] = []
         self._saves: dict[int, Operation[Saved]] = {}

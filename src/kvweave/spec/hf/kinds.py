@@ -1,6 +1,6 @@
-"""What a layer of each kind keeps: `build(fields, keep, layer) -> caches`, asked of the fields as that layer sees them.
+"""What a layer of each kind keeps: functions `(fields, build, layer) -> caches`, with the fields of that layer.
 
-`KINDS` holds the general answer of each kind; `FAMILIES` the answers of those model types that differ.
+`KINDS` has the function of each kind; `FAMILIES` those of the model types that differ.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from kvweave.spec.hf.recurrent import (
     zamba_mamba,
     zaya,
 )
-from kvweave.spec.layer_caches import Caches, Keep
+from kvweave.spec.layer_caches import CacheBuilder, Caches
 from kvweave.spec.reach import Full
 
-Build = Callable[[Fields, Keep, int], Caches]
+LayerKind = Callable[[Fields, CacheBuilder, int], Caches]
 
-KINDS: dict[str, Build] = {
+KINDS: dict[str, LayerKind] = {
     FULL: full,
     SLIDING: sliding,
     CHUNKED: chunked,
@@ -76,7 +76,7 @@ KINDS: dict[str, Build] = {
     INDEXED: indexed,
     CONV: short_conv,
     HYBRID: hybrid,
-    HYBRID_SLIDING: lambda fields, keep, layer: (*sliding(fields, keep, layer), *linear(fields, keep, layer)),
+    HYBRID_SLIDING: lambda fields, build, layer: (*sliding(fields, build, layer), *linear(fields, build, layer)),
     NOTHING: nothing,
     "reference_sliding_attention": reference_sliding,
     "minimax_m3_sparse": minimax_m3_sparse,
@@ -84,9 +84,9 @@ KINDS: dict[str, Build] = {
     HCA: v4_hca,
 }
 
-_GEMMA4: Mapping[str, Build] = {FULL: gemma4_full}
+_GEMMA4: Mapping[str, LayerKind] = {FULL: gemma4_full}
 
-FAMILIES: dict[str, Mapping[str, Build]] = {
+FAMILIES: dict[str, Mapping[str, LayerKind]] = {
     "hy_v4": {INDEXED: hy_v4},
     "mistral_large4_text": {INDEXED: mistral_large4},
     "glm5_next_text": {INDEXED: glm5_next, FULL: glm5_next},
@@ -110,8 +110,8 @@ FAMILIES: dict[str, Mapping[str, Build]] = {
     "zamba2": {LINEAR: mamba2, HYBRID: zamba_hybrid},
     "recurrent_gemma": {LINEAR: rg_lru},
     "zaya": {
-        HYBRID: lambda fields, keep, _: zaya(fields, keep, Full()),
-        HYBRID_SLIDING: lambda fields, keep, _: zaya(fields, keep, window(fields)),
+        HYBRID: lambda fields, build, _: zaya(fields, build, Full()),
+        HYBRID_SLIDING: lambda fields, build, _: zaya(fields, build, window(fields)),
     },
     "inkling_text": {HYBRID: inkling_full, HYBRID_SLIDING: inkling_sliding},
     "qwen4_exp_text": {
@@ -122,14 +122,14 @@ FAMILIES: dict[str, Mapping[str, Build]] = {
 }
 
 
-def build_layer(kind: str, fields: Fields, keep: Keep, layer: int) -> Caches:
-    build = FAMILIES.get(fields.family, {}).get(kind) or KINDS.get(kind)
-    if build is None:
+def build_layer(kind: str, fields: Fields, build: CacheBuilder, layer: int) -> Caches:
+    layer_kind = FAMILIES.get(fields.family, {}).get(kind) or KINDS.get(kind)
+    if layer_kind is None:
         known = ", ".join(sorted(KINDS))
         raise ConfigError(
             f"layer {layer} of model_type {fields.model_type!r} is of unknown kind {kind!r}; known: {known}"
         )
-    caches = build(fields, keep, layer)
+    caches = layer_kind(fields, build, layer)
     if "attention" in (fields.get("skip") or ()):  # a pruned layer, by its `per_layer_config`
         return tuple(cache for cache in caches if not cache.reach.per_token)
     return caches

@@ -10,7 +10,7 @@ from kvweave.spec.hf.encoders import refuse_encoders
 from kvweave.spec.hf.fields import Fields, class_defaults, family_of, language_model, load
 from kvweave.spec.hf.kinds import FAMILIES, build_layer
 from kvweave.spec.hf.patterns import CONV, FULL, LEGACY, LINEAR, NOTHING, PATTERNS, SLIDING, layer_kinds
-from kvweave.spec.layer_caches import Caches, Keep, Store
+from kvweave.spec.layer_caches import CacheBuilder, Caches, Store
 from kvweave.spec.model import Layer, LayerCache, ModelSpec, Read
 
 
@@ -48,9 +48,9 @@ def _read(fields: Fields, dtype: str, store: Store, draft_layers: bool) -> Model
     if not any(fields.family in known for known in (class_defaults(), PATTERNS, FAMILIES)):
         fields.require(*_needed(fields))
         notes.append(f"model_type {fields.model_type!r} is not known here: planned by the general rule")
-    keep = Keep.parse(dtype, _model_dtype(fields), store)
+    build = CacheBuilder.parse(dtype, _model_dtype(fields), store)
     kinds, num_layers = _kinds(fields, draft_layers)
-    caches = [build_layer(kind, fields.layer(i), keep, i) for i, kind in enumerate(kinds)]
+    caches = [build_layer(kind, fields.layer(i), build, i) for i, kind in enumerate(kinds)]
     layers = [Layer(own, draft=i >= num_layers) for i, own in enumerate(_with_tags(caches))]
     layers = _shared(fields, kinds, layers)
     max_tokens = fields.get("max_position_embeddings")
