@@ -175,3 +175,22 @@ def test_the_command_says_what_to_install(argv: list[str], code: int) -> None:
         assert result.stderr == "kvweave: error: the kvweave command needs typer: pip install 'kvweave[cli]'\n"
     else:
         assert result.stdout.startswith(f"kvweave {kvweave.__version__} (")
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("kvweave.store", "store"),
+        ("kvweave.server", "server"),
+        ("kvweave.tensor", "torch"),
+        ("kvweave.transfer", "torch"),
+        ("kvweave.attention", "torch"),
+        ("kvweave.engine", "transformers"),
+        ("kvweave.integrations.transformers", "transformers"),
+    ],
+)
+def test_an_import_says_which_extra_to_install(module: str, extra: str) -> None:
+    result = run(f"import {module}")
+    *_, said = result.stderr.splitlines()
+    assert said.startswith(f"kvweave.errors.MissingExtra: {module} needs "), result.stderr
+    assert said.endswith(f": pip install 'kvweave[{extra}]'")

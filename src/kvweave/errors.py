@@ -329,10 +329,11 @@ class MissingExtra(KVWeaveError, ImportError):
     @classmethod
     @contextmanager
     def on_import(cls, what: str, extra: str) -> Iterator[None]:
-        """Imports within belong to `extra`: one that is not installed raises this error."""
+        """Imports within belong to `extra`: one that is not installed raises this error. Of nested contexts the
+        outermost names the extra: it knows what the user asked for."""
         try:
             yield
-        except ModuleNotFoundError as error:
+        except (ModuleNotFoundError, cls) as error:
             raise cls(what, extra, error.name) from error
 
 
