@@ -1,7 +1,7 @@
 """How much memory this process may still take: what the machine has available, and what its control groups allow.
 
 Memory that is promised and not there is not refused by Linux: it kills a process later, and perhaps another one. So
-whoever takes a lot of it at a wish asks here first.
+code that takes as much as a user asks for checks here first.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from kvweave.units import format_bytes
 MARGIN_BYTES = 1 << 30
 """What stays free for others, or a sixteenth of what there is, if that is less."""
 SMALL_BYTES = 1 << 20
-"""Below this nobody asks: it takes longer than having it."""
+"""Smaller sizes are not checked: the check takes longer than the allocation."""
 
 
 def check_memory(where: str, wanted_bytes: int) -> None:
-    """Raises `OutOfMemory` if so much would leave less than a margin for others; `where` names what wants it."""
+    """Raises `OutOfMemory` if `wanted_bytes` would leave less than a margin for others; `where` names what they are
+    for."""
     if wanted_bytes <= SMALL_BYTES:
         return
     available = available_bytes()

@@ -36,7 +36,7 @@ class AnyOperation(Protocol):
         ...
 
     def wait(self, timeout: float = ...) -> None:
-        """Until it is done; raises its error, `OperationCancelled`, or `OperationTimeout` after so many seconds."""
+        """Until it is done; raises its error, `OperationCancelled`, or `OperationTimeout` after `timeout` seconds."""
         ...
 
     def cancel(self) -> bool:

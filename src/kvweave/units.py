@@ -1,4 +1,4 @@
-"""Bytes as people write them: "80GiB", "512 MB", 1024; and directories that may hold so many: "/var/kv:100GiB"."""
+"""Bytes as people write them: "80GiB", "512 MB", 1024; and directories with a size: "/var/kv:100GiB"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from kvweave.errors import PlanError
 
 DISK_BYTES = 20 << 30
-"""Of a directory, where nobody says how much."""
+"""The size of a directory, unless given."""
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}{suffix}": 1024**power for power, letter in enumerate("kmgt", 1) for suffix in ("ib", "i", "")}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}

@@ -91,7 +91,7 @@ def test_where_nobody_can_be_asked_nothing_goes_without_yes(
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     run = kvweave("clear", *socket)
     assert (run.code, run.out) == (2, "")
-    assert "nobody can be asked whether to delete everything: give --yes" in run.err
+    assert "it cannot be asked whether to delete everything: give --yes" in run.err
     assert kept(client) == [1024, 1024]
 
 

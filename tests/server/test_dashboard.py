@@ -9,6 +9,7 @@ import subprocess
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import fields
+from html import escape, unescape
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,27 @@ def test_it_is_drawn_in_light_and_dark(daemon: Daemon, tmp_path: Path, scheme: s
     preferred = f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}"
     browse(f"http://127.0.0.1:{daemon.ports[0]}/", f"--screenshot={picture}", preferred)
     assert picture.stat().st_size > 20_000
+
+
+LOOK = """<script>
+const wide = [...document.querySelectorAll("section")].filter(each => each.scrollWidth > each.clientWidth);
+const page = document.documentElement.scrollWidth;
+const facts = {wide: wide.map(each => each.querySelector("h2").textContent), page};
+parent.document.body.textContent = "facts" + JSON.stringify(facts) + "facts";
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 900, 420])
+def test_nothing_scrolls_sideways(daemon: Daemon, tmp_path: Path, width: int) -> None:
+    page = browse(f"http://127.0.0.1:{daemon.ports[0]}/", "--dump-dom").stdout
+    still = re.sub(r"<script>.*</script>", LOOK, page, flags=re.DOTALL)
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        f'<body><iframe width="{width}" height="2000" frameborder="0" srcdoc="{escape(still)}"></iframe></body>'
+    )
+    found = re.search(r"facts(.*)facts", browse(frame.as_uri(), "--dump-dom").stdout, re.DOTALL)
+    assert found is not None
+    facts = json.loads(unescape(found[1]))
+    assert facts["wide"] == []
+    assert facts["page"] <= width

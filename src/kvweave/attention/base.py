@@ -17,7 +17,7 @@ class Attention:
     """Attention of one layer over its pages in place. Made once a layer; a constructor that cannot raises `NoKernel`.
 
     A query at position p sees the tokens of its row that `options.reach` says, up to itself. Tokens in a NULL block are
-    seen by nobody, and bytes of tokens that no query of a row sees never influence its output. A query that sees
+    seen by no query, and bytes of tokens that no query of a row sees never influence its output. A query that sees
     nothing gives zeros. Nothing waits for a device (the reference apart), so on a GPU the calls can be captured.
     """
 

@@ -66,7 +66,7 @@ class CPUAttention(Attention):
         """How rows of these layouts are copied: structs `CopyTarget` of native.c. None: they cannot be."""
         self._query_layout: Layout = ()
         self._query_numbers = (0, 0, 0, 0)
-        """What native.c is told of queries of this layout."""
+        """The arguments of native.c for queries of this layout."""
 
     # ---- rows that are kept as they are go by memory copies; all others the way of every backend
 

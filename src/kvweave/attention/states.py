@@ -1,6 +1,6 @@
 """States by slot: a recurrent layer's rows, read and written where its pages are. A state's slot is its page.
 
-Rows that pad a batch may have slot 0: the NULL page, which nobody owns.
+Rows that pad a batch may have slot 0: the NULL page, which no sequence owns.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ except ImportError as error:
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DECODE_ROWS = 16
-"""Rows that a tensor core multiplies at least: sequences whose queries and heads fit so many are decodes."""
+"""The least rows that a tensor core multiplies: sequences whose queries and heads fit into them are decodes."""
 
 CHUNK_WAVES = 2
 """Programs of chunks to a multiprocessor until which their context is split: a short question after a long prompt."""

@@ -23,7 +23,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Tiles for decodes and for chunks; `waves`: decodes are split until so many programs come to a multiprocessor."""
+    """Tiles for decodes and for chunks; `waves`: decodes are split into this many programs for each multiprocessor."""
 
     decode: Tile
     chunk: Tile

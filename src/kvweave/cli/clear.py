@@ -79,7 +79,7 @@ def _agreed(client: Client, what: str) -> bool:
     from kvweave.server.protocol import StatsReply, StatsRequest  # noqa: PLC0415 - an extra
 
     if not sys.stdin.isatty():
-        raise ConfigError(f"stdin is no terminal, so nobody can be asked whether to delete {what}: give --yes")
+        raise ConfigError(f"stdin is no terminal, so it cannot be asked whether to delete {what}: give --yes")
     executors = client.ask(StatsRequest(), StatsReply).report.tiers
     held = [
         f"{executor.tier.name} ({'?' if executor.tier.entries is None else f'{executor.tier.entries:,}'})"

@@ -39,7 +39,7 @@ def plan_demo(folder: Path) -> None:
     out.print()
     out.print(
         f'"one size" pads every group to one page size, as most engines do; padding and sequences are those of'
-        f" {TYPICAL_TOKENS:,} tokens. Prefixes are shared in steps of so many tokens: in small ones, more is shared."
+        f" {TYPICAL_TOKENS:,} tokens. Prefixes are shared in these steps of tokens: the smaller, the more is shared."
     )
     out.print()
     path = written(folder / f"kvweave-plan-{DRAWN}.svg", plan_svg(answers[DRAWN]))

@@ -12,7 +12,7 @@ from kvweave.spec import LayerCache, ModelSpec
 from kvweave.spec.role import align_up
 
 MOST_TOKENS = 2**20
-"""The largest block that anybody may mean."""
+"""The largest block that is accepted: anything above is a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def _unit(cache: LayerCache) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolOption:
-    """A pool of its own for `tag`: so many pages, or a share of the memory in percent."""
+    """A pool of its own for `tag`: a number of pages, or a share of the memory in percent."""
 
     tag: str
     pages: int | None

@@ -30,7 +30,8 @@ IS_NATIVE = _native is not None
 THREAD_BYTES = 2 << 20
 """Bytes that one thread should copy at least: for fewer, starting a thread takes longer than the copy."""
 STREAMED_BYTES = 4 << 20
-"""From this size on a copy bypasses the processor's cache: so many bytes would be evicted from it before they are read.
+"""From this size on a copy bypasses the processor's cache: its bytes would be evicted from the cache before they are
+read.
 """
 
 

@@ -1,4 +1,4 @@
-"""Copies between an engine's pools and payloads, as data: whoever carries them out needs to know nothing else."""
+"""Copies between an engine's pools and payloads, as data: a copier needs nothing else to carry them out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from kvweave.copying.blocks import Bytes, Numbers, Shape, StridedBlocks, copy_blocks
 
 PART_BYTES = 32 << 10
-"""A payload's checksum is computed from those of parts of so many bytes; what is left over belongs to the last one."""
+"""A payload's checksum is computed from those of parts of this many bytes; a remainder belongs to the last part."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class FieldRuns:
 
 
 class BlockCopy(NamedTuple):
-    """A block of each field for each segment, which begins so many bytes further in the pools and in the payload."""
+    """A block of each field for each segment, which begins at these byte offsets in the pools and in the payload."""
 
     fields: FieldRuns
     held: Numbers
@@ -88,15 +88,15 @@ intact, and writes the pools only if so; returns whether it was."""
 
 @runtime_checkable
 class StagedCopier(PayloadCopier, Protocol):
-    """Copies through memory of its own, and sums what is there, so that copies of many payloads overlap, and payloads
-    may lie where others can change them.
+    """Copies through memory of its own, and computes checksums there, so that copies of many payloads overlap, and
+    payloads may lie where others can change them.
 
     Payloads of one call have one length, and are one for `copies`, one after the other. Several have a multiple of 8
     bytes each.
     """
 
     def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> StagedPayloads:
-        """Start a gather: so many payloads of one length, one after the other."""
+        """Start a gather: payloads of one length, one after the other."""
         ...
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:

@@ -28,7 +28,7 @@ from kvweave.tensor import carry_out
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.01
-"""How long the worker waits when somebody else holds the pages that it needs."""
+"""How long the worker waits when another holder of the cache has the pages that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class Engine:
             try:
                 with self.weave.memory.core_lock, uncompiled(self.model):
                     is_stuck = not self._step()
-            except BaseException as error:  # a bug of the engine itself: nobody must wait for ever
+            except BaseException as error:  # a bug of the engine itself: no request may wait for ever
                 log.exception("the engine failed")
                 self._under_way = None
                 self._fail(list(self._entries.values()), error)

@@ -67,7 +67,7 @@ class Scheduler:
         job.number, self._arrived = self._arrived, self._arrived + 1
         active = {other.tenant for other in (*self.running, *self.waiting)}
         self._served = Counter({tenant: self._served[tenant] for tenant in active})
-        if job.tenant not in active:  # whoever was away has saved nothing up, and owes nothing
+        if job.tenant not in active:  # a tenant without jobs saves up no share, and owes none
             self._served[job.tenant] = min(self._served.values(), default=0)
         self.waiting.append(job)
         if not self._has_full_only:

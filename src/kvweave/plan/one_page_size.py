@@ -15,7 +15,7 @@ from kvweave.plan.group import Group
 from kvweave.plan.plan import TYPICAL_TOKENS, Plan
 
 BLOCK_STEP = 16
-"""Engines grow a block in steps of so many tokens."""
+"""Engines enlarge a block in steps of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)

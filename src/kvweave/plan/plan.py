@@ -18,7 +18,7 @@ from kvweave.spec.model import holds_state
 
 UNLIMITED = 2**31 - 1
 TYPICAL_TOKENS = 32_768
-"""Length of the sequence whose needs stand for all, where nobody says otherwise."""
+"""The length of a typical sequence, by which memory is divided unless the caller names another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Plan:
     # ---- capacity
 
     def superpages_for(self, pool: Pool, num_tokens: int, sequences: int = 1) -> int:
-        """Super-pages of a pool that so many sequences of so many tokens fill."""
+        """Super-pages of a pool that `sequences` sequences of `num_tokens` fill."""
         held = [(g.num_blocks_held(num_tokens) * sequences, g.pages_per_superpage) for g in self._members(pool)]
         return sum(-(-pages // per_super) for pages, per_super in held)
 

@@ -29,7 +29,8 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """A group's wish for a pool of its own: so many pages, the NULL page apart, or a share by weight; and where."""
+    """A pool of its own for a group: its number of pages, without the NULL page, or a share by weight; and its
+    place."""
 
     pages: int | None = None
     weight: float | None = None
@@ -54,8 +55,8 @@ class Pool:
         lane 1   | super-page 0 | super-page 1 | ...
 
     One lane is page-major: a page is one run of bytes. As many lanes as layers is layer-major. A super-page is the
-    same index in every lane, and belongs to one group at a time. Super-page 0 belongs to nobody: its first page is the
-    NULL page of every group, which tables name where there is nothing, and which anybody may read and write.
+    same index in every lane, and belongs to one group at a time. Super-page 0 belongs to no group: its first page is
+    the NULL page of every group, which tables name where there is no page, and which any kernel may read and write.
     """
 
     name: str

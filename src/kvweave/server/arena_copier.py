@@ -140,7 +140,7 @@ class ArenaCopier:
         """The payloads that are intact, None for the others, in order; several copies are in flight.
 
         A payload is valid until the next one is asked for, unless it was copied into memory of `target`, or into its
-        pages: straight out of the arena, where nobody but a broken client writes before `until`.
+        pages: straight out of the arena, where only a broken client would write before `until`.
         """
         flying: deque[tuple[list[ArenaBlob], Bytes, Finish[list[bool]]]] = deque()
         try:

@@ -79,7 +79,7 @@ class BackingTiers:
         return bool(arrived or ended)
 
     def _claim(self, wants: Sequence[BlobRequest]) -> tuple[list[BlobRequest], list[Future[None]]]:
-        """The requests that nobody has in flight, and futures for the others."""
+        """The requests that no other client has in flight, and futures for the others."""
         with self._lock:
             others = [self._in_flight[want.key] for want in wants if want.key in self._in_flight]
             mine = [want for key, want in {want.key: want for want in wants}.items() if key not in self._in_flight]
@@ -108,8 +108,8 @@ class BackingTiers:
         return future
 
     def _reserved(self, wants: Sequence[BlobRequest], wait_s: float) -> list[tuple[BlobRequest, int]]:
-        """Places of the blobs that nobody has or writes. While there is not enough room this waits, and holds nothing:
-        two that wait for each other's places would wait in vain."""
+        """Places of the blobs that are neither stored nor being written. While there is not enough room this waits,
+        and holds nothing: two that wait for each other's places would wait in vain."""
         until, keys, lengths = time.monotonic() + wait_s, [w.key for w in wants], [w.num_bytes for w in wants]
         while True:
             was_held = self._arena.is_held

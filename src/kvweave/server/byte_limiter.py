@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from kvweave.store.tier_stack import Budget
 
 CANCEL_POLL_S = 0.02
-"""A cancelled operation stops waiting after so many seconds."""
+"""A cancelled operation stops waiting within this many seconds."""
 
 
 class ByteLimiter:

@@ -82,7 +82,7 @@ class Client(Closeable):
         self._to_tell: deque[Message] = deque(maxlen=TOLD)
         self._mapped = unmapped()
         self.inbox_lock = threading.Lock()
-        """Held by the thread that writes to the inbox, until the daemon has copied what is there."""
+        """Held by the thread that writes to the inbox, until the daemon has copied the inbox."""
         self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
         register_after_fork(self)
         with self._lock:

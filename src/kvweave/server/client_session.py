@@ -362,7 +362,7 @@ class ClientSession:
         what is evicted before it is queued would be lost."""
         longest = max(executor.patience_s for executor in self._state.backing.executors)
         budget = Budget.of(Budget.of(budget_s).within(longest))
-        # shielded: when the connection ends, the blobs are queued all the same, and unpinned
+        # shielded: when the connection ends, the blobs are still queued, and unpinned
         return asyncio.shield(self._kept(keys, self._arena.pin(keys).slots, budget))
 
     async def _kept(self, keys: Sequence[bytes], slots: Numbers, budget: Budget) -> Reply:

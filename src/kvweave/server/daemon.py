@@ -79,7 +79,7 @@ class Daemon:
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         settings = self.settings
-        settings.socket.unlink(missing_ok=True)  # the lock is held, so whoever bound the socket has ended
+        settings.socket.unlink(missing_ok=True)  # the lock is held, so the daemon that bound the socket has ended
         with _umask(0o177):
             self._unix = await loop.create_unix_server(lambda: Connection(self), str(settings.socket))
         if settings.group:

@@ -11,7 +11,7 @@ from kvweave.server import protocol
 from kvweave.server.protocol import DIGEST, LENGTH_BYTES, MESSAGE_BYTES, VERSION
 
 EVERY = 64
-"""The rate is checked after so many requests."""
+"""The rate is checked after this many requests."""
 
 
 class FrameBuffer:

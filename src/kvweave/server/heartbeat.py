@@ -19,7 +19,7 @@ from kvweave.server.shared_arena import FUTURE_WRITE, SIZE_SEALS
 PAGE_BYTES = 4096
 BEAT_S = 0.2
 FROZEN_S = 3.0
-"""A daemon whose counter has not changed for so long is frozen. On a machine with five times more to do than cores a
+"""A daemon whose counter has not changed for this long is frozen. On a machine with five times more to do than cores a
 daemon was seen without a processor for 1.4 s; calls with a budget do not wait for this."""
 _COUNT = struct.Struct("<Q")
 

@@ -93,7 +93,7 @@ class Report:
     tokens_asked: int
     tokens_found: int
     unanswered: int
-    """Lookups that some tier did not answer in time: what was not found may be stored all the same."""
+    """Lookups that some tier did not answer in time: blobs that were not found may still be stored."""
     requests: int
     failures: int
     expired: int

@@ -68,7 +68,7 @@ class ArenaLayout:
             client.refresh(reply_timeout(budget))
         inbox_bytes = client.welcome.inbox_bytes if through_inbox else 0
         most = min(most_bytes, client.welcome.reserve_bytes, inbox_bytes or most_bytes)
-        least = -(-most // MOST_PIECES)  # so that a batch has no more than so many
+        least = -(-most // MOST_PIECES)  # so that a batch has at most MOST_PIECES
         return batches(pieces, lambda piece: max(least, self.num_bytes([piece])), most)
 
     def side_by_side(self, pieces: Sequence[ChunkRef], copied: object) -> list[ChunkRef]:

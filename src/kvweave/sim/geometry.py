@@ -37,7 +37,7 @@ class Geometry:
         return not self.state_bytes and not self.windows
 
     def point_bytes(self, blocks: int) -> int:
-        """What a point after so many blocks of the grid keeps beside its rows: its states, and its windows' tails."""
+        """What a point after `blocks` blocks of the grid keeps beside its rows: its states, and its windows' tails."""
         return self.state_bytes + sum(self.tail_bytes(group, 0, blocks) for group in self.windows)
 
     def tail_bytes(self, group: PagedGroup, first: int, blocks: int) -> int:

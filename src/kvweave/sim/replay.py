@@ -135,7 +135,7 @@ class _Replayer:
         return -1
 
     def _compute(self, sequence: Sequence, tokens: TokenIds, points: list[int] | None) -> None:
-        """Compute a request; with points, what lies behind the last of them is shared with nobody."""
+        """Compute a request; with points, tokens after the last of them are not shared."""
         shared = len(tokens) if points is None else max([sequence.num_cached, *points])
         if shared < len(tokens):
             self._run(sequence, sequence.num_cached, shared, tokens)
@@ -164,7 +164,7 @@ class _Replayer:
         return start
 
     def _extend(self, sequence: Sequence, count: int, tokens: TokenIds | None) -> None:
-        """One step; whoever iterates over copies has taken them over, and here there is nothing to copy."""
+        """One step. Iterating over the copies takes them over; a replay has no bytes to copy."""
         iter(self.cache.extend(sequence, count, tokens=tokens, checkpoints=True))
         iter(self.cache.commit(sequence))
 

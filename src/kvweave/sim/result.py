@@ -36,7 +36,7 @@ class TokenSplit:
     prompt: int
     hit: int
     evicted: int
-    """Seen before, and their rows gone."""
+    """Seen before, and their rows not kept: evicted, or never cached, because no resume point followed them."""
     no_point: int
     """Rows were there, but no point from which to go on."""
     never_seen: int

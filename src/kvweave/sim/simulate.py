@@ -21,7 +21,7 @@ from kvweave.sim.trace import Trace
 from kvweave.sim.upper_bound import bound_tokens
 
 PlanOf = Callable[[int], Plan]
-"""The plan of a model for so many bytes."""
+"""Makes the plan of a model for a number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)

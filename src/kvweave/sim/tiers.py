@@ -20,10 +20,10 @@ from kvweave.sim.replay import Counts
 from kvweave.units import parse_bytes
 
 BANDWIDTHS = {"host": 20e9, "disk": 5e9, "network": 2.5e9}
-"""Bytes a second of a rank, where nobody says: a share of PCIe, an NVMe, 20 Gbit/s."""
+"""Bytes a second of a rank, unless given: a share of PCIe, an NVMe, 20 Gbit/s."""
 LATENCIES = {"host": 50e-6, "disk": 200e-6, "network": 2e-3}
 PREFILL_SPEED = 10_000.0
-"""Tokens a second, where nobody says."""
+"""Tokens a second, unless given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The bound: no cache of so many bytes hits more, wherever it leaves points and whatever it gives up, knowing all.
+"""An upper bound: no cache of these bytes hits more, even if it knows all requests in advance.
 
 Two relaxations, both valid for every policy; the smaller one counts:
 

@@ -54,7 +54,7 @@ class Journal(Protocol):
 
 
 class RemovedEntries(NamedTuple):
-    """Keys that left the catalog, and the extents of those that nobody reads."""
+    """Keys that left the catalog, and the extents of those that are not being read."""
 
     keys: list[bytes]
     unpinned: list[tuple[int, int]]

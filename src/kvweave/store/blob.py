@@ -33,7 +33,7 @@ CHECKSUM = slice(24, 32)
 ALIGN = 4096
 COUNTS_LOCALS = sys.version_info < (3, 14)
 """Whether every local variable counts as a reference. From 3.14 on the interpreter leaves some out: a payload to which
-its source still has a reference looks like one that nobody else has."""
+its source still has a reference looks like one without another reference."""
 
 
 def blob_bytes(shard: Shard) -> int:
@@ -55,8 +55,8 @@ def header(shard: ShardHeader, chunk: int, key: bytes) -> bytes:
 
 
 def owned_payload(payload: Bytes) -> Bytes:
-    """The payload of a source as bytes that nobody else can change: itself if there is certainly no other reference to
-    it, else a copy.
+    """The payload of a source as bytes that no other code can change: itself if there is certainly no other reference
+    to it, else a copy.
 
     A source may return memory that it reuses, whether read-only or not. A blob in a write queue must not be such
     memory.
@@ -100,7 +100,7 @@ class BlobCheck:
         self._payload_sum: int | None = None
 
     def observe(self, payload_sum: int) -> None:
-        """The checksum of the bytes after the header, from whoever computed it while copying them."""
+        """The checksum of the bytes after the header, from the code that computed it while copying them."""
         self._payload_sum = payload_sum
 
     def passes(self, blob: Bytes) -> bool:

@@ -178,11 +178,11 @@ class Catalog:
         slots = slots[np.argsort(self.ticks[slots])]
         return [self._keys[slot] for slot in slots.tolist()], slots
 
-    def _set_columns(self, room: int) -> None:
-        """Start over, with room for so many entries."""
-        columns = np.zeros((7, room), np.int64)
+    def _set_columns(self, count: int) -> None:
+        """Start over, with space for `count` entries."""
+        columns = np.zeros((7, count), np.int64)
         self.starts, self.lengths, self.sizes, self.ticks, self.owners, self.pins, self.hits = columns
-        self.values = np.zeros(room)
+        self.values = np.zeros(count)
 
     def _new_slot(self) -> int:
         slot = len(self._keys)
@@ -193,7 +193,7 @@ class Catalog:
                 setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         return slot
 
-    # ---- who goes
+    # ---- which entry is evicted
 
     def victim(self, owner: int, size: int) -> int | None:
         """The entry to evict so that `owner` gets `size` bytes; None if there is none. The caller evicts it.

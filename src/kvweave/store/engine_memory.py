@@ -1,4 +1,5 @@
-"""An engine's memory, whoever allocated it: where each role of each layer lies, and which block table leads to it.
+"""An engine's memory, allocated by kvweave or by the engine: where each role of each layer lies, and which block table
+leads to it.
 
     engine's tensor    [blocks, 2, tokens, heads, dim]      [blocks, heads, dim, tokens]      [pages, bytes]
     its view           [blocks, tokens, heads, dim], by strides                               [pages, *state]

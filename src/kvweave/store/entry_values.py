@@ -1,9 +1,9 @@
 """What keeping an entry of a tier is worth: the default policy of the core (docs/reuse-policy.md), on entries.
 
 The value of an entry is that of what was evicted last when the entry was touched, plus a weight that is learned for
-entries of so many hits (`ClassWeights`). The entry of the least value is evicted first, and of equal values the least
-recently touched one. A tier knows neither what a blob is nor which others it needs, so hits are all there is to tell
-entries apart by.
+entries by their number of hits (`ClassWeights`). The entry of the least value is evicted first, and of equal values
+the least recently touched one. A tier knows neither what a blob is nor which others it needs, so hits are all there is
+to tell entries apart by.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_WEIGHT = 2.0
 """Less than in the core: a tier learns from few hits, for what is used most is in an engine's memory."""
 PRIORS = (1.0, MOST_WEIGHT, MOST_WEIGHT, MOST_WEIGHT)
 RECENT = 32
-"""The number of entries of a hit is an average over about so many hits."""
+"""The number of entries of a hit is an average over about this many hits."""
 
 
 class EntryValues:
@@ -46,7 +46,7 @@ class EntryValues:
         return self._floor + self._classes.weights[int(CLASS_OF[hits])]
 
     def hit(self, hits: Integers, ages: Integers) -> None:
-        """Entries are hit together, at these ages, which have had so many hits before."""
+        """Entries are hit together: the earlier hits and the age of each."""
         self._together += (len(hits) - self._together) / RECENT
         octaves = np.log2(ages + 1).astype(np.int64)
         counts = np.bincount(CLASS_OF[hits] * OCTAVES + octaves)

@@ -27,7 +27,7 @@ class HistogramStats:
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """Seconds within which so many were done, as far as the buckets tell; infinity beyond them, 0 for none."""
+        """Seconds within which this share was done, as far as the buckets tell; infinity beyond them, 0 for none."""
         left = share * self.count
         for bound, number in zip((*BUCKETS_S, float("inf")), self.counts, strict=True):
             left -= number

@@ -92,7 +92,7 @@ class JobQueue:
             self._changed.notify_all()
 
     def is_stalled(self, seconds: float) -> bool:
-        """Whether writes wait, and none has left the queue for so long."""
+        """Whether writes wait, and none has left the queue for `seconds`."""
         return bool(self._writes) and time.monotonic() - self._moved_at >= seconds
 
     @property

@@ -148,7 +148,7 @@ class Gather:
         return self.payloads(shard, [chunk])[0]
 
     def payloads(self, shard: Shard, chunks: Sequence[int]) -> list[Bytes]:
-        """The payloads of chunks, by one call of the copier, in memory that nobody else has or can write to."""
+        """The payloads of chunks, by one call of the copier, in memory that no other code has or can write to."""
         out = aligned(shard.payload_bytes * len(chunks))
         self._copier.gather(self._copies(shard, chunks), out)
         out.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Which keys tiers have removed, for those who told others what is stored: by eviction, damage, or clearing."""
+"""Which keys tiers have removed, by eviction, damage or clearing: for code that has announced what is stored."""
 
 from __future__ import annotations
 

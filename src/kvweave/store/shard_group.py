@@ -1,9 +1,9 @@
-"""A group of a schema: which of its shards' chunks a position needs, and what the joint formula is told of them.
+"""A group of a schema: which of its shards' chunks a position needs, and what the joint-hit formula gets of them.
 
     chunk     |  3   |  4   |  5   |  6   |
     window            ....##|######|######p       r = tail(p) mod chunk, the same for every p of the grid
 
-What lies before the tail nobody needs, and engines have given it back. So where a group has tails, its first chunk may
+Tokens before the tail are not needed, and engines have freed them. So where a group has tails, its first chunk may
 be there whole, or from token r on: as a piece of its own.
 """
 

@@ -214,7 +214,7 @@ class Store(BaseStore[Hit]):
         gone = self.tier_stack.where(found.keys, UNLIMITED).tiers == NOWHERE
         return found._replace(keys=[found.keys[i] for i in np.flatnonzero(gone).tolist()])
 
-    def stats(self, *, budget_s: float | None = None) -> StoreStats:  # noqa: ARG002 - nobody is asked
+    def stats(self, *, budget_s: float | None = None) -> StoreStats:  # noqa: ARG002 - no other process is asked
         return self._stats(self.tier_stack.stats())
 
     def flush(self, wait_s: float = 60.0) -> bool:

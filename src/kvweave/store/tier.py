@@ -20,7 +20,7 @@ ABSENT, UNREADABLE = -1, -2
 @dataclass(frozen=True, slots=True)
 class Blob:
     """A payload, preceded by a header of whole sectors (4096 bytes), which is made from the payload's checksum
-    (`checksums`) by whoever computes that while copying. Neither changes until the blob is stored."""
+    (`checksums`) by the code that computes that while copying. Neither changes until the blob is stored."""
 
     payload: Bytes
     head_bytes: int
@@ -86,7 +86,7 @@ class Tier(Protocol):
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
         """Fill `into[i]` with the blob of `keys[i]` if its length matches; returns lengths, `ABSENT` for keys that are
-        not stored, `UNREADABLE` for blobs that cannot be read. The other keys are read all the same.
+        not stored, `UNREADABLE` for blobs that cannot be read. The other keys are still read.
 
         A tier that computes checksums while reading passes them to `observer[i]`: of exactly the bytes that it wrote to
         `into[i]`.

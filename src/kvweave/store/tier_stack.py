@@ -67,7 +67,7 @@ class Budget:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nothing more is wanted, not even what is there already."""
+        """Whether nothing more is wanted, not even blobs that have arrived already."""
         return False
 
     @property
@@ -205,7 +205,7 @@ class TierStack(Closeable):
         return kept
 
     def _lost(self, keys: Sequence[bytes]) -> None:
-        """Whoever queued these for a tier may have told others that they are stored."""
+        """These were queued for a tier, and may have been announced as stored."""
         if self._removals and keys:
             self._removals.add(keys)
 

@@ -24,8 +24,8 @@ SAMPLES = 4096
 def weights_digest(path: str | Path) -> str:
     """A digest of a safetensors file, or of all those in a directory: names, sizes, headers, and bytes of each tensor.
 
-    Two checkpoints that differ only in bytes nobody looked at have the same digest. Where a revision is known (a commit
-    of the model's repository), it is the better name.
+    Two checkpoints that differ only in bytes that were not read have the same digest. Where a revision is known (a
+    commit of the model's repository), it is the better name.
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]

@@ -19,7 +19,7 @@ DEFAULT_TIMEOUT_S = 60.0
 """Default timeout of waits, in seconds."""
 POLL_S = 20e-6
 SPIN_WINDOW_S = 5e-3
-"""For so many seconds after the last progress, waits for the last two steps spin: a sleep takes 70 us at least."""
+"""For this many seconds after the last progress, waits for the last two steps spin: a sleep takes 70 us at least."""
 SPIN_S = 1e-3
 """Seconds of one call to `Completion.spin`."""
 IN_FLIGHT = 4
@@ -111,7 +111,7 @@ class Transfer:
             self._cancel = self._cancel or (self._state is OperationState.PENDING and not self._all_issued)
             return self._cancel
 
-    # ---- for the one who carries it out
+    # ---- for the copier
 
     def run(self, steps: Iterator[CopyStep], *, until_done: bool) -> None:
         """Issue all steps. `until_done`: also wait for them, with few in flight at a time. An exception becomes the

@@ -76,7 +76,7 @@ def _side(sheet: Sheet, number: int) -> float:
 
 
 def _shortened(supers: Sequence[SuperPage], most: int) -> list[SuperPage]:
-    """At most so many, in order; free ones are left out first."""
+    """At most `most` super-pages, in order; free ones are left out first."""
     if len(supers) <= most:
         return list(supers)
     taken = [super_page for super_page in supers if super_page.tag][:most]
@@ -85,7 +85,7 @@ def _shortened(supers: Sequence[SuperPage], most: int) -> list[SuperPage]:
 
 
 def _super(super_page: SuperPage, x: float, y: float, side: float, colours: Mapping[str, str]) -> list[str]:
-    """A square; inside it a square a page, row by row; the rest stays white. Nothing for one that nobody has."""
+    """A square; inside it a square a page, row by row; the rest stays white. Nothing for one that no group has."""
     if super_page.tag is None:
         return []
     hue, columns = colours[super_page.tag], math.ceil(math.sqrt(len(super_page.pages)))

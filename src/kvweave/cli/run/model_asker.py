@@ -18,7 +18,7 @@ WARM_UP_TOKENS = 8
 
 
 class ModelAsker:
-    """Asks an engine. With `compare`, asks its model again without reuse, each time. `recording` is told of every
+    """Asks an engine. With `compare`, asks its model again without reuse, each time. `recording` is called for every
     request. Random tokens are drawn from the seed of `sampling` and the number of the request."""
 
     def __init__(

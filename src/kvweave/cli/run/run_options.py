@@ -29,7 +29,7 @@ Prompts = Annotated[
     _what(
         "--prompt",
         metavar="TEXT",
-        help="A text to continue; may be repeated: a prompt reuses what it shares with earlier ones.",
+        help="A text to continue; may be repeated: each prompt reuses the prefix that it shares with earlier ones.",
     ),
 ]
 Chat = Annotated[
@@ -49,17 +49,21 @@ MaxNewTokens = Annotated[
     int | None,
     _what(
         metavar="N",
-        help="Most tokens of an answer.",
+        help="The longest answer, in tokens.",
         show_default=", ".join(f"{count} ({what})" for what, count in NEW_TOKENS.items()),
     ),
 ]
 Temperature = Annotated[float | None, _sampling(metavar="T", help="Sample at this temperature.", show_default="greedy")]
-TopP = Annotated[float | None, _sampling(metavar="P", help="Of the likeliest tokens with this probability in sum.")]
-TopK = Annotated[int | None, _sampling(metavar="K", help="Of so many of the likeliest tokens.")]
-MinP = Annotated[float | None, _sampling(metavar="P", help="Of tokens at least so likely, relative to the likeliest.")]
+TopP = Annotated[
+    float | None, _sampling(metavar="P", help="Sample among the likeliest tokens whose probabilities sum to P.")
+]
+TopK = Annotated[int | None, _sampling(metavar="K", help="Sample among the K likeliest tokens.")]
+MinP = Annotated[
+    float | None, _sampling(metavar="P", help="Sample among tokens at least P times as likely as the likeliest one.")
+]
 Penalty = Annotated[
     float | None,
-    _sampling("--repetition-penalty", metavar="X", help="Above 1: tokens that were there are less likely."),
+    _sampling("--repetition-penalty", metavar="X", help="Above 1: tokens that occurred before become less likely."),
 ]
 Compare = Annotated[
     bool,
@@ -77,7 +81,7 @@ Size = Annotated[
     _model(
         "--size",
         metavar="COUNT",
-        help="Most parameters of a random model: 8M, 100M. Widths are divided until it is small enough; the layer"
+        help="The largest number of parameters of a random model: 8M, 100M. Widths are divided until it fits; the layer"
         " pattern stays.",
     ),
 ]

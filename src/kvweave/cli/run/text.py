@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 Message = tuple[str, str]
-"""Who said it (`user`, `assistant`), and what."""
+"""The speaker (`user`, `assistant`) and the text."""
 
 
 class TextCodec(Protocol):

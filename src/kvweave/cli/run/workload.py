@@ -20,7 +20,7 @@ Write = Callable[[Random], str]
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request: who makes it, and its whole prompt."""
+    """One request: the name of its agent or document, and its whole prompt."""
 
     who: str
     prompt: list[int]

@@ -31,7 +31,7 @@ HEIGHT = 260.0
 PARTS = (
     ("hit", HUES[2], "hit"),
     ("no_point", HUES[4], "no point there"),
-    ("evicted", HUES[1], "evicted"),
+    ("evicted", HUES[1], "not kept"),
     ("never_seen", EMPTY, "never seen"),
 )
 """What became of prompt tokens: the field, its colour, its words."""

@@ -62,8 +62,8 @@ def _sections(simulation: Simulation) -> list[str]:
         ),
         section(
             "Misses",
-            "Evicted: seen before, but the rows are gone. No point there: rows are cached, but no state or window from"
-            " which to go on.",
+            "Not kept: seen before; the rows were evicted, or never cached. No point there: rows are cached, but no"
+            " state or window from which to go on.",
             figure(lambda sheet: split_drawing(sheet, simulation)),
         ),
         section(
@@ -79,7 +79,7 @@ HEADS = (
     "policy",
     "hit",
     "never seen",
-    "evicted",
+    "not kept",
     "no point",
     "placement",
     "Belady",

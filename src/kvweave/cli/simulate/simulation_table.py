@@ -78,7 +78,7 @@ def _misses(simulation: Simulation) -> Table:
     """Where misses came from, and at which kind of point hits were."""
     kinds = list(dict.fromkeys(kind for cell in simulation.cells for kind in cell.kinds))
     heads = [f"hits at\n{kind}" for kind in kinds] if kinds != ["between"] else []
-    table = _table("never\nseen", "\nevicted", "no point\nthere", *heads)
+    table = _table("never\nseen", "not\nkept", "no point\nthere", *heads)
     for cell in simulation.cells:
         split = cell.split
         shares = [f"{n / max(1, split.prompt):.1%}" for n in (split.never_seen, split.evicted, split.no_point)]

@@ -96,7 +96,8 @@ def rect(
     tip: str = "",
     num_bytes: int | None = None,
 ) -> str:
-    """A rectangle; `tip` is shown under the pointer, `kind` and `num_bytes` are there for whoever reads the file."""
+    """A rectangle; `tip` is shown under the pointer, `kind` and `num_bytes` are attributes for programs that read the
+    file."""
     extra = f" class={quoteattr(kind)}" if kind else ""
     extra += f' data-bytes="{num_bytes}"' if num_bytes is not None else ""
     inner = f"<title>{escape(tip)}</title>" if tip else ""

@@ -17,7 +17,7 @@ from kvweave.plan.plan import TYPICAL_TOKENS
 GUTTER = 48
 CAPTION = (
     "Bars are to scale from left to right. A super-page belongs to one group at a time, and is drawn for each.",
-    "The first super-page of a pool is NULL: nobody's, and what tables name where there is nothing.",
+    "The first super-page of a pool is NULL: no group has it, and tables name it where there is no page.",
     "Padding lies behind each page; where that is thinner than a pixel, the padding of all pages is drawn at the end.",
     "In the pages each bar has its own scale: the whole of it is one piece of the bar above.",
 )

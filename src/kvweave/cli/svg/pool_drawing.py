@@ -106,7 +106,7 @@ def _fills(sheet: Sheet, plan: Plan, pool: Pool, colours: Mapping[str, str], loa
 
 
 def _seats(wants: Mapping[str, int], seats: int) -> dict[str, int]:
-    """`seats` divided in proportion to `wants`, so that nobody who wants any is left out before another has two."""
+    """`seats` divided in proportion to `wants`, so that each group that wants any gets one before another gets two."""
     given = dict.fromkeys(wants, 0)
     for _ in range(seats):
         given[max(given, key=lambda tag: wants[tag] / max(given[tag], 1e-9))] += 1

@@ -10,7 +10,7 @@ from kvweave.plan import Group, Plan, Pool
 
 @dataclass(frozen=True, slots=True)
 class SampleLoad:
-    """So many sequences of so many tokens."""
+    """A number of sequences of one length."""
 
     num_tokens: int
     sequences: int

@@ -27,7 +27,7 @@ from kvweave.errors import BadOption, BadTokens, NeverFits, QueueFull
 
 MOST_BODY_BYTES = 16 << 20
 DEFAULT_NEW_TOKENS = 1024
-"""Tokens of a chat answer, where nobody says how many."""
+"""Tokens of a chat answer, if the request does not say how many."""
 
 
 class Endpoint:
@@ -179,7 +179,8 @@ async def _unless_gone(request: Request, choices: list[Choice]) -> list[TextPiec
 
 
 async def _events(shape: Format, choices: list[Choice], frame: dict[str, Any], wants_usage: bool) -> AsyncIterator[str]:
-    """Server-sent events of all choices as their text comes; if nobody reads them any more, requests are cancelled."""
+    """Server-sent events of all choices as their text comes; if the client stops reading them, the requests are
+    cancelled."""
     queue: asyncio.Queue[tuple[Choice, TextPiece | Exception | None]] = asyncio.Queue()
 
     async def read(choice: Choice) -> None:

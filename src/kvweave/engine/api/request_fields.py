@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from kvweave.engine.api.body import APIError, Body
 
 WITHOUT_EFFECT = {
-    "user": "names the one who asks",
-    "safety_identifier": "names the one who asks",
+    "user": "names the end user",
+    "safety_identifier": "names the end user",
     "metadata": "labels answers that are stored for later, which none is",
     "prompt_cache_key": "prefixes are shared whatever it says",
     "prompt_cache_options": "prefixes are shared whatever it says",

@@ -100,7 +100,7 @@ class Opener:
                     self._compute(each, store_batch, pieces_of_one)
 
     def learn_attention(self) -> None:
-        """Find out which layers attend in place, by two forwards over a few tokens that nobody finds later.
+        """Find out which layers attend in place, by two forwards over a few tokens that no prompt can find later.
 
         Otherwise the first forwards of a request do, and differ from later ones in the last bits. A model that fails
         here will say so in its first request.

@@ -202,7 +202,7 @@ class PagedCache(CacheRows):
 
     @contextmanager
     def computed_elsewhere(self) -> Iterator[None]:
-        """Within this context somebody computes the step on the pages themselves, for all layers."""
+        """Within this context the step is computed on the pages by other code (a captured graph), for all layers."""
         self._write_back()
         yield
         for layer in self._states:

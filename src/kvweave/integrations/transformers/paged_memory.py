@@ -57,7 +57,7 @@ class PagedMemory:
         return bool(self.attention) and all(layer.attends(True) and layer.attends(False) for layer in self.attention)
 
     def expands(self, num_tokens: int) -> bool:
-        """Whether a forward of so many tokens expands latents, if they can be gathered."""
+        """Whether a forward of `num_tokens` tokens expands latents, if they can be gathered."""
         return num_tokens > EXPANDED_TOKENS and any(layer.projection for layer in self.attention)
 
 

@@ -40,7 +40,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenRow:
-    """A prompt, its sequence, and the lengths at which somebody wants to look at it, in order."""
+    """A prompt, its sequence, and the lengths at which its prefill must stop (for a capture, or images), in order."""
 
     prompt: Prompt
     sequence: Sequence
@@ -53,7 +53,7 @@ class OpenRow:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is left is tokens only, and nobody wants to look on the way."""
+        """Whether only tokens are left, and the prefill need not stop on the way."""
         images, length = self.prompt.images, self.sequence.length
         return not any(point > length for point in self.points) and not (images and length < images.end)
 
@@ -74,7 +74,7 @@ def is_last_piece(core: Cache, served: Served, rows: SequenceOf[OpenRow], pieces
 
 
 def uncut(served: Served) -> int:
-    """A rest of a prompt within which no point is left, where nobody says which points are."""
+    """A rest of a prompt within which no resume point is left, unless the caller names points."""
     return UNCUT_SCAN if served.scans_afresh else UNCUT
 
 

@@ -41,7 +41,8 @@ CHUNKS = (16, 64, 256)
 
 
 class StepGraphs:
-    """Runs steps of one model, in which every row has a past or is a first chunk. Used by who holds the core's lock."""
+    """Runs steps of one model, in which every row has a past or is a first chunk. Used by the thread that holds the
+    core's lock."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class StepGraphs:
 
     def learn(self) -> bool:
         """Find out whether a step at fixed addresses gives the logits of forwards of transformers, and return it; for a
-        thread that holds the core's lock. Prompts of a few tokens that nobody finds later tell, once."""
+        thread that holds the core's lock. Found out once, by prompts of a few tokens that no other prompt can find."""
         if self._can_follow is None and self._could_be():
             try:
                 self._can_follow = self._follows()

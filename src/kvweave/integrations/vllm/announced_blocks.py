@@ -13,7 +13,8 @@ from kvweave.store.keys import SHARD_ID_BYTES, TENANT_BYTES, Bytes
 from kvweave.store.removals import FROM_NOW, Removals
 
 MOST_CHUNKS = 1 << 18
-"""Chunks whose blocks are remembered. Blocks of older ones are announced as removed: nobody could say it later."""
+"""Chunks whose blocks are remembered. Blocks of older ones are announced as removed: their removal could not be
+announced later."""
 ASK_EVERY_S = 0.2
 
 RemovedBlocks = dict[int, list[Any]]
@@ -64,7 +65,7 @@ class AnnouncedBlocks:
         return gone
 
     def everything(self) -> RemovedBlocks:
-        """All blocks: nobody knows which are there."""
+        """All blocks: it is not known which are stored."""
         gone: RemovedBlocks = {}
         for place in [*self._blocks]:
             self._drop(place, gone)

@@ -12,7 +12,7 @@ WEIGHT = 0.2
 LEAST_TOKENS = 32
 """Steps and loads of fewer tokens say more of their overhead than of a speed."""
 TRY_EVERY = 32
-"""Of the loads that would be slower by what is known, one in so many is done all the same: speeds change."""
+"""Of the loads that are expected to be slower than computing, one in this many is done, to notice a change of speed."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""A secondary tier for vLLM's own `OffloadingConnector`, for those who stay with it.
+"""A secondary tier for vLLM's own `OffloadingConnector`, for deployments that keep it.
 
     {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": N, "secondary_tiers": [
         {"type": "KVWeaveTier", "module_path": "kvweave.integrations.vllm", "socket": "/run/user/1000/kvweave.sock"}]}

@@ -1,4 +1,4 @@
-"""Keys of requests: who may share their KV, and which tokens stand for pictures."""
+"""Keys of requests: the namespace in which their KV may be shared, and which tokens stand for pictures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class NamespaceMaker:
         return replace(named, adapter=adapter.name, adapter_revision=self._revisions.of(adapter))
 
     def forget(self) -> None:
-        """Share nothing with earlier requests: the weights are others now, and nobody can name them."""
+        """Share nothing with earlier requests: the weights have changed, and have no name."""
         self._model = replace(self._model, weights=f"changed {uuid.uuid4().hex}")
 
 

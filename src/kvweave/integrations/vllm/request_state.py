@@ -25,7 +25,7 @@ class RequestState:
     num_prompt_tokens: int
     prompt: HashedPrompt
     block_hashes: Sequence[bytes] = ()
-    """The engine's own, for those who follow its events: grows."""
+    """The engine's own block hashes, for consumers of its events; the list grows."""
     adapter: str | None = None
     lookup: RequestLookup | None = None
     hit: BaseHit | None = None

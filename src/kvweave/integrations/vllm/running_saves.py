@@ -39,7 +39,7 @@ class RunningSaves:
         self._saves: dict[int, RunningSave] = {}
         self._next = 0
         self.saved: list[SavedRange] = []
-        """What was stored, until somebody takes it; kept only if `keep_saved`."""
+        """Ranges that were stored, until they are taken; kept only if `keep_saved`."""
         self.keep_saved = False
 
     def begin(self, saving: SavedRange, tables: Slices) -> int:

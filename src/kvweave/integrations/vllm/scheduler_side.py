@@ -134,7 +134,7 @@ class SchedulerSide:
         self, scheduled: Iterable[Scheduled], tables: Callable[[str], BlockIds | None], offers: Offers
     ) -> StepJobs:
         """The jobs of a step; to be called once it is decided what is computed in it."""
-        self._store.poll()  # operations are asked for by their handles; forget those that nobody waits for
+        self._store.poll()  # operations are polled by their handles; this drops those that are not waited for
         saves, num_new = [], 0
         for each in scheduled:
             num_new += each.num_new

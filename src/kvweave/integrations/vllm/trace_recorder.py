@@ -86,7 +86,7 @@ class TraceRecorder:
         except OSError as error:
             log.warning("requests are no longer recorded to %s: %s", self._path, error)
         self.is_over = True
-        while not self._queue.empty():  # nobody else takes from it
+        while not self._queue.empty():  # no other thread takes from it
             self._queue.get()
 
     def _write(self, writer: TraceWriter, request: RecordedRequest) -> None:

@@ -1,6 +1,6 @@
 """How many parameters a model has, estimated from its config: the matrices of its layers, and its embeddings.
 
-Norms, biases, gates and routers are left out: well below a percent of a model that anybody serves. Where a family
+Norms, biases, gates and routers are left out: well below a percent of a model in use. Where a family
 builds its layers in a way of its own, the estimate is off by a few percent: weights on disk say more.
 """
 
