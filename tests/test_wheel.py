@@ -113,7 +113,7 @@ def test_help_shows_signatures_and_contracts(compiled: Path) -> None:
     policy = inspect.signature(kvweave.Cache).parameters["policy"].default
     assert f"Cache(plan, *, policy={policy!r}, retention=None, admission_reserve=0.0, rows=256" in shown
     assert "open(self, /, tokens, *, namespace=''" in shown
-    assert "At least one token stays to be computed." in shown
+    assert "At least one token is left to compute." in shown
 
 
 def test_the_command_of_a_bare_wheel_says_what_to_install(compiled: Path) -> None:

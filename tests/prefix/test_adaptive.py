@@ -15,7 +15,7 @@ from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Node, Point
 from kvweave.spec import Full, State
 from tests.cache.plans import full_plan, group, plan_of
-from tests.prefix.test_own_policy import run
+from tests.prefix.test_user_policy import run
 
 NOTHING_FOUND, MUCH_FOUND = CLASSES.index("answer end, nothing found"), CLASSES.index("answer end, half or more found")
 
