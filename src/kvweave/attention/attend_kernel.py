@@ -94,6 +94,7 @@ def _over_tile(
     kind: tl.constexpr = q.dtype
     d, dr, dv = tl.arange(0, KEY_PAD), tl.arange(0, REST_PAD), tl.arange(0, VALUE_PAD)
     n = start + tl.arange(0, BLOCK_N)
+    # Block 0 is NULL, and its bytes may be NaN: they are masked when they are loaded, since 0 * NaN is NaN.
     if IS_WHOLE:
         block = tl.load(blocks + n // TOKENS).to(tl.int64)
         is_seen = block != 0
@@ -113,17 +114,17 @@ def _over_tile(
         k = k.to(tl.float32) * factor
     k = _wide(k, kind)
     scores = tl.dot(q, k, input_precision=PRECISION)
-    if KEY_SCALES == 1:
+    if KEY_SCALES == 1:  # one scale a key: it is applied to the score, one product instead of KEY_DIM
         factor = tl.load(key_scale + block * key_scale_block + offset * key_scale_token, mask=is_seen, other=0.0)
         scores *= factor[None, :]
-    if REST_DIM:
+    if REST_DIM:  # a width that is no power of two is two products (576 = 512 + 64), which pads less
         more = tl.load(
             rest + (block * rest_block + offset * rest_token)[None, :] + dr[:, None],
             mask=is_seen[None, :] & (dr < REST_DIM)[:, None],
             other=0.0,
         )
         scores = tl.dot(r, _wide(more, kind), scores, input_precision=PRECISION)
-    if SOFTCAP:
+    if SOFTCAP:  # softcap * tanh(score / softcap), as a sigmoid; times log2(e), because exp2 is what the hardware has
         scores = (2 * tl.sigmoid(scores * (scale * 2 / softcap)) - 1) * (softcap * LOG2E)
     else:
         scores *= scale * LOG2E
@@ -136,12 +137,12 @@ def _over_tile(
         scores = tl.where(sees, scores, float("-inf"))
 
     now = tl.maximum(most, tl.max(scores, 1))
-    base = tl.where(now == float("-inf"), 0.0, now)
+    base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen no token: -inf minus -inf would be NaN
     weights = tl.exp2(scores - base[:, None])
     share = tl.exp2(most - base)
     total = total * share + tl.sum(weights, 1)
     summed = summed * share[:, None]
-    if SHARED:
+    if SHARED:  # a latent is key and value, and is loaded once
         v = tl.trans(k)
         if KEY_SCALES == 1:
             weights *= factor[None, :]
@@ -406,7 +407,7 @@ def merge(
     most = tl.load(stats + at * 2, mask=is_split, other=float("-inf"))
     total = tl.load(stats + at * 2 + 1, mask=is_split, other=0.0)
     largest = tl.max(most, 0)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
+    base = tl.where(largest == float("-inf"), 0.0, largest)  # no split has seen a token: the output is zeros
     share = tl.exp2(most - base)
     part = tl.load(sums + at[:, None] * VALUE_PAD + d[None, :], mask=(total > 0)[:, None], other=0.0)
     whole = tl.sum(total * share, 0)

@@ -105,6 +105,7 @@ class PromptSession:
         setups: list[tuple[int, int, protocol.Message]] = []
         places: list[int] = []
 
+        # Called when the connection is known: a new one has neither the schema nor the prompts, so both are sent again.
         def requests() -> list[protocol.Message]:
             messages: list[protocol.Message] = []
             setups.clear()
