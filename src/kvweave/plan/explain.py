@@ -64,7 +64,7 @@ def _why_block(group: Group) -> str:
 
 def _why_pool(plan: Plan, pool: Pool) -> str:
     groups = [plan.group(tag) for tag in pool.tags]
-    first = "the first one is NULL, which tables name where there is nothing"
+    first = "the first one is NULL, which tables name where there is no page"
     if len(groups) == 1:
         return f"one group has it, so a super-page is one of its pages and nothing is padded to another's; {first}"
     cuts = ", ".join(f"{g.pages_per_superpage:,} of {g.tag}" for g in groups)
