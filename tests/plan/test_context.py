@@ -58,7 +58,8 @@ def step(cache: Cache, sequence: Sequence, count: int, tokens: Any = None) -> No
 
 def check(name: str, length: int, prompts: int) -> None:
     spec, random = spec_of(name), np.random.default_rng(length)
-    cache = Cache(make_plan(spec, smallest(spec, length), layout="layer_major"), retention=Retention(decode_every=16))
+    plan = make_plan(spec, smallest(spec, length), layout="layer_major", context=length)
+    cache = Cache(plan, retention=Retention(decode_every=16))
     tokens = random.integers(0, 1000, length)
     for _ in range(prompts):
         run(cache, tokens)

@@ -76,7 +76,8 @@ def _why_pool(plan: Plan, pool: Pool) -> str:
 
 
 def _why_size(worst: float) -> str:
-    return f"the smallest size found below {GOOD:.0%}" if worst <= GOOD else "the tightest size found"
+    least = "the size found that wastes the least of this memory, padding and super-pages that are not full together"
+    return f"the smallest size found below {GOOD:.0%}" if worst <= GOOD else least
 
 
 _WHY_LAYOUT = {

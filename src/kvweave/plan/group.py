@@ -96,6 +96,11 @@ class Group:
         ranks = self.context_shards if self.cache.reach.per_token else 1
         return -(-self.cache.fixed_bytes() // ranks) * len(self.layers)
 
+    def moves_before(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` tokens has let go of blocks on its way."""
+        reach = self.cache.reach
+        return reach.per_token and reach.span is not None and num_tokens > reach.span
+
     def num_blocks_held(self, num_tokens: int) -> int:
         """The most blocks that a sequence holds on its way to `num_tokens` tokens, on the fullest rank.
 

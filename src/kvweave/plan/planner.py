@@ -10,17 +10,13 @@ from kvweave.errors import CoarseReuse, NeverFits, PlanError, UnknownName
 from kvweave.plan.group import Group
 from kvweave.plan.parallel import Parallel, replicas, shard
 from kvweave.plan.plan import TYPICAL_TOKENS, Plan
-from kvweave.plan.pool import Layout, Place, Pool, PoolRequest, cut, size
+from kvweave.plan.pool import Layout, Pool, PoolRequest, cut, size
 from kvweave.spec import LayerCache, ModelSpec
 from kvweave.units import format_bytes, parse_bytes
 
 POOLS = ("auto", "uniform", "shared", "independent")
 COARSE = 4
 """How many of the largest blocks a step of prefix reuse may be before a plan warns."""
-
-SCATTERED = 8
-"""More than was ever seen: random prompts needed up to 6, whatever the window's length and the sizes of pages
-(tests/plan/test_context.py)."""
 
 PerGroup = int | Mapping[str, int]
 """One number for all groups, or numbers by tag."""
@@ -57,7 +53,9 @@ def make_plan(
         if tag not in {group.tag for group in groups}:
             raise UnknownName("tag of a pool", tag, [group.tag for group in groups])
     chosen = _layout(layout, pools, groups)
-    cut_pools, placed = _cut(groups, pools, requests, chosen)
+    if context is not None and context < 1:
+        raise PlanError(f"context must be at least 1 token, got {context}")
+    cut_pools, placed, floors = _cut(groups, pools, requests, chosen, context or 1, budget - kept_back)
     by_tag = {group.tag: group for group in placed}
     draft = Plan(
         model_type=spec.model_type,
@@ -74,11 +72,11 @@ def make_plan(
         notes=tuple(notes),
     )
     draft = _warned(draft)
-    need = _check_fits(draft, requests, context)
+    _check_fits(draft, floors, context or 1)
     demand = {
         pool.name: draft.superpages_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools
     }
-    return replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand, need)))
+    return replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand, floors)))
 
 
 def _beyond_the_context(spec: ModelSpec) -> list[str]:
@@ -176,9 +174,14 @@ def _is_shared(pools: str, groups: list[Group]) -> bool:
 
 
 def _cut(
-    groups: list[Group], pools: str, requests: Mapping[str, PoolRequest], layout: Layout
-) -> tuple[list[Pool], list[Group]]:
-    """The pools, without memory yet, and the groups in them."""
+    groups: list[Group],
+    pools: str,
+    requests: Mapping[str, PoolRequest],
+    layout: Layout,
+    num_tokens: int,
+    memory: int,
+) -> tuple[list[Pool], list[Group], dict[str, int]]:
+    """The pools, without memory yet; the groups in them; and the fewest super-pages that each pool must have."""
     present = [group for group in groups if group.layers]
     if pools == "uniform" and len(present) > 1:
         tags = ", ".join(group.tag for group in present)
@@ -187,50 +190,35 @@ def _cut(
         )
     own = [g for g in present if g.tag in requests or pools == "independent"]
     together = [g for g in present if g not in own]
-    cuts = [cut(g.tag, [g], layout, requests.get(g.tag, PoolRequest()).place) for g in own]
+    cuts = [cut(g.tag, [g], layout, num_tokens, place=requests.get(g.tag, PoolRequest()).place) for g in own]
+    floors = {pool.name: _floor(pool, requests, needed, num_tokens) for pool, _, needed in cuts}
     if together:
         name = together[0].tag if len(together) == 1 else "shared"
-        while len(together) > 1 and name in {group.tag for group in own}:
+        while len(together) > 1 and name in floors:
             name += "+"
-        cuts.insert(0, cut(name, together, layout))
-    return [pool for pool, _ in cuts], [group for _, placed in cuts for group in placed]
+        left = memory - sum(pool.unit_bytes * floors[pool.name] for pool, _, _ in cuts if pool.is_on_device)
+        cuts.insert(0, cut(name, together, layout, num_tokens, left))
+        floors[name] = cuts[0][2]
+    return [pool for pool, _, _ in cuts], [group for _, placed, _ in cuts for group in placed], floors
 
 
-def _check_fits(draft: Plan, requests: Mapping[str, PoolRequest], context: int | None) -> dict[str, int]:
-    """One sequence of `context` tokens (or of one token) must fit every pool: the super-pages it takes of each."""
-    tokens = 1 if context is None else context
-    if tokens < 1:
-        raise PlanError(f"context must be at least 1 token, got {tokens}")
-    need = {pool.name: draft.superpages_for(pool, tokens) + _scattered(draft, pool, tokens) for pool in draft.pools}
-    for pool in draft.pools:
-        pages = _pages(pool, requests)
-        if pages is not None and pages < need[pool.name]:
-            raise PlanError(
-                f"pool {pool.name!r} has {pages} pages, but one sequence of {tokens} tokens takes {need[pool.name]}"
-            )
-    floors = {pool.name: 1 + (_pages(pool, requests) or need[pool.name]) for pool in draft.pools}
-    on_device = [pool for pool in draft.pools if pool.place is Place.DEVICE]
-    smallest = draft.reserve + sum(pool.unit_bytes * floors[pool.name] for pool in on_device)
+def _floor(pool: Pool, requests: Mapping[str, PoolRequest], needed: int, num_tokens: int) -> int:
+    """The super-pages that were asked for a group's own pool, or else those that are needed, NULL included."""
+    pages = requests[pool.name].pages if pool.name in requests else None
+    if pages is not None and pages < needed - 1:
+        raise PlanError(
+            f"pool {pool.name!r} has {pages} pages, but one sequence of {num_tokens} tokens takes {needed - 1}"
+        )
+    return needed if pages is None else 1 + pages
+
+
+def _check_fits(draft: Plan, floors: Mapping[str, int], num_tokens: int) -> None:
+    """The fewest super-pages that pools must have, for one sequence of `num_tokens` tokens, must fit the memory."""
+    smallest = draft.reserve + sum(pool.unit_bytes * floors[pool.name] for pool in draft.pools if pool.is_on_device)
     if smallest > draft.memory:
         raise NeverFits(
-            f"{draft.memory} bytes do not hold one sequence of {tokens} tokens and the NULL pages"
+            f"{draft.memory} bytes do not hold one sequence of {num_tokens} tokens and the NULL pages"
             f" ({' + '.join(pool.name for pool in draft.pools)}): {smallest} bytes ({format_bytes(smallest)}) would",
             available_bytes=draft.memory,
             smallest_bytes=smallest,
         )
-    return floors
-
-
-def _scattered(draft: Plan, pool: Pool, num_tokens: int) -> int:
-    """Super-pages that a sequence holds beyond those that its pages would fill.
-
-    A window frees pages as it moves; where a super-page holds several of them, those that stay lie scattered.
-    """
-    groups = [group for group in draft.groups if group.pool == pool.name]
-    scatter = [g.cache.reach for g in groups if g.pages_per_superpage > 1 and g.cache.reach.per_token]
-    has_moved = any(reach.span is not None and num_tokens > reach.span for reach in scatter)
-    return SCATTERED if len(groups) > 1 and has_moved else 0
-
-
-def _pages(pool: Pool, requests: Mapping[str, PoolRequest]) -> int | None:
-    return requests[pool.name].pages if pool.name in requests else None

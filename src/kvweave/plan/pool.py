@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import numpy as np
+
 from kvweave.errors import PlanError
 from kvweave.plan.group import Group
-from kvweave.plan.superpage import Slice, search
+from kvweave.plan.superpage import Slice, search, superpages_needed
 
 
 class Place(StrEnum):
@@ -76,22 +78,40 @@ class Pool:
         return self.unit_bytes * self.num_superpages
 
     @property
+    def is_on_device(self) -> bool:
+        return self.place is Place.DEVICE
+
+    @property
     def num_usable(self) -> int:
         """Super-pages that groups can have: all but the NULL one."""
         return max(0, self.num_superpages - 1)
 
 
-def cut(name: str, groups: Sequence[Group], layout: Layout, place: Place = Place.DEVICE) -> tuple[Pool, list[Group]]:
-    """A pool without memory yet for `groups`, and the groups with their place in it.
+def cut(
+    name: str,
+    groups: Sequence[Group],
+    layout: Layout,
+    num_tokens: int,
+    memory: int = 0,
+    place: Place = Place.DEVICE,
+) -> tuple[Pool, list[Group], int]:
+    """A pool without memory yet for `groups`, of about `memory` bytes if they are several; the groups with their place
+    in it; and how many super-pages a sequence of `num_tokens` tokens and NULL take.
 
     Layer-major lanes are as many as divide every group's layers evenly, so that no lane is wasted.
     """
     lanes = math.gcd(*(len(group.layers) for group in groups)) if layout is Layout.LAYER_MAJOR else 1
     slices = [
-        Slice(group.layer_bytes * (len(group.layers) // lanes), group.kernel_blocks, group.layer_align)
+        Slice(
+            group.layer_bytes * (len(group.layers) // lanes),
+            group.kernel_blocks,
+            group.layer_align,
+            group.num_blocks_held(num_tokens),
+            group.moves_before(num_tokens),
+        )
         for group in groups
     ]
-    superpage_bytes, counts = (slices[0].page_bytes, (1,)) if len(slices) == 1 else search(slices)
+    superpage_bytes, counts = search(slices, memory // lanes) if len(slices) > 1 else (slices[0].page_bytes, (1,))
     placed = [
         replace(
             group,
@@ -102,7 +122,8 @@ def cut(name: str, groups: Sequence[Group], layout: Layout, place: Place = Place
         )
         for group, count in zip(groups, counts, strict=True)
     ]
-    return Pool(name, tuple(group.tag for group in groups), lanes, superpage_bytes, 0, place), placed
+    needed = int(superpages_needed(slices, [np.array(count) for count in counts]))
+    return Pool(name, tuple(group.tag for group in groups), lanes, superpage_bytes, 0, place), placed, needed
 
 
 def size(
@@ -118,7 +139,7 @@ def size(
     None gets fewer than `need`, the super-pages of the one sequence that must fit, and of the NULL page.
     """
     counts = {p.name: request.pages + 1 for p in pools if (request := requests.get(p.name)) and request.pages}
-    fixed = sum(pool.unit_bytes * counts[pool.name] for pool in pools if pool.name in counts and _on_device(pool))
+    fixed = sum(pool.unit_bytes * counts[pool.name] for pool in pools if pool.name in counts and pool.is_on_device)
     if fixed > memory:
         raise PlanError(f"pools with explicit pages take {fixed} bytes of {memory}; ask for fewer pages or more memory")
     elastic = [pool for pool in pools if pool.name not in counts]
@@ -149,7 +170,3 @@ def _shares(
 
 def _weight(request: PoolRequest | None) -> float | None:
     return request.weight if request else None
-
-
-def _on_device(pool: Pool) -> bool:
-    return pool.place is Place.DEVICE

@@ -3,6 +3,10 @@
 Groups that share a pool take and give back whole super-pages. Group g slices one into k pages of equal stride, so that
 page i of the whole arena starts at i * stride and a layer's view is a single strided tensor. Hence the size S must be a
 multiple of k * (kernel blocks a page) * (alignment) for each group, and k pages should nearly fill it.
+
+A large super-page is divided with less padding, and wastes memory in another way: of each group one is not full, the
+first one is NULL, and to give one to another group all of its pages have to be evicted. So the size is chosen that
+wastes the least of the memory there is.
 """
 
 from __future__ import annotations
@@ -10,24 +14,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 GOOD = 0.01
-"""Padding of the worst group below which a smaller super-page beats a tighter one."""
+"""Padding of the worst group that counts as none: below it, a smaller super-page is better than a tighter one."""
+NOT_FULL = 2
+"""Super-pages of each group that are in use and not full, about (docs/measurements/reuse.md)."""
+SCATTERED = 8
+"""Super-pages over which windows scatter, beyond those that their pages would fill. More than was ever seen: random
+prompts needed up to 6, whatever the window's length and the sizes of pages (tests/plan/test_context.py)."""
 SPANS = (2, 8, 32, 128)
-"""How far to search, in pages of the largest group; further only where the nearer sizes are not good."""
+"""How far to search, in pages of the largest group; further only where a larger super-page could waste less."""
 MOST_CANDIDATES = 1_500
+MOST_PADDING = 0.25
+"""Pages that leave more of a super-page over are not looked for."""
+NO_FIT = 3.0
+"""More than any size wastes with which the sequence fits."""
+
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one group puts into a lane: kernel blocks of `kernel_bytes`, `kernel_blocks` a page, aligned to `align`."""
+    """What one group puts into a lane: kernel blocks of `kernel_bytes`, `kernel_blocks` a page, aligned to `align`.
+
+    The one sequence that must fit holds `held_pages`; `scatters`: its window frees pages while it runs, so that those
+    that stay lie scattered over super-pages.
+    """
 
     kernel_bytes: int
     kernel_blocks: int
     align: int
+    held_pages: int = 1
+    scatters: bool = False
 
     @property
     def page_bytes(self) -> int:
@@ -38,25 +60,32 @@ class Slice:
         return self.kernel_blocks * self.align
 
 
-def search(slices: Sequence[Slice]) -> tuple[int, tuple[int, ...]]:
-    """Super-page bytes, and the pages of each group in one: the smallest good size, else the tightest found."""
-    largest = max(piece.page_bytes for piece in slices)
-    found: tuple[float, int, tuple[int, ...]] = (math.inf, 0, ())
-    for span in SPANS:
-        worst, size, pages = _best(slices, _candidates(slices, largest, largest * span))
-        if worst < found[0]:
-            found = (worst, size, pages)
-        if worst <= GOOD:
+def search(slices: Sequence[Slice], memory: int) -> tuple[int, tuple[int, ...]]:
+    """Bytes of the super-page, and the pages of each group in one: of those sizes with which the one sequence fits
+    `memory` bytes the one that wastes the least of them; else the one with which it takes the fewest."""
+    largest, memory = max(piece.page_bytes for piece in slices), max(1, memory)
+    not_full = (NOT_FULL * len(slices) + 1) / memory
+    least, size, pages = math.inf, 0, [0]
+    for nearer, span in pairwise((1, *SPANS)):
+        if least <= GOOD + not_full * largest * nearer:
             break
-    return found[1], found[2]
+        sizes = _candidates(slices, largest, largest * span)
+        counts = [_pages(piece, sizes) for piece in slices]
+        padding = np.max([1 - count * piece.page_bytes / sizes for piece, count in zip(slices, counts, strict=True)], 0)
+        waste, needed = np.maximum(padding, GOOD) + not_full * sizes, superpages_needed(slices, counts) * sizes
+        waste = np.where(needed <= memory, waste, NO_FIT + needed / memory)
+        best = int(waste.argmin())
+        if waste[best] < least:
+            least, size, pages = float(waste[best]), int(sizes[best]), [int(count[best]) for count in counts]
+    return size, tuple(pages)
 
 
-def _best(slices: Sequence[Slice], sizes: NDArray[np.int64]) -> tuple[float, int, tuple[int, ...]]:
-    counts = [_pages(piece, sizes) for piece in slices]
-    padding = [1 - count * piece.page_bytes / sizes for piece, count in zip(slices, counts, strict=True)]
-    worst = np.max(padding, axis=0)
-    best = int(np.flatnonzero(worst <= max(GOOD, float(worst.min())))[0])
-    return float(worst[best]), int(sizes[best]), tuple(int(count[best]) for count in counts)
+def superpages_needed(slices: Sequence[Slice], counts: Sequence[Counts]) -> Counts:
+    """Super-pages that the one sequence and NULL take, if one has so many pages of each group; for several sizes."""
+    full = np.sum([-(-piece.held_pages // count) for piece, count in zip(slices, counts, strict=True)], 0)
+    scattered = np.any([piece.scatters & (count > 1) for piece, count in zip(slices, counts, strict=True)], 0)
+    needed: Counts = full + SCATTERED * scattered + 1
+    return needed
 
 
 def _candidates(slices: Sequence[Slice], low: int, high: int) -> NDArray[np.int64]:
@@ -77,7 +106,7 @@ def _pages(piece: Slice, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     by_stride = tightest < int(most.max())
     pages = np.ones_like(sizes)
     unsolved = np.arange(len(sizes))
-    for more in range(int(0.06 * min(tightest, int(most.max()))) + 3):
+    for more in range(int(MOST_PADDING * min(tightest, int(most.max()))) + 3):
         if by_stride:
             count = units[unsolved] // (tightest + more)
             fits = count * (tightest + more) == units[unsolved]
