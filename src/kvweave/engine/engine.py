@@ -182,7 +182,7 @@ class Engine:
         if len(each) != len(given):
             raise BadOption(f"{len(each)} samplings for {len(given)} prompts: give one for each, or one for all")
         for tokens, wanted in zip(given, each, strict=True):
-            self._scheduler.check(len(tokens), (wanted or Sampling()).max_new_tokens)
+            self.check_fits(len(tokens), (wanted or Sampling()).max_new_tokens)
         requests: list[EngineRequest] = []
         results = []
         try:
@@ -195,6 +195,10 @@ class Engine:
                 request.cancel()
             raise
         return results
+
+    def check_fits(self, num_prompt: int, max_new_tokens: int) -> None:
+        """Raise `NeverFits` if a prompt and an answer of so many tokens could never be served. From any thread."""
+        self._scheduler.check(num_prompt, max_new_tokens)
 
     def _submit_more(
         self,
