@@ -594,3 +594,15 @@ def test_a_second_signal_ends_answers_under_way() -> None:
     server.handle_exit(signal.SIGTERM, None)
     assert is_ended.wait(30)
     assert not server.force_exit, "the engine is closed in order"
+
+
+def test_answers_that_take_too_long_after_a_signal_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    from kvweave.engine.api import serve_api
+
+    monkeypatch.setattr(serve_api, "GRACE_S", 0.05)
+    is_ended = threading.Event()
+    server = serve_api._Server(uvicorn.Config(Endpoint.app), is_ended.set)
+    server.handle_exit(signal.SIGTERM, None)
+    assert is_ended.wait(30)

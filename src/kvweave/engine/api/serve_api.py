@@ -11,12 +11,14 @@ from starlette.applications import Starlette
 
 GRACE_S = 30
 """How long answers under way may take after the first signal."""
+ENDING_S = 10
+"""How long it may take to end them."""
 
 
 def serve_api(app: Starlette, host: str, port: int, end_answers: Callable[[], None]) -> None:
-    """Blocks. SIGINT or SIGTERM lets answers under way end, for a while; then the engine is closed. A second signal
-    calls `end_answers`, so that the wait is over."""
-    config = uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=GRACE_S)
+    """Blocks. SIGINT or SIGTERM lets answers under way end, for a while; then, or at a second signal, `end_answers` is
+    called, which ends them with an error, and the server stops."""
+    config = uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=GRACE_S + ENDING_S)
     _Server(config, end_answers).run()
 
 
@@ -26,8 +28,11 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
         self._end_answers = end_answers
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:  # in a thread: a signal may interrupt whoever holds the locks that this needs
-            threading.Thread(target=self._end_answers, daemon=True).start()
+        """In a thread: a signal may interrupt whoever holds the locks that ending answers needs."""
+        ending = threading.Timer(0 if self.should_exit else GRACE_S, self._end_answers)
+        ending.daemon = True
+        ending.start()
+        if self.should_exit:
             self._captured_signals.append(sig)
         else:
             super().handle_exit(sig, frame)
