@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -301,7 +302,9 @@ def test_many_clients_at_once_each_get_their_own_answer(client: Any, engine: Eng
     assert is_quiet(engine)
 
 
-def test_clients_that_hang_up_leave_nothing_behind(url: str, client: Any, engine: Engine) -> None:
+def test_clients_that_hang_up_leave_nothing_behind(
+    url: str, client: Any, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     stream = client.completions.create(model="tiny", prompt=TEXT, max_tokens=1900, stream=True)
     next(iter(stream))
     stream.close()
@@ -313,6 +316,8 @@ def test_clients_that_hang_up_leave_nothing_behind(url: str, client: Any, engine
         raw.sendall((head + body).encode())
         time.sleep(0.1)
     assert is_quiet(engine)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize(

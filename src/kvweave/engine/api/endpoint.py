@@ -220,9 +220,10 @@ async def _unless_gone(request: Request, choices: list[Choice]) -> list[TextPiec
     except Exception as error:
         raise _as_failure(error) from error
     finally:
-        answers.cancel()
         for choice in choices:
             choice.request.cancel()
+        answers.cancel()
+        await asyncio.gather(answers, return_exceptions=True)
 
 
 async def _events(
