@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -116,3 +118,19 @@ def test_layers_and_queries_that_it_cannot_compute_with_are_refused() -> None:
     with pytest.raises(BadRows, match="queries of torch.float64"):
         step = world.step([10], [1])
         open_attention(world.view, backend="cpu").attend(world.queries(step, torch.float64), step)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts page faults")
+def test_parts_of_long_contexts_take_the_memory_of_their_rows() -> None:
+    """Not that of the largest item for each part: fresh pages for every call took longer than attention itself."""
+    import resource
+
+    world = World(Kind(), pages=40)
+    step = world.step([16_384] * 8, [1] * 8)
+    queries, attention = world.queries(step), open_attention(world.view, AttentionOptions(), "cpu")
+    attention.attend(queries, step)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    attention.attend(queries, step)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    rows = 8 * (16_384 // 512) * queries.shape[1]
+    assert faults < 100 + rows * (attention.value_dim + 16) * 4 // 4096

@@ -74,4 +74,12 @@ def test_tensors_that_do_not_fit_are_left_as_they_are() -> None:
     states, weights = torch.zeros(2, 6, 4), torch.zeros(6, 4)
     for new in (torch.ones(2, 6, 2), torch.ones(2, 5, 1), torch.ones(2, 6, 1, dtype=torch.bfloat16)):
         assert causal_convolution(new, states, weights, None, has_silu=True) is None
+    new = torch.ones(2, 6, 1)
+    for state, weight, bias in (
+        (states, weights[:5], None),
+        (states, weights, torch.ones(5)),
+        (states[..., :0], weights[:, :1], None),
+        (states, weights[:, :0], None),
+    ):
+        assert causal_convolution(new, state, weight, bias, has_silu=True) is None
     assert not states.any()

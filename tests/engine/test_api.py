@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import socket
 import threading
@@ -30,6 +32,7 @@ from kvweave.engine.api.endpoint import Endpoint  # noqa: E402
 from kvweave.engine.api.formats import ChatFormat, CompletionFormat  # noqa: E402
 from kvweave.engine.api.prompt_codec import TokenizerCodec, ToolCall, ToolCalls  # noqa: E402
 from kvweave.engine.api.request_fields import ONLY, WITHOUT_EFFECT  # noqa: E402
+from kvweave.errors import NeverFits  # noqa: E402
 from tests.integrations.models import plain  # noqa: E402
 
 KEY = "a-key"
@@ -299,7 +302,9 @@ def test_many_clients_at_once_each_get_their_own_answer(client: Any, engine: Eng
     assert is_quiet(engine)
 
 
-def test_clients_that_hang_up_leave_nothing_behind(url: str, client: Any, engine: Engine) -> None:
+def test_clients_that_hang_up_leave_nothing_behind(
+    url: str, client: Any, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     stream = client.completions.create(model="tiny", prompt=TEXT, max_tokens=1900, stream=True)
     next(iter(stream))
     stream.close()
@@ -311,6 +316,8 @@ def test_clients_that_hang_up_leave_nothing_behind(url: str, client: Any, engine
         raw.sendall((head + body).encode())
         time.sleep(0.1)
     assert is_quiet(engine)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -413,6 +420,7 @@ def test_text_waits_for_whole_characters_and_for_stop_strings() -> None:
     text = AnswerText(CODEC, ["stop"])
     shown = [text.add(token) for token in CODEC.encode("aüstob")]
     assert shown == ["a", "", "ü", "", "", "", "stob"]
+    assert text.offsets == [0, 1, 1, 2, 3, 4, 5]
     assert text.end() == ""
     text = AnswerText(CODEC, ["stop"])
     assert "".join(text.add(token) for token in CODEC.encode("x sto")) == "x "
@@ -420,3 +428,186 @@ def test_text_waits_for_whole_characters_and_for_stop_strings() -> None:
     text = AnswerText(CODEC, ["stop"])
     assert "".join(text.add(token) for token in CODEC.encode("x stop")) == "x "
     assert text.is_stopped
+
+
+def raw(url: str, path: str, body: bytes | None = None, method: str | None = None) -> tuple[int, Any]:
+    """The status and the JSON of an answer, asked for without a client that checks anything."""
+    import urllib.error
+    import urllib.request
+
+    asked = urllib.request.Request(f"{url}{path}", body, {"Authorization": f"Bearer {KEY}"}, method=method)
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as found:
+            return found.status, json.load(found)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": 10**400}, {"top_p": -(10**400)}, {"logit_bias": {"5": 10**400}}, {"prompt": "\ud800"},
+        {"prompt": ["a", "\ud800"]}, {"\ud800": 1}, {"prompt": [True]}, {"repetition_penalty": 10**400},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_no_number_or_text_can_hold_is_refused(url: str, wrong: dict[str, Any]) -> None:
+    status, answer = raw(url, "/v1/completions", json.dumps({"prompt": TEXT, **wrong}).encode())
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_numbers_at_the_edge_are_served_and_keep_no_other_from_its_answer(url: str, engine: Engine) -> None:
+    for edge in ({"top_k": 10**400}, {"temperature": 1e-45}, {"seed": -(10**40)}, {"priority": 10**40}):
+        body = {"prompt": TEXT, "max_tokens": 3, "temperature": 0.5, **edge}
+        assert raw(url, "/v1/completions", json.dumps(body).encode())[0] == 200
+    body = {"prompt": TEXT, "max_tokens": 5, "temperature": 1e-300}
+    _, answer = raw(url, "/v1/completions", json.dumps(body).encode())
+    assert answer["choices"][0]["text"] == expected(engine, CODEC.encode(TEXT), 5), "nearly greedy"
+
+
+def test_unknown_paths_and_methods_are_told_as_openai_tells_errors(url: str) -> None:
+    for path, method, status in (("/v1/embeddings", "POST", 404), ("/v1/completions", "GET", 405)):
+        found, answer = raw(url, path, b"{}" if method == "POST" else None, method)
+        assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
+        assert path in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stop", [None, "some"], ids=["to its length", "to a stop string"])
+def test_logprobs_and_offsets_of_a_stream_are_those_of_the_whole_answer(client: Any, stop: str | None) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": TEXT, "max_tokens": 60, "temperature": 1.0, "seed": 3}
+    whole = client.completions.create(**options, logprobs=2)
+    if stop:
+        text = whole.choices[0].text
+        options["stop"] = next(text[at : at + 2] for at in range(5, len(text)) if text[at : at + 2].isascii())
+        whole = client.completions.create(**options, logprobs=2)
+    choice = whole.choices[0]
+    logs = choice.logprobs
+    assert len(logs.tokens) == len(logs.token_logprobs) == len(logs.text_offset) == whole.usage.completion_tokens
+    assert (whole.usage.completion_tokens < 60) == bool(stop), "tokens behind a stop string do not count"
+    assert [0, *logs.text_offset] == sorted([0, *logs.text_offset])
+    assert logs.text_offset[-1] <= len(choice.text) + 2
+    events = list(client.completions.create(**options, logprobs=2, stream=True, stream_options={"include_usage": True}))
+    pieces = [event.choices[0].logprobs for event in events if event.choices and event.choices[0].logprobs]
+    assert [token for piece in pieces for token in piece.tokens] == logs.tokens
+    assert [log for piece in pieces for log in piece.token_logprobs] == logs.token_logprobs
+    assert [at for piece in pieces for at in piece.text_offset] == logs.text_offset
+    assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_bytes_of_tokens_add_up_to_the_text(client: Any) -> None:
+    """Also where a token is a part of a character."""
+    bias = {str(each): 100 for each in CODEC.encode("é")}
+    messages = [{"role": "user", "content": "hi"}]
+    choice = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=30, logprobs=True, seed=1, logit_bias=bias
+    ).choices[0]
+    found = b"".join(bytes(each.bytes) for each in choice.logprobs.content)
+    assert set(found) == set("é".encode())
+    assert found.decode(errors="replace") == choice.message.content
+
+
+def test_a_tokenizer_tells_the_bytes_of_tokens_that_are_no_characters() -> None:
+    from tokenizers import decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    levels = Tokenizer(BPE({character: number for number, character in enumerate(sorted(alphabet))}, []))
+    levels.pre_tokenizer, levels.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    codec = TokenizerCodec(PreTrainedTokenizerFast(tokenizer_object=levels))
+    text = "Grüße, 世界 🙂\n"
+    assert b"".join(codec.token_bytes(token) or b"?" for token in codec.encode(text)) == text.encode()
+    vocabulary = {"a": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    fallback = Tokenizer(BPE(vocabulary, [], byte_fallback=True))
+    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    codec = TokenizerCodec(PreTrainedTokenizerFast(tokenizer_object=fallback))
+    assert b"".join(codec.token_bytes(token) or b"?" for token in codec.encode("a🙂")) == "a🙂".encode()
+    shown = AnswerText(codec)
+    assert "".join(map(shown.add, codec.encode("a🙂ü"))) + shown.end() == "a🙂ü"
+
+
+def test_prompts_that_are_the_same_count_each_and_choices_of_one_count_once(client: Any) -> None:
+    for prompts, choices in (([TEXT, TEXT], 1), ([TEXT], 3), ([TEXT, "other", TEXT], 2)):
+        usage = client.completions.create(model="tiny", prompt=prompts, n=choices, max_tokens=2).usage
+        assert usage.prompt_tokens == sum(len(CODEC.encode(each)) for each in prompts)
+        assert usage.completion_tokens == 2 * choices * len(prompts)
+        assert usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_a_stop_cuts_short_are_errors(stream: bool) -> None:
+    engine = byte_engine()
+    with served(engine, CODEC) as url:
+        ask = partial(client_of(url).completions.create, model="tiny", prompt=TEXT)
+        threading.Timer(0.3, engine.close).start()
+        with pytest.raises(openai.APIError, match="stopped before the answer ended"):
+            list(ask(max_tokens=2000, stream=stream))
+        with pytest.raises(openai.InternalServerError, match="closed") as told:
+            ask()
+        assert told.value.status_code == 503
+
+
+def test_a_stream_that_never_began_leaves_no_request_behind(engine: Engine) -> None:
+    """The client is gone before its stream begins."""
+    body = json.dumps({"prompt": TEXT, "max_tokens": 1900, "stream": True}).encode()
+    news = iter([{"type": "http.request", "body": body, "more_body": False}])
+    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    sent = []
+
+    async def receive() -> Any:
+        return next(news, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        await asyncio.sleep(0)  # as a server whose buffers are full
+
+    app = Endpoint(engine, CODEC, "tiny", KEY).app()
+    before = engine.stats().new_tokens
+    asyncio.run(app({**scope, "asgi": {"spec_version": "2.3"}}, receive, send))
+    assert is_quiet(engine)
+    assert engine.stats().new_tokens - before < 1900
+
+
+def test_a_model_without_a_last_position_answers_at_any_length(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = Endpoint(engine, CODEC, "tiny", KEY)
+    assert endpoint._limit([5] * 10, None) == 1024
+    assert endpoint._limit([5] * 2000, None) == 48
+    monkeypatch.setattr(endpoint, "max_tokens", None)
+    assert endpoint._limit([5] * 10, 5000) == 5000
+
+
+def test_an_answer_of_no_given_length_is_no_longer_than_memory_has_pages_for() -> None:
+    with Engine(byte_model(), "256KiB", rows=8, max_tokens=2048, budget=64) as engine:
+        endpoint = Endpoint(engine, CODEC, "tiny", KEY)
+        limit = endpoint._limit([5] * 100, None)
+        engine.check_fits(100, limit)
+        with pytest.raises(NeverFits):
+            engine.check_fits(100, 1024)
+        assert limit > 1
+
+
+def test_a_second_signal_ends_answers_under_way() -> None:
+    import signal
+
+    from kvweave.engine.api.serve_api import _Server
+
+    is_ended = threading.Event()
+    server = _Server(uvicorn.Config(Endpoint.app), is_ended.set)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit
+    assert not is_ended.wait(0.1)
+    server.handle_exit(signal.SIGTERM, None)
+    assert is_ended.wait(30)
+    assert not server.force_exit, "the engine is closed in order"
+
+
+def test_answers_that_take_too_long_after_a_signal_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    from kvweave.engine.api import serve_api
+
+    monkeypatch.setattr(serve_api, "GRACE_S", 0.05)
+    is_ended = threading.Event()
+    server = serve_api._Server(uvicorn.Config(Endpoint.app), is_ended.set)
+    server.handle_exit(signal.SIGTERM, None)
+    assert is_ended.wait(30)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -444,3 +445,108 @@ def test_the_store_outlives_the_engine(tmp_path: Any) -> None:
         again = engine.submit(ids, Sampling(4)).result(120)
     assert (first.cached_tokens, again.cached_tokens) == (0, 256)
     assert first.tokens == again.tokens
+
+
+# ---- nobody waits for ever
+
+
+def test_a_listener_that_fails_takes_no_answer_away_and_ends_no_engine(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: Any) -> None:
+        raise OSError("no space left")
+
+    ids, answer = answers("llama")[0]
+    with engine_of("llama", times=8, on_finish=fail) as engine:
+        assert list(engine.submit(ids, Sampling(NEW, stop_tokens=())).result(30).tokens) == answer
+        cancelled = engine.submit(ids, Sampling(MOST - len(ids), stop_tokens=()))
+        next(iter(cancelled))
+        cancelled.cancel()
+        assert cancelled.result(30).finish_reason == "cancelled"
+        assert list(engine.submit(ids, Sampling(NEW, stop_tokens=())).result(30).tokens) == answer
+        assert engine.is_running
+        check_books(engine)
+    assert "no space left" in caplog.text
+
+
+def test_an_engine_whose_core_is_broken_says_so_to_all_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a page is counted twice")
+
+    engine = engine_of("llama", times=8, max_running=1)
+    with engine.weave.memory.core_lock:
+        requests = [engine.submit([5, 6, 7], Sampling(2)) for _ in range(3)]
+        monkeypatch.setattr(engine._scheduler, "plan", broken)
+        monkeypatch.setattr(engine._scheduler, "remove", broken)
+    for request in requests:
+        with pytest.raises(AssertionError, match="counted twice"):
+            request.result(30)
+    engine._worker.join(30)
+    assert not engine.is_running
+    with pytest.raises(BadCall, match="closed"):
+        engine.submit([5])
+    engine.close()
+
+
+def test_a_reader_on_an_event_loop_leaves_only_when_nobody_goes_through_the_readers() -> None:
+    """Whoever leaves while another thread tells all of them would make it pass over the next one."""
+    request, is_telling, counts = EngineRequest((5,), Sampling(3), lambda _: None), threading.Event(), list[int]()
+    request.put(7, None)
+
+    async def read() -> None:
+        async for _ in request:
+            counts.append(len(request._listeners))
+            await asyncio.to_thread(is_telling.wait, 30)
+            break
+
+    def tell() -> None:
+        with request._changed:
+            is_telling.set()
+            time.sleep(0.2)
+            counts.append(len(request._listeners))
+
+    teller = threading.Timer(0.1, tell)
+    teller.start()
+    asyncio.run(read())
+    teller.join()
+    assert counts == [1, 1]
+    assert not request._listeners
+
+
+def test_an_event_loop_that_was_closed_does_not_stop_the_engine() -> None:
+    request = EngineRequest((5,), Sampling(3), lambda _: None)
+    loop = asyncio.new_event_loop()
+    tokens = request.__aiter__()
+    task = loop.create_task(tokens.__anext__())  # type: ignore[arg-type, var-annotated]
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.call_soon_threadsafe = lambda *_: (_ for _ in ()).throw(RuntimeError("Event loop is closed"))  # type: ignore[method-assign]
+    request.put(7, None)
+    request.finish("length", 0, 0, 0)
+    assert request.result(1).tokens == (7,)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(task)
+    loop.close()
+
+
+def test_many_prompts_wait_their_turn_and_one_that_can_never_be_served_keeps_all_from_running() -> None:
+    known = answers("llama") * 3
+    with engine_of("llama", times=8, max_running=2, max_waiting=3) as engine:
+        results = engine.generate([ids for ids, _ in known], Sampling(2, stop_tokens=()))
+        assert [list(result.tokens) for result in results] == [answer[:2] for _, answer in known]
+        before = engine.stats().requests
+        for wrong, error in (([1] * 9000, NeverFits), ([], BadTokens)):
+            with pytest.raises(error):
+                engine.generate([*(ids for ids, _ in known[:3]), wrong], Sampling(2))
+        with pytest.raises(BadOption, match="2 samplings for 1 prompt"):
+            engine.generate([[5]], [Sampling(2)] * 2)
+        assert engine.stats().requests == before
+        check_books(engine)
+
+
+def test_prompts_are_arrays_and_tensors_of_one_row_too() -> None:
+    ids, answer = answers("llama")[0]
+    with engine_of("llama", times=8) as engine:
+        for same in (np.array(ids), torch.tensor(ids), torch.tensor([ids]), tuple(ids)):
+            assert list(engine.submit(same, Sampling(NEW, stop_tokens=())).result(30).tokens) == answer
+        for wrong in (torch.tensor([ids, ids]), np.zeros((2, 3), int), torch.rand(4), np.ones(2), [True]):
+            with pytest.raises(BadTokens):
+                engine.submit(wrong)  # type: ignore[arg-type]

@@ -211,6 +211,24 @@ def test_random_loads_in_tiny_memory_always_end_and_the_books_balance(reaches: t
     assert all(group.held == 0 for group in stats.groups)
 
 
+@pytest.mark.parametrize("whole_prompts", [False, True])
+def test_a_prompt_that_fits_only_in_short_steps_is_computed_in_such(whole_prompts: bool) -> None:
+    """In one step, a window's pages are needed for all of its tokens at once."""
+    core = core_of(Full(), Window(8), memory="6KiB")
+    scheduler = scheduler_of(core, budget=512, whole_prompts=whole_prompts)
+    long = job(120, max_new=2)
+    with pytest.raises(NeverFits):
+        core.check_fits(122, 120)
+    core.check_fits(122, 1)
+    scheduler.add(long)
+    ends = [chunk.end for _ in range(200) for chunk in step(scheduler)]
+    assert ends == sorted(set(ends))
+    assert ends[-1] == 121
+    assert len(ends) > 2
+    assert len(long.tokens) == 122
+    assert scheduler.is_idle
+
+
 def test_jobs_that_only_wait_for_their_last_token_are_neither_computed_nor_preempted() -> None:
     """The engine plans a step while the one before it is computed."""
     scheduler = scheduler_of(core_of(Full()))

@@ -63,7 +63,7 @@ typedef struct {
     int64_t num_rows, width, heads, most; /* rows of an item */
 } Call;
 
-typedef struct { /* queries [first, last) of a sequence, tiles [from, to) of those that they need */
+typedef struct { /* queries [first, last) of a sequence, tiles [from, to) of those they need; `part`: the place of its rows */
     int64_t row, kv_head, first, last, from, to, part;
 } Item;
 
@@ -71,7 +71,7 @@ typedef struct {
     const Layer *layer;
     const Call *call;
     Item *items;
-    int64_t num_items, room, parts, next, bad_block;
+    int64_t num_items, room, part_rows, next, bad_block;
     float *partial;
 } Job;
 
@@ -581,7 +581,7 @@ static void do_item(Job *job, const Item *item, Scratch *scratch)
     for (int64_t i = item->from; i < item->to; i++)
         score_tile(scratch, job, item, &span, i < span.head_tiles ? i : i - span.head_tiles + span.tail_tile, rows);
     if (item->part >= 0) {
-        float *to = job->partial + item->part * call->most * (dim + 2);
+        float *to = job->partial + item->part * (dim + 2);
         for (int64_t m = 0; m < rows; m++, to += dim + 2) {
             memcpy(to, scratch->sums + m * dim, 4 * dim);
             to[dim] = scratch->most[m], to[dim + 1] = scratch->total[m];
@@ -593,16 +593,16 @@ static void do_item(Job *job, const Item *item, Scratch *scratch)
                 scratch->sums + m * dim, scratch->most[m], scratch->total[m]);
 }
 
-/* Parts [part, part + count) of one run of rows become its output. */
+/* `count` parts of one run of rows, one after the other, become its output. */
 FOR_EACH_CPU
 static void merge(const Job *job, const Item *item, int64_t count)
 {
     const Layer *layer = job->layer;
     const Call *call = job->call;
     int64_t group = call->heads / layer->kv_heads, rows = (item->last - item->first) * group;
-    int64_t dim = padded(layer->value.dim, LANES), stride = call->most * (dim + 2);
+    int64_t dim = padded(layer->value.dim, LANES), stride = rows * (dim + 2);
     for (int64_t m = 0; m < rows; m++) {
-        float *sums = job->partial + item->part * stride + m * (dim + 2), most = sums[dim], total = 0;
+        float *sums = job->partial + (item->part + m) * (dim + 2), most = sums[dim], total = 0;
         for (int64_t p = 1; p < count; p++)
             most = sums[p * stride + dim] > most ? sums[p * stride + dim] : most;
         for (int64_t p = 0; p < count && most > -INFINITY; p++) {
@@ -650,7 +650,7 @@ static int cut_row(Job *job, int64_t row)
             }
             for (; item.from < span.tiles; item.from = item.to) {
                 item.to = item.from + split < span.tiles ? item.from + split : span.tiles;
-                item.part = job->parts++;
+                item.part = job->part_rows, job->part_rows += (last - first) * group;
                 if (!add_item(job, item))
                     return 0;
             }
@@ -679,7 +679,7 @@ static void work_merging(void *given)
         if (item->part < 0 || item->from)
             continue;
         int64_t count = 1;
-        while (i + count < job->num_items && item[count].from && item[count].part == item->part + count)
+        while (i + count < job->num_items && item[count].from)
             count++;
         merge(job, item, count);
     }
@@ -711,11 +711,11 @@ static int carry_out(Job *job, int64_t threads)
     for (int64_t row = 0; made && row < job->call->num_rows; row++)
         made = cut_row(job, row);
     int64_t dim = padded(job->layer->value.dim, LANES);
-    if (made && job->parts)
-        made = !!(job->partial = malloc(4 * job->parts * job->call->most * (dim + 2)));
+    if (made && job->part_rows)
+        made = !!(job->partial = malloc(4 * job->part_rows * (dim + 2)));
     if (made) {
         share_out(work, job, threads);
-        if (job->parts)
+        if (job->part_rows)
             share_out(work_merging, job, threads);
     }
     free(job->items);

@@ -55,7 +55,8 @@ def causal_convolution(
     given = (new, states, weights) if bias is None else (new, states, weights, bias)
     (rows, channels, length), size = states.shape, weights.shape[1]
     is_whole = states.stride(2) == 1 and weights.is_contiguous() and (bias is None or bias.is_contiguous())
-    if not _are_plain(given) or not is_whole or new.shape != (rows, channels, 1) or size > length + 1:
+    fit = new.shape == (rows, channels, 1) and len(weights) == channels and (bias is None or bias.shape == (channels,))
+    if not _are_plain(given) or not is_whole or not fit or not length or not 0 < size <= length + 1:
         return None
     out = new.new_empty((rows, channels, 1))
     _native.convolve_one(

@@ -74,7 +74,7 @@ def write(
 ):
     """Program (token, head): its rows of one or two planes go to its slot; slots below 0 are skipped."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + token).to(tl.int64)  # an arena may have more numbers than int32 counts
     if slot < 0:
         return
     block, offset = slot // TOKENS, slot % TOKENS

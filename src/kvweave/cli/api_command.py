@@ -70,7 +70,7 @@ def api_command(
         )
         endpoint = Endpoint(engine, codec_of(loaded.text), name or loaded.name, os.environ.get(KEY_VARIABLE))
         typer.echo(f"{loaded.name} at http://{host}:{port}/v1 as {name or loaded.name!r}; Ctrl-C ends it", err=True)
-        serve_api(endpoint.app(), host, port)
+        serve_api(endpoint.app(), host, port, engine.close)
 
 
 def codec_of(text: Any) -> Any:
@@ -89,7 +89,7 @@ class BytesCodec:
 
     def __init__(self, text: Any) -> None:
         self._text = text
-        self.encode, self.decode = text.encode, text.decode
+        self.encode, self.decode, self.token_bytes = text.encode, text.decode, text.token_bytes
 
     def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None, opens_call: bool) -> list[int]:  # noqa: ARG002
         tokens: list[int] = self._text.chat([(each["role"], each.get("content") or "") for each in messages])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvweave.cache.stats import Stats
 from kvweave.engine.admission import Admission
@@ -20,12 +24,15 @@ from kvweave.engine.executor import Executor
 from kvweave.engine.job import Job, JobChunk
 from kvweave.engine.sampling import RowSampler, Sampling, TokenLogprobs, logprobs, sample
 from kvweave.engine.scheduler import Scheduler
-from kvweave.errors import BadCall, BadTokens, QueueFull
+from kvweave.errors import BadCall, BadOption, BadTokens, QueueFull
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.support import uncompiled
 from kvweave.tensor import carry_out
 
 log = logging.getLogger(__name__)
+
+Prompt = SequenceOf[int] | NDArray[np.integer[Any]] | torch.Tensor
+"""Token ids; of arrays and tensors one row."""
 
 RETRY_S = 0.01
 """How long the worker waits when another holder of the cache has the pages that it needs."""
@@ -133,7 +140,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: SequenceOf[int] | torch.Tensor,
+        prompt: Prompt,
         sampling: Sampling | None = None,
         *,
         priority: int = 0,
@@ -162,28 +169,62 @@ class Engine:
 
     def generate(
         self,
-        prompts: Iterable[SequenceOf[int] | torch.Tensor],
+        prompts: Iterable[Prompt],
         sampling: Sampling | SequenceOf[Sampling] | None = None,
         *,
         namespace: Hashable = "",
         progress: bool = False,
     ) -> list[Result]:
-        """The answers to many prompts, in their order; with a `progress` bar, if tqdm is installed."""
-        given = list(prompts)
+        """The answers to many prompts, in their order; with a `progress` bar, if tqdm is installed. Any number may be
+        given: those beyond the queue are submitted as others end. If one can never be served, none is."""
+        given = [self._checked(prompt) for prompt in prompts]
         each = list(sampling) if isinstance(sampling, SequenceOf) else [sampling] * len(given)
-        with self._wakes:  # when the first prompt is opened, all are known: others may begin like it
-            requests = [self.submit(p, s, namespace=namespace) for p, s in zip(given, each, strict=True)]
+        if len(each) != len(given):
+            raise BadOption(f"{len(each)} samplings for {len(given)} prompts: give one for each, or one for all")
+        for tokens, wanted in zip(given, each, strict=True):
+            self.check_fits(len(tokens), (wanted or Sampling()).max_new_tokens)
+        requests: list[EngineRequest] = []
+        results = []
         try:
-            return [request.result() for request in _shown(requests, progress)]
+            for number in _shown(range(len(given)), progress):
+                with self._wakes:  # when the first prompt is opened, others are known, which may begin like it
+                    self._submit_more(requests, given, each, namespace, at_least=number + 1)
+                results.append(requests[number].result())
         except BaseException:
             for request in requests:
                 request.cancel()
             raise
+        return results
 
-    def _checked(self, prompt: SequenceOf[int] | torch.Tensor) -> list[int]:
-        tokens = prompt.flatten().tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    def check_fits(self, num_prompt: int, max_new_tokens: int) -> None:
+        """Raise `NeverFits` if a prompt and an answer of so many tokens could never be served. From any thread."""
+        self._scheduler.check(num_prompt, max_new_tokens)
+
+    def _submit_more(
+        self,
+        requests: list[EngineRequest],
+        prompts: SequenceOf[SequenceOf[int]],
+        each: SequenceOf[Sampling | None],
+        namespace: Hashable,
+        at_least: int,
+    ) -> None:
+        """Submit prompts behind those of `requests`, as many as may wait; `QueueFull` if these are too few."""
+        while (number := len(requests)) < len(prompts):
+            try:
+                requests.append(self.submit(prompts[number], each[number], namespace=namespace))
+            except QueueFull:
+                if number < at_least:
+                    raise
+                return
+
+    def _checked(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, torch.Tensor | np.ndarray):
+            if math.prod(prompt.shape[:-1]) != 1:
+                raise BadTokens(f"a prompt is one row of token ids, not {list(prompt.shape)}: submit each row")
+            prompt = prompt.reshape(-1).tolist()
+        tokens = list(prompt)
         most = self._vocabulary
-        if not tokens or not all(isinstance(token, int) and 0 <= token < most for token in tokens):
+        if not tokens or not all(type(token) is int and 0 <= token < most for token in tokens):
             raise BadTokens(f"a prompt is a list of token ids from 0 to {most - 1}, at least one; got {tokens[:8]}")
         return tokens
 
@@ -207,18 +248,32 @@ class Engine:
     # ---- the worker
 
     def _work(self) -> None:
-        while self._take_inbox():
-            try:
-                with self.weave.memory.core_lock, uncompiled(self.model):
-                    is_stuck = not self._step()
-            except BaseException as error:  # a bug of the engine itself: no request may wait for ever
-                log.exception("the engine failed")
-                self._under_way = None
+        error: BaseException = BadCall("this engine is closed: make another")
+        try:
+            while self._take_inbox():
+                if not self._try_step():
+                    with self._wakes:
+                        self._wakes.wait(RETRY_S)
+        except BaseException as failure:
+            log.exception("the engine has stopped: it cannot give back what its requests hold")
+            error = failure
+        with self._wakes:  # whatever happened, nobody waits for ever
+            self._closing = True
+            left = list(self._by_request)
+        for request in left:
+            request.fail(error)
+
+    def _try_step(self) -> bool:
+        """`_step`; if the engine itself fails, all requests that it knows of fail with it."""
+        try:
+            with self.weave.memory.core_lock, uncompiled(self.model):
+                return self._step()
+        except BaseException as error:
+            log.exception("the engine failed")
+            self._under_way = None
+            with self.weave.memory.core_lock:
                 self._fail(list(self._entries.values()), error)
-                continue
-            if is_stuck:
-                with self._wakes:
-                    self._wakes.wait(RETRY_S)
+            return True
 
     def _take_inbox(self) -> bool:
         """Wait for something to do, and take over what was asked meanwhile; False at the end."""
@@ -319,11 +374,13 @@ class Engine:
 
     def _finish(self, entry: LiveRequest, reason: Any) -> None:
         job = entry.job
-        self._admission.before_close(job)
+        with _logged("what a request leaves could not be saved"):
+            self._admission.before_close(job)
         self._forget(entry)
         self._counts.update(finished=1, cached_tokens=job.num_cached or 0, preemptions=job.num_preempted)
         if self._on_finish is not None:
-            self._on_finish(job)
+            with _logged("on_finish failed"):
+                self._on_finish(job)
         entry.request.finish(reason, job.num_cached or 0, job.num_stored, job.num_preempted)
 
     def _fail(self, entries: Iterable[LiveRequest], error: BaseException) -> None:
@@ -368,10 +425,19 @@ class Engine:
         self.close()
 
 
-def _shown(requests: list[EngineRequest], progress: bool) -> Iterable[EngineRequest]:
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Failures beside an answer are logged: they take it from nobody."""
+    try:
+        yield
+    except Exception:
+        log.exception(what)
+
+
+def _shown(numbers: Iterable[int], progress: bool) -> Iterable[int]:
     if not progress:
-        return requests
+        return numbers
     from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - comes with transformers
 
-    shown: Iterable[EngineRequest] = tqdm(requests, desc="answers", unit="request")
+    shown: Iterable[int] = tqdm(numbers, desc="answers", unit="request")
     return shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,7 +86,7 @@ class EngineRequest:
         loop, wakes = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: nobody reads there any more
                 loop.call_soon_threadsafe(wakes.set)
 
         with self._changed:
@@ -104,7 +105,8 @@ class EngineRequest:
                 if given == len(self._tokens) and not self.is_done:
                     await wakes.wait()
         finally:
-            self._listeners.remove(wake)
+            with self._changed:  # another thread may be going through them
+                self._listeners.remove(wake)
 
     def logprobs_so_far(self) -> list[TokenLogprobs]:
         """Of the tokens that have come, if they were asked for."""

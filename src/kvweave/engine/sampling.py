@@ -14,6 +14,8 @@ from kvweave.tensor import upload
 
 MOST_PENALTY, MOST_BIAS = 2.0, 100.0
 """As far from zero as OpenAI lets them be."""
+LEAST_TEMPERATURE = 1e-30
+"""Lower ones above 0 count as this, which float32 can divide by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Sampling:
             "frequency_penalty": -MOST_PENALTY <= self.frequency_penalty <= MOST_PENALTY,
             "presence_penalty": -MOST_PENALTY <= self.presence_penalty <= MOST_PENALTY,
             "logit_bias": all(-MOST_BIAS <= bias <= MOST_BIAS for _, bias in self.logit_bias),
+            "seed": self.seed is None or -(2**63) <= self.seed < 2**64,
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
         }
         if wrong := [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if not limits.get(f.name, True)]:
@@ -164,7 +167,8 @@ def _shifted(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor
 
 def _drawn(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
     """Draw from the softmax of what is left: the largest of probability / exponential noise is a fair draw."""
-    scores = scores / _column([row.sampling.temperature for row in rows], scores)
+    temperatures = _column([max(row.sampling.temperature, LEAST_TEMPERATURE) for row in rows], scores)
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperatures  # the largest is 0, so that none is infinite
     if any(row.sampling.top_k or row.sampling.top_p < 1 for row in rows):
         scores = _narrowed(scores, rows)
     least = _column([row.sampling.min_p for row in rows], scores)
@@ -180,7 +184,7 @@ def _narrowed(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tenso
     """Scores of all but the top k, and of those beyond the top p, are -inf; the likeliest always stays."""
     ordered, order = scores.sort(-1, descending=True)
     vocabulary = scores.shape[1]
-    counts = _column([row.sampling.top_k or vocabulary for row in rows], scores)
+    counts = _column([min(row.sampling.top_k or vocabulary, vocabulary) for row in rows], scores)
     ordered = ordered.masked_fill(torch.arange(vocabulary, device=scores.device) >= counts, -torch.inf)
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvweave.cache import Cache, Copies, Sequence
 from kvweave.engine.job import Job, JobChunk, StepPlan
-from kvweave.errors import BadOption, OutOfPages
+from kvweave.errors import BadOption, NeverFits, OutOfPages
 
 Open = Callable[[Job], Sequence]
 """Opens the sequence of a job, with all its tokens so far."""
@@ -175,8 +175,8 @@ class Scheduler:
         while True:
             try:
                 step.copies.append(self.core.extend(job.sequence, count))
-            except OutOfPages:
-                if count > 1 and not self._whole_prompts:
+            except (OutOfPages, NeverFits) as error:  # a step may be too long for windows, whatever else is free
+                if count > 1 and (not self._whole_prompts or isinstance(error, NeverFits)):
                     count = -(-count // 2)
                 elif victim := self._victim(step, job, may_preempt):
                     self._preempt(victim)

@@ -32,6 +32,10 @@ class ByteTokenizer:
         known = bytes(int(token) - self.FIRST for token in token_ids if 0 <= int(token) - self.FIRST < 256)
         return known.decode(errors="replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        """Of one token: a byte, or none."""
+        return bytes([token - self.FIRST]) if 0 <= token - self.FIRST < 256 else b""
+
     def chat(self, messages: Sequence[Message]) -> list[int]:
         return self.encode(transcript(messages))
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from kvweave.engine.api.prompt_codec import PromptCodec
-
-UNFINISHED = "�"
-"""What decoders show for bytes that are no character yet."""
+from kvweave.engine.api.prompt_codec import UNFINISHED, PromptCodec
 
 
 class AnswerText:
@@ -18,11 +15,19 @@ class AnswerText:
         self._tokens: list[int] = []
         self._first = self._shown = 0
         self._waiting = ""
+        self._length = 0
+        self.offsets: list[int] = []
+        """Where in the text each token begins; tokens of one character begin where it does."""
         self.is_stopped = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
 
     def add(self, token: int) -> str:
         """A token came. Words depend on those before them, so a few tokens before are decoded again."""
         self._tokens.append(token)
+        self.offsets.append(self._length)
         before = self._codec.decode(self._tokens[self._first : self._shown])
         text = self._codec.decode(self._tokens[self._first :])
         if len(text) <= len(before) or text.endswith(UNFINISHED):
@@ -38,6 +43,7 @@ class AnswerText:
         return self._cut(self._codec.decode(self._tokens[self._first :])[len(before) :]) + self._waiting
 
     def _cut(self, new: str) -> str:
+        self._length += len(new)
         text, self._waiting = self._waiting + new, ""
         found = [text.index(stop) for stop in self._stops if stop in text]
         if found:

@@ -16,7 +16,7 @@ class APIError(KVWeaveError):
     """An answer with an HTTP status and a code, as OpenAI's clients know them."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message.encode(errors="backslashreplace").decode())  # it may quote what no text can hold
         self.status, self.code = status, code
 
     def to_dict(self) -> dict[str, Any]:
@@ -44,7 +44,11 @@ class Body:
         return value
 
     def number(self, name: str, default: float) -> float:
-        return float(self.get(name, (int, float), default))
+        value = self.get(name, (int, float), default)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise APIError(f"{name} is far too large") from error
 
     def integer(self, name: str, default: int | None) -> int | None:
         value: int | None = self.get(name, (int,), default)
@@ -82,7 +86,7 @@ class Body:
         given = self.get("logit_bias", (dict,), {})
         try:
             return tuple((int(token), float(bias)) for token, bias in given.items())
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise APIError(f"logit_bias is an object of token ids and numbers: {error}") from error
 
     def sampling(self, max_new_tokens: int, logprobs: int | None, choice: int) -> Sampling:

@@ -12,9 +12,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvweave.engine.api.body import APIError, Body
 from kvweave.engine.api.choice import Choice, TextPiece, usage
@@ -23,7 +25,7 @@ from kvweave.engine.api.formats import ChatFormat, CompletionFormat, Format
 from kvweave.engine.api.prompt_codec import PromptCodec
 from kvweave.engine.api.request_fields import check_fields
 from kvweave.engine.engine import Engine
-from kvweave.errors import BadOption, BadTokens, NeverFits, QueueFull
+from kvweave.errors import BadCall, BadOption, BadTokens, NeverFits, QueueFull
 
 MOST_BODY_BYTES = 16 << 20
 DEFAULT_NEW_TOKENS = 1024
@@ -59,7 +61,8 @@ class Endpoint:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
-        return Starlette(routes=routes, lifespan=lifespan, exception_handlers={APIError: _refused})
+        handlers: dict[Any, Any] = {APIError: _refused, HTTPException: _no_route, Exception: _failed}
+        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
     # ---- what is small
 
@@ -99,15 +102,16 @@ class Endpoint:
         body = Body(await _read(request))
         self._check_name(body.get("model", (str,), self.model))
         check_fields(body, shape.fields)
-        wants_usage = body.wants_usage
+        wants_usage, per_prompt = body.wants_usage, body.num_choices
         choices = await asyncio.to_thread(self._submit, shape, body)
         frame = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
         if body.flag("stream"):
-            events = _events(shape, choices, {**frame, "object": shape.piece_kind}, wants_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
+            frame["object"] = shape.piece_kind
+            events = _events(shape, choices, frame, per_prompt if wants_usage else None)
+            return EventStream(events, choices)
         pieces = await _unless_gone(request, choices)
         whole = [shape.whole(choice.index, piece) for choice, piece in zip(choices, pieces, strict=True)]
-        return JSONResponse({**frame, "object": shape.kind, "choices": whole, "usage": usage(choices)})
+        return JSONResponse({**frame, "object": shape.kind, "choices": whole, "usage": usage(choices, per_prompt)})
 
     def _submit(self, shape: Format, body: Body) -> list[Choice]:
         """Submit every choice of every prompt; all or none."""
@@ -123,32 +127,76 @@ class Endpoint:
                     prompts[number // count], sampling, priority=body.integer("priority", 0) or 0
                 )
                 choices.append(Choice(number, asked, self._codec, stops, tools))
-        except (BadOption, BadTokens, NeverFits, QueueFull) as error:
+        except (BadCall, BadOption, BadTokens, NeverFits, QueueFull) as error:
             for choice in choices:
                 choice.request.cancel()
             raise _as_api_error(error) from error
         return choices
 
     def _limit(self, prompt: list[int], asked: int | None) -> int:
-        """Tokens of an answer; those asked for must fit the model's positions."""
-        most = self.max_tokens or len(prompt) + DEFAULT_NEW_TOKENS
+        """Tokens of an answer; those asked for must fit the model's positions, if it has a last one."""
+        most = self.max_tokens
+        if most is None:
+            return self._fitting(len(prompt), DEFAULT_NEW_TOKENS) if asked is None else asked
         if len(prompt) + (1 if asked is None else asked) > most:
             raise APIError(
                 f"this model's context is {most} tokens, the prompt has {len(prompt)} and {asked or 1} were asked for",
                 code="context_length_exceeded",
             )
-        return min(DEFAULT_NEW_TOKENS, most - len(prompt)) if asked is None else asked
+        return self._fitting(len(prompt), min(DEFAULT_NEW_TOKENS, most - len(prompt))) if asked is None else asked
+
+    def _fitting(self, num_prompt: int, count: int) -> int:
+        """Tokens of an answer of which nobody said how long it may be: as many as there could be pages for, roughly."""
+        while count > 1:
+            try:
+                self.engine.check_fits(num_prompt, count)
+            except NeverFits:
+                count //= 2
+            else:
+                break
+        return count
+
+
+class EventStream(StreamingResponse):  # type: ignore[misc]
+    """The events of some choices, which are cancelled at its end; even if it never begins, as the client is gone."""
+
+    def __init__(self, events: AsyncIterator[str], choices: list[Choice]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._choices = choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for choice in self._choices:
+                choice.request.cancel()
 
 
 def _as_api_error(error: Exception) -> APIError:
     if isinstance(error, QueueFull):
         return APIError(str(error), 429, "rate_limit_exceeded")
+    if isinstance(error, BadCall):
+        return APIError(str(error), 503, "server_stopped")
     return APIError(str(error), code="context_length_exceeded" if isinstance(error, NeverFits) else None)
 
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, APIError), "registered for it"
     return JSONResponse(error.to_dict(), error.status)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for it"
+    told = APIError(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+    return JSONResponse(told.to_dict(), told.status, error.headers)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return JSONResponse(_as_failure(error).to_dict(), 500)
+
+
+def _as_failure(error: Exception) -> APIError:
+    return error if isinstance(error, APIError) else APIError(f"the model failed: {error}", 500)
 
 
 async def _read(request: Request) -> bytes:
@@ -169,18 +217,20 @@ async def _unless_gone(request: Request, choices: list[Choice]) -> list[TextPiec
             if not answers.done() and await request.is_disconnected():
                 raise APIError("the client has hung up", 499)
         return await answers
-    except APIError:
-        raise
     except Exception as error:
-        raise APIError(f"the model failed: {error}", 500) from error
+        raise _as_failure(error) from error
     finally:
         for choice in choices:
             choice.request.cancel()
+        answers.cancel()
+        await asyncio.gather(answers, return_exceptions=True)
 
 
-async def _events(shape: Format, choices: list[Choice], frame: dict[str, Any], wants_usage: bool) -> AsyncIterator[str]:
-    """Server-sent events of all choices as their text comes; if the client stops reading them, the requests are
-    cancelled."""
+async def _events(
+    shape: Format, choices: list[Choice], frame: dict[str, Any], per_prompt: int | None
+) -> AsyncIterator[str]:
+    """Server-sent events of all choices as their text comes; at the end the usage, if it is said how many choices a
+    prompt has."""
     queue: asyncio.Queue[tuple[Choice, TextPiece | Exception | None]] = asyncio.Queue()
 
     async def read(choice: Choice) -> None:
@@ -198,7 +248,7 @@ async def _events(shape: Format, choices: list[Choice], frame: dict[str, Any], w
         while left:
             choice, piece = await queue.get()
             if isinstance(piece, Exception):
-                yield _event(APIError(f"the model failed: {piece}", 500).to_dict())
+                yield _event(_as_failure(piece).to_dict())
                 return
             if piece is None:
                 left -= 1
@@ -206,12 +256,11 @@ async def _events(shape: Format, choices: list[Choice], frame: dict[str, Any], w
                 shown = shape.piece(choice.index, piece, choice.index not in started)
                 started.add(choice.index)
                 yield _event({**frame, "choices": [shown]})
-        if wants_usage:
-            yield _event({**frame, "choices": [], "usage": usage(choices)})
+        if per_prompt:
+            yield _event({**frame, "choices": [], "usage": usage(choices, per_prompt)})
         yield "data: [DONE]\n\n"
     finally:
-        for task, choice in zip(readers, choices, strict=True):
-            choice.request.cancel()
+        for task in readers:
             task.cancel()
 
 

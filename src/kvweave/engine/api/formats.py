@@ -12,6 +12,7 @@ from kvweave.engine.api.tool_use import ToolUse, tool_use
 from kvweave.engine.sampling import TokenLogprobs
 
 MOST_PROMPTS = 64
+LEAST_LOGPROB = -9999.0
 
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "max_tokens", "logprobs", "logit_bias"}
 PENALTIES = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
@@ -36,7 +37,13 @@ class CompletionFormat:
             given = [given]
         if not given or len(given) > MOST_PROMPTS or not all(isinstance(each, str | list) for each in given):
             raise APIError(f"prompt is a string, a list of token ids, or a list of at most {MOST_PROMPTS} of these")
-        return [self.codec.encode(each) if isinstance(each, str) else each for each in given]
+        return [self._encoded(each) if isinstance(each, str) else each for each in given]
+
+    def _encoded(self, text: str) -> list[int]:
+        try:
+            return self.codec.encode(text)
+        except Exception as error:  # half of a surrogate pair is no text, and tokenizers raise what they like
+            raise APIError(f"the tokenizer of this model does not take this prompt: {error}") from error
 
     def tools(self, _: Body) -> ToolUse:
         return ToolUse()
@@ -51,16 +58,22 @@ class CompletionFormat:
         return self.piece(index, piece, is_first=True)
 
     def piece(self, index: int, piece: TextPiece, is_first: bool) -> dict[str, Any]:  # noqa: ARG002
-        logs = self._logprobs(piece.logprobs) if piece.logprobs else None
+        logs = self._logprobs(piece) if piece.logprobs else None
         return {"index": index, "text": piece.text, "logprobs": logs, "finish_reason": piece.finish_reason}
 
-    def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+    def _logprobs(self, piece: TextPiece) -> dict[str, Any]:
         return {
-            "tokens": [self.codec.decode([each.token]) for each in logprobs],
-            "token_logprobs": [each.logprob for each in logprobs],
-            "top_logprobs": [{self.codec.decode([token]): log for token, log in each.top} for each in logprobs],
-            "text_offset": [],
+            "tokens": [self._token(each.token) for each in piece.logprobs],
+            "token_logprobs": [_finite(each.logprob) for each in piece.logprobs],
+            "top_logprobs": [{self._token(token): _finite(log) for token, log in each.top} for each in piece.logprobs],
+            "text_offset": list(piece.offsets),
         }
+
+    def _token(self, token: int) -> str:
+        """As text; of tokens that are none by themselves, their bytes, as OpenAI writes them."""
+        text, own = self.codec.decode([token]), self.codec.token_bytes(token)
+        is_text = own is None or text.encode() == own
+        return text if is_text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in own or b"")
 
 
 class ChatFormat:
@@ -124,8 +137,12 @@ class ChatFormat:
 
     def _logprob(self, logprobs: TokenLogprobs) -> dict[str, Any]:
         def shown(token: int, log: float) -> dict[str, Any]:
-            text = self.codec.decode([token])
-            return {"token": text, "logprob": log, "bytes": list(text.encode())}
+            own = self.codec.token_bytes(token)
+            return {
+                "token": self.codec.decode([token]),
+                "logprob": _finite(log),
+                "bytes": None if own is None else list(own),
+            }
 
         top = [shown(token, log) for token, log in logprobs.top]
         return {**shown(logprobs.token, logprobs.logprob), "top_logprobs": top}
@@ -133,6 +150,11 @@ class ChatFormat:
 
 def _shown_call(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call._asdict()}
+
+
+def _finite(log: float) -> float:
+    """JSON has no infinity; OpenAI says -9999 for what is impossible."""
+    return max(LEAST_LOGPROB, log)
 
 
 Format = CompletionFormat | ChatFormat

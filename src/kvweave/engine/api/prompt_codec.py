@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 log = logging.getLogger(__name__)
+
+UNFINISHED = "�"
+"""What decoders show for bytes that are no character yet."""
 
 ChatMessage = Mapping[str, Any]
 """As clients send them: a role, and a content."""
@@ -43,6 +49,10 @@ class PromptCodec(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: SequenceOf[int]) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes of one token, which may be a part of a character only; None if they are not known."""
+        ...
 
     def chat(self, messages: SequenceOf[ChatMessage], tools: SequenceOf[Any] | None, opens_call: bool) -> list[int]:
         """The prompt of the next answer, which goes on from the opening of a call if `opens_call`; raises what it likes
@@ -79,6 +89,16 @@ class TokenizerCodec:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
+    def token_bytes(self, token: int) -> bytes | None:
+        name, text = self._tokenizer.convert_ids_to_tokens(token), self.decode([token])
+        if name is None or UNFINISHED not in text:
+            return text.encode()
+        if single := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
+            return bytes.fromhex(single[1])
+        with suppress(KeyError):
+            return bytes(_byte_characters()[character] for character in name)
+        return None
+
     def chat(self, messages: SequenceOf[ChatMessage], tools: SequenceOf[Any] | None, opens_call: bool) -> list[int]:
         options = {"tools": tools, "add_generation_prompt": True, "tokenize": False}
         text = self._tokenizer.apply_chat_template(list(messages), **options)
@@ -96,6 +116,15 @@ class TokenizerCodec:
             log.warning("an answer with tools was not understood, and is given as text: %s", error)
             return None
         return ToolCalls(message.get("content") or None, calls) if calls else None
+
+
+@cache
+def _byte_characters() -> dict[str, int]:
+    """The characters that byte-level vocabularies write bytes as: printable ones of Latin-1 as they are, others, in
+    order, as those from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def _as_json(arguments: Any) -> str:
