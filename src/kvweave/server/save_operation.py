@@ -251,8 +251,9 @@ class SaveOperation:
         return reserved
 
     def _stage(self, batch: Sequence[ChunkRef]) -> None:
-        """Have a GPU gather what the first call of a batch copies, while the daemon looks for places."""
-        if isinstance(self._source, StagedGather):
+        """Have a GPU gather what the first call of a batch copies, while the daemon looks for places. Not after a piece
+        was present already: then the others are likely to be as well, and each batch would take staging memory."""
+        if isinstance(self._source, StagedGather) and not self.present:
             shard = self._arena.shard(batch[0])
             most = 1 if shard.payload_bytes % 8 else max(1, self._source.together_bytes // shard.payload_bytes)
             chunks = [chunk for number, chunk in batch if number == batch[0][0]]

@@ -27,6 +27,9 @@ from kvweave.store.keys import Bytes
 from kvweave.store.removals import RemovalLog
 from kvweave.store.tier import ABSENT, ALL, UNREADABLE, Blob, ChecksumObserver, KeyFilter, TierStats
 
+STEP_KEYS = 1 << 14
+"""Keys that are processed before others get their turn: some milliseconds."""
+
 
 class Medium(Protocol):
     """Bytes that many threads may write and read at offsets. Raises `TierError`, and `Unreadable` for bytes that are
@@ -107,9 +110,15 @@ class ArenaTier(ClosedAtEnd):
             self._lock.release()
 
     def touch(self, keys: Sequence[bytes], *, is_hit: bool = False) -> None:
+        catalog, found = self._catalog, [np.empty(0, np.int64)]
+        for first in range(0, len(keys), STEP_KEYS):
+            with self._lock:
+                self._check_open()
+                found.append(catalog.find(keys[first : first + STEP_KEYS]))
         with self._lock:
-            self._check_open()
-            self._catalog.touch(self._catalog.find(keys), is_hit=is_hit)
+            slots = np.concatenate(found)
+            # between two steps entries may be removed: a slot of another key is touched all the same, a free one never
+            catalog.touch(np.where(catalog.ticks[slots] > 0, slots, -1), is_hit=is_hit)
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
         observers: Sequence[ChecksumObserver | None] = observer or [None] * len(keys)

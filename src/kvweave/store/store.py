@@ -19,7 +19,7 @@ from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Gather, Source
 from kvweave.store.removals import RemovalLog, Removals
 from kvweave.store.results import GatheredSave, Saved, SaveOutcome, StoreStats
-from kvweave.store.shard_group import refreshed
+from kvweave.store.shard_group import uses
 from kvweave.store.shards import Schema
 from kvweave.store.ticket import VALID_S, TicketContent, write_ticket
 from kvweave.store.tier import Blob
@@ -90,9 +90,7 @@ class Store(AnyStore[Hit]):
 
     def _touch(self, hit: Hit) -> None:
         """Tell the tiers what a hit uses, earlier chunks as worth more."""
-        shards, chunks = self._needed(hit)
-        needed = np.sort(chunks * len(self.schema.shards) + shards)
-        for used, is_hit in ((refreshed(self.schema.groups, hit.present, needed), False), (needed, True)):
+        for used, is_hit in uses(self.schema.groups, hit.present, np.stack(self._needed(hit), 1)):
             self.tier_stack.touch([*map(hit.keys.__getitem__, used.tolist())], is_hit=is_hit)
 
     def _lookup_all(
