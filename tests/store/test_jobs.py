@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 from kvweave.store import DictTier, DiskTier, Store, TierPolicy, TierStack
 from kvweave.store.jobs import JobQueue
 from kvweave.store.tier import Blob
+from tests.store.contract import key, put
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
+from tests.store.interrupts import interrupt_everywhere
 from tests.store.models import namespace
 
 
@@ -23,6 +26,18 @@ def jobs() -> Iterator[JobQueue]:
     made = JobQueue("test", 2, 4)
     yield made
     made.close(10)
+
+
+def test_no_interrupt_leaves_the_queue_locked(jobs: JobQueue) -> None:
+    for call in (lambda: jobs.read(int), lambda: jobs.write(int), lambda: jobs.drain(1.0)):
+        interrupt_everywhere(call, jobs._lock)
+
+
+def test_no_interrupt_leaves_a_tier_locked(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, "1MiB") as tier:
+        put(tier, 0, 1)
+        for call in (tier.contains, tier.contains_now, tier.touch):
+            interrupt_everywhere(partial(call, [key(0), key(1)]), tier._lock)
 
 
 def test_a_read_is_done_while_every_other_thread_writes(jobs: JobQueue) -> None:

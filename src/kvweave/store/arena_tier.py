@@ -84,7 +84,7 @@ class ArenaTier(ClosedAtEnd):
         if not self._extents.capacity:
             raise StoreError(f"tier {name!r}: {capacity} bytes are too few for one extent of {align}")
         self._catalog = Catalog(self._extents.capacity, quotas)
-        self._lock, self._journal_lock = threading.Condition(), threading.Lock()
+        self._set_locks()
         self._moving = 0
         self._writing: set[bytes] = set()
         self._bad: set[int] = set()
@@ -94,6 +94,11 @@ class ArenaTier(ClosedAtEnd):
         self._closed = False
         register_after_fork(self)
 
+    def _set_locks(self) -> None:
+        self._lock, self._journal_lock = threading.RLock(), threading.Lock()
+        self._stopped = threading.Condition(self._lock)
+        """Notified when bytes were moved."""
+
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         with self._lock:
             self._check_open()
@@ -102,12 +107,13 @@ class ArenaTier(ClosedAtEnd):
 
     def contains_now(self, keys: Sequence[bytes]) -> NDArray[np.bool_] | None:
         """As `contains`, but None if another thread changes the catalog now."""
-        if not self._lock.acquire(blocking=False):
-            return None
         try:
-            return self.contains(keys)
+            return self.contains(keys) if self._lock.acquire(blocking=False) else None
         finally:
-            self._lock.release()
+            try:  # noqa: SIM105 - an interrupt may come when it is acquired, or in `suppress` before it is released
+                self._lock.release()
+            except RuntimeError:  # it was not acquired
+                pass
 
     def touch(self, keys: Sequence[bytes], *, is_hit: bool = False) -> None:
         catalog, found = self._catalog, [np.empty(0, np.int64)]
@@ -186,7 +192,7 @@ class ArenaTier(ClosedAtEnd):
 
     def _moved(self) -> None:
         self._moving -= 1
-        self._lock.notify_all()
+        self._stopped.notify_all()
 
     def _publish(self, key: bytes, start: int, length: int) -> None:
         with self._journal_lock:
@@ -270,7 +276,7 @@ class ArenaTier(ClosedAtEnd):
     def after_fork(self) -> None:
         """In a forked child: bytes and journal belong to the parent, and the lock's holder does not exist. The tier
         is closed there."""
-        self._lock, self._journal_lock = threading.Condition(), threading.Lock()
+        self._set_locks()
         self._moving, self._closed = 0, True
 
     def close(self) -> None:
@@ -279,7 +285,7 @@ class ArenaTier(ClosedAtEnd):
                 return
             self._closed = True
             # the kernel could reuse a closed file descriptor while another thread still reads through it
-            self._lock.wait_for(lambda: not self._moving)
+            self._stopped.wait_for(lambda: not self._moving)
         with self._journal_lock:
             if self._journal:
                 self._journal.close()

@@ -41,7 +41,8 @@ class JobQueue:
         """Callers that wait for room in the queue of writes, in their order."""
         self._moved_at = 0.0
         """When a write last left the queue, or came into an empty one."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself: an interrupt in `Condition.__enter__` would leave it held
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         kinds = [True, *[False] * workers] if workers else []
         self._threads = [
@@ -53,7 +54,7 @@ class JobQueue:
 
     def read(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        with self._changed:
+        with self._lock:
             self._reads.append(_Job(future, work))
             self._changed.notify_all()
         return future
@@ -61,7 +62,7 @@ class JobQueue:
     def write(self, work: Callable[[], T], wait_s: float = 0.0, stalled_s: float = inf) -> Future[T] | None:
         """Queue a write. While the queue is full, callers wait, the first come first. None: there was no room for
         `wait_s`, or no write left the queue for `stalled_s`."""
-        with self._changed:
+        with self._lock:
             if not self._has_room(wait_s, stalled_s):
                 return None
             self._count += 1
@@ -101,7 +102,7 @@ class JobQueue:
         return len(self._reads), len(self._writes)
 
     def _finished(self, number: int) -> None:
-        with self._changed:
+        with self._lock:
             self._unfinished.pop(number, None)
             self._changed.notify_all()
 
@@ -112,7 +113,7 @@ class JobQueue:
             del job  # drops the blobs while the thread waits for its next job
 
     def _next(self, only_reads: bool) -> _Job | None:
-        with self._changed:
+        with self._lock:
             while True:
                 may_write = bool(self._writes) and not only_reads
                 if self._reads and not (may_write and self._is_overdue(self._writes[0])):
@@ -132,14 +133,14 @@ class JobQueue:
     def drain(self, wait_s: float) -> bool:
         """Wait until every write queued before this call was tried; returns whether it was. Later writes are not
         waited for."""
-        with self._changed:
+        with self._lock:
             last = self._count
             return self._changed.wait_for(lambda: next(iter(self._unfinished), last + 1) > last, wait_s)
 
     def close(self, wait_s: float) -> bool:
         """Finish queued jobs and end the threads; returns whether all ended in time."""
         until = time.monotonic() + wait_s
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
