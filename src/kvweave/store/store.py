@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvweave.store.any_store import GATHER_BYTES, AnyStore, discard
 from kvweave.store.batches import batches
-from kvweave.store.blob import BlobCheck, header_bytes, owned_payload, seal
+from kvweave.store.blob import BlobCheck, flat_payload, header_bytes, owned_payload, seal
 from kvweave.store.keys import Bytes, HashedPrompt
 from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Gather, Source
@@ -76,6 +76,7 @@ class Store(AnyStore[Hit]):
         return self._lookup(prompt, Budget.of(budget_s))
 
     def _lookup(self, prompt: HashedPrompt, budget: Budget) -> Hit:
+        self._check(prompt)
         with self._latency["lookup"].timed():
             keys = prompt.keys(self.schema.ids)
             where = self.tier_stack.where(keys, budget)
@@ -194,7 +195,8 @@ class Store(AnyStore[Hit]):
                 payloads = source.payloads(shards[number], chunks)
                 found |= {(number, chunk): payload for chunk, payload in zip(chunks, payloads, strict=True)}
         else:
-            found = {(shard, chunk): owned_payload(source(shards[shard], chunk)) for shard, chunk, _ in batch}
+            for number, chunk, _ in batch:
+                found[number, chunk] = owned_payload(flat_payload(shards[number], source(shards[number], chunk)))
         return [seal(shards[shard], chunk, key, found[shard, chunk]) for shard, chunk, key in batch]
 
     def _put(self, batch: Sequence[_Piece], blobs: Sequence[Blob], budget: Budget) -> list[ChunkRef]:
