@@ -40,6 +40,32 @@ def test_no_interrupt_leaves_a_tier_locked(tmp_path: Path) -> None:
             interrupt_everywhere(partial(call, [key(0), key(1)]), tier._lock)
 
 
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_job_wakes_one_thread(jobs: JobQueue, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken, wait = list[str](), threading.Condition.wait
+
+    def counted(self: threading.Condition, timeout: float | None = None) -> bool:
+        found = wait(self, timeout)
+        woken.append(threading.current_thread().name)
+        return found
+
+    monkeypatch.setattr(threading.Condition, "wait", counted)
+    for _ in range(2):  # the first one ends the waits that began before
+        woken.clear()
+        for _ in range(20):
+            future = getattr(jobs, kind)(int)
+            assert future.result(10) == 0
+            assert jobs.drain(10)
+            time.sleep(0.002)
+    assert 0 < len([name for name in woken if name.startswith("kvweave-test")]) <= 21
+
+
+def test_reads_that_come_together_are_served_together(jobs: JobQueue) -> None:
+    everybody = threading.Barrier(3)
+    for _ in range(20):
+        assert all(each.result(10) in range(3) for each in [jobs.read(lambda: everybody.wait(10)) for _ in range(3)])
+
+
 def test_a_read_is_done_while_every_other_thread_writes(jobs: JobQueue) -> None:
     go_on = threading.Event()
     writes = [jobs.write(lambda: go_on.wait(30)) for _ in range(4)]

@@ -43,6 +43,10 @@ class JobQueue:
         """When a write last left the queue, or came into an empty one."""
         self._lock = threading.RLock()  # entered itself: an interrupt in `Condition.__enter__` would leave it held
         self._changed = threading.Condition(self._lock)
+        """Callers wait here. Threads wait apart, and one is woken for a job: each that is woken in vain takes the
+        interpreter from others."""
+        self._for_reader, self._for_workers = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._is_reader_idle = False
         self._closed = False
         kinds = [True, *[False] * workers] if workers else []
         self._threads = [
@@ -56,7 +60,8 @@ class JobQueue:
         future: Future[T] = Future()
         with self._lock:
             self._reads.append(_Job(future, work))
-            self._changed.notify_all()
+            (self._for_reader if self._is_reader_idle else self._for_workers).notify()
+            self._is_reader_idle = False
         return future
 
     def write(self, work: Callable[[], T], wait_s: float = 0.0, stalled_s: float = inf) -> Future[T] | None:
@@ -71,7 +76,7 @@ class JobQueue:
             if not self._writes:
                 self._moved_at = time.monotonic()
             self._writes.append(_Job(future, work))
-            self._changed.notify_all()
+            self._for_workers.notify()
         future.add_done_callback(lambda _: self._finished(number))
         return future
 
@@ -124,7 +129,8 @@ class JobQueue:
                     return self._writes.popleft()
                 if self._closed:
                     return None
-                self._changed.wait()
+                self._is_reader_idle |= only_reads
+                (self._for_reader if only_reads else self._for_workers).wait()
 
     @staticmethod
     def _is_overdue(write: _Job) -> bool:
@@ -142,7 +148,8 @@ class JobQueue:
         until = time.monotonic() + wait_s
         with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            for each in (self._changed, self._for_reader, self._for_workers):
+                each.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
