@@ -72,7 +72,7 @@ class DiskTier(ArenaTier):
 
     @property
     def _is_gone(self) -> bool:
-        return self._files.is_gone or self._file_journal.is_gone
+        return self._file_journal.is_gone or self._files.finds_removed()
 
     def _fill(self, entries: Entries, file: BufferedFile) -> None:
         """Take over the entries of the journal that fit the files and the capacity."""
