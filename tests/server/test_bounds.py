@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +20,11 @@ import pytest
 from kvweave.errors import BadRequest, OverLimit
 from kvweave.server import Client, Daemon, Disk, Limits, protocol
 from kvweave.server.model_registry import MOST, MOST_BYTES
-from kvweave.server.open_sequence import STEP_KEYS, OpenSequence
+from kvweave.server.open_sequence import OpenSequence
 from kvweave.server.registered_model import RegisteredModel, registration
+from kvweave.store.arena_tier import STEP_KEYS
 from kvweave.store.blob import header_bytes
+from kvweave.store.catalog import Catalog, Slots
 from kvweave.store.keys import shard_id
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.server.test_leases import until
@@ -128,6 +130,38 @@ def test_keys_of_a_long_sequence_are_made_and_found_in_steps(tmp_path: Path) -> 
         assert client.ask(protocol.Lookup(1, 0), protocol.Found).position == 0
         with pytest.raises(OverLimit, match="keys in open sequences"):
             client.ask(protocol.Open(2, 1, b"tenant00", 256 * chunks, ask.prefixes), protocol.Done)
+
+
+def test_what_a_long_hit_uses_is_told_to_tiers_in_steps_and_not_by_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, chunks = registration(1, "m", SCHEMA), 2 * STEP_KEYS // len(SCHEMA.shards)
+    prefixes = b"".join(number.to_bytes(32, "big") for number in range(chunks))
+    ask = protocol.Open(1, 1, b"tenant00", 256 * chunks + 1, prefixes)
+    sequence = OpenSequence(RegisteredModel(request), ask)
+    for _ in sequence.steps():
+        pass
+    found: list[tuple[str, int]] = []
+    finding = Catalog.find
+
+    def find(self: Catalog, keys: Sequence[bytes]) -> Slots:
+        found.append((threading.current_thread().name, len(keys)))
+        return finding(self, keys)
+
+    with serving(settings(tmp_path)) as daemon, Client(tmp_path / "kv.sock") as client:
+        catalog = daemon.state.arena._catalog
+        for key in sequence.keys:
+            catalog.add(key, 0, 1, 0)
+        client.exchange([request, ask])
+        monkeypatch.setattr(Catalog, "find", find)
+        assert client.ask(protocol.Lookup(1, 0), protocol.Found).position == sequence.limit > 0
+        assert max(number for _, number in found) <= STEP_KEYS
+        beside = [number for thread, number in found if thread.startswith("kvweave-touch")]
+        assert sum(beside) > STEP_KEYS
+        slots = finding(catalog, sequence.keys)
+        ticks = catalog.ticks[slots[catalog.hits[slots] == 1]]
+        assert len(ticks) > chunks
+        assert (ticks[:-1] > ticks[1:]).all(), "earlier ones are worth more"
 
 
 @contextmanager

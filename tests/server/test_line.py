@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvweave.errors import StoreError
 from kvweave.server import Limits
 from kvweave.store import Saved, Shard
 from kvweave.store.keys import Bytes
@@ -79,7 +80,7 @@ def test_a_prompt_shorter_than_a_chunk_is_a_miss_without_a_word(tmp_path: Path) 
 def test_a_payload_of_another_size_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     with serving(settings(tmp_path)):
         client = store(tmp_path / "kv.sock")
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(StoreError, match="is needed"):
             client.save(prompt(), lambda shard, chunk: np.zeros(3, np.uint8))
         assert client.report().tiers[0].tier.used_bytes == 0
         client.close()

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kvweave.operation import OperationState
 from kvweave.server import Daemon, Disk, RemoteStore
-from kvweave.server.open_sequence import STEP_KEYS
 from kvweave.store import BaseStore, DictTier, HashedPrompt, Saved, TierPolicy, TierStack
+from kvweave.store.arena_tier import STEP_KEYS
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, spawned, store, verify
 from tests.store.engine_contract import WAIT_S, EngineContract, Taken, polled, prompt_of
 from tests.store.models import truth

@@ -19,8 +19,10 @@ from kvweave.errors import ServerTimeout
 from kvweave.server import Client, connection, protocol
 from kvweave.server.connection import AT_ONCE
 from kvweave.server.protocol import packed
+from kvweave.store.tier_stack import UNLIMITED
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.server.test_kill import daemon_process
+from tests.store.interrupts import interrupt_everywhere
 from tests.store.models import truth
 
 
@@ -64,6 +66,18 @@ def test_an_interrupt_between_question_and_answer_never_shifts_the_answers(tmp_p
             assert client.load(hit, verify) == hit.position == 1024
         assert client.report().tiers[0].damaged == 0
         client.close()
+
+
+def test_no_interrupt_leaves_a_client_locked(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)), Client(tmp_path / "kv.sock") as client:
+        for call in (
+            lambda: client.ask(protocol.Ping(), protocol.Done),
+            lambda: client.post(protocol.Release([1])),
+        ):
+            interrupt_everywhere(call, client._lock)
+        for part in (lambda: client.reserving.hold(1, 1, 0.0, UNLIMITED), lambda: client.reserving.give_back(1)):
+            interrupt_everywhere(part, client.reserving._lock)
+        client.ask(protocol.Ping(), protocol.Done)
 
 
 def test_replies_to_requests_that_came_together_are_sent_together(

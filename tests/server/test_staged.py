@@ -343,6 +343,18 @@ def test_what_was_gathered_in_vain_is_dropped(tmp_path: Path) -> None:
         client.close()
 
 
+def test_a_long_prompt_that_is_stored_already_is_not_gathered_batch_by_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.server.save_operation.FIRST_BYTES", 1)
+    monkeypatch.setattr("kvweave.server.save_operation.NEXT_BYTES", 1)
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, copier) = saved(daemon), engine()
+        assert client.save(prompt(), pages.source(made.table), points=POINTS).stored == 0
+        assert (copier.staged, copier.dropped, copier.calls) == (1, 1, 0)
+        client.close()
+
+
 def test_a_page_that_is_not_there_is_an_error_of_the_save_and_not_of_the_connection(tmp_path: Path) -> None:
     with serving(settings(tmp_path)) as daemon:
         client, (made, pages, _) = store(daemon.settings.socket), engine()

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvweave.errors import OperationCancelled, OperationTimeout
+from kvweave.errors import OperationCancelled, OperationTimeout, StoreError
 from kvweave.operation import AnyOperation, OperationState
 from kvweave.store import BaseStore, HashedPrompt, Operation, Saved, Shard
 from kvweave.store.keys import Bytes
+from kvweave.store.keys import prompt as make_prompt
 from tests.store.models import hybrid, namespace, truth
 
 SPEC = hybrid()
@@ -25,6 +29,11 @@ WAIT_S = 30.0
 def prompt_of(store: BaseStore[Any], first: int = 0, tokens: int = 1025) -> HashedPrompt:
     """A prompt of its own for every number."""
     return store.prompt([5000 + first, *range(1, tokens)], namespace(SPEC))
+
+
+def formed(form: Callable[[Bytes], Any], shard: Shard, chunk: int) -> Any:
+    """The truth, as another array."""
+    return form(truth(shard, chunk))
 
 
 class Taken:
@@ -58,6 +67,59 @@ def polled(store: BaseStore[Any], number: int) -> list[AnyOperation]:
 
 class EngineContract:
     """Tests inherit it, and give `store`."""
+
+    # ---- mistakes have names
+
+    @pytest.mark.parametrize("points", [[1026], [256, 100_000], [-256]])
+    def test_a_point_that_the_prompt_does_not_have_is_an_error(self, store: BaseStore[Any], points: list[int]) -> None:
+        prompt = prompt_of(store)
+        with pytest.raises(StoreError, match="the prompt has 1025 tokens"):
+            store.save(prompt, truth, points=points)
+        with pytest.raises(StoreError, match="the prompt has 1025 tokens"):
+            store.submit_save(prompt, truth, points=points).result(WAIT_S)
+        assert store.lookup(prompt).position == 0
+
+    @pytest.mark.parametrize("shards", [[0, 99], [-1]])
+    def test_shards_that_no_model_has_are_not_taken_for_loaded(self, store: BaseStore[Any], shards: list[int]) -> None:
+        prompt = prompt_of(store)
+        with pytest.raises(StoreError, match="this store's are 0 to"):
+            store.save(prompt, truth, shards=shards)
+        store.save(prompt, truth)
+        with pytest.raises(StoreError, match="this store's are 0 to"):
+            store.load(store.lookup(prompt), Taken(), shards=shards)
+        with pytest.raises(StoreError, match="this store's are 0 to"):
+            store.submit_load(store.lookup(prompt), Taken(), shards=shards).result(WAIT_S)
+
+    def test_a_prompt_that_is_hashed_for_other_chunks_is_an_error(self, store: BaseStore[Any]) -> None:
+        other = make_prompt(np.arange(1025), namespace(SPEC), 64)
+        for call in (lambda: store.lookup(other), lambda: store.save(other, truth), lambda: store.gather(other, truth)):
+            with pytest.raises(StoreError, match="in chunks of 64 tokens, the store has 256"):
+                call()
+
+    def test_a_source_may_give_an_array_of_any_type_shape_and_stride(self, store: BaseStore[Any]) -> None:
+        forms: list[Callable[[Bytes], Any]] = [
+            lambda payload: payload.view(np.int8),
+            lambda payload: payload.view(np.float32).reshape(2, -1),
+            lambda payload: np.repeat(payload, 2)[::2],
+        ]
+        for number, form in enumerate(forms):
+            prompt, sink = prompt_of(store, number), Taken()
+            saved = store.save(prompt, partial(formed, form))
+            assert (saved.dropped, store.load(store.lookup(prompt), sink)) == (0, 1024)
+            assert sink.chunks("full") == [0, 1, 2, 3]
+
+    @pytest.mark.parametrize("given", [None, b"bytes", np.zeros(7, np.uint8)])
+    def test_a_source_that_gives_something_else_is_an_error_of_that_save_alone(
+        self, store: BaseStore[Any], given: Any
+    ) -> None:
+        with pytest.raises(StoreError, match=r"gave (a NoneType|a bytes|7 bytes), an array of \d+ is needed"):
+            store.save(prompt_of(store), lambda *_: given)
+        assert store.save(prompt_of(store), truth).dropped == 0
+
+    def test_a_budget_may_be_endless(self, store: BaseStore[Any]) -> None:
+        prompt = prompt_of(store)
+        assert store.save(prompt, truth, budget_s=inf).dropped == 0
+        assert store.load(store.lookup(prompt, budget_s=inf), Taken(), budget_s=inf) == 1024
 
     # ---- nothing waits
 

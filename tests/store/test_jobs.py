@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 from kvweave.store import DictTier, DiskTier, Store, TierPolicy, TierStack
 from kvweave.store.jobs import JobQueue
 from kvweave.store.tier import Blob
+from tests.store.contract import key, put
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
+from tests.store.interrupts import interrupt_everywhere
 from tests.store.models import namespace
 
 
@@ -23,6 +26,54 @@ def jobs() -> Iterator[JobQueue]:
     made = JobQueue("test", 2, 4)
     yield made
     made.close(10)
+
+
+def test_no_interrupt_leaves_the_queue_locked(jobs: JobQueue) -> None:
+    for call in (lambda: jobs.read(int), lambda: jobs.write(int), lambda: jobs.drain(1.0)):
+        interrupt_everywhere(call, jobs._lock)
+
+
+def test_no_interrupt_leaves_a_tier_locked(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, "1MiB") as tier:
+        put(tier, 0, 1)
+        for call in (tier.contains, tier.contains_now, tier.touch):
+            interrupt_everywhere(partial(call, [key(0), key(1)]), tier._lock)
+
+
+def test_no_write_waits_beside_an_idle_thread_for_a_read_that_the_thread_woken_for_it_took(jobs: JobQueue) -> None:
+    for _ in range(50):
+        time.sleep(0.001)  # all threads are idle
+        written = threading.Event()
+        with jobs._lock:
+            jobs.write(written.set)
+            read = jobs.read(partial(written.wait, 2))
+        assert read.result(10)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_job_wakes_one_thread(jobs: JobQueue, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken, wait = list[str](), threading.Condition.wait
+
+    def counted(self: threading.Condition, timeout: float | None = None) -> bool:
+        found = wait(self, timeout)
+        woken.append(threading.current_thread().name)
+        return found
+
+    monkeypatch.setattr(threading.Condition, "wait", counted)
+    for _ in range(2):  # the first one ends the waits that began before
+        woken.clear()
+        for _ in range(20):
+            future = getattr(jobs, kind)(int)
+            assert future.result(10) == 0
+            assert jobs.drain(10)
+            time.sleep(0.002)
+    assert 0 < len([name for name in woken if name.startswith("kvweave-test")]) <= 21
+
+
+def test_reads_that_come_together_are_served_together(jobs: JobQueue) -> None:
+    everybody = threading.Barrier(3)
+    for _ in range(20):
+        assert all(each.result(10) in range(3) for each in [jobs.read(lambda: everybody.wait(10)) for _ in range(3)])
 
 
 def test_a_read_is_done_while_every_other_thread_writes(jobs: JobQueue) -> None:

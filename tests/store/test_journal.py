@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvweave.errors import TierError
-from kvweave.store.journal import Entries, FileJournal
+from kvweave.store.journal import Entries, FileJournal, packed, packed_one
 from kvweave.store.keys import KEY_BYTES
 
 KEYS = [bytes([number]) * KEY_BYTES for number in range(4)]
@@ -26,6 +28,15 @@ def live(path: Path) -> list[bytes]:
     journal, entries = opened(path)
     journal.close()
     return [*entries.number_of]
+
+
+def test_a_record_alone_is_written_as_among_others() -> None:
+    chance = random.Random(3)
+    places = [(0, 0), (2**64 - 1, 2**32 - 1)] + [(chance.getrandbits(48), chance.getrandbits(32)) for _ in range(500)]
+    keys = [chance.randbytes(KEY_BYTES) for _ in places]
+    starts, lengths = np.array(places, np.uint64).T
+    together = packed(keys, starts, lengths).tobytes()
+    assert b"".join(packed_one(key, *place) for key, place in zip(keys, places, strict=True)) == together
 
 
 def test_records_after_one_that_was_torn_by_a_crash_are_read(tmp_path: Path) -> None:

@@ -52,6 +52,30 @@ def test_what_was_asked_for_last_stays_after_a_restart(tmp_path: Path) -> None:
     assert left(tmp_path, new=5) == [0, 1, 2]
 
 
+def test_what_was_hit_stays_after_a_restart_as_it_would_have_without(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    put(tier, 0, 1, 2, length=SIZE)
+    tier.touch([key(0), key(1), key(2)], is_hit=True)
+    put(tier, *range(3, PLACES), length=SIZE)  # later, and never hit
+    tier.close()
+    assert left(tmp_path, new=5) == [0, 1, 2]
+
+
+def test_an_entry_of_any_age_can_be_hit_and_evicted(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    put(tier, *range(PLACES), length=SIZE)
+    for tick in (1 << 40, 1 << 62):
+        tier._catalog._tick = tick
+        for hits in range(6):
+            tier.touch([key(hits)], is_hit=True)
+            tier._catalog.ticks[tier._catalog.slot_of[key(hits)]] = 1
+            tier.touch([key(hits)], is_hit=True)
+        put(tier, *range(tick, tick + 2), length=SIZE)
+    values = tier._catalog.values
+    assert ((values >= 0) & (values < 20)).all()
+    tier.close()
+
+
 def test_of_one_question_the_first_keys_stay_after_a_restart(tmp_path: Path) -> None:
     tier = tier_of(tmp_path)
     put(tier, *range(PLACES), length=SIZE)

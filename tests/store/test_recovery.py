@@ -13,6 +13,7 @@ import pytest
 from kvweave.errors import Busy, StoreError, TierError, TierFull, Vanished
 from kvweave.store import DiskTier, Store, TierPolicy, TierStack
 from kvweave.store.reopening_tier import ReopeningTier
+from kvweave.store.striped_file import FILES
 from tests.store.contract import got, key, put, value
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
 from tests.store.models import namespace
@@ -130,6 +131,30 @@ def test_a_directory_that_was_removed_is_noticed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "store")
     with pytest.raises(Vanished, match="removed"):
         put(tier, 2)
+    tier.close()
+
+
+@pytest.mark.parametrize("name", ["journal", "blobs-0", f"blobs-{FILES - 1}"])
+def test_one_file_that_was_removed_is_noticed_after_some_writes_at_most(tmp_path: Path, name: str) -> None:
+    tier = DiskTier(tmp_path, ROOM)
+    put(tier, 1)
+    (tmp_path / name).unlink()
+    with pytest.raises(Vanished, match="removed"):
+        for number in range(2, 3 + FILES):
+            put(tier, number)
+    tier.close()
+
+
+def test_a_write_asks_for_one_file_and_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, asked, fstat = DiskTier(tmp_path, ROOM), list[int](), os.fstat
+
+    def counted(descriptor: int) -> os.stat_result:
+        asked.append(descriptor)
+        return fstat(descriptor)
+
+    monkeypatch.setattr(os, "fstat", counted)
+    put(tier, 1)
+    assert len(asked) == 2
     tier.close()
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave import ModelSpec
+from kvweave.errors import StoreError
 from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
 from kvweave.store import DictTier, DiskTier, MemoryTier, Saved, Schema, Shard, Store, TierPolicy, TierStack
 from kvweave.store.blob import blob_bytes, blob_info, seal
@@ -166,7 +167,7 @@ def test_what_is_lost_between_lookup_and_load_shortens_it(store: Store) -> None:
 
 def test_a_payload_of_the_wrong_size_is_an_error_of_the_caller(store: Store) -> None:
     prompt = store.prompt(tokens(300), namespace(hybrid()))
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(StoreError, match="is needed"):
         store.save(prompt, lambda shard, chunk: np.zeros(3, np.uint8))
 
 

@@ -77,7 +77,7 @@ class ClassWeights:
 
 
 def octave(age: int) -> int:
-    return (age + 1).bit_length() - 1
+    return min(OCTAVES, (age + 1).bit_length()) - 1
 
 
 def _time(began: list[float], ended: list[float], first: int) -> float:

@@ -23,7 +23,7 @@ from kvweave.store.blob import BlobCheck, header_bytes
 from kvweave.store.files import aligned
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
-from kvweave.store.page_payloads import FillableSource, StagedGather, StagedScatter
+from kvweave.store.page_payloads import FillableSource, Gather, StagedGather, StagedScatter
 
 Target = Callable[[Shard, int], Bytes]
 """Returns memory for the payload of a shard's chunk: contiguous, and of its length."""
@@ -205,7 +205,7 @@ class ArenaCopier:
         once for all batches: whether a source is of a protocol takes long to say."""
         if isinstance(source, StagedGather):
             return begin_gather, source.together_bytes
-        if isinstance(source, FillableSource):
+        if isinstance(source, Gather | FillableSource):  # our own first: of a protocol it takes long
             return self._begin_filling, source.together_bytes
         return self._begin_given, None
 

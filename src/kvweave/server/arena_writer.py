@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvweave.store import Shard, Source, checksums
-from kvweave.store.blob import header_bytes, sealed
+from kvweave.store.blob import flat_payload, header_bytes, sealed
 from kvweave.store.keys import Bytes
 
 
@@ -31,7 +31,7 @@ class ArenaBlob(NamedTuple):
 def write(job: ArenaBlob, payload: Bytes, until: float) -> bool:
     """Write payload and header; False if `until` passed, after which the extent may belong to another client."""
     place = job.place[header_bytes(job.shard) :]
-    payload_sum = checksums.copy(place, payload.reshape(-1).view(np.uint8), until)
+    payload_sum = checksums.copy(place, payload, until)
     if payload_sum is None:  # the extent may have been reassigned: write no header into it
         return False
     write_header(job, payload_sum)
@@ -83,12 +83,7 @@ class ArenaWriter:
             self.fine &= write(job, self._payload(job), self._until)
 
     def _payload(self, job: ArenaBlob) -> Bytes:
-        payload = self._source(job.shard, job.chunk)
-        if payload.nbytes != job.shard.payload_bytes:
-            raise ValueError(
-                f"shard of {job.shard.tag!r}: payload has {payload.nbytes} bytes, {job.shard.payload_bytes} expected"
-            )
-        return payload
+        return flat_payload(job.shard, self._source(job.shard, job.chunk))
 
     def finish(self) -> None:
         """Wait for the copies in flight."""

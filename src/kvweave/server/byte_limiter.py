@@ -18,7 +18,8 @@ class ByteLimiter:
     """Counts the bytes held over one connection. Thread-safe."""
 
     def __init__(self) -> None:
-        self._held, self._freed = 0, threading.Condition()
+        self._held, self._lock = 0, threading.RLock()
+        self._freed = threading.Condition(self._lock)
 
     @contextmanager
     def holding(self, num_bytes: int, most_bytes: int, wait_s: float, budget: Budget) -> Iterator[None]:
@@ -35,20 +36,20 @@ class ByteLimiter:
         After `wait_s`, or when the budget is spent, the bytes are counted without waiting on: the daemon decides.
         """
         until = time.monotonic() + wait_s
-        with self._freed:
+        with self._lock:
             while not self._fits(num_bytes, most_bytes) and (left_s := budget.within(until - time.monotonic())) > 0:
                 self._freed.wait(min(left_s, CANCEL_POLL_S))
             self._held += num_bytes
 
     def hold_now(self, num_bytes: int, most_bytes: int) -> bool:
         """As `hold`, but without waiting: returns False, and holds nothing, if the bytes do not fit now."""
-        with self._freed:
+        with self._lock:
             fits = self._fits(num_bytes, most_bytes)
             self._held += num_bytes if fits else 0
         return fits
 
     def give_back(self, num_bytes: int) -> None:
-        with self._freed:
+        with self._lock:
             self._held -= num_bytes
             self._freed.notify_all()
 

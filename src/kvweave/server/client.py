@@ -119,9 +119,11 @@ class Client(Closeable):
                 return self._asked(self._connect(until), requests, until, meanwhile)
             except ConnectionError as error:
                 self._lose(error)
-        finally:  # an interrupt may have come between acquiring the lock and returning from `acquire`
-            if self._lock._is_owned():  # type: ignore[attr-defined]
+        finally:
+            try:  # noqa: SIM105 - an interrupt may come when it is acquired, or in `suppress` before it is released
                 self._lock.release()
+            except RuntimeError:  # it was not acquired
+                pass
 
     def _asked(self, channel: Channel, requests: Requests, until: float, meanwhile: Callable[[], None]) -> Exchange:
         made: Sequence[Message] = ()
@@ -163,10 +165,8 @@ class Client(Closeable):
     def post(self, message: Message) -> None:
         """As `tell`, but sent now, unless the requests of other threads take longer than `POST_S`."""
         self.tell(message)
-        if not self._lock.acquire(timeout=POST_S):
-            return
         try:
-            if self._channel:
+            if self._lock.acquire(timeout=POST_S) and self._channel:
                 self._channel.check()
                 told = [*self._to_tell]
                 self._to_tell.clear()
@@ -178,7 +178,10 @@ class Client(Closeable):
             self._hang_up()
             raise
         finally:
-            self._lock.release()
+            try:  # noqa: SIM105 - an interrupt may come when it is acquired, or in `suppress` before it is released
+                self._lock.release()
+            except RuntimeError:  # it was not acquired
+                pass
 
     def number(self) -> int:
         """A number that this client has not used on any connection."""

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,10 +16,11 @@ from kvweave.errors import BadRequest, OverLimit
 from kvweave.server import protocol
 from kvweave.server.inbox import Inbox, places_of
 from kvweave.server.leases import Leases
-from kvweave.server.open_sequence import STEP_KEYS, OpenSequence, Pieces
+from kvweave.server.open_sequence import OpenSequence, Pieces
 from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, Reply, numbers, packed
 from kvweave.server.registered_model import RegisteredModel
 from kvweave.server.server_state import ServerState
+from kvweave.store.arena_tier import STEP_KEYS
 from kvweave.store.keys import PREFIX_BYTES, SHARD_ID_BYTES
 from kvweave.store.striped_file import SECTOR
 from kvweave.store.tier_executor import PATIENCE
@@ -180,11 +182,12 @@ class ClientSession:
         in_backing, late = await self._state.in_thread(
             "read", self._state.backing.where, keys, Budget.of(request.budget_s)
         )
-        return self._found_in_backing(sequence, request, in_arena, in_backing, late=late)
+        reply = self._found_in_backing(sequence, request, in_arena, in_backing, late=late)
+        return await reply if isinstance(reply, Awaitable) else reply
 
     def _found_in_backing(
         self, sequence: OpenSequence, request: protocol.Lookup, in_arena: Flags, in_backing: Flags, *, late: bool
-    ) -> Reply:
+    ) -> Reply | Awaitable[Reply]:
         present = in_arena.copy()
         present[~in_arena] = in_backing
         position = sequence.registered.position(_matrix(present, sequence), sequence.limit)
@@ -199,7 +202,7 @@ class ClientSession:
         present: Flags,
         *,
         late: bool,
-    ) -> Reply:
+    ) -> Reply | Awaitable[Reply]:
         self._state.asked(sequence, position)
         self.last_tokens = sequence.num_tokens
         self._state.counts["unanswered"] += late
@@ -211,13 +214,34 @@ class ClientSession:
             return protocol.Found(position, bits, b"", late)
         shards = None if request.shards is None else numbers(request.shards, "<i4")
         needed = sequence.registered.needs(position, shards, matrix)
-        used = np.sort(needed[:, 1] * len(matrix) + needed[:, 0])
-        self._state.touch([sequence.keys[i] for i in sequence.registered.refreshed(matrix, used).tolist()])
-        self._state.touch([sequence.keys[i] for i in used.tolist()], is_hit=True)
-        if not request.lease:
-            return protocol.Found(position, bits, b"", late)
-        starts = self._lease(sequence, needed, request.lease, counted=True)
-        return protocol.Found(position, bits, b"" if starts is None else packed(starts), late)
+        found = protocol.Found(position, bits, b"", late)
+        if sequence.num_keys > STEP_KEYS:
+            return self._touch_beside(sequence, request, matrix, needed, found)
+        self._touch(sequence, matrix, needed)
+        return self._found_and_leased(sequence, request, needed, found)
+
+    def _touch(self, sequence: OpenSequence, matrix: NDArray[np.bool_], needed: Pieces) -> None:
+        """Tell all tiers what a hit uses, earlier chunks as worth more; before it is leased, which counts as a use."""
+        for used, is_hit in sequence.registered.uses(matrix, needed):
+            self._state.touch([sequence.keys[i] for i in used.tolist()], is_hit=is_hit)
+
+    async def _touch_beside(
+        self,
+        sequence: OpenSequence,
+        request: protocol.Lookup,
+        matrix: NDArray[np.bool_],
+        needed: Pieces,
+        found: protocol.Found,
+    ) -> Reply:
+        """In a thread: other clients are served meanwhile."""
+        await self._state.in_thread("touch", self._touch, sequence, matrix, needed)
+        return self._found_and_leased(sequence, request, needed, found)
+
+    def _found_and_leased(
+        self, sequence: OpenSequence, request: protocol.Lookup, needed: Pieces, found: protocol.Found
+    ) -> Reply:
+        starts = self._lease(sequence, needed, request.lease, counted=True) if request.lease else None
+        return found if starts is None else msgspec.structs.replace(found, starts=packed(starts))
 
     def _lease(
         self, sequence: OpenSequence, pieces: Pieces, lease: int, *, counted: bool = False

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from kvweave.errors import BadRequest, OverLimit
 from kvweave.server.protocol import MOST_PIECES, Open, numbers
 from kvweave.server.registered_model import RegisteredModel
+from kvweave.store.arena_tier import STEP_KEYS
 from kvweave.store.blob import BlobCheck
 from kvweave.store.keys import PREFIX_BYTES, keys_of
 from kvweave.store.tier_stack import BlobRequest
 
-STEP_KEYS = 1 << 14
-"""Keys that are processed before other connections get their turn: some milliseconds."""
 Pieces = NDArray[np.int64]
 """`[n, 2]`: shards and chunks."""
 

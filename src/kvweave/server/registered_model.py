@@ -24,7 +24,7 @@ from kvweave.spec.reach import reach_class
 from kvweave.store import Schema
 from kvweave.store.blob import blob_bytes, header_bytes
 from kvweave.store.keys import SHARD_ID_BYTES, shard_id
-from kvweave.store.shard_group import ShardGroup, refreshed
+from kvweave.store.shard_group import ShardGroup, Use, uses
 
 MOST = 1 << 40
 
@@ -108,9 +108,9 @@ class RegisteredModel:
         pieces = np.concatenate([np.empty((0, 2), np.int64), *each])
         return pieces if wanted is None else pieces[np.isin(pieces[:, 0], wanted)]
 
-    def refreshed(self, present: NDArray[np.bool_], needed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What a lookup refreshes beside what its hit needs, as numbers chunk x shards + shard."""
-        return refreshed(self._groups, present, needed)
+    def uses(self, present: NDArray[np.bool_], pieces: NDArray[np.int64]) -> tuple[Use, Use]:
+        """What a lookup uses whose hit needs these pieces."""
+        return uses(self._groups, present, pieces)
 
     def report(self) -> ModelReport:
         numbers = {name: self.counts[name] for name in ("lookups", "tokens_asked", "tokens_found")}

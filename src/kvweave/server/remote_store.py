@@ -99,6 +99,8 @@ class RemoteStore(BaseStore[RemoteHit]):
     def _lookup_all(
         self, prompts: Sequence[HashedPrompt], shards: Sequence[int] | None, budget: Budget, *, lease: bool
     ) -> list[RemoteHit]:
+        for prompt in prompts:
+            self._check(prompt)
         hits = [self._no_hit(prompt) for prompt in prompts]
         asked = [number for number, hit in enumerate(hits) if hit.prompt.num_chunks]
         for first in range(0, len(asked), LOOKUPS_AT_ONCE):
@@ -122,7 +124,8 @@ class RemoteStore(BaseStore[RemoteHit]):
     def _lookup(
         self, prompts: Sequence[HashedPrompt], shards: Sequence[int] | None, budget: Budget, *, lease: bool
     ) -> list[RemoteHit]:
-        asked_at, wanted = time.monotonic(), None if shards is None else packed(sorted(shards), "<i4")
+        asked_at = time.monotonic()
+        wanted = None if shards is None else packed(sorted(self._shard_numbers(shards)), "<i4")
 
         def request(sequence: int, number: int = 0) -> protocol.Message:
             return protocol.Lookup(sequence, number, wanted, daemon_budget(budget))

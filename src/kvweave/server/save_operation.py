@@ -42,6 +42,7 @@ class ArenaLayout:
     def __init__(self, prompt_session: PromptSession, schema: Schema) -> None:
         self.prompt_session, self._shards = prompt_session, schema.shards
         self._sizes = prompt_session.blob_bytes
+        self._rounded = [inbox_starts([size])[-1] for size in self._sizes]
 
     def shard(self, piece: ChunkRef) -> Shard:
         return self._shards[piece[0]]
@@ -57,7 +58,7 @@ class ArenaLayout:
 
     def num_bytes(self, pieces: Sequence[ChunkRef]) -> int:
         """What the blobs of these pieces take in an inbox."""
-        return inbox_starts([self._sizes[number] for number, _ in pieces])[-1]
+        return sum(self._rounded[number] for number, _ in pieces)
 
     def batches(
         self, pieces: Sequence[ChunkRef], budget: Budget, *, most_bytes: int = BATCH_BYTES, through_inbox: bool = False
@@ -69,7 +70,7 @@ class ArenaLayout:
         inbox_bytes = client.welcome.inbox_bytes if through_inbox else 0
         most = min(most_bytes, client.welcome.reserve_bytes, inbox_bytes or most_bytes)
         least = -(-most // MOST_PIECES)  # so that a batch has at most MOST_PIECES
-        return batches(pieces, lambda piece: max(least, self.num_bytes([piece])), most)
+        return batches(pieces, lambda piece: max(least, self._rounded[piece[0]]), most)
 
     def side_by_side(self, pieces: Sequence[ChunkRef], copied: object) -> list[ChunkRef]:
         """For a staged source or sink, pieces in such an order that what it copies in one call, of one shard, follows
@@ -251,8 +252,9 @@ class SaveOperation:
         return reserved
 
     def _stage(self, batch: Sequence[ChunkRef]) -> None:
-        """Have a GPU gather what the first call of a batch copies, while the daemon looks for places."""
-        if isinstance(self._source, StagedGather):
+        """Have a GPU gather what the first call of a batch copies, while the daemon looks for places. Not after a piece
+        was present already: then the others are likely to be as well, and each batch would take staging memory."""
+        if isinstance(self._source, StagedGather) and not self.present:
             shard = self._arena.shard(batch[0])
             most = 1 if shard.payload_bytes % 8 else max(1, self._source.together_bytes // shard.payload_bytes)
             chunks = [chunk for number, chunk in batch if number == batch[0][0]]

@@ -27,6 +27,9 @@ from kvweave.store.keys import Bytes
 from kvweave.store.removals import RemovalLog
 from kvweave.store.tier import ABSENT, ALL, UNREADABLE, Blob, ChecksumObserver, KeyFilter, TierStats
 
+STEP_KEYS = 1 << 14
+"""Keys that are processed before others get their turn: some milliseconds."""
+
 
 class Medium(Protocol):
     """Bytes that many threads may write and read at offsets. Raises `TierError`, and `Unreadable` for bytes that are
@@ -81,7 +84,7 @@ class ArenaTier(Closeable):
         if not self._extents.capacity:
             raise StoreError(f"tier {name!r}: {capacity} bytes are too few for one extent of {align}")
         self._catalog = Catalog(self._extents.capacity, quotas)
-        self._lock, self._journal_lock = threading.Condition(), threading.Lock()
+        self._set_locks()
         self._moving = 0
         self._writing: set[bytes] = set()
         self._bad: set[int] = set()
@@ -91,6 +94,11 @@ class ArenaTier(Closeable):
         self._closed = False
         register_after_fork(self)
 
+    def _set_locks(self) -> None:
+        self._lock, self._journal_lock = threading.RLock(), threading.Lock()
+        self._stopped = threading.Condition(self._lock)
+        """Notified when bytes were moved."""
+
     def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         with self._lock:
             self._check_open()
@@ -99,17 +107,24 @@ class ArenaTier(Closeable):
 
     def contains_now(self, keys: Sequence[bytes]) -> NDArray[np.bool_] | None:
         """As `contains`, but None if another thread changes the catalog now."""
-        if not self._lock.acquire(blocking=False):
-            return None
         try:
-            return self.contains(keys)
+            return self.contains(keys) if self._lock.acquire(blocking=False) else None
         finally:
-            self._lock.release()
+            try:  # noqa: SIM105 - an interrupt may come when it is acquired, or in `suppress` before it is released
+                self._lock.release()
+            except RuntimeError:  # it was not acquired
+                pass
 
     def touch(self, keys: Sequence[bytes], *, is_hit: bool = False) -> None:
+        catalog, found = self._catalog, [np.empty(0, np.int64)]
+        for first in range(0, len(keys), STEP_KEYS):
+            with self._lock:
+                self._check_open()
+                found.append(catalog.find(keys[first : first + STEP_KEYS]))
         with self._lock:
-            self._check_open()
-            self._catalog.touch(self._catalog.find(keys), is_hit=is_hit)
+            slots = np.concatenate(found)
+            # between two steps entries may be removed: a slot of another key is touched all the same, a free one never
+            catalog.touch(np.where(catalog.ticks[slots] > 0, slots, -1), is_hit=is_hit)
 
     def get(self, keys: Sequence[bytes], into: Sequence[Bytes], observer: Sequence[ChecksumObserver] = ()) -> list[int]:
         observers: Sequence[ChecksumObserver | None] = observer or [None] * len(keys)
@@ -177,7 +192,7 @@ class ArenaTier(Closeable):
 
     def _moved(self) -> None:
         self._moving -= 1
-        self._lock.notify_all()
+        self._stopped.notify_all()
 
     def _publish(self, key: bytes, start: int, length: int) -> None:
         with self._journal_lock:
@@ -261,7 +276,7 @@ class ArenaTier(Closeable):
     def after_fork(self) -> None:
         """In a forked child: bytes and journal belong to the parent, and the lock's holder does not exist. The tier
         is closed there."""
-        self._lock, self._journal_lock = threading.Condition(), threading.Lock()
+        self._set_locks()
         self._moving, self._closed = 0, True
 
     def close(self) -> None:
@@ -270,7 +285,7 @@ class ArenaTier(Closeable):
                 return
             self._closed = True
             # the kernel could reuse a closed file descriptor while another thread still reads through it
-            self._lock.wait_for(lambda: not self._moving)
+            self._stopped.wait_for(lambda: not self._moving)
         with self._journal_lock:
             if self._journal:
                 self._journal.close()

@@ -259,7 +259,11 @@ class BaseStore(SubmittingStore[Found], Closeable):
     ) -> list[ChunkRef]:
         """What resuming at `points` needs, chunk by chunk: earlier chunks are worth more. A tail where the source does
         not have the complete chunk."""
+        self._check(prompt)
         size = self.schema.chunk_tokens
+        outside = [point for point in points or () if not 0 <= point <= prompt.num_tokens]
+        if outside:
+            raise StoreError(f"points {outside[:4]}: the prompt has {prompt.num_tokens} tokens")
         ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
         wanted = frozenset(self._shard_numbers(shards))
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from kvweave.errors import StoreError
 from kvweave.store import checksums
 from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.shards import Shard, ShardHeader
@@ -74,10 +75,20 @@ def owned_payload(payload: Bytes) -> Bytes:
     return mine
 
 
+def flat_payload(shard: Shard, payload: Bytes) -> Bytes:
+    """What a source returned, as bytes in a row: itself if it is. Raises `StoreError`."""
+    if not isinstance(payload, np.ndarray) or payload.nbytes != shard.payload_bytes:
+        found = f"{payload.nbytes} bytes" if isinstance(payload, np.ndarray) else f"a {type(payload).__name__}"
+        raise StoreError(
+            f"shard of {shard.tag!r}: the source gave {found}, an array of {shard.payload_bytes} is needed"
+        )
+    if payload.dtype == np.uint8 and payload.ndim == 1 and payload.flags.c_contiguous:
+        return payload
+    return np.ascontiguousarray(payload).reshape(-1).view(np.uint8)
+
+
 def seal(shard: Shard, chunk: int, key: bytes, payload: Bytes) -> Blob:
     """The payload with a header that is made when its checksum is known: now, if the payload could still be changed."""
-    if payload.nbytes != shard.payload_bytes:
-        raise ValueError(f"shard of {shard.tag!r}: payload has {payload.nbytes} bytes, {shard.payload_bytes} expected")
     make = partial(sealed, shard, chunk, key)
     if payload.flags.writeable:
         made = make(checksums.checksum(payload))

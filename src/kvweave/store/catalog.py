@@ -44,7 +44,7 @@ class Catalog:
         self._counting = np.arange(64)
         """0, 1, 2, ...: kept, since during `np.arange` other threads run, wait for the tier's lock, and are next."""
         self.was_asked = False
-        """Whether any entry was touched, so that the order of recency differs from the order in the journal."""
+        """Whether any entry was touched, so that the order of eviction differs from the order in the journal."""
         self._victims: dict[Scope, deque[tuple[int, int]]] = {}
         """By scope, the next entries to evict: slots, with the tick at which they were chosen."""
         self._none_since: dict[Scope, int] = {}
@@ -157,7 +157,7 @@ class Catalog:
     def fill(
         self, number_of: dict[bytes, int], tenants: NDArray[np.uint64], starts: Slots, lengths: Slots, sizes: Slots
     ) -> None:
-        """Set the initial entries, numbered from 0, the oldest first."""
+        """Set the initial entries, numbered from 0, the first to evict first."""
         keys, count = [*number_of], len(number_of)
         self.slot_of = number_of
         room = max(64, count)
@@ -172,10 +172,9 @@ class Catalog:
         self.owners[:count] = owners
         self.used += np.bincount(owners, sizes, len(self.used)).astype(np.int64)
 
-    def by_age(self) -> tuple[list[bytes], Slots]:
-        """Keys and slots of all entries, the least recently used first."""
-        slots = np.fromiter(self.slot_of.values(), np.int64, len(self.slot_of))
-        slots = slots[np.argsort(self.ticks[slots])]
+    def by_value(self) -> tuple[list[bytes], Slots]:
+        """Keys and slots of all entries, the first to evict first."""
+        slots = self._sorted(np.fromiter(self.slot_of.values(), np.int64, len(self.slot_of)))
         return [self._keys[slot] for slot in slots.tolist()], slots
 
     def _set_columns(self, count: int) -> None:
@@ -245,6 +244,10 @@ class Catalog:
         fair = np.where(whose == owner, mine, theirs & above)
         return np.flatnonzero((self.ticks[:end] > 0) & (self.pins[:end] == 0) & fair)
 
+    def _sorted(self, slots: Slots) -> Slots:
+        """By value, and equal ones by age."""
+        return slots[np.lexsort((self.ticks[slots], self.values[slots]))]
+
     def _least(self, *scope: *Scope) -> Iterable[tuple[int, int]]:
         """The entries of the least value that may be evicted, and of equal ones the oldest: one in sixteen, so that one
         search serves many evictions. During it other threads run, and wait for the tier's lock."""
@@ -256,5 +259,5 @@ class Catalog:
             less, equal = slots[values < most], slots[values == most]  # there may be very many of equal value
             oldest = np.argpartition(self.ticks[equal], count - len(less))[: count - len(less)]
             slots = np.concatenate((less, equal[oldest]))
-        slots = slots[np.lexsort((self.ticks[slots], self.values[slots]))]
+        slots = self._sorted(slots)
         return zip(slots.tolist(), self.ticks[slots].tolist(), strict=True)

@@ -72,7 +72,7 @@ class DiskTier(ArenaTier):
 
     @property
     def _is_gone(self) -> bool:
-        return self._files.is_gone or self._file_journal.is_gone
+        return self._file_journal.is_gone or self._files.finds_removed()
 
     def _fill(self, entries: Entries, file: BufferedFile) -> None:
         """Take over the entries of the journal that fit the files and the capacity."""
@@ -104,13 +104,13 @@ class DiskTier(ArenaTier):
     def _rewrite(self) -> None:
         catalog = self._catalog
         with self._lock:
-            keys, slots = catalog.by_age()
+            keys, slots = catalog.by_value()
             starts, lengths = catalog.starts[slots], catalog.lengths[slots]
         self._file_journal.rewrite(keys, starts, lengths)
 
     def close(self) -> None:
         with self._journal_lock, suppress(TierError):
-            # The journal's order is the order of use, by which the next process evicts.
+            # The next process evicts in the journal's order.
             if self.writable and not self._closed and self._catalog.was_asked and not self._is_gone:
                 self._rewrite()
         super().close()

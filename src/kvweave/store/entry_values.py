@@ -48,7 +48,7 @@ class EntryValues:
     def hit(self, hits: Integers, ages: Integers) -> None:
         """Entries are hit together: the earlier hits and the age of each."""
         self._together += (len(hits) - self._together) / RECENT
-        octaves = np.log2(ages + 1).astype(np.int64)
+        octaves = np.minimum(np.log2(ages + 1).astype(np.int64), OCTAVES - 1)
         counts = np.bincount(CLASS_OF[hits] * OCTAVES + octaves)
         for cell in np.flatnonzero(counts).tolist():
             number, age, share = cell // OCTAVES, (1 << cell % OCTAVES) - 1, int(counts[cell]) / self._together

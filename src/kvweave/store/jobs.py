@@ -41,7 +41,12 @@ class JobQueue:
         """Callers that wait for room in the queue of writes, in their order."""
         self._moved_at = 0.0
         """When a write last left the queue, or came into an empty one."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself: an interrupt in `Condition.__enter__` would leave it held
+        self._changed = threading.Condition(self._lock)
+        """Callers wait here. Threads wait apart, and one is woken for a job: each that is woken in vain takes the
+        interpreter from others."""
+        self._for_reader, self._for_workers = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._is_reader_idle = False
         self._closed = False
         kinds = [True, *[False] * workers] if workers else []
         self._threads = [
@@ -53,15 +58,16 @@ class JobQueue:
 
     def read(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        with self._changed:
+        with self._lock:
             self._reads.append(_Job(future, work))
-            self._changed.notify_all()
+            (self._for_reader if self._is_reader_idle else self._for_workers).notify()
+            self._is_reader_idle = False
         return future
 
     def write(self, work: Callable[[], T], wait_s: float = 0.0, stalled_s: float = inf) -> Future[T] | None:
         """Queue a write. While the queue is full, callers wait, the first come first. None: there was no room for
         `wait_s`, or no write left the queue for `stalled_s`."""
-        with self._changed:
+        with self._lock:
             if not self._has_room(wait_s, stalled_s):
                 return None
             self._count += 1
@@ -70,7 +76,7 @@ class JobQueue:
             if not self._writes:
                 self._moved_at = time.monotonic()
             self._writes.append(_Job(future, work))
-            self._changed.notify_all()
+            self._for_workers.notify()
         future.add_done_callback(lambda _: self._finished(number))
         return future
 
@@ -101,7 +107,7 @@ class JobQueue:
         return len(self._reads), len(self._writes)
 
     def _finished(self, number: int) -> None:
-        with self._changed:
+        with self._lock:
             self._unfinished.pop(number, None)
             self._changed.notify_all()
 
@@ -112,18 +118,23 @@ class JobQueue:
             del job  # drops the blobs while the thread waits for its next job
 
     def _next(self, only_reads: bool) -> _Job | None:
-        with self._changed:
-            while True:
-                may_write = bool(self._writes) and not only_reads
-                if self._reads and not (may_write and self._is_overdue(self._writes[0])):
-                    return self._reads.popleft()
-                if may_write:
-                    self._moved_at = time.monotonic()
-                    self._changed.notify_all()
-                    return self._writes.popleft()
-                if self._closed:
-                    return None
-                self._changed.wait()
+        with self._lock:
+            while (job := self._take(only_reads)) is None and not self._closed:
+                self._is_reader_idle |= only_reads
+                (self._for_reader if only_reads else self._for_workers).wait()
+            if self._reads or self._writes:  # this thread may have been woken for another job than it took
+                self._for_workers.notify()
+            return job
+
+    def _take(self, only_reads: bool) -> _Job | None:
+        may_write = bool(self._writes) and not only_reads
+        if self._reads and not (may_write and self._is_overdue(self._writes[0])):
+            return self._reads.popleft()
+        if not may_write:
+            return None
+        self._moved_at = time.monotonic()
+        self._changed.notify_all()
+        return self._writes.popleft()
 
     @staticmethod
     def _is_overdue(write: _Job) -> bool:
@@ -132,16 +143,17 @@ class JobQueue:
     def drain(self, wait_s: float) -> bool:
         """Wait until every write queued before this call was tried; returns whether it was. Later writes are not
         waited for."""
-        with self._changed:
+        with self._lock:
             last = self._count
             return self._changed.wait_for(lambda: next(iter(self._unfinished), last + 1) > last, wait_s)
 
     def close(self, wait_s: float) -> bool:
         """Finish queued jobs and end the threads; returns whether all ended in time."""
         until = time.monotonic() + wait_s
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            for each in (self._changed, self._for_reader, self._for_workers):
+                each.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)

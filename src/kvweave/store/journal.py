@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import mul
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +25,9 @@ from kvweave.store.files import failure
 from kvweave.store.keys import KEY_BYTES
 
 RECORD = np.dtype([("key", f"V{KEY_BYTES}"), ("start", "<u8"), ("length", "<u4"), ("check", "<u4")])
+PLACE, WORDS = struct.Struct("<QI"), struct.Struct("<15I")
+FACTORS, MASK = tuple(0x9E3779B1 * odd & 0xFFFFFFFF for odd in range(1, 30, 2)), 0x6B767765
+"""Of the words before its check, by which a record's check is made."""
 MAGIC = b"kvweave journal 2\n".ljust(RECORD.itemsize, b"\0")
 OTHER_VERSION = re.compile(rb"kvweave journal \d+\n\0*")
 MOST_BYTES = 2**32 - 1
@@ -110,13 +115,13 @@ class FileJournal:
     def added(self, key: bytes, start: int, length: int) -> None:
         if length > MOST_BYTES:
             raise TierError(f"{self._path}: a blob of {length} bytes, {MOST_BYTES} at most; take smaller chunks")
-        self._append(packed([key], np.array([start]), np.array([length])))
+        self._append(packed_one(key, start, length))
         self._live += 1
 
     def removed(self, keys: Sequence[bytes]) -> None:
         if keys:
             nothing = np.zeros(len(keys), np.int64)
-            self._append(packed(keys, nothing, nothing))
+            self._append(packed_one(keys[0], 0, 0) if len(keys) == 1 else packed(keys, nothing, nothing).tobytes())
             self._live -= len(keys)
 
     @property
@@ -135,17 +140,17 @@ class FileJournal:
         except OSError as error:
             raise failure(str(self._path), error) from error
 
-    def _append(self, records: NDArray[np.void]) -> None:
+    def _append(self, records: bytes) -> None:
         try:
-            written = os.write(self._fd, records.tobytes())
+            written = os.write(self._fd, records)
         except OSError as error:
             raise failure(str(self._path), error) from error
         # a full disk took a part of a record: truncate it, so that the next record is aligned
         if written % RECORD.itemsize:
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written % RECORD.itemsize)
-        if written < records.nbytes:
+        if written < len(records):
             raise failure(str(self._path), OSError(28, "No space left on device"))
-        self._records += len(records)
+        self._records += len(records) // RECORD.itemsize
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -169,6 +174,12 @@ def packed(keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np
 def checks(records: NDArray[np.void]) -> NDArray[np.uint32]:
     """A weighted sum of a record's words, each with an odd factor: any one damaged word changes it."""
     words = records.view("<u4").reshape(len(records), RECORD.itemsize // 4)[:, :-1]
-    factors = np.arange(1, 2 * words.shape[1], 2, dtype=np.uint32) * np.uint32(0x9E3779B1)
-    sums: NDArray[np.uint32] = (words * factors).sum(axis=1, dtype=np.uint32)
-    return sums ^ np.uint32(0x6B767765)
+    sums: NDArray[np.uint32] = (words * np.array(FACTORS, np.uint32)).sum(axis=1, dtype=np.uint32)
+    return sums ^ np.uint32(MASK)
+
+
+def packed_one(key: bytes, start: int, length: int) -> bytes:
+    """As `packed`, for one entry: without arrays, which take ten times as long."""
+    body = key + PLACE.pack(start, length)
+    check: int = sum(map(mul, WORDS.unpack(body), FACTORS)) & 0xFFFFFFFF ^ MASK
+    return body + check.to_bytes(4, "little")

@@ -69,6 +69,18 @@ class ShardGroup:
         return pieces.reshape(-1, 2)
 
 
+Use = tuple[NDArray[np.int64], bool]
+"""Pieces as numbers chunk x shards + shard, in order, and whether a hit needs them."""
+
+
+def uses(groups: Sequence[ShardGroup], present: NDArray[np.bool_], pieces: NDArray[np.int64]) -> tuple[Use, Use]:
+    """What a lookup uses whose hit needs these pieces: first what it only refreshes."""
+    flags = np.zeros_like(present)
+    flags[pieces[:, 0], pieces[:, 1]] = True
+    needed = np.flatnonzero(flags.T)
+    return (refreshed(groups, present, needed), False), (needed, True)
+
+
 def refreshed(groups: Sequence[ShardGroup], present: NDArray[np.bool_], needed: NDArray[np.int64]) -> NDArray[np.int64]:
     """What a lookup refreshes beside what its hit needs (`needed`), as numbers chunk x shards + shard: with windows,
     all that is there but states. (Windows at other points of a path cost no more than their rows, and other prompts

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from kvweave.store.base_store import GATHER_BYTES, BaseStore, discard
 from kvweave.store.batches import batches
-from kvweave.store.blob import BlobCheck, header_bytes, owned_payload, seal
+from kvweave.store.blob import BlobCheck, flat_payload, header_bytes, owned_payload, seal
 from kvweave.store.keys import Bytes, HashedPrompt
 from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Gather, Source
 from kvweave.store.removals import RemovalLog, Removals
 from kvweave.store.results import GatheredSave, Saved, SaveOutcome, StoreStats
-from kvweave.store.shard_group import refreshed
+from kvweave.store.shard_group import uses
 from kvweave.store.shards import Schema
 from kvweave.store.ticket import VALID_S, TicketContent, write_ticket
 from kvweave.store.tier import Blob
@@ -76,6 +76,7 @@ class Store(BaseStore[Hit]):
         return self._lookup(prompt, Budget.of(budget_s))
 
     def _lookup(self, prompt: HashedPrompt, budget: Budget) -> Hit:
+        self._check(prompt)
         with self._latency["lookup"].timed():
             keys = prompt.keys(self.schema.ids)
             where = self.tier_stack.where(keys, budget)
@@ -90,9 +91,7 @@ class Store(BaseStore[Hit]):
 
     def _touch(self, hit: Hit) -> None:
         """Tell the tiers what a hit uses, earlier chunks as worth more."""
-        shards, chunks = self._needed(hit)
-        needed = np.sort(chunks * len(self.schema.shards) + shards)
-        for used, is_hit in ((refreshed(self.schema.groups, hit.present, needed), False), (needed, True)):
+        for used, is_hit in uses(self.schema.groups, hit.present, np.stack(self._needed(hit), 1)):
             self.tier_stack.touch([*map(hit.keys.__getitem__, used.tolist())], is_hit=is_hit)
 
     def _lookup_all(
@@ -196,7 +195,8 @@ class Store(BaseStore[Hit]):
                 payloads = source.payloads(shards[number], chunks)
                 found |= {(number, chunk): payload for chunk, payload in zip(chunks, payloads, strict=True)}
         else:
-            found = {(shard, chunk): owned_payload(source(shards[shard], chunk)) for shard, chunk, _ in batch}
+            for number, chunk, _ in batch:
+                found[number, chunk] = owned_payload(flat_payload(shards[number], source(shards[number], chunk)))
         return [seal(shards[shard], chunk, key, found[shard, chunk]) for shard, chunk, key in batch]
 
     def _put(self, batch: Sequence[_Piece], blobs: Sequence[Blob], budget: Budget) -> list[ChunkRef]:

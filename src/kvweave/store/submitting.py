@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.errors import StoreError
 from kvweave.operation import AnyOperation, Completions
 from kvweave.store.forking import register_after_fork
 from kvweave.store.histogram import Histogram
@@ -162,7 +163,19 @@ class SubmittingStore(ABC, Generic[Found]):
         self._operations.after_fork()
 
     def _shard_numbers(self, shards: Sequence[int] | None) -> Sequence[int]:
-        return range(len(self.schema.shards)) if shards is None else shards
+        """Raises `StoreError` for a number that no shard has: what is not read would pass for loaded."""
+        count = len(self.schema.shards)
+        if shards is not None and any(not 0 <= number < count for number in shards):
+            raise StoreError(f"shards {sorted(shards)}: this store's are 0 to {count - 1}")
+        return range(count) if shards is None else shards
+
+    def _check(self, prompt: HashedPrompt) -> None:
+        """Raises `StoreError` if a prompt was not hashed for this store."""
+        theirs, own = prompt.chunk_tokens, self.schema.chunk_tokens
+        if theirs != own:
+            raise StoreError(
+                f"the prompt is hashed in chunks of {theirs} tokens, the store has {own}: hash it with `store.prompt`"
+            )
 
     # ---- run in these threads
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ class Budget:
 
     @classmethod
     def of(cls, seconds: float | None) -> Budget:
-        return cls(None if seconds is None else time.monotonic() + seconds)
+        return cls(None if seconds is None or seconds == inf else time.monotonic() + seconds)
 
     @property
     def left_s(self) -> float | None:
