@@ -277,6 +277,59 @@ def test_copies_that_nobody_took_over_make_the_next_call_an_error() -> None:
     list(cache.commit(again))
 
 
+def test_a_sequence_closed_before_its_copies_were_taken_over_leaves_neither_its_row_nor_unfilled_states() -> None:
+    cache = hybrid()
+    engine = Engine(cache)
+    first = cache.open(range(20))
+    step(cache, engine, first, 16)
+    children, copies = cache.fork(first, 2)
+    assert len(copies)
+    cache.close(children[0])
+    other = cache.open(range(50, 60))
+    step(cache, engine, other, 3)
+    engine.carry_out(copies)  # those of the other child
+    step(cache, engine, children[1], 1)
+    for sequence in (first, other, children[1]):
+        cache.close(sequence)
+    check_books(cache)
+
+
+def test_a_state_that_was_never_copied_is_not_found() -> None:
+    cache = hybrid()
+    sequence = cache.open(range(20))
+    assert sequence.stop == 16
+    assert not list(cache.extend(sequence, 16))
+    assert len(cache.commit(sequence))
+    cache.close(sequence)
+    assert cache.lookup(range(20)) == 0
+    check_books(cache)
+
+
+# ---- numbers of tokens
+
+
+def test_numbers_of_tokens_may_be_numpys_and_must_be_whole() -> None:
+    cache = Cache(full_plan())
+    pair = [cache.open(range(20)), cache.open(range(30, 50))]
+    cache.extend(pair[0], np.int64(3))
+    cache.extend(pair, np.int32(2))
+    assert [sequence.length for sequence in pair] == [5, 2]
+    cache.commit(pair, np.array([4, 1], np.uint8))
+    cache.accept(pair[0], np.int64(4))
+    assert [(sequence.length, sequence.committed) for sequence in pair] == [(4, 4), (2, 1)]
+    for wrong in (2.0, [2.5, 1], "2", None):
+        with pytest.raises(BadSequence, match="whole numbers of tokens"):
+            cache.extend(pair, wrong)  # type: ignore[arg-type]
+        with pytest.raises(BadSequence, match="whole numbers of tokens"):
+            cache.accept(pair, wrong)
+    for shape in ([4, 2, 2], [[4, 2]], [4]):
+        with pytest.raises(BadSequence, match="lengths of the shape"):
+            cache.commit(pair, shape)
+    with pytest.raises(BadSequence, match="extended by 0 tokens"):
+        cache.can_extend(pair, 0)
+    assert [(sequence.length, sequence.committed) for sequence in pair] == [(4, 4), (2, 1)]
+
+
 # ---- waiting
 
 

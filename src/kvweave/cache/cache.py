@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
+from operator import index
 from threading import get_ident
+from typing import Any
 
 import numpy as np
 
@@ -138,11 +140,12 @@ class Cache(SequenceOwner):
         prompt = self._prompt(tokens, spans)
         if drop_last_blocks < 0:
             raise BadSequence(f"drop_last_blocks must be at least 0, got {drop_last_blocks}")
+        given = None if points is None else [index(position) for position in points]
+        expected = [index(position) // self.grid * self.grid for position in branches]
         state = self.state
         sequence = Sequence(self, -1, prompt, namespace, priority, state.prefix.tree.root(namespace))
         sequence.drop_last_blocks = drop_last_blocks
-        sequence.given_points = None if points is None else list(points)
-        sequence.expected_branches = [position // self.grid * self.grid for position in branches]
+        sequence.given_points, sequence.expected_branches = given, expected
         self._loader.open(sequence, prompt, self._match(namespace, prompt) if reuse else None)
         self._publisher.stand(sequence)
         self._requests += 1
@@ -213,7 +216,7 @@ class Cache(SequenceOwner):
     def extend(
         self,
         sequences: Sequences,
-        n: int | SequenceOf[int] | Counts = 1,
+        n: int | np.integer[Any] | SequenceOf[int] | Counts = 1,
         *,
         tokens: object = None,
         lookahead: int = 0,
@@ -229,7 +232,7 @@ class Cache(SequenceOwner):
         number of steps may be prepared before the first is committed. Returns the copies to be made before the step.
         """
         rows, chosen = self._rows(sequences)
-        counts = n if isinstance(n, int) else np.asarray(n, np.int64)
+        counts = n if isinstance(n, int) else _whole(n)
         least = counts if isinstance(counts, int) else int(counts.min()) if counts.shape == rows.shape else 0
         if least < 1 or lookahead < 0 or not 0 <= drafts <= min(least, self.state.max_drafts):
             raise BadSequence(
@@ -248,6 +251,8 @@ class Cache(SequenceOwner):
     def can_extend(self, sequences: Sequences, n: int) -> bool:
         """Whether `extend` would find room for `n` more tokens of each sequence now; changes nothing. Where windows are
         short of pages, fewer tokens a step need fewer."""
+        if n < 1:
+            raise BadSequence(f"no sequence is extended by {n} tokens")
         return self._steps.can_extend(*self._rows(sequences, check_copies=False), n)
 
     def commit(
@@ -291,7 +296,11 @@ class Cache(SequenceOwner):
         self.state.tokens.tell(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()), True)
 
     def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
-        until = np.broadcast_to(np.asarray(lengths, np.int64), rows.shape)
+        until = _whole(lengths)
+        if isinstance(until, int):
+            until = np.full(len(rows), until)
+        elif until.shape != rows.shape:
+            raise BadSequence(f"lengths of the shape {until.shape} for {len(rows)} sequences: one number, or one each")
         counters = self.state.counters
         bad = (until < counters.committed[rows]) | (until > counters.lengths[rows])
         if bad.any():
@@ -353,7 +362,9 @@ class Cache(SequenceOwner):
         freed. Opened again with its tokens, it resumes from what it left."""
         self._rows(sequence, check_copies=False)
         state = self.state
-        if keep and not self._is_outstanding(sequence.rows):
+        if self._is_outstanding(sequence.rows):
+            self._drop_copies(sequence)
+        elif keep:
             self._snapshots.donate_live(sequence)
             self._publisher.publish(sequence)
         self._publisher.leave(sequence)
@@ -499,9 +510,27 @@ class Cache(SequenceOwner):
 
     def _is_outstanding(self, rows: Rows) -> bool:
         """Whether copies of some row were handed out and never taken over."""
-        self._outstanding = [copies for copies in self._outstanding if not copies.taken]
-        return any(not copies.rows.isdisjoint(rows.tolist()) for copies in self._outstanding)
+        self._outstanding = [copies for copies in self._outstanding if copies and not copies.taken]
+        return any(copies.concern(rows.tolist()) for copies in self._outstanding)
+
+    def _drop_copies(self, sequence: Sequence) -> None:
+        """A sequence is closed whose copies nobody took over: nobody may find states that they should have filled."""
+        never = set[tuple[str, int]]()
+        for copies in self._outstanding:
+            never |= copies.drop(sequence.row)
+        for node in sequence.node.path():
+            for point in list(node.points):
+                if not point.pins and not never.isdisjoint(zip(self.state_tags, point.states)):
+                    self.state.prefix.drop_point(point)
 
     def _check_thread(self) -> None:
         if get_ident() != self._owner:
             raise WrongThread(f"this cache belongs to thread {self._owner}, called from {get_ident()}")
+
+
+def _whole(numbers: object) -> Counts | int:
+    """One whole number, or an array of them."""
+    array = np.asarray(numbers)
+    if array.dtype.kind not in "iu":
+        raise BadSequence(f"whole numbers of tokens are needed, one or one for each sequence, got {numbers!r}")
+    return array.astype(np.int64, copy=False) if array.ndim else int(array)
