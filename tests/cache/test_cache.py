@@ -29,7 +29,7 @@ from kvweave.errors import (
 )
 from kvweave.plan import Parallel, PoolRequest, make_plan
 from kvweave.pool import NULL
-from kvweave.prefix import POLICIES, EvictionCandidate, Kind, Node, Retention, Spacing, Span
+from kvweave.prefix import POLICIES, Event, EvictionCandidate, Kind, Node, Replica, Retention, Spacing, Span
 from kvweave.prefix.held_points import PATIENCE
 from kvweave.spec import Chunk, Full, Layer, ModelSpec, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
@@ -420,6 +420,18 @@ def test_the_slots_of_a_context_parallel_rank_are_inside_its_pages() -> None:
     others = [-1] * 4
     expected = [*others, *range(first * 4, first * 4 + 4), *others, *range(second * 4, second * 4 + 4)]
     assert cache.slots(sequence, "full", 0).tolist() == expected
+
+
+def test_a_pipeline_stage_without_the_layers_of_a_window_goes_on_from_anywhere() -> None:
+    events: list[Event] = []
+    stage = Parallel(pp=2, pp_rank=0)
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), parallel=stage), on_event=events.append)
+    run(cache, range(40))
+    replica = Replica(cache.plan)
+    replica.apply(events)
+    for length in range(1, 45):
+        prompt = [*range(length), 99]
+        assert cache.lookup(prompt) == replica.hit(prompt) == min(length, 40) // 4 * 4
 
 
 def test_kernel_blocks_stay_in_step_with_pages() -> None:

@@ -348,6 +348,29 @@ def test_a_twin_that_waits_finds_what_the_first_has_committed_meanwhile() -> Non
     check_books(cache)
 
 
+def test_no_sequence_gets_longer_than_the_cache_was_made_for() -> None:
+    cache = Cache(full_plan(blocks=4), max_tokens=10)
+    cache.check_fits(10)
+    alone, pair = cache.open(range(9)), [cache.open(range(20, 29)), cache.open(range(30, 39))]
+    cache.extend([alone, *pair], 9)
+    cache.extend([alone, *pair], 1)
+    for sequences in (alone, pair):
+        with pytest.raises(NeverFits, match="11 tokens are more than the 10"):
+            cache.extend(sequences, 1)
+        assert not cache.can_extend(sequences, 1)
+
+
+def test_more_than_the_cache_was_made_for_is_not_loaded() -> None:
+    cache = hybrid(max_tokens=18)
+    sequence = cache.open(range(100))
+    before = cache.stats()
+    with pytest.raises(NeverFits, match="64 tokens are more than the 18"):
+        cache.load_to(sequence, 64)
+    assert cache.stats() == before
+    cache.load_to(sequence, 16)
+    check_books(cache)
+
+
 def test_whether_a_prompt_can_ever_fit_is_known_before_its_first_chunk() -> None:
     cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), pages=11))
     cache.check_fits(40)
