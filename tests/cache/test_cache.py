@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import sys
 import threading
@@ -15,7 +14,6 @@ import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
 from kvweave.cache.sequence import FIELDS
-from kvweave.cache.stats import InfiniteCache
 from kvweave.errors import (
     BadOption,
     BadSequence,
@@ -480,15 +478,14 @@ def test_ids_are_handed_to_a_few_sequences_at_a_time() -> None:
         assert sequence.tokens.tolist() == [i, *range(i, i + 600)]
 
 
-def test_stats_tell_hits_and_what_an_infinite_cache_would_have_hit() -> None:
-    cache = Cache(full_plan(pages=6), track_infinite=True)
+def test_stats_tell_requests_and_hits() -> None:
+    cache = Cache(full_plan(pages=6))
     run(cache, [1] * 16)
     run(cache, [2] * 16)
     run(cache, [1] * 16)
     stats = cache.stats()
     assert (stats.requests, stats.prompt_tokens) == (3, 48)
     assert stats.hit_tokens < 12
-    assert stats.infinite_tokens == 12
 
 
 def test_bad_input_is_named_and_changes_nothing() -> None:
@@ -1622,20 +1619,6 @@ def test_a_sequence_whose_copies_were_never_made_leaves_nothing() -> None:
     cache.close(sequence)
     assert cache.lookup(range(40)) == 0
     check_books(cache)
-
-
-def test_an_infinite_cache_keeps_few_arrays() -> None:
-    infinite = InfiniteCache(grid=4)
-    for i in range(100):
-        infinite.see(np.array([i], np.uint64), 4)
-        lengths = [len(array) for array in infinite._sorted]
-        assert all(upper >= 2 * lower for upper, lower in itertools.pairwise(lengths))
-    infinite.see(np.array([7, 200], np.uint64), 7)
-    infinite.see(np.array([8], np.uint64), 3)
-    assert infinite.hit_tokens == 4
-
-
-# ---- long paths
 
 
 def test_a_long_path_is_joined_but_for_branches_and_holders() -> None:

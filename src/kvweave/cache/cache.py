@@ -33,13 +33,12 @@ from kvweave.cache.room import StepOptions
 from kvweave.cache.sequence import Batch, Pin, Rows, Sequence, SequenceOwner, Sequences
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
-from kvweave.cache.stats import InfiniteCache, Stats, group_stats, pool_stats
+from kvweave.cache.stats import Stats, group_stats, pool_stats
 from kvweave.cache.steps import Steps
 from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NotSettled, UnknownName, WrongThread
 from kvweave.plan import Plan
 from kvweave.pool import Ids
 from kvweave.prefix import POLICIES, ContentTokens, Event, Policy, Retention, Spacing, Span, Tokens, as_tokens
-from kvweave.prefix.ghosts import prefix_sums
 from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, Counts, spread
 
@@ -54,7 +53,7 @@ class Cache(SequenceOwner):
     must leave the share `admission_reserve` of each pool free or evictable, for those that run. Tables have `rows` rows
     of `max_tokens` tokens and keep their addresses (memory is touched where it is used); more sequences than `rows`
     make them move. A step may have `max_drafts` tokens that can be rejected. `on_event` is told of every change of what
-    can be hit; `track_infinite` counts what an infinite cache would have hit, in 8 bytes a block ever seen.
+    can be hit.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Cache(SequenceOwner):
         max_tokens: int = 1_048_576,
         max_drafts: int = 15,
         on_event: Callable[[Event], None] | None = None,
-        track_infinite: bool = False,
     ) -> None:
         if isinstance(policy, str) and policy not in POLICIES:
             raise UnknownName("policy", policy, POLICIES)
@@ -89,7 +87,6 @@ class Cache(SequenceOwner):
         self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher, self._forks)
         self._loader = Loader(self.state, self._allocator, self._snapshots)
         self._contents = ContentTokens(on_event)
-        self._infinite = InfiniteCache(self.state.grid) if track_infinite else None
         self._requests = self._prompt_tokens = self._hit_tokens = 0
         self._outstanding: list[Copies] = []
         self._tables = {table.tag: table for table in self.state.tables}
@@ -152,8 +149,6 @@ class Cache(SequenceOwner):
         self._prompt_tokens += len(prompt)
         self._hit_tokens += sequence.num_cached
         state.prefix.order.on_open(namespace, prompt, sequence.num_cached)
-        if self._infinite is not None:
-            self._infinite.see(prefix_sums(prompt, namespace, self.grid), len(prompt) - 1)
         return sequence
 
     def _prompt(self, tokens: object, spans: SequenceOf[Span]) -> Tokens:
@@ -464,7 +459,6 @@ class Cache(SequenceOwner):
             self._requests,
             self._prompt_tokens,
             self._hit_tokens,
-            self._infinite.hit_tokens if self._infinite else None,
             sum(pages.num_evicted for pages in state.pages),
         )
 
