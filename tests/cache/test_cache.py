@@ -1621,6 +1621,23 @@ def test_a_sequence_whose_copies_were_never_made_leaves_nothing() -> None:
     check_books(cache)
 
 
+def test_a_hit_far_down_a_window_looks_no_further_up_than_to_the_last_point() -> None:
+    asked: list[int] = []
+
+    class CountedWindow(Window):
+        def tail(self, position: Any) -> Any:
+            asked.append(np.size(position))
+            return super().tail(position)
+
+    cache = Cache(plan_of(group("full", Full()), group("window", CountedWindow(6)), pages=400))
+    prompt = list(range(1200))
+    for end in range(100, 1201, 100):  # turns of a chat
+        run(cache, prompt[:end])
+    asked.clear()
+    assert cache.lookup([*prompt[:1150], 7]) == 1100
+    assert sum(asked) < 100
+
+
 def test_a_long_path_is_joined_but_for_branches_and_holders() -> None:
     for more in ((), (group("window", Window(6)),), (group("state", State()),)):
         cache = Cache(plan_of(group("full", Full()), *more, pages=400))

@@ -104,24 +104,29 @@ class Tree:
         on; `low` if none.
 
         Full attention can go on from anywhere, and so can windows without pages here, states only from points. Windows
-        can from points, and from wherever the pages kept for neighbouring points happen to suffice.
+        can from points, and from wherever behind the last one the pages kept for its neighbours happen to suffice.
         """
         limit = limit // self.grid * self.grid
         if limit <= low or not (self.states or self._windows):
             return max(low, limit)
-        at: Node | None = node
-        while at is not None and at.end > low and (self.states or at.end >= limit):
-            for point in reversed(at.points):
-                if point.position <= limit and (self.states or point.position == limit):
-                    return max(low, point.position)
-            at = at.parent
-        if self.states:
+        low = self._last_point(node, limit, low)
+        if self.states or low == limit:
             return low
         if self._has_windows_of(node, limit):
             return limit
         positions = np.arange(low // self.grid + 1, limit // self.grid + 1) * self.grid
         present = [self._present(group, node, int(positions[0]), limit) for group in self._windows]
         return joint_hit(present, self.grid, limit, positions) or low
+
+    def _last_point(self, node: Node, limit: int, low: int) -> int:
+        """The last point in (low, limit] on the path down to a node; `low` if none."""
+        at: Node | None = node
+        while at is not None and at.end > low:
+            for point in reversed(at.points):
+                if point.position <= limit:
+                    return max(low, point.position)
+            at = at.parent
+        return low
 
     def runs(self, group: PagedGroup, node: Node, low: int, high: int) -> list[PageRun]:
         """The pages of the blocks [low, high) on the path down to `node`, from the lowest node up."""
