@@ -84,7 +84,9 @@ class BlockTable:
         if len(rows) == 1:
             self.write(int(rows[0]), int(slots[0]), pages)
             return
-        self.write_many(*spread(rows, slots, counts), pages)
+        if len(pages) != len(rows) or counts[counts.argmax()] != 1:
+            rows, slots = spread(rows, slots, counts)
+        self.write_many(rows, slots, pages)
 
     def write_many(self, rows: Counts, slots: Counts, pages: Ids) -> None:
         """One page for each (row, slot)."""
@@ -131,10 +133,8 @@ class BlockTable:
 
 def spread(rows: Counts, first: Counts, counts: Counts) -> tuple[Counts, Counts]:
     """Each (row, number) of the numbers [first, first + count) of rows."""
-    total = int(np.add.reduce(counts))
-    if total == len(rows) and not np.count_nonzero(counts != 1):
-        return rows, first
-    return np.repeat(rows, counts), np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(total)
+    numbers = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+    return np.repeat(rows, counts), numbers
 
 
 def _with_rows(table: Ids, count: int, used: int) -> Ids:
