@@ -273,6 +273,22 @@ def test_sequences_of_one_length_leave_their_states_in_different_steps() -> None
     assert sum(copied) == 64 * 3
 
 
+@pytest.mark.parametrize(("row", "wanted"), [(0, 16), (1, 12)])
+def test_a_state_that_drafts_passed_is_still_wanted_when_they_are_rejected(row: int, wanted: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=0, decode_every=8))
+    pair = [cache.open([row, 1, 2, 3]) for row in range(2)]
+    for sequence in pair:
+        while sequence.length < wanted - 2:
+            list(cache.extend(sequence, 1, tokens=None if sequence.length < 4 else [7]))
+            list(cache.commit(sequence))
+    list(cache.extend(pair[row], 3, tokens=[7, 8, 9], drafts=2))
+    cache.accept(pair, [s.length - (s.row == row) * 2 for s in pair])
+    list(cache.commit(pair[row]))
+    assert pair[row].length == wanted - 1
+    list(cache.extend(pair[row], 1, tokens=[7]))
+    assert [copy.tag for copy in cache.commit(pair[row])] == ["state"]
+
+
 # ---- copies
 
 
