@@ -60,7 +60,6 @@ class CacheState:
         unit = math.lcm(self.grid, retention.unit)
         self.phase_tokens = self.grid if self.decode_every % unit else unit
         """States of the next row are snapshotted so many tokens earlier: few of a batch in the same step."""
-        self.num_phases = self.decode_every // self.phase_tokens
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(self.counters, rows)
         self.by_row: dict[int, Sequence] = {}
@@ -197,7 +196,7 @@ class CacheState:
 
     def last_decoded(self, row: int, position: int) -> int:
         """The last position up to `position` at which a state is snapshotted while a row generates."""
-        phase = (row + row // self.num_phases) * self.phase_tokens % self.decode_every
+        phase = row * self.phase_tokens % self.decode_every
         return (position + phase) // self.decode_every * self.decode_every - phase
 
     def num_shareable(self, sequence: Sequence) -> int:

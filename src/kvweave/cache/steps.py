@@ -231,7 +231,7 @@ class Steps:
         if np.count_nonzero(drafted):
             self.snapshots.choose(rows[drafted], (before - lengths)[drafted])
         if state.states:  # rows that go back over a position whose state is wanted, one by one
-            every, phase = state.decode_every, (rows + rows // state.num_phases) * state.phase_tokens
+            every, phase = state.decode_every, rows * state.phase_tokens
             passes = (before + phase) // every != (lengths + phase) // every
             back = (lengths < before) & ((lengths < prompts) | passes)
             for i in np.flatnonzero(back).tolist():
