@@ -23,7 +23,7 @@ class Snapshots:
     def positions(self, sequence: Sequence, start: int, end: int, on_the_way: bool) -> list[int]:
         """Which states the step over [start, end) should leave: all that are wanted, or only that at its end."""
         wanted = sequence.points_in(start, end)
-        last = self.state.last_decoded(sequence.row, end)
+        last = end // self.state.decode_every * self.state.decode_every
         if last > (wanted[-1] if wanted else start):
             wanted.append(last)
         return [point for point in wanted if on_the_way or point == end]

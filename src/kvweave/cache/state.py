@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -57,9 +56,6 @@ class CacheState:
         self.sparse_spacing = retention.sparse_spacing(plan, self.grid)
         self.moves = WindowMoves(self.windows, self.grid)
         self.decode_every = -(-retention.decode_every // self.grid) * self.grid
-        unit = math.lcm(self.grid, retention.unit)
-        self.phase_tokens = self.grid if self.decode_every % unit else unit
-        """States of the next row are snapshotted so many tokens earlier: few of a batch in the same step."""
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(self.counters, rows)
         self.by_row: dict[int, Sequence] = {}
@@ -192,12 +188,9 @@ class CacheState:
     def next_wanted(self, sequence: Sequence, position: int) -> int:
         """The first position after `position` whose state is wanted: in the prompt, then now and again."""
         wanted = sequence.next_point(position)
-        return wanted if wanted < NEVER else self.last_decoded(sequence.row, position) + self.decode_every
-
-    def last_decoded(self, row: int, position: int) -> int:
-        """The last position up to `position` at which a state is snapshotted while a row generates."""
-        phase = row * self.phase_tokens % self.decode_every
-        return (position + phase) // self.decode_every * self.decode_every - phase
+        if wanted < NEVER:
+            return wanted
+        return position // self.decode_every * self.decode_every + self.decode_every
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Tokens of a sequence that others may find: written, not private, and their ids known."""

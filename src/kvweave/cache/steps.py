@@ -231,9 +231,8 @@ class Steps:
         if np.count_nonzero(drafted):
             self.snapshots.choose(rows[drafted], (before - lengths)[drafted])
         if state.states:  # rows that go back over a position whose state is wanted, one by one
-            every, phase = state.decode_every, rows * state.phase_tokens
-            passes = (before + phase) // every != (lengths + phase) // every
-            back = (lengths < before) & ((lengths < prompts) | passes)
+            every = state.decode_every
+            back = (lengths < before) & ((lengths < prompts) | (before // every != lengths // every))
             for i in np.flatnonzero(back).tolist():
                 self.forks.cut(sequences[i], int(lengths[i]))
         counters.lengths[rows] = lengths
