@@ -192,7 +192,8 @@ class Life:
     # ---- filling
 
     def is_full(self) -> bool:
-        return all(pool.free_superpages <= 8 for pool in self.cache.stats().pools)
+        """Requests evict: what is free then is less than one of them takes, and seldom nothing."""
+        return all(pool.free_superpages <= 2 * BLOCK for pool in self.cache.stats().pools)
 
     def fill(self, until: Callable[[], bool]) -> None:
         while not until():

@@ -29,7 +29,8 @@ assert kvweave.__file__.startswith(sys.argv[1]), f"{kvweave.__file__} is not the
 for seed in range(320):
     Life(seed).run(80)
 """
-CORE = ("tests/cache/test_cache.py", "tests/cache/test_window_moves.py", "tests/pool", "tests/table", "tests/prefix")
+CACHE = tuple(f"tests/cache/test_{name}.py" for name in ("cache", "steps", "window_moves"))
+CORE = (*CACHE, "tests/pool", "tests/table", "tests/prefix")
 SERVER_FILES = (
     "leases shares pins protocol requests tiers operations deadlines small_promises inbox capacity staged"
     " save_operation"

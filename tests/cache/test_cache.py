@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import sys
 import threading
@@ -15,7 +14,6 @@ import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
 from kvweave.cache.sequence import FIELDS
-from kvweave.cache.stats import InfiniteCache
 from kvweave.errors import (
     BadOption,
     BadSequence,
@@ -29,7 +27,7 @@ from kvweave.errors import (
 )
 from kvweave.plan import Parallel, PoolRequest, make_plan
 from kvweave.pool import NULL
-from kvweave.prefix import POLICIES, EvictionCandidate, Kind, Node, Retention, Spacing, Span
+from kvweave.prefix import POLICIES, Event, EvictionCandidate, Kind, Node, Replica, Retention, Spacing, Span
 from kvweave.prefix.held_points import PATIENCE
 from kvweave.spec import Chunk, Full, Layer, ModelSpec, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
@@ -422,6 +420,18 @@ def test_the_slots_of_a_context_parallel_rank_are_inside_its_pages() -> None:
     assert cache.slots(sequence, "full", 0).tolist() == expected
 
 
+def test_a_pipeline_stage_without_the_layers_of_a_window_goes_on_from_anywhere() -> None:
+    events: list[Event] = []
+    stage = Parallel(pp=2, pp_rank=0)
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), parallel=stage), on_event=events.append)
+    run(cache, range(40))
+    replica = Replica(cache.plan)
+    replica.apply(events)
+    for length in range(1, 45):
+        prompt = [*range(length), 99]
+        assert cache.lookup(prompt) == replica.hit(prompt) == min(length, 40) // 4 * 4
+
+
 def test_kernel_blocks_stay_in_step_with_pages() -> None:
     cache = Cache(plan_of(group("full", Full()), blocks=8, kernel_tokens=2))
     sequence = cache.open(range(20))
@@ -468,15 +478,14 @@ def test_ids_are_handed_to_a_few_sequences_at_a_time() -> None:
         assert sequence.tokens.tolist() == [i, *range(i, i + 600)]
 
 
-def test_stats_tell_hits_and_what_an_infinite_cache_would_have_hit() -> None:
-    cache = Cache(full_plan(pages=6), track_infinite=True)
+def test_stats_tell_requests_and_hits() -> None:
+    cache = Cache(full_plan(pages=6))
     run(cache, [1] * 16)
     run(cache, [2] * 16)
     run(cache, [1] * 16)
     stats = cache.stats()
     assert (stats.requests, stats.prompt_tokens) == (3, 48)
     assert stats.hit_tokens < 12
-    assert stats.infinite_tokens == 12
 
 
 def test_bad_input_is_named_and_changes_nothing() -> None:
@@ -1612,18 +1621,21 @@ def test_a_sequence_whose_copies_were_never_made_leaves_nothing() -> None:
     check_books(cache)
 
 
-def test_an_infinite_cache_keeps_few_arrays() -> None:
-    infinite = InfiniteCache(grid=4)
-    for i in range(100):
-        infinite.see(np.array([i], np.uint64), 4)
-        lengths = [len(array) for array in infinite._sorted]
-        assert all(upper >= 2 * lower for upper, lower in itertools.pairwise(lengths))
-    infinite.see(np.array([7, 200], np.uint64), 7)
-    infinite.see(np.array([8], np.uint64), 3)
-    assert infinite.hit_tokens == 4
+def test_a_hit_far_down_a_window_looks_no_further_up_than_to_the_last_point() -> None:
+    asked: list[int] = []
 
+    class CountedWindow(Window):
+        def tail(self, position: Any) -> Any:
+            asked.append(np.size(position))
+            return super().tail(position)
 
-# ---- long paths
+    cache = Cache(plan_of(group("full", Full()), group("window", CountedWindow(6)), pages=400))
+    prompt = list(range(1200))
+    for end in range(100, 1201, 100):  # turns of a chat
+        run(cache, prompt[:end])
+    asked.clear()
+    assert cache.lookup([*prompt[:1150], 7]) == 1100
+    assert sum(asked) < 100
 
 
 def test_a_long_path_is_joined_but_for_branches_and_holders() -> None:

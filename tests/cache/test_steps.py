@@ -257,6 +257,22 @@ def test_what_is_committed_privately_is_found_by_nobody_and_can_be_forked() -> N
     check_books(cache)
 
 
+@pytest.mark.parametrize(("row", "wanted"), [(0, 16), (1, 16)])
+def test_a_state_that_drafts_passed_is_still_wanted_when_they_are_rejected(row: int, wanted: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(every=0, decode_every=8))
+    pair = [cache.open([row, 1, 2, 3]) for row in range(2)]
+    for sequence in pair:
+        while sequence.length < wanted - 2:
+            list(cache.extend(sequence, 1, tokens=None if sequence.length < 4 else [7]))
+            list(cache.commit(sequence))
+    list(cache.extend(pair[row], 3, tokens=[7, 8, 9], drafts=2))
+    cache.accept(pair, [s.length - (s.row == row) * 2 for s in pair])
+    list(cache.commit(pair[row]))
+    assert pair[row].length == wanted - 1
+    list(cache.extend(pair[row], 1, tokens=[7]))
+    assert [copy.tag for copy in cache.commit(pair[row])] == ["state"]
+
+
 # ---- copies
 
 
@@ -277,6 +293,59 @@ def test_copies_that_nobody_took_over_make_the_next_call_an_error() -> None:
     list(cache.commit(again))
 
 
+def test_a_sequence_closed_before_its_copies_were_taken_over_leaves_neither_its_row_nor_unfilled_states() -> None:
+    cache = hybrid()
+    engine = Engine(cache)
+    first = cache.open(range(20))
+    step(cache, engine, first, 16)
+    children, copies = cache.fork(first, 2)
+    assert len(copies)
+    cache.close(children[0])
+    other = cache.open(range(50, 60))
+    step(cache, engine, other, 3)
+    engine.carry_out(copies)  # those of the other child
+    step(cache, engine, children[1], 1)
+    for sequence in (first, other, children[1]):
+        cache.close(sequence)
+    check_books(cache)
+
+
+def test_a_state_that_was_never_copied_is_not_found() -> None:
+    cache = hybrid()
+    sequence = cache.open(range(20))
+    assert sequence.stop == 16
+    assert not list(cache.extend(sequence, 16))
+    assert len(cache.commit(sequence))
+    cache.close(sequence)
+    assert cache.lookup(range(20)) == 0
+    check_books(cache)
+
+
+# ---- numbers of tokens
+
+
+def test_numbers_of_tokens_may_be_numpys_and_must_be_whole() -> None:
+    cache = Cache(full_plan())
+    pair = [cache.open(range(20)), cache.open(range(30, 50))]
+    cache.extend(pair[0], np.int64(3))
+    cache.extend(pair, np.int32(2))
+    assert [sequence.length for sequence in pair] == [5, 2]
+    cache.commit(pair, np.array([4, 1], np.uint8))
+    cache.accept(pair[0], np.int64(4))
+    assert [(sequence.length, sequence.committed) for sequence in pair] == [(4, 4), (2, 1)]
+    for wrong in (2.0, [2.5, 1], "2", None):
+        with pytest.raises(BadSequence, match="whole numbers of tokens"):
+            cache.extend(pair, wrong)  # type: ignore[arg-type]
+        with pytest.raises(BadSequence, match="whole numbers of tokens"):
+            cache.accept(pair, wrong)
+    for shape in ([4, 2, 2], [[4, 2]], [4]):
+        with pytest.raises(BadSequence, match="lengths of the shape"):
+            cache.commit(pair, shape)
+    with pytest.raises(BadSequence, match="extended by 0 tokens"):
+        cache.can_extend(pair, 0)
+    assert [(sequence.length, sequence.committed) for sequence in pair] == [(4, 4), (2, 1)]
+
+
 # ---- waiting
 
 
@@ -292,6 +361,29 @@ def test_a_twin_that_waits_finds_what_the_first_has_committed_meanwhile() -> Non
     step(cache, engine, twin, 2)
     with pytest.raises(NotSettled, match="has begun to compute"):
         cache.rematch(twin)
+    check_books(cache)
+
+
+def test_no_sequence_gets_longer_than_the_cache_was_made_for() -> None:
+    cache = Cache(full_plan(blocks=4), max_tokens=10)
+    cache.check_fits(10)
+    alone, pair = cache.open(range(9)), [cache.open(range(20, 29)), cache.open(range(30, 39))]
+    cache.extend([alone, *pair], 9)
+    cache.extend([alone, *pair], 1)
+    for sequences in (alone, pair):
+        with pytest.raises(NeverFits, match="11 tokens are more than the 10"):
+            cache.extend(sequences, 1)
+        assert not cache.can_extend(sequences, 1)
+
+
+def test_more_than_the_cache_was_made_for_is_not_loaded() -> None:
+    cache = hybrid(max_tokens=18)
+    sequence = cache.open(range(100))
+    before = cache.stats()
+    with pytest.raises(NeverFits, match="64 tokens are more than the 18"):
+        cache.load_to(sequence, 64)
+    assert cache.stats() == before
+    cache.load_to(sequence, 16)
     check_books(cache)
 
 

@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
+from operator import index
 from threading import get_ident
+from typing import Any
 
 import numpy as np
 
@@ -31,14 +33,13 @@ from kvweave.cache.publish import Publisher
 from kvweave.cache.sequence import Batch, Pin, Rows, Sequence, SequenceOwner, Sequences
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
-from kvweave.cache.stats import InfiniteCache, Stats, group_stats, pool_stats
+from kvweave.cache.stats import Stats, group_stats, pool_stats
 from kvweave.cache.step_pages import StepOptions
 from kvweave.cache.steps import Steps
 from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NotSettled, UnknownName, WrongThread
 from kvweave.plan import Plan
 from kvweave.pool import Ids
 from kvweave.prefix import POLICIES, ContentTokens, Event, Policy, Retention, Spacing, Span, Tokens, as_tokens
-from kvweave.prefix.ghosts import prefix_sums
 from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, Counts, spread
 
@@ -53,8 +54,7 @@ class Cache(SequenceOwner):
     computed nothing yet may not take the last share `admission_reserve` of a pool's free and evictable pages: running
     sequences need it. Tables have `rows` rows of `max_tokens` tokens and keep their addresses (only the used part takes
     memory); if more than `rows` sequences are open, the tables are allocated again. A step may have `max_drafts` draft
-    tokens. `on_event` is called for every change of what can be hit. `track_infinite` counts the tokens that an
-    infinite cache would have hit; it takes 8 bytes for each block ever seen.
+    tokens. `on_event` is called for every change of what can be hit.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class Cache(SequenceOwner):
         max_tokens: int = 1_048_576,
         max_drafts: int = 15,
         on_event: Callable[[Event], None] | None = None,
-        track_infinite: bool = False,
     ) -> None:
         if isinstance(policy, str) and policy not in POLICIES:
             raise UnknownName("policy", policy, POLICIES)
@@ -89,7 +88,6 @@ class Cache(SequenceOwner):
         self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher, self._forks)
         self._loader = Loader(self.state, self._allocator, self._snapshots)
         self._contents = ContentTokens(on_event)
-        self._infinite = InfiniteCache(self.state.grid) if track_infinite else None
         self._requests = self._prompt_tokens = self._hit_tokens = 0
         self._outstanding: list[Copies] = []
         self._tables = {table.tag: table for table in self.state.tables}
@@ -140,19 +138,18 @@ class Cache(SequenceOwner):
         prompt = self._prompt(tokens, spans)
         if drop_last_blocks < 0:
             raise BadSequence(f"drop_last_blocks must be at least 0, got {drop_last_blocks}")
+        given = None if points is None else [index(position) for position in points]
+        expected = [index(position) // self.grid * self.grid for position in branches]
         state = self.state
         sequence = Sequence(self, -1, prompt, namespace, priority, state.prefix.tree.root(namespace))
         sequence.drop_last_blocks = drop_last_blocks
-        sequence.given_points = None if points is None else list(points)
-        sequence.expected_branches = [position // self.grid * self.grid for position in branches]
+        sequence.given_points, sequence.expected_branches = given, expected
         self._loader.open(sequence, prompt, self._match(namespace, prompt) if reuse else None)
         self._publisher.stand(sequence)
         self._requests += 1
         self._prompt_tokens += len(prompt)
         self._hit_tokens += sequence.num_cached
         state.prefix.order.on_open(namespace, prompt, sequence.num_cached)
-        if self._infinite is not None:
-            self._infinite.see(prefix_sums(prompt, namespace, self.grid), len(prompt) - 1)
         return sequence
 
     def _prompt(self, tokens: object, spans: SequenceOf[Span]) -> Tokens:
@@ -215,7 +212,7 @@ class Cache(SequenceOwner):
     def extend(
         self,
         sequences: Sequences,
-        n: int | SequenceOf[int] | Counts = 1,
+        n: int | np.integer[Any] | SequenceOf[int] | Counts = 1,
         *,
         tokens: object = None,
         lookahead: int = 0,
@@ -232,7 +229,7 @@ class Cache(SequenceOwner):
         that the engine must make before the step.
         """
         rows, chosen = self._rows(sequences)
-        counts = n if isinstance(n, int) else np.asarray(n, np.int64)
+        counts = n if isinstance(n, int) else _whole(n)
         least = counts if isinstance(counts, int) else int(counts.min()) if counts.shape == rows.shape else 0
         if least < 1 or lookahead < 0 or not 0 <= drafts <= min(least, self.state.max_drafts):
             raise BadSequence(
@@ -251,6 +248,8 @@ class Cache(SequenceOwner):
     def can_extend(self, sequences: Sequences, n: int) -> bool:
         """Whether `extend` by `n` tokens would succeed now; changes nothing. If it would not because window groups are
         short of pages, a smaller `n` may."""
+        if n < 1:
+            raise BadSequence(f"no sequence is extended by {n} tokens")
         return self._steps.can_extend(*self._rows(sequences, check_copies=False), n)
 
     def commit(
@@ -294,7 +293,11 @@ class Cache(SequenceOwner):
         self.state.tokens.tell(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()), True)
 
     def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
-        until = np.broadcast_to(np.asarray(lengths, np.int64), rows.shape)
+        until = _whole(lengths)
+        if isinstance(until, int):
+            until = np.full(len(rows), until)
+        elif until.shape != rows.shape:
+            raise BadSequence(f"lengths of the shape {until.shape} for {len(rows)} sequences: one number, or one each")
         counters = self.state.counters
         bad = (until < counters.committed[rows]) | (until > counters.lengths[rows])
         if bad.any():
@@ -356,7 +359,9 @@ class Cache(SequenceOwner):
         preempted sequence resumes from its cached prefix when it is opened again with its tokens."""
         self._rows(sequence, check_copies=False)
         state = self.state
-        if keep and not self._is_outstanding(sequence.rows):
+        if self._is_outstanding(sequence.rows):
+            self._drop_copies(sequence)
+        elif keep:
             self._snapshots.donate_live(sequence)
             self._publisher.publish(sequence)
         self._publisher.leave(sequence)
@@ -456,7 +461,6 @@ class Cache(SequenceOwner):
             self._requests,
             self._prompt_tokens,
             self._hit_tokens,
-            self._infinite.hit_tokens if self._infinite else None,
             sum(pages.num_evicted for pages in state.pages),
         )
 
@@ -502,9 +506,27 @@ class Cache(SequenceOwner):
 
     def _is_outstanding(self, rows: Rows) -> bool:
         """Whether copies of some row were handed out and never taken over."""
-        self._outstanding = [copies for copies in self._outstanding if not copies.taken]
-        return any(not copies.rows.isdisjoint(rows.tolist()) for copies in self._outstanding)
+        self._outstanding = [copies for copies in self._outstanding if copies and not copies.taken]
+        return any(copies.concern(rows.tolist()) for copies in self._outstanding)
+
+    def _drop_copies(self, sequence: Sequence) -> None:
+        """A sequence is closed whose copies nobody took over: nobody may find states that they should have filled."""
+        never = set[tuple[str, int]]()
+        for copies in self._outstanding:
+            never |= copies.drop(sequence.row)
+        for node in sequence.node.path():
+            for point in list(node.points):
+                if not point.pins and not never.isdisjoint(zip(self.state_tags, point.states)):
+                    self.state.prefix.drop_point(point)
 
     def _check_thread(self) -> None:
         if get_ident() != self._owner:
             raise WrongThread(f"this cache belongs to thread {self._owner}, called from {get_ident()}")
+
+
+def _whole(numbers: object) -> Counts | int:
+    """One whole number, or an array of them."""
+    array = np.asarray(numbers)
+    if array.dtype.kind not in "iu":
+        raise BadSequence(f"whole numbers of tokens are needed, one or one for each sequence, got {numbers!r}")
+    return array.astype(np.int64, copy=False) if array.ndim else int(array)

@@ -27,16 +27,13 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self.rows: set[int] = set()
         self.taken = False
-        self._pages: dict[str, tuple[list[int], list[int]]] = {}
+        self._pages: dict[str, list[tuple[int, int, int]]] = {}
+        """By group: row of a sequence, source, target."""
 
     def add(self, row: int, tag: str, src: int, dst: int) -> None:
         """One page, for the sequence in a row."""
-        sources, targets = self._pages.setdefault(tag, ([], []))
-        sources.append(src)
-        targets.append(dst)
-        self.rows.add(row)
+        self._pages.setdefault(tag, []).append((row, src, dst))
 
     def add_all(self, row: int, tags: Sequence[str], src: Sequence[int], dst: Sequence[int]) -> None:
         """A page of each group, but of those that have none here."""
@@ -44,12 +41,23 @@ class Copies:
             if target != NULL:
                 self.add(row, tag, source, target)
 
+    def concern(self, rows: Sequence[int]) -> bool:
+        """Whether there are any for the sequences in these rows."""
+        return any(row in rows for pages in self._pages.values() for row, _, _ in pages)
+
+    def drop(self, row: int) -> set[tuple[str, int]]:
+        """The sequence in a row is closed: nothing is copied for it any more. The pages that stay as they are."""
+        dropped = {(tag, page[2]) for tag, pages in self._pages.items() for page in pages if page[0] == row}
+        kept = {tag: [page for page in pages if page[0] != row] for tag, pages in self._pages.items()}
+        self._pages = {tag: pages for tag, pages in kept.items() if pages}
+        return dropped
+
     def __iter__(self) -> Iterator[Copy]:
         self.taken = True
         return iter(self._all())
 
     def _all(self) -> list[Copy]:
-        return [Copy(tag, *np.array(both, np.int32)) for tag, both in self._pages.items()]
+        return [Copy(tag, *np.array(pages, np.int32).T[1:]) for tag, pages in self._pages.items()]
 
     def __len__(self) -> int:
         return len(self._pages)

@@ -116,14 +116,17 @@ class Loader:
 
     def load_to(self, sequence: Sequence, position: int) -> None:
         """Pages for what the token at `position` can see, and a live state: all that is not in the tables yet."""
-        state = self.state
+        state, end = self.state, np.array([position])
+        never = self.allocator.never_fits(end, end)
+        if never is not None:
+            raise never
         lacking = {group.number: self._lacking(group, sequence.row, position) for group in state.groups}
         demand = [sum(last - first for first, last in lacking[group.number]) for group in state.groups]
         snapshot = [n + int(group.is_state) for n, group in zip(demand, state.groups, strict=True)]
         keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=True) is None
         pool = None if keeps else self.allocator.ensure(demand, admits=True)
         if pool is not None:
-            raise self.allocator.refusal(pool, sequence.rows, [sequence], np.array([position]), np.array([position]))
+            raise self.allocator.refusal(pool, sequence.rows, [sequence], end, end)
         if state.windows or state.states:
             sequence.asked_points = [position, *(point for point in sequence.asked_points if point > position)]
             sequence.prompt_points = [position, *(point for point in sequence.prompt_points if point > position)]

@@ -12,10 +12,10 @@ class RowCounters:
     a memoryview is read five times sooner than an array).
 
     `lengths`: tokens with pages allocated. `committed`: tokens whose KV is written and may be shared. `ready`: the
-    length up to which `extend` has nothing to do but to count; `next_stop`: the first length at which it has to do
-    with states. `next_event`: the committed length at which `commit` has more to do than to count; `next_point`: at
-    which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that it
-    needs are not let go. `published`: tokens that are in the tree. `step_start`: the length before the last step.
+    length up to which `extend` has nothing to do but to count; `next_stop`: the first length at which it has to do with
+    states, or refuses. `next_event`: the committed length at which `commit` has more to do than to count; `next_point`:
+    at which that is work for a single sequence. `hold`: the first wanted point that is not in the tree yet: pages that
+    it needs are not let go. `published`: tokens that are in the tree. `step_start`: the length before the last step.
     `drafts`: tokens of it that may be rejected. `prompts`: lengths of the prompts, 0 where no sequence is.
     `last_snapshot`: no step is to leave a state behind it; 0 where there is none. `opened`: the clock when the sequence
     was opened. `priority`: how important it is. `known`: tokens whose ids are known; `handed`: those whose ids the

@@ -48,6 +48,8 @@ class CacheState:
         sizes = sorted({group.slot_tokens for group in self.rows})
         self.same_block_size = [[group for group in self.rows if group.slot_tokens == size] for size in sizes]
         """Groups of rows whose tables have as many blocks as one another, always."""
+        self.ends_in_block = any(max_tokens % size for size in sizes)
+        """Whether a table's last block goes beyond `max_tokens`."""
         self.grid = self.prefix.grid
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
@@ -86,7 +88,7 @@ class CacheState:
     # ---- lengths at which there is more to do than to count
 
     def set_ready_of(self, row: int) -> None:
-        """Note how far `extend` need only count: within the pages, before the next state that is wanted."""
+        """Note how far `extend` need only count: within the pages, before the next state that is wanted or the end."""
         ready = self.counters.next_stop_of[row] - 1
         for same in self.same_block_size:
             ready = min(ready, self.tables[same[0].number].blocks_of[row] * same[0].slot_tokens)
@@ -98,13 +100,14 @@ class CacheState:
         self.set_next_event(sequence)
 
     def set_next_stop(self, sequence: Sequence) -> None:
-        """Note the next length at which `extend` has to do with states: at once where one is to be copied or made."""
-        row, stop = sequence.row, NEVER
+        """Note the next length at which `extend` has to do with states (at once where one is to be copied or made), or
+        has no room for any sequence."""
+        row, stop = sequence.row, self.max_tokens + 1
         if self.states:
             length = self.counters.length_of[row]
             has_live = bool(self.tables[self.states[0].number].blocks_of[row])
             at_once = sequence.copy_at >= 0 or not has_live
-            stop = length + 1 if at_once else self.next_wanted(sequence, length)
+            stop = min(stop, length + 1 if at_once else self.next_wanted(sequence, length))
         self.counters.next_stop_of[row] = stop
         self.set_ready_of(row)
 

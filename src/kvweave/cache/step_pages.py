@@ -136,7 +136,7 @@ class ManyRowPages:
             self.state.tables[same[0].number].blocks[self.rows] * same[0].slot_tokens
             for same in self.state.same_block_size
         ]
-        if self.state.states:
+        if self.state.states or self.state.ends_in_block:
             ends.append(counters.next_stop[self.rows] - 1)
         ready = ends[0]
         for end in ends[1:]:

@@ -339,11 +339,9 @@ class PrefixCache:
             lacking = goal - pages.num_evicted
             if lacking <= 0:
                 return
-            point = self._choose(self._tips if group.is_full else self._queues)
-            if point is None:
-                return
             tokens = self.grid if group.is_state else -(-lacking * group.slot_tokens // self.grid) * self.grid
-            self._evict(point, tokens)
+            if not self.evict_next(tokens, group.is_full):
+                return
 
     def evict_next(self, tokens: int, from_leaf: bool = False) -> bool:
         """Evict the point that the policy values least, whatever its pages, or the least of those that end a leaf, and

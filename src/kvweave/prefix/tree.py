@@ -56,6 +56,7 @@ class Tree:
         self.full = [group for group in self.groups if group.is_full]
         self.windows = [group for group in self.groups if group.is_window]
         self.states = [group for group in self.groups if group.is_state]
+        self._windows = [group for group in self.windows if group.has_pages]
         self.roots: dict[Hashable, Node] = {}
         self.num_nodes = 0
         self._ids = count(1)
@@ -102,25 +103,30 @@ class Tree:
         """The last position in (low, limit], on the grid and on the path down to a node, from which every group can go
         on; `low` if none.
 
-        Full attention can go on from anywhere, states only from points. Windows can from points, and from wherever
-        the pages kept for neighbouring points happen to suffice.
+        Full attention can go on from anywhere, and so can windows without pages here, states only from points. Windows
+        can from points, and from wherever behind the last one the pages kept for its neighbours happen to suffice.
         """
         limit = limit // self.grid * self.grid
-        if limit <= low or not (self.states or self.windows):
+        if limit <= low or not (self.states or self._windows):
             return max(low, limit)
-        at: Node | None = node
-        while at is not None and at.end > low and (self.states or at.end >= limit):
-            for point in reversed(at.points):
-                if point.position <= limit and (self.states or point.position == limit):
-                    return max(low, point.position)
-            at = at.parent
-        if self.states:
+        low = self._last_point(node, limit, low)
+        if self.states or low == limit:
             return low
         if self._has_windows_of(node, limit):
             return limit
         positions = np.arange(low // self.grid + 1, limit // self.grid + 1) * self.grid
-        present = [self._present(group, node, int(positions[0]), limit) for group in self.windows]
+        present = [self._present(group, node, int(positions[0]), limit) for group in self._windows]
         return joint_hit(present, self.grid, limit, positions) or low
+
+    def _last_point(self, node: Node, limit: int, low: int) -> int:
+        """The last point in (low, limit] on the path down to a node; `low` if none."""
+        at: Node | None = node
+        while at is not None and at.end > low:
+            for point in reversed(at.points):
+                if point.position <= limit:
+                    return max(low, point.position)
+            at = at.parent
+        return low
 
     def runs(self, group: PagedGroup, node: Node, low: int, high: int) -> list[PageRun]:
         """The pages of the blocks [low, high) on the path down to `node`, from the lowest node up."""
@@ -144,7 +150,7 @@ class Tree:
 
     def _has_windows_of(self, node: Node, position: int) -> bool:
         """Whether all window pages are there that going on from a position in `node` needs."""
-        for group in self.windows:
+        for group in self._windows:
             for run in self.window_runs(group, node, position):
                 if np.count_nonzero(run.pages) < len(run.pages):
                     return False
