@@ -140,12 +140,13 @@ def _probe(tensors: list[torch.Tensor]) -> list[int]:
     """The bits of one element of some tensors; on a GPU all are fetched in one copy."""
     step = max(1, len(tensors) // PROBES)
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors[::step]:
-        if tensor.device.type != "meta":
-            with suppress(RuntimeError, NotImplementedError, TypeError):  # packed tensors may not allow it
-                middle = tensor.detach()[tuple(size // 2 for size in tensor.shape)]
-                found.setdefault((tensor.device, tensor.dtype), []).append(middle.reshape(()))
-    return [bits for same in found.values() for bits in torch.stack(same).double().view(torch.int64).tolist()]
+    with torch.no_grad():
+        for tensor in tensors[::step]:
+            if tensor.device.type != "meta":
+                with suppress(RuntimeError, NotImplementedError, TypeError):  # packed tensors may not allow it
+                    middle = tensor[tuple([size // 2 for size in tensor.shape])]
+                    found.setdefault((tensor.device, tensor.dtype), []).append(middle)
+        return [bits for same in found.values() for bits in torch.stack(same).double().view(torch.int64).tolist()]
 
 
 def adapters(modules: list[Any]) -> str:
