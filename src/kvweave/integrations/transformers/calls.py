@@ -22,9 +22,10 @@ from kvweave.integrations.transformers.prompts import Prompts
 from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.support import CACHE_NAMES, Served
 
-DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 SEVERAL = ("num_beams", "num_return_sequences")
-WHOLE_PROMPT = ("output_hidden_states", "output_attentions")
+WHOLE_PROMPT = ("output_hidden_states", "output_attentions", "use_mtp", "speculation_type")
+"""Options that need the hidden states, or the attention, of every token of a prompt: some drafters read them."""
 OTHER_CACHES = ("quantized", "paged")
 """Values of `cache_implementation` that change the answer, or the generation loop. Others only say where rows are
 stored."""
