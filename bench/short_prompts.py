@@ -1,4 +1,5 @@
-"""Where reuse does not pay: the first token of short prompts that share all but 16 tokens, against transformers alone.
+"""Where reuse does not pay: the first token of short prompts that share all but 16 tokens, or nothing, against
+transformers alone.
 
 CPU time of one thread, so that other processes do not count; the two models of transformers_cpu, float32. The peer is
 `model.generate` with its own DynamicCache. Where the ratio is below 1, a request costs more than it saves.
@@ -20,6 +21,7 @@ from bench.transformers_cpu import gemma, qwen
 from kvweave.integrations.transformers import KVWeave
 
 LENGTHS = (32, 64, 128, 256, 512, 1024)
+COLD = 64
 ROUNDS = 7
 
 
@@ -45,11 +47,23 @@ def ratio(model: Any, shared: int) -> float:
     return statistics.median(plain) / statistics.median(woven)
 
 
+def cold(model: Any) -> float:
+    """As `ratio`, of prompts of `COLD` tokens of which none was seen before; by turns."""
+    prompts = torch.randint(3, 8192, (2 * (ROUNDS + 1), 1, COLD))
+    plain, woven = [], []
+    with KVWeave(model, memory="256MiB") as weave:
+        for one, other in zip(prompts[::2], prompts[1::2], strict=True):
+            plain.append(first_token(model.generate, one))
+            woven.append(first_token(weave.generate, other))
+    return statistics.median(plain[1:]) / statistics.median(woven[1:])
+
+
 def main() -> None:
     torch.set_num_threads(1)
     for name, build in (("windows + full", gemma), ("states + full", qwen)):
         torch.manual_seed(0)
         model = build().eval()
+        print(json.dumps({"model": name, "cold tokens": COLD, "times sooner": round(cold(model), 2)}))
         for shared in LENGTHS:
             print(json.dumps({"model": name, "shared tokens": shared, "times sooner": round(ratio(model, shared), 2)}))
 

@@ -99,6 +99,19 @@ def test_what_pages_cannot_serve_transformers_does(name: str, model: Any) -> Non
 
 
 @pytest.mark.parametrize("name", ["llama"])
+def test_prompts_that_do_not_fit_into_the_pages_are_left_to_transformers(name: str, model: Any) -> None:
+    twin = copy.deepcopy(model)
+    weave = attach(model, "300KiB")
+    for ids in (prompt(240), torch.cat([prompt(90, seed) for seed in range(4)])):
+        for _ in range(2):
+            assert difference(plain(model, ids), plain(twin, ids)) == 0
+            assert "pool 'full'" in weave.records[-1].fallback
+            assert difference(plain(model, IDS), plain(twin, IDS)) < CLOSE
+    assert weave.records[-1].reused_tokens == 80
+    assert weave.core.stats().sequences == 0
+
+
+@pytest.mark.parametrize("name", ["llama"])
 def test_an_attached_model_may_draft_for_itself_and_for_others(name: str, model: Any) -> None:
     ids = prompt(12).repeat(1, 5)
     twin = copy.deepcopy(model)

@@ -186,6 +186,33 @@ def test_a_model_that_was_compiled_in_place_generates_as_it_is_written() -> None
         check_unspoilt(weave)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("part", ["forward", "inside", "layers"])
+def test_parts_that_were_compiled_generate_as_they_are_written(name: str, part: str) -> None:
+    model = copy.deepcopy(model_of(name))
+    if part == "forward":
+        model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    elif part == "inside":
+        model.model = torch.compile(model.model, backend="eager", fullgraph=True)
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend="eager", fullgraph=True)
+    theirs = plain(model_of(name), IDS)
+    with KVWeave(model, "16MiB") as weave:
+        for _ in range(2):
+            assert difference(weave.generate(IDS, **greedy()), theirs) < CLOSE
+        assert weave.records[-1].reused_tokens > 0
+
+
+def test_a_loop_of_the_users_own_may_return_anything() -> None:
+    def said(model: Any, input_ids: torch.Tensor, **_: Any) -> str:
+        return f"{type(model).__name__} heard {input_ids.shape[1]} tokens"
+
+    with KVWeave(model_of("llama"), "16MiB") as weave:
+        assert weave.generate(IDS, custom_generate=said) == "LlamaForCausalLM heard 93 tokens"
+        assert weave.records[-1].fallback == "custom_generate= was given"
+
+
 # ---- prompts that are remembered
 
 

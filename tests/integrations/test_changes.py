@@ -184,6 +184,35 @@ def test_hooks_that_steer_a_layer_make_another_model() -> None:
         assert reused(weave) == 64, "it is as it was"
 
 
+def replace_forward(model: Any) -> None:
+    own = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda hidden: own(hidden) * 1.5
+
+
+def slow_down_rotation(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+@pytest.mark.parametrize("patch", [replace_forward, slow_down_rotation])
+def test_patched_modules_make_another_model(patch: Callable[[Any], None]) -> None:
+    with KVWeave(own_copy(), "16MiB") as weave:
+        assert [reused(weave), reused(weave)] == [0, 64]
+        before = plain(weave.model, IDS)
+        patch(weave.model)
+        assert difference(plain(weave.model, IDS), before) > 10 * CLOSE, "the change can be seen"
+        assert [reused(weave), reused(weave)] == [0, 64]
+
+
+@pytest.mark.parametrize("patch", [replace_forward, slow_down_rotation])
+def test_what_patched_modules_computed_is_not_shared_beyond_the_process(patch: Callable[[Any], None]) -> None:
+    model, tier, ids = own_copy(), DictTier(), prompt(300)
+    with started(model, tier) as weave:
+        patch(model)
+        assert [reused(weave, ids), reused(weave, ids)] == [0, 288]
+    with started(own_copy(), tier) as weave:
+        assert reused(weave, ids) == 0
+
+
 def test_a_call_that_asks_for_hidden_states_leaves_the_model_as_it_was() -> None:
     """The hooks that transformers collects them by stay where they are."""
     with KVWeave(own_copy(), "16MiB", graphs=True) as weave:

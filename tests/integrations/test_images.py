@@ -194,6 +194,34 @@ def test_batches_and_strange_places_are_left_to_transformers(kind: str, weave: K
     assert reused(weave, one) == 0
 
 
+@pytest.mark.parametrize(("kind", "name"), [("gemma", "token_type_ids"), ("qwen", "mm_token_type_ids")])
+def test_types_that_mark_other_tokens_than_those_of_images_spoil_nothing(kind: str, name: str, weave: KVWeave) -> None:
+    one = asked(kind, 0)
+    types, first = one[name], int(one[name].argmax())
+    text, half, later, moved = torch.zeros_like(types), types.clone(), types.clone(), types.roll(1, dims=1)
+    half[0, first], later[0, first + 8] = 0, 1
+    for each in (text, half, later, moved):
+        theirs = outcome(weave.model, {**one, name: each})
+        ours = outcome(weave, {**one, name: each})
+        if isinstance(theirs, Exception):
+            assert type(ours) is type(theirs)
+        else:
+            assert difference(ours, theirs) < CLOSE
+            assert "marks other tokens" in weave.records[-1].fallback
+        reused(weave, one)
+    without = {given: value for given, value in one.items() if given != name}
+    assert reused(weave, one) == 32
+    assert reused(weave, without) == 0, "it sees other positions, or other tokens, than with types"
+    assert reused(weave, one) == 32
+
+
+def outcome(generator: Any, given: dict[str, Any]) -> Any:
+    try:
+        return generator.generate(**given, attention_mask=torch.ones_like(given["inputs"]), **greedy())
+    except Exception as error:
+        return error
+
+
 @parametrize
 def test_an_attached_model_sees_images(kind: str) -> None:
     model, one = model_of(kind), asked(kind, 0)

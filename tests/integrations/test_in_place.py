@@ -171,6 +171,15 @@ def test_a_model_has_its_own_expansion_again_when_the_last_weave_is_closed() -> 
     assert DeepseekV3Attention.expand_kv is own
 
 
+def test_another_model_with_latents_is_compiled_as_one_graph_meanwhile() -> None:
+    other = copy.deepcopy(model_of("deepseek_v3"))
+    with KVWeave(model_of("deepseek_v3"), "32MiB") as weave, torch.no_grad():
+        check(weave)
+        compiled: Any = torch.compile(other.forward, backend="eager", fullgraph=True)
+        assert (compiled(IDS, use_cache=False).logits - other(IDS, use_cache=False).logits).abs().max() < CLOSE
+        check_unspoilt(weave)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_implementation_of_a_model_is_its_own_between_forwards(implementation: str) -> None:
     model = model_of("llama")
@@ -238,6 +247,21 @@ def test_attention_weights_and_masks_of_the_users_own_are_gathered() -> None:
             )
         assert (one - other).abs().max() < CLOSE
         check_unspoilt(weave)
+
+
+def test_attention_that_was_replaced_is_an_error_not_a_wrong_answer() -> None:
+    """It is given new rows only, and does not know that the others are in pages."""
+    model = copy.deepcopy(model_of("llama"))
+    with KVWeave(model, "16MiB") as weave:
+        check(weave)
+        attention = model.model.layers[1].self_attn
+        attention.config = copy.deepcopy(attention.config)
+        for ids in (IDS, prompt(5)):
+            with pytest.raises(BadCall, match=r"layers \[1\] did not attend to their pages"):
+                weave.generate(ids, **greedy())
+        assert weave.core.stats().sequences == 0
+    with KVWeave(model, "16MiB") as another:
+        check_unspoilt(another)
 
 
 def test_values_that_are_not_those_of_the_cache_are_an_error_not_a_wrong_answer(

@@ -89,6 +89,9 @@ WAYS: dict[str, Way] = {
     ),
     "penalties": way(repetition_penalty=1.5, no_repeat_ngram_size=2, encoder_repetition_penalty=1.2),
     "bad words": way(bad_words_ids=[[5], [6, 7]], suppress_tokens=[9], begin_suppress_tokens=[11]),
+    "forced start": way(forced_bos_token_id=5),
+    "most likely share": way(do_sample=True, top_h=0.4),
+    "nothing of the prompt": way(encoder_no_repeat_ngram_size=3, remove_invalid_values=True),
     "forced": way(forced_eos_token_id=2, exponential_decay_length_penalty=(2, 1.1)),
     "bias": way(sequence_bias=[[[5], 3.0], [[8, 9], -3.0]], renormalize_logits=True),
     "watermark": way(watermarking_config={"bias": 2.5, "seeding_scheme": "selfhash"}),
@@ -98,9 +101,24 @@ WAYS: dict[str, Way] = {
     "early exit": way(assistant_early_exit=3),
     "assistant": Way(lambda: {"assistant_model": assistant()}),
     "assistant, sampling": Way(lambda: {"assistant_model": assistant(), "do_sample": True}),
+    "assistant, its settings": Way(
+        lambda: {
+            "assistant_model": assistant(),
+            "num_assistant_tokens": 2,
+            "num_assistant_tokens_schedule": "heuristic",
+            "assistant_confidence_threshold": 0.2,
+        }
+    ),
+    "assistant, sampled from both": Way(
+        lambda: {"assistant_model": assistant(), "assistant_ensemble_weight": 0.5, "do_sample": True}
+    ),
+    "drafts by further heads": way(use_mtp=True),
+    "drafts of a kind": way(speculation_type="dflash"),
+    "for another's drafts": way(is_assistant=True),
     "no cache": way(use_cache=False),
     "dynamic": way(cache_implementation="dynamic"),
     "static": way(cache_implementation="static"),
+    "static, of a length": way(cache_implementation="static", max_cache_len=200, cache_config={}),
     "offloaded": way(cache_implementation="offloaded"),
     "quantized": way(cache_implementation="quantized"),
     "prefill in pieces": way(prefill_chunk_size=7),
@@ -110,6 +128,9 @@ WAYS: dict[str, Way] = {
     "hidden states": way(output_hidden_states=True, return_dict_in_generate=True),
     "attentions": way(output_attentions=True, return_dict_in_generate=True),
     "scores": way(output_scores=True, output_logits=True, return_dict_in_generate=True),
+    "healed tokens": way(token_healing=True),
+    "strings without a tokenizer": way(stop_strings=["w5"]),
+    "beams in little memory": way(num_beams=2, low_memory=True),
     "stop strings": way(max_time=1000.0, eos_token_id=[2, 3]),
     "length": way(max_length=92, max_new_tokens=None, min_new_tokens=None, min_length=89),
     "a processor": Way(lambda: {"logits_processor": LogitsProcessorList([Slower()])}),
@@ -126,6 +147,32 @@ WAYS: dict[str, Way] = {
     "three axes": way(IDS[None]),
 }
 """Those that transformers has moved to the hub (contrastive search, DoLa, groups of beams, constraints) load code."""
+
+
+NO_WAYS = {
+    "num_beam_groups diversity_penalty penalty_alpha dola_layers constraints force_words_ids": "code from the hub",
+    "assistant_lookbehind target_lookbehind": "an assistant with another tokenizer",
+    "bos_token_id decoder_start_token_id": "calls without a prompt",
+    "compile_config continuous_batching_config transformers_version": "other loops, or none",
+}
+"""Fields of a `GenerationConfig` without a way of their own."""
+
+
+def test_every_field_of_a_generation_config_has_a_way_or_a_reason() -> None:
+    used, spared = set(GIVEN), {name for names in NO_WAYS for name in names.split()}
+    for each in WAYS.values():
+        options = each.options()
+        given = options.get("generation_config")
+        used |= {*options, *(name for name, value in vars(given).items() if value is not None)} if given else {*options}
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert not fields - used - spared
+    assert spared <= fields - used
+
+
+def test_drafters_that_read_hidden_states_are_left_to_transformers() -> None:
+    with KVWeave(model_of("llama"), "16MiB") as weave:
+        for options in ({"use_mtp": True}, {"speculation_type": "dflash"}):
+            assert weave.read_call(IDS, **options).fallback.startswith(next(iter(options)))
 
 
 def assistant() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,14 @@ def test_copies_of_a_model_have_their_own_forward_and_close_gives_it_back() -> N
             assert torch.equal(plain(other, prompt(20)).sequences, plain(model, prompt(20)).sequences)
             assert not isinstance(other.forward, CapturedForward)
     assert "forward" not in vars(model)
+
+
+def test_close_gives_back_a_forward_that_was_the_users_own() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    mine = model.forward = functools.wraps(model.forward)(functools.partial(model.forward))
+    with KVWeave(model, "16MiB", rows=8, max_tokens=256, graphs=True):
+        assert isinstance(vars(model)["forward"], CapturedForward)
+    assert vars(model)["forward"] is mine
 
 
 def test_a_cache_with_more_rows_than_it_was_made_for_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kvweave.errors import BadCall, BadTokens
@@ -9,7 +10,8 @@ from kvweave.integrations.transformers.weave import KVWeave
 
 
 class PagedGenerate:
-    """Replaces `model.generate`. Calls that pages cannot serve are passed on to transformers unchanged.
+    """Replaces `model.generate`. Calls that pages cannot serve, and prompts that do not fit into them, are passed on to
+    transformers unchanged.
 
     In a copy of the model, or in one that was saved and loaded, it is the model's own `generate` again.
     """
@@ -23,10 +25,9 @@ class PagedGenerate:
             call = None if self.weave.is_closed else self.weave.read_call(*inputs, **options)
         except BadTokens:
             call = None
-        if call is None:
-            options.pop("namespace", None)
-            return self.own(*inputs, **options)
-        return self.weave.answer(call)
+        options.pop("namespace", None)
+        own = partial(self.own, *inputs, **options)
+        return own() if call is None else self.weave.answer(call, own)
 
     def __reduce__(self) -> Any:
         return getattr, (self._model, "generate")

@@ -17,14 +17,15 @@ import torch
 
 from kvweave.errors import BadTokens
 from kvweave.integrations.transformers.build_layers import takes_no_padding
-from kvweave.integrations.transformers.images import IMAGE_TYPES, TYPES, Images, read_images
+from kvweave.integrations.transformers.images import IMAGE_TYPES, PIXELS, TYPES, Images, read_images
 from kvweave.integrations.transformers.prompts import Prompts
 from kvweave.integrations.transformers.rope import LengthRope
 from kvweave.integrations.transformers.support import CACHE_NAMES, Served
 
-DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 SEVERAL = ("num_beams", "num_return_sequences")
-WHOLE_PROMPT = ("output_hidden_states", "output_attentions")
+WHOLE_PROMPT = ("output_hidden_states", "output_attentions", "use_mtp", "speculation_type")
+"""Options that need the hidden states, or the attention, of every token of a prompt: some drafters read them."""
 OTHER_CACHES = ("quantized", "paged")
 """Values of `cache_implementation` that change the answer, or the generation loop. Others only say where rows are
 stored."""
@@ -138,13 +139,16 @@ class CallReader:
         all the same.
 
         Some models (GPT-2) add an embedding for zeros of `token_type_ids`: these are passed to every forward, and such
-        prompts share prefixes only among themselves. Zeros of `mm_token_type_ids` mean that there is no image.
+        prompts share prefixes only among themselves. Zeros of `mm_token_type_ids` mean that there is no image; beside
+        an image, zeros are an input like any other.
         """
         if (positions := options.pop("position_ids", None)) is not None and not _are_default(positions, prompts):
             raise BadTokens(
                 "generate takes no position_ids but those that transformers counts by itself (0, 1, 2, ... from the"
                 " first token after padding): a prefix is found by its tokens"
             )
+        if options.get(PIXELS) is not None:
+            return ()
         if _are_zeros(options.get(IMAGE_TYPES), prompts):
             del options[IMAGE_TYPES]
         return (TYPES,) if _are_zeros(options.get(TYPES), prompts) else ()
@@ -154,7 +158,8 @@ class CallReader:
         take."""
         config = self._model.generation_config
         tensors = {n: v for n, v in options.items() if isinstance(v, torch.Tensor) and n not in self._named}
-        inputs = {n: v for n, v in tensors.items() if not hasattr(config, n) and (n != TYPES or bool(v.any()))}
+        is_input = {TYPES: options.get(PIXELS) is not None or (TYPES in tensors and bool(tensors[TYPES].any()))}
+        inputs = {n: v for n, v in tensors.items() if not hasattr(config, n) and is_input.get(n, True)}
         if others := [name for name in inputs if name not in self._forward]:
             raise BadTokens(
                 "generate takes input_ids, attention_mask and what else the model has a name for: tokens are what a"

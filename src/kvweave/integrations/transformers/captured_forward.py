@@ -37,16 +37,21 @@ FOLLOWED = {
 class CapturedForward:
     """A model's forward, put in the place of the model's own until `remove`. A copy of the model has its own again."""
 
+    changes_no_answer = True
+    """Marks it for `ModelChanges`, which otherwise takes it for the user's."""
+
     def __init__(self, model: Any, graphs: StepGraphs, cache_name: str) -> None:
         self._model, self._graphs, self._cache_name = model, graphs, cache_name
-        self._own = model.forward
+        self._own, self._before = model.forward, vars(model).get("forward")
         functools.update_wrapper(self, self._own)
         self.__signature__ = inspect.signature(self._own)
         model.forward = self
 
     def remove(self) -> None:
-        if self._model.__dict__.get("forward") is self:
+        if vars(self._model).get("forward") is self:
             del self._model.forward
+            if self._before is not None:
+                self._model.forward = self._before
 
     def __reduce__(self) -> Any:
         return _own_forward, (self._model,)

@@ -23,8 +23,8 @@ from kvweave.store import Namespace, model_digest
 log = logging.getLogger(__name__)
 
 PROCESS = uuid.uuid4().hex
-"""Identifies this process: what hooks on a model do is unknown to other processes, so KV computed with hooks is not
-shared."""
+"""Identifies this process: what hooks and patches of a model do is unknown to other processes, so KV computed with them
+is not shared."""
 
 
 class Identity:
@@ -56,7 +56,7 @@ class Identity:
         """The namespace for prompts with the same padding, rotary frequencies and other inputs, in one namespace of
         the user's."""
         version = self._version
-        hooks = (PROCESS, version.hooks) if version.hooks else ()
+        hooks = (PROCESS, version.hooks, version.patches) if version.hooks or version.patches else ()
         kind = (prompt.padding, prompt.rope_range, prompt.extras, version.is_training, hooks, version.autocast)
         salt = b"" if kind == (0, (), (), False, (), "") else repr(kind).encode()
         return Namespace(self._spec, self._weights, version.config, version.adapters, text_of(prompt.name), salt)

@@ -17,9 +17,10 @@ from transformers import GenerationMixin
 
 from kvweave.prefix import Span
 
+PIXELS = "pixel_values"
 TYPES, IMAGE_TYPES = "token_type_ids", "mm_token_type_ids"
 """Inputs that say which tokens belong to an image; zeros for text."""
-INPUTS = ("pixel_values", "image_grid_thw", TYPES, IMAGE_TYPES)
+INPUTS = (PIXELS, "image_grid_thw", TYPES, IMAGE_TYPES)
 MODELS = ("gemma3", "llava", "qwen3_vl")
 """Model types whose images are served from pages: those that tests compare with transformers."""
 
@@ -45,19 +46,25 @@ class Images:
 def read_images(config: Any, ids: torch.Tensor, mask: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Images | str:
     """The images of a call; or the reason why transformers must serve them."""
     others = [name for name in inputs if name not in INPUTS]
-    if others or "pixel_values" not in inputs or config.model_type not in MODELS:
+    if others or PIXELS not in inputs or config.model_type not in MODELS:
         return f"{', '.join(others or inputs)}= was given"
     if len(ids) > 1 or not bool(mask.all()):
         return "images of several prompts at once, or beside padding"
-    (columns,) = (ids[0] == config.image_token_id).nonzero(as_tuple=True)
+    is_image = ids == config.image_token_id
+    if strange := [
+        n for n in (TYPES, IMAGE_TYPES) if n in inputs and not torch.equal(inputs[n], is_image.to(inputs[n]))
+    ]:
+        return f"{strange[0]}= marks other tokens than those of the images"
+    (columns,) = is_image[0].nonzero(as_tuple=True)
     if not len(columns) or int(columns[-1]) + 1 >= ids.shape[1]:
         return "the prompt ends with an image, or has no token for one"
     return Images(inputs, int(columns[0]), int(columns[-1]) + 1, _digest(inputs))
 
 
 def _digest(inputs: Mapping[str, torch.Tensor]) -> bytes:
-    running = hashlib.sha256()
-    for name in ("pixel_values", "image_grid_thw"):
+    """Of the images, and of which inputs were given: without types a model may see images as text."""
+    running = hashlib.sha256(repr(sorted(inputs)).encode())
+    for name in (PIXELS, "image_grid_thw"):
         if name in inputs:
             tensor = inputs[name].detach().cpu().contiguous()
             running.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

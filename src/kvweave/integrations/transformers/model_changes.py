@@ -1,6 +1,7 @@
 """Change detection: whether a model still computes what it computed when its pages were filled.
 
-It runs once a request, so it must be cheap: of the weights, only a few elements are read. It detects changes of:
+It runs once a request, so it must be cheap: of the weights, only a few elements are read, and numbers that a module
+keeps beside its tensors are not looked at. It detects changes of:
 
     weights    a tensor that was replaced (its address), changed in place (torch's version counter), or changed without
                the counter (`weight.data.copy_(...)`): of up to PROBES tensors one element is compared
@@ -8,6 +9,7 @@ It runs once a request, so it must be cheap: of the weights, only a few elements
     config     every field that changes results
     training   dropout is on
     hooks      the user's hooks on a module: they may change its output
+    patches    a forward that replaces the one of a module's class, and buffers that are not saved (rotary frequencies)
     autocast   the dtype that torch computes in
 """
 
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from kvweave.integrations.model_identity import config_digest
+from kvweave.integrations.transformers.rope import is_changing
 
 PROBES = 64
 """Number of tensors of which one element is read, evenly spread over the model."""
@@ -28,8 +31,8 @@ PROBES = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """What decides a model's results: equal versions from one `ModelChanges` mean equal results. `weights` counts the
-    changes seen."""
+    """What decides a model's results: equal versions from one `ModelChanges` mean equal results. `weights` and
+    `patches` count the changes seen."""
 
     weights: int
     adapters: str
@@ -37,6 +40,7 @@ class ModelVersion:
     is_training: bool
     hooks: tuple[int, ...]
     autocast: str
+    patches: int
 
 
 class ModelChanges:
@@ -45,7 +49,8 @@ class ModelChanges:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._seen: tuple[object, ...] = ()
-        self._changes = -1
+        self._patched: list[object] | None = None
+        self._changes = self._patches = -1
         self._version: ModelVersion | None = None
         self.on_change: Callable[[ModelVersion], None] = lambda _: None
         """Called by `version` with the first version, and with each later one that differs."""
@@ -56,15 +61,18 @@ class ModelChanges:
 
     def version(self) -> ModelVersion:
         """The current version. Reads only the probed elements."""
-        modules = _modules(self._model)
+        modules = modules_of(self._model)
         tensors = [tensor for module in modules for tensor in _kept(module) if tensor.numel()]
         seen = [(tensor.data_ptr(), version(tensor)) for tensor in tensors], _probe(tensors)
         if seen != self._seen:
             self._seen, self._changes = seen, self._changes + 1
+        patched = list(_patches(modules))
+        if patched != self._patched:
+            self._patched, self._patches = patched, self._patches + 1
         training = any(module.training for module in modules)
         config, device = config_digest(self._model.config), self._model.device.type
         found = ModelVersion(
-            self._changes, adapters(modules), config, training, _hooks(modules), autocast_dtype(device)
+            self._changes, adapters(modules), config, training, _hooks(modules), autocast_dtype(device), self._patches
         )
         if found != self._version:
             self._version = found
@@ -72,7 +80,7 @@ class ModelChanges:
         return found
 
 
-def _modules(model: Any) -> list[Any]:
+def modules_of(model: Any) -> list[Any]:
     """All modules, as `model.modules()` but three times as fast: this runs once a request."""
     found, waiting = {}, [model]
     while waiting:
@@ -84,13 +92,24 @@ def _modules(model: Any) -> list[Any]:
 
 
 def _kept(module: Any) -> Iterator[torch.Tensor]:
-    """The saved parameters and buffers of a module. Others are derived: rotary frequencies, masks."""
+    """The saved parameters and buffers of a module."""
     for tensor in module._parameters.values():
         if tensor is not None:
             yield tensor
     for name, tensor in module._buffers.items():
         if tensor is not None and name not in module._non_persistent_buffers_set:
             yield tensor
+
+
+def _patches(modules: list[Any]) -> Iterator[object]:
+    for module in modules:
+        forward = module.__dict__.get("forward")
+        if forward is not None and not hasattr(forward, "changes_no_answer"):
+            yield forward
+        if module._non_persistent_buffers_set and not is_changing(module):
+            for name in module._non_persistent_buffers_set:
+                if (tensor := module._buffers.get(name)) is not None:
+                    yield tensor.data_ptr(), version(tensor)
 
 
 def _hooks(modules: list[Any]) -> tuple[int, ...]:
@@ -121,12 +140,13 @@ def _probe(tensors: list[torch.Tensor]) -> list[int]:
     """The bits of one element of some tensors; on a GPU all are fetched in one copy."""
     step = max(1, len(tensors) // PROBES)
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors[::step]:
-        if tensor.device.type != "meta":
-            with suppress(RuntimeError, NotImplementedError, TypeError):  # packed tensors may not allow it
-                middle = tensor.detach()[tuple(size // 2 for size in tensor.shape)]
-                found.setdefault((tensor.device, tensor.dtype), []).append(middle.reshape(()))
-    return [bits for same in found.values() for bits in torch.stack(same).double().view(torch.int64).tolist()]
+    with torch.no_grad():
+        for tensor in tensors[::step]:
+            if tensor.device.type != "meta":
+                with suppress(RuntimeError, NotImplementedError, TypeError):  # packed tensors may not allow it
+                    middle = tensor[tuple([size // 2 for size in tensor.shape])]
+                    found.setdefault((tensor.device, tensor.dtype), []).append(middle)
+        return [bits for same in found.values() for bits in torch.stack(same).double().view(torch.int64).tolist()]
 
 
 def adapters(modules: list[Any]) -> str:

@@ -218,6 +218,13 @@ class PagedCache(CacheRows):
         if unwritten:
             self.fail()
             raise BadCall(f"the model has skipped layers {unwritten}: a paged cache needs the rows of every layer")
+        if self.forward and self.forward.unread:
+            layers = sorted({layer.view.layer for layer in self.forward.unread})
+            self.fail()
+            raise BadCall(
+                f"layers {layers} did not attend to their pages: the model's attention was replaced after this KVWeave"
+                " was made; close it and make another"
+            )
         if self.forward:
             self.forward.conclude()
         self.columns = self._step.end

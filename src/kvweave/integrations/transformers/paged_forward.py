@@ -99,6 +99,8 @@ class PagedForward:
         self._handed: dict[int, HandedOut] = {}
         self._masks: dict[int, tuple[torch.Tensor, Reach]] = {}
         self._judged: dict[LayerAttention, bool] = {}
+        self.unread: set[LayerAttention] = set()
+        """Layers that were given their new rows only, and whose pages nobody has read yet."""
         self._step: Step | None = None
 
     @property
@@ -120,6 +122,7 @@ class PagedForward:
     def write(self, layer: LayerAttention, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new rows; attention that is given these tensors will read the layer's pages."""
         layer.write(keys, values, self.step.slots[layer.view.tag])
+        self.unread.add(layer)
         self._handed[id(keys)] = HandedOut(layer, keys, values)
 
     def watch(self, layer: LayerAttention, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -159,6 +162,7 @@ class PagedForward:
         """Outputs `[batch, tokens, heads, dim]` of queries `[batch, heads, tokens, dim]`."""
         if mask is not None and not self.needs_masks:
             raise BadCall(f"layer {handed.layer.view.layer} was given a mask by its model, where none was made")
+        self.unread.discard(handed.layer)
         return handed.layer.attend(queries, self.step, options)
 
     def judge(

@@ -116,9 +116,8 @@ def _convolution(own: Function) -> Function:
 
 
 def _expansion(own: Function) -> Function:
-    @wraps(own)
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def expand_on_pages(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         forward = running()
         handed = forward.find(kv_nope, k_rot) if forward else None
         if forward and handed and not forward.is_learning:
@@ -127,6 +126,10 @@ def _expansion(own: Function) -> Function:
         if forward and handed:
             forward.note_expansion(handed, LatentProjection(module), keys, values)
         return keys, values
+
+    @wraps(own)
+    def expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Any:
+        return (own if running() is None else expand_on_pages)(module, kv_nope, k_rot)
 
     return expand_kv
 

@@ -24,7 +24,7 @@ class LengthRope:
     """The rotary embeddings of one model that depend on the length; most models have none."""
 
     def __init__(self, model: Any) -> None:
-        self._modules = [module for module in model.modules() if _changing(module)]
+        self._modules = [module for module in model.modules() if is_changing(module)]
         self._rules = sorted({rule for module in self._modules for rule in _rules(module)})
         self.forced_length: int | None = None
         """The length that every forward is computed for now, whatever its positions."""
@@ -82,7 +82,8 @@ class LengthRope:
                 handle.remove()
 
 
-def _changing(module: Any) -> bool:
+def is_changing(module: Any) -> bool:
+    """Whether its frequencies depend on the length of a call: forwards replace its buffers."""
     return any(kind in ("dynamic", "longrope") for kind in _kinds(module).values())
 
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from kvweave.errors import CannotServe, ConfigError
+from kvweave.integrations.transformers.model_changes import modules_of
 from kvweave.integrations.transformers.stored_spec import stored_spec
 from kvweave.spec import LayerCache, ModelSpec
 from kvweave.spec.hf import from_config
@@ -82,11 +83,17 @@ def wrapped(model: Any) -> list[Any]:
 
 
 def uncompiled(model: Any) -> AbstractContextManager[Any]:
-    """Within this context, `model.compile()` has no effect: compiled code cannot follow pages."""
-    if model._compiled_call_impl is None:
+    """Within this context, `model.compile()`, and `torch.compile` of its forward or of a module inside, have no effect:
+    compiled code cannot follow pages."""
+    if not any(map(_is_compiled, modules_of(model))):
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+def _is_compiled(module: Any) -> bool:
+    forward = module.__dict__.get("forward")
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def check_adapters(model: Any) -> None:

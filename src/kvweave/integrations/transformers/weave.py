@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvweave.cache import Cache
-from kvweave.errors import BadCall, MissingExtra
+from kvweave.errors import BadCall, MissingExtra, NeverFits, OutOfPages
 from kvweave.integrations.transformers.attention_interface import SwitchedConfigs
 from kvweave.integrations.transformers.build_layers import counts_padding, layer_attentions, make_layer
 from kvweave.integrations.transformers.calls import CallReader, GenerateCall
@@ -169,22 +169,36 @@ class KVWeave:
         """Read a call of `generate` without computing anything; raises `BadTokens` if `generate` would."""
         return self._calls.read(tuple(item for item in inputs if item is not self.model), options, namespace)
 
-    def answer(self, call: GenerateCall) -> Any:
-        """Generate for a call that was read."""
+    def answer(self, call: GenerateCall, without_pages: Callable[[], Any] | None = None) -> Any:
+        """Generate for a call that was read. If there are too few pages for its prompts, `without_pages` answers; where
+        it is not given, that is `NeverFits` or `OutOfPages`."""
         start = time.perf_counter()
         if call.prompts is None:
             answer = self._generate(**call.options)
-            self.records.append(_record_fallback(call, answer, start))
+            self.records.append(_record_fallback(call.options["inputs"], call.fallback, answer, start))
             return answer
         self.check_model()
         pieces = Pieces(call.prefill_tokens or self.prefill_tokens, call.is_one_loop, self._uncut)
         with self.memory.core_lock, uncompiled(self.model):
-            with self.opener.open(call.prompts, call.namespace, pieces, call.extras, call.images) as past:
-                given = {**call.options, "attention_mask": call.prompts.mask, self.served.cache_name: past}
-                if past.positions is not None:
-                    given["position_ids"] = past.positions
-                answer = self._own_generate(call.prompts.ids, **given)
-            self.records.append(_record(call.prompts, past, answer, start))
+            try:
+                past = self.opener.open(call.prompts, call.namespace, pieces, call.extras, call.images)
+            except (NeverFits, OutOfPages) as error:
+                if without_pages is None:
+                    raise
+                reason = str(error)
+            else:
+                return self._answer_on_pages(call, call.prompts, past, start)
+        answer = without_pages()
+        self.records.append(_record_fallback(call.prompts.ids, reason, answer, start))
+        return answer
+
+    def _answer_on_pages(self, call: GenerateCall, prompts: Prompts, past: PagedCache, start: float) -> Any:
+        with past:
+            given = {**call.options, "attention_mask": prompts.mask, self.served.cache_name: past}
+            if past.positions is not None:
+                given["position_ids"] = past.positions
+            answer = self._own_generate(prompts.ids, **given)
+        self.records.append(_record(prompts, past, answer, start))
         return answer
 
     # ---- caches
@@ -296,8 +310,8 @@ def _record(prompts: Prompts, past: PagedCache, answer: Any, start: float) -> Re
     return RequestRecord(len(prompts), prompts.num_tokens, reused, new_tokens, first, end - start, stored, saving)
 
 
-def _record_fallback(call: GenerateCall, answer: Any, start: float) -> RequestRecord:
-    ids, seconds = call.options["inputs"], time.perf_counter() - start
-    sequences = getattr(answer, "sequences", answer)
-    new_tokens = (sequences.shape[1] - ids.shape[1]) * len(sequences)
-    return RequestRecord(len(ids), ids.numel(), 0, new_tokens, seconds, seconds, fallback=call.fallback)
+def _record_fallback(ids: torch.Tensor, reason: str, answer: Any, start: float) -> RequestRecord:
+    seconds = time.perf_counter() - start
+    sequences = getattr(answer, "sequences", answer)  # of a loop of the user's own, it may be anything
+    new_tokens = (sequences.shape[1] - ids.shape[1]) * len(sequences) if isinstance(sequences, torch.Tensor) else 0
+    return RequestRecord(len(ids), ids.numel(), 0, new_tokens, seconds, seconds, fallback=reason)
