@@ -4,8 +4,8 @@ Groups that share a pool take and give back whole super-pages. Group g slices on
 page i of the whole arena starts at i * stride and a layer's view is a single strided tensor. Hence the size S must be a
 multiple of k * (kernel blocks a page) * (alignment) for each group, and k pages should nearly fill it.
 
-A large super-page is divided with less padding, and wastes memory in another way: of each group one is not full, the
-first one is NULL, and to give one to another group all of its pages have to be evicted. So the size is chosen that
+A large super-page is divided with less padding, and wastes memory in another way: some of each group are not full, the
+first one is NULL, and all pages of one have to be evicted before another group gets it. So the size is chosen that
 wastes the least of the memory there is.
 """
 
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 GOOD = 0.01
 """Padding of the worst group that counts as none: below it, a smaller super-page is better than a tighter one."""
-NOT_FULL = 2
-"""Super-pages of each group that are in use and not full, about (docs/measurements/reuse.md)."""
+NOT_FULL = 8
+"""Super-pages that each group lacks because others are not full, about (docs/measurements/reuse.md)."""
 SCATTERED = 8
 """Super-pages over which windows scatter, beyond those that their pages would fill. More than was ever seen: random
 prompts needed up to 6, whatever the window's length and the sizes of pages (tests/plan/test_context.py)."""
@@ -31,8 +31,8 @@ SPANS = (2, 8, 32, 128)
 MOST_CANDIDATES = 1_500
 MOST_PADDING = 0.25
 """Pages that leave more of a super-page over are not looked for."""
-NO_FIT = 3.0
-"""More than any size wastes with which the sequence fits."""
+NO_FIT = 2.0 + NOT_FULL
+"""More than any size wastes with which the sequence fits: then there are more super-pages than groups."""
 
 Counts = NDArray[np.int64]
 
