@@ -20,7 +20,7 @@ from kvweave.plan import Plan, one_page_size
 
 MOST = 0.05
 NUM_TOKENS = 32_768
-MEMORY = "640GiB"
+MEMORY = "80GiB"
 
 GEOMETRIES: tuple[tuple[str, str, int], ...] = (
     # model, dtype of rows, tensor-parallel ranks

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -1510,7 +1511,9 @@ def test_as_many_sequences_run_as_the_plan_promises_though_points_keep_window_pa
     span: int, num_tokens: int, memory: int
 ) -> None:
     caches = group("full", Full(), 8), group("window", Window(span), 52)
-    plan = make_plan(ModelSpec("test", tuple(Layer((cache,)) for cache in caches)), memory, block_tokens=4)
+    ample = make_plan(ModelSpec("test", tuple(Layer((cache,)) for cache in caches)), "1GB", block_tokens=4)
+    pool = ample.pools[0]
+    plan = replace(ample, pools=(replace(pool, num_superpages=memory // pool.unit_bytes),))
     assert plan.group("window").pages_per_superpage > 1
     cache, random = Cache(plan, retention=Retention(every=16)), np.random.default_rng(0)
     for _ in range(plan.sequences(num_tokens)):
