@@ -342,6 +342,15 @@ def test_a_policy_is_told_the_bytes_that_a_point_takes() -> None:
     assert num_bytes[32] == state + window * 6 // size + full * 16 // size, "the end of a leaf: its rows as well"
 
 
+@pytest.mark.parametrize("priority", [2**31, -(2**31), 2**70, 0.5, "high"])
+def test_a_priority_that_is_no_whole_number_of_31_bits_changes_nothing(priority: Any) -> None:
+    cache = Cache(full_plan(pages=9), rows=1)
+    with pytest.raises((BadSequence, TypeError)):
+        cache.open([1, 2], priority=priority)
+    assert cache.stats().sequences == 0
+    assert cache.open([1, 2]).row == 0, "its row is free"
+
+
 def test_a_higher_priority_outlives_a_later_use() -> None:
     cache = Cache(full_plan(pages=9), policy="priority")
     run(cache, [1] * 16, priority=5)

@@ -14,6 +14,8 @@ import urllib.request
 
 import pytest
 
+from tests.cli.command import Kvweave
+
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
@@ -22,6 +24,14 @@ def ask(url: str, body: object = None) -> dict[str, object]:
     data = None if body is None else json.dumps(body).encode()
     found: dict[str, object] = json.load(urllib.request.urlopen(urllib.request.Request(url, data), timeout=30))
     return found
+
+
+def test_a_port_that_is_in_use_is_an_error_before_the_model_is_loaded(kvweave: Kvweave) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = kvweave("api", "/no/such/model", "--port", str(port))
+    assert run.code == 2
+    assert f"cannot listen on 127.0.0.1, port {port}: " in run.err
 
 
 @pytest.mark.slow

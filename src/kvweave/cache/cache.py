@@ -43,6 +43,7 @@ from kvweave.prefix import POLICIES, ContentTokens, Event, Policy, Retention, Sp
 from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, Counts, spread
 
+MOST_PRIORITY = 2**31 - 1
 MOST_STEPS = 4096
 """`check_fits` computes the pages of the last steps only, at most this many: a sequence holds the most at its end."""
 
@@ -138,6 +139,8 @@ class Cache(SequenceOwner):
         prompt = self._prompt(tokens, spans)
         if drop_last_blocks < 0:
             raise BadSequence(f"drop_last_blocks must be at least 0, got {drop_last_blocks}")
+        if not -MOST_PRIORITY <= index(priority) <= MOST_PRIORITY:
+            raise BadSequence(f"a priority is at most {MOST_PRIORITY}, and at least -{MOST_PRIORITY}; got {priority}")
         given = None if points is None else [index(position) for position in points]
         expected = [index(position) // self.grid * self.grid for position in branches]
         state = self.state

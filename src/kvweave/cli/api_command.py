@@ -58,8 +58,9 @@ def api_command(
         from kvweave.cli.run.load_model import load  # noqa: PLC0415 - an extra
         from kvweave.engine import Engine  # noqa: PLC0415
         from kvweave.engine.api.endpoint import Endpoint  # noqa: PLC0415
-        from kvweave.engine.api.serve_api import serve_api  # noqa: PLC0415
+        from kvweave.engine.api.serve_api import bind, serve_api  # noqa: PLC0415
         from kvweave.sim import TraceWriter  # noqa: PLC0415
+    address = bind(host, port)  # before minutes of loading
     loaded = load(model, size=size, dtype=dtype, device=device, seed=seed)
     options: dict[str, Any] = {"budget": budget, "max_running": max_running, "store": store, "weights": weights}
     options["compile_layers"] = compile and loaded.model.device.type == "cuda"
@@ -69,8 +70,9 @@ def api_command(
             Engine(loaded.model, memory, on_finish=writer.write_job if writer else None, **options)
         )
         endpoint = Endpoint(engine, codec_of(loaded.text), name or loaded.name, os.environ.get(KEY_VARIABLE))
-        typer.echo(f"{loaded.name} at http://{host}:{port}/v1 as {name or loaded.name!r}; Ctrl-C ends it", err=True)
-        serve_api(endpoint.app(), host, port, engine.close)
+        url = f"http://{host}:{address.getsockname()[1]}/v1"
+        typer.echo(f"{loaded.name} at {url} as {name or loaded.name!r}; Ctrl-C ends it", err=True)
+        serve_api(endpoint.app(), address, engine.close)
 
 
 def codec_of(text: Any) -> Any:

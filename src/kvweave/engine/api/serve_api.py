@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -9,17 +10,31 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
+from kvweave.errors import BadOption
+
 GRACE_S = 30
 """How long answers under way may take after the first signal."""
 ENDING_S = 10
 """How long it may take to end them."""
 
 
-def serve_api(app: Starlette, host: str, port: int, end_answers: Callable[[], None]) -> None:
-    """Blocks. SIGINT or SIGTERM lets answers under way end, for a while; then, or at a second signal, `end_answers` is
-    called, which ends them with an error, and the server stops."""
-    config = uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=GRACE_S + ENDING_S)
-    _Server(config, end_answers).run()
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, on which nobody listens yet. Raises `BadOption`."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise BadOption(f"cannot listen on {host}, port {port}: {error}; choose another") from error
+    return bound
+
+
+def serve_api(app: Starlette, address: socket.socket, end_answers: Callable[[], None]) -> None:
+    """Blocks, and closes the socket. SIGINT or SIGTERM lets answers under way end, for a while; then, or at a second
+    signal, `end_answers` is called, which ends them with an error, and the server stops."""
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S + ENDING_S)
+    _Server(config, end_answers).run(sockets=[address])
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
