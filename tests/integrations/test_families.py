@@ -109,7 +109,10 @@ def crowd(core: Cache, length: int) -> None:
     for seed in range(2, 3000):
         sequence = core.open(prompt(length, seed)[0].numpy())
         while sequence.length < length:
-            list(core.extend(sequence, min(sequence.stop or length, length) - sequence.length))
+            most = min(sequence.stop or length, length) - sequence.length
+            while most > 1 and not core.can_extend(sequence, most):
+                most = -(-most // 2)
+            list(core.extend(sequence, most))
             list(core.commit(sequence))
         core.close(sequence)
         if seed % 150 == 0:
