@@ -48,10 +48,18 @@ def figure(model: str, cell: Cell) -> dict[str, object]:
         "overlap": round(cell.split.overlap / prompt, 4),
         "evicted": round(cell.split.evicted / prompt, 4),
         "no_point": round(cell.split.no_point / prompt, 4),
+        "memory_cached": round(memory_cached(cell), 4),
         "refused": cell.refused,
         "requests_per_second": round(cell.requests / cell.replay.seconds),
         "core": "interpreted" if core.__file__.endswith(".py") else "compiled",
     }
+
+
+def memory_cached(cell: Cell) -> float:
+    """The share of the memory that holds cached pages between requests: the mean over the second half of the trace."""
+    looks = cell.replay.occupancy
+    shares = [sum(look.cached_bytes) / cell.memory for look in looks[len(looks) // 2 :]]
+    return sum(shares) / len(shares)
 
 
 def main() -> None:
