@@ -31,12 +31,13 @@ def state(arena: SharedArena) -> tuple[object, ...]:
 class Both:
     """Two arenas with the same life; one reserves and commits blob by blob."""
 
-    def __init__(self, pages: int) -> None:
-        quotas = {"small": Quota(0, pages // 4 * PAGE), "sure": Quota(pages // 8 * PAGE)}
-        self.arenas = [SharedArena(pages * PAGE, quotas=quotas) for _ in range(2)]
+    def __init__(self, pages: int, *, quotas: bool) -> None:
+        some = {"small": Quota(0, pages // 4 * PAGE), "sure": Quota(pages // 8 * PAGE)} if quotas else None
+        self.arenas = [SharedArena(pages * PAGE, quotas=some) for _ in range(2)]
         self.at_once, self.singly = self.arenas
         self.singly._reserve_in_a_row = lambda *_: None  # type: ignore[method-assign]
         self.held: list[dict[bytes, tuple[int, int]]] = [{}, {}]
+        self.pinned = [np.empty(0, np.int64)] * 2
 
     def reserve(self, keys: list[bytes], length: int) -> list[bytes]:
         """Returns the keys that got places."""
@@ -58,6 +59,12 @@ class Both:
             for name in keys:
                 arena.abandon(name, *held.pop(name))
 
+    def pin(self, keys: list[bytes]) -> None:
+        """These, instead of those that were pinned before."""
+        for arena, slots in zip(self.arenas, self.pinned, strict=True):
+            arena.unpin(slots)
+        self.pinned = [arena.pin(keys).slots for arena in self.arenas]
+
     def check(self) -> None:
         assert state(self.at_once) == state(self.singly)
         for arena, held in zip(self.arenas, self.held, strict=True):
@@ -71,13 +78,16 @@ class Both:
             assert ends <= arena.num_bytes
 
 
+@pytest.mark.parametrize("quotas", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_blobs_that_are_reserved_at_once_live_as_those_that_are_reserved_one_by_one(seed: int) -> None:
+def test_blobs_that_are_reserved_at_once_live_as_those_that_are_reserved_one_by_one(seed: int, quotas: bool) -> None:
     chance = random.Random(seed)
-    both = Both(chance.choice([8, 40, 200]))
+    both = Both(chance.choice([8, 40, 200]), quotas=quotas)
     length = chance.choice([1, PAGE, PAGE + 1])  # of one length: where blobs lie is then of no consequence
     flying: list[list[bytes]] = []
     for _ in range(120):
+        if chance.random() < 0.1:
+            both.pin([key(chance.randrange(150), "a") for _ in range(10)])
         tenants, first = chance.choice([["a"], ["small"], ["sure"], ["a", "b", "sure"]]), chance.randrange(150)
         keys = [key(first + i, chance.choice(tenants)) for i in range(chance.choice([0, 1, 3, 20]))]
         keys += keys[:1] if chance.random() < 0.1 else []

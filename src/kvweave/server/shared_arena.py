@@ -21,6 +21,7 @@ from kvweave.errors import ConfigError, OutOfMemory
 from kvweave.host_memory import check_memory
 from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, PRESENT, WRITING
 from kvweave.store import MemoryTier, Quota
+from kvweave.store.arena_tier import RemovedEntries
 from kvweave.store.keys import Bytes
 from kvweave.store.striped_file import SECTOR
 
@@ -77,12 +78,24 @@ class SharedArena(MemoryTier):
         (owner,), sizes = owners, self._extents.rounded_all(np.array(lengths, np.int64))
         ends = sizes.cumsum()
         size = int(ends[-1])
+        if not catalog.has_quotas and size <= self._extents.capacity:
+            self._evict(size)
         if catalog.used[owner] + size > catalog.limits[owner] or (start := self._extents.take(size)) is None:
             return None
         catalog.charge(owner, size)
         self._writing |= new
         starts: Numbers = start + ends - sizes
         return starts
+
+    def _evict(self, size: int) -> None:
+        """Evict until as many bytes are free, wherever, as far as that can be; without quotas."""
+        lacking, catalog, removed = size - self._extents.free_bytes, self._catalog, RemovedEntries([], [])
+        while lacking > 0 and (victim := catalog.victim(0, size)) is not None:
+            lacking -= int(catalog.sizes[victim])
+            removed.unpinned.append((int(catalog.starts[victim]), int(catalog.lengths[victim])))
+            removed.keys.append(catalog.remove(victim))
+        self._evicted += len(removed.keys)
+        self._forget(removed)
 
     def _reserve(self, key: bytes, length: int) -> int:
         if key in self._catalog.slot_of:

@@ -66,6 +66,10 @@ class Catalog:
     def __len__(self) -> int:
         return len(self.slot_of)
 
+    @property
+    def has_quotas(self) -> bool:
+        return len(self.used) > 1
+
     # ---- owners
 
     def owner(self, key: bytes) -> int:
