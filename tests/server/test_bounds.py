@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from kvweave.errors import BadRequest, OverLimit
+from kvweave.errors import BadRequest, OverLimit, ServerError
 from kvweave.server import Client, Daemon, Disk, Limits, protocol
 from kvweave.server.model_registry import MOST, MOST_BYTES
 from kvweave.server.open_sequence import OpenSequence
 from kvweave.server.registered_model import RegisteredModel, registration
+from kvweave.server.shared_arena import Pinned, SharedArena
 from kvweave.store.arena_tier import STEP_KEYS
 from kvweave.store.blob import header_bytes
 from kvweave.store.catalog import Catalog, Slots
@@ -132,16 +134,23 @@ def test_keys_of_a_long_sequence_are_made_and_found_in_steps(tmp_path: Path) -> 
             client.ask(protocol.Open(2, 1, b"tenant00", 256 * chunks, ask.prefixes), protocol.Done)
 
 
-@pytest.mark.parametrize("lease", [0, 7])
-def test_what_a_long_hit_uses_is_told_to_tiers_and_leased_in_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: int
-) -> None:
+def long_prompt() -> tuple[protocol.Register, protocol.Open, OpenSequence]:
+    """Of four times as many keys as are processed in one step."""
     request, chunks = registration(1, "m", SCHEMA), 4 * STEP_KEYS // len(SCHEMA.shards)
     prefixes = b"".join(number.to_bytes(32, "big") for number in range(chunks))
     ask = protocol.Open(1, 1, b"tenant00", 256 * chunks + 1, prefixes)
     sequence = OpenSequence(RegisteredModel(request), ask)
     for _ in sequence.steps():
         pass
+    return request, ask, sequence
+
+
+@pytest.mark.parametrize("lease", [0, 7])
+def test_what_a_long_hit_uses_is_told_to_tiers_and_leased_in_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: int
+) -> None:
+    request, ask, sequence = long_prompt()
+    chunks = sequence.num_chunks
     found: list[tuple[str, int]] = []
     finding = Catalog.find
 
@@ -167,10 +176,37 @@ def test_what_a_long_hit_uses_is_told_to_tiers_and_leased_in_steps(
         assert catalog.pins.sum() == needed
         if lease:
             assert needed > STEP_KEYS
+            pieces = sequence.registered.needs(sequence.limit, None, np.ones((len(SCHEMA.shards), chunks), bool))
+            ticks = catalog.ticks[finding(catalog, sequence.keys_at(pieces))]
+            assert (ticks[:-1] > ticks[1:]).all(), "a lease is a use, in the order of its pieces"
             assert client.ask(protocol.Release([lease]), protocol.Done).count == 1
             assert not catalog.pins.any()
         else:
             assert (ticks[:-1] > ticks[1:]).all(), "earlier ones are worth more"
+
+
+def test_a_client_that_leaves_while_it_is_leased_much_leaves_nothing_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, ask, sequence = long_prompt()
+    pinning, steps = SharedArena.pin, list[int]()
+    with serving(settings(tmp_path)) as daemon, Client(tmp_path / "kv.sock") as client:
+        catalog = daemon.state.arena._catalog
+        for key in sequence.keys:
+            catalog.add(key, 0, 1, 0)
+        client.exchange([request, ask])
+
+        def pin(self: SharedArena, keys: Sequence[bytes]) -> Pinned:
+            steps.append(len(keys))
+            assert client._channel is not None
+            client._channel._socket.shutdown(socket.SHUT_RDWR)
+            return pinning(self, keys)
+
+        monkeypatch.setattr(SharedArena, "pin", pin)
+        with pytest.raises(ServerError):
+            client.ask(protocol.Lookup(1, 7), protocol.Found, 5.0)
+        until(lambda: bool(steps) and not catalog.pins.any(), 10)
+        assert sum(steps) < sequence.num_keys // 2, "it ended before all were pinned"
 
 
 @contextmanager

@@ -24,8 +24,14 @@ def state(arena: SharedArena) -> tuple[object, ...]:
     catalog = arena._catalog
     keys, slots = catalog.by_value()
     entries = [*zip(keys, catalog.ticks[slots].tolist(), catalog.values[slots].tolist(), strict=True)]
-    lengths = catalog.lengths[slots].tolist(), catalog.sizes[slots].tolist(), catalog.owners[slots].tolist()
-    return entries, lengths, catalog.used.tolist(), sorted(arena._writing), arena.stats()
+    columns = catalog.lengths, catalog.sizes, catalog.owners, catalog.pins, catalog.hits
+    return (
+        entries,
+        [column[slots].tolist() for column in columns],
+        catalog.used.tolist(),
+        sorted(arena._writing),
+        arena.stats(),
+    )
 
 
 class Both:
@@ -86,6 +92,10 @@ def test_blobs_that_are_reserved_at_once_live_as_those_that_are_reserved_one_by_
     length = chance.choice([1, PAGE, PAGE + 1])  # of one length: where blobs lie is then of no consequence
     flying: list[list[bytes]] = []
     for _ in range(120):
+        if chance.random() < 0.2:
+            hit = [key(chance.randrange(150), "a") for _ in range(10)]
+            for arena in both.arenas:
+                arena.touch(hit, is_hit=True)
         if chance.random() < 0.1:
             both.pin([key(chance.randrange(150), "a") for _ in range(10)])
         tenants, first = chance.choice([["a"], ["small"], ["sure"], ["a", "b", "sure"]]), chance.randrange(150)

@@ -224,7 +224,8 @@ class ClientSession:
     def _touch(self, sequence: OpenSequence, matrix: NDArray[np.bool_], needed: Pieces) -> None:
         """Tell all tiers what a hit uses, earlier chunks as worth more; before it is leased, which counts as a use."""
         for used, is_hit in sequence.registered.uses(matrix, needed):
-            self._state.touch([sequence.keys[i] for i in used.tolist()], is_hit=is_hit)
+            if len(used):
+                self._state.touch([sequence.keys[i] for i in used.tolist()], is_hit=is_hit)
 
     async def _touch_beside(
         self,
