@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,7 +47,7 @@ def map_arena(mapped: MappedArena, descriptor: int) -> MappedArena:
     memory = mmap.mmap(descriptor, mapped.welcome.arena_bytes, prot=access)
     arena = np.frombuffer(memory, np.uint8)
     dma = DMARegistration(arena)
-    _start_to_warm(memory, POPULATE_WRITE if arena.flags.writeable else POPULATE_READ, dma)
+    _start_to_warm(arena, POPULATE_WRITE if arena.flags.writeable else POPULATE_READ, dma)
     return mapped._replace(arena=arena, dma=dma)
 
 
@@ -56,24 +58,30 @@ def map_inbox(mapped: MappedArena, descriptor: int | None) -> MappedArena:
     memory = mmap.mmap(descriptor, mapped.welcome.inbox_bytes)
     inbox = np.frombuffer(memory, np.uint8)
     dma = DMARegistration(inbox)
-    _start_to_warm(memory, POPULATE_WRITE, dma)
+    _start_to_warm(inbox, POPULATE_WRITE, dma)
     return mapped._replace(inbox=inbox, inbox_dma=dma)
 
 
-def _start_to_warm(memory: mmap.mmap, advice: int, dma: DMARegistration) -> None:
+def _start_to_warm(memory: Bytes, advice: int, dma: DMARegistration) -> None:
     what = memory, advice, dma, device_in_use()
     threading.Thread(target=_warm, args=what, name="kvweave-warm", daemon=True).start()
 
 
-def _warm(memory: mmap.mmap, advice: int, dma: DMARegistration, device: int | None) -> None:
-    _populate(memory, advice)
+def _warm(memory: Bytes, advice: int, dma: DMARegistration, device: int | None) -> None:
+    populate(memory, advice)
     if device is not None:
         dma.register(device)
 
 
-def _populate(memory: mmap.mmap, advice: int) -> None:
-    for start in range(0, len(memory), WARM_BYTES):
-        try:
-            memory.madvise(advice, start, min(WARM_BYTES, len(memory) - start))
-        except OSError:  # an older kernel: pages are mapped at their first access
-            return
+def populate(memory: Bytes, advice: int) -> None:
+    """Create page tables, a second for some GiB, while other threads run: `mmap.madvise` would not let them."""
+    for start in range(0, memory.nbytes, WARM_BYTES):
+        if _madvise()(memory.ctypes.data + start, min(WARM_BYTES, memory.nbytes - start), advice):
+            return  # an older kernel: pages are mapped at their first access
+
+
+@cache
+def _madvise() -> Any:
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return call
