@@ -17,6 +17,8 @@ from kvweave.attention import StepSize
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.captured_forward import CapturedForward
 from kvweave.integrations.transformers.fixed_cache import FixedCache, LayersByCall
+from kvweave.integrations.transformers.layers.state_layers import LayerState
+from kvweave.integrations.transformers.paged_forward import PagedForward
 from kvweave.integrations.transformers.step_graphs import CompiledLayers, NarrowingLinear, StepGraphs
 from kvweave.tensor import carry_out
 from tests.integrations.checks import CLOSE
@@ -141,6 +143,60 @@ def test_states_that_forwards_left_in_working_tensors_are_in_the_pages_for_a_rep
             assert (logits - theirs).abs().max() < CLOSE
             step = logits.argmax(-1, keepdim=True)
             whole = torch.cat([whole, step], dim=1)
+
+
+@pytest.mark.parametrize(("name", "stay"), [("qwen3_next", True), ("lfm2", True), ("falcon_h1", False)])
+def test_states_stay_in_their_pages_if_functions_of_ours_update_them(
+    name: str, stay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[str] = []
+    gather = LayerState.gather
+
+    def noting(state: LayerState, slots: torch.Tensor) -> None:
+        copied.append(state.name)
+        gather(state, slots)
+
+    monkeypatch.setattr(LayerState, "gather", noting)
+    with weave_of(name) as weave:
+        copied.clear()
+        assert same(weave, prompt(60))
+        assert bool(copied) != stay
+
+
+@pytest.mark.parametrize("reads", ["conv_states", "recurrent_states"])
+def test_a_model_that_reads_its_states_otherwise_gets_copies_of_them(
+    reads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(model_of("qwen3_next"))
+    layer = next(layer for layer in model.model.layers if hasattr(layer, "linear_attn"))
+
+    own, number = layer.linear_attn.forward, layer.linear_attn.layer_idx
+
+    def forward(hidden_states: torch.Tensor, cache_params: Any = None, **named: Any) -> torch.Tensor:
+        is_decode = cache_params is not None and hidden_states.shape[1] == 1
+        extra = getattr(cache_params.layers[number], reads)[0].flatten(1).mean(1) if is_decode else torch.zeros(1)
+        out: torch.Tensor = own(hidden_states, cache_params=cache_params, **named)
+        return out + extra[:, None, None]
+
+    monkeypatch.setattr(layer.linear_attn, "forward", forward)
+    with KVWeave(model, "64MiB", rows=16, max_tokens=512, graphs=True) as weave:
+        steps = count_steps(weave, monkeypatch)
+        assert same(weave, prompt(60))
+        assert len(steps) >= 7
+        assert not weave.graphs._states_stay
+
+
+def test_states_that_a_step_did_not_update_are_noticed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = PagedForward.states_of
+
+    def of_a_copy(forward: PagedForward, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pages, slots = where(forward, tensor)
+        return pages if slots is None else pages.clone(), slots
+
+    monkeypatch.setattr(PagedForward, "states_of", of_a_copy)
+    with weave_of("qwen3_next") as weave:
+        assert not weave.graphs._states_stay
+        assert same(weave, prompt(60))
 
 
 def test_copies_of_a_model_have_their_own_forward_and_close_gives_it_back() -> None:

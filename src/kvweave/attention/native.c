@@ -725,11 +725,21 @@ static int carry_out(Job *job, int64_t threads)
 
 /* ---- states: one token of each row, in place; all are float32, strides are counted in numbers */
 
+/* The first row whose slot is not there, or -1. */
+static int64_t bad_row(const int64_t *slots, int64_t rows, int64_t num_states)
+{
+    for (int64_t row = 0; slots && row < rows; row++)
+        if (slots[row] < 0 || slots[row] >= num_states)
+            return row;
+    return -1;
+}
+
 typedef struct { /* as `state_rules.py` passes them; rows and heads of [rows, 1, heads, dim] */
     const float *queries, *keys, *values, *decays, *betas;
     float *states, *out;
+    const int64_t *slots; /* of each row's state; NULL: its row */
     int64_t query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head;
-    int64_t state_row, rows, heads, key_dim, value_dim, normalises;
+    int64_t state_row, num_states, rows, heads, key_dim, value_dim, normalises;
     int64_t next;
 } DeltaRule;
 
@@ -750,7 +760,7 @@ static void delta_head(const DeltaRule *r, int64_t row, int64_t head)
 {
     float query[MAX_DIM], key[MAX_DIM], delta[MAX_DIM] = {0};
     int64_t dim = r->value_dim;
-    float *restrict state = r->states + row * r->state_row + head * r->key_dim * dim;
+    float *restrict state = r->states + (r->slots ? r->slots[row] : row) * r->state_row + head * r->key_dim * dim;
     float *restrict out = r->out + (row * r->heads + head) * dim;
     const float *value = r->values + row * r->value_row + head * r->value_head;
     float decay = expf(r->decays[row * r->decay_row + head * r->decay_head]);
@@ -780,13 +790,14 @@ static void delta_work(void *given)
 
 /* Each channel's last inputs, the new one among them, times its weights. */
 FOR_EACH_CPU
-static void convolve(float *states, int64_t state_row, int64_t state_channel, const float *new, int64_t new_row,
-                     int64_t new_channel, const float *weights, const float *bias, float *out, int64_t rows,
-                     int64_t channels, int64_t length, int64_t size, int64_t has_silu)
+static void convolve(float *states, const int64_t *slots, int64_t state_row, int64_t state_channel, const float *new,
+                     int64_t new_row, int64_t new_channel, const float *weights, const float *bias, float *out,
+                     int64_t rows, int64_t channels, int64_t length, int64_t size, int64_t has_silu)
 {
     for (int64_t i = 0; i < rows * channels; i++) {
         int64_t row = i / channels, c = i % channels;
-        float *state = states + row * state_row + c * state_channel, x = new[row * new_row + c * new_channel];
+        float *state = states + (slots ? slots[row] : row) * state_row + c * state_channel;
+        float x = new[row * new_row + c * new_channel];
         const float *weight = weights + c * size;
         float sum = (bias ? bias[c] : 0) + weight[size - 1] * x;
         for (int64_t k = 0; k < size - 1; k++)
@@ -802,33 +813,40 @@ static void convolve(float *states, int64_t state_row, int64_t state_channel, co
 static PyObject *delta_rule(PyObject *self, PyObject *args)
 {
     DeltaRule rule = {0};
-    long long threads, p[7], n[16];
+    long long threads, p[8], n[17];
     (void)self;
-    if (!PyArg_ParseTuple(args, "(LLLLLLL)(LLLLLLLLLLLLLLLL)L", p, p + 1, p + 2, p + 3, p + 4, p + 5, p + 6, n, n + 1,
-                          n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12, n + 13,
-                          n + 14, n + 15, &threads))
+    if (!PyArg_ParseTuple(args, "(LLLLLLLL)(LLLLLLLLLLLLLLLLL)L", p, p + 1, p + 2, p + 3, p + 4, p + 5, p + 6, p + 7, n,
+                          n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12,
+                          n + 13, n + 14, n + 15, n + 16, &threads))
         return NULL;
     memcpy(&rule.queries, p, sizeof p);
     memcpy(&rule.query_row, n, sizeof n);
-    Py_BEGIN_ALLOW_THREADS
-    run_by(delta_work, &rule, threads < rule.rows * rule.heads ? threads : rule.rows * rule.heads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    int64_t bad = bad_row(rule.slots, rule.rows, rule.num_states);
+    if (bad == -1) {
+        Py_BEGIN_ALLOW_THREADS
+        run_by(delta_work, &rule, threads < rule.rows * rule.heads ? threads : rule.rows * rule.heads);
+        Py_END_ALLOW_THREADS
+    }
+    return PyLong_FromLongLong(bad);
 }
 
 static PyObject *convolve_one(PyObject *self, PyObject *args)
 {
-    long long states, state_row, state_channel, new, new_row, new_channel, weights, bias, out, rows, channels, length;
-    long long size, has_silu;
+    long long states, slots, num_states, state_row, state_channel, new, new_row, new_channel, weights, bias, out, rows;
+    long long channels, length, size, has_silu;
     (void)self;
-    if (!PyArg_ParseTuple(args, "LLLLLLLLLLLLLL", &states, &state_row, &state_channel, &new, &new_row, &new_channel,
-                          &weights, &bias, &out, &rows, &channels, &length, &size, &has_silu))
+    if (!PyArg_ParseTuple(args, "LLLLLLLLLLLLLLLL", &states, &slots, &num_states, &state_row, &state_channel, &new,
+                          &new_row, &new_channel, &weights, &bias, &out, &rows, &channels, &length, &size, &has_silu))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    convolve((float *)states, state_row, state_channel, (const float *)new, new_row, new_channel,
-             (const float *)weights, (const float *)bias, (float *)out, rows, channels, length, size, has_silu);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    int64_t bad = bad_row((const int64_t *)slots, rows, num_states);
+    if (bad == -1) {
+        Py_BEGIN_ALLOW_THREADS
+        convolve((float *)states, (const int64_t *)slots, state_row, state_channel, (const float *)new, new_row,
+                 new_channel, (const float *)weights, (const float *)bias, (float *)out, rows, channels, length, size,
+                 has_silu);
+        Py_END_ALLOW_THREADS
+    }
+    return PyLong_FromLongLong(bad);
 }
 
 static PyObject *attend(PyObject *self, PyObject *args)
@@ -894,8 +912,8 @@ static PyObject *write_rows(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS, "attend(layer, queries, strides, ...): a block id that is not there, or 0"},
     {"write_rows", write_rows, METH_VARARGS, "write_rows(targets, keys, values, slots, count): a bad slot, or -1"},
-    {"delta_rule", delta_rule, METH_VARARGS, "delta_rule(addresses, numbers, threads)"},
-    {"convolve_one", convolve_one, METH_VARARGS, "convolve_one(states, strides, new, strides, weights, ...)"},
+    {"delta_rule", delta_rule, METH_VARARGS, "delta_rule(addresses, numbers, threads): a row with a bad slot, or -1"},
+    {"convolve_one", convolve_one, METH_VARARGS, "convolve_one(states, slots, ...): a row with a bad slot, or -1"},
     {NULL, NULL, 0, NULL},
 };
 
