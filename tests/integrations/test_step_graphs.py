@@ -19,7 +19,7 @@ from kvweave.integrations.transformers.captured_forward import CapturedForward
 from kvweave.integrations.transformers.fixed_cache import FixedCache, LayersByCall
 from kvweave.integrations.transformers.layers.state_layers import LayerState
 from kvweave.integrations.transformers.paged_forward import PagedForward
-from kvweave.integrations.transformers.step_graphs import CompiledLayers, NarrowingLinear, StepGraphs
+from kvweave.integrations.transformers.step_graphs import CompiledLayers, MemoryLinear, StepGraphs
 from kvweave.tensor import carry_out
 from tests.integrations.checks import CLOSE
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
@@ -351,15 +351,20 @@ def test_layers_that_are_asked_for_by_number_are_compiled_once_and_not_each(laye
     assert layers_of is LayersByCall or graphs == most, "what it is for"
 
 
-def test_only_products_that_narrow_to_the_width_of_the_model_read_their_row_from_memory() -> None:
+def test_only_products_that_alone_read_their_input_read_it_from_memory() -> None:
     config = copy.deepcopy(model_of("llama").config)
     config.intermediate_size = 160
     model = type(model_of("llama"))(config)
     layer, hidden = model.model.layers[0], torch.randn(1, 1, config.intermediate_size)
     expected = layer.mlp.down_proj(hidden)
     with pytest.raises(ZeroDivisionError), CompiledLayers(model):
-        assert type(layer.mlp.down_proj) is NarrowingLinear
+        assert type(layer.mlp.down_proj) is MemoryLinear
         assert {type(linear) for linear in (layer.self_attn.k_proj, layer.mlp.up_proj)} == {torch.nn.Linear}
         assert torch.equal(layer.mlp.down_proj(hidden), expected)
         raise ZeroDivisionError
     assert type(layer.mlp.down_proj) is torch.nn.Linear
+    latents = model_of("deepseek_v3")
+    with CompiledLayers(latents):
+        attention = latents.model.layers[0].self_attn
+        assert type(attention.q_b_proj) is MemoryLinear
+        assert type(attention.q_a_proj) is torch.nn.Linear

@@ -258,7 +258,7 @@ class CompiledLayers:
         self._layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         width = model.get_input_embeddings().weight.shape[-1]
         linears = [module for layer in self._layers for module in layer.modules() if type(module) is torch.nn.Linear]
-        self._narrowing = [linear for linear in linears if linear.in_features > linear.out_features == width]
+        self._of_one_input = [linear for linear in linears if _alone_reads_its_input(linear, width)]
         self._compiled = [
             torch.compile(layer._call_impl, options={"coordinate_descent_tuning": True}) for layer in self._layers
         ]
@@ -268,18 +268,24 @@ class CompiledLayers:
         self._config.__enter__()
         for layer, compiled in zip(self._layers, self._compiled, strict=True):
             layer._compiled_call_impl = compiled
-        for linear in self._narrowing:
-            linear.__class__ = NarrowingLinear
+        for linear in self._of_one_input:
+            linear.__class__ = MemoryLinear
 
     def __exit__(self, *_: object) -> None:
-        for linear in self._narrowing:
+        for linear in self._of_one_input:
             linear.__class__ = torch.nn.Linear
         for layer in self._layers:
             layer._compiled_call_impl = None
         self._config.__exit__(None, None, None)
 
 
-class NarrowingLinear(torch.nn.Linear):
+def _alone_reads_its_input(linear: torch.nn.Linear, width: int) -> bool:
+    """Whether its input is likely computed for it alone: an activation, or the norm of a latent query. What is as wide
+    as the model is read by several."""
+    return linear.in_features > linear.out_features == width or width not in (linear.in_features, linear.out_features)
+
+
+class MemoryLinear(torch.nn.Linear):
     """Takes one row as it is in memory. `torch.compile` makes a product with one row a sum, and computes what it is of,
     as the activation of a feed-forward layer, once for every number of the result: 29 us instead of 14 on an H200."""
 
