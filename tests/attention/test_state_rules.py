@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvweave.attention.state_rules import causal_convolution, gated_delta_rule
+from kvweave.attention.state_rules import causal_convolution, gated_delta_rule, selective_state
 from kvweave.errors import BadRows
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
@@ -96,6 +96,68 @@ def test_a_convolution_goes_on_from_its_last_inputs(length: int, size: int, has_
         assert torch.equal(others(pages, slots), kept)
 
 
+def selection_inputs(rows: int, heads: int, dim: int, size: int, groups: int) -> list[torch.Tensor]:
+    """States, which are apart as pages are; inputs, steps, rates, ins, outs, skips, biases, gates."""
+    torch.manual_seed(dim)
+    states = torch.randn(2 * rows, heads, dim, size)[::2]
+    inputs, gates = torch.randn(2, rows, heads, dim)
+    steps = torch.randn(rows, heads, 1).expand(rows, heads, dim)
+    rates = -torch.rand(heads, dim, size) if groups == 1 else -torch.rand(heads)[:, None, None].expand(heads, dim, size)
+    ins, outs = torch.randn(2, rows, groups, size)
+    return [states, inputs, steps, rates, ins, outs, *torch.randn(2, heads, dim), gates]
+
+
+def selection(given: list[torch.Tensor], has_softplus: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    states, inputs, steps, rates, ins, outs, skips, biases, gates = (tensor.double() for tensor in given)
+    steps = torch.nn.functional.softplus(steps + biases) if has_softplus else steps + biases
+    ins, outs = (x.repeat_interleave(states.shape[1] // x.shape[1], 1) for x in (ins, outs))
+    after = (steps[..., None] * rates).exp() * states + steps[..., None] * ins[:, :, None] * inputs[..., None]
+    out = (after * outs[:, :, None]).sum(-1) + skips * inputs
+    return out * torch.nn.functional.silu(gates), after
+
+
+@on_devices
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("has_softplus", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 150, 16, 1), (3, 4, 6, 11, 2), (2, 2, 64, 128, 2), (2, 1, 3, 35, 1)])
+def test_a_selective_state(sizes: tuple[int, ...], has_softplus: bool, threads: int, device: str) -> None:
+    given = selection_inputs(*sizes)
+    right, after = selection(given, has_softplus)
+    pages, slots = in_pages(given[0], device)
+    there = [given[0].clone().to(device), *(tensor.to(device) for tensor in given[1:])]
+    before, kept = torch.get_num_threads(), others(pages, slots)
+    torch.set_num_threads(threads)
+    try:
+        found = selective_state(*there, has_softplus=has_softplus)
+        by_slot = selective_state(*[pages, *there[1:], slots], has_softplus=has_softplus)
+    finally:
+        torch.set_num_threads(before)
+    for out, states in ((found, there[0]), (by_slot, pages[slots])):
+        assert out is not None
+        assert torch.allclose(out.double().cpu(), right, atol=1e-4, rtol=1e-4)
+        assert torch.allclose(states.double().cpu(), after, atol=1e-4, rtol=1e-4)
+    assert torch.equal(others(pages, slots), kept)
+    if sizes[1] == 1:  # as Mamba-1 gives them
+        pages, slots = in_pages(given[0].squeeze(1), device)
+        flat = [pages, *(tensor.squeeze(1 if tensor.shape[:2] == (sizes[0], 1) else 0) for tensor in there[1:])]
+        out = selective_state(*[*flat, slots], has_softplus=has_softplus)
+        assert out is not None
+        assert torch.allclose(out.double().cpu(), right.squeeze(1), atol=1e-4, rtol=1e-4)
+        assert torch.allclose(pages[slots].double().cpu(), after.squeeze(1), atol=1e-4, rtol=1e-4)
+
+
+@on_devices
+def test_a_selective_state_needs_neither_skips_nor_biases_nor_gates(device: str) -> None:
+    given = selection_inputs(2, 2, 8, 16, 2)
+    zero = [*given[:6], torch.zeros(2, 8), torch.zeros(2, 8), torch.full((2, 2, 8), 1e4)]
+    right, after = selection(zero, True)
+    there = [tensor.to(device) for tensor in given]
+    out = selective_state(*there[:6], has_softplus=True)
+    assert out is not None
+    assert torch.allclose(out.double().cpu() * 1e4, right, rtol=1e-4, atol=1e-1)
+    assert torch.allclose(there[0].double().cpu(), after, atol=1e-5)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_on_a_gpu_numbers_of_a_model_may_be_bfloat16_and_many() -> None:
     given = [tensor.cuda() for tensor in delta_inputs(40, 32, 128, 128)]
@@ -125,6 +187,10 @@ def test_slots_that_are_not_there_are_refused_and_nothing_is_changed(slots: list
     convolved = torch.ones(5, 6, 4)
     with pytest.raises(BadRows, match="5 states"):
         causal_convolution(torch.ones(2, 6, 1), convolved, torch.ones(6, 4), None, there, has_silu=True)
+    selected, states = selection_inputs(2, 1, 3, 4, 1), torch.ones(5, 1, 3, 4)
+    with pytest.raises(BadRows, match="5 states"):
+        selective_state(*[states, *selected[1:], there], has_softplus=True)
+    assert (states == 1).all()
     assert (pages == 1).all()
     assert (convolved == 1).all()
 
@@ -138,6 +204,11 @@ def test_tensors_that_do_not_fit_are_left_as_they_are() -> None:
         assert gated_delta_rule(*[*given, torch.zeros(2, dtype=torch.int32)], normalises=True) is None
         assert gated_delta_rule(*[*given, torch.zeros(3, dtype=torch.int64)], normalises=True) is None
     assert torch.equal(given[-1], before)
+    selected = selection_inputs(2, 2, 3, 4, 2)
+    for number, other in ((1, selected[1].half()), (2, selected[2][:1]), (4, selected[4][:, :, :3]), (0, given[0].mT)):
+        assert selective_state(*[*selected[:number], other, *selected[number + 1 :]], has_softplus=True) is None
+    assert selective_state(*[*selected, torch.zeros(2, dtype=torch.int32)], has_softplus=True) is None
+    assert torch.equal(selected[0], selection_inputs(2, 2, 3, 4, 2)[0])
     states, weights = torch.zeros(2, 6, 4), torch.zeros(6, 4)
     for new in (torch.ones(2, 6, 2), torch.ones(2, 5, 1), torch.ones(2, 6, 1, dtype=torch.bfloat16)):
         assert causal_convolution(new, states, weights, None, has_silu=True) is None

@@ -145,7 +145,17 @@ def test_states_that_forwards_left_in_working_tensors_are_in_the_pages_for_a_rep
             whole = torch.cat([whole, step], dim=1)
 
 
-@pytest.mark.parametrize(("name", "stay"), [("qwen3_next", True), ("lfm2", True), ("falcon_h1", False)])
+@pytest.mark.parametrize(
+    ("name", "stay"),
+    [
+        ("qwen3_next", True),
+        ("lfm2", True),
+        ("falcon_h1", True),
+        ("jamba", True),
+        ("mamba2", True),
+        ("kimi_linear", False),
+    ],
+)
 def test_states_stay_in_their_pages_if_functions_of_ours_update_them(
     name: str, stay: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@
 #include <Python.h>
 #include <dlfcn.h>
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -788,6 +789,70 @@ static void delta_work(void *given)
         delta_head(rule, i / rule->heads, i % rule->heads);
 }
 
+typedef struct { /* as `state_rules.py` passes them; strides of [rows, heads, dim], [heads, dim, size], [rows, groups] */
+    const float *inputs, *steps, *rates, *ins, *outs, *skips, *biases, *gates;
+    float *states, *out;
+    const int64_t *slots; /* of each row's state; NULL: its row */
+    int64_t input[3], step[3], rate[3], in[2], to[2], skip[2], bias[2], gate[3];
+    int64_t state_row, num_states, rows, heads, dim, size, per_group, has_softplus;
+    int64_t next;
+} SelectiveState;
+
+INLINE float at3(const float *from, const int64_t *strides, int64_t i, int64_t j, int64_t k)
+{
+    return from[i * strides[0] + j * strides[1] + k * strides[2]];
+}
+
+/* state = exp(step rate) state + step in input; out = state out + skip input, times silu(gate). */
+FOR_EACH_CPU
+static void select_part(const SelectiveState *s, int64_t row, int64_t head, int64_t first)
+{
+    int64_t last = first + TILE < s->dim ? first + TILE : s->dim;
+    float *states = s->states + (s->slots ? s->slots[row] : row) * s->state_row + head * s->dim * s->size;
+    const float *in = s->ins + row * s->in[0] + head / s->per_group * s->in[1];
+    const float *to = s->outs + row * s->to[0] + head / s->per_group * s->to[1];
+    for (int64_t d = first; d < last; d++) {
+        float *restrict state = states + d * s->size, sum = 0, x = at3(s->inputs, s->input, row, head, d);
+        const float *rate = s->rates + head * s->rate[0] + d * s->rate[1];
+        float step = at3(s->steps, s->step, row, head, d);
+        step += s->biases ? s->biases[head * s->bias[0] + d * s->bias[1]] : 0;
+        if (s->has_softplus && step <= 20)
+            step = log1pf(expf(step));
+        float decay = expf(step * rate[0]), new = step * x;
+        int64_t n = 0;
+        for (; s->rate[2] && n + LANES <= s->size; n += LANES) {
+            Vector decays = all(0), rates;
+            memcpy(&rates, rate + n, sizeof rates);
+            decays = exponential(-larger(-step * rates, all(-88.0f)));
+            for (int i = 0; i < LANES; i++)
+                state[n + i] = decays[i] * state[n + i] + new * in[n + i];
+        }
+        for (; n < s->size; n++)
+            state[n] = (s->rate[2] ? expf(step * rate[n]) : decay) * state[n] + new * in[n];
+        for (n = 0; n < s->size; n++)
+            sum += state[n] * to[n];
+        sum += s->skips ? x * s->skips[head * s->skip[0] + d * s->skip[1]] : 0;
+        if (s->gates) {
+            float gate = at3(s->gates, s->gate, row, head, d);
+            sum *= gate / (1 + expf(-gate));
+        }
+        s->out[(row * s->heads + head) * s->dim + d] = sum;
+    }
+}
+
+static int64_t num_parts(const SelectiveState *s)
+{
+    return s->rows * s->heads * ((s->dim + TILE - 1) / TILE);
+}
+
+static void select_work(void *given)
+{
+    SelectiveState *s = given;
+    int64_t parts = (s->dim + TILE - 1) / TILE;
+    for (int64_t i; (i = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < num_parts(s);)
+        select_part(s, i / parts / s->heads, i / parts % s->heads, i % parts * TILE);
+}
+
 /* Each channel's last inputs, the new one among them, times its weights. */
 FOR_EACH_CPU
 static void convolve(float *states, const int64_t *slots, int64_t state_row, int64_t state_channel, const float *new,
@@ -810,21 +875,48 @@ static void convolve(float *states, const int64_t *slots, int64_t state_row, int
 
 /* ---- Python */
 
+/* A rule's record, as `state_rules.py` packs it. */
+static int take_record(PyObject *args, void *rule, Py_ssize_t size, long long *threads)
+{
+    Py_buffer record;
+    if (!PyArg_ParseTuple(args, "y*L", &record, threads))
+        return 0;
+    int fits = record.len == size;
+    if (fits)
+        memcpy(rule, record.buf, size);
+    else
+        PyErr_Format(PyExc_ValueError, "a record is %zd bytes, not %zd", size, record.len);
+    PyBuffer_Release(&record);
+    return fits;
+}
+
 static PyObject *delta_rule(PyObject *self, PyObject *args)
 {
     DeltaRule rule = {0};
-    long long threads, p[8], n[17];
+    long long threads;
     (void)self;
-    if (!PyArg_ParseTuple(args, "(LLLLLLLL)(LLLLLLLLLLLLLLLLL)L", p, p + 1, p + 2, p + 3, p + 4, p + 5, p + 6, p + 7, n,
-                          n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12,
-                          n + 13, n + 14, n + 15, n + 16, &threads))
+    if (!take_record(args, &rule, offsetof(DeltaRule, next), &threads))
         return NULL;
-    memcpy(&rule.queries, p, sizeof p);
-    memcpy(&rule.query_row, n, sizeof n);
     int64_t bad = bad_row(rule.slots, rule.rows, rule.num_states);
     if (bad == -1) {
         Py_BEGIN_ALLOW_THREADS
         run_by(delta_work, &rule, threads < rule.rows * rule.heads ? threads : rule.rows * rule.heads);
+        Py_END_ALLOW_THREADS
+    }
+    return PyLong_FromLongLong(bad);
+}
+
+static PyObject *selective_state(PyObject *self, PyObject *args)
+{
+    SelectiveState rule = {0};
+    long long threads;
+    (void)self;
+    if (!take_record(args, &rule, offsetof(SelectiveState, next), &threads))
+        return NULL;
+    int64_t bad = bad_row(rule.slots, rule.rows, rule.num_states);
+    if (bad == -1) {
+        Py_BEGIN_ALLOW_THREADS
+        run_by(select_work, &rule, threads < num_parts(&rule) ? threads : num_parts(&rule));
         Py_END_ALLOW_THREADS
     }
     return PyLong_FromLongLong(bad);
@@ -912,7 +1004,8 @@ static PyObject *write_rows(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS, "attend(layer, queries, strides, ...): a block id that is not there, or 0"},
     {"write_rows", write_rows, METH_VARARGS, "write_rows(targets, keys, values, slots, count): a bad slot, or -1"},
-    {"delta_rule", delta_rule, METH_VARARGS, "delta_rule(addresses, numbers, threads): a row with a bad slot, or -1"},
+    {"delta_rule", delta_rule, METH_VARARGS, "delta_rule(record, threads): a row with a bad slot, or -1"},
+    {"selective_state", selective_state, METH_VARARGS, "selective_state(record, threads): likewise"},
     {"convolve_one", convolve_one, METH_VARARGS, "convolve_one(states, slots, ...): a row with a bad slot, or -1"},
     {NULL, NULL, 0, NULL},
 };

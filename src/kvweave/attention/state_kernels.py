@@ -66,6 +66,86 @@ def delta_rule(
 
 
 @triton.jit
+def selective_state(
+    inputs,
+    steps,
+    rates,
+    ins,
+    outs,
+    skips,
+    biases,
+    gates,
+    states,
+    out,
+    slots,
+    input_row,
+    input_head,
+    input_dim,
+    step_row,
+    step_head,
+    step_dim,
+    rate_head,
+    rate_dim,
+    rate_size,
+    in_row,
+    in_group,
+    out_row,
+    out_group,
+    skip_head,
+    skip_dim,
+    bias_head,
+    bias_dim,
+    gate_row,
+    gate_head,
+    gate_dim,
+    state_row,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SOFTPLUS: tl.constexpr,
+    ONE_RATE: tl.constexpr,
+):
+    """Program (row, head, block of its numbers): their states, SIZE each. ONE_RATE: the numbers of a state decay
+    alike."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row)
+    d, n = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SIZE_PAD)
+    is_dim, is_size = d < DIM, n < SIZE
+    x = tl.load(inputs + row * input_row + head * input_head + d * input_dim, mask=is_dim, other=0.0).to(tl.float32)
+    step = tl.load(steps + row * step_row + head * step_head + d * step_dim, mask=is_dim, other=0.0).to(tl.float32)
+    if biases is not None:
+        step += tl.load(biases + head * bias_head + d * bias_dim, mask=is_dim, other=0.0).to(tl.float32)
+    if HAS_SOFTPLUS:
+        step = tl.where(step > 20, step, tl.log(1 + tl.exp(tl.minimum(step, 20.0))))
+    where = states + slot * state_row + head * DIM * SIZE + d[:, None] * SIZE + n[None, :]
+    there = is_dim[:, None] & is_size[None, :]
+    state = tl.load(where, mask=there, other=0.0).to(tl.float32)
+    rate = rates + head * rate_head + d * rate_dim
+    if ONE_RATE:
+        state *= tl.exp(step * tl.load(rate, mask=is_dim, other=0.0).to(tl.float32))[:, None]
+    else:
+        each = tl.load(rate[:, None] + n[None, :] * rate_size, mask=there, other=0.0).to(tl.float32)
+        state *= tl.exp(step[:, None] * each)
+    group = head // PER_GROUP
+    into = tl.load(ins + row * in_row + group * in_group + n, mask=is_size, other=0.0).to(tl.float32)
+    back = tl.load(outs + row * out_row + group * out_group + n, mask=is_size, other=0.0).to(tl.float32)
+    state += (step * x)[:, None] * into[None, :]
+    tl.store(where, state.to(states.dtype.element_ty), mask=there)
+    result = tl.sum(state * back[None, :], 1)
+    if skips is not None:
+        result += x * tl.load(skips + head * skip_head + d * skip_dim, mask=is_dim, other=0.0).to(tl.float32)
+    if gates is not None:
+        gate = tl.load(gates + row * gate_row + head * gate_head + d * gate_dim, mask=is_dim, other=0.0).to(tl.float32)
+        result *= gate / (1 + tl.exp(-gate))
+    tl.store(out + (row * HEADS + head) * DIM + d, result.to(out.dtype.element_ty), mask=is_dim)
+
+
+@triton.jit
 def convolve(
     new,
     states,

@@ -7,6 +7,9 @@ nothing.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+
 import torch
 
 from kvweave.attention.cpu import MAX_DIM
@@ -24,8 +27,8 @@ except ImportError:
     state_kernels = None  # type: ignore[assignment]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-VALUE_BLOCK, CHANNEL_BLOCK = 32, 256
-"""Columns of a state, and channels of a convolution, of one program on a GPU."""
+VALUE_BLOCK, CHANNEL_BLOCK, STATE_BLOCK = 32, 256, 4096
+"""Columns of a state, channels of a convolution, and numbers of a selective state, of one program on a GPU."""
 
 
 def gated_delta_rule(
@@ -62,9 +65,64 @@ def gated_delta_rule(
             state_kernels.delta_rule[grid](*given, slots, out, *strides, states.stride(0), key_dim**-0.5, *sizes)
         return out
     counts = states.stride(0), num_states, rows, heads, key_dim, value_dim, int(normalises)
-    addresses = (*map(_address, given), out.data_ptr(), _address(slots))
-    _check(_native.delta_rule(addresses, (*strides, *counts), torch.get_num_threads()), slots, states)
+    record = _record(*given, out, slots, *strides, *counts)
+    _check(_native.delta_rule(record, torch.get_num_threads()), slots, states)
     return out
+
+
+def selective_state(
+    states: torch.Tensor,
+    inputs: torch.Tensor,
+    steps: torch.Tensor,
+    rates: torch.Tensor,
+    ins: torch.Tensor,
+    outs: torch.Tensor,
+    skips: torch.Tensor | None = None,
+    biases: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    *,
+    has_softplus: bool,
+) -> torch.Tensor | None:
+    """Mamba: the outputs `[rows, heads, dim]` of inputs, likewise; `states` `[states, heads, dim, size]` are updated.
+
+    state = exp(step * rate) * state + step * in * input; out = (state . out + skip * input) * silu(gate). Steps and
+    gates are `[rows, heads, dim]`, rates `[heads, dim, size]`, ins and outs `[rows, groups, size]`, skips and biases
+    `[heads, dim]`; biases are added to steps, then comes softplus. Without heads (Mamba-1) all lack that dimension,
+    and ins and outs lack groups.
+    """
+    given = [inputs, steps, rates, ins, outs, skips, biases, gates, states]
+    if states.dim() == 3:
+        axes = (1, 1, 0, 1, 1, 0, 0, 1, 1)
+        given = [None if each is None else each.unsqueeze(axis) for each, axis in zip(given, axes, strict=True)]
+        states, ins, outs = states.unsqueeze(1), ins.unsqueeze(1), outs.unsqueeze(1)
+    (num_states, heads, dim, size), rows, groups = states.shape, len(inputs), ins.shape[1]
+    shapes = [*[(rows, heads, dim)] * 2, (heads, dim, size), *[(rows, groups, size)] * 2, *[(heads, dim)] * 2]
+    pairs = zip(given, [*shapes, (rows, heads, dim), states.shape], strict=True)
+    fit = all(tensor is None or tensor.shape == shape for tensor, shape in pairs) and groups and heads % groups == 0
+    if not fit or not _have_code([each for each in given if each is not None]) or not _are_slots(slots, rows, states):
+        return None
+    if not states[0].is_contiguous() or ins.stride(2) != 1 or outs.stride(2) != 1:
+        return None
+    out = inputs.new_empty(inputs.shape)
+    counts = (3, 3, 3, 2, 2, 2, 2, 3)
+    strides = [stride for each, count in zip(given[:-1], counts, strict=True) for stride in _strides(each, count)]
+    if states.is_cuda:
+        pad, has_one_rate = next_power_of_2(size), strides[8] == 0
+        block = min(next_power_of_2(dim), max(1, STATE_BLOCK // pad))
+        sizes = heads, dim, size, heads // groups, pad, block, has_softplus, has_one_rate
+        if rows:
+            grid = rows, heads, -(-dim // block)
+            state_kernels.selective_state[grid](*given, out, slots, *strides, states.stride(0), *sizes)
+        return out
+    numbers = states.stride(0), num_states, rows, heads, dim, size, heads // groups, int(has_softplus)
+    record = _record(*given, out, slots, *strides, *numbers)
+    _check(_native.selective_state(record, torch.get_num_threads()), slots, states)
+    return out
+
+
+def _strides(tensor: torch.Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if tensor is None else tensor.stride()[:count]
 
 
 def causal_convolution(
@@ -117,7 +175,7 @@ def causal_convolution(
     return out
 
 
-def _have_code(tensors: tuple[torch.Tensor, ...]) -> bool:
+def _have_code(tensors: Sequence[torch.Tensor]) -> bool:
     if tensors[0].is_cpu:
         return _native is not None and all(each.is_cpu and each.dtype == torch.float32 for each in tensors)
     return state_kernels is not None and all(each.is_cuda and each.dtype in FLOATS for each in tensors)
@@ -136,6 +194,12 @@ def _are_slots(slots: torch.Tensor | None, rows: int, states: torch.Tensor) -> b
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _record(*numbers: torch.Tensor | int | None) -> bytes:
+    """Addresses and numbers, as C reads them."""
+    whole = [each if isinstance(each, int) else _address(each) for each in numbers]
+    return struct.pack(f"{len(whole)}q", *whole)
 
 
 def _check(bad: int, slots: torch.Tensor | None, states: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kvweave.attention.state_rules import causal_convolution, gated_delta_rule
+from kvweave.attention.state_rules import causal_convolution, gated_delta_rule, selective_state
 from kvweave.integrations.transformers.latents import LatentProjection
 from kvweave.integrations.transformers.paged_forward import running
 
@@ -125,6 +125,32 @@ def _convolution(own: Function) -> Function:
     return _for_pages(own, causal_conv1d_update)
 
 
+def _selection(own: Function) -> Function:
+    def selective_state_update(
+        state: torch.Tensor,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        D: torch.Tensor | None = None,  # noqa: N803
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        z: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        forward, out = running(), None
+        if forward:
+            states, slots = forward.states_of(state)
+            given = hidden_states, dt, A, B, C, D, dt_bias, z
+            out = selective_state(states, *given, slots, has_softplus=dt_softplus)
+        if out is None:
+            out = own(state, hidden_states, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **options)
+        return out
+
+    return _for_pages(own, selective_state_update)
+
+
 def _expansion(own: Function) -> Function:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def expand_on_pages(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +196,26 @@ def _convolution_agrees(own: Function, device: torch.device) -> bool:
     return False
 
 
+def _selection_agrees(own: Function, device: torch.device) -> bool:
+    """With one of the two shapes, with heads and without."""
+    random = torch.Generator().manual_seed(0)
+    for sizes in ((2, 4, 3, 16), (2, 5, 16)):
+        states = torch.randn(sizes, generator=random).to(device)
+        inputs, steps, gates = torch.randn(3, *sizes[:-1], generator=random).to(device)
+        rates = -torch.rand(sizes[1:], generator=random).to(device)
+        groups = (2, 2, 16) if len(sizes) == 4 else (2, 16)
+        ins, outs = torch.randn(2, *groups, generator=random).to(device)
+        skips, biases = torch.randn(2, *sizes[1:-1], generator=random).to(device)
+        with suppress(Exception):
+            after, how = states.clone(), {"dt_bias": biases, "z": gates, "dt_softplus": True}
+            right = own(after, inputs, steps, rates, ins, outs, skips, **how)
+            given = inputs, steps, rates, ins, outs, skips, biases, gates
+            out = selective_state(states, *given, has_softplus=True)
+            if out is not None and _are_close((right, after), (out, states)):
+                return True
+    return False
+
+
 def _are_close(right: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...]) -> bool:
     pairs = zip(right, found, strict=True)
     return all(one.shape == other.shape and torch.allclose(one, other, atol=1e-5) for one, other in pairs)
@@ -178,6 +224,8 @@ def _are_close(right: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...])
 REPLACED: dict[str, tuple[Callable[[Function], Function], Callable[[Function, torch.device], bool]]] = {
     "torch_recurrent_gated_delta_rule": (_delta_rule, _delta_rule_agrees),
     "causal_conv1d_update": (_convolution, _convolution_agrees),
+    "mamba_selective_state_update": (_selection, _selection_agrees),
+    "mamba2_selective_state_update": (_selection, _selection_agrees),
     "expand_kv": (_expansion, lambda *_: True),  # attention itself is compared, layer by layer
 }
 """What stands for a function of this name, and whether it may."""
