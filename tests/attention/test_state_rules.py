@@ -13,11 +13,12 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 on_devices = pytest.mark.parametrize("device", ["cpu", GPU])
 
 
-def delta_inputs(rows: int, heads: int, key_dim: int, value_dim: int) -> list[torch.Tensor]:
-    """Rows of states are apart, as pages are."""
+def delta_inputs(rows: int, heads: int, key_dim: int, value_dim: int, by_key: bool = False) -> list[torch.Tensor]:
+    """Rows of states are apart, as pages are; with a decay for each head, or for each of its keys."""
     torch.manual_seed(rows)
     queries, keys = torch.randn(2, rows, 1, heads, key_dim)
-    values, decays = torch.randn(rows, 1, heads * value_dim + 3), -torch.rand(rows, 1, heads)
+    values = torch.randn(rows, 1, heads * value_dim + 3)
+    decays = -torch.rand(rows, 1, heads, key_dim) if by_key else -torch.rand(rows, 1, heads)
     values = values[:, :, : heads * value_dim].unflatten(2, (heads, value_dim))
     states = torch.randn(2 * rows, heads, key_dim, value_dim)[::2]
     return [queries, keys, values, decays, torch.rand(rows, heads, 1).transpose(1, 2), states]
@@ -27,7 +28,7 @@ def delta_rule(*given: torch.Tensor, normalises: bool) -> tuple[torch.Tensor, to
     queries, keys, values, decays, betas, states = (tensor.double() for tensor in given)
     if normalises:
         queries, keys = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (queries, keys))
-    decayed = decays[:, 0, :, None, None].exp() * states
+    decayed = (decays if decays.dim() == 4 else decays[..., None])[:, 0, :, :, None].exp() * states
     delta = betas[:, 0, :, None] * (values[:, 0] - torch.einsum("rhkv,rhk->rhv", decayed, keys[:, 0]))
     after = decayed + keys[:, 0, :, :, None] * delta[:, :, None]
     return torch.einsum("rhkv,rhk->rhv", after, queries[:, 0]) / queries.shape[-1] ** 0.5, after
@@ -48,9 +49,12 @@ def others(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 @on_devices
 @pytest.mark.parametrize("normalises", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 4, 64, 64), (3, 2, 6, 11), (2, 1, 128, 40)])
-def test_the_gated_delta_rule(sizes: tuple[int, ...], threads: int, normalises: bool, device: str) -> None:
-    given = delta_inputs(*sizes)
+def test_the_gated_delta_rule(
+    sizes: tuple[int, int, int, int], by_key: bool, threads: int, normalises: bool, device: str
+) -> None:
+    given = delta_inputs(*sizes, by_key)
     right, after = delta_rule(*given, normalises=normalises)
     pages, slots = in_pages(given[-1], device)
     given = [tensor.to(device) for tensor in given]

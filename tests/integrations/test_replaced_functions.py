@@ -13,6 +13,7 @@ from tests.integrations.models import model_of, plain, prompt
 
 RULES = {
     "torch_recurrent_gated_delta_rule": "gated_delta_rule",
+    "recurrent_kimi_delta_attention": "gated_delta_rule",
     "mamba_selective_state_update": "selective_state",
     "mamba2_selective_state_update": "selective_state",
     "causal_conv1d_update": "causal_convolution",
@@ -46,7 +47,8 @@ def functions(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "falcon_h1", "jamba", "mamba", "zamba2"]
+    "name",
+    ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "kimi_linear", "falcon_h1", "jamba", "mamba", "zamba2"],
 )
 def test_answers_are_those_of_transformers(name: str, calls: list[str]) -> None:
     model, ids = model_of(name), prompt(20)
@@ -77,7 +79,7 @@ def test_models_of_one_family_may_be_closed_in_any_order() -> None:
 def test_a_function_that_computes_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen3_next")
     own, module = functions(model), sys.modules[type(model).__module__]
-    monkeypatch.setattr(module, NAMES[3], lambda *given: own[NAMES[3]](*given) + 1)
+    monkeypatch.setattr(module, NAMES[-1], lambda *given: own[NAMES[-1]](*given) + 1)
     monkeypatch.setattr(module, NAMES[0], lambda *_: None)
     changed = functions(model)
     with KVWeave(model, "32MiB", rows=8, max_tokens=256):

@@ -153,7 +153,7 @@ def test_states_that_forwards_left_in_working_tensors_are_in_the_pages_for_a_rep
         ("falcon_h1", True),
         ("jamba", True),
         ("mamba2", True),
-        ("kimi_linear", False),
+        ("kimi_linear", True),
     ],
 )
 def test_states_stay_in_their_pages_if_functions_of_ours_update_them(

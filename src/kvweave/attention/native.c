@@ -740,6 +740,7 @@ typedef struct { /* as `state_rules.py` passes them; rows and heads of [rows, 1,
     float *states, *out;
     const int64_t *slots; /* of each row's state; NULL: its row */
     int64_t query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head;
+    int64_t decay_key; /* 0: one decay for all keys of a head */
     int64_t state_row, num_states, rows, heads, key_dim, value_dim, normalises;
     int64_t next;
 } DeltaRule;
@@ -759,24 +760,26 @@ INLINE void take_unit(float *to, const float *from, int64_t dim, float scale, in
 FOR_EACH_CPU
 static void delta_head(const DeltaRule *r, int64_t row, int64_t head)
 {
-    float query[MAX_DIM], key[MAX_DIM], delta[MAX_DIM] = {0};
+    float query[MAX_DIM], key[MAX_DIM], decay[MAX_DIM], delta[MAX_DIM] = {0};
     int64_t dim = r->value_dim;
     float *restrict state = r->states + (r->slots ? r->slots[row] : row) * r->state_row + head * r->key_dim * dim;
     float *restrict out = r->out + (row * r->heads + head) * dim;
     const float *value = r->values + row * r->value_row + head * r->value_head;
-    float decay = expf(r->decays[row * r->decay_row + head * r->decay_head]);
+    const float *decays = r->decays + row * r->decay_row + head * r->decay_head;
     float beta = r->betas[row * r->beta_row + head * r->beta_head];
     take_unit(query, r->queries + row * r->query_row + head * r->query_head, r->key_dim, 1 / sqrtf(r->key_dim),
               r->normalises);
     take_unit(key, r->keys + row * r->key_row + head * r->key_head, r->key_dim, 1, r->normalises);
-    for (int64_t i = 0; i < r->key_dim; i++)
+    for (int64_t i = 0; i < r->key_dim; i++) {
+        decay[i] = i && !r->decay_key ? decay[0] : expf(decays[i * r->decay_key]);
         for (int64_t d = 0; d < dim; d++)
-            delta[d] += key[i] * state[i * dim + d];
+            delta[d] += key[i] * decay[i] * state[i * dim + d];
+    }
     for (int64_t d = 0; d < dim; d++)
-        delta[d] = (value[d] - decay * delta[d]) * beta, out[d] = 0;
+        delta[d] = (value[d] - delta[d]) * beta, out[d] = 0;
     for (int64_t i = 0; i < r->key_dim; i++)
         for (int64_t d = 0; d < dim; d++) {
-            float now = state[i * dim + d] * decay + key[i] * delta[d];
+            float now = state[i * dim + d] * decay[i] + key[i] * delta[d];
             state[i * dim + d] = now;
             out[d] += query[i] * now;
         }

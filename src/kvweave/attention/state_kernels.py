@@ -33,6 +33,7 @@ def delta_rule(
     decay_head,
     beta_row,
     beta_head,
+    decay_key,
     state_row,
     scale,
     HEADS: tl.constexpr,
@@ -41,6 +42,7 @@ def delta_rule(
     KEY_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     NORMALISES: tl.constexpr,
+    DECAYS_BY_KEY: tl.constexpr,
 ):
     """Program (row, head, block of value columns): those columns of the head's state `[key dim, value dim]`."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -52,7 +54,11 @@ def delta_rule(
     query = tl.load(queries + row * query_row + head * query_head + k, mask=is_key, other=0.0).to(tl.float32)
     key = tl.load(keys + row * key_row + head * key_head + k, mask=is_key, other=0.0).to(tl.float32)
     value = tl.load(values + row * value_row + head * value_head + v, mask=is_value, other=0.0).to(tl.float32)
-    decay = tl.exp(tl.load(decays + row * decay_row + head * decay_head).to(tl.float32))
+    decay = decays + row * decay_row + head * decay_head
+    if DECAYS_BY_KEY:
+        decay = tl.exp(tl.load(decay + k * decay_key, mask=is_key, other=0.0).to(tl.float32))[:, None]
+    else:
+        decay = tl.exp(tl.load(decay).to(tl.float32))
     beta = tl.load(betas + row * beta_row + head * beta_head).to(tl.float32)
     where = states + slot * state_row + head * KEY_DIM * VALUE_DIM + k[:, None] * VALUE_DIM + v[None, :]
     there = is_key[:, None] & is_value[None, :]

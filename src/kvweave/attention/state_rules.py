@@ -43,14 +43,17 @@ def gated_delta_rule(
     normalises: bool,
 ) -> torch.Tensor | None:
     """The outputs `[rows, 1, heads, value dim]` of queries and keys `[rows, 1, heads, key dim]`, values, and logarithms
-    of decays and betas `[rows, 1, heads]`; `states` `[states, heads, key dim, value dim]` are updated.
+    of decays and betas `[rows, 1, heads]`; `states` `[states, heads, key dim, value dim]` are updated. Decays may have
+    a `key dim`, too (Kimi's delta attention).
 
     state = decay * state + key (x) beta * (value - decay * state^T key); out = state^T query / sqrt(key dim). With
     `normalises` queries and keys are of length 1.
     """
     given = queries, keys, values, decays, betas, states
     (num_states, heads, key_dim, value_dim), rows = states.shape, len(queries)
-    shapes = [*[(rows, 1, heads, key_dim)] * 2, (rows, 1, heads, value_dim), *[(rows, 1, heads)] * 2]
+    by_key = decays.dim() == 4
+    by_head, by_query = (rows, 1, heads), (rows, 1, heads, key_dim)
+    shapes = [by_query, by_query, (rows, 1, heads, value_dim), by_query if by_key else by_head, by_head]
     fit = all(tensor.shape == shape for tensor, shape in zip(given[:5], shapes, strict=True))
     if not fit or not _have_code(given) or not _are_slots(slots, rows, states) or max(key_dim, value_dim) > MAX_DIM:
         return None
@@ -58,9 +61,10 @@ def gated_delta_rule(
         return None
     out = queries.new_empty((rows, 1, heads, value_dim))
     strides = [stride for tensor in given[:5] for stride in (tensor.stride(0), tensor.stride(2))]
+    strides.append(decays.stride(3) if by_key else 0)
     if states.is_cuda:
         grid = rows, heads, -(-value_dim // VALUE_BLOCK)
-        sizes = heads, key_dim, value_dim, next_power_of_2(key_dim), VALUE_BLOCK, normalises
+        sizes = heads, key_dim, value_dim, next_power_of_2(key_dim), VALUE_BLOCK, normalises, by_key
         if rows:
             state_kernels.delta_rule[grid](*given, slots, out, *strides, states.stride(0), key_dim**-0.5, *sizes)
         return out

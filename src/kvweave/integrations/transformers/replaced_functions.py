@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from itertools import product
 from typing import Any
 
@@ -170,16 +170,17 @@ def _expansion(own: Function) -> Function:
     return expand_kv
 
 
-def _delta_rule_agrees(own: Function, device: torch.device) -> bool:
-    """Whether both make the same of a few random numbers."""
+def _delta_rule_agrees(own: Function, device: torch.device, by_key: bool = False) -> bool:
+    """Whether both make the same of a few random numbers; `by_key`: every key has a decay of its own."""
     random = torch.Generator().manual_seed(0)
     queries, keys, values = torch.randn(3, 2, 1, 3, 4, generator=random).to(device)
-    decays, betas = -torch.rand(2, 2, 1, 3, generator=random).to(device)
+    decays = -torch.rand(*((2, 1, 3, 4) if by_key else (2, 1, 3)), generator=random).to(device)
+    betas = torch.rand(2, 1, 3, generator=random).to(device)
     states = torch.randn(2, 3, 4, 4, generator=random).to(device)
     how: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     with suppress(Exception):  # whatever it is, it is not what it was
-        right = own(queries, keys, values, g=decays, beta=-betas, initial_state=states.clone(), **how)
-        out = gated_delta_rule(queries, keys, values, decays, -betas, states, normalises=True)
+        right = own(queries, keys, values, g=decays, beta=betas, initial_state=states.clone(), **how)
+        out = gated_delta_rule(queries, keys, values, decays, betas, states, normalises=True)
         return out is not None and _are_close(right, (out, states))
     return False
 
@@ -224,6 +225,7 @@ def _are_close(right: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...])
 REPLACED: dict[str, tuple[Callable[[Function], Function], Callable[[Function, torch.device], bool]]] = {
     "torch_recurrent_gated_delta_rule": (_delta_rule, _delta_rule_agrees),
     "causal_conv1d_update": (_convolution, _convolution_agrees),
+    "recurrent_kimi_delta_attention": (_delta_rule, partial(_delta_rule_agrees, by_key=True)),
     "mamba_selective_state_update": (_selection, _selection_agrees),
     "mamba2_selective_state_update": (_selection, _selection_agrees),
     "expand_kv": (_expansion, lambda *_: True),  # attention itself is compared, layer by layer
