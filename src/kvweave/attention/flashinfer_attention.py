@@ -160,13 +160,11 @@ class PlannedWrapper:
     how: dict[str, Any]
     padding: list[tuple[int, int]] = field(default_factory=list)
     _made_of: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """With their versions: tensors that were written to since are others."""
+    """With their versions: tensors that were written to since are others. Tensors made in inference mode have none."""
 
     def is_of(self, numbers: tuple[torch.Tensor, ...]) -> bool:
-        if any(tensor.is_inference() for tensor in numbers) or not self._made_of:
-            return False
-        pairs = zip(numbers, self._made_of, strict=True)
-        return all(tensor is known and tensor._version == version for tensor, (known, version) in pairs)
+        pairs = zip(numbers, self._made_of, strict=False)
+        return bool(self._made_of) and all(tensor is known and tensor._version == at for tensor, (known, at) in pairs)
 
     def make(self, numbers: tuple[torch.Tensor, ...], lists: PageLists) -> None:
         self._made_of = []
