@@ -132,10 +132,11 @@ def test_keys_of_a_long_sequence_are_made_and_found_in_steps(tmp_path: Path) -> 
             client.ask(protocol.Open(2, 1, b"tenant00", 256 * chunks, ask.prefixes), protocol.Done)
 
 
-def test_what_a_long_hit_uses_is_told_to_tiers_in_steps_and_not_by_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lease", [0, 7])
+def test_what_a_long_hit_uses_is_told_to_tiers_and_leased_in_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: int
 ) -> None:
-    request, chunks = registration(1, "m", SCHEMA), 2 * STEP_KEYS // len(SCHEMA.shards)
+    request, chunks = registration(1, "m", SCHEMA), 4 * STEP_KEYS // len(SCHEMA.shards)
     prefixes = b"".join(number.to_bytes(32, "big") for number in range(chunks))
     ask = protocol.Open(1, 1, b"tenant00", 256 * chunks + 1, prefixes)
     sequence = OpenSequence(RegisteredModel(request), ask)
@@ -154,14 +155,22 @@ def test_what_a_long_hit_uses_is_told_to_tiers_in_steps_and_not_by_the_event_loo
             catalog.add(key, 0, 1, 0)
         client.exchange([request, ask])
         monkeypatch.setattr(Catalog, "find", find)
-        assert client.ask(protocol.Lookup(1, 0), protocol.Found).position == sequence.limit > 0
+        found_there = client.ask(protocol.Lookup(1, lease), protocol.Found)
+        assert found_there.position == sequence.limit > 0
         assert max(number for _, number in found) <= STEP_KEYS
         beside = [number for thread, number in found if thread.startswith("kvweave-touch")]
         assert sum(beside) > STEP_KEYS
         slots = finding(catalog, sequence.keys)
         ticks = catalog.ticks[slots[catalog.hits[slots] == 1]]
         assert len(ticks) > chunks
-        assert (ticks[:-1] > ticks[1:]).all(), "earlier ones are worth more"
+        needed = len(found_there.starts) // 8
+        assert catalog.pins.sum() == needed
+        if lease:
+            assert needed > STEP_KEYS
+            assert client.ask(protocol.Release([lease]), protocol.Done).count == 1
+            assert not catalog.pins.any()
+        else:
+            assert (ticks[:-1] > ticks[1:]).all(), "earlier ones are worth more"
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from kvweave.errors import OperationCancelled
+from kvweave.errors import OperationCancelled, StoreError
 from kvweave.operation import AnyOperation, Completions, OperationState
 from kvweave.store import (
     BaseStore,
@@ -27,6 +27,7 @@ from kvweave.store import (
 from kvweave.store.blob import blob_bytes
 from kvweave.store.tier import whole
 from tests.store.engine_contract import SPEC, WAIT_S, EngineContract, Taken, polled, prompt_of
+from tests.store.interrupts import interrupted
 from tests.store.models import truth
 
 SCHEMA = Schema.of(SPEC, parts=2)
@@ -72,13 +73,50 @@ def test_saves_beyond_the_bound_are_dropped_at_once_and_reported(store: Store, m
     assert all(save.result(WAIT_S).dropped == 0 for save in kept)
 
 
+def test_nothing_can_be_submitted_to_a_closed_store(store: Store) -> None:
+    hit = store.lookup(prompt := prompt_of(store))
+    store.close()
+    threads = threading.active_count()
+    calls: list[Callable[[], object]] = [
+        lambda: store.submit_lookup([prompt]),
+        lambda: store.submit_load(hit, Taken()),
+        lambda: store.submit_save(prompt, truth),
+        store.submit_removed,
+        lambda: store.prefetch(hit),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match="closed"):
+            call()
+    assert threading.active_count() <= threads
+    assert not len(store.completions)
+
+
+def test_a_submit_that_is_interrupted_is_not_counted(store: Store) -> None:
+    prompt, after = prompt_of(store), 0
+    store.submit_lookup([prompt]).result(WAIT_S)
+    while interrupted(lambda: store.submit_lookup([prompt]), after):
+        assert not len(store.completions), after
+        after += 1
+    assert after > 10
+
+
+def test_refused_tickets_are_counted_and_one_is_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        assert store.redeem(b"not a ticket").position == 0
+    assert store.stats().refused_tickets == 3
+    assert caplog.text.count("a ticket is refused") == 1
+    store._warn_at = 0.0  # a minute later
+    store.redeem(b"not a ticket")
+    assert caplog.text.count("a ticket is refused") == 2
+
+
 def test_closing_does_what_was_submitted(store: Store) -> None:
     tier = store.tier_stack.executors[0].tier
     saves = [store.submit_save(prompt_of(store, number), truth) for number in range(5)]
     store._operations.close(WAIT_S)
     assert all(save.result(0).dropped == 0 for save in saves)
     assert tier.stats().entries
-    assert store.submit_lookup([prompt_of(store)]).result(WAIT_S)[0].position == 1024, "it can be used again"
+    assert store.lookup(prompt_of(store)).position == 1024
 
 
 def test_a_forked_child_has_operations_of_its_own(store: Store) -> None:

@@ -20,6 +20,7 @@ from kvweave.server.open_sequence import OpenSequence, Pieces
 from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, Reply, numbers, packed
 from kvweave.server.registered_model import RegisteredModel
 from kvweave.server.server_state import ServerState
+from kvweave.server.shared_arena import Pinned
 from kvweave.store.arena_tier import STEP_KEYS
 from kvweave.store.keys import PREFIX_BYTES, SHARD_ID_BYTES
 from kvweave.store.striped_file import SECTOR
@@ -235,20 +236,39 @@ class ClientSession:
     ) -> Reply:
         """In a thread: other clients are served meanwhile."""
         await self._state.in_thread("touch", self._touch, sequence, matrix, needed)
-        return self._found_and_leased(sequence, request, needed, found)
+        if not request.lease:
+            return found
+        pinned = await self._pin_in_steps(sequence, needed)
+        return self._with_places(found, self._lease(pinned, request.lease, counted=True))
+
+    async def _pin_in_steps(self, sequence: OpenSequence, pieces: Pieces) -> Pinned:
+        """The last ones first: earlier chunks count as used more recently."""
+        steps: list[Pinned] = []
+        try:
+            for first in reversed(range(0, len(pieces) or 1, STEP_KEYS)):
+                steps.insert(0, self._arena.pin(sequence.keys_at(pieces[first : first + STEP_KEYS])))
+                await asyncio.sleep(0)  # other clients are served between two steps
+        except BaseException:  # the connection ended
+            for step in steps:
+                self._arena.unpin(step.slots)
+            raise
+        return Pinned(*map(np.concatenate, zip(*steps, strict=True)))
 
     def _found_and_leased(
         self, sequence: OpenSequence, request: protocol.Lookup, needed: Pieces, found: protocol.Found
     ) -> Reply:
-        starts = self._lease(sequence, needed, request.lease, counted=True) if request.lease else None
+        if not request.lease:
+            return found
+        return self._with_places(
+            found, self._lease(self._arena.pin(sequence.keys_at(needed)), request.lease, counted=True)
+        )
+
+    def _with_places(self, found: protocol.Found, starts: Numbers | None) -> Reply:
         return found if starts is None else msgspec.structs.replace(found, starts=packed(starts))
 
-    def _lease(
-        self, sequence: OpenSequence, pieces: Pieces, lease: int, *, counted: bool = False
-    ) -> NDArray[np.int64] | None:
-        """The places of pieces, under a lease. If the quota of leases is used up, lookups (`counted`) get None, and
-        fetches places that others may evict: what is copied from there is checked."""
-        pinned = self._arena.pin(sequence.keys_at(pieces))
+    def _lease(self, pinned: Pinned, lease: int, *, counted: bool = False) -> Numbers | None:
+        """The places of pinned pieces, under a lease. If the quota of leases is used up, lookups (`counted`) get None,
+        and fetches places that others may evict: what is copied from there is checked."""
         self._state.counts["memory hits"] += len(pinned.slots)
         num_bytes = int(pinned.lengths[pinned.starts != NOT_IN_ARENA].sum())
         if not lease:
@@ -278,7 +298,7 @@ class ClientSession:
         return self._fetched(sequence, pieces, lease)
 
     def _fetched(self, sequence: OpenSequence, pieces: Pieces, lease: int) -> Reply:
-        starts = self._lease(sequence, pieces, lease)
+        starts = self._lease(self._arena.pin(sequence.keys_at(pieces)), lease)
         assert starts is not None, "a fetch got no places"
         self._state.counts["memory misses"] += int((starts == NOT_IN_ARENA).sum())
         return protocol.Places(packed(starts))

@@ -156,8 +156,7 @@ class Leases:
         if not reservation.is_written:
             raise BadRequest(f"reservation {number}: its blobs are not in the arena yet; CopyIn comes first")
         del self._reservations[number]
-        for extent in reservation.extents:
-            self._arena.commit(*extent)
+        self._arena.commit_all(reservation.extents)
         return reservation.extents
 
     def abandon(self, number: int) -> int:

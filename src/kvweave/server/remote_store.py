@@ -151,7 +151,7 @@ class RemoteStore(BaseStore[RemoteHit]):
         bits = np.unpackbits(np.frombuffer(found.present, np.uint8), count=empty.present.size)
         present = bits.reshape(shape).astype(bool)
         if found.starts:
-            at = np.array([*self._needs(found.position, self._shard_numbers(shards), present)], np.int64)
+            at = self._pieces(found.position, self._shard_numbers(shards), present)
             places[at[:, 0], at[:, 1]] = numbers(found.starts)
         held = empty.lease if found.starts else 0
         return replace(empty, position=found.position, present=present, lease=held)
@@ -202,7 +202,7 @@ class RemoteStore(BaseStore[RemoteHit]):
         missing = [piece for piece in pieces if piece not in in_arena]
         if missing:  # the lease must not hold arena space that the remaining blobs need
             release_lease(self.client, hit.lease, hit.generation, budget)
-        yield from self._reads.fetched(self._session("load"), hit, missing, budget)
+            yield from self._reads.fetched(self._session("load"), hit, missing, budget)
 
     def _wanted(self, hit: RemoteHit, shards: Sequence[int] | None) -> tuple[Sequence[int], NDArray[np.bool_]]:
         """The wanted shards, and flags `[shards, chunks]` in which all shards that this rank does not read are

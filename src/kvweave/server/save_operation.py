@@ -11,6 +11,8 @@ from functools import partial
 from itertools import dropwhile, islice
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from kvweave.errors import LeaseExpired, OverLimit, ServerError
 from kvweave.server import protocol
 from kvweave.server.arena_copier import ArenaCopier
@@ -43,6 +45,7 @@ class ArenaLayout:
         self.prompt_session, self._shards = prompt_session, schema.shards
         self._sizes = prompt_session.blob_bytes
         self._rounded = [inbox_starts([size])[-1] for size in self._sizes]
+        self._payload_bytes = np.array([shard.payload_bytes for shard in schema.shards])
 
     def shard(self, piece: ChunkRef) -> Shard:
         return self._shards[piece[0]]
@@ -77,13 +80,9 @@ class ArenaLayout:
         each other, and earlier chunks come before later ones otherwise; as they are for others."""
         if not isinstance(copied, StagedGather | StagedScatter):
             return [*pieces]
-        most_bytes, shards = copied.together_bytes, self._shards
-
-        def order(piece: ChunkRef) -> tuple[int, ChunkRef]:
-            shard, chunk = piece
-            return chunk * shards[shard].payload_bytes // most_bytes, piece
-
-        return sorted(pieces, key=order)
+        shards, chunks = np.array(pieces, np.int64).reshape(-1, 2).T
+        calls = chunks * self._payload_bytes[shards] // copied.together_bytes
+        return [pieces[i] for i in np.lexsort((chunks, shards, calls)).tolist()]
 
     def allowed(self, limiter: ByteLimiter, pieces: Sequence[ChunkRef], budget: Budget) -> AbstractContextManager[None]:
         """A context in which these pieces are held over the connection, within its limit."""
@@ -123,7 +122,8 @@ class SaveOperation:
         self.daemons: set[bytes] = set()
 
     def outcome(self, wanted: Sequence[ChunkRef]) -> SaveOutcome:
-        failed = [piece for piece in wanted if piece not in self.stored and piece not in self.present]
+        done = self.stored | self.present
+        failed = [piece for piece in wanted if piece not in done] if len(done) < len(wanted) else []
         return SaveOutcome(Saved(len(self.stored), len(self.present), len(failed)), failed)
 
     def save(

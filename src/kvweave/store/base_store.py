@@ -33,6 +33,9 @@ GATHER_BYTES = 256 << 20
 """Bytes that one save gathers, or one request reserves or fetches, at most: enough that a round trip is short beside
 the copy."""
 
+WARNING_S = 60.0
+"""Seconds between two warnings of one kind."""
+
 
 class BaseStore(SubmittingStore[Found], Closeable):
     """The KV of one model's chunks. Thread-safe."""
@@ -42,6 +45,8 @@ class BaseStore(SubmittingStore[Found], Closeable):
         self._sizes = [blob_bytes(shard) for shard in schema.shards]
         self._blob_bytes = np.array(self._sizes)
         self._counts = Counter[str]()
+        self._warn_at = 0.0
+        """When the next refused ticket may be logged."""
 
     def prompt(self, tokens: TokenIds, namespace: Namespace, spans: Sequence[Span] = ()) -> HashedPrompt:
         """Hash a prompt; use it for any number of calls. `HashedPrompt.extend` hashes appended tokens."""
@@ -88,7 +93,8 @@ class BaseStore(SubmittingStore[Found], Closeable):
         order = {shard: at for at, shard in enumerate(shards or ())}  # an engine names first what it runs first
         while position > start:
             pieces = [piece for piece in self._needs(position, wanted, present, start) if not given[piece]]
-            pieces.sort(key=lambda piece: order.get(piece[0], 0))
+            if order:
+                pieces.sort(key=lambda piece: order.get(piece[0], 0))
             for piece, payload in self._fetch(hit, pieces, budget):
                 sink(self.schema.shards[piece[0]], piece[1], payload)
                 given[piece] = True
@@ -119,8 +125,10 @@ class BaseStore(SubmittingStore[Found], Closeable):
         try:
             content = read_ticket(self.schema, ticket)
         except StoreError as error:
-            log.warning("a ticket is refused, and is a miss: %s", error)
             self._count(refused_tickets=1)
+            if time.monotonic() >= self._warn_at:
+                self._warn_at = time.monotonic() + WARNING_S
+                log.warning("a ticket is refused, and is a miss (one warning a minute at most): %s", error)
             content = blank_ticket(self.schema)
         return self._redeemed(content)
 
@@ -240,13 +248,23 @@ class BaseStore(SubmittingStore[Found], Closeable):
     ) -> Iterator[ChunkRef]:
         """What going on from `position` needs of `shards`; tails where they are `present`, and whole chunks are not.
         Chunks that end before `start` are left out."""
-        wanted, first = frozenset(shards), start // self.schema.chunk_tokens
-        pieces = (piece for group in self.schema.groups for piece in group.needs(position, present).tolist())
-        return ((shard, chunk) for shard, chunk in pieces if shard in wanted and chunk >= first)
+        pieces = self._pieces(position, shards, present, start)
+        return zip(pieces[:, 0].tolist(), pieces[:, 1].tolist(), strict=True)
+
+    def _pieces(
+        self, position: int, shards: Sequence[int] | range, present: NDArray[np.bool_], start: int = 0
+    ) -> NDArray[np.int64]:
+        """As `_needs`, `[n, 2]`."""
+        pieces = np.concatenate([group.needs(position, present) for group in self.schema.groups])
+        if start:
+            pieces = pieces[pieces[:, 1] >= start // self.schema.chunk_tokens]
+        if len({*shards}) < len(self.schema.shards):
+            pieces = pieces[np.isin(pieces[:, 0], [*shards])]
+        return pieces
 
     def _needed(self, hit: Found) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The numbers of shards and of chunks that a hit needs, of all groups."""
-        pieces = np.concatenate([group.needs(hit.position, hit.present) for group in self.schema.groups])
+        pieces = self._pieces(hit.position, self._shard_numbers(None), hit.present)
         return pieces[:, 0], pieces[:, 1]
 
     def _to_keep(
@@ -265,7 +283,7 @@ class BaseStore(SubmittingStore[Found], Closeable):
         if outside:
             raise StoreError(f"points {outside[:4]}: the prompt has {prompt.num_tokens} tokens")
         ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
-        wanted = frozenset(self._shard_numbers(shards))
+        num_shards, wanted = len(self.schema.shards), self._shard_numbers(shards)
 
         # asked once, and not at all of our own: of a protocol it takes long
         paged = source if isinstance(source, Gather | PagedSource) else None
@@ -273,14 +291,18 @@ class BaseStore(SubmittingStore[Found], Closeable):
         def takes_tail(shard: int, chunk: int) -> bool:
             return paged is not None and not paged.holds(self.schema.shards[shard], chunk)
 
-        found = set[tuple[int, int]]()
+        found = [np.empty((0, 2), np.int64)]
         for group in self.schema.groups:
             # what is needed from the first token on is all needed by the last point: a prompt may have thousands
             needing = ends if group.reach.tail(max(ends, default=0)) else [max(ends, default=0)]
             for end in needing:
-                pieces = group.pieces(end, takes_tail, first=start // size).tolist()
-                found |= {(chunk, shard) for shard, chunk in pieces if shard in wanted}
-        return [(shard, chunk) for chunk, shard in sorted(found)]
+                found.append(group.pieces(end, takes_tail, first=start // size))
+        pieces = np.concatenate(found)
+        if len({*wanted}) < num_shards:
+            pieces = pieces[np.isin(pieces[:, 0], [*wanted])]
+        numbers = pieces[:, 1] * num_shards + pieces[:, 0]
+        numbers = np.unique(numbers) if len(ends) > 1 else np.sort(numbers)  # points may need the same
+        return [*zip((numbers % num_shards).tolist(), (numbers // num_shards).tolist(), strict=True)]
 
     def _count(self, **numbers: int) -> None:
         with self._lock:

@@ -22,6 +22,9 @@ Slots = NDArray[np.int64]
 Scope = tuple[int, bool, bool]
 """A tenant, and whether its own entries, and those of others, may be evicted for it."""
 
+MANY = 1 << 14
+"""As many numbers take longer to compare than other threads take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quota:
@@ -42,7 +45,6 @@ class Catalog:
         self._free: list[int] = []
         self._tick = 1
         self._counting = np.arange(64)
-        """0, 1, 2, ...: kept, since during `np.arange` other threads run, wait for the tier's lock, and are next."""
         self.was_asked = False
         """Whether any entry was touched, so that the order of eviction differs from the order in the journal."""
         self._victims: dict[Scope, deque[tuple[int, int]]] = {}
@@ -89,10 +91,14 @@ class Catalog:
             self._entry_values.hit(self.hits[found], self._tick - self.ticks[found])
             ended = min(int(self.hits[found[-1]]) + 1, MOST_HITS)
             self.hits[found] = np.maximum(self.hits[found], ended)
-        if len(found) > len(self._counting):
-            self._counting = np.arange(2 * len(found))
-        self.ticks[found] = self._tick - self._counting[: len(found)]
+        self.ticks[found] = self._tick - self._count_to(len(found))
         self.values[found] = self._entry_values.of(self.hits[found])
+
+    def _count_to(self, count: int) -> Slots:
+        """0, 1, 2, ...: kept, since during `np.arange` other threads run, wait for the tier's lock, and are next."""
+        if count > len(self._counting):
+            self._counting = np.arange(2 * count)
+        return self._counting[:count]
 
     def touch_one(self, slot: int) -> None:
         """As `touch`, for one entry: without arrays, which take ten times as long."""
@@ -112,6 +118,20 @@ class Catalog:
         self.freed()
         return slot
 
+    def add_all(self, keys: Sequence[bytes], starts: Sequence[int], lengths: Sequence[int], sizes: Slots) -> None:
+        """As `add`, for entries of one tenant, one after the other."""
+        slots = [self._free.pop() if self._free else self._new_slot() for _ in keys]
+        for slot, key in zip(slots, keys, strict=True):
+            self._keys[slot] = key
+        at, count = np.array(slots), len(slots)
+        self.starts[at], self.lengths[at], self.sizes[at] = starts, lengths, sizes
+        self.ticks[at] = self._tick + 1 + self._count_to(count)
+        self.owners[at], self.pins[at], self.hits[at] = self.owner(keys[0]), 0, 0
+        self.values[at] = self._entry_values.of_one(0)
+        self._tick += count
+        self.slot_of.update(zip(keys, slots, strict=True))
+        self.freed()
+
     def remove(self, slot: int) -> bytes:
         """Remove an entry. Its slot is freed, and its bytes are no longer charged, when it is not pinned."""
         key = self._keys[slot]
@@ -127,7 +147,7 @@ class Catalog:
 
     def add_pins(self, slots: Slots, number: int) -> None:
         """Pin (1) or unpin (-1) entries that are not removed; one that is named twice, twice."""
-        if len({*slots.tolist()}) == len(slots):
+        if len(slots) < MANY and len({*slots.tolist()}) == len(slots):
             self.pins[slots] += number
         else:  # not always: during `at`, too, other threads run
             np.add.at(self.pins, slots, number)

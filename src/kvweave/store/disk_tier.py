@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import ReadOnly, TierError, Vanished
+from kvweave.errors import ReadOnly, TierError, TierFull, Vanished
 from kvweave.store.arena_tier import ArenaTier, RemovedEntries
 from kvweave.store.catalog import Quota
 from kvweave.store.files import BufferedFile, DirectFile, DirectoryLock, failure
@@ -95,6 +95,33 @@ class DiskTier(ArenaTier):
         if self._is_gone:
             raise Vanished(f"{self.directory}: the files of the store were removed")
         return super().put(keys, blobs)
+
+    def _put(self, key: bytes, blob: Blob, length: int) -> bool:
+        try:
+            return super()._put(key, blob, length)
+        except TierFull:  # the disk has less room than the tier may use
+            if not self._shrink(key, length):
+                raise
+        return super()._put(key, blob, length)
+
+    def _shrink(self, key: bytes, length: int) -> bool:
+        """Evict as many bytes for a key, and give their blocks back to the file system; returns whether it worked."""
+        catalog, left = self._catalog, self._extents.rounded(length) + SECTOR  # the journal may need one more
+        with self._journal_lock, suppress(OSError):  # a file system that cannot take blocks back
+            while left > 0:
+                with self._lock:
+                    victim = catalog.victim(catalog.owner(key), 0)
+                    if victim is None:
+                        return False
+                    removed = self._remove([victim])
+                    self._evicted += 1
+                try:  # before it is recorded, for which there may be no space either; a stale record fails its checksum
+                    for start, size in removed.unpinned:
+                        self._files.discard(start, size)
+                        left -= self._extents.rounded(size)
+                finally:
+                    self._forget(removed)
+        return left <= 0
 
     def _forget(self, removed: RemovedEntries) -> None:
         super()._forget(removed)

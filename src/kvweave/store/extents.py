@@ -26,6 +26,10 @@ class ExtentAllocator:
         """The size of an extent for `num_bytes`."""
         return max(1, -(-num_bytes // self.align)) * self.align
 
+    def rounded_all(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        sizes: NDArray[np.int64] = np.maximum(1, -(-lengths // self.align)) * self.align
+        return sizes
+
     def take(self, num_bytes: int) -> int | None:
         """Allocate at least `num_bytes`; returns the start, None if no free run is long enough."""
         size = self.rounded(num_bytes)
@@ -53,7 +57,7 @@ class ExtentAllocator:
     def keep(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Start over with these extents allocated: in order of start, not overlapping, within the capacity."""
         self._by_size, self._size_at, self._start_of, self.free_bytes = [], {}, {}, 0
-        sizes = np.maximum(1, -(-lengths // self.align)) * self.align
+        sizes = self.rounded_all(lengths)
         ends = np.concatenate(([0], starts + sizes))
         gaps = np.concatenate((starts, [self.capacity])) - ends
         for at in np.flatnonzero(gaps):

@@ -10,10 +10,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from kvweave.errors import OperationCancelled, OperationTimeout
+from kvweave.errors import OperationCancelled, OperationTimeout, StoreError
 from kvweave.operation import Completions, OperationState
 from kvweave.store.jobs import JobQueue
 from kvweave.store.tier_stack import Budget
@@ -161,10 +162,12 @@ class OperationQueue:
         self._numbers, self._lock = itertools.count(1), threading.Lock()
         self._lookups: JobQueue | None = None
         self._copies: JobQueue | None = None
+        self._closed = False
 
     def start(self, operation: Operation[T], work: Callable[[], tuple[T, Sequence[ChunkRef]]]) -> Operation[T]:
-        """Run in a thread of its own, for work that may take long. `poll` does not report it."""
-        self.completions.discard(operation)
+        """Run in a thread of its own, for work that may take long. `poll` does not report it. Raises `StoreError` after
+        `close`."""
+        self._check_open()
         name = f"kvweave-{operation.kind}-{operation.id}"
         threading.Thread(target=operation.run, args=(work,), name=name, daemon=True).start()
         return operation
@@ -172,29 +175,41 @@ class OperationQueue:
     def new(self, kind: Kind, request: Hashable, budget_s: float | None) -> Operation[T]:
         operation: Operation[T] = Operation(next(self._numbers), kind, request, budget_s)
         operation._taken = lambda: self.completions.discard(operation)
-        self.completions.add(operation)
         return operation
 
     def submit(self, operation: Operation[T], work: Callable[[], tuple[T, Sequence[ChunkRef]]]) -> bool:
-        """Queue it; returns whether there was room. Never waits."""
-        with self._lock:
-            self._lookups = self._lookups or JobQueue("lookups", 1, 0)
-            self._copies = self._copies or JobQueue("copies", 2, SAVES)
-        queue = self._lookups if operation.kind == "lookup" else self._copies
+        """Queue it; returns whether there was room. Never waits. Raises `StoreError` after `close`."""
+        try:
+            with self._lock:
+                self._check_open()
+                self.completions.add(operation)
+                future = self._queued(operation, lambda: operation.run(work))
+            if future is not None:
+                operation._unstarted = future.cancel
+        except BaseException:  # closed, or an interrupt: the caller gets no handle
+            self.completions.discard(operation)
+            raise
+        return future is not None
 
-        def job() -> None:
-            operation.run(work)
+    def _queued(self, operation: Operation[T], job: Callable[[], None]) -> Future[None] | None:
+        self._lookups = self._lookups or JobQueue("lookups", 1, 0)
+        self._copies = self._copies or JobQueue("copies", 2, SAVES)
+        if operation.kind == "save":
+            return self._copies.write(job)
+        return (self._lookups if operation.kind == "lookup" else self._copies).read(job)
 
-        future = queue.write(job) if operation.kind == "save" else queue.read(job)
-        if future is None:
-            return False
-        operation._unstarted = future.cancel
-        return True
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the store is closed: make a new one, nothing can be submitted to this one")
 
     def close(self, wait_s: float) -> bool:
-        """Finish queued operations, and cancel those that are not done in time; returns whether all were."""
-        budget, queues = Budget.of(wait_s), [queue for queue in (self._lookups, self._copies) if queue]
-        self._lookups = self._copies = None
+        """Finish queued operations, and cancel those that are not done in time; returns whether all were. Nothing can
+        be submitted from now on."""
+        with self._lock:
+            self._closed = True
+            queues = [queue for queue in (self._lookups, self._copies) if queue]
+            self._lookups = self._copies = None
+        budget = Budget.of(wait_s)
         ended = [queue.close(budget.within(wait_s)) for queue in queues]
         for operation in self.completions.pending() if not all(ended) else ():
             if isinstance(operation, Operation):

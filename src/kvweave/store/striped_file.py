@@ -8,10 +8,13 @@ would queue.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +24,8 @@ from kvweave.store.keys import Bytes
 FILES = 32
 STRIPE_BYTES = 4 << 20
 SECTOR = 4096
+PUNCH_HOLE = 0x01 | 0x02
+"""FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 
 
 class StripedFile:
@@ -73,6 +78,14 @@ class StripedFile:
             written = os.pwritev(fd, _first(left, room), at)
             start, left = start + written, _rest(left, written)
 
+    def discard(self, start: int, num_bytes: int) -> None:
+        """Give the blocks of these bytes, which are zeros from now on, back to the file system."""
+        while num_bytes > 0:
+            fd, at, room = self.place(start)
+            if _fallocate()(fd, PUNCH_HOLE, at, min(room, num_bytes)):
+                raise OSError(code := ctypes.get_errno(), os.strerror(code))
+            start, num_bytes = start + room, num_bytes - room
+
     def in_sectors(self, num_bytes: int) -> int:
         return -(-num_bytes // self.sector) * self.sector
 
@@ -88,6 +101,14 @@ class StripedFile:
     def close(self) -> None:
         for fd in self.fds:
             os.close(fd)
+
+
+@cache
+def _fallocate() -> Any:
+    """The C library's: Python's own does not free blocks."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+    return call
 
 
 def _first(pieces: list[memoryview], count: int) -> list[memoryview]:

@@ -20,17 +20,22 @@ from kvweave.transfer.payload_tables import PayloadTable, PooledFields
 from kvweave.transfer.staging import Slot
 
 
-class _Channel:
-    """A stream, and staging memory for the payloads of one call on their way; what was found there is on the host."""
+class _Stream:
+    """A stream; `number`: as the driver knows it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.slot = torch.cuda.Stream(device), Slot(device)
-        self.found = np.empty(0, np.uint8)
+        self._stream = torch.cuda.Stream(device)
+        self.number = int(self._stream.cuda_stream)
 
-    @property
-    def number(self) -> int:
-        """The stream, as the driver knows it."""
-        return int(self.stream.cuda_stream)
+
+class _Channel(_Stream):
+    """A stream for kernels, and staging memory for the payloads of one call on their way; what was found there is on
+    the host. `handed` is recorded where the staging memory passes from a kernel to a copy, or back."""
+
+    def __init__(self, device: torch.device, context: int) -> None:
+        super().__init__(device)
+        self.slot, self.handed = Slot(device), Event(context)
+        self.found = np.empty(0, np.uint8)
 
     def reserve(self, num_bytes: int, found_bytes: int) -> None:
         self.slot.reserve(num_bytes + 7)  # the last bytes are read as a word
@@ -43,7 +48,8 @@ class CUDAPayloadCopier:
 
     Payloads are gathered in staging memory in the order in which they are stored, and leave by one copy each; they come
     by one, and are scattered. Their parts are summed there. What was begun and what several threads do overlaps, and
-    has staging memory each.
+    has staging memory each. All copies of one direction are on one stream, so that they follow each other in the order
+    in which they were begun: the first to be begun is the first to be waited for.
     """
 
     together_bytes = 36 << 20
@@ -58,6 +64,7 @@ class CUDAPayloadCopier:
         addresses = {name: int(pool.data_ptr()) for name, pool in pools.items()}
         self._pooled = PooledFields(addresses, {name: int(pool.nbytes) for name, pool in pools.items()})
         self._context, self._tabulator = context_of(self._device.index), Tabulator(self._device.index)
+        self._stores, self._loads = _Stream(self._device), _Stream(self._device)
         self._idle: deque[_Channel] = deque()
         self._after: Event | None = None
 
@@ -68,6 +75,7 @@ class CUDAPayloadCopier:
         return following
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
+        self.wait_for_caller()  # others' copies would wait for the caller's stream behind this one
         self.stage(copies, 1, payload.nbytes).copy_to([payload])()
 
     def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> _StagedOnDevice:
@@ -75,8 +83,10 @@ class CUDAPayloadCopier:
         table = self._table(copies, num_payloads, layout)
         commands, channel = CommandBuffer(), self._channel(num_payloads, layout)
         self._launch(commands, channel, table, gather=True)
+        commands.record(channel.handed, channel.number)
         self._compute_checksums(commands, channel, num_payloads, layout)
-        return _StagedOnDevice(self._submit(commands, channel), layout, channel, self._submit, self._idle)
+        staged = self._submit(commands, channel)
+        return _StagedOnDevice(staged, layout, channel, self._stores, self._submit, self._idle)
 
     def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
         self.begin_landing(copies, [payload])(lambda _: True)
@@ -84,7 +94,9 @@ class CUDAPayloadCopier:
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
         layout = _layout(len(payloads), _length(payloads))
         copying, writing, channel = CommandBuffer(), CommandBuffer(), self._channel(len(payloads), layout)
-        _copy(copying, _places(channel, payloads), [payload.ctypes.data for payload in payloads], payloads, channel)
+        sources = [payload.ctypes.data for payload in payloads]
+        _copy(copying, _places(channel, payloads), sources, payloads, self._loads)
+        copying.chain_streams(channel.handed, self._loads.number, channel.number)
         self._compute_checksums(copying, channel, len(payloads), layout)
         arrived = self._submit(copying, channel)
         try:  # during the copy: to say where everything goes takes the host a tenth of a millisecond
@@ -129,10 +141,10 @@ class CUDAPayloadCopier:
         out, device = channel.found.ctypes.data, self._device.index
         layout.launch(commands, num_payloads, channel.slot.address, out, channel.number, device)
 
-    def _submit(self, commands: CommandBuffer, channel: _Channel) -> Event:
-        """Submit; the event is done when all commands are."""
+    def _submit(self, commands: CommandBuffer, stream: _Stream) -> Event:
+        """Submit commands that end on this stream; the event is done when all are."""
         done = Event(self._context)
-        commands.signal(channel.number)
+        commands.signal(stream.number)
         submit(commands, self._context, 0, done)
         return done
 
@@ -140,7 +152,7 @@ class CUDAPayloadCopier:
         try:
             channel = self._idle.pop()
         except IndexError:  # all are in use
-            channel = _Channel(self._device)
+            channel = _Channel(self._device, self._context)
         channel.reserve(num_payloads * layout.payload_bytes, 8 * layout.words * num_payloads)
         return channel
 
@@ -154,20 +166,25 @@ class _StagedOnDevice:
         staged: Event,
         layout: ChecksumLayout,
         channel: _Channel,
-        submit: Callable[[CommandBuffer, _Channel], Event],
+        copies: _Stream,
+        submit: Callable[[CommandBuffer, _Stream], Event],
         idle: deque[_Channel],
     ) -> None:
         self._staged, self._layout, self._channel, self._submit, self._idle = staged, layout, channel, submit, idle
+        self._copies = copies
 
     def copy_to(self, payloads: Sequence[Bytes]) -> Gathering:
         commands, channel = CommandBuffer(), self._channel
         if _length(payloads) != self._layout.payload_bytes:
             self.drop()
             raise BadCopy(f"payloads of {_length(payloads)} bytes: {self._layout.payload_bytes} were gathered of each")
-        _copy(commands, [payload.ctypes.data for payload in payloads], _places(channel, payloads), payloads, channel)
-        done = self._submit(commands, channel)
+        commands.wait(channel.handed, self._copies.number)
+        targets = [payload.ctypes.data for payload in payloads]
+        _copy(commands, targets, _places(channel, payloads), payloads, self._copies)
+        done = self._submit(commands, self._copies)
 
         def finish() -> Sequence[PartChecksums]:
+            self._staged.wait()  # with its checksums
             done.wait()
             found = self._layout.found(channel.found, len(payloads))
             self._idle.append(channel)
@@ -200,11 +217,11 @@ def _places(channel: _Channel, payloads: Sequence[Bytes]) -> list[int]:
 
 
 def _copy(
-    commands: CommandBuffer, to: Sequence[int], source: Sequence[int], payloads: Sequence[Bytes], channel: _Channel
+    commands: CommandBuffer, to: Sequence[int], source: Sequence[int], payloads: Sequence[Bytes], stream: _Stream
 ) -> None:
     sizes = np.array([payload.nbytes for payload in payloads], np.int64)
     if sizes.any():
-        commands.copy_many(np.array(to, np.int64), np.array(source, np.int64), sizes, channel.number)
+        commands.copy_many(np.array(to, np.int64), np.array(source, np.int64), sizes, stream.number)
 
 
 def payload_copier(pools: Mapping[str, Any]) -> CUDAPayloadCopier | None:
