@@ -42,7 +42,7 @@ class FlashInferAttention(Attention):
     name: ClassVar[str] = "flashinfer"
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
     prompt_kernels: ClassVar[str] = "auto"
-    """What FlashInfer is asked for where rows have several queries: FA3 where the GPU has it."""
+    """What FlashInfer is asked for where rows have several queries, with full attention: FA3 where the GPU has it."""
 
     def __init__(self, view: LayerView, options: AttentionOptions) -> None:
         super().__init__(view, options)
@@ -92,7 +92,8 @@ class FlashInferAttention(Attention):
         return plan
 
     def _plan_of(self, heads: int, is_decode: bool) -> PlannedWrapper:
-        """Of layers that attend alike, on one stream. Decodes are split over their context, which only FA2 does."""
+        """Of layers that attend alike, on one stream. FA2 alone splits the context of decodes; windows and softcap were
+        tried with no other."""
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         keys, values = self._pages
         shape = heads, self.kv_heads, self.key_dim, self.view.kernel_tokens
@@ -103,8 +104,9 @@ class FlashInferAttention(Attention):
             "logits_soft_cap": self.options.softcap or 0.0,
             "q_data_type": keys.dtype,
         }
-        needs_fa2 = is_decode or not self.options.causal or keys.stride() != values.stride()
-        backend = "fa2" if needs_fa2 else self.prompt_kernels
+        is_plain = self.options.causal and not self.options.softcap and self._window < 0
+        can_choose = is_plain and not is_decode and keys.stride() == values.stride()
+        backend = self.prompt_kernels if can_choose else "fa2"
         key = self._wrapper_class, self.device, stream, backend, shape, *how.values()
         if key not in _plans:
             place = self.device, stream
