@@ -30,6 +30,7 @@ class FaultLayer:
         self.every = 0
         """One in so many operations is a fault; 0: none."""
         self.kinds: tuple[str, ...] = ("fail", "hang")
+        self.errors: tuple[int, ...] = ERRORS
         self.injected: Counter[str] = Counter()
         for where, name in ((checksums, "read"), (checksums, "write"), (os, "pwritev"), (os, "write"), (os, "replace")):
             monkeypatch.setattr(where, name, self._wrapped(name, getattr(where, name)))
@@ -45,7 +46,7 @@ class FaultLayer:
         with self._lock:
             if not self.every or self._chance.randrange(self.every):
                 return
-            kind, code = self._chance.choice(self.kinds), self._chance.choice(ERRORS)
+            kind, code = self._chance.choice(self.kinds), self._chance.choice(self.errors)
             code = errno.EIO if name == "read" else code
             self.injected[f"{name} {kind}s"] += 1
         if kind == "hang":

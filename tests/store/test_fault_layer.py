@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
@@ -111,6 +112,7 @@ def test_what_was_kept_while_writes_failed_is_there_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     faults = FaultLayer(monkeypatch, seed)
+    faults.errors = (errno.EIO,)  # on a full disk older prompts are evicted
     store = opened(tmp_path, near=False)
     kept = []
     for number in range(PROMPTS):

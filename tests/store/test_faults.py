@@ -17,7 +17,7 @@ import pytest
 from kvweave.errors import ReadOnly, StoreError, TierError, TierFull
 from kvweave.prefix import ClassWeights
 from kvweave.store import DictTier, DiskTier, MemoryTier, Store, Tier, TierPolicy, TierStack
-from kvweave.store.striped_file import FILES
+from kvweave.store.striped_file import FILES, StripedFile
 from tests.store.contract import got, key, put, value
 from tests.store.faults import SCHEMA, FaultContract, payload, saved, verify
 
@@ -191,6 +191,26 @@ def test_on_a_disk_that_is_smaller_than_the_tier_may_be_entries_are_evicted(tiny
     tier.close()
     tier = DiskTier(tiny, "64MiB", direct=direct)
     assert all(got(tier, n, 50_000) == value(n, 50_000) for n in there)
+    tier.close()
+
+
+def test_where_blocks_cannot_be_given_back_a_blob_takes_the_place_of_another(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(tiny, "64MiB")
+    put(tier, *range(4), length=50_000)
+    use_up(tiny)
+
+    def discard(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(StripedFile, "discard", discard)
+    assert put(tier, 9, length=50_000) == [True]
+    assert got(tier, 9, 50_000) == value(9, 50_000)
+    assert sum(got(tier, n, 50_000) == value(n, 50_000) for n in range(4)) == 3
+    with pytest.raises(TierFull, match="disk is full"):
+        put(tier, 10, length=100_000)
+    assert tier.stats().used_bytes == 3 * 53_248
     tier.close()
 
 

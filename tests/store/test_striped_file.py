@@ -55,3 +55,21 @@ def test_files_that_cannot_all_be_opened_leave_none_open(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError):
         StripedFile(tmp_path / "f", os.O_RDONLY)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_discarded_bytes_are_zeros_and_take_no_room(files: StripedFile, tmp_path: Path) -> None:
+    files.stripe_bytes, start = 2 << 20, 1 << 20  # the end of a stripe, and all of the next
+    data = np.full(3 << 20, 7, np.uint8)
+    files.write(start, [data.data])
+
+    def num_bytes() -> int:
+        return sum(os.fstat(fd).st_blocks for fd in files.fds) * 512
+
+    assert num_bytes() >= 3 << 20
+    files.discard(start + 4096, 2 << 20)
+    assert num_bytes() <= 3 << 19
+    assert files.read(start, found := np.zeros_like(data)) == data.nbytes
+    data[4096:][: 2 << 20] = 0
+    assert np.array_equal(found, data)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        StripedFile(tmp_path / "f", os.O_RDONLY).discard(0, 4096)

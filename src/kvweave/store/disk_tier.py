@@ -105,9 +105,10 @@ class DiskTier(ArenaTier):
         return super()._put(key, blob, length)
 
     def _shrink(self, key: bytes, length: int) -> bool:
-        """Evict as many bytes for a key, and give their blocks back to the file system; returns whether it worked."""
+        """Evict as many bytes for a key, and give their blocks back to the file system; returns whether there were as
+        many. Where it does not take blocks back, one entry is evicted: a blob of its length can take its place."""
         catalog, left = self._catalog, self._extents.rounded(length) + SECTOR  # the journal may need one more
-        with self._journal_lock, suppress(OSError):  # a file system that cannot take blocks back
+        with self._journal_lock:
             while left > 0:
                 with self._lock:
                     victim = catalog.victim(catalog.owner(key), 0)
@@ -115,13 +116,15 @@ class DiskTier(ArenaTier):
                         return False
                     removed = self._remove([victim])
                     self._evicted += 1
-                try:  # before it is recorded, for which there may be no space either; a stale record fails its checksum
+                try:  # before it is recorded, for which there may be no room either; a stale record fails its checksum
                     for start, size in removed.unpinned:
                         self._files.discard(start, size)
                         left -= self._extents.rounded(size)
+                except OSError:
+                    left = 0
                 finally:
                     self._forget(removed)
-        return left <= 0
+        return True
 
     def _forget(self, removed: RemovedEntries) -> None:
         super()._forget(removed)

@@ -77,20 +77,19 @@ def uses(groups: Sequence[ShardGroup], present: NDArray[np.bool_], pieces: NDArr
     """What a lookup uses whose hit needs these pieces: first what it only refreshes."""
     flags = np.zeros_like(present)
     flags[pieces[:, 0], pieces[:, 1]] = True
-    needed = np.flatnonzero(flags.T)
-    return (refreshed(groups, present, needed), False), (needed, True)
+    return (refreshed(groups, present, flags), False), (flags.T.ravel().nonzero()[0], True)
 
 
-def refreshed(groups: Sequence[ShardGroup], present: NDArray[np.bool_], needed: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What a lookup refreshes beside what its hit needs (`needed`), as numbers chunk x shards + shard: with windows,
-    all that is there but states. (Windows at other points of a path cost no more than their rows, and other prompts
-    resume there; a state is a copy.)"""
+def refreshed(groups: Sequence[ShardGroup], present: NDArray[np.bool_], needed: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """What a lookup refreshes beside what its hit needs (flags, `[shards, chunks]`), as numbers chunk x shards + shard:
+    with windows, all that is there but states. (Windows at other points of a path cost no more than their rows, and
+    other prompts resume there; a state is a copy.)"""
     if all(group.reach.span is None or not group.reach.per_token for group in groups):
         return np.empty(0, np.int64)
-    there = present.copy()
+    there = present & ~needed
     for group in groups:
         there[group.first : group.stop] &= group.reach.per_token
-    return np.setdiff1d(np.flatnonzero(there.T), needed, assume_unique=True)
+    return there.T.ravel().nonzero()[0]
 
 
 def chunks_needed(reach: Reach, chunk_tokens: int, position: int) -> NDArray[np.int64]:
