@@ -77,7 +77,8 @@ GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/ready-dev) ## tests on a GPU: `make test-gpu GPU_PYTHON=python3`
 	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
 	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/tensor/test_cuda.py tests/tensor/test_pages.py tests/transfer/test_cuda.py tests/transfer/test_payload_copier.py \
-		tests/server/test_cuda.py tests/integrations/test_cuda.py tests/attention/test_triton.py tests/engine/test_cuda.py
+		tests/server/test_cuda.py tests/integrations/test_cuda.py tests/attention/test_triton.py tests/attention/test_state_rules.py \
+		tests/attention/test_flashinfer.py tests/engine/test_cuda.py
 
 lint: $(VENV)/ready-dev           ## ruff and mypy, fixing what can be fixed
 	$(BIN)/ruff check --fix .

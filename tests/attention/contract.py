@@ -64,6 +64,16 @@ def close(found: torch.Tensor, right: torch.Tensor, tolerance: float = 0.0) -> N
 class AttentionContract:
     backend: str
     device = "cpu"
+    plain = Kind()
+    """The layer of tests that are not about kinds of layers."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.plain.dtype)
+        return found
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
 
     def world(self, kind: Kind, *how: Any, **more: Any) -> World:
         return World(kind, *how, device=self.device, **more)
@@ -93,7 +103,7 @@ class AttentionContract:
     @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES.keys())
     @pytest.mark.parametrize("counts", [MIXED[1], [1] * 7], ids=["mixed", "decodes"])
     def test_every_reach(self, reach: Reach, counts: list[int]) -> None:
-        self.same(self.world(replace(Kind(), reach=reach)), MIXED[0], counts)
+        self.same(self.world(replace(self.plain, reach=reach)), MIXED[0], counts)
 
     @pytest.mark.parametrize("counts", [MIXED[1], [1] * 7], ids=["mixed", "decodes"])
     @pytest.mark.parametrize(
@@ -111,15 +121,15 @@ class AttentionContract:
     )
     def test_every_option(self, how: dict[str, Any], counts: list[int]) -> None:
         how = {name: value.to(self.device) if name == "sink_logits" else value for name, value in how.items()}
-        self.same(self.world(Kind()), MIXED[0], counts, **how)
+        self.same(self.world(self.plain), MIXED[0], counts, **how)
 
     def test_scores_that_are_far_apart_overflow_nothing(self) -> None:
         """The largest of a row may be in any tile and any split, hundreds above those before it."""
-        world, options = self.world(Kind()), AttentionOptions(scale=15.0)
+        world, options = self.world(self.plain), AttentionOptions(scale=15.0)
         step = world.step([900, 1200, 300], [1, 1, 40])
         queries = world.queries(step)
         found = self.open(world, options).attend(queries, step)
-        close(found, wanted(world, queries, step, options), tolerance=2e-3)
+        close(found, wanted(world, queries, step, options), tolerance=max(2e-3, TOLERANCE[self.dtype]))
 
     @pytest.mark.parametrize("layout", Layout)
     @pytest.mark.parametrize(
@@ -128,11 +138,11 @@ class AttentionContract:
     def test_pages_of_any_size_and_layout_in_a_pool_shared_with_states(
         self, layout: Layout, block_tokens: int, kernel_tokens: int
     ) -> None:
-        world = self.world(Kind(), 400, block_tokens, kernel_tokens, layout, alone=False)
+        world = self.world(self.plain, 400, block_tokens, kernel_tokens, layout, alone=False)
         self.same(world, [90, 1, 200, 50], [1, 1, 30, 50])
 
     def test_blocks_that_are_null_are_seen_by_nobody(self) -> None:
-        world = self.world(Kind())
+        world = self.world(self.plain)
         self.same(world, *MIXED, nulls=0.4)
         self.same(world, [200, 300, 17], [1, 1, 1], nulls=0.4)
         self.same(world, [200, 300, 17], [1, 3, 1], nulls=1.0)
@@ -154,7 +164,7 @@ class AttentionContract:
             assert torch.equal(before, after)
 
     def test_a_row_alone_is_what_it_is_in_a_batch(self) -> None:
-        world = self.world(Kind())
+        world = self.world(self.plain)
         step = world.step([300, 90, 41], [20, 1, 41])
         queries = world.queries(step)
         attention = self.open(world, AttentionOptions())
@@ -172,11 +182,11 @@ class AttentionContract:
             close(attention.attend(queries[first:last], alone), together[first:last])
 
     def test_outputs_go_where_the_caller_wants_them_and_queries_may_be_strided(self) -> None:
-        world = self.world(Kind())
+        world = self.world(self.plain)
         step = world.step(*MIXED)
         queries = world.queries(step)
         wide = torch.cat([queries, queries], dim=1)[:, :8]
-        out = torch.full((len(queries), 8, 64), torch.nan, device=self.device)
+        out = torch.full((len(queries), 8, 64), torch.nan, device=self.device, dtype=self.dtype)
         attention = self.open(world, AttentionOptions())
         assert attention.attend(wide, step, out) is out
         assert torch.equal(out, attention.attend(queries, step))
@@ -211,13 +221,13 @@ class AttentionContract:
         return world.first_page * world.view.block_tokens + token
 
     def test_new_rows_are_seen_at_once(self) -> None:
-        world = self.world(Kind())
+        world = self.world(self.plain)
         attention = self.open(world, AttentionOptions())
         step = world.step([40, 20], [1, 20])
         (table,) = step.tables.values()
         positions = [(0, 39), *((1, token) for token in range(20))]
         slots = torch.tensor([int(table[row, token // 16]) * 16 + token % 16 for row, token in positions])
-        keys, values, queries = (torch.randn(21, heads, 64, device=self.device) for heads in (2, 2, 8))
+        keys, values, queries = (self.random(21, heads, 64) for heads in (2, 2, 8))
         before = attention.attend(queries, step)
         attention.write(keys, values, slots.to(self.device))
         after = attention.attend(queries, step)
@@ -226,7 +236,7 @@ class AttentionContract:
 
     @pytest.mark.parametrize(("rows", "count"), [(1, 1), (1, 9), (3, 1), (3, 9)])
     def test_a_batch_as_models_give_it_is_the_same_rows_packed(self, rows: int, count: int) -> None:
-        world = self.world(Kind())
+        world = self.world(self.plain)
         attention = self.open(world, AttentionOptions())
         for is_strided in (False, True, False):  # layouts change from call to call
             step = world.step([40] * rows, [count] * rows)
@@ -234,9 +244,7 @@ class AttentionContract:
             step = replace(step, tables={world.view.tag: table})
             positions = torch.arange(40 - count, 40, device=self.device)
             slots = (table[:, positions // 16].long() * 16 + positions % 16).flatten()
-            keys, values, queries = (
-                torch.randn(rows, count, heads, 64, device=self.device).transpose(1, 2) for heads in (2, 2, 8)
-            )
+            keys, values, queries = (self.random(rows, count, heads, 64).transpose(1, 2) for heads in (2, 2, 8))
             if not is_strided:
                 keys, values, queries = (tensor.contiguous() for tensor in (keys, values, queries))
             attention.write_batch(keys, values, slots)
@@ -246,7 +254,7 @@ class AttentionContract:
             close(found.flatten(0, 1), wanted(world, packed(queries), step, AttentionOptions()))
 
     def test_what_does_not_fit_is_refused(self) -> None:
-        world = self.world(Kind())
+        world = self.world(self.plain)
         attention = self.open(world, AttentionOptions())
         step = world.step([40, 20], [1, 20])
         good = world.queries(step)
@@ -267,7 +275,7 @@ class AttentionContract:
         with pytest.raises(BadRows, match="give values"):
             attention.write(good[:, :2], None, torch.zeros(21, dtype=torch.int64, device=self.device))
         with pytest.raises(NoKernel, match="states"):
-            other = self.world(Kind(), alone=False)
+            other = self.world(self.plain, alone=False)
             open_attention(other.arena.layer(2), None, self.backend)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import random
 import threading
 import time
@@ -333,12 +334,21 @@ def test_a_recorded_run_replayed_by_the_simulator_gives_the_hits_of_the_engine(n
     assert replay(trace, plan, step_tokens=48).hits.tolist() == cached
 
 
-def test_low_priority_is_preempted_and_still_right() -> None:
+def test_low_priority_is_preempted_and_still_right(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of("llama", times=1.3) as engine:
         known = sorted(answers("llama"), key=lambda pair: -len(pair[0]))
+        run, steps, are_submitted = engine._executor.run, itertools.count(), threading.Event()
+
+        def held(*given: Any, **named: Any) -> Any:
+            """The steps of the prompt, and others once all requests are there."""
+            assert next(steps) < -(-len(known[0][0]) // 48) or are_submitted.wait(60)
+            return run(*given, **named)
+
+        monkeypatch.setattr(engine._executor, "run", held)
         low = engine.submit(known[0][0], Sampling(NEW, stop_tokens=()))
         next(iter(low))
         high = [engine.submit(ids, Sampling(NEW, stop_tokens=()), priority=1) for ids, _ in known[1:6]]
+        are_submitted.set()
         for request, (_, answer) in zip([low, *high], known, strict=False):
             assert list(request.result(60).tokens) == answer
         assert low.result().preemptions > 0

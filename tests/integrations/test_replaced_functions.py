@@ -1,4 +1,4 @@
-"""The functions that update states: in C for forwards on pages, the model's own for all others, and afterwards."""
+"""The functions that update states: ours for forwards on pages, the model's own for all others, and afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import torch
 from kvweave.integrations.transformers import KVWeave, replaced_functions
 from tests.integrations.models import model_of, plain, prompt
 
-NAMES = ("torch_recurrent_gated_delta_rule", "causal_conv1d_update")
+RULES = {
+    "torch_recurrent_gated_delta_rule": "gated_delta_rule",
+    "recurrent_kimi_delta_attention": "gated_delta_rule",
+    "mamba_selective_state_update": "selective_state",
+    "mamba2_selective_state_update": "selective_state",
+    "causal_conv1d_update": "causal_convolution",
+}
+NAMES = tuple(RULES)
 
 
 @pytest.fixture
@@ -29,8 +36,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(replaced_functions, name, noting)
 
-    note("gated_delta_rule")
-    note("causal_convolution")
+    for name in set(RULES.values()):
+        note(name)
     return noted
 
 
@@ -39,7 +46,10 @@ def functions(model: Any) -> dict[str, Any]:
     return {name: module[name] for name in NAMES if name in module}
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "kimi_linear", "falcon_h1", "jamba", "mamba", "zamba2"],
+)
 def test_answers_are_those_of_transformers(name: str, calls: list[str]) -> None:
     model, ids = model_of(name), prompt(20)
     right, own = plain(model, ids, num_tokens=8).sequences, functions(model)
@@ -48,8 +58,7 @@ def test_answers_are_those_of_transformers(name: str, calls: list[str]) -> None:
         calls.clear()
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(weave.generate(ids, **options), right)
-        expected = {"causal_convolution"} | ({"gated_delta_rule"} if NAMES[0] in own else set())
-        assert set(calls) == expected
+        assert set(calls) == {RULES[name] for name in own}
         calls.clear()
         assert torch.equal(plain(model, ids, num_tokens=8).sequences, right)
         assert not calls, "without pages the model computes with its own"
@@ -70,7 +79,7 @@ def test_models_of_one_family_may_be_closed_in_any_order() -> None:
 def test_a_function_that_computes_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen3_next")
     own, module = functions(model), sys.modules[type(model).__module__]
-    monkeypatch.setattr(module, NAMES[1], lambda *given: own[NAMES[1]](*given) + 1)
+    monkeypatch.setattr(module, NAMES[-1], lambda *given: own[NAMES[-1]](*given) + 1)
     monkeypatch.setattr(module, NAMES[0], lambda *_: None)
     changed = functions(model)
     with KVWeave(model, "32MiB", rows=8, max_tokens=256):
@@ -78,8 +87,9 @@ def test_a_function_that_computes_something_else_is_left_alone(monkeypatch: pyte
     assert functions(model) == changed
 
 
-def test_on_gathered_rows_the_bits_are_those_of_transformers(calls: list[str]) -> None:
-    model, ids = model_of("qwen3_next"), prompt(20)
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_on_gathered_rows_the_bits_are_those_of_transformers(name: str, calls: list[str]) -> None:
+    model, ids = model_of(name), prompt(20)
     with KVWeave(model, "32MiB", rows=8, max_tokens=256, in_place=False) as weave:
         calls.clear()
         weave.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)

@@ -17,7 +17,9 @@ from kvweave.attention import StepSize
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.captured_forward import CapturedForward
 from kvweave.integrations.transformers.fixed_cache import FixedCache, LayersByCall
-from kvweave.integrations.transformers.step_graphs import CompiledLayers, NarrowingLinear, StepGraphs
+from kvweave.integrations.transformers.layers.state_layers import LayerState
+from kvweave.integrations.transformers.paged_forward import PagedForward
+from kvweave.integrations.transformers.step_graphs import CompiledLayers, MemoryLinear, StepGraphs
 from kvweave.tensor import carry_out
 from tests.integrations.checks import CLOSE
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
@@ -141,6 +143,70 @@ def test_states_that_forwards_left_in_working_tensors_are_in_the_pages_for_a_rep
             assert (logits - theirs).abs().max() < CLOSE
             step = logits.argmax(-1, keepdim=True)
             whole = torch.cat([whole, step], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "stay"),
+    [
+        ("qwen3_next", True),
+        ("lfm2", True),
+        ("falcon_h1", True),
+        ("jamba", True),
+        ("mamba2", True),
+        ("kimi_linear", True),
+    ],
+)
+def test_states_stay_in_their_pages_if_functions_of_ours_update_them(
+    name: str, stay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[str] = []
+    gather = LayerState.gather
+
+    def noting(state: LayerState, slots: torch.Tensor) -> None:
+        copied.append(state.name)
+        gather(state, slots)
+
+    monkeypatch.setattr(LayerState, "gather", noting)
+    with weave_of(name) as weave:
+        copied.clear()
+        assert same(weave, prompt(60))
+        assert bool(copied) != stay
+
+
+@pytest.mark.parametrize("reads", ["conv_states", "recurrent_states"])
+def test_a_model_that_reads_its_states_otherwise_gets_copies_of_them(
+    reads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(model_of("qwen3_next"))
+    layer = next(layer for layer in model.model.layers if hasattr(layer, "linear_attn"))
+
+    own, number = layer.linear_attn.forward, layer.linear_attn.layer_idx
+
+    def forward(hidden_states: torch.Tensor, cache_params: Any = None, **named: Any) -> torch.Tensor:
+        is_decode = cache_params is not None and hidden_states.shape[1] == 1
+        extra = getattr(cache_params.layers[number], reads)[0].flatten(1).mean(1) if is_decode else torch.zeros(1)
+        out: torch.Tensor = own(hidden_states, cache_params=cache_params, **named)
+        return out + extra[:, None, None]
+
+    monkeypatch.setattr(layer.linear_attn, "forward", forward)
+    with KVWeave(model, "64MiB", rows=16, max_tokens=512, graphs=True) as weave:
+        steps = count_steps(weave, monkeypatch)
+        assert same(weave, prompt(60))
+        assert len(steps) >= 7
+        assert not weave.graphs._states_stay
+
+
+def test_states_that_a_step_did_not_update_are_noticed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = PagedForward.states_of
+
+    def of_a_copy(forward: PagedForward, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pages, slots = where(forward, tensor)
+        return pages if slots is None else pages.clone(), slots
+
+    monkeypatch.setattr(PagedForward, "states_of", of_a_copy)
+    with weave_of("qwen3_next") as weave:
+        assert not weave.graphs._states_stay
+        assert same(weave, prompt(60))
 
 
 def test_copies_of_a_model_have_their_own_forward_and_close_gives_it_back() -> None:
@@ -295,15 +361,20 @@ def test_layers_that_are_asked_for_by_number_are_compiled_once_and_not_each(laye
     assert layers_of is LayersByCall or graphs == most, "what it is for"
 
 
-def test_only_products_that_narrow_to_the_width_of_the_model_read_their_row_from_memory() -> None:
+def test_only_products_that_alone_read_their_input_read_it_from_memory() -> None:
     config = copy.deepcopy(model_of("llama").config)
     config.intermediate_size = 160
     model = type(model_of("llama"))(config)
     layer, hidden = model.model.layers[0], torch.randn(1, 1, config.intermediate_size)
     expected = layer.mlp.down_proj(hidden)
     with pytest.raises(ZeroDivisionError), CompiledLayers(model):
-        assert type(layer.mlp.down_proj) is NarrowingLinear
+        assert type(layer.mlp.down_proj) is MemoryLinear
         assert {type(linear) for linear in (layer.self_attn.k_proj, layer.mlp.up_proj)} == {torch.nn.Linear}
         assert torch.equal(layer.mlp.down_proj(hidden), expected)
         raise ZeroDivisionError
     assert type(layer.mlp.down_proj) is torch.nn.Linear
+    latents = model_of("deepseek_v3")
+    with CompiledLayers(latents):
+        attention = latents.model.layers[0].self_attn
+        assert type(attention.q_b_proj) is MemoryLinear
+        assert type(attention.q_a_proj) is torch.nn.Linear

@@ -18,7 +18,8 @@ class Attention:
 
     A query at position p sees the tokens of its row that `options.reach` says, up to itself. Tokens in a NULL block are
     seen by no query, and bytes of tokens that no query of a row sees never influence its output. A query that sees
-    nothing gives zeros. Nothing waits for a device (the reference apart), so on a GPU the calls can be captured.
+    nothing gives zeros. Nothing waits for a device (the reference and FlashInfer apart), so on a GPU the calls can be
+    captured.
     """
 
     name: ClassVar[str]

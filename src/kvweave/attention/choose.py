@@ -13,10 +13,11 @@ from kvweave.tensor import LayerView
 BACKENDS = {
     "cpu": "kvweave.attention.cpu:CPUAttention",
     "triton": "kvweave.attention.triton_attention:TritonAttention",
+    "flashinfer": "kvweave.attention.flashinfer_attention:FlashInferAttention",
     "reference": "kvweave.attention.reference:ReferenceAttention",
 }
 AUTO = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
-"""What `auto` tries in turn, by the device of the pages."""
+"""What `auto` tries in turn, by the device of the pages. Not FlashInfer: it waits for the device in each step."""
 
 
 def open_attention(view: LayerView, options: AttentionOptions | None = None, backend: str = "auto") -> Attention:

@@ -15,6 +15,7 @@
 #include <Python.h>
 #include <dlfcn.h>
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -725,11 +726,22 @@ static int carry_out(Job *job, int64_t threads)
 
 /* ---- states: one token of each row, in place; all are float32, strides are counted in numbers */
 
+/* The first row whose slot is not there, or -1. */
+static int64_t bad_row(const int64_t *slots, int64_t rows, int64_t num_states)
+{
+    for (int64_t row = 0; slots && row < rows; row++)
+        if (slots[row] < 0 || slots[row] >= num_states)
+            return row;
+    return -1;
+}
+
 typedef struct { /* as `state_rules.py` passes them; rows and heads of [rows, 1, heads, dim] */
     const float *queries, *keys, *values, *decays, *betas;
     float *states, *out;
+    const int64_t *slots; /* of each row's state; NULL: its row */
     int64_t query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head;
-    int64_t state_row, rows, heads, key_dim, value_dim, normalises;
+    int64_t decay_key; /* 0: one decay for all keys of a head */
+    int64_t state_row, num_states, rows, heads, key_dim, value_dim, normalises;
     int64_t next;
 } DeltaRule;
 
@@ -748,24 +760,26 @@ INLINE void take_unit(float *to, const float *from, int64_t dim, float scale, in
 FOR_EACH_CPU
 static void delta_head(const DeltaRule *r, int64_t row, int64_t head)
 {
-    float query[MAX_DIM], key[MAX_DIM], delta[MAX_DIM] = {0};
+    float query[MAX_DIM], key[MAX_DIM], decay[MAX_DIM], delta[MAX_DIM] = {0};
     int64_t dim = r->value_dim;
-    float *restrict state = r->states + row * r->state_row + head * r->key_dim * dim;
+    float *restrict state = r->states + (r->slots ? r->slots[row] : row) * r->state_row + head * r->key_dim * dim;
     float *restrict out = r->out + (row * r->heads + head) * dim;
     const float *value = r->values + row * r->value_row + head * r->value_head;
-    float decay = expf(r->decays[row * r->decay_row + head * r->decay_head]);
+    const float *decays = r->decays + row * r->decay_row + head * r->decay_head;
     float beta = r->betas[row * r->beta_row + head * r->beta_head];
     take_unit(query, r->queries + row * r->query_row + head * r->query_head, r->key_dim, 1 / sqrtf(r->key_dim),
               r->normalises);
     take_unit(key, r->keys + row * r->key_row + head * r->key_head, r->key_dim, 1, r->normalises);
-    for (int64_t i = 0; i < r->key_dim; i++)
+    for (int64_t i = 0; i < r->key_dim; i++) {
+        decay[i] = i && !r->decay_key ? decay[0] : expf(decays[i * r->decay_key]);
         for (int64_t d = 0; d < dim; d++)
-            delta[d] += key[i] * state[i * dim + d];
+            delta[d] += key[i] * decay[i] * state[i * dim + d];
+    }
     for (int64_t d = 0; d < dim; d++)
-        delta[d] = (value[d] - decay * delta[d]) * beta, out[d] = 0;
+        delta[d] = (value[d] - delta[d]) * beta, out[d] = 0;
     for (int64_t i = 0; i < r->key_dim; i++)
         for (int64_t d = 0; d < dim; d++) {
-            float now = state[i * dim + d] * decay + key[i] * delta[d];
+            float now = state[i * dim + d] * decay[i] + key[i] * delta[d];
             state[i * dim + d] = now;
             out[d] += query[i] * now;
         }
@@ -778,15 +792,80 @@ static void delta_work(void *given)
         delta_head(rule, i / rule->heads, i % rule->heads);
 }
 
+typedef struct { /* as `state_rules.py` passes them; strides of [rows, heads, dim], [heads, dim, size], [rows, groups] */
+    const float *inputs, *steps, *rates, *ins, *outs, *skips, *biases, *gates;
+    float *states, *out;
+    const int64_t *slots; /* of each row's state; NULL: its row */
+    int64_t input[3], step[3], rate[3], in[2], to[2], skip[2], bias[2], gate[3];
+    int64_t state_row, num_states, rows, heads, dim, size, per_group, has_softplus;
+    int64_t next;
+} SelectiveState;
+
+INLINE float at3(const float *from, const int64_t *strides, int64_t i, int64_t j, int64_t k)
+{
+    return from[i * strides[0] + j * strides[1] + k * strides[2]];
+}
+
+/* state = exp(step rate) state + step in input; out = state out + skip input, times silu(gate). */
+FOR_EACH_CPU
+static void select_part(const SelectiveState *s, int64_t row, int64_t head, int64_t first)
+{
+    int64_t last = first + TILE < s->dim ? first + TILE : s->dim;
+    float *states = s->states + (s->slots ? s->slots[row] : row) * s->state_row + head * s->dim * s->size;
+    const float *in = s->ins + row * s->in[0] + head / s->per_group * s->in[1];
+    const float *to = s->outs + row * s->to[0] + head / s->per_group * s->to[1];
+    for (int64_t d = first; d < last; d++) {
+        float *restrict state = states + d * s->size, sum = 0, x = at3(s->inputs, s->input, row, head, d);
+        const float *rate = s->rates + head * s->rate[0] + d * s->rate[1];
+        float step = at3(s->steps, s->step, row, head, d);
+        step += s->biases ? s->biases[head * s->bias[0] + d * s->bias[1]] : 0;
+        if (s->has_softplus && step <= 20)
+            step = log1pf(expf(step));
+        float decay = expf(step * rate[0]), new = step * x;
+        int64_t n = 0;
+        for (; s->rate[2] && n + LANES <= s->size; n += LANES) {
+            Vector decays = all(0), rates;
+            memcpy(&rates, rate + n, sizeof rates);
+            decays = exponential(-larger(-step * rates, all(-88.0f)));
+            for (int i = 0; i < LANES; i++)
+                state[n + i] = decays[i] * state[n + i] + new * in[n + i];
+        }
+        for (; n < s->size; n++)
+            state[n] = (s->rate[2] ? expf(step * rate[n]) : decay) * state[n] + new * in[n];
+        for (n = 0; n < s->size; n++)
+            sum += state[n] * to[n];
+        sum += s->skips ? x * s->skips[head * s->skip[0] + d * s->skip[1]] : 0;
+        if (s->gates) {
+            float gate = at3(s->gates, s->gate, row, head, d);
+            sum *= gate / (1 + expf(-gate));
+        }
+        s->out[(row * s->heads + head) * s->dim + d] = sum;
+    }
+}
+
+static int64_t num_parts(const SelectiveState *s)
+{
+    return s->rows * s->heads * ((s->dim + TILE - 1) / TILE);
+}
+
+static void select_work(void *given)
+{
+    SelectiveState *s = given;
+    int64_t parts = (s->dim + TILE - 1) / TILE;
+    for (int64_t i; (i = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < num_parts(s);)
+        select_part(s, i / parts / s->heads, i / parts % s->heads, i % parts * TILE);
+}
+
 /* Each channel's last inputs, the new one among them, times its weights. */
 FOR_EACH_CPU
-static void convolve(float *states, int64_t state_row, int64_t state_channel, const float *new, int64_t new_row,
-                     int64_t new_channel, const float *weights, const float *bias, float *out, int64_t rows,
-                     int64_t channels, int64_t length, int64_t size, int64_t has_silu)
+static void convolve(float *states, const int64_t *slots, int64_t state_row, int64_t state_channel, const float *new,
+                     int64_t new_row, int64_t new_channel, const float *weights, const float *bias, float *out,
+                     int64_t rows, int64_t channels, int64_t length, int64_t size, int64_t has_silu)
 {
     for (int64_t i = 0; i < rows * channels; i++) {
         int64_t row = i / channels, c = i % channels;
-        float *state = states + row * state_row + c * state_channel, x = new[row * new_row + c * new_channel];
+        float *state = states + (slots ? slots[row] : row) * state_row + c * state_channel;
+        float x = new[row * new_row + c * new_channel];
         const float *weight = weights + c * size;
         float sum = (bias ? bias[c] : 0) + weight[size - 1] * x;
         for (int64_t k = 0; k < size - 1; k++)
@@ -799,36 +878,70 @@ static void convolve(float *states, int64_t state_row, int64_t state_channel, co
 
 /* ---- Python */
 
+/* A rule's record, as `state_rules.py` packs it. */
+static int take_record(PyObject *args, void *rule, Py_ssize_t size, long long *threads)
+{
+    Py_buffer record;
+    if (!PyArg_ParseTuple(args, "y*L", &record, threads))
+        return 0;
+    int fits = record.len == size;
+    if (fits)
+        memcpy(rule, record.buf, size);
+    else
+        PyErr_Format(PyExc_ValueError, "a record is %zd bytes, not %zd", size, record.len);
+    PyBuffer_Release(&record);
+    return fits;
+}
+
 static PyObject *delta_rule(PyObject *self, PyObject *args)
 {
     DeltaRule rule = {0};
-    long long threads, p[7], n[16];
+    long long threads;
     (void)self;
-    if (!PyArg_ParseTuple(args, "(LLLLLLL)(LLLLLLLLLLLLLLLL)L", p, p + 1, p + 2, p + 3, p + 4, p + 5, p + 6, n, n + 1,
-                          n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12, n + 13,
-                          n + 14, n + 15, &threads))
+    if (!take_record(args, &rule, offsetof(DeltaRule, next), &threads))
         return NULL;
-    memcpy(&rule.queries, p, sizeof p);
-    memcpy(&rule.query_row, n, sizeof n);
-    Py_BEGIN_ALLOW_THREADS
-    run_by(delta_work, &rule, threads < rule.rows * rule.heads ? threads : rule.rows * rule.heads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    int64_t bad = bad_row(rule.slots, rule.rows, rule.num_states);
+    if (bad == -1) {
+        Py_BEGIN_ALLOW_THREADS
+        run_by(delta_work, &rule, threads < rule.rows * rule.heads ? threads : rule.rows * rule.heads);
+        Py_END_ALLOW_THREADS
+    }
+    return PyLong_FromLongLong(bad);
+}
+
+static PyObject *selective_state(PyObject *self, PyObject *args)
+{
+    SelectiveState rule = {0};
+    long long threads;
+    (void)self;
+    if (!take_record(args, &rule, offsetof(SelectiveState, next), &threads))
+        return NULL;
+    int64_t bad = bad_row(rule.slots, rule.rows, rule.num_states);
+    if (bad == -1) {
+        Py_BEGIN_ALLOW_THREADS
+        run_by(select_work, &rule, threads < num_parts(&rule) ? threads : num_parts(&rule));
+        Py_END_ALLOW_THREADS
+    }
+    return PyLong_FromLongLong(bad);
 }
 
 static PyObject *convolve_one(PyObject *self, PyObject *args)
 {
-    long long states, state_row, state_channel, new, new_row, new_channel, weights, bias, out, rows, channels, length;
-    long long size, has_silu;
+    long long states, slots, num_states, state_row, state_channel, new, new_row, new_channel, weights, bias, out, rows;
+    long long channels, length, size, has_silu;
     (void)self;
-    if (!PyArg_ParseTuple(args, "LLLLLLLLLLLLLL", &states, &state_row, &state_channel, &new, &new_row, &new_channel,
-                          &weights, &bias, &out, &rows, &channels, &length, &size, &has_silu))
+    if (!PyArg_ParseTuple(args, "LLLLLLLLLLLLLLLL", &states, &slots, &num_states, &state_row, &state_channel, &new,
+                          &new_row, &new_channel, &weights, &bias, &out, &rows, &channels, &length, &size, &has_silu))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    convolve((float *)states, state_row, state_channel, (const float *)new, new_row, new_channel,
-             (const float *)weights, (const float *)bias, (float *)out, rows, channels, length, size, has_silu);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    int64_t bad = bad_row((const int64_t *)slots, rows, num_states);
+    if (bad == -1) {
+        Py_BEGIN_ALLOW_THREADS
+        convolve((float *)states, (const int64_t *)slots, state_row, state_channel, (const float *)new, new_row,
+                 new_channel, (const float *)weights, (const float *)bias, (float *)out, rows, channels, length, size,
+                 has_silu);
+        Py_END_ALLOW_THREADS
+    }
+    return PyLong_FromLongLong(bad);
 }
 
 static PyObject *attend(PyObject *self, PyObject *args)
@@ -894,8 +1007,9 @@ static PyObject *write_rows(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS, "attend(layer, queries, strides, ...): a block id that is not there, or 0"},
     {"write_rows", write_rows, METH_VARARGS, "write_rows(targets, keys, values, slots, count): a bad slot, or -1"},
-    {"delta_rule", delta_rule, METH_VARARGS, "delta_rule(addresses, numbers, threads)"},
-    {"convolve_one", convolve_one, METH_VARARGS, "convolve_one(states, strides, new, strides, weights, ...)"},
+    {"delta_rule", delta_rule, METH_VARARGS, "delta_rule(record, threads): a row with a bad slot, or -1"},
+    {"selective_state", selective_state, METH_VARARGS, "selective_state(record, threads): likewise"},
+    {"convolve_one", convolve_one, METH_VARARGS, "convolve_one(states, slots, ...): a row with a bad slot, or -1"},
     {NULL, NULL, 0, NULL},
 };
 

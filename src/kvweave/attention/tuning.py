@@ -40,7 +40,8 @@ def tuning_of(width: int, item_bytes: int, group: int, programs: int, dtype: tor
     if dtype == torch.float32:
         return Tuning(Tile(16, 32, 4, 2), Tile(32, 32, 4, 1))
     if width > 256:
-        return Tuning(Tile(64, 64, 8, 2) if group > 16 else Tile(16, 32, 4, 2), Tile(64, 64, 8, 2), waves=1)
+        decode = Tile(64, 64, 8, 2) if group > 32 else Tile(32, 128, 8, 1) if group > 16 else Tile(16, 32, 4, 2)
+        return Tuning(decode, Tile(64, 64, 8, 2), waves=1)
     if width > 128:
         few = programs <= FEW
         return Tuning(Tile(16, 32, 4, 2) if few else Tile(16, 64, 4, 3), Tile(128, 64, 8, 2), waves=3 if few else 2)

@@ -49,11 +49,12 @@ class LayersByCall:
 
 
 class FixedCache(StepCache):
-    """The rows of one step; all layers attend in place. States are copied in, and back when the model has returned."""
+    """The rows of one step; all layers attend in place. States are updated in their pages if they `stay`, else copied
+    in, and back when the model has returned."""
 
-    def __init__(self, memory: PagedMemory, fixed: FixedStep) -> None:
+    def __init__(self, memory: PagedMemory, fixed: FixedStep, states_stay: bool = False) -> None:
         super().__init__(memory, [], [UNKNOWN])
-        self._fixed = fixed
+        self._fixed, self._states_stay = fixed, states_stay
         self.layers: Any = LayersByCall(self.layers)
 
     @property
@@ -63,16 +64,17 @@ class FixedCache(StepCache):
     def begin(self, inputs: Mapping[str, Any], module: object) -> None:
         self.memory.core_lock.__enter__()
         self._step = FixedBatchStep(self._fixed, inputs["input_ids"].shape[1])
-        for layer in self._states:
-            layer.gather(self._fixed.states)
         self._enter(inputs, module)
+        for layer in self._states:
+            layer.begin_fixed(self._fixed.states, self.forward if self._states_stay else None)
 
     def _see_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Positions are the step's."""
 
     def finish(self) -> None:
+        are_copies = not (self._states_stay and self.forward)
         self._leave()
-        for layer in self._states:
+        for layer in self._states if are_copies else ():
             for state in layer.states:
                 state.scatter()
 

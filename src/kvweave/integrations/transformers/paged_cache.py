@@ -149,7 +149,7 @@ class PagedCache(CacheRows):
         step = self._step
         expands = step.can_gather and memory.expands(step.num_tokens)
         forward = PagedForward(memory.attention, step.packed, step.num_tokens == 1, expands)
-        if forward.is_useful:
+        if forward.is_useful or not memory.keeps_tokens:
             memory.switched.enter()
             self.forward, self._forward_before = forward, set_running(forward)
             if memory.device_type == "cpu":

@@ -85,6 +85,14 @@ class HandedOut(NamedTuple):
     values: torch.Tensor
 
 
+class StateSlots(NamedTuple):
+    """Where the states are that a tensor, which a layer returned to the model, stands for."""
+
+    tensor: torch.Tensor
+    pages: torch.Tensor
+    slots: torch.Tensor
+
+
 class PagedForward:
     """One forward. `layers` are all layers with keys and values; `expands`: latents are expanded."""
 
@@ -101,6 +109,7 @@ class PagedForward:
         self._judged: dict[LayerAttention, bool] = {}
         self.unread: set[LayerAttention] = set()
         """Layers that were given their new rows only, and whose pages nobody has read yet."""
+        self._states: dict[int, StateSlots] = {}
         self._step: Step | None = None
 
     @property
@@ -137,6 +146,10 @@ class PagedForward:
         handed.layer.projection = projection
         self._handed[id(keys)] = HandedOut(handed.layer, keys, values)
 
+    def place_state(self, state: StateSlots) -> None:
+        """Functions of ours that are given this tensor will update the states in their pages."""
+        self._states[id(state.tensor)] = state
+
     def give_up(self) -> None:
         """The mask of this forward says more than a reach: gather, and learn nothing."""
         self.is_useful = self.is_learning = False
@@ -155,6 +168,11 @@ class PagedForward:
                 return None
             raise BadCall(f"layer {handed.layer.view.layer} attends to other values than its cache returned")
         return handed
+
+    def states_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The states that a tensor stands for, and the slot of each row; itself, if it is none of those."""
+        found = self._states.get(id(tensor))
+        return (tensor, None) if found is None else (found.pages, found.slots)
 
     def attend(
         self, handed: HandedOut, queries: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]

@@ -1,11 +1,11 @@
 """Functions of transformers' models that are replaced for forwards on pages.
 
-On a CPU those that take one token into a state, by ours in C. The modules of several families define them; one is
-replaced if it is seen to compute the same. Ours are then called by forwards whose attention reads pages in place, where
-tensors are float32; the model's own by all others. States are updated where they lie: in their page, if a batch has one
-row.
+Those that take one token into a state, by ours (`state_rules`). The modules of several families define them; one is
+replaced if it is seen to compute the same. Ours are then called by forwards whose attention reads pages in place; the
+model's own by all others, and for tensors that ours do not take. States are updated where they lie: in their page, if a
+batch has one row, or the cache has said where the pages are.
 
-On all devices the methods that expand latents (MLA): those that are attended to in place stay as they are.
+And the methods that expand latents (MLA): those that are attended to in place stay as they are.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from itertools import product
 from typing import Any
 
 import torch
 
-from kvweave.attention.state_rules import causal_convolution, gated_delta_rule
+from kvweave.attention.state_rules import causal_convolution, gated_delta_rule, selective_state
 from kvweave.integrations.transformers.latents import LatentProjection
 from kvweave.integrations.transformers.paged_forward import running
 
@@ -38,16 +38,16 @@ class ReplacedFunctions:
     def __init__(self, model: Any) -> None:
         self._places: list[tuple[Any, str]] = []
         classes = {base for each in model.modules() for base in type(each).__mro__}
-        modules = {sys.modules[each.__module__] for each in classes} if model.device.type == "cpu" else set()
+        modules = {sys.modules[each.__module__] for each in classes}
         with self._lock, torch.no_grad():
             for place in product([*classes, *modules], REPLACED):
-                self._replace(place)
+                self._replace(place, model.device)
 
-    def _replace(self, place: tuple[Any, str]) -> None:
+    def _replace(self, place: tuple[Any, str], device: torch.device) -> None:
         where, name = place
         if place not in self._users:
             (wrap, agrees), own = REPLACED[name], vars(where).get(name)
-            if own is None or not agrees(own):
+            if own is None or not agrees(own, device):
                 return
             setattr(where, name, wrap(own))
         self._users[place] += 1
@@ -64,12 +64,21 @@ class ReplacedFunctions:
                     setattr(where, name, vars(where)[name].__wrapped__)
 
 
-def _is_ours() -> bool:
-    return not torch.compiler.is_compiling() and running() is not None
+def _for_pages(own: Function, ours: Function) -> Function:
+    """A function that is `ours` in forwards whose attention reads pages in place, for compilers a call of which they
+    know nothing; else the model's own."""
+    uncompiled = torch.compiler.disable(ours)
+
+    @wraps(own)
+    def function(*given: Any, **named: Any) -> Any:
+        if running() is None:
+            return own(*given, **named)
+        return (uncompiled if torch.compiler.is_compiling() else ours)(*given, **named)
+
+    return function
 
 
 def _delta_rule(own: Function) -> Function:
-    @wraps(own)
     def recurrent_gated_delta_rule(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -81,9 +90,10 @@ def _delta_rule(own: Function) -> Function:
         use_qk_l2norm_in_kernel: bool = False,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = None
-        if initial_state is not None and output_final_state and _is_ours():
-            out = gated_delta_rule(query, key, value, g, beta, initial_state, normalises=use_qk_l2norm_in_kernel)
+        forward, out = running(), None
+        if forward and initial_state is not None and output_final_state:
+            states, slots = forward.states_of(initial_state)
+            out = gated_delta_rule(query, key, value, g, beta, states, slots, normalises=use_qk_l2norm_in_kernel)
         if out is not None:
             return out, initial_state
         how = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
@@ -92,11 +102,10 @@ def _delta_rule(own: Function) -> Function:
         )
         return outputs
 
-    return recurrent_gated_delta_rule
+    return _for_pages(own, recurrent_gated_delta_rule)
 
 
 def _convolution(own: Function) -> Function:
-    @wraps(own)
     def causal_conv1d_update(
         hidden_states: torch.Tensor,
         conv_state: torch.Tensor,
@@ -104,15 +113,42 @@ def _convolution(own: Function) -> Function:
         bias: torch.Tensor | None = None,
         activation: str | None = None,
     ) -> torch.Tensor:
-        out = None
-        if activation in (None, "silu") and _is_ours():
+        forward, out = running(), None
+        if forward and activation in (None, "silu"):
+            states, slots = forward.states_of(conv_state)
             has_silu = activation is not None
-            out = causal_convolution(hidden_states, conv_state, weight, bias, has_silu=has_silu)
+            out = causal_convolution(hidden_states, states, weight, bias, slots, has_silu=has_silu)
         if out is None:
             out = own(hidden_states, conv_state, weight, bias, activation)
         return out
 
-    return causal_conv1d_update
+    return _for_pages(own, causal_conv1d_update)
+
+
+def _selection(own: Function) -> Function:
+    def selective_state_update(
+        state: torch.Tensor,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        D: torch.Tensor | None = None,  # noqa: N803
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        z: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        forward, out = running(), None
+        if forward:
+            states, slots = forward.states_of(state)
+            given = hidden_states, dt, A, B, C, D, dt_bias, z
+            out = selective_state(states, *given, slots, has_softplus=dt_softplus)
+        if out is None:
+            out = own(state, hidden_states, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **options)
+        return out
+
+    return _for_pages(own, selective_state_update)
 
 
 def _expansion(own: Function) -> Function:
@@ -134,23 +170,25 @@ def _expansion(own: Function) -> Function:
     return expand_kv
 
 
-def _delta_rule_agrees(own: Function) -> bool:
-    """Whether both make the same of a few random numbers."""
+def _delta_rule_agrees(own: Function, device: torch.device, by_key: bool = False) -> bool:
+    """Whether both make the same of a few random numbers; `by_key`: every key has a decay of its own."""
     random = torch.Generator().manual_seed(0)
-    queries, keys, values = torch.randn(3, 2, 1, 3, 4, generator=random)
-    decays, betas = -torch.rand(2, 2, 1, 3, generator=random)
-    states = torch.randn(2, 3, 4, 4, generator=random)
+    queries, keys, values = torch.randn(3, 2, 1, 3, 4, generator=random).to(device)
+    decays = -torch.rand(*((2, 1, 3, 4) if by_key else (2, 1, 3)), generator=random).to(device)
+    betas = torch.rand(2, 1, 3, generator=random).to(device)
+    states = torch.randn(2, 3, 4, 4, generator=random).to(device)
     how: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     with suppress(Exception):  # whatever it is, it is not what it was
-        right = own(queries, keys, values, g=decays, beta=-betas, initial_state=states.clone(), **how)
-        out = gated_delta_rule(queries, keys, values, decays, -betas, states, normalises=True)
+        right = own(queries, keys, values, g=decays, beta=betas, initial_state=states.clone(), **how)
+        out = gated_delta_rule(queries, keys, values, decays, betas, states, normalises=True)
         return out is not None and _are_close(right, (out, states))
     return False
 
 
-def _convolution_agrees(own: Function) -> bool:
+def _convolution_agrees(own: Function, device: torch.device) -> bool:
     random = torch.Generator().manual_seed(0)
-    new, states, weights, bias = (torch.randn(n, generator=random) for n in ((2, 3, 1), (2, 3, 4), (3, 4), (3,)))
+    shapes = (2, 3, 1), (2, 3, 4), (3, 4), (3,)
+    new, states, weights, bias = (torch.randn(shape, generator=random).to(device) for shape in shapes)
     with suppress(Exception):
         after = states.clone()
         right = own(new, after, weights, bias, "silu")
@@ -159,14 +197,37 @@ def _convolution_agrees(own: Function) -> bool:
     return False
 
 
+def _selection_agrees(own: Function, device: torch.device) -> bool:
+    """With one of the two shapes, with heads and without."""
+    random = torch.Generator().manual_seed(0)
+    for sizes in ((2, 4, 3, 16), (2, 5, 16)):
+        states = torch.randn(sizes, generator=random).to(device)
+        inputs, steps, gates = torch.randn(3, *sizes[:-1], generator=random).to(device)
+        rates = -torch.rand(sizes[1:], generator=random).to(device)
+        groups = (2, 2, 16) if len(sizes) == 4 else (2, 16)
+        ins, outs = torch.randn(2, *groups, generator=random).to(device)
+        skips, biases = torch.randn(2, *sizes[1:-1], generator=random).to(device)
+        with suppress(Exception):
+            after, how = states.clone(), {"dt_bias": biases, "z": gates, "dt_softplus": True}
+            right = own(after, inputs, steps, rates, ins, outs, skips, **how)
+            given = inputs, steps, rates, ins, outs, skips, biases, gates
+            out = selective_state(states, *given, has_softplus=True)
+            if out is not None and _are_close((right, after), (out, states)):
+                return True
+    return False
+
+
 def _are_close(right: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...]) -> bool:
     pairs = zip(right, found, strict=True)
     return all(one.shape == other.shape and torch.allclose(one, other, atol=1e-5) for one, other in pairs)
 
 
-REPLACED: dict[str, tuple[Callable[[Function], Function], Callable[[Function], bool]]] = {
+REPLACED: dict[str, tuple[Callable[[Function], Function], Callable[[Function, torch.device], bool]]] = {
     "torch_recurrent_gated_delta_rule": (_delta_rule, _delta_rule_agrees),
     "causal_conv1d_update": (_convolution, _convolution_agrees),
-    "expand_kv": (_expansion, lambda _: True),  # attention itself is compared, layer by layer
+    "recurrent_kimi_delta_attention": (_delta_rule, partial(_delta_rule_agrees, by_key=True)),
+    "mamba_selective_state_update": (_selection, _selection_agrees),
+    "mamba2_selective_state_update": (_selection, _selection_agrees),
+    "expand_kv": (_expansion, lambda *_: True),  # attention itself is compared, layer by layer
 }
 """What stands for a function of this name, and whether it may."""

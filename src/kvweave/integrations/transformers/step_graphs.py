@@ -62,6 +62,8 @@ class StepGraphs:
         """Whether what a forward computes follows from ids, positions and pages; None until that was found out."""
         self.tells_lengths = False
         """Whether that is so only if its cache tells lengths as a tensor, for which tokens are packed in one row."""
+        self._states_stay = False
+        """Whether the model's states are updated in their pages, by functions of ours."""
         self.is_useful = False
         self._layers = CompiledLayers(model) if is_wanted and compiles and self._could_be() else nullcontext()
 
@@ -93,7 +95,7 @@ class StepGraphs:
         if self._can_follow is None and self._could_be():
             try:
                 self._can_follow = self._follows()
-            except OutOfPages:  # next time
+            except (OutOfPages, torch.OutOfMemoryError):  # next time
                 return False
             if self._is_wanted:
                 self._memory.model_changes.on_change = self.follow
@@ -108,20 +110,19 @@ class StepGraphs:
         return self._can_follow is False
 
     def _follows(self) -> bool:
-        core = self._memory.core
-        prompts = [np.arange(1, 1 + LEARNING_TOKENS), np.arange(3, LEARNING_TOKENS)]
-        ways = (False,) if self._served.has_states else (False, True)
-        for self.tells_lengths in ways:
+        ways = ("states stay", "plain") if self._served.has_states else ("plain", "tells lengths")
+        for way in ways:
+            self.tells_lengths, self._states_stay = way == "tells lengths", way == "states stay"
             try:
-                expected = self._learning_logits(core, prompts, False)
-                found = self._learning_logits(core, prompts, True)
+                expected = self._learning_logits(False)
+                found = self._learning_logits(True)
                 allowed = CLOSE.get(expected.dtype, 0.0) * float(expected.abs().max())
                 if float((found - expected).abs().max()) <= allowed:
                     return True
-            except OutOfPages:
+            except (OutOfPages, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # it will say so in its first request
-                log.debug("cannot find out whether %s can be captured: %s", type(self._model).__name__, error)
+                log.debug("%s at fixed addresses, %s: %s", type(self._model).__name__, way, error)
         return False
 
     def follow(self, version: ModelVersion) -> None:
@@ -136,29 +137,33 @@ class StepGraphs:
         self._captured.clear()
         self._buffers, self._can_follow, self.is_useful = None, False, False
 
-    def _learning_logits(self, core: Cache, prompts: list[np.ndarray], at_fixed_addresses: bool) -> torch.Tensor:
-        """The logits after all tokens of each prompt, the last one computed by itself; or those of all at once, at
-        fixed addresses."""
+    def _learning_logits(self, at_fixed_addresses: bool) -> torch.Tensor:
+        """The logits after all tokens of some prompts, the last two computed one by one; or those of all prompts at
+        once, at fixed addresses."""
+        core, prompts = self._memory.core, [np.arange(1, 1 + LEARNING_TOKENS), np.arange(3, LEARNING_TOKENS)]
         sequences = [core.open(ids, reuse=False) for ids in prompts]
         pasts = [PagedCache(self._memory, [sequence], 0) for sequence in sequences]
         try:
-            logits = [self._last_logits(*each, at_fixed_addresses) for each in zip(pasts, prompts, strict=True)]
-            if not at_fixed_addresses:
-                return torch.cat(logits)
-            carry_out(self._memory.arena, core.extend(sequences, 1))
-            size = StepSize(len(prompts), len(prompts))
-            lasts = np.array([ids[-1] for ids in prompts])
-            self._fitting_buffers().load(sequences, [1] * len(prompts), lasts, size)
-            return self._forward(size)
+            logits = torch.cat(
+                [self._last_logits(*each, at_fixed_addresses) for each in zip(pasts, prompts, strict=True)]
+            )
+            for back in (2, 1) if at_fixed_addresses else ():
+                carry_out(self._memory.arena, core.extend(sequences, 1))
+                size = StepSize(len(prompts), len(prompts))
+                ids = np.array([prompt[-back] for prompt in prompts])
+                self._fitting_buffers().load(sequences, [1] * len(prompts), ids, size)
+                logits = self._forward(size)
+                carry_out(self._memory.arena, core.commit(sequences))
+            return logits
         finally:
             for past, sequence in zip(pasts, sequences, strict=True):
                 past.release_rows()
                 core.close(sequence, keep=False)
 
     def _last_logits(self, past: PagedCache, ids: np.ndarray, stops_before: bool) -> torch.Tensor:
-        """Compute a prompt, its last token by itself, or not at all if it `stops_before`: the last logits."""
-        there = torch.from_numpy(ids).to(self._model.device)[None]
-        for start, end in ((0, len(ids) - 1), (len(ids) - 1, len(ids)))[: 1 if stops_before else 2]:
+        """Compute a prompt, its last two tokens one by one, or not at all if it `stops_before`: the last logits."""
+        there, count = torch.from_numpy(ids).to(self._model.device)[None], len(ids)
+        for start, end in ((0, count - 2), (count - 2, count - 1), (count - 1, count))[: 1 if stops_before else 3]:
             inputs = forward_inputs(self._served, past, there[:, start:end], torch.ones_like(there[:, :end]))
             logits: torch.Tensor = self._model(**inputs).logits[0, -1:]
         past.commit_pending()
@@ -227,7 +232,7 @@ class StepGraphs:
         fixed = self._step(size)
         is_packed = self.tells_lengths or not size.is_decode
         shape = (1, size.tokens) if is_packed else (size.rows, 1)
-        cache = FixedCache(self._memory, fixed)
+        cache = FixedCache(self._memory, fixed, self._states_stay)
         inputs = {"input_ids": fixed.ids.view(shape), "use_cache": True, self._served.cache_name: cache}
         if self._served.takes_positions:
             inputs["position_ids"] = fixed.positions.view(shape)
@@ -253,7 +258,7 @@ class CompiledLayers:
         self._layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         width = model.get_input_embeddings().weight.shape[-1]
         linears = [module for layer in self._layers for module in layer.modules() if type(module) is torch.nn.Linear]
-        self._narrowing = [linear for linear in linears if linear.in_features > linear.out_features == width]
+        self._of_one_input = [linear for linear in linears if _alone_reads_its_input(linear, width)]
         self._compiled = [
             torch.compile(layer._call_impl, options={"coordinate_descent_tuning": True}) for layer in self._layers
         ]
@@ -263,18 +268,24 @@ class CompiledLayers:
         self._config.__enter__()
         for layer, compiled in zip(self._layers, self._compiled, strict=True):
             layer._compiled_call_impl = compiled
-        for linear in self._narrowing:
-            linear.__class__ = NarrowingLinear
+        for linear in self._of_one_input:
+            linear.__class__ = MemoryLinear
 
     def __exit__(self, *_: object) -> None:
-        for linear in self._narrowing:
+        for linear in self._of_one_input:
             linear.__class__ = torch.nn.Linear
         for layer in self._layers:
             layer._compiled_call_impl = None
         self._config.__exit__(None, None, None)
 
 
-class NarrowingLinear(torch.nn.Linear):
+def _alone_reads_its_input(linear: torch.nn.Linear, width: int) -> bool:
+    """Whether its input is likely computed for it alone: an activation, or the norm of a latent query. What is as wide
+    as the model is read by several."""
+    return linear.in_features > linear.out_features == width or width not in (linear.in_features, linear.out_features)
+
+
+class MemoryLinear(torch.nn.Linear):
     """Takes one row as it is in memory. `torch.compile` makes a product with one row a sum, and computes what it is of,
     as the activation of a feed-forward layer, once for every number of the result: 29 us instead of 14 on an H200."""
 

@@ -109,7 +109,8 @@ class KVWeave:
         of_past, counting = cache_class(self.served.own_cache), counts_padding(self.served)
         self.opener = Opener(self.model, self.served, self.memory, of_past, counting, self._store_sync)
         self._generate, self._own_generate = self._outermost.generate, self.model.generate
-        hooks: list[Any] = [*ForwardHooks(self.memory, self.served).register(models), ReplacedFunctions(self.model)]
+        hooks: list[Any] = [*ForwardHooks(self.memory, self.served).register(models)]
+        hooks += [ReplacedFunctions(self.model)] if in_place else []
         self._unhook = weakref.finalize(self, _remove, hooks)
         self._unhook.atexit = False  # at exit the model may be gone already, and needs no unhooking
         self.records = RequestRecords()

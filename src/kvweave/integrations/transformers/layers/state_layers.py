@@ -1,12 +1,14 @@
 """Recurrent and convolution states: storage that transformers' own layer code updates in place.
 
 For one row the layer's tensors are views of the row's live page. The pages of several rows are not evenly spaced, so a
-batch gets a working tensor, which is written back before the pages are read: for a snapshot, a fork, or at the end.
+batch gets a working tensor, which is written back before the pages are read: for a snapshot, a fork, or at the end. Or,
+for models whose states are read and written by functions of ours alone, a tensor that only stands for its pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +16,11 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvweave.attention.states import write_pages
 from kvweave.integrations.transformers.layers.attention_layers import AttentionLayer
+from kvweave.integrations.transformers.paged_forward import StateSlots
 
 if TYPE_CHECKING:
     from kvweave.integrations.transformers.paged_cache import PagedCache
+    from kvweave.integrations.transformers.paged_forward import PagedForward
 
 CONV, RECURRENT = "conv_states", "recurrent_states"
 
@@ -62,6 +66,13 @@ class LayerState:
         self._slots = slots
         self.tensor = self.pages.index_select(0, slots)
 
+    def place(self, slots: torch.Tensor) -> StateSlots:
+        """Make `tensor` one that stands for the states at these pages. All its numbers are NaN and none can be
+        written, so that a model which uses it otherwise is noticed."""
+        nan = _nan(self.pages.dtype, self.pages.device)
+        self.tensor = nan.expand(len(slots), *self.pages.shape[1:])
+        return StateSlots(self.tensor, self.pages, slots)
+
     def scatter(self) -> None:
         write_pages(self.pages, self.tensor, self._slots)
 
@@ -92,10 +103,14 @@ class LinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         for number in self.has_previous_state:
             self.has_previous_state[number] = has_past
 
-    def gather(self, slots: Mapping[str, torch.Tensor]) -> None:
-        """Before a step at fixed addresses: copy the states from these pages."""
+    def begin_fixed(self, slots: Mapping[str, torch.Tensor], forward: PagedForward | None) -> None:
+        """Before a step at fixed addresses: copy the states from these pages, or place them for a forward whose model
+        updates them there."""
         for state in self.states:
-            state.gather(slots[state.tag])
+            if forward:
+                forward.place_state(state.place(slots[state.tag]))
+            else:
+                state.gather(slots[state.tag])
             self._show(state)
         for number in self.has_previous_state:
             self.has_previous_state[number] = True
@@ -104,9 +119,11 @@ class LinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         assert self.past.step, "there is one, or an error"
         return super().update_conv_state(*state, **named)
 
-    def update_recurrent_state(self, *state: Any, **named: Any) -> Any:
+    def update_recurrent_state(self, state: torch.Tensor, state_idx: int = 0, **named: Any) -> Any:
         assert self.past.step, "there is one, or an error"
-        return super().update_recurrent_state(*state, **named)
+        if state is self.recurrent_states[state_idx]:  # updated in place
+            return state
+        return super().update_recurrent_state(state, state_idx, **named)
 
     def _show(self, state: LayerState) -> None:
         """Assign the tensor of a state to the attribute where transformers' code expects it."""
@@ -127,3 +144,8 @@ class HybridLayer(LinearLayer, AttentionLayer):
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """Nothing to do: the pages exist."""
+
+
+@cache
+def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((1,), torch.nan, dtype=dtype, device=device)
