@@ -8,7 +8,7 @@ from math import exp
 
 import pytest
 
-from kvweave.prefix.hit_density import FIT, MOST_HITS, OCTAVES, HitDensity, densities_of
+from kvweave.prefix.hit_density import MOST_FIT, MOST_HITS, OCTAVES, HitDensity, densities_of
 
 
 def by_trying_all(hazards: list[float]) -> list[float]:
@@ -56,7 +56,7 @@ def learned(hits_at: dict[int, int], lives: int = 1000) -> HitDensity:
     for age, hits in hits_at.items():
         for _ in range(hits):
             density.end(0, 0, age, 1.0)
-    for _ in range(lives - sum(hits_at.values()) + FIT):
+    for _ in range(lives - sum(hits_at.values()) + MOST_FIT):
         density.end(0, 0, 1000, 0.0)
     return density
 
@@ -88,6 +88,6 @@ def test_its_memory_is_bounded_and_what_was_long_ago_is_forgotten() -> None:
     density = HitDensity([1.0])
     for number in range(3 * int(MOST_HITS)):
         density.end(0, 0, 1 << (number % 50), 1.0)
-    assert density.num_hits <= MOST_HITS + FIT
+    assert density.num_hits <= MOST_HITS + MOST_FIT
     assert [len(row) for row in (*density.hits, *density.began, *density.ended)] == [OCTAVES] * 3
     assert density.at(0, 1 << 60) >= 0.0

@@ -16,8 +16,8 @@ BELIEF = 4.0
 """So many hits of a class are worth as much as what all classes have in common, ..."""
 COMMON = 1.0
 """... and so many of all classes as what all octaves of age have in common."""
-FIT = 64
-"""Densities are worked out anew after so many lives."""
+FIT, MOST_FIT = 64, 512
+"""Densities are worked out anew after so many lives, at first and later: it takes as long as some hundred lives."""
 MOST_HITS = 4096.0
 """Beyond so many, all counts are halved: what was long ago is forgotten."""
 MOST_HAZARD = 4.0
@@ -40,6 +40,7 @@ class HitDensity:
         """By class, at the start of each octave; empty until something is known."""
         self.num_hits = 0.0
         self._num_ended = 0
+        self._next_fit = FIT
 
     def end(self, number: int, began: int, age: int, share: float) -> None:
         """The life of a member, known from the age `began` on, ends; `share` of it was hit."""
@@ -49,7 +50,8 @@ class HitDensity:
         self.ended[number][octave] += 1.0
         self.num_hits += share
         self._num_ended += 1
-        if self._num_ended % FIT == 0:
+        if self._num_ended >= self._next_fit:
+            self._next_fit += min(MOST_FIT, max(FIT, self._num_ended // 8))
             self._fit()
 
     def at(self, number: int, age: int) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from math import exp, log
 
 from kvweave.prefix.hit_density import HitDensity
-from kvweave.prefix.node import Point, Tokens
+from kvweave.prefix.node import Node, Point, Tokens
 
 MOST_RUNS = 4096
 """So many evicted runs are remembered."""
@@ -29,9 +29,11 @@ GOLDEN = 0.6180339887498949
 
 
 class EvictedRun:
-    """A run that was evicted: its class, when it was used last, its age when it came to wait, and where it ends."""
+    """A run that was evicted: its class, when it was used last, its age when it came to wait, and where it ends; and
+    its key among the others."""
 
-    def __init__(self, number: int, last_used: int, began: int, end: int) -> None:
+    def __init__(self, key: int, number: int, last_used: int, began: int, end: int) -> None:
+        self.key = key
         self.number = number
         self.last_used = last_used
         self.began = began
@@ -47,7 +49,10 @@ class StayChances:
         self.density = HitDensity(priors)
         self._grid = grid
         self._runs: dict[int, EvictedRun] = {}
-        """By a number of the first block that is gone, those evicted last at the end."""
+        """By a number of the first block that is gone."""
+        self._last_runs: list[EvictedRun | None] = [None] * MOST_RUNS
+        """A ring: the next one to be replaced is the oldest."""
+        self._num_runs = 0
         self._num_cut = 0
         self._now = 0
 
@@ -82,15 +87,16 @@ class StayChances:
         self._now = now
         self._num_cut += 1
         node = point.node
-        run = EvictedRun(number, point.last_used, point.queued - point.last_used, node.end)
         at = start - node.start
-        key = hash((_namespace(point), start, node.tokens[at : at + self._grid].tobytes()))
-        before = self._runs.pop(key, None)
-        if before is not None:
-            self._forget(before)
-        self._runs[key] = run
-        if len(self._runs) > MOST_RUNS:
-            self._forget(self._runs.pop(next(iter(self._runs))))
+        key = hash((_namespace(node), start, node.tokens[at : at + self._grid].tobytes()))
+        run = EvictedRun(key, number, point.last_used, point.queued - point.last_used, node.end)
+        slot = self._num_runs % MOST_RUNS
+        for before in (self._last_runs[slot], self._runs.get(key)):
+            if before is not None and self._runs.get(before.key) is before:
+                del self._runs[before.key]
+                self._forget(before)
+        self._runs[key] = self._last_runs[slot] = run
+        self._num_runs += 1
 
     def _forget(self, run: EvictedRun) -> None:
         self.density.end(run.number, run.began, max(run.began, self._now - run.last_used), 0.0)
@@ -107,8 +113,7 @@ class StayChances:
             at = max(run.end, at + self._grid)
 
 
-def _namespace(point: Point) -> Hashable:
-    node = point.node
+def _namespace(node: Node) -> Hashable:
     while node.parent is not None:
         node = node.parent
     namespace: Hashable = node.namespace
