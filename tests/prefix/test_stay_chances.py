@@ -11,7 +11,7 @@ from kvweave.cache import Cache
 from kvweave.prefix import stay_chances
 from kvweave.prefix.adaptive import PRIORS, Adaptive
 from kvweave.prefix.hit_density import FIT
-from kvweave.prefix.stay_chances import LEAST, UPDATE, StayChances
+from kvweave.prefix.stay_chances import COUNTED, LEAST, UPDATE, StayChances
 from kvweave.spec import Full, State
 from tests.cache.plans import full_plan, group, plan_of
 from tests.prefix.test_user_policy import run
@@ -57,7 +57,7 @@ def after(price_age: int, *, hits_at: int) -> StayChances:
     for _ in range(2 * FIT):
         learned.density.end(2, 0, hits_at, 1.0)
         learned.density.end(2, 0, 4000, 0.0)
-    learned.update([(2, price_age)] * 3, float(price_age.bit_length()))
+    learned.update([(2, price_age)] * 3, float(price_age.bit_length()), 10)
     return learned
 
 
@@ -80,14 +80,14 @@ def test_a_rest_of_a_run_stays_as_the_run_did() -> None:
 
 def test_points_that_were_kept_in_vain_make_room_for_new_ones() -> None:
     learned = after(price_age=150, hits_at=300)
-    learned.update([(2, 3000)] * 3, 8.0)
+    learned.update([(2, 3000)] * 3, 8.0, 10)
     assert learned.chances[2] == 1.0
 
 
 def test_where_no_point_that_stays_is_next_chances_are_as_they_were() -> None:
     learned = after(price_age=150, hits_at=300)
     before = [*learned.chances]
-    learned.update([], 8.0)
+    learned.update([], 8.0, 10)
     assert learned.chances == before
 
 
@@ -108,6 +108,15 @@ def test_a_cache_whose_prompts_change_does_not_hold_on_to_the_old_ones() -> None
         found += cache.lookup([100 + number % 4] * 40)
         run(cache, [100 + number % 4] * 40)
     assert found > 0.8 * 400 * 40
+
+
+def test_of_many_points_some_are_counted_whether_they_stay_or_not() -> None:
+    learned = after(price_age=150, hits_at=300)
+    learned.update([(2, 150)] * 3, 8.0, 4 * COUNTED)
+    moments = [moment for moment in range(4000) if learned._is_counted(moment)]
+    assert len(moments) == pytest.approx(1000, rel=0.01)
+    staying = sum(learned.stays(2, moment) for moment in moments) / len(moments)
+    assert staying == pytest.approx(learned.chances[2], abs=0.03)
 
 
 def hits_of_evicted(cache: Cache) -> float:

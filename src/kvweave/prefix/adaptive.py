@@ -87,8 +87,9 @@ class Adaptive(Order):
     # ---- learning
 
     def choose(self, queues: list[EvictionQueue], now: int) -> Point | None:
-        if self.stay_chances is not None and self.stay_chances.is_due:
-            self.stay_chances.update(self._next_to_go(queues[0], now), self.classes.log_age)
+        tips = queues[0]
+        if self.stay_chances is not None and self.stay_chances.is_due and tips.size:
+            self.stay_chances.update(self._next_to_go(tips, now), self.classes.log_age, tips.size)
         return super().choose(queues, now)
 
     def _next_to_go(self, queue: EvictionQueue, now: int) -> list[tuple[int, int]]:

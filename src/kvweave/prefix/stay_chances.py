@@ -24,8 +24,10 @@ LEAST = 1 / 16
 """So many points of a class always stay, so that what is kept in vain is replaced."""
 UPDATE = 32
 """Chances are worked out anew after so many evictions."""
-GOLDEN = 0.6180339887498949
-"""Multiples of it, without their whole part, are spread evenly over [0, 1)."""
+COUNTED = 128
+"""Where more points than so many wait, the lives of so many of them are counted."""
+GOLDEN, SILVER = 0.6180339887498949, 0.41421356237309503
+"""Multiples of them, without their whole part, are spread evenly over [0, 1)."""
 
 
 class EvictedRun:
@@ -53,6 +55,8 @@ class StayChances:
         self._last_runs: list[EvictedRun | None] = [None] * MOST_RUNS
         """A ring: the next one to be replaced is the oldest."""
         self._num_runs = 0
+        self._share = 1.0
+        """Of the lives, so many are counted: which, follows from the time of the last use."""
         self._num_cut = 0
         self._now = 0
 
@@ -61,17 +65,22 @@ class StayChances:
         chance = self.chances[number]
         return chance >= 1.0 or (last_used * GOLDEN) % 1.0 < chance
 
+    def _is_counted(self, last_used: int) -> bool:
+        return self._share >= 1.0 or (last_used * SILVER) % 1.0 < self._share
+
     def hit(self, number: int, point: Point, now: int, share: float) -> None:
-        self.density.end(number, point.queued - point.last_used, now - point.last_used, share)
+        if self._is_counted(point.last_used):
+            self.density.end(number, point.queued - point.last_used, now - point.last_used, share)
 
     @property
     def is_due(self) -> bool:
         """Whether chances are to be worked out anew (`update`)."""
         return self._num_cut >= UPDATE and bool(self.density.densities)
 
-    def update(self, next_to_go: list[tuple[int, int]], log_age: float) -> None:
+    def update(self, next_to_go: list[tuple[int, int]], log_age: float, num_waiting: int) -> None:
         """Class and age of the next points to go of those that were to stay, which are evicted at about `log_age`."""
         self._num_cut = 0
+        self._share = min(1.0, COUNTED / num_waiting)
         if not next_to_go:
             return
         price = exp(sum([log(self.density.at(number, age)) for number, age in next_to_go]) / len(next_to_go))
@@ -86,6 +95,8 @@ class StayChances:
         """Of the leaf that a point ends, the rows from `start` on go."""
         self._now = now
         self._num_cut += 1
+        if not self._is_counted(point.last_used):
+            return
         node = point.node
         at = start - node.start
         key = hash((_namespace(node), start, node.tokens[at : at + self._grid].tobytes()))
