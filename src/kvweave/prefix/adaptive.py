@@ -7,13 +7,16 @@ evicted last when the point was used, plus its gain. `ClassWeights` counts what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from kvweave.pool import PagedGroup
 from kvweave.prefix.class_weights import ClassWeights
-from kvweave.prefix.node import Kind, Point
+from kvweave.prefix.eviction_queue import EvictionQueue
+from kvweave.prefix.node import Kind, Point, Tokens
 from kvweave.prefix.policy import Order, freed_bytes, row_bytes
+from kvweave.prefix.stay_chances import StayChances
 
 CLASSES = (
     "spaced",
@@ -41,6 +44,9 @@ SPACED_PRIOR = 0.1
 """Points that nobody has asked for are believed to be worth next to nothing, until hits say otherwise."""
 PRIORS = [SPACED_PRIOR, *[MOST_WEIGHT if FIRST_HIT <= number < REST else 1.0 for number in range(1, len(CLASSES))]]
 
+NEXT, LOOKED_AT = 8, 32
+"""What a new point is compared with: so many of the points that are evicted next, among so many."""
+
 
 def class_of(point: Point) -> int:
     hits = point.hits
@@ -60,33 +66,63 @@ class Adaptive(Order):
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
         super().__init__(groups)
         self.classes = ClassWeights(PRIORS, MOST_WEIGHT)
-        self._has_rows_alone = all(group.is_full for group in groups)
+        has_rows_alone = all(group.is_full for group in groups)
+        grid = math.lcm(*[group.slot_tokens for group in groups])
+        self.stay_chances = StayChances(PRIORS, grid) if has_rows_alone else None
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002
-        return 0, (point.floor + self.classes.weights[class_of(point)] * self._density(point, is_tip), point.last_used)
+        number, stay_chances = class_of(point), self.stay_chances
+        if stay_chances is None:
+            gain = self.classes.weights[number] * self._density(point, is_tip)
+        else:
+            gain = self.classes.weights[number] if stay_chances.stays(number, point.last_used) else 0.0
+        return 0, (point.floor + gain, point.last_used)
 
     def _density(self, point: Point, is_tip: bool) -> float:
-        """The tokens that a point saves for its bytes, 1 where these are rows alone. Spaced points above it do not
-        count as what there is without it: they are many, and nobody may ever ask for one."""
-        if self._has_rows_alone:
-            return 1.0
+        """The tokens that a point saves for its bytes. Spaced points above it do not count as what there is without
+        it: they are many, and nobody may ever ask for one."""
         tokens = point.position - point.position_above(skip_spaced=True)
         return max(1, row_bytes(self.groups, tokens)) / max(1, freed_bytes(self.groups, tokens, is_tip))
 
     # ---- learning
+
+    def choose(self, queues: list[EvictionQueue], now: int) -> Point | None:
+        tips = queues[0]
+        if self.stay_chances is not None and self.stay_chances.is_due and tips.size:
+            self.stay_chances.update(self._next_to_go(tips, now), self.classes.log_age, tips.size)
+        return super().choose(queues, now)
+
+    def _next_to_go(self, queue: EvictionQueue, now: int) -> list[tuple[int, int]]:
+        """Class and age of some points that were to stay and are evicted next."""
+        points = [queue.at(index) for index in range(min(LOOKED_AT, queue.size))]
+        staying = [point for point in points if point.entry[0][0] > point.floor]
+        return [(class_of(point), now - point.last_used) for point in staying[:NEXT]]
 
     def on_hit(self, point: Point, position: int, now: int) -> None:
         waiting = point.node.first_spaced() if point.kind == Kind.SPACED else point
         if waiting is not None and waiting.queue is not None:  # those that nobody could evict are not counted
             start = point.node.start
             share = min(1.0, (position - start) / max(1, point.position - start))
-            self.classes.hit(class_of(waiting), now - waiting.last_used, share)
+            number = class_of(waiting)
+            self.classes.hit(number, now - waiting.last_used, share)
             self._end(waiting, now)
+            if self.stay_chances is not None:
+                self.stay_chances.hit(number, waiting, now, share)
 
     def on_evict(self, point: Point, now: int) -> None:
-        self.floor = max(self.floor, point.entry[0][0])
+        key = point.entry[0][0]
+        self.floor = max(self.floor, key)
         self._end(point, now)
-        self.classes.evicted(now - point.last_used)
+        if key > point.floor:  # it was to stay
+            self.classes.evicted(now - point.last_used)
+
+    def on_cut(self, point: Point, start: int, now: int) -> None:
+        if self.stay_chances is not None:
+            self.stay_chances.cut(class_of(point), point, start, now)
+
+    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> None:
+        if self.stay_chances is not None:
+            self.stay_chances.opened(namespace, prompt, found)
 
     def _end(self, point: Point, now: int) -> None:
         self.classes.end(class_of(point), point.queued - point.last_used, now - point.last_used)

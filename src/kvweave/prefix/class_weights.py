@@ -36,7 +36,7 @@ class ClassWeights:
         self.num_hits = 0.0
         self._num_ended = 0.0
         self._next_fit = float(FIT)
-        self._log_age = 0.0
+        self.log_age = 0.0
         """Moving average of log2 of the age at which members are evicted."""
 
     def hit(self, number: int, age: int, share: float) -> None:
@@ -55,11 +55,11 @@ class ClassWeights:
 
     def evicted(self, age: int, share: float = 1.0) -> None:
         """A member was evicted at an age; its time was ended before (`end`)."""
-        self._log_age += (log2(age + 1) - self._log_age) * share / min(self._num_ended, RECENT)
+        self.log_age += (log2(age + 1) - self.log_age) * share / min(self._num_ended, RECENT)
 
     def _fit(self) -> None:
         """Weights from the counts at ages about that of eviction, in proportion to what is believed at first."""
-        first = max(0, round(self._log_age) - 1)
+        first = max(0, round(self.log_age) - 1)
         hits = [sum(row[first:]) for row in self.hits]
         times = [_time(began, ended, first) for began, ended in zip(self.began, self.ended, strict=True)]
         scale = (sum(hits) + 1) / (sum([prior * time for prior, time in zip(self.priors, times, strict=True)]) + 1)

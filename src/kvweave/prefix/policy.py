@@ -117,6 +117,9 @@ class Order:
     def on_evict(self, point: Point, now: int) -> None:
         """A point goes, or is moved up to where its leaf is cut."""
 
+    def on_cut(self, point: Point, start: int, now: int) -> None:
+        """After `on_evict`: the rows from `start` on of the leaf that a point ends go."""
+
     def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> None:
         """A prompt comes, and so many of its tokens are found."""
 

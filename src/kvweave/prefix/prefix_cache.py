@@ -363,7 +363,9 @@ class PrefixCache:
             return
         node = point.node
         parent = node.parent
-        if not self._shorten(node, self._last_before(point, max(node.start, point.position - tokens)), point):
+        start = self._last_before(point, max(node.start, point.position - tokens))
+        self.order.on_cut(point, start, self._clock)
+        if not self._shorten(node, start, point):
             assert parent is not None, "a root has no points"
             self._settle(parent, point)
 

@@ -1,0 +1,124 @@
+"""How many hits keeping a member of a class brings for its time, by its age.
+
+Lives are counted: one begins when a member is used and ends when it is used again, or when nothing is known of it any
+more. Hits over the lives that reached an age are the hazard at this age. The density at an age is the most hits for the
+time that keeping a member from then on brings, whenever one stops. It falls with age where hits become rarer, and rises
+at first where they take a while to come, as the next turn of a conversation does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, expm1
+
+OCTAVES = 32
+BELIEF = 4.0
+"""So many hits of a class are worth as much as what all classes have in common, ..."""
+COMMON = 1.0
+"""... and so many of all classes as what all octaves of age have in common."""
+FIT, MOST_FIT = 64, 512
+"""Densities are worked out anew after so many lives, at first and later: it takes as long as some hundred lives."""
+MOST_HITS = 4096.0
+"""Beyond so many, all counts are halved: what was long ago is forgotten."""
+MOST_HAZARD = 4.0
+UNKNOWN_TIME = 20.0
+"""One hit in so many octaves is believed in before any was seen."""
+
+
+class HitDensity:
+    """Densities of numbered classes; `priors` are what classes are believed to be worth at first, by one another."""
+
+    def __init__(self, priors: Sequence[float]) -> None:
+        self.priors = priors
+        self.hits = [[0.0] * OCTAVES for _ in priors]
+        """By class and octave of age."""
+        self.began = [[0.0] * OCTAVES for _ in priors]
+        """Lives that ended, by the age at which they were counted first, ..."""
+        self.ended = [[0.0] * OCTAVES for _ in priors]
+        """... and last."""
+        self.densities: list[list[float]] = []
+        """By class, at the start of each octave; empty until something is known."""
+        self.num_hits = 0.0
+        self._num_ended = 0
+        self._next_fit = FIT
+
+    def end(self, number: int, began: int, age: int, share: float) -> None:
+        """The life of a member, known from the age `began` on, ends; `share` of it was hit."""
+        octave = _octave(age)
+        self.hits[number][octave] += share
+        self.began[number][_octave(began)] += 1.0
+        self.ended[number][octave] += 1.0
+        self.num_hits += share
+        self._num_ended += 1
+        if self._num_ended >= self._next_fit:
+            self._next_fit += min(MOST_FIT, max(FIT, self._num_ended // 8))
+            self._fit()
+
+    def at(self, number: int, age: int) -> float:
+        """Hits for a unit of time, of a member of a class at an age."""
+        octave, row = _octave(age), self.densities[number]
+        part = min(1.0, (age + 1) / (1 << octave) - 1.0)
+        return row[octave] + (row[octave + 1] - row[octave]) * part
+
+    def _fit(self) -> None:
+        """The hazards of a class are believed to be those of all classes, times a weight."""
+        lives = [_lives(began, ended) for began, ended in zip(self.began, self.ended, strict=True)]
+        hits = [sum([row[octave] for row in self.hits]) for octave in range(OCTAVES)]
+        weighted = [
+            sum([prior * row[octave] for prior, row in zip(self.priors, lives, strict=True)])
+            for octave in range(OCTAVES)
+        ]
+        mean = (sum(hits) + 1.0) / (sum(weighted) + UNKNOWN_TIME)
+        common = [(count + COMMON) / (reached + COMMON / mean) for count, reached in zip(hits, weighted, strict=True)]
+        self.densities = []
+        for number, prior in enumerate(self.priors):
+            mine, reached = self.hits[number], lives[number]
+            expected = sum([hazard * count for hazard, count in zip(common, reached, strict=True)])
+            weight = (sum(mine) + BELIEF * prior) / (expected + BELIEF)
+            hazards = [
+                min(MOST_HAZARD, (mine[octave] + BELIEF) / (reached[octave] + BELIEF / (weight * common[octave])))
+                for octave in range(OCTAVES)
+            ]
+            self.densities.append(densities_of(hazards))
+        if self.num_hits > MOST_HITS:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.num_hits /= 2
+        for table in (self.hits, self.began, self.ended):
+            for row in table:
+                row[:] = [count / 2 for count in row]
+
+
+def densities_of(hazards: Sequence[float]) -> list[float]:
+    """From the hazard of each octave of age: at the start of each, the greatest of (chance of a hit until then) /
+    (mean time until the hit, or until then), over the ends of all octaves to come; the last one twice.
+
+    It is worth going on as long as what comes next is denser than what there is so far.
+    """
+    found = [0.0] * (len(hazards) + 1)
+    stretches: list[tuple[float, float, float]] = []
+    """From the last to the first: hits and time of one that enters it, and its chance to leave it without a hit."""
+    for octave in range(len(hazards) - 1, -1, -1):
+        hits, left = -expm1(-hazards[octave]), exp(-hazards[octave])
+        time = (1 << octave) * hits / hazards[octave]
+        while stretches and stretches[-1][0] * time >= hits * stretches[-1][1]:
+            next_hits, next_time, next_left = stretches.pop()
+            hits, time, left = hits + left * next_hits, time + left * next_time, left * next_left
+        stretches.append((hits, time, left))
+        found[octave] = hits / time
+    found[-1] = found[-2]
+    return found
+
+
+def _octave(age: int) -> int:
+    return min(OCTAVES, (age + 1).bit_length()) - 1
+
+
+def _lives(began: list[float], ended: list[float]) -> list[float]:
+    """How many lives went through each octave; half of those that began or ended in it."""
+    lives, waiting = [], 0.0
+    for first, last in zip(began, ended, strict=True):
+        lives.append(max(0.0, waiting + (first - last) / 2))
+        waiting += first - last
+    return lives
