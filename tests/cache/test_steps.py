@@ -176,6 +176,16 @@ def test_a_refusal_evicts_nothing_and_names_who_does_not_fit_and_who_could_be_pr
     cache.extend(one, 8)
 
 
+def test_a_fork_that_does_not_fit_says_which_pages_are_short() -> None:
+    cache = Cache(full_plan(pages=5))
+    sequence = cache.open(range(11))
+    cache.extend(sequence, 11)
+    cache.commit(sequence)
+    with pytest.raises(OutOfPages) as refused:
+        cache.fork(sequence, 3)
+    assert refused.value.shortages == (("full", 3, 1, 0),)
+
+
 # ---- drafts
 
 

@@ -146,9 +146,7 @@ class PageAllocator:
         """Take `passed` slots of each row, from `first` on, out of a window's table."""
         table = self.state.tables[group.number]
         table.first[rows] = first + passed
-        slots = first
-        if passed[passed.argmax()] > 1:
-            rows, slots = spread(rows, first, passed)
+        rows, slots = spread(rows, first, passed)
         pages = table.pages[rows, slots]
         table.write_many(rows, slots, np.zeros(len(slots), np.int32))
         self.state.pages[group.number].release(pages)
@@ -214,34 +212,29 @@ class PageAllocator:
     def refusal(
         self,
         pool: PagePool,
-        rows: Rows,
+        demand: Demand,
         sequences: list[Sequence],
         starts: Counts,
         ends: Counts,
+        asking: Rows,
         fits: Callable[[int], bool] | None = None,
-        asking: Rows | None = None,
     ) -> OutOfPages | NeverFits:
-        """Why `sequences`, in `rows`, cannot get pages for the tokens from `starts` to `ends`; `fits` says whether the
-        first so many of them could. `asking` are all rows that the same call serves, if more than they are."""
-        never = self.never_fits(starts, ends)
-        if never is not None:
-            return never
+        """Why `sequences`, which demand so many pages, cannot get them for the tokens from `starts` to `ends`. `asking`
+        are all rows that the same call serves; `fits` says whether the first so many of `sequences` could."""
+        if self.never_fits(starts.min(keepdims=True), ends.max(keepdims=True)) is not None:  # more than any needs
+            never = self.never_fits(starts, ends)
+            if never is not None:
+                return never
         low, high = 0, len(sequences)
         while high - low > 1 and fits is not None:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        preemptible = self._preemptible(rows if asking is None else asking)
-        return OutOfPages(pool.name, self._shortages(pool, rows, ends), sequences[low:], preemptible)
-
-    def _shortages(self, pool: PagePool, rows: Rows, ends: Counts) -> list[Shortage]:
-        shortages = []
-        for pages in pool.groups:
-            group = pages.group
-            blocks = np.ones_like(ends) if group.is_state else -(-ends // group.slot_tokens)
-            wanted = int(np.maximum(blocks - self.state.tables[group.number].blocks[rows], 0).sum())
-            if wanted:
-                shortages.append(Shortage(group.tag, wanted, pool.available(pages), pages.num_evictable))
-        return shortages
+        shortages = [
+            Shortage(pages.group.tag, demand[pages.group.number], pool.available(pages), pages.num_evictable)
+            for pages in pool.groups
+            if demand[pages.group.number]
+        ]
+        return OutOfPages(pool.name, shortages, sequences[low:], self._preemptible(asking))
 
     def _preemptible(self, asking: Rows) -> list[Sequence]:
         """Other running sequences: of the lowest priority first, then the youngest."""

@@ -86,7 +86,7 @@ class Cache(SequenceOwner):
         self._forks = Forks(
             self.state, self._allocator, self._publisher, self._snapshots, partial(self.close, keep=False)
         )
-        self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher, self._forks)
+        self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher)
         self._loader = Loader(self.state, self._allocator, self._snapshots)
         self._contents = ContentTokens(on_event)
         self._requests = self._prompt_tokens = self._hit_tokens = 0
@@ -495,8 +495,6 @@ class Cache(SequenceOwner):
                 batch.check(self)
                 batch.checked = self.state.num_closed
             rows, chosen = batch.rows, batch.sequences
-            if not chosen:
-                raise BadSequence("no sequence is in the batch")
         if check_copies and self._outstanding and self._is_outstanding(rows):
             raise NotSettled("the copies that the last call returned were never read: carry them out first")
         return rows, chosen

@@ -72,7 +72,7 @@ class Forks:
         pool = self.allocator.ensure(demand)
         if pool is not None:
             lengths = np.array([sequence.committed for sequence in sequences])
-            raise self.allocator.refusal(pool, Batch(sequences).rows, sequences, lengths, lengths)
+            raise self.allocator.refusal(pool, demand, sequences, lengths, lengths, Batch(sequences).rows)
 
     def _blocks(self, group: PagedGroup, sequence: Sequence) -> tuple[int, Counts, int]:
         """How many blocks a child shares, in the tree by then; of which others it needs copies; how many it has."""
@@ -146,15 +146,16 @@ class Forks:
             for name, value in lives[i].items():
                 setattr(sequence, name, value)
             self.state.by_row[sequence.row] = sequence
+            self.state.counters.generation_of[sequence.row] += 1  # batches made before mean other sequences
             self.publisher.stand(sequence)
             self.state.set_next_event(sequence)
-        self.state.num_closed += 1  # batches made before mean other rows now
+        self.state.num_closed += 1
 
     # ---- truncate
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Give back the pages beyond `length`, after making sure that what is before it is all there."""
-        state, row = self.state, sequence.row
+        state, row, counters = self.state, sequence.row, self.state.counters
         for group in state.groups:
             self._check_reach(group, sequence, length)
         for group in state.rows:
@@ -164,19 +165,13 @@ class Forks:
             table.erase(row, keep, blocks)
             table.blocks_of[row] = min(keep, blocks)
             state.pages[group.number].release(pages)
-        sequence.num_prompt = state.counters.prompt_of[row] = min(sequence.num_prompt, length)
-        self.cut(sequence, length)
-
-    def cut(self, sequence: Sequence, length: int) -> None:
-        """Forget what was computed from `length` on, to which all groups can go back; pages and the prompt stay."""
-        state, row = self.state, sequence.row
-        counters = state.counters
         if counters.drafts_of[row]:
             self.snapshots.choose(sequence.rows, counters.lengths[sequence.rows] - length)
+        sequence.num_prompt = counters.prompt_of[row] = min(sequence.num_prompt, length)
         counters.length_of[row] = length
         counters.committed_of[row] = min(counters.committed_of[row], length)
         counters.step_start_of[row] = min(counters.step_start_of[row], length)
-        state.tokens.cut(sequence, max(length, sequence.num_prompt))
+        state.tokens.cut(sequence, length)
         self.snapshots.drop_after(sequence, length)
         self.publisher.leave(sequence)
         self.publisher.stand(sequence)

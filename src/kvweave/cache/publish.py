@@ -167,13 +167,10 @@ class Publisher:
             if same < len(child.tokens):
                 child = prefix.split(child, node.end + same)
             child.growing_tip = False
-            self._stand_on(sequence, child)
+            prefix.pin(child, above=node)
+            sequence.node = child
             self._merge(sequence, child)
             self._leave_points(sequence, points, held)
-
-    def _stand_on(self, sequence: Sequence, node: Node) -> None:
-        self.state.prefix.pin(node, above=sequence.node)
-        sequence.node = node
 
     # ---- a run that the tree has not
 
@@ -186,7 +183,7 @@ class Publisher:
             pages[group.number] = held[group.number][start // size : end // size].copy()
         node = prefix.add_run(sequence.node, tokens, pages)
         if node is not sequence.node:
-            self._stand_on(sequence, node)
+            sequence.node = node
             node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
         self._leave_points(sequence, points, held)
         prefix.keep_needed(node, start)

@@ -20,10 +20,11 @@ class RowCounters:
     `last_snapshot`: no step is to leave a state behind it; 0 where there is none. `opened`: the clock when the sequence
     was opened. `priority`: how important it is. `known`: tokens whose ids are known; `handed`: those whose ids the
     sequence itself keeps.
+    `generation`: counts the sequences that were in the row.
     """
 
     def __init__(self, rows: int) -> None:
-        self._set(np.zeros((16, rows), np.int64))
+        self._set(np.zeros((17, rows), np.int64))
 
     def _set(self, counts: Counts) -> None:
         self._counts = counts
@@ -43,12 +44,15 @@ class RowCounters:
         self.priority, self.priority_of = _both(counts[13])
         self.known, self.known_of = _both(counts[14])
         self.handed, self.handed_of = _both(counts[15])
+        self.generation, self.generation_of = _both(counts[16])
 
     def add_rows(self, count: int) -> None:
         self._set(np.pad(self._counts, ((0, 0), (0, count))))
 
     def copy(self, source: int, row: int) -> None:
+        generation = self.generation_of[row]
         self._counts[:, row] = self._counts[:, source]
+        self.generation_of[row] = generation
 
 
 def _both(counts: Counts) -> tuple[Counts, memoryview]:

@@ -229,18 +229,23 @@ class Batch:
 
     def __init__(self, sequences: Iterable[Sequence]) -> None:
         self.sequences = list(sequences)
-        self.rows: Rows = np.fromiter((s.row for s in self.sequences), np.int64, len(self.sequences))
+        owner = self.sequences[0].owner if self.sequences else None
+        rows = [sequence.row for sequence in self.sequences if sequence.owner is owner]
+        self.rows: Rows = np.array(rows, np.int64)
+        self._owner = owner if len(rows) == len(self.sequences) else None
+        self._generations = self.rows if owner is None else owner.counters.generation[self.rows]
         self.checked = -1
         """The cache's count of closed sequences when it last looked at this batch."""
 
     def check(self, owner: SequenceOwner) -> None:
         """All sequences are open ones of this cache, each once, where they were when the batch was made."""
-        rows = [sequence.row for sequence in self.sequences if sequence.owner is owner]
-        if len(rows) < len(self.sequences):
+        if not self.sequences:
+            raise BadSequence("no sequence is in the batch")
+        if self._owner is not owner:
             raise BadSequence("a sequence of another cache is in the batch")
-        if rows != self.rows.tolist() or min(rows, default=0) < 0:
+        if self.rows.min() < 0 or (owner.counters.generation[self.rows] != self._generations).any():
             raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")
-        if np.count_nonzero(np.bincount(self.rows)) < len(rows):
+        if np.count_nonzero(np.bincount(self.rows)) < len(self.rows):
             raise BadSequence("a sequence is twice in the batch")
 
 

@@ -7,8 +7,7 @@ import numpy as np
 from kvweave.cache.copies import Copies
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
-from kvweave.pool import NULL, PagedGroup
-from kvweave.table import Counts
+from kvweave.table import Counts, spread
 
 
 class Snapshots:
@@ -76,21 +75,15 @@ class Snapshots:
         for group in self.state.states:
             table = self.state.tables[group.number]
             columns = table.blocks[rows]
-            for width in np.unique(columns).tolist():
-                if width > 1:
-                    mine = columns == width
-                    self._choose_column(group, rows[mine], width, width - 1 - rejected[mine])
+            live = columns - 1 - rejected
+            each, slots = spread(rows, np.zeros_like(columns), columns)
+            pages = table.pages[each, slots]
+            is_live = slots == np.repeat(live, columns)
+            table.write_many(each, slots, np.zeros_like(pages))
+            table.write_many(rows, np.zeros_like(rows), pages[is_live])
+            table.blocks[rows] = 1
+            self.state.pages[group.number].release(pages[~is_live])
         self.state.counters.drafts[rows] = 0
-
-    def _choose_column(self, group: PagedGroup, rows: Rows, width: int, chosen: Counts) -> None:
-        table = self.state.tables[group.number]
-        slots = np.broadcast_to(np.arange(width), (len(rows), width))
-        pages = table.pages[rows[:, None], slots]
-        is_live = slots == chosen[:, None]
-        kept = np.where(slots == 0, pages[is_live][:, None], np.int32(NULL)).astype(np.int32)
-        table.write_many(np.repeat(rows, width), slots.ravel(), kept.ravel())
-        table.blocks[rows] = 1
-        self.state.pages[group.number].release(pages[~is_live])
 
     # ---- the end
 

@@ -81,7 +81,8 @@ class CacheState:
         del self.by_row[sequence.row]
         counters, row = self.counters, sequence.row
         counters.committed_of[row] = counters.prompt_of[row] = counters.last_snapshot_of[row] = 0
-        self._free_rows.append(sequence.row)
+        counters.generation_of[row] += 1
+        self._free_rows.append(row)
         self.num_closed += 1
         sequence.row = -1
 

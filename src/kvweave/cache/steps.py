@@ -12,7 +12,6 @@ import numpy as np
 
 from kvweave.cache.allocator import Demand, Known, PageAllocator
 from kvweave.cache.copies import Copies
-from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
@@ -26,14 +25,11 @@ MANY = 64
 
 
 class Steps:
-    def __init__(
-        self, state: CacheState, allocator: PageAllocator, snapshots: Snapshots, publisher: Publisher, forks: Forks
-    ) -> None:
+    def __init__(self, state: CacheState, allocator: PageAllocator, snapshots: Snapshots, publisher: Publisher) -> None:
         self.state = state
         self.allocator = allocator
         self.snapshots = snapshots
         self.publisher = publisher
-        self.forks = forks
         self._has_drafts = False
         """Whether any step so far may have left states from which drafts can be taken back."""
 
@@ -134,12 +130,12 @@ class Steps:
     def _ensure(self, step: StepPages, demand: Demand, asking: Rows) -> None:
         """Make sure of the pages, or raise with everything as it was."""
         if step.longest > self.state.max_tokens:
-            raise self.allocator.refusal(self.state.pools[0], step.rows, step.sequences, *step.span())
+            raise self.allocator.refusal(self.state.pools[0], demand, step.sequences, *step.span(), asking)
         known: Known = {}
         pool = self.allocator.ensure(demand, admits=self._admits(step), known=known)
         if pool is not None:
             fits = partial(self._fits, step, known)
-            raise self.allocator.refusal(pool, step.rows, step.sequences, *step.span(), fits, asking)
+            raise self.allocator.refusal(pool, demand, step.sequences, *step.span(), asking, fits)
 
     def _fits(self, step: StepPages, known: Known, count: int) -> bool:
         """Whether the first `count` rows could be allocated."""
@@ -230,11 +226,11 @@ class Steps:
         drafted = counters.drafts[rows] > 0
         if np.count_nonzero(drafted):
             self.snapshots.choose(rows[drafted], (before - lengths)[drafted])
-        if state.states:  # rows that go back over a position whose state is wanted, one by one
-            every = state.decode_every
-            back = (lengths < before) & ((lengths < prompts) | (before // every != lengths // every))
-            for i in np.flatnonzero(back).tolist():
-                self.forks.cut(sequences[i], int(lengths[i]))
         counters.lengths[rows] = lengths
         counters.step_start[rows] = np.minimum(counters.step_start[rows], lengths)
         state.tokens.cut_many(rows, sequences, np.maximum(lengths, prompts))
+        if state.states:  # rows that go back over a position whose state is wanted
+            every = state.decode_every
+            back = (lengths < before) & ((lengths < prompts) | (before // every != lengths // every))
+            for i in np.flatnonzero(back).tolist():
+                state.set_next_stop(sequences[i])

@@ -14,7 +14,7 @@ from kvweave.table import Counts
 RECENT = 256
 """Ids that are kept by row before they are handed to their sequence."""
 TURNS = 192
-"""In so many steps each sequence of a batch is handed its ids once, so that no step does so for all of them."""
+"""In so many steps of a token each sequence of a batch is handed its ids once, so that no step does so for all."""
 
 
 class TokenLog:
@@ -111,17 +111,20 @@ class TokenLog:
         """As many ids for each row, none of them known."""
         width, column = ids.shape[1], start - self._counters.handed[rows]
         longest = int(column[column.argmax()]) + width
-        if longest > RECENT:
-            for sequence in sequences:
+        if longest > RECENT - TURNS:  # flushed before these are added: drafts that are rejected are never flushed
+            turns = max(1, TURNS // width)
+            self._turn = (self._turn + 1) % turns
+            for sequence in sequences[self._turn :: turns]:
                 self.flush(sequence)
-            column = start - self._counters.handed[rows]
+            column[self._turn :: turns] = 0
+            if longest > RECENT:
+                full = column > RECENT - width
+                for i in full.nonzero()[0].tolist():
+                    self.flush(sequences[i])
+                column[full] = 0
         for i in range(width):
             self._recent[rows, column + i if i else column] = ids[:, i]
         self._counters.known[rows] = start + width
-        if longest > RECENT - TURNS:
-            self._turn = (self._turn + 1) % TURNS
-            for sequence in sequences[self._turn :: TURNS]:
-                self.flush(sequence)
 
 
 def _by_sequence(

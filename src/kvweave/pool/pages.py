@@ -177,7 +177,9 @@ class GroupPages:
 
     def named_only_by(self, pages: Ids) -> Ids:
         """Those of `pages`, of a window, that nobody names more often than they are in there."""
-        times = np.bincount(pages, minlength=1)
+        if not len(pages):
+            return pages
+        times = np.bincount(pages)
         found = times.nonzero()[0]
         only: Ids = found[times[found] == self.holders[found] & NAMES].astype(np.int32)
         return only
@@ -201,12 +203,6 @@ class GroupPages:
     def prune(self, pages: Ids) -> None:
         """NULL takes the place of those of `pages`, of a window, that are not in the tree."""
         holders.prune(self.holders, pages)
-
-    def cache(self, pages: Ids, is_needed: bool) -> None:
-        """Pages are the tree's from now on."""
-        self.num_cached += len(pages)
-        if not is_needed:
-            self.count_evictable(pages, 1)
 
     def evict(self, pages: Ids) -> None:
         """Evictable pages of the tree are free."""

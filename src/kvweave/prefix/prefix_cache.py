@@ -173,14 +173,16 @@ class PrefixCache:
         return upper
 
     def add_run(self, node: Node, tokens: Tokens, pages: list[Ids]) -> Node:
-        """A run behind the node on which a sequence stands, with its pages, which are the tree's from now on: a new
-        one, which nobody holds yet, or more of the node itself, where it is the sequence's own end."""
+        """A run behind the node of a holder, which moves to its end; its pages are the tree's from now on. A new node,
+        or more of the node itself, where it is the holder's own end."""
         if node.growing_tip and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN:
             self.tree.grow(node, tokens, pages)
         else:
+            node.uses -= 1
             node = self.tree.insert(node, tokens, pages)
+            node.uses = node.pins = 1
         for group in self._full:
-            self._pages[group.number].cache(pages[group.number], is_needed=node.pins > 0)
+            self._pages[group.number].num_cached += len(pages[group.number])
         return node
 
     def add_point(

@@ -81,11 +81,7 @@ class BlockTable:
         """`counts[i]` more pages at the end of `rows[i]`, out of `pages` in order."""
         slots = self.blocks[rows]
         self.blocks[rows] = slots + counts
-        if len(rows) == 1:
-            self.write(int(rows[0]), int(slots[0]), pages)
-            return
-        if len(pages) != len(rows) or counts[counts.argmax()] != 1:
-            rows, slots = spread(rows, slots, counts)
+        rows, slots = spread(rows, slots, counts)
         self.write_many(rows, slots, pages)
 
     def write_many(self, rows: Counts, slots: Counts, pages: Ids) -> None:
@@ -123,16 +119,18 @@ class BlockTable:
 
     def slots(self, rows: Counts, positions: Counts, cp_rank: int) -> Counts:
         """Where tokens are written: page x block_tokens + offset for each (row, position); -1: on another rank."""
-        group = self.group
-        pages = self.pages[rows, positions // group.slot_tokens].astype(np.int64)
-        slots: Counts = pages * group.block_tokens + positions % group.block_tokens
-        if group.context_shards > 1:
-            slots[positions // group.block_tokens % group.context_shards != cp_rank] = -1
-        return slots
+        size, blocks = self.group.block_tokens, positions // self.slot_tokens
+        pages, offsets = self.pages.take(rows * self.width + blocks), positions - blocks * self.slot_tokens
+        if self.group.context_shards == 1:
+            return pages * np.int64(size) + offsets
+        ranks = offsets // size
+        return np.where(ranks == cp_rank, pages * np.int64(size) + offsets - ranks * size, -1)
 
 
 def spread(rows: Counts, first: Counts, counts: Counts) -> tuple[Counts, Counts]:
     """Each (row, number) of the numbers [first, first + count) of rows."""
+    if not np.count_nonzero(counts != 1):
+        return rows, first
     numbers = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
     return np.repeat(rows, counts), numbers
 
