@@ -836,10 +836,10 @@ def test_while_generating_the_last_state_is_kept_with_the_window_that_it_needs()
     cache = Cache(plan_of(*caches), retention=Retention(every=0, decode_every=8))
     sequence = run(cache, range(5), close=False)
     generate(cache, sequence, range(5, 31))
-    assert sequence.parked, "the window has passed what the state after 24 tokens needs"
+    assert sequence.retained, "the window has passed what the state after 24 tokens needs"
     assert cache.stats().group("state").cached == 1, "that of the prompt"
     assert cache.lookup(range(31)) == 24
-    assert not sequence.parked
+    assert not sequence.retained
     assert cache.stats().group("state").cached == 2
     run(cache, [*range(31), 99])
     generate(cache, sequence, range(31, 50))
@@ -1161,10 +1161,10 @@ def test_what_is_parked_is_reclaimed_for_others() -> None:
     cache = Cache(plan_of(*caches, own_pools=own), retention=Retention(every=0, decode_every=8))
     sequence = run(cache, range(5), close=False)
     generate(cache, sequence, range(5, 31))
-    assert sequence.parked
+    assert sequence.retained
     other = cache.open([50] * 20)
     list(cache.extend(other, 20))
-    assert not sequence.parked
+    assert not sequence.retained
     check_books(cache)
     generate(cache, sequence, range(31, 32))
 
@@ -1790,7 +1790,7 @@ def test_sequences_that_left_leave_nothing_on_their_nodes() -> None:
     for i in range(5):
         cache.close(cache.open([*[1] * 8, *[i] * 8]))
     tree = cache.state.prefix.tree
-    assert not any(node.standing for node in [*tree.roots.values(), *tree.nodes()])
+    assert not any(node.running for node in [*tree.roots.values(), *tree.nodes()])
 
 
 def test_a_hit_names_no_window_pages_that_the_next_token_cannot_see() -> None:

@@ -283,6 +283,20 @@ def test_a_state_that_drafts_passed_is_still_wanted_when_they_are_rejected(row: 
     assert [copy.tag for copy in cache.commit(pair[row])] == ["state"]
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_point_in_the_answer_that_drafts_passed_is_still_left_when_they_are_rejected(num: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    batch = Batch([cache.open([i, 1, 2, 3], points=[16]) for i in range(num)])
+    for ids in (None, *[[7] * num] * 10):
+        list(cache.extend(batch, 1 if ids else 4, tokens=ids))
+        list(cache.commit(batch))
+    list(cache.extend(batch, 3, tokens=[7, 8, 9] * num, drafts=2))
+    cache.accept(batch, 15)
+    list(cache.commit(batch))
+    list(cache.extend(batch, 1, tokens=[7] * num))
+    assert [copy.tag for copy in cache.commit(batch)] == ["state"]
+
+
 # ---- copies
 
 

@@ -50,13 +50,13 @@ class Snapshots:
     def copy_live(self, sequence: Sequence, copies: Copies) -> None:
         """Copy the live state to the snapshot that waits for it: the step that ends there is the last so far."""
         if sequence.copy_at >= 0:
-            assert sequence.copy_at == self.state.counters.length_of[sequence.row], "the live state has gone on"
+            assert sequence.copy_at == self.state.counters.length_of[sequence.row], "the live state is a later one"
             pages = sequence.snapshots[sequence.copy_at]
             copies.add_all(sequence.row, self.state.state_tags, self.state.live_states(sequence.row), pages)
             sequence.copy_at = -1
 
     def drop_after(self, sequence: Sequence, length: int) -> None:
-        """Give back the snapshots of positions beyond `length`: nobody will come by there."""
+        """Give back the snapshots of positions beyond `length`."""
         for position in [p for p in sequence.snapshots if p > length]:
             self.state.free_snapshot(sequence.snapshots.pop(position))
 
@@ -70,8 +70,8 @@ class Snapshots:
             pages = self.state.pages[group.number].allocate(int(np.maximum(more, 0).sum()))
             table.append(rows[more > 0], more[more > 0], pages)
 
-    def choose(self, rows: Rows, rejected: Counts) -> None:
-        """Make the state after the last accepted token of each row the live one, and give the other columns back."""
+    def keep_accepted(self, rows: Rows, rejected: Counts) -> None:
+        """Make the state after the last accepted token of each row the live one, and free the other columns."""
         for group in self.state.states:
             table = self.state.tables[group.number]
             columns = table.blocks[rows]

@@ -3,7 +3,7 @@
     row r   | NULL  NULL  p7  p3  p9  p12  NULL ... |     a window: old blocks left, first = 2, blocks = 6
                           ^first            ^blocks
 
-Both arrays can be handed to a kernel as they are: NULL is page 0, which nobody owns and anybody may read. Their
+Both arrays can be passed to a kernel as they are: NULL is page 0, which nobody owns and anybody may read. Their
 addresses stay the same while rows and tokens stay within what the cache was made for.
 """
 
@@ -21,7 +21,7 @@ class BlockTable:
     """The table of one group. A context-parallel rank holds every cp-th block, so a slot spans all ranks' blocks.
 
     States have a column for the live state, and one more for each draft token that may be rejected. Of full
-    groups the tree owns the pages that it has. Windows hold a reference to every page they name.
+    groups the tree owns the pages that it has. Windows hold a reference to every page in them.
     """
 
     def __init__(self, group: PagedGroup, num_rows: int, width: int) -> None:
@@ -113,7 +113,7 @@ class BlockTable:
 
     def held(self, row: int, published: int) -> Ids:
         """The pages that a row holds itself: of full groups those behind what is in the tree, of windows and states
-        all it names, NULLs among them. A view."""
+        all in it, NULLs among them. A view."""
         held: Ids = self.pages[row, published // self.slot_tokens if self.group.is_full else 0 : self.blocks_of[row]]
         return held
 
