@@ -146,7 +146,9 @@ class PageAllocator:
         """Take `passed` slots of each row, from `first` on, out of a window's table."""
         table = self.state.tables[group.number]
         table.first[rows] = first + passed
-        rows, slots = spread(rows, first, passed)
+        slots = first
+        if passed[passed.argmax()] > 1:
+            rows, slots = spread(rows, first, passed)
         pages = table.pages[rows, slots]
         table.write_many(rows, slots, np.zeros(len(slots), np.int32))
         self.state.pages[group.number].release(pages)

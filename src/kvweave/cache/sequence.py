@@ -119,7 +119,6 @@ class Sequence:
         return child
 
     def check_open(self) -> None:
-        """Row -1 would be that of another sequence."""
         if self.row < 0:
             raise BadSequence("the sequence is closed")
 

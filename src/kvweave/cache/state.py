@@ -200,7 +200,6 @@ class CacheState:
     # ---- pages
 
     def allocate_snapshot(self) -> tuple[int, ...]:
-        """A page of each state group."""
         return tuple([self.pages[group.number].allocate_snapshot() for group in self.states])
 
     def free_snapshot(self, pages: tuple[int, ...]) -> None:

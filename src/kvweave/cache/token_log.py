@@ -42,7 +42,6 @@ class TokenLog:
             self._counters.flushed_of[row] = self._counters.known_of[row]
 
     def cut(self, sequence: Sequence, length: int) -> None:
-        """Forget the ids from `length` on."""
         self.flush(sequence)
         sequence.cut_tokens(length)
         self.enter(sequence.row, min(self._counters.known_of[sequence.row], length))

@@ -167,11 +167,9 @@ class GroupPages:
             self.free(out[:num_gone])
 
     def is_referenced(self, page: int) -> bool:
-        """Whether a table or a pin references a page of a window."""
         return bool(self._holders_of[page] & REFERENCES)
 
     def are_referenced(self, pages: Ids) -> NDArray[np.bool_]:
-        """`is_referenced`, for many pages."""
         referenced: NDArray[np.bool_] = self.holders[pages] & REFERENCES != 0
         return referenced
 
@@ -212,13 +210,12 @@ class GroupPages:
         self.free(pages)
 
     def cache_one(self, page: int) -> None:
-        """`cache`, for the page of a state, which nobody needs."""
+        """The page of a state, which nobody else needs, is the tree's from now on."""
         self._is_snapshot_of[page] = False
         self.num_cached += 1
         self.count_evictable_one(page, 1)
 
     def evict_one(self, page: int) -> None:
-        """`evict`, for a single page."""
         self.count_evictable_one(page, -1)
         self.num_cached -= 1
         self.num_evicted += 1
@@ -231,7 +228,6 @@ class GroupPages:
             np.add.at(self.evictable_in, pages // self.per_superpage, sign)
 
     def count_evictable_one(self, page: int, sign: int) -> None:
-        """`count_evictable`, for a single page."""
         self.num_evictable += sign
         if not self.is_whole:
             self.evictable_in[page // self.per_superpage] += sign
@@ -243,7 +239,6 @@ class GroupPages:
         return max(0, -(-(count - self.free_pages.size) // self.per_superpage))
 
     def free_in(self) -> NDArray[np.int64]:
-        """Free pages of each super-page."""
         counts: NDArray[np.int64] = np.bincount(
             self.free_pages.all // self.per_superpage, minlength=len(self.evictable_in)
         ).astype(np.int64)

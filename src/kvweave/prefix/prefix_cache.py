@@ -253,7 +253,7 @@ class PrefixCache:
             at = at.parent
 
     def requeue(self, point: Point) -> None:
-        """Put a point among the others where it belongs now."""
+        """Move a point to the queue where it belongs now, if any."""
         queues = self._queues_of(point)
         if point.queue is None or queues is None or point.queue.is_tips != queues[0].is_tips:
             self._move(point, queues)
@@ -280,7 +280,6 @@ class PrefixCache:
         queues[number].add(point, key)
 
     def _dequeue(self, point: Point) -> None:
-        """Let it wait nowhere."""
         if point.queue is not None:
             point.queue.remove(point)
             point.held = NOT_HELD

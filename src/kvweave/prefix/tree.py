@@ -230,7 +230,6 @@ class Tree:
         return node
 
     def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
-        """Make a leaf's run longer."""
         node.tokens = np.concatenate([node.tokens, tokens])
         node.end += len(tokens)
         for group in self.rows:
