@@ -186,6 +186,19 @@ def test_a_fork_that_does_not_fit_says_which_pages_are_short() -> None:
     assert refused.value.shortages == (("full", 3, 1, 0),)
 
 
+@pytest.mark.parametrize("num_held", [100, 250])
+def test_ids_of_rows_that_hold_as_many_as_they_can_are_kept_in_order(num_held: int) -> None:
+    cache = Cache(full_plan(pages=400))
+    batch = [cache.open([i]) for i in range(3)]
+    expected = [[i, *range(num_held + i), *range(10 * i, 10 * i + 10), 7] for i in range(3)]
+    for i, sequence in enumerate(batch):
+        cache.extend(sequence, 1)
+        cache.extend(sequence, num_held + i, tokens=np.arange(num_held + i))
+    cache.extend(batch, 10, tokens=np.arange(30))
+    cache.extend(batch, 1, tokens=[7] * 3)
+    assert [sequence.tokens.tolist() for sequence in batch] == expected
+
+
 # ---- drafts
 
 
