@@ -989,6 +989,24 @@ def test_a_batch_made_before_a_reorder_is_refused() -> None:
         cache.extend(batch, 1)
 
 
+def test_a_batch_of_which_one_was_closed_is_refused_whatever_came_into_its_row() -> None:
+    cache = Cache(full_plan())
+    first, second = cache.open([1]), cache.open([2])
+    batch = Batch([first, second])
+    cache.extend(batch, 1)
+    cache.commit(batch)
+    row = second.row
+    cache.close(second)
+    (child,), _ = cache.fork(first)
+    assert child.row == row
+    with pytest.raises(BadSequence, match="closed, or was reordered"):
+        cache.extend(batch, 1, tokens=[3, 3])
+    cache.close(child)
+    assert cache.open([4]).row == row
+    with pytest.raises(BadSequence, match="closed, or was reordered"):
+        cache.extend(batch, 1, tokens=[3, 3])
+
+
 def test_what_was_committed_before_a_reorder_is_still_found() -> None:
     cache = Cache(full_plan())
     beams = [run(cache, [i] * 6, close=False) for i in range(2)]
