@@ -7,9 +7,9 @@ import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
 from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, NotSettled, OutOfPages
-from kvweave.plan import PoolRequest
+from kvweave.plan import PoolRequest, make_plan
 from kvweave.prefix import Retention
-from kvweave.spec import Full, Reach, State, Window
+from kvweave.spec import Full, Layer, ModelSpec, Reach, State, Window
 from tests.cache.engine import Engine, check_books
 from tests.cache.plans import full_plan, group, plan_of
 
@@ -197,6 +197,16 @@ def test_ids_of_rows_that_hold_as_many_as_they_can_are_kept_in_order(num_held: i
     cache.extend(batch, 10, tokens=np.arange(30))
     cache.extend(batch, 1, tokens=[7] * 3)
     assert [sequence.tokens.tolist() for sequence in batch] == expected
+
+
+def test_a_window_of_which_points_were_left_gathers_in_one_super_page() -> None:
+    spec = ModelSpec("hybrid", (Layer((group("full", Full(), 12),)), Layer((group("window", Window(6)),))))
+    cache = Cache(make_plan(spec, 12 * 4 * 48, block_tokens={"full": 4, "window": 1}))
+    cache.check_fits(40)
+    sequence = cache.open([1] * 5)
+    while sequence.length < 40:
+        cache.extend(sequence, 1, tokens=None if sequence.length < 5 else [2])
+        cache.commit(sequence)
 
 
 # ---- drafts

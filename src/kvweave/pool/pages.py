@@ -108,8 +108,8 @@ class GroupPages:
         return self.free_pages.take_out(int(num_needed.argmax() if is_needed else num_needed.argmin()))
 
     def allocate_run(self, count: int, num_passing: int) -> Ids:
-        """`count` pages of a window for the end of a prompt, of which it will soon release the first `num_passing`.
-        The others are needed for long, and are kept apart as those of `allocate_apart` are."""
+        """`count` pages of a window for one sequence, of which it will soon release the first `num_passing`. The others
+        are kept apart as those of `allocate_apart` are."""
         if self.is_whole or num_passing >= count or count == self.free_pages.size:
             return self.allocate(count)
         num_lasting, free = count - max(num_passing, 0), self.free_pages.all
