@@ -288,7 +288,7 @@ def _check_group(cache: Cache, pages: GroupPages, pool: PagePool, pins: list[Any
     snapshots: set[int] = set()
     for row, sequence in state.by_row.items():
         held.update(page for page in table.held(row, sequence.node.end).tolist() if page)
-        held.update(page for _, run in sequence.parked.get(group.number, ()) for page in run.tolist())
+        held.update(page for _, run in sequence.retained.get(group.number, ()) for page in run.tolist())
         if group.is_state:
             nth = state.states.index(group)
             snapshots |= {taken[nth] for taken in sequence.snapshots.values()}

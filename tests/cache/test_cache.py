@@ -836,10 +836,10 @@ def test_while_generating_the_last_state_is_kept_with_the_window_that_it_needs()
     cache = Cache(plan_of(*caches), retention=Retention(every=0, decode_every=8))
     sequence = run(cache, range(5), close=False)
     generate(cache, sequence, range(5, 31))
-    assert sequence.parked, "the window has passed what the state after 24 tokens needs"
+    assert sequence.retained, "the window has passed what the state after 24 tokens needs"
     assert cache.stats().group("state").cached == 1, "that of the prompt"
     assert cache.lookup(range(31)) == 24
-    assert not sequence.parked
+    assert not sequence.retained
     assert cache.stats().group("state").cached == 2
     run(cache, [*range(31), 99])
     generate(cache, sequence, range(31, 50))
@@ -987,6 +987,24 @@ def test_a_batch_made_before_a_reorder_is_refused() -> None:
     cache.reorder(beams, [1, 0])
     with pytest.raises(BadSequence, match="reordered since"):
         cache.extend(batch, 1)
+
+
+def test_a_batch_of_which_one_was_closed_is_refused_whatever_came_into_its_row() -> None:
+    cache = Cache(full_plan())
+    first, second = cache.open([1]), cache.open([2])
+    batch = Batch([first, second])
+    cache.extend(batch, 1)
+    cache.commit(batch)
+    row = second.row
+    cache.close(second)
+    (child,), _ = cache.fork(first)
+    assert child.row == row
+    with pytest.raises(BadSequence, match="closed, or was reordered"):
+        cache.extend(batch, 1, tokens=[3, 3])
+    cache.close(child)
+    assert cache.open([4]).row == row
+    with pytest.raises(BadSequence, match="closed, or was reordered"):
+        cache.extend(batch, 1, tokens=[3, 3])
 
 
 def test_what_was_committed_before_a_reorder_is_still_found() -> None:
@@ -1161,10 +1179,10 @@ def test_what_is_parked_is_reclaimed_for_others() -> None:
     cache = Cache(plan_of(*caches, own_pools=own), retention=Retention(every=0, decode_every=8))
     sequence = run(cache, range(5), close=False)
     generate(cache, sequence, range(5, 31))
-    assert sequence.parked
+    assert sequence.retained
     other = cache.open([50] * 20)
     list(cache.extend(other, 20))
-    assert not sequence.parked
+    assert not sequence.retained
     check_books(cache)
     generate(cache, sequence, range(31, 32))
 
@@ -1790,7 +1808,7 @@ def test_sequences_that_left_leave_nothing_on_their_nodes() -> None:
     for i in range(5):
         cache.close(cache.open([*[1] * 8, *[i] * 8]))
     tree = cache.state.prefix.tree
-    assert not any(node.standing for node in [*tree.roots.values(), *tree.nodes()])
+    assert not any(node.running for node in [*tree.roots.values(), *tree.nodes()])
 
 
 def test_a_hit_names_no_window_pages_that_the_next_token_cannot_see() -> None:

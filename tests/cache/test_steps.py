@@ -7,9 +7,9 @@ import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
 from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, NotSettled, OutOfPages
-from kvweave.plan import PoolRequest
+from kvweave.plan import PoolRequest, make_plan
 from kvweave.prefix import Retention
-from kvweave.spec import Full, Reach, State, Window
+from kvweave.spec import Full, Layer, ModelSpec, Reach, State, Window
 from tests.cache.engine import Engine, check_books
 from tests.cache.plans import full_plan, group, plan_of
 
@@ -176,6 +176,39 @@ def test_a_refusal_evicts_nothing_and_names_who_does_not_fit_and_who_could_be_pr
     cache.extend(one, 8)
 
 
+def test_a_fork_that_does_not_fit_says_which_pages_are_short() -> None:
+    cache = Cache(full_plan(pages=5))
+    sequence = cache.open(range(11))
+    cache.extend(sequence, 11)
+    cache.commit(sequence)
+    with pytest.raises(OutOfPages) as refused:
+        cache.fork(sequence, 3)
+    assert refused.value.shortages == (("full", 3, 1, 0),)
+
+
+@pytest.mark.parametrize("num_held", [100, 250])
+def test_ids_of_rows_that_hold_as_many_as_they_can_are_kept_in_order(num_held: int) -> None:
+    cache = Cache(full_plan(pages=400))
+    batch = [cache.open([i]) for i in range(3)]
+    expected = [[i, *range(num_held + i), *range(10 * i, 10 * i + 10), 7] for i in range(3)]
+    for i, sequence in enumerate(batch):
+        cache.extend(sequence, 1)
+        cache.extend(sequence, num_held + i, tokens=np.arange(num_held + i))
+    cache.extend(batch, 10, tokens=np.arange(30))
+    cache.extend(batch, 1, tokens=[7] * 3)
+    assert [sequence.tokens.tolist() for sequence in batch] == expected
+
+
+def test_a_window_of_which_points_were_left_gathers_in_one_super_page() -> None:
+    spec = ModelSpec("hybrid", (Layer((group("full", Full(), 12),)), Layer((group("window", Window(6)),))))
+    cache = Cache(make_plan(spec, 12 * 4 * 48, block_tokens={"full": 4, "window": 1}))
+    cache.check_fits(40)
+    sequence = cache.open([1] * 5)
+    while sequence.length < 40:
+        cache.extend(sequence, 1, tokens=None if sequence.length < 5 else [2])
+        cache.commit(sequence)
+
+
 # ---- drafts
 
 
@@ -271,6 +304,20 @@ def test_a_state_that_drafts_passed_is_still_wanted_when_they_are_rejected(row: 
     assert pair[row].length == wanted - 1
     list(cache.extend(pair[row], 1, tokens=[7]))
     assert [copy.tag for copy in cache.commit(pair[row])] == ["state"]
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_point_in_the_answer_that_drafts_passed_is_still_left_when_they_are_rejected(num: int) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    batch = Batch([cache.open([i, 1, 2, 3], points=[16]) for i in range(num)])
+    for ids in (None, *[[7] * num] * 10):
+        list(cache.extend(batch, 1 if ids else 4, tokens=ids))
+        list(cache.commit(batch))
+    list(cache.extend(batch, 3, tokens=[7, 8, 9] * num, drafts=2))
+    cache.accept(batch, 15)
+    list(cache.commit(batch))
+    list(cache.extend(batch, 1, tokens=[7] * num))
+    assert [copy.tag for copy in cache.commit(batch)] == ["state"]
 
 
 # ---- copies

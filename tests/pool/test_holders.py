@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.pool.holders import NAMES, TREE, NumpyHolders
+from kvweave.pool.holders import REFERENCES, TREE, NumpyHolders
 
 native = pytest.importorskip("kvweave.pool._native", reason="the part in C was not compiled")
 
@@ -49,7 +49,7 @@ def possible(name: str, pages: list[int], holders: np.ndarray) -> list[int]:
     pages = list(dict.fromkeys(pages)) if name == "leave" else pages
     left, fine = {page: int(holders[page]) for page in pages}, []
     for page in pages:
-        named = left[page] & NAMES
+        named = left[page] & REFERENCES
         enough = {"share": left[page], "enter": named, "release": named, "leave": left[page] >= TREE}
         if page == 0 or enough[name]:
             left[page] += {"share": 1, "enter": TREE, "release": -1, "leave": -TREE}[name]

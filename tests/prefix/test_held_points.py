@@ -14,7 +14,7 @@ NODE = Node(1, None, 0, np.empty(0, np.int32), [])
 
 
 def pages_of_window() -> GroupPages:
-    """Pages 1 to 300, which a point of the tree needs and a table names."""
+    """Pages 1 to 300, which a point of the tree needs and a table references."""
     cache = Cache(plan_of(group("window", SinkWindow(4, 8)), pages=400))
     (pages,) = cache.state.pages
     cache.state.pools[0].prepare([300])
@@ -28,7 +28,7 @@ def point_of(first: int, last: int) -> Point:
     return point
 
 
-def let_go(pages: GroupPages, *numbers: int) -> None:
+def release(pages: GroupPages, *numbers: int) -> None:
     pages.release(np.array(numbers, np.int32))
 
 
@@ -36,10 +36,10 @@ def test_a_point_is_held_while_tables_name_its_first_and_its_last_page() -> None
     pages = pages_of_window()
     held, point = HeldPoints(pages), point_of(1, 2)
     assert held.holds(point)
-    let_go(pages, 1)
+    release(pages, 1)
     assert not held.holds(point)
     assert held.holds(point_of(2, 3))
-    let_go(pages, 3)
+    release(pages, 3)
     assert not held.holds(point_of(2, 3))
     assert not held.holds(point_of(0, 0)), "one that needs no page"
 
@@ -58,7 +58,7 @@ def test_points_are_found_when_a_table_lets_go_of_either_page_whoever_left_befor
     for point in points[:50]:
         held.remove(point)
     assert held.unheld() == []
-    let_go(pages, 1, 121, 182)
+    release(pages, 1, 121, 182)
     assert {id(point) for point in held.unheld()} == {id(points[60]), id(points[90])}
     assert sorted(point.held for point in held.points) == list(range(50))
     assert all(held.points[point.held] is point for point in points[50:])
@@ -68,11 +68,11 @@ def test_points_are_looked_for_now_and_again() -> None:
     pages = pages_of_window()
     held, point = HeldPoints(pages), point_of(1, 2)
     held.add(point)
-    let_go(pages, *range(1, PATIENCE + 1))
-    assert held.let_go() == []
-    let_go(pages, PATIENCE + 1)
-    assert held.let_go() == [point]
-    assert held.let_go() == [], "nothing was let go of since"
+    release(pages, *range(1, PATIENCE + 1))
+    assert held.poll() == []
+    release(pages, PATIENCE + 1)
+    assert held.poll() == [point]
+    assert held.poll() == [], "nothing was released since"
 
 
 def test_the_ends_of_a_window_lie_behind_its_head() -> None:

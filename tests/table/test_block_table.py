@@ -7,7 +7,7 @@ import numpy as np
 from kvweave.pool import NULL
 from kvweave.pool.group import paged_groups
 from kvweave.spec import Full
-from kvweave.table import BlockTable
+from kvweave.table import BlockTable, spread
 from tests.cache.plans import group, plan_of
 
 
@@ -87,3 +87,8 @@ def test_every_way_of_writing_tells_the_row_also_after_rows_were_added() -> None
     assert (int(table.pages[1, 0]), int(table.blocks[1])) == (7, 1)
     table.write(3, 0, np.array([5], np.int32))
     assert table.take_changed().tolist() == [3]
+
+
+def test_as_many_numbers_as_rows_need_not_be_one_a_row() -> None:
+    rows, numbers = spread(np.array([3, 1, 2]), np.array([5, 7, 9]), np.array([2, 0, 1]))
+    assert (rows.tolist(), numbers.tolist()) == ([3, 3, 2], [5, 6, 9])

@@ -39,7 +39,7 @@ class PageAllocator:
 
     def ensure(self, demand: Demand, *, admits: bool = False, known: Known | None = None) -> PagePool | None:
         """Make sure that these pages can be allocated now, by eviction if need be; the pool that cannot give them, if
-        there is one: then nothing was changed. Who asks on gets to know what was found out of sequences as `known`."""
+        there is one: then nothing was changed. `known` is filled as by `lacking`."""
         lacking = self.lacking(demand, admits=admits, known=known)
         if lacking is None:
             for pool in self.state.pools:
@@ -48,8 +48,8 @@ class PageAllocator:
         return lacking
 
     def lacking(self, demand: Demand, *, admits: bool = False, known: Known | None = None) -> PagePool | None:
-        """The pool that could not give these pages, not even by eviction; changes nothing. Who asks several times
-        at one moment passes on what is `known`."""
+        """The pool that could not give these pages, not even by eviction; changes nothing. `known` keeps what was
+        computed, for further calls at the same moment."""
         known = {} if known is None else known
         for pool in self.state.pools:
             asked = self._with_reserve(pool, demand) if admits and self.reserve else demand
@@ -69,7 +69,7 @@ class PageAllocator:
             asked[largest.group.number] += int(self.reserve * pool.num_superpages * largest.per_superpage)
         return asked
 
-    # ---- sequences hold on to what points that are not in the tree yet need; under pressure they need not
+    # ---- pages that sequences hold for points that are not published yet; under pressure they are reclaimed
 
     def _behind(self, group: PagedGroup, rows: Rows) -> tuple[Rows, Counts, Counts]:
         """Rows of a window that hold blocks behind what their next token needs: row, first block, how many."""
@@ -85,7 +85,7 @@ class PageAllocator:
     def _reclaimable(self, pool: PagePool) -> dict[int, Ids]:
         """Pages that would be free if sequences held no more than their next tokens need."""
         found: dict[int, Ids] = {}
-        parking = [self.state.by_row[row] for row in self.state.parking_rows]
+        retaining = [self.state.by_row[row] for row in self.state.retaining_rows]
         rows, unwritten = self.state.counters.prompts.nonzero()[0], self._unwritten_snapshots()
         for pages in pool.groups:
             group = pages.group
@@ -95,8 +95,8 @@ class PageAllocator:
                 found[group.number] = pages.snapshots_but(in_flight)
             elif group.is_window:
                 passed = self.state.tables[group.number].pages[spread(*self._behind(group, rows))]
-                parked = [run for s in parking for _, run in s.parked.get(group.number, ())]
-                found[group.number] = pages.named_only_by(np.concatenate([passed, *parked]))
+                retained = [run for s in retaining for _, run in s.retained.get(group.number, ())]
+                found[group.number] = pages.referenced_only_by(np.concatenate([passed, *retained]))
         return found
 
     def _unwritten_snapshots(self) -> list[StatePages]:
@@ -111,18 +111,18 @@ class PageAllocator:
         ]
 
     def advance_windows(self, rows: Rows, first_blocks: list[Counts]) -> None:
-        """Let windows go on to these first blocks of each row: what they have passed leaves the tables."""
+        """Move windows to these first blocks of each row, and release the blocks before them."""
         for group, needed in zip(self.state.windows, first_blocks):
             first = self.state.tables[group.number].first[rows]
             moving = needed > first
             if np.count_nonzero(moving):
-                self._pass(group, rows[moving], first[moving], (needed - first)[moving])
+                self._release_passed(group, rows[moving], first[moving], (needed - first)[moving])
 
     def advance_windows_of(self, sequence: Sequence, end: int) -> None:
-        """The same for one sequence; pages that points which are not in the tree yet need are parked beside the table.
+        """The same for one sequence; pages that unpublished points need leave the table and are retained.
 
         first                                       first_block(end)
-        |.......|############|......|###############|          #: [tail(point), point) of such points
+        |.......|############|......|###############|          #: [tail(point), point) of unpublished points
         """
         row = sequence.row
         for group in self.state.windows:
@@ -135,14 +135,14 @@ class PageAllocator:
                 low, high = max(group.first_block(point), at), min(point // size, last)
                 if high > low:
                     gone.append(pages[at - first : low - first])
-                    self.state.park(sequence, group, low, pages[low - first : high - first])
+                    self.state.retain(sequence, group, low, pages[low - first : high - first])
                     at = high
             gone.append(pages[at - first :])
             table.first_of[row] = last
             table.erase(row, first, last)
             self.state.pages[group.number].release(gone[0] if len(gone) == 1 else np.concatenate(gone))
 
-    def _pass(self, group: PagedGroup, rows: Rows, first: Counts, passed: Counts) -> None:
+    def _release_passed(self, group: PagedGroup, rows: Rows, first: Counts, passed: Counts) -> None:
         """Take `passed` slots of each row, from `first` on, out of a window's table."""
         table = self.state.tables[group.number]
         table.first[rows] = first + passed
@@ -162,16 +162,16 @@ class PageAllocator:
                 self.state.set_next_event(sequence)
             if not sequence.snapshots:
                 self.state.counters.last_snapshot_of[sequence.row] = 0
-            self.state.release_parked(sequence)
+            self.state.release_retained(sequence)
         for group in self.state.windows:
             rows, first, count = self._behind(group, Batch(sequences).rows)
             if len(rows):
-                self._pass(group, rows, first, count)
+                self._release_passed(group, rows, first, count)
 
     def _with_spare(self) -> Iterator[Sequence]:
         """Sequences that may hold more than their next tokens need."""
         rows, has_spare = self.state.counters.prompts.nonzero()[0], self.state.counters.last_snapshot > 0
-        has_spare[list(self.state.parking_rows)] = True
+        has_spare[list(self.state.retaining_rows)] = True
         for group in self.state.windows:
             has_spare[self._behind(group, rows)[0]] = True
         for row in has_spare.nonzero()[0].tolist():
@@ -214,34 +214,29 @@ class PageAllocator:
     def refusal(
         self,
         pool: PagePool,
-        rows: Rows,
+        demand: Demand,
         sequences: list[Sequence],
         starts: Counts,
         ends: Counts,
+        asking: Rows,
         fits: Callable[[int], bool] | None = None,
-        asking: Rows | None = None,
     ) -> OutOfPages | NeverFits:
-        """Why `sequences`, in `rows`, cannot get pages for the tokens from `starts` to `ends`; `fits` says whether the
-        first so many of them could. `asking` are all rows that the same call serves, if more than they are."""
-        never = self.never_fits(starts, ends)
-        if never is not None:
-            return never
+        """Why `sequences`, which demand so many pages, cannot get them for the tokens from `starts` to `ends`. `asking`
+        are all rows that the same call serves; `fits` says whether the first so many of `sequences` could."""
+        if self.never_fits(starts.min(keepdims=True), ends.max(keepdims=True)) is not None:  # more than any needs
+            never = self.never_fits(starts, ends)
+            if never is not None:
+                return never
         low, high = 0, len(sequences)
         while high - low > 1 and fits is not None:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        preemptible = self._preemptible(rows if asking is None else asking)
-        return OutOfPages(pool.name, self._shortages(pool, rows, ends), sequences[low:], preemptible)
-
-    def _shortages(self, pool: PagePool, rows: Rows, ends: Counts) -> list[Shortage]:
-        shortages = []
-        for pages in pool.groups:
-            group = pages.group
-            blocks = np.ones_like(ends) if group.is_state else -(-ends // group.slot_tokens)
-            wanted = int(np.maximum(blocks - self.state.tables[group.number].blocks[rows], 0).sum())
-            if wanted:
-                shortages.append(Shortage(group.tag, wanted, pool.available(pages), pages.num_evictable))
-        return shortages
+        shortages = [
+            Shortage(pages.group.tag, demand[pages.group.number], pool.available(pages), pages.num_evictable)
+            for pages in pool.groups
+            if demand[pages.group.number]
+        ]
+        return OutOfPages(pool.name, shortages, sequences[low:], self._preemptible(asking))
 
     def _preemptible(self, asking: Rows) -> list[Sequence]:
         """Other running sequences: of the lowest priority first, then the youngest."""

@@ -39,7 +39,7 @@ from kvweave.cache.steps import Steps
 from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NotSettled, UnknownName, WrongThread
 from kvweave.plan import Plan
 from kvweave.pool import Ids
-from kvweave.prefix import POLICIES, ContentTokens, Event, Policy, Retention, Spacing, Span, Tokens, as_tokens
+from kvweave.prefix import POLICIES, ContentTokens, Event, Policy, Retention, Span, Tokens, as_tokens
 from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, Counts, spread
 
@@ -78,7 +78,14 @@ class Cache(SequenceOwner):
         if not 0 <= admission_reserve < 1:
             raise BadOption(f"admission_reserve is a share of a pool from 0 to below 1, got {admission_reserve}")
         self.state = CacheState(plan, rows, max_tokens, max_drafts, policy, retention or Retention(), on_event)
-        """Tables, pools, tree and counters, for tests and reports. Read only."""
+        """Tables, pools, tree and counters, for tests and reports. Read only, as all that follows."""
+        self.plan = plan
+        self.grid = self.state.grid
+        """Every group can resume at multiples of this many tokens only: the common multiple of the block sizes."""
+        self.spacing = self.state.spacing
+        """Where prompts leave resume points on their way, while memory is free."""
+        self.sparse_spacing = self.state.sparse_spacing
+        """Where they leave them once something had to be evicted."""
         super().__init__(self.state.counters, self.state.state_tags)
         self._allocator = PageAllocator(self.state, admission_reserve)
         self._snapshots = Snapshots(self.state)
@@ -86,32 +93,13 @@ class Cache(SequenceOwner):
         self._forks = Forks(
             self.state, self._allocator, self._publisher, self._snapshots, partial(self.close, keep=False)
         )
-        self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher, self._forks)
+        self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher)
         self._loader = Loader(self.state, self._allocator, self._snapshots)
         self._contents = ContentTokens(on_event)
         self._requests = self._prompt_tokens = self._hit_tokens = 0
         self._outstanding: list[Copies] = []
         self._tables = {table.tag: table for table in self.state.tables}
         self._owner = get_ident()
-
-    @property
-    def plan(self) -> Plan:
-        return self.state.plan
-
-    @property
-    def grid(self) -> int:
-        """Every group can resume at multiples of this many tokens only: the common multiple of the block sizes."""
-        return self.state.grid
-
-    @property
-    def spacing(self) -> Spacing:
-        """Where prompts leave resume points on their way, while memory is free."""
-        return self.state.spacing
-
-    @property
-    def sparse_spacing(self) -> Spacing:
-        """Where they leave them once something had to be evicted."""
-        return self.state.sparse_spacing
 
     # ---- open
 
@@ -148,7 +136,7 @@ class Cache(SequenceOwner):
         sequence.drop_last_blocks = drop_last_blocks
         sequence.given_points, sequence.expected_branches = given, expected
         self._loader.open(sequence, prompt, self._match(namespace, prompt) if reuse else None)
-        self._publisher.stand(sequence)
+        self._publisher.attach(sequence)
         self._requests += 1
         self._prompt_tokens += len(prompt)
         self._hit_tokens += sequence.num_cached
@@ -156,7 +144,7 @@ class Cache(SequenceOwner):
         return sequence
 
     def _prompt(self, tokens: object, spans: SequenceOf[Span]) -> Tokens:
-        """What makes a prompt, as one array; the cache's own thread asks."""
+        """The tokens of a prompt as one array, contents replaced."""
         self._check_thread()
         prompt = self._contents.replace(as_tokens(tokens), spans)
         if not len(prompt):
@@ -164,7 +152,7 @@ class Cache(SequenceOwner):
         return prompt
 
     def _match(self, namespace: Hashable, prompt: Tokens) -> Match:
-        return self.state.prefix.match(namespace, prompt, self._publisher.publish_standing)
+        return self.state.prefix.match(namespace, prompt, self._publisher.publish_running)
 
     def lookup(
         self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = (), drop_last_blocks: int = 0
@@ -194,9 +182,9 @@ class Cache(SequenceOwner):
         match = self._match(sequence.namespace, prompt)
         if self._loader.hit(match, len(prompt), sequence.drop_last_blocks) > sequence.num_cached:
             before = sequence.num_cached
-            self._publisher.leave(sequence)
+            self._publisher.detach(sequence)
             self._loader.reopen(sequence, prompt, match)
-            self._publisher.stand(sequence)
+            self._publisher.attach(sequence)
             self._hit_tokens += sequence.num_cached - before
         return sequence.num_cached
 
@@ -242,11 +230,11 @@ class Cache(SequenceOwner):
         start = self.state.counters.lengths[rows]
         options = StepOptions(lookahead, drafts if self.state.states else 0, checkpoints)
         if tokens is None:
-            return self._hand_out(self._steps.extend(rows, chosen, start, counts, options))
+            return self._return_copies(self._steps.extend(rows, chosen, start, counts, options))
         ids, are_new = self.state.tokens.checked(rows, chosen, start, counts, tokens)
         copies = self._steps.extend(rows, chosen, start, counts, options)
-        self.state.tokens.tell(rows, chosen, start, counts, ids, are_new)
-        return self._hand_out(copies)
+        self.state.tokens.add(rows, chosen, start, counts, ids, are_new)
+        return self._return_copies(copies)
 
     def can_extend(self, sequences: Sequences, n: int) -> bool:
         """Whether `extend` by `n` tokens would succeed now; changes nothing. If it would not because window groups are
@@ -267,11 +255,11 @@ class Cache(SequenceOwner):
         rows, chosen = self._rows(sequences)
         until = None if lengths is None else self._checked_lengths(rows, lengths)
         if tokens is not None:
-            self._tell(rows, chosen, tokens)
+            self._add_tokens(rows, chosen, tokens)
         if not share:
             for sequence in chosen:
                 sequence.private_from = sequence.committed
-        return self._hand_out(self._steps.commit(rows, chosen, until))
+        return self._return_copies(self._steps.commit(rows, chosen, until))
 
     def accept(self, sequences: Sequences, lengths: object) -> None:
         """Draft tokens before `lengths` (one number, or one for each) are accepted, those beyond are rejected; before
@@ -288,12 +276,12 @@ class Cache(SequenceOwner):
                 )
         self._steps.accept(rows, chosen, until)
 
-    def _tell(self, rows: Rows, chosen: list[Sequence], tokens: object) -> None:
+    def _add_tokens(self, rows: Rows, chosen: list[Sequence], tokens: object) -> None:
         size = np.asarray(tokens).size
         known, lengths = self.state.counters.known[rows], self.state.counters.lengths[rows]
         if size % len(rows) or (known + size // len(rows) > lengths).any():
             raise BadTokens(f"{size} ids for {len(rows)} sequences: no token after their lengths has a place")
-        self.state.tokens.tell(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()), True)
+        self.state.tokens.add(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()), True)
 
     def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
         until = _whole(lengths)
@@ -336,7 +324,7 @@ class Cache(SequenceOwner):
         if n < 1:
             raise BadSequence(f"cannot fork into {n} sequences")
         copies = Copies()
-        return self._forks.fork(sequence, n, copies), self._hand_out(copies)
+        return self._forks.fork(sequence, n, copies), self._return_copies(copies)
 
     def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> Copies:
         """Beam search: sequence i continues with the tokens of sequence `parents[i]`. All or nothing."""
@@ -345,7 +333,7 @@ class Cache(SequenceOwner):
             raise BadSequence(f"parents {list(parents)} do not name {len(rows)} sequences")
         copies = Copies()
         self._forks.reorder(chosen, list(parents), copies)
-        return self._hand_out(copies)
+        return self._return_copies(copies)
 
     def truncate(self, sequence: Sequence, length: int) -> Copies:
         """Forget the tokens from `length` on, those of the prompt too; their pages are freed. Nothing has to be copied:
@@ -367,7 +355,7 @@ class Cache(SequenceOwner):
         elif keep:
             self._snapshots.donate_live(sequence)
             self._publisher.publish(sequence)
-        self._publisher.leave(sequence)
+        self._publisher.detach(sequence)
         self._loader.leave_row(sequence)
         self._snapshots.drop_after(sequence, -1)
         sequence.node.growing_tip = False
@@ -483,7 +471,7 @@ class Cache(SequenceOwner):
         self._owner = get_ident()
 
     def _rows(self, sequences: Sequences, check_copies: bool = True) -> tuple[Rows, list[Sequence]]:
-        """The rows of open sequences of this cache, whose copies were taken over; its own thread asks."""
+        """Checks that these are open sequences of this cache, whose copies were read; returns their rows."""
         self._check_thread()
         if isinstance(sequences, Sequence):
             if sequences.owner is not self or sequences.row < 0:
@@ -495,25 +483,23 @@ class Cache(SequenceOwner):
                 batch.check(self)
                 batch.checked = self.state.num_closed
             rows, chosen = batch.rows, batch.sequences
-            if not chosen:
-                raise BadSequence("no sequence is in the batch")
         if check_copies and self._outstanding and self._is_outstanding(rows):
             raise NotSettled("the copies that the last call returned were never read: carry them out first")
         return rows, chosen
 
-    def _hand_out(self, copies: Copies | None) -> Copies:
+    def _return_copies(self, copies: Copies | None) -> Copies:
         if not copies:
             return NO_COPIES
         self._outstanding.append(copies)
         return copies
 
     def _is_outstanding(self, rows: Rows) -> bool:
-        """Whether copies of some row were handed out and never taken over."""
+        """Whether copies of some row were returned and never read."""
         self._outstanding = [copies for copies in self._outstanding if copies and not copies.taken]
-        return any(copies.concern(rows.tolist()) for copies in self._outstanding)
+        return any(copies.includes(rows.tolist()) for copies in self._outstanding)
 
     def _drop_copies(self, sequence: Sequence) -> None:
-        """A sequence is closed whose copies nobody took over: nobody may find states that they should have filled."""
+        """A sequence is closed whose copies were never read: states that they should have filled are dropped."""
         never = set[tuple[str, int]]()
         for copies in self._outstanding:
             never |= copies.drop(sequence.row)

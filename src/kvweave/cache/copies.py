@@ -41,7 +41,7 @@ class Copies:
             if target != NULL:
                 self.add(row, tag, source, target)
 
-    def concern(self, rows: Sequence[int]) -> bool:
+    def includes(self, rows: Sequence[int]) -> bool:
         """Whether there are any for the sequences in these rows."""
         return any(row in rows for pages in self._pages.values() for row, _, _ in pages)
 

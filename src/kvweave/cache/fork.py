@@ -59,8 +59,8 @@ class Forks:
             )
         if sequence.num_tokens < committed:
             raise NotSettled(
-                f"{committed} tokens are committed, but the ids of only {sequence.num_tokens} are known: tell them to"
-                " commit"
+                f"{committed} tokens are committed, but the ids of only {sequence.num_tokens} are known: pass the"
+                " others to commit"
             )
 
     def _ensure(self, sequences: list[Sequence], children: dict[int, int]) -> None:
@@ -72,7 +72,7 @@ class Forks:
         pool = self.allocator.ensure(demand)
         if pool is not None:
             lengths = np.array([sequence.committed for sequence in sequences])
-            raise self.allocator.refusal(pool, Batch(sequences).rows, sequences, lengths, lengths)
+            raise self.allocator.refusal(pool, demand, sequences, lengths, lengths, Batch(sequences).rows)
 
     def _blocks(self, group: PagedGroup, sequence: Sequence) -> tuple[int, Counts, int]:
         """How many blocks a child shares, in the tree by then; of which others it needs copies; how many it has."""
@@ -94,12 +94,12 @@ class Forks:
         state.counters.copy(sequence.row, row)
         for group in state.groups:
             self._share(group, sequence, row, copies)
-        self.publisher.stand(child)
+        self.publisher.attach(child)
         state.set_next_lengths(child)
         return child
 
     def _share(self, group: PagedGroup, sequence: Sequence, row: int, copies: Copies) -> None:
-        """Let `row` name the pages of a sequence, but copies of those that cannot be shared."""
+        """Enter the pages of a sequence into `row`, and copies of those that cannot be shared."""
         state, table, source = self.state, self.state.tables[group.number], sequence.row
         shared, copied, end = self._blocks(group, sequence)
         pages: Ids = np.zeros(end, np.int32)
@@ -132,13 +132,13 @@ class Forks:
         self._swap(sequences, places)
 
     def _swap(self, sequences: list[Sequence], places: dict[int, Sequence]) -> None:
-        """Sequence i becomes what is in place i; those in nobody's place are closed."""
+        """Sequence i becomes `places[i]`; sequences that are in no place are closed."""
         kept = {id(sequence) for sequence in places.values()}
         for sequence in sequences:
             if id(sequence) not in kept:
                 self._drop(sequence)
         for sequence in places.values():
-            self.publisher.leave(sequence)
+            self.publisher.detach(sequence)
         lives = {i: {name: getattr(s, name) for name in FIELDS} for i, s in places.items()}
         for sequence in places.values():
             sequence.row = -1
@@ -146,15 +146,16 @@ class Forks:
             for name, value in lives[i].items():
                 setattr(sequence, name, value)
             self.state.by_row[sequence.row] = sequence
-            self.publisher.stand(sequence)
+            self.state.counters.generation_of[sequence.row] += 1  # batches made before mean other sequences
+            self.publisher.attach(sequence)
             self.state.set_next_event(sequence)
-        self.state.num_closed += 1  # batches made before mean other rows now
+        self.state.num_closed += 1
 
     # ---- truncate
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Give back the pages beyond `length`, after making sure that what is before it is all there."""
-        state, row = self.state, sequence.row
+        state, row, counters = self.state, sequence.row, self.state.counters
         for group in state.groups:
             self._check_reach(group, sequence, length)
         for group in state.rows:
@@ -164,22 +165,16 @@ class Forks:
             table.erase(row, keep, blocks)
             table.blocks_of[row] = min(keep, blocks)
             state.pages[group.number].release(pages)
-        sequence.num_prompt = state.counters.prompt_of[row] = min(sequence.num_prompt, length)
-        self.cut(sequence, length)
-
-    def cut(self, sequence: Sequence, length: int) -> None:
-        """Forget what was computed from `length` on, to which all groups can go back; pages and the prompt stay."""
-        state, row = self.state, sequence.row
-        counters = state.counters
         if counters.drafts_of[row]:
-            self.snapshots.choose(sequence.rows, counters.lengths[sequence.rows] - length)
+            self.snapshots.keep_accepted(sequence.rows, counters.lengths[sequence.rows] - length)
+        sequence.num_prompt = counters.prompt_of[row] = min(sequence.num_prompt, length)
         counters.length_of[row] = length
         counters.committed_of[row] = min(counters.committed_of[row], length)
         counters.step_start_of[row] = min(counters.step_start_of[row], length)
-        state.tokens.cut(sequence, max(length, sequence.num_prompt))
+        state.tokens.cut(sequence, length)
         self.snapshots.drop_after(sequence, length)
-        self.publisher.leave(sequence)
-        self.publisher.stand(sequence)
+        self.publisher.detach(sequence)
+        self.publisher.attach(sequence)
         state.set_next_lengths(sequence)
 
     def _check_reach(self, group: PagedGroup, sequence: Sequence, length: int) -> None:

@@ -37,7 +37,7 @@ class Loader:
         self._enter(sequence, prompt, match)
 
     def reopen(self, sequence: Sequence, prompt: Tokens, match: Match) -> None:
-        """Let a sequence that has computed nothing stand on a longer hit."""
+        """Give a sequence that has computed nothing a longer hit."""
         old = sequence.node
         self.leave_row(sequence)
         self._enter(sequence, prompt, match)
@@ -58,11 +58,8 @@ class Loader:
         sequence.num_cached = position
         sequence.start_at(position, prompt)
         sequence.branch = match.length if match is not None and match.length > position else 0
-        state.want_points(sequence)
-        self._set_counters(sequence, position)
-
-    def _set_counters(self, sequence: Sequence, position: int) -> None:
-        state, row, counters = self.state, sequence.row, self.state.counters
+        state.plan_points(sequence)
+        row, counters = sequence.row, state.counters
         counters.length_of[row] = counters.committed_of[row] = position
         counters.published_of[row] = counters.step_start_of[row] = position
         counters.drafts_of[row], counters.prompt_of[row] = 0, sequence.num_prompt
@@ -73,13 +70,13 @@ class Loader:
         """The pages of a hit that the next token can see; what lies between head and tail stays NULL."""
         table, row, blocks = self.state.tables[group.number], sequence.row, position // group.slot_tokens
         first = min(group.first_block(position), blocks)
-        self._name(group, sequence, first, blocks)
-        self._name(group, sequence, 0, min(group.head_blocks, first))
+        self._reference(group, sequence, first, blocks)
+        self._reference(group, sequence, 0, min(group.head_blocks, first))
         table.first_of[row] = max(first, group.head_blocks)
         table.blocks_of[row] = blocks
 
-    def _name(self, group: PagedGroup, sequence: Sequence, low: int, high: int) -> None:
-        """Let a sequence's table name the tree's pages of the blocks [low, high)."""
+    def _reference(self, group: PagedGroup, sequence: Sequence, low: int, high: int) -> None:
+        """Enter the tree's pages of the blocks [low, high) into a sequence's table."""
         runs = [run.pages for run in self.state.prefix.tree.runs(group, sequence.node, low, high)]
         if runs:
             pages = runs[0] if len(runs) == 1 else np.concatenate(runs[::-1])
@@ -88,12 +85,12 @@ class Loader:
                 self.state.pages[group.number].share(pages)
 
     def leave_row(self, sequence: Sequence) -> None:
-        """Let go of all pages that a row holds, and of the states of its hit."""
+        """Release all pages that a row holds, and the states of its hit."""
         state = self.state
         for table, pages in zip(state.tables, state.pages):
             pages.release(table.held(sequence.row, sequence.node.end))
             table.clear(sequence.row)
-        state.release_parked(sequence)
+        state.release_retained(sequence)
         state.drop_restore(sequence)
 
     # ---- pins
@@ -126,7 +123,7 @@ class Loader:
         keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=True) is None
         pool = None if keeps else self.allocator.ensure(demand, admits=True)
         if pool is not None:
-            raise self.allocator.refusal(pool, sequence.rows, [sequence], end, end)
+            raise self.allocator.refusal(pool, demand, [sequence], end, end, sequence.rows)
         if state.windows or state.states:
             sequence.asked_points = [position, *(point for point in sequence.asked_points if point > position)]
             sequence.prompt_points = [position, *(point for point in sequence.prompt_points if point > position)]

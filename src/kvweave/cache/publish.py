@@ -1,7 +1,7 @@
 """Publishing: committed KV of a sequence enters the prefix tree, with the resume points that it leaves.
 
-Walk down from the node on which the sequence stands. Where the tree has the tokens already, our pages are duplicates:
-the tables take over the tree's. Where it has not, a new run is made of ours. Pages of full groups change their owner;
+Walk down from the sequence's node. Where the tree has the tokens already, the sequence's pages are duplicates: its
+tables get the tree's. Where it has not, a new run is made of the sequence's pages. Pages of full groups change owner;
 window pages are held by the table and by the tree.
 """
 
@@ -18,7 +18,7 @@ from kvweave.prefix.tree import NO_PAGES, PageRun
 Held = list[Ids]
 UNKNOWN = b""
 MOST_PUBLISHED = 32
-"""So many twins, sequences that computed the same tokens at the same time, are published when a prompt meets them."""
+"""Of sequences that computed the same tokens at the same time, so many are published for one prompt."""
 
 
 class Publisher:
@@ -27,40 +27,40 @@ class Publisher:
 
     # ---- sequences that may have committed more than others can find
 
-    def stand(self, sequence: Sequence) -> None:
-        """Prompts that go on from its node with its next tokens will have it published."""
+    def attach(self, sequence: Sequence) -> None:
+        """Note a sequence at its node: a prompt that continues there with the same tokens publishes it first."""
         node, end = sequence.node, sequence.node.end + self.state.grid
         known = sequence.num_prompt >= end or self.state.num_shareable(sequence) >= end
         key = sequence.run(node.end, end).tobytes() if known else UNKNOWN
-        sequence.standing_key = key
-        if node.standing is None:
-            node.standing = {}
-        node.standing.setdefault(key, {})[sequence] = None
+        sequence.next_key = key
+        if node.running is None:
+            node.running = {}
+        node.running.setdefault(key, {})[sequence] = None
 
-    def leave(self, sequence: Sequence) -> None:
-        standing, key = sequence.node.standing, sequence.standing_key
-        assert standing is not None, "an open sequence stands on its node"
-        del standing[key][sequence]
-        if not standing[key]:
-            del standing[key]
+    def detach(self, sequence: Sequence) -> None:
+        running, key = sequence.node.running, sequence.next_key
+        assert running is not None, "an open sequence is attached to its node"
+        del running[key][sequence]
+        if not running[key]:
+            del running[key]
 
-    def publish_standing(self, node: Node, key: bytes) -> None:
-        """Publish sequences that stand on a node and go on with these tokens; of very many, some at a time."""
-        standing, end = node.standing, node.end + self.state.grid
-        assert standing is not None
-        for sequence in self._with_more(standing.get(UNKNOWN), end):
-            self.leave(sequence)
-            self.stand(sequence)
-        if key in standing:
-            node.growing_tip = False  # whoever walks by here must find a child, not a longer node
-            for sequence in self._with_more(standing[key], end, MOST_PUBLISHED):
+    def publish_running(self, node: Node, key: bytes) -> None:
+        """Publish sequences attached to a node that continue with these tokens; of very many, some at a time."""
+        running, end = node.running, node.end + self.state.grid
+        assert running is not None
+        for sequence in self._with_shareable(running.get(UNKNOWN), end):
+            self.detach(sequence)
+            self.attach(sequence)
+        if key in running:
+            node.growing_tip = False  # the walk must find a child, not a longer node
+            for sequence in self._with_shareable(running[key], end, MOST_PUBLISHED):
                 self.publish(sequence)
                 self.state.set_next_event(sequence)
 
-    def _with_more(self, standing: dict[Sequence, None] | None, end: int, most: int = NEVER) -> list[Sequence]:
+    def _with_shareable(self, running: dict[Sequence, None] | None, end: int, most: int = NEVER) -> list[Sequence]:
         """Of some sequences, of which there may be thousands, those that have tokens up to `end` to share."""
         committed, found = self.state.counters.committed_of, list[Sequence]()
-        for sequence in standing or ():
+        for sequence in running or ():
             if committed[sequence.row] >= end and self.state.num_shareable(sequence) >= end:
                 found.append(sequence)
                 if len(found) == most:
@@ -71,11 +71,11 @@ class Publisher:
 
     def keep_answer(self, sequence: Sequence, position: int) -> None:
         """Of the states taken while generating only the last is kept: with the window pages that resuming there needs,
-        which the table will let go of. It enters the tree when somebody asks for it, or at the end."""
+        which the table will release. It enters the tree when a prompt asks for it, or at the end."""
         state = self.state
         for old in [point for point in sequence.snapshots if point < position]:
             state.free_snapshot(sequence.snapshots.pop(old))
-        state.release_parked(sequence)
+        state.release_retained(sequence)
         sequence.answer = position
         for group in state.windows:
             if group.has_pages:
@@ -84,7 +84,7 @@ class Publisher:
                 pages = table.pages[sequence.row, first:end].copy()
                 if len(pages):
                     state.pages[group.number].share(pages)
-                    state.park(sequence, group, first, pages)
+                    state.retain(sequence, group, first, pages)
 
     # ---- publish
 
@@ -105,27 +105,27 @@ class Publisher:
             end = points[-1] if points else start
         if end <= start:
             return
-        self.leave(sequence)
-        self._lead_to(sequence, end, points, self._held_pages(sequence))
+        self.detach(sequence)
+        self._insert_until(sequence, end, points, self._held_pages(sequence))
         state.counters.published_of[sequence.row] = end
         if not sequence.snapshots:
             state.counters.last_snapshot_of[sequence.row] = 0
-        self.stand(sequence)
-        state.release_parked(sequence)
+        self.attach(sequence)
+        state.release_retained(sequence)
         self._move_tip(sequence)
         sequence.answer = -1
         if end >= sequence.last_point:
             sequence.asked_points, sequence.prompt_points, sequence.last_point = [], [], 0
 
     def _held_pages(self, sequence: Sequence) -> Held:
-        """By group: the pages of a sequence by block, those among them that are parked beside a window's table."""
+        """By group: the pages of a sequence by block, those among them that are retained beside a window's table."""
         held: Held = [NO_PAGES] * len(self.state.groups)
         for group in self.state.rows:
             table = self.state.tables[group.number]
             pages = table.pages[sequence.row, : table.blocks_of[sequence.row]]
-            if group.number in sequence.parked:
+            if group.number in sequence.retained:
                 pages = pages.copy()
-                for first, run in sequence.parked[group.number]:
+                for first, run in sequence.retained[group.number]:
                     pages[first : first + len(run)] = run
             held[group.number] = pages
         return held
@@ -144,7 +144,7 @@ class Publisher:
         return Kind.SPACED if position < sequence.last_point else Kind.ANSWER
 
     def _move_tip(self, sequence: Sequence) -> None:
-        """Of the points left while generating only the last is kept, unless somebody asked for another."""
+        """Of the points left while generating only the last is kept, unless a prompt asked for another."""
         node, tip = sequence.node, sequence.tip
         last = node.points[-1] if node.points else None
         if last is tip or last is None or last.kind != Kind.ANSWER or last.position != node.end:
@@ -153,31 +153,28 @@ class Publisher:
         if tip is not None and tip.alive and tip.kind == Kind.ANSWER and not tip.pins:
             self.state.prefix.drop_point(tip)
 
-    def _lead_to(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
-        """Walk and build from the sequence's node to one that ends at `end`, where it stands then."""
+    def _insert_until(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
+        """Walk down and insert until the sequence's node ends at `end`."""
         prefix, grid = self.state.prefix, self.state.grid
         while sequence.node.end < end:
             node = sequence.node
             rest = sequence.run(node.end, end)
             child = node.children.get(rest[:grid].tobytes())
             if child is None:
-                self._build(sequence, end, points, held)
+                self._insert_run(sequence, end, points, held)
                 return
             same = prefix.tree.common(child.tokens, rest)
             if same < len(child.tokens):
                 child = prefix.split(child, node.end + same)
             child.growing_tip = False
-            self._stand_on(sequence, child)
+            prefix.pin(child, above=node)
+            sequence.node = child
             self._merge(sequence, child)
-            self._leave_points(sequence, points, held)
-
-    def _stand_on(self, sequence: Sequence, node: Node) -> None:
-        self.state.prefix.pin(node, above=sequence.node)
-        sequence.node = node
+            self._add_points(sequence, points, held)
 
     # ---- a run that the tree has not
 
-    def _build(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
+    def _insert_run(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
         """A new run from the sequence's node to `end`, or more of its own last run."""
         prefix, start = self.state.prefix, sequence.node.end
         tokens, pages = sequence.run(start, end), [NO_PAGES] * len(held)
@@ -186,15 +183,15 @@ class Publisher:
             pages[group.number] = held[group.number][start // size : end // size].copy()
         node = prefix.add_run(sequence.node, tokens, pages)
         if node is not sequence.node:
-            self._stand_on(sequence, node)
+            sequence.node = node
             node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
-        self._leave_points(sequence, points, held)
+        self._add_points(sequence, points, held)
         prefix.keep_needed(node, start)
 
     # ---- a run that the tree has
 
     def _merge(self, sequence: Sequence, node: Node) -> None:
-        """Our pages of a run are duplicates: the tables name the tree's from now on."""
+        """The sequence's pages of a run are duplicates: its tables get the tree's."""
         for group in self.state.rows:
             table, first = self.state.tables[group.number], node.start // group.slot_tokens
             ours, theirs = table.pages[sequence.row, first : node.end // group.slot_tokens], node.pages[group.number]
@@ -208,8 +205,8 @@ class Publisher:
                 table.write(sequence.row, first, np.where(swapped, theirs, ours))
             self.state.pages[group.number].release(gone)
 
-    def _leave_points(self, sequence: Sequence, points: list[int], held: Held) -> None:
-        """Resume points in the run on which a sequence stands, where the window pages they need are there or ours."""
+    def _add_points(self, sequence: Sequence, points: list[int], held: Held) -> None:
+        """Resume points in the sequence's node, where the window pages they need are there or the sequence's."""
         state, node = self.state, sequence.node
         for point in points:
             if not node.start < point <= node.end:

@@ -43,7 +43,7 @@ COMMON_NAMES = (
     "asked_points branch expected_branches drop_last_blocks given_points owner last_point namespace node num_cached"
     " num_prompt priority private_from prompt_points restore"
 )
-OWN_NAMES = "_buffer _first _num_tokens answer copy_at in_step parked row rows snapshots standing_key tip"
+OWN_NAMES = "_buffer _first _num_tokens answer copy_at in_step retained row rows snapshots next_key tip"
 INHERITED = tuple(COMMON_NAMES.split())
 FIELDS = (*INHERITED, *OWN_NAMES.split())
 """What makes up a sequence: what its forks have in common with it, and what is its own."""
@@ -73,7 +73,7 @@ class Sequence:
         """Where others that are to come leave its path, on the grid."""
         self.drop_last_blocks = 0
         self.given_points: list[int] | None = None
-        """Where whoever opened it wants resume points, if not where the retention does."""
+        """Where the caller wants resume points, if not where the retention does."""
         self.prompt_points: list[int] = []
         """Positions of its prompt at which a resume point is wanted, ascending. Forks share the list: replace it."""
         self.asked_points: list[int] = []
@@ -89,16 +89,16 @@ class Sequence:
         self.answer = -1
         """The position of the last one taken while generating, of which all is kept that resuming there needs."""
         self.private_from = NEVER
-        """What was written from this length on is for nobody else."""
+        """What is written from this length on is never shared."""
         self.restore: Point | None = None
         """The point whose states are to be copied into the live ones before the first step."""
         self.tip: Point | None = None
         """The last point it left while generating; the next one takes its place."""
-        self.parked: dict[int, list[tuple[int, Ids]]] = {}
+        self.retained: dict[int, list[tuple[int, Ids]]] = {}
         """By group number: pages of a window that it has passed and that points not in the tree yet need, as runs from
         a block on."""
-        self.standing_key = b""
-        """Its key among the sequences that stand on its node."""
+        self.next_key = b""
+        """Its key in `Node.running`."""
         self._first = 0
         self._buffer = tokens
         self._num_tokens = len(tokens)
@@ -119,7 +119,6 @@ class Sequence:
         return child
 
     def check_open(self) -> None:
-        """Row -1 would be somebody else's."""
         if self.row < 0:
             raise BadSequence("the sequence is closed")
 
@@ -167,7 +166,7 @@ class Sequence:
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens known so far: the prompt, and what `extend` and `commit` were told."""
+        """All tokens known so far: the prompt, and those given to `extend` and `commit`."""
         self.check_open()
         num_tokens = self.num_tokens
         cached = np.concatenate([*(node.tokens for node in self.node.path()), self._buffer[:0]])[: self._first]
@@ -180,7 +179,7 @@ class Sequence:
         return self._num_tokens
 
     def run(self, start: int, end: int) -> Tokens:
-        """The tokens [start, end) of those that the sequence was told, from where it stood in the tree at first."""
+        """The tokens [start, end), which the sequence keeps itself: those after its hit."""
         return self._buffer[start - self._first : end - self._first]
 
     def add_tokens(self, tokens: Tokens) -> None:
@@ -229,18 +228,23 @@ class Batch:
 
     def __init__(self, sequences: Iterable[Sequence]) -> None:
         self.sequences = list(sequences)
-        self.rows: Rows = np.fromiter((s.row for s in self.sequences), np.int64, len(self.sequences))
+        owner = self.sequences[0].owner if self.sequences else None
+        rows = [sequence.row for sequence in self.sequences if sequence.owner is owner]
+        self.rows: Rows = np.array(rows, np.int64)
+        self._owner = owner if len(rows) == len(self.sequences) else None
+        self._generations = self.rows if owner is None else owner.counters.generation[self.rows]
         self.checked = -1
         """The cache's count of closed sequences when it last looked at this batch."""
 
     def check(self, owner: SequenceOwner) -> None:
         """All sequences are open ones of this cache, each once, where they were when the batch was made."""
-        rows = [sequence.row for sequence in self.sequences if sequence.owner is owner]
-        if len(rows) < len(self.sequences):
+        if not self.sequences:
+            raise BadSequence("no sequence is in the batch")
+        if self._owner is not owner:
             raise BadSequence("a sequence of another cache is in the batch")
-        if rows != self.rows.tolist() or min(rows, default=0) < 0:
+        if self.rows.min() < 0 or (owner.counters.generation[self.rows] != self._generations).any():
             raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")
-        if np.count_nonzero(np.bincount(self.rows)) < len(rows):
+        if np.count_nonzero(np.bincount(self.rows)) < len(self.rows):
             raise BadSequence("a sequence is twice in the batch")
 
 

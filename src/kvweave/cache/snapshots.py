@@ -7,8 +7,7 @@ import numpy as np
 from kvweave.cache.copies import Copies
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
-from kvweave.pool import NULL, PagedGroup
-from kvweave.table import Counts
+from kvweave.table import Counts, spread
 
 
 class Snapshots:
@@ -51,13 +50,13 @@ class Snapshots:
     def copy_live(self, sequence: Sequence, copies: Copies) -> None:
         """Copy the live state to the snapshot that waits for it: the step that ends there is the last so far."""
         if sequence.copy_at >= 0:
-            assert sequence.copy_at == self.state.counters.length_of[sequence.row], "the live state has gone on"
+            assert sequence.copy_at == self.state.counters.length_of[sequence.row], "the live state is a later one"
             pages = sequence.snapshots[sequence.copy_at]
             copies.add_all(sequence.row, self.state.state_tags, self.state.live_states(sequence.row), pages)
             sequence.copy_at = -1
 
     def drop_after(self, sequence: Sequence, length: int) -> None:
-        """Give back the snapshots of positions beyond `length`: nobody will come by there."""
+        """Give back the snapshots of positions beyond `length`."""
         for position in [p for p in sequence.snapshots if p > length]:
             self.state.free_snapshot(sequence.snapshots.pop(position))
 
@@ -71,26 +70,20 @@ class Snapshots:
             pages = self.state.pages[group.number].allocate(int(np.maximum(more, 0).sum()))
             table.append(rows[more > 0], more[more > 0], pages)
 
-    def choose(self, rows: Rows, rejected: Counts) -> None:
-        """Make the state after the last accepted token of each row the live one, and give the other columns back."""
+    def keep_accepted(self, rows: Rows, rejected: Counts) -> None:
+        """Make the state after the last accepted token of each row the live one, and free the other columns."""
         for group in self.state.states:
             table = self.state.tables[group.number]
             columns = table.blocks[rows]
-            for width in np.unique(columns).tolist():
-                if width > 1:
-                    mine = columns == width
-                    self._choose_column(group, rows[mine], width, width - 1 - rejected[mine])
+            live = columns - 1 - rejected
+            each, slots = spread(rows, np.zeros_like(columns), columns)
+            pages = table.pages[each, slots]
+            is_live = slots == np.repeat(live, columns)
+            table.write_many(each, slots, np.zeros_like(pages))
+            table.write_many(rows, np.zeros_like(rows), pages[is_live])
+            table.blocks[rows] = 1
+            self.state.pages[group.number].release(pages[~is_live])
         self.state.counters.drafts[rows] = 0
-
-    def _choose_column(self, group: PagedGroup, rows: Rows, width: int, chosen: Counts) -> None:
-        table = self.state.tables[group.number]
-        slots = np.broadcast_to(np.arange(width), (len(rows), width))
-        pages = table.pages[rows[:, None], slots]
-        is_live = slots == chosen[:, None]
-        kept = np.where(slots == 0, pages[is_live][:, None], np.int32(NULL)).astype(np.int32)
-        table.write_many(np.repeat(rows, width), slots.ravel(), kept.ravel())
-        table.blocks[rows] = 1
-        self.state.pages[group.number].release(pages[~is_live])
 
     # ---- the end
 

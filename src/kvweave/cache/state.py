@@ -59,8 +59,8 @@ class CacheState:
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(self.counters, rows)
         self.by_row: dict[int, Sequence] = {}
-        self.parking_rows: set[int] = set()
-        """Those of sequences that have pages parked."""
+        self.retaining_rows: set[int] = set()
+        """Rows of sequences with retained pages."""
         self.num_closed = 0
         """Sequences closed or reordered so far; batches made before must be looked at again."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -81,7 +81,8 @@ class CacheState:
         del self.by_row[sequence.row]
         counters, row = self.counters, sequence.row
         counters.committed_of[row] = counters.prompt_of[row] = counters.last_snapshot_of[row] = 0
-        self._free_rows.append(sequence.row)
+        counters.generation_of[row] += 1
+        self._free_rows.append(row)
         self.num_closed += 1
         sequence.row = -1
 
@@ -115,7 +116,7 @@ class CacheState:
         """Note at which committed length points enter the tree, a state is copied, or a window moves on."""
         row, counters = sequence.row, self.counters
         committed = counters.committed_of[row]
-        counters.hold_of[row] = first = self.first_unpublished(sequence)
+        counters.first_unpublished_of[row] = first = self.first_unpublished(sequence)
         point = self.publish_at(sequence)
         if self.states:
             point = min(point, first if first > sequence.last_point else NEVER)
@@ -150,8 +151,8 @@ class CacheState:
 
     # ---- where resume points are wanted
 
-    def want_points(self, sequence: Sequence) -> None:
-        """Where a prompt should leave resume points: full attention alone can go on from anywhere."""
+    def plan_points(self, sequence: Sequence) -> None:
+        """Choose where a prompt leaves resume points: full attention alone can resume anywhere."""
         if not (self.windows or self.states):
             return
         grid, back = self.grid, sequence.drop_last_blocks * self.grid
@@ -199,7 +200,6 @@ class CacheState:
     # ---- pages
 
     def allocate_snapshot(self) -> tuple[int, ...]:
-        """A page of each state group."""
         return tuple([self.pages[group.number].allocate_snapshot() for group in self.states])
 
     def free_snapshot(self, pages: tuple[int, ...]) -> None:
@@ -207,17 +207,17 @@ class CacheState:
         for group, page in zip(self.states, pages):
             self.pages[group.number].free_one(page)
 
-    def park(self, sequence: Sequence, group: PagedGroup, first: int, pages: Ids) -> None:
-        """A sequence holds pages of a window, from block `first` on, for points that are not in the tree yet."""
-        sequence.parked.setdefault(group.number, []).append((first, pages))
-        self.parking_rows.add(sequence.row)
+    def retain(self, sequence: Sequence, group: PagedGroup, first: int, pages: Ids) -> None:
+        """A sequence holds pages of a window, from block `first` on, for unpublished points."""
+        sequence.retained.setdefault(group.number, []).append((first, pages))
+        self.retaining_rows.add(sequence.row)
 
-    def release_parked(self, sequence: Sequence) -> None:
-        """Points that were not published yet need pages no more."""
-        self.parking_rows.discard(sequence.row)
-        for number, runs in sequence.parked.items():
+    def release_retained(self, sequence: Sequence) -> None:
+        """Unpublished points need their pages no more."""
+        self.retaining_rows.discard(sequence.row)
+        for number, runs in sequence.retained.items():
             self.pages[number].release(np.concatenate([pages for _, pages in runs]))
-        sequence.parked = {}
+        sequence.retained = {}
 
     def drop_restore(self, sequence: Sequence) -> None:
         """The states of its hit were copied, or are not wanted."""

@@ -64,7 +64,7 @@ class OneRowPages:
                 for group in same:
                     table, pages = self.state.tables[group.number], self.state.pages[group.number]
                     blocks = table.blocks_of[row]
-                    if group.is_window and self.start[0] < num_prompt:
+                    if group.is_window:
                         num_passing = group.first_block(num_prompt) - blocks
                         table.write(row, blocks, pages.allocate_run(count, num_passing))
                     else:
@@ -100,6 +100,8 @@ class ManyRowPages:
             size, have = same[0].slot_tokens, state.tables[same[0].number].blocks[rows]
             self.growth.append(np.maximum((reach + (size - 1)) // size - have, 0))
         self._totals = [int(np.add.reduce(growth)) for growth in self.growth]
+        self._sums: list[Counts] = []
+        """Of the growth: of the first row, of the first two, and so on."""
         self.stateful: list[int] = []
         if state.states:
             self.stateful = (reach >= state.counters.next_stop[rows]).nonzero()[0].tolist()
@@ -111,7 +113,8 @@ class ManyRowPages:
     def demand(self, count: int) -> Demand:
         blocks, num_states = self._totals, 0
         if count < len(self.rows):
-            blocks = [int(np.add.reduce(growth[:count])) for growth in self.growth]
+            self._sums = self._sums or [np.cumsum(growth) for growth in self.growth]
+            blocks = [int(sums[count - 1]) for sums in self._sums]
         if self.state.states:
             have = self.state.tables[self.state.states[0].number].blocks[self.rows[:count]]
             num_states = count * (1 + self.options.drafts) - int(np.count_nonzero(have))

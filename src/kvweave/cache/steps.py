@@ -12,7 +12,6 @@ import numpy as np
 
 from kvweave.cache.allocator import Demand, Known, PageAllocator
 from kvweave.cache.copies import Copies
-from kvweave.cache.fork import Forks
 from kvweave.cache.publish import Publisher
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
@@ -26,14 +25,11 @@ MANY = 64
 
 
 class Steps:
-    def __init__(
-        self, state: CacheState, allocator: PageAllocator, snapshots: Snapshots, publisher: Publisher, forks: Forks
-    ) -> None:
+    def __init__(self, state: CacheState, allocator: PageAllocator, snapshots: Snapshots, publisher: Publisher) -> None:
         self.state = state
         self.allocator = allocator
         self.snapshots = snapshots
         self.publisher = publisher
-        self.forks = forks
         self._has_drafts = False
         """Whether any step so far may have left states from which drafts can be taken back."""
 
@@ -113,6 +109,7 @@ class Steps:
         step.set_counters()
         for i in stateful:
             self.state.set_next_lengths(step.sequences[i])
+            self.state.counters.passed_stop_of[step.sequences[i].row] = options.drafts
         return copies
 
     def _snapshots_of(self, step: StepPages, i: int) -> list[int]:
@@ -134,12 +131,12 @@ class Steps:
     def _ensure(self, step: StepPages, demand: Demand, asking: Rows) -> None:
         """Make sure of the pages, or raise with everything as it was."""
         if step.longest > self.state.max_tokens:
-            raise self.allocator.refusal(self.state.pools[0], step.rows, step.sequences, *step.span())
+            raise self.allocator.refusal(self.state.pools[0], demand, step.sequences, *step.span(), asking)
         known: Known = {}
         pool = self.allocator.ensure(demand, admits=self._admits(step), known=known)
         if pool is not None:
             fits = partial(self._fits, step, known)
-            raise self.allocator.refusal(pool, step.rows, step.sequences, *step.span(), fits, asking)
+            raise self.allocator.refusal(pool, demand, step.sequences, *step.span(), asking, fits)
 
     def _fits(self, step: StepPages, known: Known, count: int) -> bool:
         """Whether the first `count` rows could be allocated."""
@@ -168,45 +165,45 @@ class Steps:
             row = sequences[0].row
             end = counters.length_of[row] if until is None else int(until[0])
             counters.committed_of[row] = end
-            return self._pass_events_one(sequences[0], end) if end >= counters.next_event_of[row] else None
+            return self._handle_events_of(sequences[0], end) if end >= counters.next_event_of[row] else None
         until = counters.lengths[rows] if until is None else until
         counters.committed[rows] = until
         due = (until >= counters.next_event[rows]).nonzero()[0]
-        return self._pass_events(rows[due], [sequences[i] for i in due.tolist()], until[due]) if len(due) else None
+        return self._handle_events(rows[due], [sequences[i] for i in due.tolist()], until[due]) if len(due) else None
 
     def _accept_committed(self, rows: Rows, until: Counts) -> None:
         """Drafts that are committed to the last are accepted."""
         counters = self.state.counters
         accepted = (until == counters.lengths[rows]) & (counters.drafts[rows] > 0)
         if accepted.any():
-            self.snapshots.choose(rows[accepted], np.zeros(int(accepted.sum()), np.int64))
+            self.snapshots.keep_accepted(rows[accepted], np.zeros(int(accepted.sum()), np.int64))
 
-    def _pass_events_one(self, sequence: Sequence, until: int) -> Copies | None:
-        """`_pass_events` for one row, in plain numbers."""
+    def _handle_events_of(self, sequence: Sequence, until: int) -> Copies | None:
+        """`_handle_events` for one row, in plain numbers."""
         state, row, copies = self.state, sequence.row, None
         if until >= state.counters.next_point_of[row]:
             copies = Copies()
-            self._pass_point(sequence, copies)
+            self._handle_point(sequence, copies)
         if state.windows:
             self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
             state.counters.next_event_of[row] = min(state.counters.next_point_of[row], state.moves.next(until))
         return copies
 
-    def _pass_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> Copies:
+    def _handle_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> Copies:
         """These rows have passed a point, or windows move on, or others could find more of them."""
         state, counters, copies = self.state, self.state.counters, Copies()
         for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
-            self._pass_point(sequences[i], copies)
+            self._handle_point(sequences[i], copies)
         if state.windows:
             numbers = until // state.grid
-            for i in (counters.hold[rows] <= until).nonzero()[0].tolist():
+            for i in (counters.first_unpublished[rows] <= until).nonzero()[0].tolist():
                 self.allocator.advance_windows_of(sequences[i], int(numbers[i]) * state.grid)
             needed, next_move = state.moves.look_up(numbers)
             self.allocator.advance_windows(rows, needed)
             counters.next_event[rows] = np.minimum(counters.next_point[rows], next_move)
         return copies
 
-    def _pass_point(self, sequence: Sequence, copies: Copies) -> None:
+    def _handle_point(self, sequence: Sequence, copies: Copies) -> None:
         """A sequence has passed points, which enter the tree."""
         state, row = self.state, sequence.row
         committed = state.counters.committed_of[row]
@@ -229,12 +226,10 @@ class Steps:
         before, prompts = counters.lengths[rows], counters.prompts[rows]
         drafted = counters.drafts[rows] > 0
         if np.count_nonzero(drafted):
-            self.snapshots.choose(rows[drafted], (before - lengths)[drafted])
-        if state.states:  # rows that go back over a position whose state is wanted, one by one
-            every = state.decode_every
-            back = (lengths < before) & ((lengths < prompts) | (before // every != lengths // every))
-            for i in np.flatnonzero(back).tolist():
-                self.forks.cut(sequences[i], int(lengths[i]))
+            self.snapshots.keep_accepted(rows[drafted], (before - lengths)[drafted])
         counters.lengths[rows] = lengths
         counters.step_start[rows] = np.minimum(counters.step_start[rows], lengths)
         state.tokens.cut_many(rows, sequences, np.maximum(lengths, prompts))
+        for i in counters.passed_stop[rows].nonzero()[0].tolist():
+            counters.passed_stop_of[sequences[i].row] = 0
+            state.set_next_stop(sequences[i])  # a state that rejected drafts had passed is wanted again

@@ -1,4 +1,4 @@
-"""Token ids that sequences were told while they run, kept by row for whole batches at once."""
+"""Ids of generated tokens, kept by row for whole batches at once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvweave.prefix import as_tokens
 from kvweave.table import Counts
 
 RECENT = 256
-"""Ids that are kept by row before they are handed to their sequence."""
+"""Ids kept by row before they are flushed to their sequence."""
 TURNS = 192
-"""In so many steps each sequence of a batch is handed its ids once, so that no step does so for all of them."""
+"""In so many steps of a token the ids of each sequence of a batch are flushed once, so that no step does so for all."""
 
 
 class TokenLog:
-    """`known` ids of a row's sequence are known, from its first token on; without a gap, whoever told them when. Those
-    from `handed` on are kept here, the others by the sequence."""
+    """`known` ids of a row's sequence are known, from its first token on, without a gap. Those
+    from `flushed` on are kept here, the others by the sequence."""
 
     def __init__(self, counters: RowCounters, rows: int) -> None:
         self._counters = counters
@@ -30,31 +30,30 @@ class TokenLog:
         self._recent = np.pad(self._recent, ((0, count), (0, 0)))
 
     def enter(self, row: int, count: int) -> None:
-        """The sequence that comes into a row knows `count` ids."""
-        self._counters.known_of[row] = self._counters.handed_of[row] = count
+        """The sequence of a row knows `count` ids, all flushed."""
+        self._counters.known_of[row] = self._counters.flushed_of[row] = count
 
     def flush(self, sequence: Sequence) -> None:
-        """Hand a row's recent ids to its sequence."""
+        """Append a row's recent ids to its sequence's own."""
         row = sequence.row
-        recent = self._counters.known_of[row] - self._counters.handed_of[row] if row >= 0 else 0
+        recent = self._counters.known_of[row] - self._counters.flushed_of[row] if row >= 0 else 0
         if recent:
             sequence.add_tokens(self._recent[row, :recent])
-            self._counters.handed_of[row] = self._counters.known_of[row]
+            self._counters.flushed_of[row] = self._counters.known_of[row]
 
     def cut(self, sequence: Sequence, length: int) -> None:
-        """Forget the ids from `length` on."""
         self.flush(sequence)
         sequence.cut_tokens(length)
         self.enter(sequence.row, min(self._counters.known_of[sequence.row], length))
 
     def cut_many(self, rows: Rows, sequences: list[Sequence], lengths: Counts) -> None:
         """`cut` for many rows at once."""
-        known, handed = self._counters.known[rows], self._counters.handed[rows]
-        self._counters.known[rows] = np.minimum(known, np.maximum(lengths, handed))
-        for i in (lengths < handed).nonzero()[0].tolist():
+        known, flushed = self._counters.known[rows], self._counters.flushed[rows]
+        self._counters.known[rows] = np.minimum(known, np.maximum(lengths, flushed))
+        for i in (lengths < flushed).nonzero()[0].tolist():
             self.cut(sequences[i], int(lengths[i]))
 
-    # ---- telling
+    # ---- adding
 
     def checked(
         self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, tokens: object
@@ -83,45 +82,48 @@ class TokenLog:
                 )
         return ids, False
 
-    def tell(
+    def add(
         self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, ids: Ids, are_new: bool
     ) -> None:
-        """Take over checked ids of the tokens [start, start + counts) of each row; those that are known, are."""
+        """Add checked ids of the tokens [start, start + counts) of each row; known ones are skipped."""
         if are_new and len(sequences) == 1 and len(ids) <= RECENT:
-            self._tell_one(sequences[0], int(start[0]), ids)
+            self._add_one(sequences[0], int(start[0]), ids)
             return
         if are_new and isinstance(counts, int) and counts <= RECENT:
-            self._tell_alike(rows, sequences, start, ids.reshape(len(rows), counts))
+            self._add_columns(rows, sequences, start, ids.reshape(len(rows), counts))
             return
         for sequence, first, given in _by_sequence(sequences, start, counts, ids):
             new = given[max(0, sequence.num_tokens - first) :]
             sequence.add_tokens(new)
             self.enter(sequence.row, self._counters.known_of[sequence.row] + len(new))
 
-    def _tell_one(self, sequence: Sequence, start: int, ids: Ids) -> None:
-        """`_tell_alike` for one row, in plain numbers."""
+    def _add_one(self, sequence: Sequence, start: int, ids: Ids) -> None:
+        """`_add_columns` for one row, in plain numbers."""
         row = sequence.row
-        if start - self._counters.handed_of[row] + len(ids) > RECENT:
+        if start - self._counters.flushed_of[row] + len(ids) > RECENT:
             self.flush(sequence)
-        first = start - self._counters.handed_of[row]
+        first = start - self._counters.flushed_of[row]
         self._recent[row, first : first + len(ids)] = ids
         self._counters.known_of[row] = start + len(ids)
 
-    def _tell_alike(self, rows: Rows, sequences: list[Sequence], start: Counts, ids: Ids) -> None:
-        """As many ids for each row, none of them known."""
-        width, column = ids.shape[1], start - self._counters.handed[rows]
+    def _add_columns(self, rows: Rows, sequences: list[Sequence], start: Counts, ids: Ids) -> None:
+        """The same number of ids for each row, none of them known."""
+        width, column = ids.shape[1], start - self._counters.flushed[rows]
         longest = int(column[column.argmax()]) + width
-        if longest > RECENT:
-            for sequence in sequences:
+        if longest > RECENT - TURNS:  # flushed before these are added: drafts that are rejected are never flushed
+            turns = max(1, TURNS // width)
+            self._turn = (self._turn + 1) % turns
+            for sequence in sequences[self._turn :: turns]:
                 self.flush(sequence)
-            column = start - self._counters.handed[rows]
+            column[self._turn :: turns] = 0
+            if longest > RECENT:
+                full = column > RECENT - width
+                for i in full.nonzero()[0].tolist():
+                    self.flush(sequences[i])
+                column[full] = 0
         for i in range(width):
             self._recent[rows, column + i if i else column] = ids[:, i]
         self._counters.known[rows] = start + width
-        if longest > RECENT - TURNS:
-            self._turn = (self._turn + 1) % TURNS
-            for sequence in sequences[self._turn :: TURNS]:
-                self.flush(sequence)
 
 
 def _by_sequence(

@@ -1,4 +1,4 @@
-"""Where windows let go of blocks, worked out once: between two such lengths a row has nothing to do for its windows."""
+"""Where windows release blocks, worked out once: between two such lengths a row has nothing to do for its windows."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Who holds each page of a window, counted for many pages in one call: in C, or in numpy where it was not compiled.
 
 A page's count is one number for two kinds of holders, since they are always asked together: the block tables and pins
-that name it, and, times `TREE`, the points of the prefix tree that need it. Pages in the tree that nobody names are
-evictable; `evictable_in` counts them by super-page (it is empty where a page is a whole super-page). A free page has
-the count of the table that will get it: 1. NULL pages are passed over, and a page may be there several times.
+that reference it, and, times `TREE`, the points of the prefix tree that need it. Pages in the tree without a reference
+are evictable; `evictable_in` counts them by super-page (it is empty where a page is a whole super-page). A free page
+has the count of the table that will get it: 1. NULL pages are skipped, and a page may be there several times.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NAMES", "TREE", "Ids", "NumpyHolders", "enter", "leave", "prune", "release", "share"]
+__all__ = ["REFERENCES", "TREE", "Ids", "NumpyHolders", "enter", "leave", "prune", "release", "share"]
 
 Ids = NDArray[np.int32]
 Counts = NDArray[np.int64]
 TREE = 1 << 32
-NAMES = TREE - 1
+REFERENCES = TREE - 1
 
 
 class NumpyHolders:
@@ -24,9 +24,9 @@ class NumpyHolders:
 
     @staticmethod
     def share(holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int) -> int:
-        """One more table names each of `pages`; returns how many of them nobody named before."""
+        """One more table references each of `pages`; returns how many of them had no reference before."""
         pages = pages[pages > 0]
-        unnamed = np.unique(pages[holders[pages] & NAMES == 0])
+        unnamed = np.unique(pages[holders[pages] & REFERENCES == 0])
         np.add.at(holders, pages, 1)
         _count(evictable_in, unnamed, per_superpage, -1)
         return len(unnamed)
@@ -41,13 +41,13 @@ class NumpyHolders:
 
     @staticmethod
     def release(holders: Counts, pages: Ids, evictable_in: Counts, per_superpage: int, out: Ids) -> tuple[int, int]:
-        """A table lets go of each of `pages`; `out` gets those that nobody holds now. Returns how many these are, and
+        """A table releases each of `pages`; `out` gets those that nobody holds now. Returns how many these are, and
         how many the tree alone holds now."""
         pages = pages[pages > 0]
         np.subtract.at(holders, pages, 1)
         last = _last_mentions(pages)
         left = holders[last]
-        unnamed = last[(left & NAMES == 0) & (left > 0)]
+        unnamed = last[(left & REFERENCES == 0) & (left > 0)]
         _count(evictable_in, unnamed, per_superpage, 1)
         return _free(holders, last[left == 0], out), len(unnamed)
 

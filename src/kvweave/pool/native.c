@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 #define TREE (INT64_C(1) << 32)
-#define NAMES (TREE - 1)
+#define REFERENCES (TREE - 1)
 
 /* The arguments that all functions have: counts by page, pages, counts by super-page (or none), pages of a super-page. */
 typedef struct {
@@ -75,7 +75,7 @@ static PyObject *share(PyObject *self, PyObject *args)
         return NULL;
     Py_ssize_t unnamed = 0;
     for (Py_ssize_t i = 0; i < call.count; i++)
-        if (call.pages[i] && !(call.holders[call.pages[i]]++ & NAMES)) {
+        if (call.pages[i] && !(call.holders[call.pages[i]]++ & REFERENCES)) {
             count_evictable(&call, call.pages[i], -1);
             unnamed++;
         }
@@ -112,7 +112,7 @@ static PyObject *release(PyObject *self, PyObject *args)
         int64_t left = --call.holders[call.pages[i]];
         if (!left)
             call.out[gone++] = freed(&call, call.pages[i]);
-        else if (!(left & NAMES)) {
+        else if (!(left & REFERENCES)) {
             count_evictable(&call, call.pages[i], 1);
             unnamed++;
         }

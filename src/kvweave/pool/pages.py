@@ -1,6 +1,6 @@
 """The pages of one group: which are free, who holds the others, and which only the prefix cache holds.
 
-Page 0 of every group is NULL: never handed out, safe to read and to write.
+Page 0 of every group is NULL: never allocated, safe to read and to write.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvweave.pool import holders
 from kvweave.pool.group import PagedGroup
-from kvweave.pool.holders import NAMES, Ids
+from kvweave.pool.holders import REFERENCES, Ids
 
 NULL = 0
 
@@ -66,7 +66,7 @@ class GroupPages:
     """The pages of one group in its pool: those that are free, and counts of the others.
 
     Where pages are shared one by one (windows), `holders` counts who holds each (see `holders.py`). Other pages have
-    one owner. `num_cached` pages are in the prefix tree, of which `num_evictable` are named and needed by nobody else.
+    one owner. `num_cached` pages are in the prefix tree, of which `num_evictable` nobody else references or needs.
     Where a page is a whole super-page (`is_whole`), its free ones are the pool's.
     """
 
@@ -82,8 +82,8 @@ class GroupPages:
         self.holders[:1] = 0  # NULL
         self._holders_of = self.holders.data
         self.num_allocated = self.num_cached = self.num_evictable = self.num_evicted = 0
-        self.num_let_go = 0
-        """Pages of the tree that no table named any more, so far."""
+        self.num_unreferenced = 0
+        """Pages of the tree that lost their last reference, so far."""
         self.evictable_in: NDArray[np.int64] = np.zeros(0 if self.is_whole else num_superpages, np.int64)
         """Evictable pages of each super-page."""
         self._is_snapshot: NDArray[np.bool_] = np.zeros(max(1, capacity) if group.is_state else 0, np.bool_)
@@ -104,12 +104,12 @@ class GroupPages:
         self.num_allocated += 1
         if self.is_whole or self.free_pages.size < 2:
             return self._stack.take_out(0)
-        crowd = self._needed_beside(self.free_pages.all)
-        return self.free_pages.take_out(int(crowd.argmax() if is_needed else crowd.argmin()))
+        num_needed = self._needed_beside(self.free_pages.all)
+        return self.free_pages.take_out(int(num_needed.argmax() if is_needed else num_needed.argmin()))
 
     def allocate_run(self, count: int, num_passing: int) -> Ids:
-        """`count` pages of a window for the end of a prompt, of which it will soon let go of the first `num_passing`.
-        The others are needed for long, and are kept apart as those of `allocate_apart` are."""
+        """`count` pages of a window for one sequence, of which it will soon release the first `num_passing`. The others
+        are kept apart as those of `allocate_apart` are."""
         if self.is_whole or num_passing >= count or count == self.free_pages.size:
             return self.allocate(count)
         num_lasting, free = count - max(num_passing, 0), self.free_pages.all
@@ -148,38 +148,38 @@ class GroupPages:
         self.num_allocated -= 1
         self._stack.push_one(page)
 
-    # ---- block tables name pages. NULLs of windows are passed over
+    # ---- block tables reference pages. NULLs of windows are skipped
 
     def share(self, pages: Ids) -> None:
-        """One more table names each of `pages`, of a window."""
+        """One more table references each of `pages`, of a window."""
         if len(pages):
             self.num_evictable -= holders.share(self.holders, pages, self.evictable_in, self.per_superpage)
 
     def release(self, pages: Ids) -> None:
-        """Tables let go of `pages`, of each as often as it is in there; those that nobody holds now are free."""
+        """Tables release `pages`, each as often as it is in there; those that nobody holds now are free."""
         if not self.group.is_window:
             self.free(pages)
         elif len(pages):
             out = np.empty(len(pages), np.int32)
-            num_gone, num_unnamed = holders.release(self.holders, pages, self.evictable_in, self.per_superpage, out)
-            self.num_evictable += num_unnamed
-            self.num_let_go += num_unnamed
+            num_gone, num_left = holders.release(self.holders, pages, self.evictable_in, self.per_superpage, out)
+            self.num_evictable += num_left
+            self.num_unreferenced += num_left
             self.free(out[:num_gone])
 
-    def is_named(self, page: int) -> bool:
-        """Whether a table or a pin names a page of a window."""
-        return bool(self._holders_of[page] & NAMES)
+    def is_referenced(self, page: int) -> bool:
+        return bool(self._holders_of[page] & REFERENCES)
 
-    def are_named(self, pages: Ids) -> NDArray[np.bool_]:
-        """`is_named`, for many pages."""
-        named: NDArray[np.bool_] = self.holders[pages] & NAMES != 0
-        return named
+    def are_referenced(self, pages: Ids) -> NDArray[np.bool_]:
+        referenced: NDArray[np.bool_] = self.holders[pages] & REFERENCES != 0
+        return referenced
 
-    def named_only_by(self, pages: Ids) -> Ids:
-        """Those of `pages`, of a window, that nobody names more often than they are in there."""
-        times = np.bincount(pages, minlength=1)
+    def referenced_only_by(self, pages: Ids) -> Ids:
+        """Those of `pages`, of a window, that have no more references than they are times in there."""
+        if not len(pages):
+            return pages
+        times = np.bincount(pages)
         found = times.nonzero()[0]
-        only: Ids = found[times[found] == self.holders[found] & NAMES].astype(np.int32)
+        only: Ids = found[times[found] == self.holders[found] & REFERENCES].astype(np.int32)
         return only
 
     # ---- the tree has pages: of windows those that its points need, of others those that were given to it
@@ -202,12 +202,6 @@ class GroupPages:
         """NULL takes the place of those of `pages`, of a window, that are not in the tree."""
         holders.prune(self.holders, pages)
 
-    def cache(self, pages: Ids, is_needed: bool) -> None:
-        """Pages are the tree's from now on."""
-        self.num_cached += len(pages)
-        if not is_needed:
-            self.count_evictable(pages, 1)
-
     def evict(self, pages: Ids) -> None:
         """Evictable pages of the tree are free."""
         self.count_evictable(pages, -1)
@@ -216,13 +210,12 @@ class GroupPages:
         self.free(pages)
 
     def cache_one(self, page: int) -> None:
-        """`cache`, for the page of a state, which nobody needs."""
+        """The page of a state, which nobody else needs, is the tree's from now on."""
         self._is_snapshot_of[page] = False
         self.num_cached += 1
         self.count_evictable_one(page, 1)
 
     def evict_one(self, page: int) -> None:
-        """`evict`, for a single page."""
         self.count_evictable_one(page, -1)
         self.num_cached -= 1
         self.num_evicted += 1
@@ -235,7 +228,6 @@ class GroupPages:
             np.add.at(self.evictable_in, pages // self.per_superpage, sign)
 
     def count_evictable_one(self, page: int, sign: int) -> None:
-        """`count_evictable`, for a single page."""
         self.num_evictable += sign
         if not self.is_whole:
             self.evictable_in[page // self.per_superpage] += sign
@@ -247,7 +239,6 @@ class GroupPages:
         return max(0, -(-(count - self.free_pages.size) // self.per_superpage))
 
     def free_in(self) -> NDArray[np.int64]:
-        """Free pages of each super-page."""
         counts: NDArray[np.int64] = np.bincount(
             self.free_pages.all // self.per_superpage, minlength=len(self.evictable_in)
         ).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Resume points whose window pages block tables name: evicting one would free little, so they wait in no queue."""
+"""Resume points whose window pages block tables reference: evicting one would free little, so they are in no queue."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ MOST_AT_ONCE = 64
 NOT_HELD, QUEUED_ANYWAY = -1, -2
 """A point is not held; or it is queued though it would be: no others were left."""
 PATIENCE = 32
-"""Points are looked at when tables have let go of so many pages for each: two pages of each, all over the memory, are
+"""Points are looked at when tables have released so many pages for each: two pages of each, all over the memory, are
 read then. (With 1, a request under eviction took 40 us more, nearly half of its time.)"""
 
 
 class HeldPoints:
-    """Of the shortest window, each point has the first page that it needs, which tables let go of first, and the last
-    one, which only tables of sequences at or behind it name. A point is held while tables name both."""
+    """Of the shortest window, each point has the first page that it needs, which tables release first, and the last
+    one, which only tables of sequences at or behind it reference. A point is held while tables reference both."""
 
     def __init__(self, pages: GroupPages) -> None:
         self._pages = pages
         self.points: list[Point] = []
         self._set(np.zeros((2, 64), np.int32))
         self._seen = 0
-        """Pages that tables had let go of, when it was last asked which points are held no longer."""
+        """`GroupPages.num_unreferenced` when points were last looked at."""
 
     def _set(self, ends: Ids) -> None:
         """First and last pages, in the points' order."""
@@ -45,8 +45,9 @@ class HeldPoints:
 
     def holds(self, point: Point) -> bool:
         """Whether a point that is in no queue would be held."""
-        pages = self._pages
-        return point.held != QUEUED_ANYWAY and pages.is_named(point.last_page) and pages.is_named(point.first_page)
+        if point.held == QUEUED_ANYWAY:
+            return False
+        return self._pages.is_referenced(point.last_page) and self._pages.is_referenced(point.first_page)
 
     def add(self, point: Point) -> None:
         at = point.held = len(self.points)
@@ -63,14 +64,14 @@ class HeldPoints:
             self._first_of[at], self._last_of[at] = last.first_page, last.last_page
         point.held = NOT_HELD
 
-    def let_go(self) -> list[Point]:
-        """Points that are held no longer, some of them; looked for now and again as tables let go of pages."""
-        if self._pages.num_let_go - self._seen <= PATIENCE * len(self.points):
+    def poll(self) -> list[Point]:
+        """`unheld`, but only now and again as tables release pages."""
+        if self._pages.num_unreferenced - self._seen <= PATIENCE * len(self.points):
             return []
-        self._seen = self._pages.num_let_go
+        self._seen = self._pages.num_unreferenced
         return self.unheld()
 
     def unheld(self) -> list[Point]:
         """Points that are held no longer, some of them."""
-        first, last = self._pages.are_named(self._ends[:, : len(self.points)])
+        first, last = self._pages.are_referenced(self._ends[:, : len(self.points)])
         return [self.points[at] for at in np.flatnonzero(~(first & last))[:MOST_AT_ONCE].tolist()]

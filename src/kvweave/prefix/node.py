@@ -95,8 +95,8 @@ class Node:
         """By group; those of states have none."""
         self.points: list[Point] = []
         self.children: dict[bytes, Node] = {}
-        self.standing: dict[bytes, dict[Any, None]] | None = None
-        """Running sequences whose published tokens end here, by their next tokens: before a prompt goes on from here
+        self.running: dict[bytes, dict[Any, None]] | None = None
+        """Running sequences whose published tokens end here, by their next tokens: before a prompt continues here
         with the same tokens, what they have committed is published. No bytes: the next tokens are not known yet."""
         self.pins = 0
         self.uses = 0

@@ -20,7 +20,7 @@ from kvweave.prefix.held_points import MOST_AT_ONCE, NOT_HELD, QUEUED_ANYWAY, He
 from kvweave.prefix.named_policies import order_of
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.policy import Policy
-from kvweave.prefix.tree import Match, PageRun, PublishStanding, Tree
+from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
@@ -32,8 +32,8 @@ NO_LIMIT = 2**62
 class PrefixCache:
     """How many pages are in the tree, and how many of them are evictable, their `GroupPages` know.
 
-    A holder (a running sequence, a pin) stands on a node: the pages of full groups from there up to the root cannot
-    be evicted. Window pages that its table names are its own as well; states are pinned until they were copied.
+    A holder (a running sequence, a pin) is at a node: the pages of full groups from there up to the root cannot be
+    evicted. Window pages that its table references cannot be either; states are pinned until they were copied.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PrefixCache:
         self._held = self._held_points()
 
     def _held_points(self) -> HeldPoints | None:
-        """States can be evicted whatever tables name: where they are most of a point, no point is held."""
+        """States can be evicted whatever tables reference: where they are most of a point, no point is held."""
         state_bytes = sum(group.page_bytes for group in self.tree.states if group.has_pages)
         window_bytes = sum(group.page_bytes * _span(group) // group.slot_tokens for group in self._windows)
         moving = [group for group in self._windows if group.needs_last_block]
@@ -69,7 +69,7 @@ class PrefixCache:
 
     # ---- looking
 
-    def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding) -> Match:
+    def match(self, namespace: Hashable, tokens: Tokens, publish: PublishRunning) -> Match:
         """The longest run of tokens in the tree; sequences that have more of them are published on the way."""
         match = self.tree.match(namespace, tokens, publish)
         if match.node is not None and match.num_nodes > LONGEST_PATH and self._join(match.node.path()):
@@ -97,8 +97,8 @@ class PrefixCache:
     # ---- holders
 
     def pin_at(self, match: Match, position: int, priority: int, *, with_states: bool) -> Point:
-        """A holder stands at a position of a matched path, and may need the states there: the point at this position,
-        the last one of its node. It is used now; `requeue` it when all that the holder needs is named."""
+        """A holder comes to a position of a matched path, and may need the states there: the point at this position,
+        the last one of its node. It is used now; `requeue` it when the holder's tables reference what they need."""
         node = match.node
         while node is not None and node.start >= position:
             node = node.parent
@@ -125,7 +125,7 @@ class PrefixCache:
         return point
 
     def pin(self, node: Node, above: Node | None = None) -> None:
-        """A holder, of `above` until now if that is given, stands on `node`."""
+        """A holder comes to `node`, from `above` if that is given."""
         if above is not None:
             above.uses -= 1
         node.uses += 1
@@ -173,14 +173,16 @@ class PrefixCache:
         return upper
 
     def add_run(self, node: Node, tokens: Tokens, pages: list[Ids]) -> Node:
-        """A run behind the node on which a sequence stands, with its pages, which are the tree's from now on: a new
-        one, which nobody holds yet, or more of the node itself, where it is the sequence's own end."""
+        """A run behind the node of a holder, which moves to its end; its pages are the tree's from now on. A new node,
+        or more of the node itself, where it is the holder's own end."""
         if node.growing_tip and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN:
             self.tree.grow(node, tokens, pages)
         else:
+            node.uses -= 1
             node = self.tree.insert(node, tokens, pages)
+            node.uses = node.pins = 1
         for group in self._full:
-            self._pages[group.number].cache(pages[group.number], is_needed=node.pins > 0)
+            self._pages[group.number].num_cached += len(pages[group.number])
         return node
 
     def add_point(
@@ -223,7 +225,7 @@ class PrefixCache:
         for group in self._windows:
             first = (start - node.start) // group.slot_tokens
             self._pages[group.number].prune(node.pages[group.number][first:])
-        self.tree.tell_kept(node, self._windows)
+        self.tree.emit_kept(node, self._windows)
 
     def _use(self, point: Point) -> None:
         point.last_used, point.floor = self.tick(), self.order.floor
@@ -242,7 +244,7 @@ class PrefixCache:
             self.requeue(first)
 
     def _requeue_held(self, node: Node) -> None:
-        """Nobody stands on a node any more, or on those above it: their points are not held."""
+        """A node, and those above it, may have lost their last holder: their points are not held then."""
         at: Node | None = node
         while self._held is not None and at is not None and not at.pins:
             for point in at.points:
@@ -251,7 +253,7 @@ class PrefixCache:
             at = at.parent
 
     def requeue(self, point: Point) -> None:
-        """Put a point among the others where it belongs now."""
+        """Move a point to the queue where it belongs now, if any."""
         queues = self._queues_of(point)
         if point.queue is None or queues is None or point.queue.is_tips != queues[0].is_tips:
             self._move(point, queues)
@@ -278,7 +280,6 @@ class PrefixCache:
         queues[number].add(point, key)
 
     def _dequeue(self, point: Point) -> None:
-        """Let it wait nowhere."""
         if point.queue is not None:
             point.queue.remove(point)
             point.held = NOT_HELD
@@ -288,11 +289,11 @@ class PrefixCache:
     # ---- evicting
 
     def _choose(self, queues: list[EvictionQueue]) -> Point | None:
-        """The point that goes next: one whose pages tables name is held instead."""
+        """The point that is evicted next: one whose pages tables reference is held instead."""
         held = self._held
         if held is None or queues is self._tips:
             return self.order.choose(queues, self._clock)
-        self._queue_unheld(held.let_go())
+        self._queue_unheld(held.poll())
         while True:
             point = self.order.choose(queues, self._clock)
             if point is None:
@@ -321,12 +322,12 @@ class PrefixCache:
         return bool(some)
 
     def _has_evictable(self, point: Point) -> bool:
-        """Whether a point, or one that it stands for, has a state, or needs a window page that no table names."""
+        """Whether a point, or one that it stands for, has a state, or needs a window page that no table references."""
         if point.states:
             return True
         for other in point.node.points if point.kind == Kind.SPACED else (point,):
             for run in self.window_runs(other.node, other.position) if other.kind == point.kind else ():
-                if not self._pages[run.group.number].are_named(run.pages).all():
+                if not self._pages[run.group.number].are_referenced(run.pages).all():
                     return True
         return False
 
@@ -386,7 +387,7 @@ class PrefixCache:
         return self.tree.last_resumable(node, limit, node.start)
 
     def _drop_spaced(self, first: Point) -> None:
-        """Give up the points of a run that nobody has asked for, but those whose pages tables name."""
+        """Evict the spaced points of a run, but those whose pages tables reference."""
         node = first.node
         for point in list(node.points):
             is_kept = point.queue.is_tips if point.queue is not None else self._held and self._held.holds(point)
@@ -402,12 +403,12 @@ class PrefixCache:
         for run in self.window_runs(point.node, point.position):
             before = run.pages.copy() if self.tree.emit else run.pages
             if self._pages[run.group.number].leave_cache(run.pages):
-                self.tree.tell_lost(run, before)
+                self.tree.emit_lost(run, before)
         self.tree.remove_point(point)
 
     # ---- leaves end at a point
 
-    def _settle(self, node: Node, heir: Point | None) -> None:
+    def _settle(self, node: Node, replaced: Point | None) -> None:
         """A leaf that nobody holds ends at its last resumable position; one without any is gone, and so on upwards."""
         while not node.pins and not node.children:
             parent = node.parent
@@ -415,11 +416,11 @@ class PrefixCache:
                 if self.tree.roots.get(node.namespace) is node:
                     self.tree.remove(node)
                 return
-            if heir is None and node.points and node.points[-1].position == node.end:
+            if replaced is None and node.points and node.points[-1].position == node.end:
                 break
             bare = self._is_bare(node)
             end = node.start if bare else self.tree.last_resumable(node, node.end, node.start)
-            if self._shorten(node, end, heir):
+            if self._shorten(node, end, replaced):
                 return
             node = parent
         self._requeue_last(node)
@@ -430,18 +431,18 @@ class PrefixCache:
             group.needs_last_block and not np.count_nonzero(node.pages[group.number]) for group in self._windows
         )
 
-    def _shorten(self, node: Node, end: int, heir: Point | None) -> bool:
+    def _shorten(self, node: Node, end: int, replaced: Point | None) -> bool:
         """Cut a leaf to `end`, which is resumable, or take it out where that is its start; whether it is still there.
 
-        Who evicts a point passes it on as `heir`: what is left was used as recently, and is as important.
+        `replaced` is the point that is evicted, if one is: the new last point inherits its recency and priority.
         """
-        is_evicted = heir is not None
+        is_evicted = replaced is not None
         beyond = [point for point in node.points if point.position > end]
-        if heir is None and beyond:
-            heir = beyond[-1]
+        if replaced is None and beyond:
+            replaced = beyond[-1]
         point = None
         if end > node.start:  # it needs window pages of those beyond, and comes before they go
-            point = node.point_at(end) or self._successor(node, end, heir, is_evicted)
+            point = node.point_at(end) or self._successor(node, end, replaced, is_evicted)
         for gone in reversed(beyond):
             self.drop_point(gone)
         if point is None:
@@ -451,19 +452,19 @@ class PrefixCache:
             return False
         if end < node.end:
             self._free_rows(self.tree.trim(node, end))
-        if heir is not None:
-            point.last_used, point.floor = max(point.last_used, heir.last_used), max(point.floor, heir.floor)
-            point.priority, point.hits = max(point.priority, heir.priority), max(point.hits, heir.hits)
+        if replaced is not None:
+            point.last_used, point.floor = max(point.last_used, replaced.last_used), max(point.floor, replaced.floor)
+            point.priority, point.hits = max(point.priority, replaced.priority), max(point.hits, replaced.hits)
         self._move(point, self._tips)
         return True
 
-    def _successor(self, node: Node, position: int, heir: Point | None, is_evicted: bool) -> Point:
+    def _successor(self, node: Node, position: int, replaced: Point | None, is_evicted: bool) -> Point:
         """A new point for one that goes, or is evicted."""
-        kind = Kind.ANSWER if heir is None else heir.kind
+        kind = Kind.ANSWER if replaced is None else replaced.kind
         point = self._new_point(node, position, kind, (), self.window_runs(node, position))
-        if heir is not None:
-            point.last_used, point.floor = heir.last_used, heir.floor
-            point.found, point.continued, point.cut = heir.found, heir.continued, is_evicted
+        if replaced is not None:
+            point.last_used, point.floor = replaced.last_used, replaced.floor
+            point.found, point.continued, point.cut = replaced.found, replaced.continued, is_evicted
         return point
 
     def _free_rows(self, pages: list[Ids]) -> None:

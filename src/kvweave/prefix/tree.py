@@ -23,8 +23,8 @@ from kvweave.prefix.prompt import num_equal
 
 Counts = NDArray[np.int64]
 NO_PAGES: Ids = np.empty(0, np.int32)
-PublishStanding = Callable[[Node, bytes], None]
-"""Publishes the sequences that stand on a node and go on with these tokens."""
+PublishRunning = Callable[[Node, bytes], None]
+"""Publishes running sequences attached to a node that continue with these tokens."""
 
 
 class Match:
@@ -47,7 +47,7 @@ class PageRun:
 
 
 class Tree:
-    """All namespaces' roots. `emit`, where given, is told of every change, in order."""
+    """All namespaces' roots. `emit`, where given, is called for every change, in order."""
 
     def __init__(self, groups: Sequence[PagedGroup], emit: Callable[[Event], None] | None = None) -> None:
         self.groups = list(groups)
@@ -73,12 +73,12 @@ class Tree:
                 self.emit(Stored(node.id, None, namespace, 0, ()))
         return node
 
-    def match(self, namespace: Hashable, tokens: Tokens, publish: PublishStanding | None = None) -> Match:
+    def match(self, namespace: Hashable, tokens: Tokens, publish: PublishRunning | None = None) -> Match:
         """The longest run of tokens in the tree, on the grid."""
         node, last, length, num_nodes, grid = self.roots.get(namespace), None, 0, 0, self.grid
         while node is not None and len(tokens) - length >= grid:
             key = tokens[length : length + grid].tobytes()
-            if publish is not None and node.standing:
+            if publish is not None and node.running:
                 publish(node, key)
             child = node.children.get(key)
             if child is None:
@@ -174,7 +174,7 @@ class Tree:
     # ---- growing
 
     def split(self, node: Node, position: int) -> Node:
-        """Cut a run in two; the upper part is new and is returned. Whoever stands on the node keeps its lower part."""
+        """Cut a run in two; the upper part is new and is returned. Holders at the node are at its lower part."""
         parent, size = node.parent, position - node.start
         assert parent is not None, "a root has no run to split"
         assert 0 < size < len(node.tokens), f"{position} is not inside the run {node.start} to {node.end}"
@@ -226,23 +226,22 @@ class Tree:
         self.num_nodes += 1
         if self.emit:
             self.emit(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
-        self.tell_kept(node, self.full)
+        self.emit_kept(node, self.full)
         return node
 
     def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
-        """Make a leaf's run longer."""
         node.tokens = np.concatenate([node.tokens, tokens])
         node.end += len(tokens)
         for group in self.rows:
             node.pages[group.number] = np.concatenate([node.pages[group.number], pages[group.number]])
         if self.emit:
             self.emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
-        self.tell_kept(node, self.full)
+        self.emit_kept(node, self.full)
 
     def fill(self, run: PageRun, pages: Ids) -> None:
         """Put pages into the gaps of a window's run."""
         np.copyto(run.pages, pages, where=run.pages == NULL)
-        self.tell_kept(run.node, [run.group])
+        self.emit_kept(run.node, [run.group])
 
     def add_point(self, node: Node, position: int, kind: Kind, states: StatePages) -> Point:
         """Points of a run are in order; most come at its end."""
@@ -250,7 +249,7 @@ class Tree:
         while at and node.points[at - 1].position > position:
             at -= 1
         node.points.insert(at, point)
-        self.tell_kept(node, self.states)
+        self.emit_kept(node, self.states)
         return point
 
     # ---- shrinking
@@ -262,8 +261,8 @@ class Tree:
             for group in self.states:
                 self.emit(Lost(point.node.id, group.tag, (point.position // group.slot_tokens - 1,)))
 
-    def tell_lost(self, run: PageRun, before: Ids) -> None:
-        """Say what a run of a window has lost of what it was `before`."""
+    def emit_lost(self, run: PageRun, before: Ids) -> None:
+        """Emit what a run of a window has lost of what it was `before`."""
         if self.emit:
             blocks = np.flatnonzero(run.pages != before) + run.first
             self.emit(Lost(run.node.id, run.group.tag, tuple(blocks.tolist())))
@@ -306,8 +305,8 @@ class Tree:
     def empty_pages(self, tokens: int) -> list[Ids]:
         return [NO_PAGES if g.is_state else np.zeros(tokens // g.slot_tokens, np.int32) for g in self.groups]
 
-    def tell_kept(self, node: Node, groups: Sequence[PagedGroup]) -> None:
-        """Say what a node holds of some groups now."""
+    def emit_kept(self, node: Node, groups: Sequence[PagedGroup]) -> None:
+        """Emit what a node holds of some groups now."""
         if self.emit is None:
             return
         for group in groups:

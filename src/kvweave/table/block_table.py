@@ -3,7 +3,7 @@
     row r   | NULL  NULL  p7  p3  p9  p12  NULL ... |     a window: old blocks left, first = 2, blocks = 6
                           ^first            ^blocks
 
-Both arrays can be handed to a kernel as they are: NULL is page 0, which nobody owns and anybody may read. Their
+Both arrays can be passed to a kernel as they are: NULL is page 0, which nobody owns and anybody may read. Their
 addresses stay the same while rows and tokens stay within what the cache was made for.
 """
 
@@ -21,7 +21,7 @@ class BlockTable:
     """The table of one group. A context-parallel rank holds every cp-th block, so a slot spans all ranks' blocks.
 
     States have a column for the live state, and one more for each draft token that may be rejected. Of full
-    groups the tree owns the pages that it has. Windows hold a reference to every page they name.
+    groups the tree owns the pages that it has. Windows hold a reference to every page in them.
     """
 
     def __init__(self, group: PagedGroup, num_rows: int, width: int) -> None:
@@ -81,9 +81,6 @@ class BlockTable:
         """`counts[i]` more pages at the end of `rows[i]`, out of `pages` in order."""
         slots = self.blocks[rows]
         self.blocks[rows] = slots + counts
-        if len(rows) == 1:
-            self.write(int(rows[0]), int(slots[0]), pages)
-            return
         if len(pages) != len(rows) or counts[counts.argmax()] != 1:
             rows, slots = spread(rows, slots, counts)
         self.write_many(rows, slots, pages)
@@ -117,22 +114,24 @@ class BlockTable:
 
     def held(self, row: int, published: int) -> Ids:
         """The pages that a row holds itself: of full groups those behind what is in the tree, of windows and states
-        all it names, NULLs among them. A view."""
+        all in it, NULLs among them. A view."""
         held: Ids = self.pages[row, published // self.slot_tokens if self.group.is_full else 0 : self.blocks_of[row]]
         return held
 
     def slots(self, rows: Counts, positions: Counts, cp_rank: int) -> Counts:
         """Where tokens are written: page x block_tokens + offset for each (row, position); -1: on another rank."""
-        group = self.group
-        pages = self.pages[rows, positions // group.slot_tokens].astype(np.int64)
-        slots: Counts = pages * group.block_tokens + positions % group.block_tokens
-        if group.context_shards > 1:
-            slots[positions // group.block_tokens % group.context_shards != cp_rank] = -1
-        return slots
+        size, blocks = self.group.block_tokens, positions // self.slot_tokens
+        pages, offsets = self.pages.take(rows * self.width + blocks), positions - blocks * self.slot_tokens
+        if self.group.context_shards == 1:
+            return pages * np.int64(size) + offsets
+        ranks = offsets // size
+        return np.where(ranks == cp_rank, pages * np.int64(size) + offsets - ranks * size, -1)
 
 
 def spread(rows: Counts, first: Counts, counts: Counts) -> tuple[Counts, Counts]:
     """Each (row, number) of the numbers [first, first + count) of rows."""
+    if not np.count_nonzero(counts != 1):
+        return rows, first
     numbers = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
     return np.repeat(rows, counts), numbers
 
