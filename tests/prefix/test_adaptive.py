@@ -10,7 +10,8 @@ import pytest
 from kvweave.cache import Cache
 from kvweave.prefix import Kind
 from kvweave.prefix.adaptive import CLASSES, MOST_WEIGHT, PRIORS, REST, SPACED_PRIOR, Adaptive, class_of
-from kvweave.prefix.class_weights import FIT, MOST_HITS, OCTAVES
+from kvweave.prefix.age_counts import MOST_HITS
+from kvweave.prefix.class_weights import FIT, OCTAVES
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Node, Point
 from kvweave.spec import Full, State

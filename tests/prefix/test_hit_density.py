@@ -8,7 +8,8 @@ from math import exp
 
 import pytest
 
-from kvweave.prefix.hit_density import MOST_FIT, MOST_HITS, OCTAVES, HitDensity, densities_of
+from kvweave.prefix.age_counts import MOST_HITS
+from kvweave.prefix.hit_density import MOST_FIT, OCTAVES, HitDensity, densities_of
 
 
 def by_trying_all(hazards: list[float]) -> list[float]:

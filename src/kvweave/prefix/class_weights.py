@@ -10,30 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log2
 
+from kvweave.prefix.age_counts import AgeCounts
+
 OCTAVES = 40
 BELIEF = 8.0
 """A weight is its prior at first; so many hits are worth as much as that belief."""
 FIT = 64
 """Weights are worked out anew after so many hits and evictions."""
-MOST_HITS = 4096.0
-"""Beyond so many, all counts are halved: what was long ago is forgotten."""
 RECENT = 64.0
 """The age of eviction is a moving average over about so many hits and evictions."""
 
 
-class ClassWeights:
+class ClassWeights(AgeCounts):
     """The weights of numbered classes, from what is believed at first (`priors`) to `most`."""
 
     def __init__(self, priors: Sequence[float], most: float) -> None:
-        self.priors, self.most = priors, most
+        super().__init__(priors, OCTAVES)
+        self.most = most
         self.weights = [*priors]
-        self.hits = [[0.0] * OCTAVES for _ in priors]
-        """By class and octave of age."""
-        self.began = [[0.0] * OCTAVES for _ in priors]
-        """Members that were hit or evicted, by their age when they came to wait, ..."""
-        self.ended = [[0.0] * OCTAVES for _ in priors]
-        """... and when they were hit or evicted."""
-        self.num_hits = 0.0
         self._num_ended = 0.0
         self._next_fit = float(FIT)
         self.log_age = 0.0
@@ -66,14 +60,7 @@ class ClassWeights:
         for number, prior in enumerate(self.priors):
             belief = BELIEF / (prior * scale)
             self.weights[number] = min(self.most, (hits[number] + BELIEF) / (times[number] + belief) / scale)
-        if self.num_hits > MOST_HITS:
-            self._forget()
-
-    def _forget(self) -> None:
-        self.num_hits /= 2
-        for table in (self.hits, self.began, self.ended):
-            for row in table:
-                row[:] = [count / 2 for count in row]
+        self.forget()
 
 
 def octave(age: int) -> int:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, expm1
 
+from kvweave.prefix.age_counts import AgeCounts
+
 OCTAVES = 32
 BELIEF = 4.0
 """So many hits of a class are worth as much as what all classes have in common, ..."""
@@ -18,27 +20,18 @@ COMMON = 1.0
 """... and so many of all classes as what all octaves of age have in common."""
 FIT, MOST_FIT = 64, 512
 """Densities are worked out anew after so many lives, at first and later: it takes as long as some hundred lives."""
-MOST_HITS = 4096.0
-"""Beyond so many, all counts are halved: what was long ago is forgotten."""
 MOST_HAZARD = 4.0
 UNKNOWN_TIME = 20.0
 """One hit in so many octaves is believed in before any was seen."""
 
 
-class HitDensity:
-    """Densities of numbered classes; `priors` are what classes are believed to be worth at first, by one another."""
+class HitDensity(AgeCounts):
+    """Densities of numbered classes."""
 
     def __init__(self, priors: Sequence[float]) -> None:
-        self.priors = priors
-        self.hits = [[0.0] * OCTAVES for _ in priors]
-        """By class and octave of age."""
-        self.began = [[0.0] * OCTAVES for _ in priors]
-        """Lives that ended, by the age at which they were counted first, ..."""
-        self.ended = [[0.0] * OCTAVES for _ in priors]
-        """... and last."""
+        super().__init__(priors, OCTAVES)
         self.densities: list[list[float]] = []
         """By class, at the start of each octave; empty until something is known."""
-        self.num_hits = 0.0
         self._num_ended = 0
         self._next_fit = FIT
 
@@ -80,14 +73,7 @@ class HitDensity:
                 for octave in range(OCTAVES)
             ]
             self.densities.append(densities_of(hazards))
-        if self.num_hits > MOST_HITS:
-            self._forget()
-
-    def _forget(self) -> None:
-        self.num_hits /= 2
-        for table in (self.hits, self.began, self.ended):
-            for row in table:
-                row[:] = [count / 2 for count in row]
+        self.forget()
 
 
 def densities_of(hazards: Sequence[float]) -> list[float]:
