@@ -1,4 +1,4 @@
-"""Mutation testing, run by hand: `python scripts/mutants.py [--only SUBSTRING] [--patience N] [--list]`.
+"""Mutation testing, run by hand: `python scripts/mutants.py [--only SUBSTRING] [--jobs N] [--patience N] [--list]`.
 
 Each mutant of `mutants.toml` is one small change of src/kvweave/{cache,prefix,pool,table,store,server}, made in a copy
 of the tree. Random lives run against those of the core first, then tests of the mutant's folder; it is killed when
@@ -16,8 +16,11 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
@@ -85,6 +88,7 @@ class Copy:
     def __init__(self, folder: Path, patience: float) -> None:
         self.folder = folder
         self.patience = patience
+        folder.mkdir()
         for name in ("src", "tests"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy2(ROOT / "pyproject.toml", folder)
@@ -123,25 +127,33 @@ class Copy:
         return f"{name}: {(failed or lines[-1:])[0][:160]}"
 
 
-def survivors(copy: Copy, mutants: list[Mutant]) -> list[Mutant]:
-    """Try the mutants one by one, and say what became of each."""
-    alive = []
-    for number, mutant in enumerate(mutants, 1):
-        start = time.perf_counter()
+def survivors(copies: Sequence[Copy], mutants: list[Mutant]) -> list[Mutant]:
+    """Try the mutants, one at a time in each copy, and say what became of each."""
+    free: SimpleQueue[Copy] = SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def survives(numbered: tuple[int, Mutant]) -> bool:
+        number, mutant = numbered
+        copy, start = free.get(), time.perf_counter()
         killer = copy.killer(mutant)
+        free.put(copy)
         verdict = f"killed by {killer}" if killer else "equivalent" if mutant.equivalent else "SURVIVES"
+        if killer and mutant.equivalent:
+            verdict += "; it is marked as equivalent, and is not"
         seconds = time.perf_counter() - start
         print(f"{number:3}/{len(mutants)} {seconds:5.1f} s  {mutant.file}: {mutant.breaks}: {verdict}", flush=True)
-        if not killer:
-            alive.append(mutant)
-        elif mutant.equivalent:
-            print("     it is marked as equivalent, and is not", flush=True)
-    return alive
+        return not killer
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        alive = list(pool.map(survives, enumerate(mutants, 1)))
+    return [mutant for mutant, is_alive in zip(mutants, alive, strict=True) if is_alive]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutants whose file, text or sentence contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="so many mutants at once")
     parser.add_argument("--patience", type=float, default=1.0, help="so many times the usual time, on a busy machine")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     options = parser.parse_args()
@@ -151,12 +163,12 @@ def main() -> int:
             print(f"{mutant.file}: {mutant.breaks}{' (equivalent)' if mutant.equivalent else ''}")
         return 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
-        copy = Copy(Path(place).resolve(), options.patience)
+        copies = [Copy(Path(place).resolve() / str(i), options.patience) for i in range(options.jobs)]
         for folder in sorted({mutant.folder for mutant in mutants}):
-            if failure := copy.failure(folder):
+            if failure := copies[0].failure(folder):
                 print(f"{folder} as it is fails: {failure}")
                 return 1
-        alive = survivors(copy, mutants)
+        alive = survivors(copies, mutants)
     unmarked = [mutant for mutant in alive if not mutant.equivalent]
     print(f"{len(mutants)} mutants, {len(mutants) - len(alive)} killed, {len(alive) - len(unmarked)} equivalent")
     for mutant in unmarked:
