@@ -10,7 +10,7 @@ from typing import Any
 from kvweave.cache import Batch, Cache, Pin, Sequence
 from kvweave.errors import CacheError, CannotTruncate, NeverFits, NotSettled, OutOfPages, PlanError
 from kvweave.plan import Plan, make_plan
-from kvweave.prefix import POLICIES, Event, Policy, Replica, Retention
+from kvweave.prefix import POLICIES, Event, Point, Policy, Replica, Retention
 from kvweave.spec import Chunk, DType, Full, Layer, LayerCache, ModelSpec, Reach, Role, SinkWindow, State, Window
 from tests.cache.engine import Engine, Step, check_books, could_have, longest_hit
 
@@ -90,7 +90,7 @@ class Life:
         kinds = {
             self.open: 5, self.step: 12, self.commit: 8, self.accept: 2, self.fork: 2, self.reorder: 1,
             self.truncate: 2, self.close: 3, self.load: 1, self.rematch: 1, self.pin: 1, self.unpin: 1,
-            self.publish: 1, self.shrink: 1, self.branch: 2,
+            self.publish: 1, self.shrink: 1, self.branch: 2, self.alone: 1,
         }  # fmt: skip
         for _ in range(steps):
             kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
@@ -224,13 +224,19 @@ class Life:
         for one, n in zip(chosen, counts, strict=True):
             for group in state.groups:
                 have = int(state.tables[group.number].blocks[one.sequence.row])
-                need = 1 + drafts if group.is_state else -(-(one.sequence.length + n + lookahead) // group.slot_tokens)
+                need = -(-(one.sequence.length + n + lookahead) // group.slot_tokens)
+                if group.is_state:  # those of a hit that nobody else needs are there to be taken
+                    need = 1 + drafts - int(self.is_the_only_one_at(one.sequence.restore))
                 wanted[group.tag] = wanted.get(group.tag, 0) + max(0, need - have)
         assert not could_have(self.cache, wanted, self.pins), f"refused though {wanted} could be had: {error}"
         if isinstance(error, OutOfPages):
             assert error.sequences
             assert set(map(id, error.sequences)) <= {id(one.sequence) for one in chosen}
             assert not set(map(id, error.preemptible)) & {id(one.sequence) for one in chosen}
+
+    def is_the_only_one_at(self, point: Point | None) -> bool:
+        others = [one.sequence.restore for one in self.running] + [pin.point for pin in self.pins]
+        return point is not None and sum(other is point for other in others) == 1
 
     def commit(self) -> None:
         """The device has run up to some step; what it wrote is committed, for one sequence or several."""
@@ -361,6 +367,30 @@ class Life:
         while len(self.running) > 2:
             self.close()
 
+    def alone(self) -> None:
+        """When all others are closed, a prompt that was promised is computed to its end, or a refusal was necessary."""
+        self._close_all()
+        self.open()
+        one, step_tokens = self.running[0], self.rng.choice((1, 4, 20))
+        try:
+            self.cache.check_fits(one.sequence.num_prompt, step_tokens)
+        except NeverFits:
+            return None
+        end, checkpoints = one.sequence.num_prompt, self.rng.random() < 0.5
+        while (start := one.sequence.length) < end:
+            self._extend([one], [min(step_tokens, end - start)], 0, 0, checkpoints)
+            if one.sequence.length == start:
+                return self.count("refused alone")
+            while one.steps:
+                self.commit()
+        return self.count("computed alone")
+
+    def _close_all(self) -> None:
+        while self.running:
+            self.close()
+        while self.pins:
+            self.unpin()
+
     def pin(self) -> None:
         if len(self.pins) < 2 and (pin := self.cache.pin(self.prompt(), namespace="a")) is not None:
             self.pins.append(pin)
@@ -374,10 +404,7 @@ class Life:
 
     def end(self) -> None:
         self.engine.run()
-        while self.running:
-            self.close()
-        while self.pins:
-            self.unpin()
+        self._close_all()
         check_books(self.cache)
         self.cache.reset()
         stats = self.cache.stats()

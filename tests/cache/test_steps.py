@@ -9,7 +9,7 @@ from kvweave.cache import Batch, Cache, Sequence
 from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, NotSettled, OutOfPages
 from kvweave.plan import PoolRequest, make_plan
 from kvweave.prefix import Retention
-from kvweave.spec import Full, Layer, ModelSpec, Reach, State, Window
+from kvweave.spec import Chunk, Full, Layer, LayerCache, ModelSpec, Reach, State, Window
 from tests.cache.engine import Engine, check_books
 from tests.cache.plans import full_plan, group, plan_of
 
@@ -444,6 +444,117 @@ def test_whether_a_prompt_can_ever_fit_is_known_before_its_first_chunk() -> None
     windows.check_fits(10_000, step_tokens=4)
     with pytest.raises(NeverFits, match="in one step"):
         windows.check_fits(10_000, step_tokens=40)
+
+
+def test_whether_a_prompt_can_ever_fit_is_told_for_the_longest_part_of_a_chunk() -> None:
+    cache = Cache(plan_of(group("chunk", Chunk(8192)), pages=1601))
+    for length in (8000, 8192, 13_000):
+        with pytest.raises(NeverFits):
+            cache.check_fits(length)
+    cache.check_fits(6400)
+
+
+def test_a_prompt_that_was_promised_fits_wherever_its_hit_ends() -> None:
+    cache = Cache(plan_of(group("chunk", Chunk(8)), pages=3))
+    with pytest.raises(NeverFits, match="takes 3 super-pages"):
+        cache.check_fits(24, step_tokens=8)  # after a hit of 4 tokens the step [4, 12) needs three blocks
+    cache.check_fits(24, step_tokens=4)
+
+
+@pytest.mark.parametrize("length", [10**9, 2**70])
+def test_a_length_beyond_all_memory_is_refused_before_anything_is_computed_for_it(length: int) -> None:
+    with pytest.raises(NeverFits, match="more than the 18"):
+        Cache(plan_of(group("full", Full()), pages=11), max_tokens=18).check_fits(length)
+
+
+def test_drafts_for_which_there_are_never_enough_states_never_fit() -> None:
+    cache = Cache(plan_of(group("state", State()), pages=4))
+    sequence = cache.open([1] * 20)
+    with pytest.raises(NeverFits, match="takes 4 super-pages"):
+        cache.extend(sequence, 4, drafts=3)
+    cache.extend(sequence, 4, drafts=2)
+
+
+@pytest.mark.parametrize("wrong", [1.5, float("nan"), np.float64(2)])
+def test_numbers_of_drafts_that_are_not_whole_change_nothing(wrong: float) -> None:
+    cache = hybrid()
+    pair = [cache.open([i] * 20) for i in range(2)]
+    before = cache.stats()
+    for name in ("drafts", "lookahead"):
+        with pytest.raises(TypeError):
+            cache.extend(pair, 4, **{name: wrong})  # type: ignore[arg-type]
+    assert cache.stats() == before
+
+
+def test_whether_rows_can_be_extended_does_not_depend_on_those_that_have_their_pages() -> None:
+    cache = Cache(plan_of(group("full", Full()), pages=11), admission_reserve=0.5)
+    waiting, running = cache.open([1] * 6), cache.open([2] * 40)
+    cache.extend(waiting, 4, lookahead=4)
+    cache.accept(waiting, 0)
+    cache.extend(running, 12)
+    cache.commit(running)
+    assert cache.can_extend([waiting, running], 1)
+    cache.extend([waiting, running], 1)
+
+
+@pytest.mark.parametrize("groups", [(group("full", Full()), group("state", State())), (group("state", State()),)])
+def test_a_sequence_that_is_alone_takes_the_states_of_its_hit_where_no_page_is_left_for_a_copy(
+    groups: tuple[LayerCache, ...],
+) -> None:
+    cache = Cache(plan_of(*groups, pages=6, own_pools={"state": PoolRequest(pages=1)}))
+    with cache.open([1] * 5) as first:
+        list(cache.extend(first, 4))
+        list(cache.commit(first))
+    cache.check_fits(16)
+    sequence = cache.open([1] * 16)
+    assert sequence.num_cached == 4
+    assert sequence.restore is not None
+    snapshot = sequence.restore.states[0]
+    assert cache.can_extend(sequence, 12)
+    assert not list(cache.extend(sequence, 12)), "nothing is copied"
+    assert int(cache.table("state")[sequence.row, 0]) == snapshot
+    check_books(cache)
+
+
+def test_states_that_a_pin_keeps_are_copied_or_refused_and_never_taken() -> None:
+    cache = Cache(plan_of(group("state", State()), pages=2))
+    with cache.open([1] * 5) as first:
+        list(cache.extend(first, 4))
+        list(cache.commit(first))
+    pin = cache.pin([1] * 5)
+    assert pin is not None
+    sequence = cache.open([1] * 16)
+    assert not cache.can_extend(sequence, 1)
+    with pytest.raises(OutOfPages):
+        cache.extend(sequence, 1)
+    cache.unpin(pin)
+    cache.extend(sequence, 1)
+    check_books(cache)
+
+
+def test_what_is_loaded_takes_the_place_of_the_states_of_a_hit() -> None:
+    cache = Cache(plan_of(group("state", State()), pages=2))
+    with cache.open([1] * 5) as first:
+        list(cache.extend(first, 4))
+        list(cache.commit(first))
+    sequence = cache.open([1] * 16)
+    cache.load_to(sequence, 8)
+    assert sequence.length == 8
+    check_books(cache)
+
+
+def test_after_a_refused_load_the_states_of_the_hit_are_restored_all_the_same() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State()), pages=6))
+    with cache.open([1] * 5) as first:
+        list(cache.extend(first, 4))
+        list(cache.commit(first))
+    other = cache.open([2] * 20)
+    cache.extend(other, 14)
+    sequence = cache.open([1] * 16)
+    with pytest.raises(OutOfPages):
+        cache.load_to(sequence, 8)
+    other.close()
+    assert [copy.tag for copy in cache.extend(sequence, 4)] == ["state"], "of the snapshot into the live state"
 
 
 def test_a_preempted_sequence_resumes_from_what_it_left() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from math import gcd
 
 import numpy as np
 
@@ -220,11 +221,13 @@ class PageAllocator:
         ends: Counts,
         asking: Rows,
         fits: Callable[[int], bool] | None = None,
+        drafts: int = 0,
     ) -> OutOfPages | NeverFits:
-        """Why `sequences`, which demand so many pages, cannot get them for the tokens from `starts` to `ends`. `asking`
-        are all rows that the same call serves; `fits` says whether the first so many of `sequences` could."""
-        if self.never_fits(starts.min(keepdims=True), ends.max(keepdims=True)) is not None:  # more than any needs
-            never = self.never_fits(starts, ends)
+        """Why `sequences`, which demand so many pages, cannot get them for the tokens from `starts` to `ends`, of which
+        the last `drafts` have a state each. `asking` are all rows that the same call serves; `fits` says whether the
+        first so many of `sequences` could."""
+        if self.never_fits(starts.min(keepdims=True), ends.max(keepdims=True), drafts) is not None:  # more than any
+            never = self.never_fits(starts, ends, drafts)
             if never is not None:
                 return never
         low, high = 0, len(sequences)
@@ -246,21 +249,42 @@ class PageAllocator:
         first = np.lexsort((-counters.opened[rows], counters.priority[rows]))[:MOST_NAMED]
         return [self.state.by_row[row] for row in rows[first].tolist()]
 
-    def never_fits(self, starts: Counts, ends: Counts) -> NeverFits | None:
-        """Why a sequence of which the tokens [start, end) are computed in one step would not fit an empty cache; for
-        several such steps at once."""
+    def never_fits_in_steps(self, num_tokens: int, step_tokens: int) -> NeverFits | None:
+        """Why a sequence that is computed in such steps, the first of them from a hit on, would not fit.
+
+        Pages of full attention are the most at the end, and those of other groups come again at the latest after their
+        reach: so only the last steps are asked.
+        """
+        if num_tokens > self.state.max_tokens:
+            return self._too_long(num_tokens)
+        apart = gcd(step_tokens, self.state.grid)
+        reaches = [group.reach.span or 0 for group in self.state.windows]
+        first = max(0, num_tokens - step_tokens - self.state.grid - max(reaches, default=0)) // apart * apart
+        starts = np.arange(first, num_tokens, apart)
+        return self.never_fits(starts, np.minimum(starts + step_tokens, num_tokens))
+
+    def _too_long(self, num_tokens: int) -> NeverFits:
+        state = self.state
+        return NeverFits(
+            f"{num_tokens} tokens are more than the {state.max_tokens} that the cache was made for: make it with a"
+            " larger max_tokens",
+            available_bytes=state.plan.num_bytes,
+            smallest_bytes=state.plan.num_bytes,
+        )
+
+    def never_fits(self, starts: Counts, ends: Counts, drafts: int = 0) -> NeverFits | None:
+        """Why a sequence of which the tokens [start, end) are computed in one step, the last `drafts` of them with a
+        state each, would not fit an empty cache; for several such steps at once."""
         state = self.state
         if (most := int(ends.max())) > state.max_tokens:
-            return NeverFits(
-                f"{most} tokens are more than the {state.max_tokens} that the cache was made for: make it with a larger"
-                " max_tokens",
-                available_bytes=state.plan.num_bytes,
-                smallest_bytes=state.plan.num_bytes,
-            )
+            return self._too_long(most)
         for pool in state.pools:
             superpages = np.zeros(len(starts), np.int64)
             for pages in pool.groups:
-                superpages += -(-pages.group.blocks_for(starts, ends) // pages.per_superpage)
+                blocks = pages.group.blocks_for(starts, ends)
+                if pages.group.is_state:
+                    blocks += drafts
+                superpages += -(-blocks // pages.per_superpage)
             too_many = np.flatnonzero(superpages > pool.num_superpages)
             if len(too_many):
                 at = int(too_many[-1])

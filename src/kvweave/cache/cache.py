@@ -44,8 +44,6 @@ from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, Counts, spread
 
 MOST_PRIORITY = 2**31 - 1
-MOST_STEPS = 4096
-"""`check_fits` computes the pages of the last steps only, at most this many: a sequence holds the most at its end."""
 
 
 class Cache(SequenceOwner):
@@ -125,7 +123,7 @@ class Cache(SequenceOwner):
         treats them like the positions at which this prompt differs from earlier ones.
         """
         prompt = self._prompt(tokens, spans)
-        if drop_last_blocks < 0:
+        if index(drop_last_blocks) < 0:
             raise BadSequence(f"drop_last_blocks must be at least 0, got {drop_last_blocks}")
         if not -MOST_PRIORITY <= index(priority) <= MOST_PRIORITY:
             raise BadSequence(f"a priority is at most {MOST_PRIORITY}, and at least -{MOST_PRIORITY}; got {priority}")
@@ -189,12 +187,11 @@ class Cache(SequenceOwner):
         return sequence.num_cached
 
     def check_fits(self, num_tokens: int, step_tokens: int = 1) -> None:
-        """Raise `NeverFits` if a sequence of `num_tokens`, computed in steps of `step_tokens`, would not fit an empty
-        cache. Call it before the first chunk."""
+        """Raise `NeverFits` if a sequence of `num_tokens`, computed in steps of `step_tokens` from wherever a hit ends,
+        would not fit an otherwise empty cache. Call it before the first chunk."""
         if num_tokens < 1 or step_tokens < 1:
             raise BadSequence(f"no sequence has {num_tokens} tokens, computed {step_tokens} a step")
-        starts = np.arange(0, num_tokens, step_tokens)[-MOST_STEPS:]
-        never = self._allocator.never_fits(starts, np.minimum(starts + step_tokens, num_tokens))
+        never = self._allocator.never_fits_in_steps(num_tokens, min(step_tokens, num_tokens))
         if never is not None:
             raise never
 
@@ -220,6 +217,7 @@ class Cache(SequenceOwner):
         that the engine must make before the step.
         """
         rows, chosen = self._rows(sequences)
+        lookahead, drafts = index(lookahead), index(drafts)
         counts = n if isinstance(n, int) else _whole(n)
         least = counts if isinstance(counts, int) else int(counts.min()) if counts.shape == rows.shape else 0
         if least < 1 or lookahead < 0 or not 0 <= drafts <= min(least, self.state.max_drafts):

@@ -120,9 +120,14 @@ class Loader:
         lacking = {group.number: self._lacking(group, sequence.row, position) for group in state.groups}
         demand = [sum(last - first for first, last in lacking[group.number]) for group in state.groups]
         snapshot = [n + int(group.is_state) for n, group in zip(demand, state.groups, strict=True)]
+        restore = sequence.restore
+        state.drop_restore(sequence)  # what is loaded takes the place of the states of the hit
         keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=True) is None
         pool = None if keeps else self.allocator.ensure(demand, admits=True)
         if pool is not None:
+            if restore is not None:
+                state.prefix.pin_states(restore, 1)
+                sequence.restore = restore
             raise self.allocator.refusal(pool, demand, [sequence], end, end, sequence.rows)
         if state.windows or state.states:
             sequence.asked_points = [position, *(point for point in sequence.asked_points if point > position)]
@@ -130,7 +135,6 @@ class Loader:
         self.allocator.advance_windows_of(sequence, position)
         for group in state.groups:
             self._load_group(group, sequence.row, position, lacking[group.number])
-        state.drop_restore(sequence)
         state.counters.length_of[sequence.row] = position
         if keeps:
             self.snapshots.reserve(sequence, [position], in_step=False)

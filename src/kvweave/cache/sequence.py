@@ -127,6 +127,11 @@ class Sequence:
         return self.row >= 0
 
     @property
+    def can_take_states(self) -> bool:
+        """Whether the states of its hit, not copied yet, are needed by nobody else, so that they need no copy."""
+        return self.restore is not None and self.restore.pins == 1
+
+    @property
     def length(self) -> int:
         """Tokens with pages allocated: cached, computed, or in a step that is under way."""
         self.check_open()

@@ -45,6 +45,13 @@ class Snapshots:
             copies.add_all(sequence.row, self.state.state_tags, point.states, self.state.live_states(sequence.row))
             self.state.drop_restore(sequence)
 
+    def take_states(self, sequence: Sequence) -> None:
+        """The states of the hit become the live ones: short of a page for a copy, their point is given up."""
+        assert sequence.restore is not None, "only the states of a hit can be taken"
+        for group, page in zip(self.state.states, self.state.prefix.take_states(sequence.restore)):
+            self.state.tables[group.number].write_state(sequence.row, page)
+        sequence.restore = None
+
     # ---- between steps
 
     def copy_live(self, sequence: Sequence, copies: Copies) -> None:

@@ -43,6 +43,8 @@ class OneRowPages:
             self.growth[i] = max(0, -(-reach // same[0].slot_tokens) - have)
         passes_stop = bool(state.states) and reach >= state.counters.next_stop_of[sequence.row]
         self.stateful = [0] if passes_stop else []
+        self.takes_states = False
+        """Whether rows take the states of their hits, where they can, instead of copies: the hits are lost then."""
 
     def demand(self, _count: int) -> Demand:
         """Pages for the first `count` rows: new blocks; a live state where there is none, and one for each draft (no
@@ -51,6 +53,7 @@ class OneRowPages:
         if self.state.states:
             have = self.state.tables[self.state.states[0].number].blocks_of[self.sequences[0].row]
             num_states = 1 + self.options.drafts - min(have, 1)
+            num_states -= int(self.takes_states and self.sequences[0].can_take_states)
         return _demand(self.state, self.growth, num_states)
 
     def span(self) -> tuple[Counts, Counts]:
@@ -102,6 +105,7 @@ class ManyRowPages:
         self._totals = [int(np.add.reduce(growth)) for growth in self.growth]
         self._sums: list[Counts] = []
         """Of the growth: of the first row, of the first two, and so on."""
+        self.takes_states = False
         self.stateful: list[int] = []
         if state.states:
             self.stateful = (reach >= state.counters.next_stop[rows]).nonzero()[0].tolist()
@@ -118,6 +122,8 @@ class ManyRowPages:
         if self.state.states:
             have = self.state.tables[self.state.states[0].number].blocks[self.rows[:count]]
             num_states = count * (1 + self.options.drafts) - int(np.count_nonzero(have))
+            if self.takes_states:
+                num_states -= sum(self.sequences[i].can_take_states for i in self.stateful if i < count)
         return _demand(self.state, blocks, num_states)
 
     def span(self) -> tuple[Counts, Counts]:

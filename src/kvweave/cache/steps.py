@@ -6,6 +6,7 @@ writes stays until it is committed. Counters move for all rows at once; rows tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -17,7 +18,8 @@ from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.cache.step_pages import PLAIN, ManyRowPages, OneRowPages, StepOptions, StepPages
-from kvweave.errors import NotSettled
+from kvweave.errors import NeverFits, NotSettled, OutOfPages
+from kvweave.pool import PagePool
 from kvweave.table import Counts
 
 MANY = 64
@@ -67,42 +69,52 @@ class Steps:
     ) -> Copies | None:
         counters = self.state.counters
         after = start + counts
-        reach = after + options.lookahead if options.lookahead else after
-        short, copies = reach > counters.ready[rows], None
-        num_short = len(rows) if options.drafts else int(np.count_nonzero(short))
-        if num_short:
-            if num_short == len(rows):
-                step = ManyRowPages(self.state, rows, sequences, start, after, reach, options)
-            else:
-                at = short.nonzero()[0]
-                chosen = [sequences[i] for i in at.tolist()]
-                step = ManyRowPages(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
-            copies = self._allocate(step, rows)
+        step = self._short_rows(rows, sequences, start, after, options)
+        copies = None if step is None else self._allocate(step, rows)
         counters.lengths[rows] = after
         counters.step_start[rows] = start
         return copies
 
+    def _short_rows(
+        self, rows: Rows, sequences: list[Sequence], start: Counts, after: Counts, options: StepOptions
+    ) -> ManyRowPages | None:
+        """The step of those rows that are short of pages, or are to have drafts; None where there is none."""
+        reach = after + options.lookahead if options.lookahead else after
+        short = reach > self.state.counters.ready[rows]
+        num_short = len(rows) if options.drafts else int(np.count_nonzero(short))
+        if num_short == len(rows):
+            return ManyRowPages(self.state, rows, sequences, start, after, reach, options)
+        if not num_short:
+            return None
+        at = short.nonzero()[0]
+        chosen = [sequences[i] for i in at.tolist()]
+        return ManyRowPages(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
+
     def can_extend(self, rows: Rows, sequences: list[Sequence], count: int) -> bool:
         """Whether `extend` by `count` tokens would succeed; changes nothing."""
         start = self.state.counters.lengths[rows]
-        step = ManyRowPages(self.state, rows, sequences, start, start + count, start + count, PLAIN)
-        return step.longest <= self.state.max_tokens and self._fits(step, {}, len(rows))
+        step = self._short_rows(rows, sequences, start, start + count, PLAIN)
+        if step is None or step.longest > self.state.max_tokens:
+            return step is None
+        return self._fits(step, {}, len(step.rows)) or (_let_take_states(step) and self._fits(step, {}, len(step.rows)))
 
     def _allocate(self, step: StepPages, asking: Rows) -> Copies | None:
         """Allocate pages, live states and snapshots for the rows of `step`, which are short of pages; `asking` are all
         rows of the call. Returns the copies to be made before the step."""
-        stateful, options, demand = step.stateful, step.options, step.demand(len(step.sequences))
+        stateful, options = step.stateful, step.options
         if step.longest > self.state.max_tokens or len(stateful) > MANY:
-            self._ensure(step, demand, asking)  # before all of them are asked what else they want
+            self._ensure(step, asking)  # before all of them are asked what else they want
         snapshots = [self._snapshots_of(step, i) for i in stateful]
         optional = sum(map(len, snapshots))
         # Snapshots are optional: where they do not fit, the step goes without them.
-        if not optional or not self._ensure_with_snapshots(step, demand, optional):
+        if not optional or not self._ensure_with_snapshots(step, optional):
             snapshots = [[] for _ in stateful]
-            self._ensure(step, demand, asking)
+            self._ensure(step, asking)
         step.append()
         copies = Copies() if stateful else None
         for i, positions in zip(stateful, snapshots):
+            if step.takes_states and step.sequences[i].can_take_states:
+                self.snapshots.take_states(step.sequences[i])
             self._make_states(step.sequences[i], positions, options.in_step, copies)
         if options.drafts:
             self.snapshots.add_columns(step.rows, 1 + options.drafts)
@@ -123,20 +135,27 @@ class Steps:
         """Whether a row that does not run yet is asking."""
         return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in step.sequences)
 
-    def _ensure_with_snapshots(self, step: StepPages, demand: Demand, count: int) -> bool:
+    def _ensure_with_snapshots(self, step: StepPages, count: int) -> bool:
         """Whether there are so many pages of each state more, made sure of with all others."""
-        more = [n + (count if g.is_state else 0) for n, g in zip(demand, self.state.groups)]
+        more = [n + (count if g.is_state else 0) for n, g in zip(_demand(step), self.state.groups)]
         return self.allocator.ensure(more, admits=self._admits(step)) is None
 
-    def _ensure(self, step: StepPages, demand: Demand, asking: Rows) -> None:
+    def _ensure(self, step: StepPages, asking: Rows) -> None:
         """Make sure of the pages, or raise with everything as it was."""
-        if step.longest > self.state.max_tokens:
-            raise self.allocator.refusal(self.state.pools[0], demand, step.sequences, *step.span(), asking)
         known: Known = {}
-        pool = self.allocator.ensure(demand, admits=self._admits(step), known=known)
+        if step.longest > self.state.max_tokens:
+            raise self._refusal(self.state.pools[0], step, asking)
+        pool = self.allocator.ensure(_demand(step), admits=self._admits(step), known=known)
+        if pool is not None and _let_take_states(step):
+            pool = self.allocator.ensure(_demand(step), admits=self._admits(step), known=known)
         if pool is not None:
-            fits = partial(self._fits, step, known)
-            raise self.allocator.refusal(pool, demand, step.sequences, *step.span(), asking, fits)
+            raise self._refusal(pool, step, asking, partial(self._fits, step, known))
+
+    def _refusal(
+        self, pool: PagePool, step: StepPages, asking: Rows, fits: Callable[[int], bool] | None = None
+    ) -> OutOfPages | NeverFits:
+        demand, drafts = _demand(step), step.options.drafts
+        return self.allocator.refusal(pool, demand, step.sequences, *step.span(), asking, fits, drafts)
 
     def _fits(self, step: StepPages, known: Known, count: int) -> bool:
         """Whether the first `count` rows could be allocated."""
@@ -233,3 +252,15 @@ class Steps:
         for i in counters.passed_stop[rows].nonzero()[0].tolist():
             counters.passed_stop_of[sequences[i].row] = 0
             state.set_next_stop(sequences[i])  # a state that rejected drafts had passed is wanted again
+
+
+def _demand(step: StepPages) -> Demand:
+    """Of all its rows."""
+    return step.demand(len(step.sequences))
+
+
+def _let_take_states(step: StepPages) -> bool:
+    """Short of pages, rows take the states of their hits, instead of copies, where nobody else needs these; whether
+    any can."""
+    step.takes_states = any(step.sequences[i].can_take_states for i in step.stateful)
+    return step.takes_states

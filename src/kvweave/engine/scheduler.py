@@ -61,7 +61,9 @@ class Scheduler:
 
     def check(self, num_prompt: int, max_new: int) -> None:
         """Raise `NeverFits` for a job that could never run, not even alone. Any thread may ask."""
-        self.core.check_fits(num_prompt + max_new, num_prompt if self._whole_prompts else 1)
+        self.core.check_fits(num_prompt + max_new)
+        if self._whole_prompts:
+            self.core.check_fits(num_prompt, num_prompt)
 
     def add(self, job: Job) -> None:
         job.number, self._arrived = self._arrived, self._arrived + 1

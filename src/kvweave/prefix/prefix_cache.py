@@ -400,6 +400,18 @@ class PrefixCache:
         self._dequeue(point)
         for group, page in zip(self.tree.states, point.states):
             self._pages[group.number].evict_one(page)
+        self._remove_point(point)
+
+    def take_states(self, point: Point) -> StatePages:
+        """The only one who has pinned the states of a point takes them, and the point is given up."""
+        assert point.pins == 1, f"{point.pins} need the states of the point"
+        for group in self.tree.states:
+            self._pages[group.number].num_cached -= int(group.has_pages)
+        self._remove_point(point)
+        return point.states
+
+    def _remove_point(self, point: Point) -> None:
+        """Take a point out of the tree, with the window pages that no other point needs."""
         for run in self.window_runs(point.node, point.position):
             before = run.pages.copy() if self.tree.emit else run.pages
             if self._pages[run.group.number].leave_cache(run.pages):
