@@ -20,6 +20,7 @@ from kvweave.store.removals import FROM_NOW
 from kvweave.store.tier import Blob, ChecksumObserver, whole
 from kvweave.store.tier_stack import Budget
 from tests.store.faults import SCHEMA, SPEC, TOKENS, keys_of, payload, replace, stored, verify
+from tests.store.interrupts import interrupted
 from tests.store.models import namespace
 
 FAST = TierPolicy(inline=True, promote=True)
@@ -329,6 +330,24 @@ def test_damage_in_the_near_tier_is_healed_by_the_far_one(make: Make) -> None:
     assert store.load(store.lookup(prompt), verify) == 1024
     assert [executor.damaged for executor in store.stats().tiers] == [1, 0]
     assert near.contains([key]).all()  # promoted again
+
+
+def test_a_save_that_is_interrupted_anywhere_leaves_a_memory_tier_whole() -> None:
+    tier = MemoryTier("256KiB")  # less than two prompts: each save evicts
+    with Store(SCHEMA, TierStack((tier, TierPolicy(inline=True)))) as store:
+        prompts = [store.prompt([token + 1000 * i for token in TOKENS], namespace(SPEC)) for i in range(3)]
+        after = 0
+        while interrupted(lambda: store.save(prompts[after % 3], payload), after):  # noqa: B023 - called at once
+            after += 1 + after // 8
+        store.flush(10)
+        entries = [
+            (int(tier._catalog.starts[slot]), int(tier._catalog.sizes[slot])) for slot in tier._catalog.slot_of.values()
+        ]
+        runs = sorted([*entries, *tier._extents._size_at.items()])
+        ends = [start + size for start, size in runs]
+        assert [start for start, _ in runs] == [0, *ends[:-1]], "every byte is free or in one entry"
+        assert (ends[-1], tier._moving) == (tier._extents.capacity, 0)
+        assert after > 100
 
 
 def test_prefetch_brings_near_what_a_hit_will_need(far: Troubled, make: Make) -> None:

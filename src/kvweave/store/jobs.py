@@ -27,8 +27,7 @@ class _Job:
 
 
 class JobQueue:
-    """`workers` threads for reads and writes, and one for reads alone; no threads if `workers` is 0. At most
-    `most_writes` writes wait."""
+    """`workers` threads for reads and writes, and one for reads alone. At most `most_writes` writes wait."""
 
     def __init__(self, name: str, workers: int, most_writes: int) -> None:
         self._most_writes = most_writes
@@ -48,7 +47,7 @@ class JobQueue:
         self._for_reader, self._for_workers = threading.Condition(self._lock), threading.Condition(self._lock)
         self._is_reader_idle = False
         self._closed = False
-        kinds = [True, *[False] * workers] if workers else []
+        kinds = [True, *[False] * workers]
         self._threads = [
             threading.Thread(target=self._work, args=(only,), name=f"kvweave-{name}-{number}", daemon=True)
             for number, only in enumerate(kinds)
@@ -157,13 +156,6 @@ class JobQueue:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
-
-
-def run_now(work: Callable[[], T]) -> Future[T]:
-    """Run in the caller's thread."""
-    future: Future[T] = Future()
-    _settle(future, work)
-    return future
 
 
 def run_beside(work: Callable[[], T], name: str) -> Future[T]:

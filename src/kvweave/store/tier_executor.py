@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvweave.errors import PartlyRead, ReadOnly, TierError, TierFull
 from kvweave.store.breaker import CircuitBreaker
 from kvweave.store.forking import register_after_fork
-from kvweave.store.jobs import JobQueue, run_beside, run_now
+from kvweave.store.jobs import JobQueue, run_beside
 from kvweave.store.tier import Blob, Tier, TierStats
 
 T = TypeVar("T")
@@ -47,10 +47,11 @@ class TierPolicy:
     """How a tier is used.
 
     `write`: "through" (a save waits for this tier), "back" (a save queues for it), "off". `promote`: blobs found in
-    lower tiers are put here. `inline`: run in the caller's thread, for tiers that cannot hang. `deadline_s` is the time
-    for one lookup or one batch of blobs; later it is a miss. At most `queue_jobs` writes wait; a write that finds the
-    queue full is dropped when no other write left the queue for `deadline_s`, or after `PATIENCE` times that. `workers`
-    is the number of threads, beside one for reads alone.
+    lower tiers are put here. `inline`: each request is waited for, whatever the budget, for tiers that cannot hang. (It
+    runs in a thread of the tier's all the same: an interrupt of the caller would end it half-way.) `deadline_s` is the
+    time for one lookup or one batch of blobs; later it is a miss. At most `queue_jobs` writes wait; a write that finds
+    the queue full is dropped when no other write left the queue for `deadline_s`, or after `PATIENCE` times that.
+    `workers` is the number of threads, beside one for reads alone.
     """
 
     write: Literal["through", "back", "off"] = "through"
@@ -103,7 +104,7 @@ class TierExecutor:
         self._drops: Counter[str] = Counter()
         self._last_error = ""
         self._lock, self._is_forked = threading.Lock(), False
-        self._jobs = JobQueue(tier.name, 0 if policy.inline else policy.workers, policy.queue_jobs)
+        self._jobs = JobQueue(tier.name, policy.workers, policy.queue_jobs)
         register_after_fork(self)
 
     def count(self, what: str, number: int = 1) -> None:
@@ -147,10 +148,11 @@ class TierExecutor:
         def job() -> T:
             return self._tried(breaker, ask, time.monotonic() + self.policy.deadline_s)
 
-        if self.policy.inline:
-            return run_now(job)
-        if breaker is not self.writes:
-            return self._jobs.read(job)
+        if breaker is not self.writes or self.policy.inline:
+            read = self._jobs.read(job)
+            if self.policy.inline:
+                wait([read])
+            return read
         future = self._jobs.write(job, wait_s, self.policy.deadline_s)
         if future is None:
             self.count("skipped")
