@@ -335,7 +335,7 @@ def test_damage_in_the_near_tier_is_healed_by_the_far_one(make: Make) -> None:
 def test_a_save_that_is_interrupted_anywhere_leaves_a_memory_tier_whole() -> None:
     tier = MemoryTier("256KiB")  # less than two prompts: each save evicts
     with Store(SCHEMA, TierStack((tier, TierPolicy(inline=True)))) as store:
-        prompts = [store.prompt([token + 1000 * i for token in TOKENS], namespace(SPEC)) for i in range(3)]
+        prompts = [store.prompt([int(token) + 1000 * i for token in TOKENS], namespace(SPEC)) for i in range(3)]
         after = 0
         while interrupted(lambda: store.save(prompts[after % 3], payload), after):  # noqa: B023 - called at once
             after += 1 + after // 8
