@@ -358,7 +358,6 @@ class Cache(SequenceOwner):
         self._publisher.detach(sequence)
         self._loader.leave_row(sequence)
         self._snapshots.drop_after(sequence, -1)
-        sequence.node.growing_tip = False
         state.prefix.unpin(sequence.node)
         state.free_row(sequence)
 

@@ -46,7 +46,6 @@ class Forks:
         """For which there is room. The parent is published, so that full blocks are the tree's."""
         self.publisher.publish(sequence, without_point=True)
         self.state.set_next_event(sequence)
-        sequence.node.growing_tip = False
         return [self._child(sequence, copies) for _ in range(n)]
 
     def _check_settled(self, sequence: Sequence) -> None:

@@ -52,7 +52,6 @@ class Publisher:
             self.detach(sequence)
             self.attach(sequence)
         if key in running:
-            node.growing_tip = False  # the walk must find a child, not a longer node
             for sequence in self._with_shareable(running[key], end, MOST_PUBLISHED):
                 self.publish(sequence)
                 self.state.set_next_event(sequence)
@@ -166,7 +165,6 @@ class Publisher:
             same = prefix.tree.common(child.tokens, rest)
             if same < len(child.tokens):
                 child = prefix.split(child, node.end + same)
-            child.growing_tip = False
             prefix.pin(child, above=node)
             sequence.node = child
             self._merge(sequence, child)
@@ -175,18 +173,15 @@ class Publisher:
     # ---- a run that the tree has not
 
     def _insert_run(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
-        """A new run from the sequence's node to `end`, or more of its own last run."""
+        """A new run from the sequence's node to `end`."""
         prefix, start = self.state.prefix, sequence.node.end
         tokens, pages = sequence.run(start, end), [NO_PAGES] * len(held)
         for group in self.state.rows:
             size = group.slot_tokens
             pages[group.number] = held[group.number][start // size : end // size].copy()
-        node = prefix.add_run(sequence.node, tokens, pages)
-        if node is not sequence.node:
-            sequence.node = node
-            node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
+        sequence.node = prefix.add_run(sequence.node, tokens, pages)
         self._add_points(sequence, points, held)
-        prefix.keep_needed(node, start)
+        prefix.keep_needed(sequence.node)
 
     # ---- a run that the tree has
 

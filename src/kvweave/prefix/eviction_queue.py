@@ -24,7 +24,7 @@ class EvictionQueue:
         """Whether its points are the ends of leaves."""
         self._buckets: list[list[Entry]] = []
         self._last: list[Entry] = []
-        """The last entry of each bucket."""
+        """For each bucket an entry that none of its own is beyond, and that is before those of the next one."""
         self._arrivals = 0
         self.size = 0
 
@@ -35,9 +35,8 @@ class EvictionQueue:
         point.queue, point.entry = self, entry
         self.size += 1
         if not self._buckets:
-            self._buckets.append([entry])
+            self._buckets.append([])
             self._last.append(entry)
-            return
         at = min(bisect_left(self._last, entry), len(self._last) - 1)
         bucket = self._buckets[at]
         insort(bucket, entry)
@@ -56,9 +55,7 @@ class EvictionQueue:
         del bucket[index]
         self.size -= 1
         point.queue = point.entry = None
-        if bucket:
-            self._last[at] = bucket[-1]
-        else:
+        if not bucket:
             del self._buckets[at], self._last[at]
 
     def first(self) -> Entry | None:

@@ -24,8 +24,6 @@ from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
-MOST_GROWN = 2048
-"""A running sequence's last run is lengthened in place up to so many tokens; beyond, a new one is begun."""
 NO_LIMIT = 2**62
 
 
@@ -116,7 +114,6 @@ class PrefixCache:
         point.hits += 1
         self._use(point)
         point.priority = max(point.priority, priority)
-        node.growing_tip = False
         node.uses += 1
         self._count_holder(node, None, 1)
         if with_states:
@@ -172,15 +169,11 @@ class PrefixCache:
         self._requeue_spaced(node)
         return upper
 
-    def add_run(self, node: Node, tokens: Tokens, pages: list[Ids]) -> Node:
-        """A run behind the node of a holder, which moves to its end; its pages are the tree's from now on. A new node,
-        or more of the node itself, where it is the holder's own end."""
-        if node.growing_tip and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN:
-            self.tree.grow(node, tokens, pages)
-        else:
-            node.uses -= 1
-            node = self.tree.insert(node, tokens, pages)
-            node.uses = node.pins = 1
+    def add_run(self, above: Node, tokens: Tokens, pages: list[Ids]) -> Node:
+        """A run behind the node of a holder, which moves to its end; its pages are the tree's from now on."""
+        node = self.tree.insert(above, tokens, pages)
+        above.uses -= 1
+        node.uses = node.pins = 1
         for group in self._full:
             self._pages[group.number].num_cached += len(pages[group.number])
         return node
@@ -220,11 +213,10 @@ class PrefixCache:
             self._held.set_ends(point, runs)
         return point
 
-    def keep_needed(self, node: Node, start: int) -> None:
-        """Of the window pages that a run has from `start` on, the tree keeps those that points need."""
+    def keep_needed(self, node: Node) -> None:
+        """Of the window pages of a new run the tree keeps those that points need."""
         for group in self._windows:
-            first = (start - node.start) // group.slot_tokens
-            self._pages[group.number].prune(node.pages[group.number][first:])
+            self._pages[group.number].prune(node.pages[group.number])
         self.tree.emit_kept(node, self._windows)
 
     def _use(self, point: Point) -> None:

@@ -229,15 +229,6 @@ class Tree:
         self.emit_kept(node, self.full)
         return node
 
-    def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
-        node.tokens = np.concatenate([node.tokens, tokens])
-        node.end += len(tokens)
-        for group in self.rows:
-            node.pages[group.number] = np.concatenate([node.pages[group.number], pages[group.number]])
-        if self.emit:
-            self.emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
-        self.emit_kept(node, self.full)
-
     def fill(self, run: PageRun, pages: Ids) -> None:
         """Put pages into the gaps of a window's run."""
         np.copyto(run.pages, pages, where=run.pages == NULL)
