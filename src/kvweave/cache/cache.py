@@ -38,10 +38,10 @@ from kvweave.cache.step_pages import StepOptions
 from kvweave.cache.steps import Steps
 from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NotSettled, UnknownName, WrongThread
 from kvweave.plan import Plan
-from kvweave.pool import Ids
+from kvweave.pool import Counts, Ids
 from kvweave.prefix import POLICIES, ContentTokens, Event, Policy, Retention, Span, Tokens, as_tokens
 from kvweave.prefix.tree import Match
-from kvweave.table import BlockTable, Counts, spread
+from kvweave.table import BlockTable, spread
 
 MOST_PRIORITY = 2**31 - 1
 MOST_STEPS = 4096

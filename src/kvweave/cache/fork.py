@@ -13,8 +13,7 @@ from kvweave.cache.sequence import FIELDS, Batch, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.errors import CannotTruncate, NotSettled
-from kvweave.pool import Ids, PagedGroup
-from kvweave.table import Counts
+from kvweave.pool import Counts, Ids, PagedGroup
 
 
 class Forks:

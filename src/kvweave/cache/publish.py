@@ -11,9 +11,9 @@ import numpy as np
 
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
-from kvweave.pool import NULL, Ids
+from kvweave.pool import NO_PAGES, NULL, Ids
 from kvweave.prefix import NEVER, Kind, Node
-from kvweave.prefix.tree import NO_PAGES, PageRun
+from kvweave.prefix.tree import PageRun
 
 Held = list[Ids]
 UNKNOWN = b""
@@ -77,13 +77,10 @@ class Publisher:
         state.release_retained(sequence)
         sequence.answer = position
         for group in state.windows:
-            if group.has_pages:
-                table, end = state.tables[group.number], position // group.slot_tokens
-                first = group.first_block(position)
-                pages = table.pages[sequence.row, first:end].copy()
-                if len(pages):
-                    state.pages[group.number].share(pages)
-                    state.retain(sequence, group, first, pages)
+            first, end = group.first_block(position), position // group.slot_tokens
+            pages = state.tables[group.number].pages[sequence.row, first:end].copy()
+            state.pages[group.number].share(pages)
+            state.retain(sequence, group, first, pages)
 
     # ---- publish
 
@@ -210,7 +207,7 @@ class Publisher:
             runs = self._filled_windows(held, node, point) if node.point_at(point) is None else None
             if runs is not None:
                 kind = self._kind(sequence, point)
-                state.prefix.add_point(node, point, kind, states, sequence.priority, sequence.num_cached, runs)
+                state.prefix.add_point(node, point, kind, states, runs, sequence.priority, sequence.num_cached)
             else:
                 state.free_snapshot(states)
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvweave.cache.allocator import Demand
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
-from kvweave.table import Counts
+from kvweave.pool import Counts
 
 
 class StepOptions:

@@ -7,9 +7,8 @@ import numpy as np
 from kvweave.cache.row_counters import RowCounters
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.errors import BadTokens
-from kvweave.pool import Ids
+from kvweave.pool import Counts, Ids
 from kvweave.prefix import as_tokens
-from kvweave.table import Counts
 
 RECENT = 256
 """Ids kept by row before they are flushed to their sequence."""

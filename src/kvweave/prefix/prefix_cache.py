@@ -107,7 +107,7 @@ class PrefixCache:
         if node.end > position:
             node = self.split(node, position)
         if point is None:
-            point = self.add_point(node, position, Kind.BRANCH, priority=priority)
+            point = self.add_point(node, position, Kind.BRANCH, (), self.window_runs(node, position), priority)
         if not point.hits and not node.children:
             point.continued = True
         point.kind, point.cut = max(point.kind, Kind.BRANCH), False
@@ -183,16 +183,14 @@ class PrefixCache:
         node: Node,
         position: int,
         kind: Kind,
-        states: StatePages = (),
+        states: StatePages,
+        runs: list[PageRun],
         priority: int = 0,
         found: int = 0,
-        runs: list[PageRun] | None = None,
     ) -> Point:
-        """A resume point, whose window pages are in the tree already: in `runs`, where these are known. Its states are
-        the tree's from now on. `found`: tokens that the request which makes it had found."""
-        point = self._new_point(
-            node, position, kind, states, self.window_runs(node, position) if runs is None else runs
-        )
+        """A resume point, whose window pages, `runs`, are in the tree already. Its states are the tree's from now on.
+        `found`: tokens that the request which makes it had found."""
+        point = self._new_point(node, position, kind, states, runs)
         point.priority, point.found = priority, found
         self.requeue(point)
         return point

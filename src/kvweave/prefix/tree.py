@@ -13,16 +13,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvweave.pool import NULL, Ids, PagedGroup
+from kvweave.pool import NO_PAGES, NULL, Ids, PagedGroup
 from kvweave.prefix.events import Cleared, Event, Joined, Kept, Lost, Removed, Split, Stored, Trimmed
 from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.prompt import num_equal
 
-Counts = NDArray[np.int64]
-NO_PAGES: Ids = np.empty(0, np.int32)
 PublishRunning = Callable[[Node, bytes], None]
 """Publishes running sequences attached to a node that continue with these tokens."""
 
