@@ -129,7 +129,7 @@ class Publisher:
     def _points(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Positions in (start, end] that become resume points, if their window pages are there."""
         if self.state.states:
-            return sorted(point for point in sequence.snapshots if start < point <= end)
+            return [point for point in sequence.snapshots if start < point <= end]
         wanted = sequence.points_in(start, end)
         return wanted if wanted and wanted[-1] == end else [*wanted, end]
 

@@ -136,14 +136,16 @@ class CacheState:
     def first_unpublished(self, sequence: Sequence) -> int:
         """The first wanted point that neither is in the tree nor has all it needs kept."""
         if self.states:
-            points = [point for point in sequence.snapshots if point != sequence.answer]
-            return min(points) if points else NEVER
+            for point in sequence.snapshots:
+                if point != sequence.answer:
+                    return point
+            return NEVER
         return sequence.next_point(sequence.node.end) if self.windows else NEVER
 
     def passed_points(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Wanted points in (start, end] that neither are in the tree nor have all they need kept, ascending."""
         if self.states:
-            return sorted(p for p in sequence.snapshots if start < p <= end and p != sequence.answer)
+            return [p for p in sequence.snapshots if start < p <= end and p != sequence.answer]
         return sequence.points_in(max(start, sequence.node.end), end)
 
     # ---- where resume points are wanted
