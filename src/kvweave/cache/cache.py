@@ -90,10 +90,8 @@ class Cache(SequenceOwner):
         self._allocator = PageAllocator(self.state, admission_reserve)
         self._snapshots = Snapshots(self.state)
         self._publisher = Publisher(self.state)
-        self._forks = Forks(
-            self.state, self._allocator, self._publisher, self._snapshots, partial(self.close, keep=False)
-        )
         self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher)
+        self._forks = Forks(self.state, self._steps, partial(self.close, keep=False))
         self._loader = Loader(self.state, self._allocator, self._snapshots)
         self._contents = ContentTokens(on_event)
         self._requests = self._prompt_tokens = self._hit_tokens = 0

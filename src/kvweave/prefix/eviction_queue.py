@@ -24,7 +24,7 @@ class EvictionQueue:
         """Whether its points are the ends of leaves."""
         self._buckets: list[list[Entry]] = []
         self._last: list[Entry] = []
-        """For each bucket an entry that none of its own is beyond, and that is before those of the next one."""
+        """The last entry of each bucket."""
         self._arrivals = 0
         self.size = 0
 
@@ -55,7 +55,9 @@ class EvictionQueue:
         del bucket[index]
         self.size -= 1
         point.queue = point.entry = None
-        if not bucket:
+        if bucket:
+            self._last[at] = bucket[-1]
+        else:
             del self._buckets[at], self._last[at]
 
     def first(self) -> Entry | None:
