@@ -45,13 +45,8 @@ class OneRowPages:
         self.stateful = [0] if passes_stop else []
 
     def demand(self, _count: int) -> Demand:
-        """Pages for the first `count` rows: new blocks; a live state where there is none, and one for each draft (no
-        draft of the step before is left)."""
-        num_states = 0
-        if self.state.states:
-            have = self.state.tables[self.state.states[0].number].blocks_of[self.sequences[0].row]
-            num_states = 1 + self.options.drafts - min(have, 1)
-        return _demand(self.state, self.growth, num_states)
+        """Pages for the first `count` rows."""
+        return _demand(self.state, self.growth, self.rows, self.options.drafts)
 
     def span(self) -> tuple[Counts, Counts]:
         """For each row the tokens whose pages must be held together: from the committed length to the reached one."""
@@ -111,14 +106,11 @@ class ManyRowPages:
         return int(self._reach[self._reach.argmax()])
 
     def demand(self, count: int) -> Demand:
-        blocks, num_states = self._totals, 0
+        blocks = self._totals
         if count < len(self.rows):
             self._sums = self._sums or [np.cumsum(growth) for growth in self.growth]
             blocks = [int(sums[count - 1]) for sums in self._sums]
-        if self.state.states:
-            have = self.state.tables[self.state.states[0].number].blocks[self.rows[:count]]
-            num_states = count * (1 + self.options.drafts) - int(np.count_nonzero(have))
-        return _demand(self.state, blocks, num_states)
+        return _demand(self.state, blocks, self.rows[:count], self.options.drafts)
 
     def span(self) -> tuple[Counts, Counts]:
         return self.state.counters.committed[self.rows], self._reach
@@ -150,12 +142,16 @@ class ManyRowPages:
 StepPages = OneRowPages | ManyRowPages
 
 
-def _demand(state: CacheState, blocks: list[int], num_states: int) -> Demand:
-    """Pages by group number, from blocks by `CacheState.same_block_size` and a number of states."""
+def _demand(state: CacheState, blocks: list[int], rows: Rows, drafts: int) -> Demand:
+    """New blocks, by `CacheState.same_block_size`; for each row a live state where there is none, and one for each
+    draft (no draft of the step before is left)."""
     demand = [0] * len(state.groups)
     for same, count in zip(state.same_block_size, blocks):
         for group in same:
             demand[group.number] = count
-    for group in state.states:
-        demand[group.number] = num_states
+    if state.states:
+        have = state.tables[state.states[0].number].blocks[rows]
+        num_states = len(rows) * (1 + drafts) - int(np.count_nonzero(have))
+        for group in state.states:
+            demand[group.number] = num_states
     return demand
