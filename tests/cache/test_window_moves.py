@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvweave.cache.window_moves import FIRST_SIZE, WindowMoves
+from kvweave.cache.window_moves import WindowMoves
 from kvweave.pool import PagedGroup
 from kvweave.pool.group import paged_groups
 from kvweave.spec import Chunk, Reach, SinkWindow, Window
 from tests.cache.plans import group, plan_of
 
 GRID = 8
+MAX_TOKENS = 1003
 REACHES: list[tuple[Reach, ...]] = [
     (Window(20),),
     (Window(3), Window(61)),
@@ -32,25 +33,23 @@ def moves_at(windows: list[PagedGroup], position: int) -> bool:
 
 
 @pytest.mark.parametrize("reaches", REACHES)
-@pytest.mark.parametrize("start", [0, 3 * FIRST_SIZE * GRID + 5])
 def test_the_next_move_is_the_first_position_of_the_grid_at_which_a_window_needs_less(
-    reaches: tuple[Reach, ...], start: int
+    reaches: tuple[Reach, ...],
 ) -> None:
     windows = windows_of(reaches)
-    moves = WindowMoves(windows, GRID)
-    for position in range(start, start + 300):
+    moves = WindowMoves(windows, GRID, MAX_TOKENS)
+    for position in range(MAX_TOKENS + 1):
         after = position // GRID * GRID + GRID
-        while not moves_at(windows, after):
+        while after <= MAX_TOKENS and not moves_at(windows, after):
             after += GRID
         assert moves.next(position) == after
 
 
 @pytest.mark.parametrize("reaches", REACHES)
-def test_many_rows_are_looked_up_as_one_is_beyond_what_was_worked_out_at_first_too(reaches: tuple[Reach, ...]) -> None:
+def test_many_rows_are_looked_up_as_one_is(reaches: tuple[Reach, ...]) -> None:
     windows = windows_of(reaches)
-    numbers = np.array([0, 1, 7, 40, 5 * FIRST_SIZE, 2])
-    first_blocks, after = WindowMoves(windows, GRID).look_up(numbers)
-    alone = WindowMoves(windows, GRID)
-    assert after.tolist() == [alone.next(number * GRID) for number in numbers.tolist()]
+    numbers, moves = np.array([0, 1, 7, 40, MAX_TOKENS // GRID, 2]), WindowMoves(windows, GRID, MAX_TOKENS)
+    first_blocks, after = moves.look_up(numbers)
+    assert after.tolist() == [moves.next(number * GRID) for number in numbers.tolist()]
     for each, first in zip(windows, first_blocks, strict=True):
         assert first.tolist() == [each.first_block(number * GRID) for number in numbers.tolist()]

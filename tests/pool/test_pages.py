@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.pool import NULL, Obtainable, PagePool, PageStack
+from kvweave.pool import NULL, Obtainable, PagePool
 from kvweave.pool.group import paged_groups
+from kvweave.pool.pages import PageStack
 from kvweave.spec import Full, LayerCache, State, Window
 from tests.cache.plans import group, plan_of
 

@@ -11,9 +11,9 @@ import numpy as np
 from kvweave.cache.sequence import Batch, Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.errors import NeverFits, OutOfPages, Shortage
-from kvweave.pool import Ids, Obtainable, PagedGroup, PagePool
+from kvweave.pool import Counts, Ids, Obtainable, PagedGroup, PagePool
 from kvweave.prefix import StatePages
-from kvweave.table import Counts, spread
+from kvweave.table import spread
 
 MOST_NAMED = 8
 """An error names at most this many sequences that could be preempted."""

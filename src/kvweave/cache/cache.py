@@ -38,10 +38,10 @@ from kvweave.cache.step_pages import StepOptions
 from kvweave.cache.steps import Steps
 from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NotSettled, UnknownName, WrongThread
 from kvweave.plan import Plan
-from kvweave.pool import Ids
+from kvweave.pool import Counts, Ids
 from kvweave.prefix import POLICIES, ContentTokens, Event, Policy, Retention, Span, Tokens, as_tokens
 from kvweave.prefix.tree import Match
-from kvweave.table import BlockTable, Counts, spread
+from kvweave.table import BlockTable, spread
 
 MOST_PRIORITY = 2**31 - 1
 
@@ -88,10 +88,8 @@ class Cache(SequenceOwner):
         self._allocator = PageAllocator(self.state, admission_reserve)
         self._snapshots = Snapshots(self.state)
         self._publisher = Publisher(self.state)
-        self._forks = Forks(
-            self.state, self._allocator, self._publisher, self._snapshots, partial(self.close, keep=False)
-        )
         self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher)
+        self._forks = Forks(self.state, self._steps, partial(self.close, keep=False))
         self._loader = Loader(self.state, self._allocator, self._snapshots)
         self._contents = ContentTokens(on_event)
         self._requests = self._prompt_tokens = self._hit_tokens = 0
@@ -356,7 +354,6 @@ class Cache(SequenceOwner):
         self._publisher.detach(sequence)
         self._loader.leave_row(sequence)
         self._snapshots.drop_after(sequence, -1)
-        sequence.node.growing_tip = False
         state.prefix.unpin(sequence.node)
         state.free_row(sequence)
 

@@ -6,33 +6,22 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.copies import Copies
-from kvweave.cache.publish import Publisher
 from kvweave.cache.sequence import FIELDS, Batch, Sequence
-from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
+from kvweave.cache.steps import Steps
 from kvweave.errors import CannotTruncate, NotSettled
-from kvweave.pool import Ids, PagedGroup
-from kvweave.table import Counts
+from kvweave.pool import Counts, Ids, PagedGroup
 
 
 class Forks:
     """Blocks that are in the tree are shared. Those behind its last run, and the live states, are copied: so no block
     that is still to be written has two holders, and no page is in the tree twice."""
 
-    def __init__(
-        self,
-        state: CacheState,
-        allocator: PageAllocator,
-        publisher: Publisher,
-        snapshots: Snapshots,
-        drop: Callable[[Sequence], None],
-    ) -> None:
+    def __init__(self, state: CacheState, steps: Steps, drop: Callable[[Sequence], None]) -> None:
         self.state = state
-        self.allocator = allocator
-        self.publisher = publisher
-        self.snapshots = snapshots
+        self.steps = steps
+        self.publisher = steps.publisher
         self._drop = drop
 
     # ---- fork
@@ -46,7 +35,6 @@ class Forks:
         """For which there is room. The parent is published, so that full blocks are the tree's."""
         self.publisher.publish(sequence, without_point=True)
         self.state.set_next_event(sequence)
-        sequence.node.growing_tip = False
         return [self._child(sequence, copies) for _ in range(n)]
 
     def _check_settled(self, sequence: Sequence) -> None:
@@ -69,10 +57,10 @@ class Forks:
         for i, count in children.items():
             for group in self.state.groups:
                 demand[group.number] += count * len(self._blocks(group, sequences[i])[1])
-        pool = self.allocator.ensure(demand)
+        pool = self.steps.allocator.ensure(demand)
         if pool is not None:
             lengths = np.array([sequence.committed for sequence in sequences])
-            raise self.allocator.refusal(pool, demand, sequences, lengths, lengths, Batch(sequences).rows)
+            raise self.steps.allocator.refusal(pool, demand, sequences, lengths, lengths, Batch(sequences).rows)
 
     def _blocks(self, group: PagedGroup, sequence: Sequence) -> tuple[int, Counts, int]:
         """How many blocks a child shares, in the tree by then; of which others it needs copies; how many it has."""
@@ -154,7 +142,8 @@ class Forks:
     # ---- truncate
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Give back the pages beyond `length`, after making sure that what is before it is all there."""
+        """Reject the tokens from `length` on, committed ones too, and give back their pages, after making sure that
+        what is before them is all there."""
         state, row, counters = self.state, sequence.row, self.state.counters
         for group in state.groups:
             self._check_reach(group, sequence, length)
@@ -165,14 +154,10 @@ class Forks:
             table.erase(row, keep, blocks)
             table.blocks_of[row] = min(keep, blocks)
             state.pages[group.number].release(pages)
-        if counters.drafts_of[row]:
-            self.snapshots.keep_accepted(sequence.rows, counters.lengths[sequence.rows] - length)
         sequence.num_prompt = counters.prompt_of[row] = min(sequence.num_prompt, length)
-        counters.length_of[row] = length
         counters.committed_of[row] = min(counters.committed_of[row], length)
-        counters.step_start_of[row] = min(counters.step_start_of[row], length)
-        state.tokens.cut(sequence, length)
-        self.snapshots.drop_after(sequence, length)
+        self.steps.accept(sequence.rows, [sequence], np.array([length]))
+        self.steps.snapshots.drop_after(sequence, length)
         self.publisher.detach(sequence)
         self.publisher.attach(sequence)
         state.set_next_lengths(sequence)

@@ -11,9 +11,9 @@ import numpy as np
 
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
-from kvweave.pool import NULL, Ids
+from kvweave.pool import NO_PAGES, NULL, Ids
 from kvweave.prefix import NEVER, Kind, Node
-from kvweave.prefix.tree import NO_PAGES, PageRun
+from kvweave.prefix.tree import PageRun
 
 Held = list[Ids]
 UNKNOWN = b""
@@ -52,7 +52,6 @@ class Publisher:
             self.detach(sequence)
             self.attach(sequence)
         if key in running:
-            node.growing_tip = False  # the walk must find a child, not a longer node
             for sequence in self._with_shareable(running[key], end, MOST_PUBLISHED):
                 self.publish(sequence)
                 self.state.set_next_event(sequence)
@@ -78,13 +77,10 @@ class Publisher:
         state.release_retained(sequence)
         sequence.answer = position
         for group in state.windows:
-            if group.has_pages:
-                table, end = state.tables[group.number], position // group.slot_tokens
-                first = group.first_block(position)
-                pages = table.pages[sequence.row, first:end].copy()
-                if len(pages):
-                    state.pages[group.number].share(pages)
-                    state.retain(sequence, group, first, pages)
+            first, end = group.first_block(position), position // group.slot_tokens
+            pages = state.tables[group.number].pages[sequence.row, first:end].copy()
+            state.pages[group.number].share(pages)
+            state.retain(sequence, group, first, pages)
 
     # ---- publish
 
@@ -133,7 +129,7 @@ class Publisher:
     def _points(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Positions in (start, end] that become resume points, if their window pages are there."""
         if self.state.states:
-            return sorted(point for point in sequence.snapshots if start < point <= end)
+            return [point for point in sequence.snapshots if start < point <= end]
         wanted = sequence.points_in(start, end)
         return wanted if wanted and wanted[-1] == end else [*wanted, end]
 
@@ -166,7 +162,6 @@ class Publisher:
             same = prefix.tree.common(child.tokens, rest)
             if same < len(child.tokens):
                 child = prefix.split(child, node.end + same)
-            child.growing_tip = False
             prefix.pin(child, above=node)
             sequence.node = child
             self._merge(sequence, child)
@@ -175,18 +170,15 @@ class Publisher:
     # ---- a run that the tree has not
 
     def _insert_run(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
-        """A new run from the sequence's node to `end`, or more of its own last run."""
+        """A new run from the sequence's node to `end`."""
         prefix, start = self.state.prefix, sequence.node.end
         tokens, pages = sequence.run(start, end), [NO_PAGES] * len(held)
         for group in self.state.rows:
             size = group.slot_tokens
             pages[group.number] = held[group.number][start // size : end // size].copy()
-        node = prefix.add_run(sequence.node, tokens, pages)
-        if node is not sequence.node:
-            sequence.node = node
-            node.growing_tip = start >= sequence.num_prompt // self.state.grid * self.state.grid
+        sequence.node = prefix.add_run(sequence.node, tokens, pages)
         self._add_points(sequence, points, held)
-        prefix.keep_needed(node, start)
+        prefix.keep_needed(sequence.node)
 
     # ---- a run that the tree has
 
@@ -215,7 +207,7 @@ class Publisher:
             runs = self._filled_windows(held, node, point) if node.point_at(point) is None else None
             if runs is not None:
                 kind = self._kind(sequence, point)
-                state.prefix.add_point(node, point, kind, states, sequence.priority, sequence.num_cached, runs)
+                state.prefix.add_point(node, point, kind, states, runs, sequence.priority, sequence.num_cached)
             else:
                 state.free_snapshot(states)
 

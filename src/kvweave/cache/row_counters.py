@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvweave.table import Counts
+from kvweave.pool import Counts
 
 
 class RowCounters:

@@ -81,7 +81,8 @@ class Sequence:
         self.last_point = 0
         """The last position at which the prompt could leave a point; 0 where its points are in the tree."""
         self.snapshots: dict[int, StatePages] = {}
-        """State pages by position, not in the tree yet: states that steps leave, true once they are committed."""
+        """State pages by position, ascending, not in the tree yet: states that steps leave, true once they are
+        committed."""
         self.in_step: list[int] = []
         """Those of them that a step leaves itself, the last one that left any."""
         self.copy_at = -1

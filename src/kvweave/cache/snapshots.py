@@ -7,7 +7,8 @@ import numpy as np
 from kvweave.cache.copies import Copies
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
-from kvweave.table import Counts, spread
+from kvweave.pool import Counts
+from kvweave.table import spread
 
 
 class Snapshots:
@@ -32,7 +33,8 @@ class Snapshots:
         if positions:
             self.state.counters.last_snapshot_of[sequence.row] = positions[-1]
         for position in positions:
-            sequence.snapshots[position] = self.state.allocate_snapshot()
+            pages = [self.state.pages[group.number].allocate_snapshot() for group in self.state.states]
+            sequence.snapshots[position] = tuple(pages)
         if in_step:
             sequence.in_step = positions
         elif positions:
@@ -42,7 +44,7 @@ class Snapshots:
         """Copy the states of the hit into the live ones, before the first step."""
         point = sequence.restore
         if point is not None:
-            copies.add_all(sequence.row, self.state.state_tags, point.states, self.state.live_states(sequence.row))
+            copies.add_all(sequence.row, self.state.state_tags, point.states, self._live_states(sequence))
             self.state.drop_restore(sequence)
 
     def take_states(self, sequence: Sequence) -> None:
@@ -54,12 +56,16 @@ class Snapshots:
 
     # ---- between steps
 
+    def _live_states(self, sequence: Sequence) -> list[int]:
+        """A page of each state group."""
+        return [int(self.state.tables[group.number].pages[sequence.row, 0]) for group in self.state.states]
+
     def copy_live(self, sequence: Sequence, copies: Copies) -> None:
         """Copy the live state to the snapshot that waits for it: the step that ends there is the last so far."""
         if sequence.copy_at >= 0:
             assert sequence.copy_at == self.state.counters.length_of[sequence.row], "the live state is a later one"
             pages = sequence.snapshots[sequence.copy_at]
-            copies.add_all(sequence.row, self.state.state_tags, self.state.live_states(sequence.row), pages)
+            copies.add_all(sequence.row, self.state.state_tags, self._live_states(sequence), pages)
             sequence.copy_at = -1
 
     def drop_after(self, sequence: Sequence, length: int) -> None:
@@ -107,6 +113,6 @@ class Snapshots:
             state.free_snapshot(sequence.snapshots.pop(position))
             sequence.copy_at = -1
         if position not in sequence.snapshots:
-            sequence.snapshots[position] = tuple(state.live_states(row))
+            sequence.snapshots[position] = tuple(self._live_states(sequence))
             for group in state.states:
                 state.tables[group.number].clear(row)

@@ -54,7 +54,7 @@ class CacheState:
         self.retention = retention
         self.spacing = retention.spacing(plan, self.grid)
         self.sparse_spacing = retention.sparse_spacing(plan, self.grid)
-        self.moves = WindowMoves(self.windows, self.grid)
+        self.moves = WindowMoves(self.windows, self.grid, max_tokens)
         self.decode_every = -(-retention.decode_every // self.grid) * self.grid
         self.counters = RowCounters(rows)
         self.tokens = TokenLog(self.counters, rows)
@@ -136,17 +136,16 @@ class CacheState:
     def first_unpublished(self, sequence: Sequence) -> int:
         """The first wanted point that neither is in the tree nor has all it needs kept."""
         if self.states:
-            first = NEVER
             for point in sequence.snapshots:
-                if point < first and point != sequence.answer:
-                    first = point
-            return first
+                if point != sequence.answer:
+                    return point
+            return NEVER
         return sequence.next_point(sequence.node.end) if self.windows else NEVER
 
     def passed_points(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Wanted points in (start, end] that neither are in the tree nor have all they need kept, ascending."""
         if self.states:
-            return sorted(p for p in sequence.snapshots if start < p <= end and p != sequence.answer)
+            return [p for p in sequence.snapshots if start < p <= end and p != sequence.answer]
         return sequence.points_in(max(start, sequence.node.end), end)
 
     # ---- where resume points are wanted
@@ -199,9 +198,6 @@ class CacheState:
 
     # ---- pages
 
-    def allocate_snapshot(self) -> tuple[int, ...]:
-        return tuple([self.pages[group.number].allocate_snapshot() for group in self.states])
-
     def free_snapshot(self, pages: tuple[int, ...]) -> None:
         """A page of each state group, which nobody holds any more."""
         for group, page in zip(self.states, pages):
@@ -224,7 +220,3 @@ class CacheState:
         if sequence.restore is not None:
             self.prefix.pin_states(sequence.restore, -1)
             sequence.restore = None
-
-    def live_states(self, row: int) -> list[int]:
-        """The pages of a row's live states."""
-        return [int(self.tables[group.number].pages[row, 0]) for group in self.states]

@@ -11,7 +11,7 @@ import numpy as np
 from kvweave.cache.allocator import Demand
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
-from kvweave.table import Counts
+from kvweave.pool import Counts
 
 
 class StepOptions:
@@ -47,14 +47,8 @@ class OneRowPages:
         """Whether rows take the states of their hits, where they can, instead of copies: the hits are lost then."""
 
     def demand(self, _count: int) -> Demand:
-        """Pages for the first `count` rows: new blocks; a live state where there is none, and one for each draft (no
-        draft of the step before is left)."""
-        num_states = 0
-        if self.state.states:
-            have = self.state.tables[self.state.states[0].number].blocks_of[self.sequences[0].row]
-            num_states = 1 + self.options.drafts - min(have, 1)
-            num_states -= int(self.takes_states and self.sequences[0].can_take_states)
-        return _demand(self.state, self.growth, num_states)
+        """Pages for the first `count` rows."""
+        return _demand(self, self.growth, 1)
 
     def span(self) -> tuple[Counts, Counts]:
         """For each row the tokens whose pages must be held together: from the committed length to the reached one."""
@@ -115,16 +109,11 @@ class ManyRowPages:
         return int(self._reach[self._reach.argmax()])
 
     def demand(self, count: int) -> Demand:
-        blocks, num_states = self._totals, 0
+        blocks = self._totals
         if count < len(self.rows):
             self._sums = self._sums or [np.cumsum(growth) for growth in self.growth]
             blocks = [int(sums[count - 1]) for sums in self._sums]
-        if self.state.states:
-            have = self.state.tables[self.state.states[0].number].blocks[self.rows[:count]]
-            num_states = count * (1 + self.options.drafts) - int(np.count_nonzero(have))
-            if self.takes_states:
-                num_states -= sum(self.sequences[i].can_take_states for i in self.stateful if i < count)
-        return _demand(self.state, blocks, num_states)
+        return _demand(self, blocks, count)
 
     def span(self) -> tuple[Counts, Counts]:
         return self.state.counters.committed[self.rows], self._reach
@@ -156,12 +145,19 @@ class ManyRowPages:
 StepPages = OneRowPages | ManyRowPages
 
 
-def _demand(state: CacheState, blocks: list[int], num_states: int) -> Demand:
-    """Pages by group number, from blocks by `CacheState.same_block_size` and a number of states."""
+def _demand(step: StepPages, blocks: list[int], num_rows: int) -> Demand:
+    """New blocks, by `CacheState.same_block_size`; for each of the first rows a live state where there is none and none
+    can be taken, and one for each draft (no draft of the step before is left)."""
+    state = step.state
     demand = [0] * len(state.groups)
     for same, count in zip(state.same_block_size, blocks):
         for group in same:
             demand[group.number] = count
-    for group in state.states:
-        demand[group.number] = num_states
+    if state.states:
+        have = state.tables[state.states[0].number].blocks[step.rows[:num_rows]]
+        num_states = num_rows * (1 + step.options.drafts) - int(np.count_nonzero(have))
+        if step.takes_states:
+            num_states -= sum([step.sequences[i].can_take_states for i in step.stateful if i < num_rows])
+        for group in state.states:
+            demand[group.number] = num_states
     return demand

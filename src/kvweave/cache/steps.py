@@ -19,8 +19,7 @@ from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
 from kvweave.cache.step_pages import PLAIN, ManyRowPages, OneRowPages, StepOptions, StepPages
 from kvweave.errors import NeverFits, NotSettled, OutOfPages
-from kvweave.pool import PagePool
-from kvweave.table import Counts
+from kvweave.pool import Counts, PagePool
 
 MANY = 64
 """With more rows than this, pages are ensured before the rows are asked for snapshots: a refusal is then cheap."""

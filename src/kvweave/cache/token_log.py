@@ -7,9 +7,8 @@ import numpy as np
 from kvweave.cache.row_counters import RowCounters
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.errors import BadTokens
-from kvweave.pool import Ids
+from kvweave.pool import Counts, Ids
 from kvweave.prefix import as_tokens
-from kvweave.table import Counts
 
 RECENT = 256
 """Ids kept by row before they are flushed to their sequence."""
@@ -48,10 +47,9 @@ class TokenLog:
 
     def cut_many(self, rows: Rows, sequences: list[Sequence], lengths: Counts) -> None:
         """`cut` for many rows at once."""
-        known, flushed = self._counters.known[rows], self._counters.flushed[rows]
-        self._counters.known[rows] = np.minimum(known, np.maximum(lengths, flushed))
-        for i in (lengths < flushed).nonzero()[0].tolist():
+        for i in (lengths < self._counters.flushed[rows]).nonzero()[0].tolist():
             self.cut(sequences[i], int(lengths[i]))
+        self._counters.known[rows] = np.minimum(self._counters.known[rows], lengths)
 
     # ---- adding
 

@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 from kvweave.plan import Group, Plan
 from kvweave.spec import Reach
 
+Ids = NDArray[np.int32]
 Counts = NDArray[np.int64]
+NULL = 0
+"""The page of every group that is never allocated, and is safe to read and to write."""
+NO_PAGES: Ids = np.empty(0, np.int32)
 MOST_REMEMBERED = 4096
 
 

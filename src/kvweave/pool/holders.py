@@ -9,12 +9,11 @@ has the count of the table that will get it: 1. NULL pages are skipped, and a pa
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-__all__ = ["REFERENCES", "TREE", "Ids", "NumpyHolders", "enter", "leave", "prune", "release", "share"]
+from kvweave.pool.group import Counts, Ids
 
-Ids = NDArray[np.int32]
-Counts = NDArray[np.int64]
+__all__ = ["REFERENCES", "TREE", "NumpyHolders", "enter", "leave", "prune", "release", "share"]
+
 TREE = 1 << 32
 REFERENCES = TREE - 1
 

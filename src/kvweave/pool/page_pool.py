@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kvweave.plan import Pool
-from kvweave.pool.group import PagedGroup
-from kvweave.pool.holders import Ids
+from kvweave.pool.group import NO_PAGES, Ids, PagedGroup
 from kvweave.pool.pages import GroupPages, PageStack
 
 Demand = Sequence[int]
 """Pages by group number, those of groups in other pools among them."""
-NONE: Ids = np.empty(0, np.int32)
 UNKNOWN = -1
 
 
@@ -87,7 +85,7 @@ class Obtainable:
 
     def __init__(self, pool: PagePool, reclaimable: Mapping[int, Ids]) -> None:
         self._pool = pool
-        self._more = [reclaimable.get(pages.group.number, NONE) for pages in pool.groups]
+        self._more = [reclaimable.get(pages.group.number, NO_PAGES) for pages in pool.groups]
         self._could_be_empty = [UNKNOWN] * len(pool.groups)
 
     def covers(self, demand: Demand) -> bool:

@@ -1,7 +1,4 @@
-"""The pages of one group: which are free, who holds the others, and which only the prefix cache holds.
-
-Page 0 of every group is NULL: never allocated, safe to read and to write.
-"""
+"""The pages of one group: which are free, who holds the others, and which only the prefix cache holds."""
 
 from __future__ import annotations
 
@@ -9,10 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.pool import holders
-from kvweave.pool.group import PagedGroup
-from kvweave.pool.holders import REFERENCES, Ids
-
-NULL = 0
+from kvweave.pool.group import NO_PAGES, NULL, Counts, Ids, PagedGroup
+from kvweave.pool.holders import REFERENCES
 
 
 class PageStack:
@@ -78,13 +73,13 @@ class GroupPages:
         self.free_pages = PageStack(0 if self.is_whole else capacity)
         """Of its own super-pages."""
         self._stack = free_superpages if self.is_whole else self.free_pages
-        self.holders: NDArray[np.int64] = np.ones(capacity if group.is_window else 0, np.int64)
+        self.holders: Counts = np.ones(capacity if group.is_window else 0, np.int64)
         self.holders[:1] = 0  # NULL
         self._holders_of = self.holders.data
         self.num_allocated = self.num_cached = self.num_evictable = self.num_evicted = 0
         self.num_unreferenced = 0
         """Pages of the tree that lost their last reference, so far."""
-        self.evictable_in: NDArray[np.int64] = np.zeros(0 if self.is_whole else num_superpages, np.int64)
+        self.evictable_in: Counts = np.zeros(0 if self.is_whole else num_superpages, np.int64)
         """Evictable pages of each super-page."""
         self._is_snapshot: NDArray[np.bool_] = np.zeros(max(1, capacity) if group.is_state else 0, np.bool_)
         self._is_snapshot_of = self._is_snapshot.data
@@ -119,7 +114,7 @@ class GroupPages:
         self.num_allocated += num_lasting
         return np.concatenate([self.allocate(count - num_lasting), lasting])
 
-    def _needed_beside(self, pages: Ids) -> NDArray[np.int64]:
+    def _needed_beside(self, pages: Ids) -> Counts:
         """For each page: pages of its super-page that are in use, and not evictable."""
         needed = self.per_superpage - self.free_in() - self.evictable_in
         return needed[pages // self.per_superpage]
@@ -238,8 +233,8 @@ class GroupPages:
         """Super-pages it lacks to have `count` free pages."""
         return max(0, -(-(count - self.free_pages.size) // self.per_superpage))
 
-    def free_in(self) -> NDArray[np.int64]:
-        counts: NDArray[np.int64] = np.bincount(
+    def free_in(self) -> Counts:
+        counts: Counts = np.bincount(
             self.free_pages.all // self.per_superpage, minlength=len(self.evictable_in)
         ).astype(np.int64)
         return counts
@@ -247,7 +242,7 @@ class GroupPages:
     def empty_superpages(self) -> Ids:
         """Super-pages of this group none of whose pages is in use."""
         if self.free_pages.size < self.per_superpage:
-            return np.empty(0, np.int32)
+            return NO_PAGES
         return np.flatnonzero(self.free_in() == self.per_superpage).astype(np.int32)
 
     def could_be_empty(self, reclaimable: Ids) -> int:

@@ -13,7 +13,7 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A run of tokens from `start` on: of a new node below `parent`, a new root, or more of a known node."""
+    """A run of tokens from `start` on, of a new node below `parent`; or a new root."""
 
     node: int
     parent: int | None

@@ -35,9 +35,8 @@ class EvictionQueue:
         point.queue, point.entry = self, entry
         self.size += 1
         if not self._buckets:
-            self._buckets.append([entry])
+            self._buckets.append([])
             self._last.append(entry)
-            return
         at = min(bisect_left(self._last, entry), len(self._last) - 1)
         bucket = self._buckets[at]
         insort(bucket, entry)

@@ -100,8 +100,6 @@ class Node:
         with the same tokens, what they have committed is published. No bytes: the next tokens are not known yet."""
         self.pins = 0
         self.uses = 0
-        self.growing_tip = False
-        """Whether it is the end of one running sequence, and nobody else has used it: it may be lengthened in place."""
 
     def point_at(self, position: int) -> Point | None:
         for point in reversed(self.points):

@@ -24,8 +24,6 @@ from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
-MOST_GROWN = 2048
-"""A running sequence's last run is lengthened in place up to so many tokens; beyond, a new one is begun."""
 NO_LIMIT = 2**62
 
 
@@ -109,14 +107,13 @@ class PrefixCache:
         if node.end > position:
             node = self.split(node, position)
         if point is None:
-            point = self.add_point(node, position, Kind.BRANCH, priority=priority)
+            point = self.add_point(node, position, Kind.BRANCH, (), self.window_runs(node, position), priority)
         if not point.hits and not node.children:
             point.continued = True
         point.kind, point.cut = max(point.kind, Kind.BRANCH), False
         point.hits += 1
         self._use(point)
         point.priority = max(point.priority, priority)
-        node.growing_tip = False
         node.uses += 1
         self._count_holder(node, None, 1)
         if with_states:
@@ -172,15 +169,11 @@ class PrefixCache:
         self._requeue_spaced(node)
         return upper
 
-    def add_run(self, node: Node, tokens: Tokens, pages: list[Ids]) -> Node:
-        """A run behind the node of a holder, which moves to its end; its pages are the tree's from now on. A new node,
-        or more of the node itself, where it is the holder's own end."""
-        if node.growing_tip and node.uses == 1 and not node.children and len(node.tokens) < MOST_GROWN:
-            self.tree.grow(node, tokens, pages)
-        else:
-            node.uses -= 1
-            node = self.tree.insert(node, tokens, pages)
-            node.uses = node.pins = 1
+    def add_run(self, above: Node, tokens: Tokens, pages: list[Ids]) -> Node:
+        """A run behind the node of a holder, which moves to its end; its pages are the tree's from now on."""
+        node = self.tree.insert(above, tokens, pages)
+        above.uses -= 1
+        node.uses = node.pins = 1
         for group in self._full:
             self._pages[group.number].num_cached += len(pages[group.number])
         return node
@@ -190,16 +183,14 @@ class PrefixCache:
         node: Node,
         position: int,
         kind: Kind,
-        states: StatePages = (),
+        states: StatePages,
+        runs: list[PageRun],
         priority: int = 0,
         found: int = 0,
-        runs: list[PageRun] | None = None,
     ) -> Point:
-        """A resume point, whose window pages are in the tree already: in `runs`, where these are known. Its states are
-        the tree's from now on. `found`: tokens that the request which makes it had found."""
-        point = self._new_point(
-            node, position, kind, states, self.window_runs(node, position) if runs is None else runs
-        )
+        """A resume point, whose window pages, `runs`, are in the tree already. Its states are the tree's from now on.
+        `found`: tokens that the request which makes it had found."""
+        point = self._new_point(node, position, kind, states, runs)
         point.priority, point.found = priority, found
         self.requeue(point)
         return point
@@ -220,11 +211,10 @@ class PrefixCache:
             self._held.set_ends(point, runs)
         return point
 
-    def keep_needed(self, node: Node, start: int) -> None:
-        """Of the window pages that a run has from `start` on, the tree keeps those that points need."""
+    def keep_needed(self, node: Node) -> None:
+        """Of the window pages of a new run the tree keeps those that points need."""
         for group in self._windows:
-            first = (start - node.start) // group.slot_tokens
-            self._pages[group.number].prune(node.pages[group.number][first:])
+            self._pages[group.number].prune(node.pages[group.number])
         self.tree.emit_kept(node, self._windows)
 
     def _use(self, point: Point) -> None:

@@ -43,9 +43,7 @@ class Replica:
 
     def _stored(self, event: Stored) -> None:
         tokens = np.array(event.tokens, np.int32)
-        if event.node in self._nodes:
-            self.tree.grow(self._nodes[event.node], tokens, self.tree.empty_pages(len(tokens)))
-        elif event.parent is None:
+        if event.parent is None:
             self._nodes[event.node] = self.tree.root(event.namespace)
         else:
             parent = self._nodes[event.parent]

@@ -13,16 +13,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvweave.pool import NULL, Ids, PagedGroup
+from kvweave.pool import NO_PAGES, NULL, Ids, PagedGroup
 from kvweave.prefix.events import Cleared, Event, Joined, Kept, Lost, Removed, Split, Stored, Trimmed
 from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.prompt import num_equal
 
-Counts = NDArray[np.int64]
-NO_PAGES: Ids = np.empty(0, np.int32)
 PublishRunning = Callable[[Node, bytes], None]
 """Publishes running sequences attached to a node that continue with these tokens."""
 
@@ -228,15 +225,6 @@ class Tree:
             self.emit(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
         self.emit_kept(node, self.full)
         return node
-
-    def grow(self, node: Node, tokens: Tokens, pages: list[Ids]) -> None:
-        node.tokens = np.concatenate([node.tokens, tokens])
-        node.end += len(tokens)
-        for group in self.rows:
-            node.pages[group.number] = np.concatenate([node.pages[group.number], pages[group.number]])
-        if self.emit:
-            self.emit(Stored(node.id, None, None, node.end - len(tokens), tuple(tokens.tolist())))
-        self.emit_kept(node, self.full)
 
     def fill(self, run: PageRun, pages: Ids) -> None:
         """Put pages into the gaps of a window's run."""

@@ -12,9 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.pool import NULL, Ids, PagedGroup
-
-Counts = NDArray[np.int64]
+from kvweave.pool import NULL, Counts, Ids, PagedGroup
 
 
 class BlockTable:
@@ -35,16 +33,13 @@ class BlockTable:
         self.kernels: Ids = self.pages
         if self.kernel_blocks > 1:
             self.kernels = np.zeros((num_rows, width * self.kernel_blocks), np.int32)
-        self._set(*np.full((2, num_rows), [[self.head_blocks], [0]], np.int64))
-        self._set_changed(np.zeros(num_rows, np.bool_))
+        first = np.full(num_rows, self.head_blocks, np.int64)
+        self._set(first, np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_))
 
-    def _set_changed(self, changed: NDArray[np.bool_]) -> None:
-        self._changed, self._changed_of = changed, changed.data
-
-    def _set(self, first: Counts, blocks: Counts) -> None:
-        """One number a row; and the same as plain ints, which are read five times sooner."""
-        self.first, self.blocks = first, blocks
-        self.first_of, self.blocks_of = first.data, blocks.data
+    def _set(self, first: Counts, blocks: Counts, changed: NDArray[np.bool_]) -> None:
+        """One number a row; and the same as plain ones, which are read five times sooner."""
+        self.first, self.blocks, self._changed = first, blocks, changed
+        self.first_of, self.blocks_of, self._changed_of = first.data, blocks.data, changed.data
 
     def add_rows(self, count: int) -> None:
         """More rows than the cache was made for: addresses change."""
@@ -53,8 +48,7 @@ class BlockTable:
         same = self.kernel_blocks == 1
         self.kernels = self.pages if same else _with_rows(self.kernels, count, used * self.kernel_blocks)
         first = np.pad(self.first, (0, count), constant_values=self.head_blocks)
-        self._set(first, np.pad(self.blocks, (0, count)))
-        self._set_changed(np.pad(self._changed, (0, count)))
+        self._set(first, np.pad(self.blocks, (0, count)), np.pad(self._changed, (0, count)))
 
     def take_changed(self) -> Counts:
         """The rows that were written since this was last asked."""
