@@ -136,7 +136,7 @@ class Shortage(NamedTuple):
 
 
 class OutOfPages(CacheError):
-    """Not enough pages now; when sequences close, there will be. Nothing was evicted or changed.
+    """Not enough pages now; when steps are committed or sequences close, there will be. Nothing was evicted or changed.
 
     `sequences` of the call do not fit; the others would, without them. Closing some of the `preemptible` ones (running,
     and not part of the call; lowest priority first, then the youngest) makes room; what they computed stays cached.
@@ -150,7 +150,8 @@ class OutOfPages(CacheError):
             for s in shortages
         )
         super().__init__(
-            f"pool {pool!r}: {lacking}; {len(sequences)} sequences of the call do not fit: close or preempt a sequence"
+            f"pool {pool!r}: {lacking}; {len(sequences)} sequences of the call do not fit: commit steps in"
+            " flight, close or preempt a sequence"
         )
         self.pool, self.shortages = pool, tuple(shortages)
         self.sequences, self.preemptible = tuple(sequences), tuple(preemptible)
