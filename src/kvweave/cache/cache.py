@@ -208,7 +208,7 @@ class Cache(SequenceOwner):
         """Allocate pages for the next `n` tokens of each sequence (one number, or one for each); all or nothing.
 
         `tokens` are the ids of tokens beyond the prompt, all sequences one after the other; ids that are not known yet
-        are given to `commit`. `lookahead` allocates pages for this many tokens more, so that steps within them cannot be
+        are given to `commit`. `lookahead` allocates pages for this many tokens more, so that steps within them are not
         refused; they are the sequence's until it is truncated or closed. The last `drafts` tokens may be rejected with
         `accept`: state groups then get a table column for each of them, and the engine writes the state after that
         token there. `checkpoints` also allocates pages for the state snapshots of this step
