@@ -35,8 +35,9 @@ class EvictionQueue:
         point.queue, point.entry = self, entry
         self.size += 1
         if not self._buckets:
-            self._buckets.append([])
+            self._buckets.append([entry])
             self._last.append(entry)
+            return
         at = min(bisect_left(self._last, entry), len(self._last) - 1)
         bucket = self._buckets[at]
         insort(bucket, entry)
