@@ -48,7 +48,9 @@ class OneRowPages:
 
     def demand(self, _count: int) -> Demand:
         """Pages for the first `count` rows."""
-        return _demand(self, self.growth, 1)
+        states = self.state.states
+        num_live = min(1, self.state.tables[states[0].number].blocks_of[self.sequences[0].row]) if states else 0
+        return _demand(self, self.growth, 1, num_live)
 
     def span(self) -> tuple[Counts, Counts]:
         """For each row the tokens whose pages must be held together: from the committed length to the reached one."""
@@ -109,11 +111,12 @@ class ManyRowPages:
         return int(self._reach[self._reach.argmax()])
 
     def demand(self, count: int) -> Demand:
-        blocks = self._totals
+        blocks, states = self._totals, self.state.states
         if count < len(self.rows):
             self._sums = self._sums or [np.cumsum(growth) for growth in self.growth]
             blocks = [int(sums[count - 1]) for sums in self._sums]
-        return _demand(self, blocks, count)
+        num_live = np.count_nonzero(self.state.tables[states[0].number].blocks[self.rows[:count]]) if states else 0
+        return _demand(self, blocks, count, int(num_live))
 
     def span(self) -> tuple[Counts, Counts]:
         return self.state.counters.committed[self.rows], self._reach
@@ -145,17 +148,16 @@ class ManyRowPages:
 StepPages = OneRowPages | ManyRowPages
 
 
-def _demand(step: StepPages, blocks: list[int], num_rows: int) -> Demand:
-    """New blocks, by `CacheState.same_block_size`; for each of the first rows a live state where there is none and none
-    can be taken, and one for each draft (no draft of the step before is left)."""
+def _demand(step: StepPages, blocks: list[int], num_rows: int, num_live: int) -> Demand:
+    """New blocks, by `CacheState.same_block_size`; for each of the first rows a live state, but for those that have one
+    or take one, and one for each draft (no draft of the step before is left)."""
     state = step.state
     demand = [0] * len(state.groups)
     for same, count in zip(state.same_block_size, blocks):
         for group in same:
             demand[group.number] = count
     if state.states:
-        have = state.tables[state.states[0].number].blocks[step.rows[:num_rows]]
-        num_states = num_rows * (1 + step.options.drafts) - int(np.count_nonzero(have))
+        num_states = num_rows * (1 + step.options.drafts) - num_live
         if step.takes_states:
             num_states -= sum([step.sequences[i].can_take_states for i in step.stateful if i < num_rows])
         for group in state.states:
