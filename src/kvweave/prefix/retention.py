@@ -61,7 +61,7 @@ class Retention:
     the path of an earlier one. `every`: so many tokens along each prompt, so that the first sibling of a prompt hits
     too, at multiples of `unit`: a store's chunk, say (None: by the bytes of a point and of the rows between, and less
     often the further the prompt goes; once something had to be evicted, `SPARSE`; 0: never). `decode_every`: how far
-    apart states are snapshotted while generating, of each row at other lengths; only the last is kept. Ends of
+    apart states are snapshotted while generating; only the last is kept. Ends of
     sequences are always kept.
     """
 
