@@ -193,14 +193,16 @@ class PrefixCache:
         states: StatePages = (),
         priority: int = 0,
         found: int = 0,
+        hits: int = 0,
         runs: list[PageRun] | None = None,
     ) -> Point:
         """A resume point, whose window pages are in the tree already: in `runs`, where these are known. Its states are
-        the tree's from now on. `found`: tokens that the request which makes it had found."""
+        the tree's from now on. `found`: tokens that the request which makes it had found; `hits`: those that it had
+        before it was evicted."""
         point = self._new_point(
             node, position, kind, states, self.window_runs(node, position) if runs is None else runs
         )
-        point.priority, point.found = priority, found
+        point.priority, point.found, point.hits = priority, found, hits
         self.requeue(point)
         return point
 
