@@ -127,7 +127,7 @@ class Adaptive(Order):
             self.stay_chances.evicted(now, forgotten)
 
     def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> dict[int, int]:
-        hits, start, last, stay_chances = dict[int, int](), found, 0, self.stay_chances
+        hits, start, stay_chances = dict[int, int](), found, self.stay_chances
         if stay_chances is None:
             return hits
         for run in self.evicted_runs.take(namespace, prompt, found):
@@ -135,9 +135,6 @@ class Adaptive(Order):
             start = run.end
             if run.hits and self.evicted_runs.has_end(prompt, run):
                 hits[start] = run.hits
-                last = start
-        if hits:
-            hits[last] += 1  # it would have gone on from there
         return hits
 
     def _end(self, point: Point, now: int) -> None:
