@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from kvweave.prefix.node import Node, Point, Tokens
 
 MOST_RUNS = 16384
-"""So many runs are remembered, some 200 bytes each; the oldest are forgotten."""
+"""So many runs are remembered, some hundreds of bytes each; the oldest are forgotten."""
 
 
 class EvictedRun:
