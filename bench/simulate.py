@@ -76,7 +76,7 @@ def main() -> None:
     memories = [parse_bytes(size) for size in asked.memory or BUDGETS]
     options = Options(memories, policies, with_oracles=not asked.no_oracles)
     for path in asked.traces:
-        read = workload(path) if path in WORKLOADS else read_trace(path, reading=Reading(way=asked.read))
+        read = workload(path, asked.seed) if path in WORKLOADS else read_trace(path, reading=Reading(way=asked.read))
         trace = read.sample(asked.sample, asked.seed)
         for model in asked.model or MODELS:
             for line in figures(trace, model, options):

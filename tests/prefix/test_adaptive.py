@@ -9,7 +9,7 @@ import pytest
 
 from kvweave.cache import Cache
 from kvweave.prefix import Kind
-from kvweave.prefix.adaptive import CLASSES, MOST_WEIGHT, PRIORS, REST, SPACED_PRIOR, Adaptive, class_of
+from kvweave.prefix.adaptive import CLASSES, MOST_PROVEN, MOST_WEIGHT, PRIORS, REST, SPACED_PRIOR, Adaptive, class_of
 from kvweave.prefix.age_counts import MOST_HITS
 from kvweave.prefix.class_weights import FIT, OCTAVES
 from kvweave.prefix.eviction_queue import EvictionQueue
@@ -102,15 +102,32 @@ def test_a_class_of_which_nothing_is_known_keeps_its_place_among_the_others() ->
             assert weight == pytest.approx(prior)
 
 
-def test_no_weight_is_greater_than_the_most() -> None:
-    order, queue, point = Adaptive([]), EvictionQueue(is_tips=True), a_point(found=80)
-    for number, count in ((NOTHING_FOUND, 100), (MUCH_FOUND, 10000)):
-        order.classes.began[number][0] = order.classes.ended[number][9] = count
-    order.classes.hits[NOTHING_FOUND][9] = 100
+def popular(order: Adaptive, hits_at: dict[int, int]) -> float:
+    """The weight of a class of which all members are hit, at some octaves of age; of another few ever are."""
+    queue, point = EvictionQueue(is_tips=True), a_point(found=80)
+    order.classes.began[MUCH_FOUND][0] = order.classes.ended[MUCH_FOUND][9] = 100000
+    for octave, count in hits_at.items():
+        order.classes.began[NOTHING_FOUND][0] += count
+        order.classes.ended[NOTHING_FOUND][octave] += count
+        order.classes.hits[NOTHING_FOUND][octave] += count
     wait(order, queue, point, 0)
     for _ in range(FIT):
         order.on_evict(point, 400)
-    assert order.classes.weights[NOTHING_FOUND] == MOST_WEIGHT
+    return order.classes.weights[NOTHING_FOUND]
+
+
+def with_states() -> Adaptive:
+    return Adaptive(Cache(plan_of(group("full", Full()), group("state", State()))).state.prefix.tree.groups)
+
+
+def test_no_weight_is_greater_than_the_most() -> None:
+    assert popular(Adaptive([]), {9: 100}) == MOST_WEIGHT
+    assert popular(with_states(), {9: 100, 12: 1000}) == MOST_WEIGHT
+
+
+def test_rows_that_are_still_hit_at_great_ages_may_weigh_more() -> None:
+    assert 2 * MOST_WEIGHT < popular(Adaptive([]), {9: 100, 12: 1000}) <= MOST_PROVEN
+    assert popular(Adaptive([]), {9: 100, 12: 10}) < 2 * MOST_WEIGHT, "a few hits prove little"
 
 
 def test_a_gain_counts_from_what_was_evicted_last() -> None:

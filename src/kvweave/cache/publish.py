@@ -102,7 +102,11 @@ class Publisher:
         if end <= start:
             return
         self.detach(sequence)
-        self._insert_until(sequence, end, points, self._held_pages(sequence))
+        held = self._held_pages(sequence)
+        for position in sequence.remembered:  # rows alone have points at the ends of runs only
+            if start < position < end:
+                self._insert_until(sequence, position, [position], held)
+        self._insert_until(sequence, end, points, held)
         state.counters.published_of[sequence.row] = end
         if not sequence.snapshots:
             state.counters.last_snapshot_of[sequence.row] = 0
@@ -207,7 +211,8 @@ class Publisher:
             runs = self._filled_windows(held, node, point) if node.point_at(point) is None else None
             if runs is not None:
                 kind = self._kind(sequence, point)
-                state.prefix.add_point(node, point, kind, states, runs, sequence.priority, sequence.num_cached)
+                found, hits = sequence.num_cached, sequence.remembered.get(point, 0)
+                state.prefix.add_point(node, point, kind, states, runs, sequence.priority, found, hits)
             else:
                 state.free_snapshot(states)
 

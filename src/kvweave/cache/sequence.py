@@ -41,7 +41,7 @@ class Checkpoint(NamedTuple):
 
 COMMON_NAMES = (
     "asked_points branch expected_branches drop_last_blocks given_points owner last_point namespace node num_cached"
-    " num_prompt priority private_from prompt_points restore"
+    " num_prompt priority private_from prompt_points remembered restore"
 )
 OWN_NAMES = "_buffer _first _num_tokens answer copy_at in_step retained row rows snapshots next_key tip"
 INHERITED = tuple(COMMON_NAMES.split())
@@ -71,6 +71,8 @@ class Sequence:
         """Where it left the path of an earlier one."""
         self.expected_branches: list[int] = []
         """Where others that are to come leave its path, on the grid."""
+        self.remembered: dict[int, int] = {}
+        """By position, ascending: hits of points of its prompt that were evicted, and are to be made again."""
         self.drop_last_blocks = 0
         self.given_points: list[int] | None = None
         """Where the caller wants resume points, if not where the retention does."""

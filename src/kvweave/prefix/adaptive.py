@@ -13,6 +13,7 @@ from typing import Any
 
 from kvweave.pool import PagedGroup
 from kvweave.prefix.class_weights import ClassWeights
+from kvweave.prefix.evicted_runs import EvictedRuns
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Point, Tokens
 from kvweave.prefix.policy import Order, freed_bytes, row_bytes
@@ -39,7 +40,9 @@ what is left of a leaf whose end was evicted, until it is hit."""
 FIRST_HIT = 8
 REST = len(CLASSES) - 1
 MOST_WEIGHT = 4.0
-"""What was hit before is believed to be worth so much, and nothing ever more: what is kept in vain goes soon enough."""
+"""What was hit before is believed to be worth so much, and no more: what is kept in vain goes soon enough."""
+MOST_PROVEN = 64.0
+"""Where hits are remembered beyond eviction: nothing is worth more, whatever hits at great ages say."""
 SPACED_PRIOR = 0.1
 """Points that nobody has asked for are believed to be worth next to nothing, until hits say otherwise."""
 PRIORS = [SPACED_PRIOR, *[MOST_WEIGHT if FIRST_HIT <= number < REST else 1.0 for number in range(1, len(CLASSES))]]
@@ -65,10 +68,11 @@ def class_of(point: Point) -> int:
 class Adaptive(Order):
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
         super().__init__(groups)
-        self.classes = ClassWeights(PRIORS, MOST_WEIGHT)
         has_rows_alone = all(group.is_full for group in groups)
+        self.classes = ClassWeights(PRIORS, MOST_WEIGHT, MOST_PROVEN if has_rows_alone else MOST_WEIGHT)
         grid = math.lcm(*[group.slot_tokens for group in groups])
-        self.stay_chances = StayChances(PRIORS, grid) if has_rows_alone else None
+        self.stay_chances = StayChances(PRIORS) if has_rows_alone else None
+        self.evicted_runs = EvictedRuns(grid)
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002
         number, stay_chances = class_of(point), self.stay_chances
@@ -118,11 +122,20 @@ class Adaptive(Order):
 
     def on_cut(self, point: Point, start: int, now: int) -> None:
         if self.stay_chances is not None:
-            self.stay_chances.cut(class_of(point), point, start, now)
+            is_remembered = point.hits or self.stay_chances.is_counted(point.last_used)
+            forgotten = self.evicted_runs.add(class_of(point), point, start) if is_remembered else []
+            self.stay_chances.evicted(now, forgotten)
 
-    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> None:
-        if self.stay_chances is not None:
-            self.stay_chances.opened(namespace, prompt, found)
+    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> dict[int, int]:
+        hits, start, stay_chances = dict[int, int](), found, self.stay_chances
+        if stay_chances is None:
+            return hits
+        for run in self.evicted_runs.take(namespace, prompt, found):
+            stay_chances.missed(run, min(1.0, (len(prompt) - 1 - start) / (run.end - start)))
+            start = run.end
+            if run.hits and self.evicted_runs.has_end(prompt, run):
+                hits[start] = run.hits
+        return hits
 
     def _end(self, point: Point, now: int) -> None:
         self.classes.end(class_of(point), point.queued - point.last_used, now - point.last_used)

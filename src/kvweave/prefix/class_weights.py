@@ -15,6 +15,10 @@ from kvweave.prefix.age_counts import AgeCounts
 OCTAVES = 40
 BELIEF = 8.0
 """A weight is its prior at first; so many hits are worth as much as that belief."""
+OLD = 2
+"""Ages are great that are twice that of eviction: so many octaves above the first one that counts."""
+PROOF = 24.0
+"""So many hits at great ages are worth as much as the belief that no weight is above the most."""
 FIT = 64
 """Weights are worked out anew after so many hits and evictions."""
 RECENT = 64.0
@@ -22,11 +26,13 @@ RECENT = 64.0
 
 
 class ClassWeights(AgeCounts):
-    """The weights of numbered classes, from what is believed at first (`priors`) to `most`."""
+    """The weights of numbered classes, from what is believed at first (`priors`) to `most`; to `most_proven` for a
+    class whose members are still hit at great ages: a weight says nothing of ages that no member reached."""
 
-    def __init__(self, priors: Sequence[float], most: float) -> None:
+    def __init__(self, priors: Sequence[float], most: float, most_proven: float = 0.0) -> None:
         super().__init__(priors, OCTAVES)
         self.most = most
+        self.most_proven = most_proven
         self.weights = [*priors]
         self._num_ended = 0.0
         self._next_fit = float(FIT)
@@ -59,8 +65,16 @@ class ClassWeights(AgeCounts):
         scale = (sum(hits) + 1) / (sum([prior * time for prior, time in zip(self.priors, times, strict=True)]) + 1)
         for number, prior in enumerate(self.priors):
             belief = BELIEF / (prior * scale)
-            self.weights[number] = min(self.most, (hits[number] + BELIEF) / (times[number] + belief) / scale)
+            weight = (hits[number] + BELIEF) / (times[number] + belief) / scale
+            if weight > self.most:
+                weight = min(weight, max(self.most, self._proven(number, first + OLD, scale)))
+            self.weights[number] = weight
         self.forget()
+
+    def _proven(self, number: int, first: int, scale: float) -> float:
+        """The weight of a class by what happened from an octave on, `most` before anything did."""
+        hits, time = sum(self.hits[number][first:]), _time(self.began[number], self.ended[number], first)
+        return min(self.most_proven, (hits + PROOF) / (time + PROOF / (self.most * scale)) / scale)
 
 
 def octave(age: int) -> int:

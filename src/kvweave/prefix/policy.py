@@ -120,8 +120,10 @@ class Order:
     def on_cut(self, point: Point, start: int, now: int) -> None:
         """After `on_evict`: the rows from `start` on of the leaf that a point ends go."""
 
-    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> None:
-        """A prompt comes, and so many of its tokens are found."""
+    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> dict[int, int]:  # noqa: ARG002
+        """A prompt comes, and so many of its tokens are found. Returns, by position, the hits of points of it that were
+        evicted and are to be made again."""
+        return {}
 
     def density(self, point: Point, is_tip: bool) -> float:
         """A power of the tokens that a point saves for its bytes, 1 where these are rows alone; worked out when a point

@@ -187,11 +187,12 @@ class PrefixCache:
         runs: list[PageRun],
         priority: int = 0,
         found: int = 0,
+        hits: int = 0,
     ) -> Point:
         """A resume point, whose window pages, `runs`, are in the tree already. Its states are the tree's from now on.
-        `found`: tokens that the request which makes it had found."""
+        `found`: tokens that the request which makes it had found; `hits`: those that it had before it was evicted."""
         point = self._new_point(node, position, kind, states, runs)
-        point.priority, point.found = priority, found
+        point.priority, point.found, point.hits = priority, found, hits
         self.requeue(point)
         return point
 

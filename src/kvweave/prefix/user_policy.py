@@ -115,11 +115,12 @@ class UserValues(UserOrder):
         if self._ghosts is not None:
             self._ghosts.add(point, now)
 
-    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> None:
+    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> dict[int, int]:
         if self._ghosts is not None and not self.has_failed:
             ghost = self._ghosts.take(namespace, prompt, found)
             if ghost is not None:
                 self.ask(self._on_ghost_hit, ghost)
+        return {}
 
     def _tell(self, hook: Any, point: Point, now: int) -> None:
         is_tip = point.queue is not None and point.queue.is_tips
