@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from kvweave.copying import PART_BYTES, BlockCopy, Bytes, Gathering, Landing, PartChecksums
 from kvweave.errors import ServerError
 from kvweave.server import Client, RemoteStore, Settings, protocol
+from kvweave.server.remote_hit import RemoteHit
 from kvweave.server.run import run
 from kvweave.server.settings import Limits
 from kvweave.spec import ModelSpec
@@ -95,8 +97,15 @@ class ModelledCopier:
 
     scatter = gather
 
-    def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> ModelledPayloads:
-        return ModelledPayloads(self.engine, self.table(copies, num_payloads * payload_bytes))
+    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
+        num_bytes = len(payloads) * payloads[0].nbytes
+        end = self.engine.copy(num_bytes, 1, self.table(copies, num_bytes))
+
+        def finish() -> Sequence[PartChecksums]:
+            until(end + WAKE_S)
+            return sums(payloads)
+
+        return finish
 
     def table(self, copies: Iterable[BlockCopy], num_bytes: int) -> float:
         """Tabulate and launch; returns when it is done on the device."""
@@ -107,7 +116,7 @@ class ModelledCopier:
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
         call_driver()
         num_bytes = len(payloads) * payloads[0].nbytes
-        end = self.engine.copy(num_bytes, len(payloads), time.perf_counter())
+        end = self.engine.copy(num_bytes, 1, time.perf_counter())
         self.table(copies, num_bytes)
 
         def land(is_intact: Callable[[Sequence[PartChecksums]], bool]) -> bool:
@@ -117,27 +126,6 @@ class ModelledCopier:
             return True
 
         return land
-
-
-class ModelledPayloads:
-    """Staged, from a time on."""
-
-    def __init__(self, engine: CopyEngine, staged: float) -> None:
-        self._engine, self._staged = engine, staged
-
-    def copy_to(self, payloads: Sequence[Bytes]) -> Gathering:
-        call_driver()
-        num_bytes = len(payloads) * payloads[0].nbytes
-        end = self._engine.copy(num_bytes, len(payloads), max(self._staged, time.perf_counter()))
-
-        def finish() -> Sequence[PartChecksums]:
-            until(end + WAKE_S)
-            return sums(payloads)
-
-        return finish
-
-    def drop(self) -> None:
-        pass
 
 
 def sums(payloads: Sequence[Bytes]) -> list[PartChecksums]:
@@ -202,8 +190,8 @@ def measure(spec: ModelSpec, memory: EngineMemory, client: Client, rounds: int) 
     def save() -> None:
         assert not store.save(prompts[0], pages.source(table)).dropped
 
-    def load() -> None:
-        assert store.load(store.lookup(prompts[0]), pages.sink(table)) == TOKENS
+    def load(hit: RemoteHit | None = None) -> None:
+        assert store.load(hit or store.lookup(prompts[0]), pages.sink(table)) == TOKENS
 
     def save_all() -> None:
         saves = [store.submit_save(prompt, pages.source(table)) for prompt in prompts]
@@ -218,6 +206,7 @@ def measure(spec: ModelSpec, memory: EngineMemory, client: Client, rounds: int) 
         prompts = [store.prompt([number, other, *range(TOKENS)], Namespace("bench")) for other in range(PROMPTS)]
         timed("save", save)
         timed("load", load)
+        timed("load of a hit found before", partial(load, store.lookup(prompts[0])))
         client.ask(protocol.Clear(), protocol.ClearReply)
         timed("saves at once", save_all)
         timed("loads at once", load_all)
