@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.copying import PartChecksums
@@ -52,6 +52,7 @@ class Begun(NamedTuple, Generic[Batch]):
 STAGED_AT_ONCE = 3
 """Calls of a staged copier in flight. They take the host little time, so that one thread starts and ends all of them:
 several would wait for one another."""
+LAST_CALL_BYTES = 10 << 20
 THREADED_BYTES = 1 << 20
 """Fewer bytes are copied by the caller's thread: handing them to another takes longer."""
 
@@ -65,17 +66,16 @@ def begin_landing(jobs: Sequence[ArenaBlob], sink: StagedScatter, until: float) 
     """Start to copy payloads of one shard from the arena to a sink's pages. What is returned ends it, and returns which
     were intact, and the lease not over (`until`); if one was not, each is copied by itself.
 
-    What was copied is checked, and not what the arena has. Headers are read later; under a lease no other blob is
+    What was copied is checked, and not what the arena has. Headers are read meanwhile; under a lease no other blob is
     written there.
     """
-    checks = [BlobCheck(job.shard, job.chunk, job.key) for job in jobs]
-    payloads = [job.place[check.head_bytes :] for job, check in zip(jobs, checks, strict=True)]
+    head = header_bytes(jobs[0].shard)
+    payloads = [job.place[head:] for job in jobs]
     land = sink.begin_landing(jobs[0].shard, [job.chunk for job in jobs], payloads)
+    expected = [BlobCheck(job.shard, job.chunk, job.key).expected(job.place) for job in jobs]
 
     def are_intact(found: Sequence[PartChecksums]) -> bool:
-        for check, parts in zip(checks, found, strict=True):
-            check.observe(checksums.of_parts(parts))
-        passed = all(check.matches_header(job.place) for job, check in zip(jobs, checks, strict=True))
+        passed = all(fits(checksums.of_parts(parts)) for fits, parts in zip(expected, found, strict=True))
         return passed and time.monotonic() < until
 
     def finish() -> list[bool]:
@@ -131,16 +131,17 @@ class ArenaCopier:
         register_after_fork(self)
 
     def reads(
-        self, jobs: Iterable[ArenaBlob], target: Destination | None, until: float
+        self, jobs: Iterator[ArenaBlob], count: int, target: Destination | None, until: float
     ) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
-        """The payloads that are intact, None for the others, in order; several copies are in flight.
+        """The payloads of `count` jobs, or fewer, that are intact, None for the others, in order; several copies are in
+        flight.
 
         A payload is valid until the next one is asked for, unless it was copied into memory of `target`, or into its
         pages: straight out of the arena, where only a broken client would write before `until`.
         """
         flying: deque[tuple[list[ArenaBlob], Bytes, Finish[list[bool]]]] = deque()
         try:
-            for some in together(jobs, target.together_bytes if isinstance(target, StagedScatter) else 0):
+            for some in self._calls(jobs, count, target):
                 job, memory = some[0], some[0].place
                 if isinstance(target, StagedScatter):
                     finish = begin_landing(some, target, until)
@@ -156,6 +157,13 @@ class ArenaCopier:
             for _, _, finish in flying:
                 with suppress(Exception):  # one is on its way to the caller; no copy may outlive the call
                     finish()
+
+    def _calls(self, jobs: Iterator[ArenaBlob], count: int, target: Destination | None) -> Iterator[list[ArenaBlob]]:
+        """What is copied by one call each. The last call of a staged copier is small: pages get its bytes last."""
+        if not isinstance(target, StagedScatter):
+            return together(jobs, 0)
+        few, most_bytes = max(1, LAST_CALL_BYTES // self._largest), target.together_bytes
+        return chain(together(islice(jobs, max(0, count - few)), most_bytes), together(jobs, most_bytes))
 
     def _finished(
         self, jobs: list[ArenaBlob], memory: Bytes, finish: Finish[list[bool]], target: Destination | None

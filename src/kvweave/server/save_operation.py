@@ -20,16 +20,16 @@ import numpy as np
 
 from kvweave.errors import LeaseExpired, OverLimit, ServerError
 from kvweave.server import protocol
-from kvweave.server.arena_copier import ArenaCopier, Begun
+from kvweave.server.arena_copier import ArenaCopier, Begun, begin_gather
 from kvweave.server.arena_writer import ArenaBlob
-from kvweave.server.byte_limiter import ByteLimiter
-from kvweave.server.client import Advance, nothing
+from kvweave.server.client import Advance, Client, nothing
 from kvweave.server.prompt_session import PromptSession, daemon_budget, key_of, reply_timeout
 from kvweave.server.protocol import ADVANCE_MARGIN_S, ADVANCE_PARTS, ADVANCE_S, MOST_PIECES, NO_ROOM, numbers, packed
 from kvweave.server.shared_arena import starts_in_a_row
 from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Shard, Source
 from kvweave.store.base_store import GATHER_BYTES
 from kvweave.store.batches import batches
+from kvweave.store.blob import blob_bytes
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.page_payloads import StagedGather, StagedScatter
@@ -52,9 +52,8 @@ visible."""
 class ArenaLayout:
     """The blobs of a schema in a daemon's arena."""
 
-    def __init__(self, prompt_session: PromptSession, schema: Schema) -> None:
-        self.prompt_session, self._shards = prompt_session, schema.shards
-        self._sizes = prompt_session.blob_bytes
+    def __init__(self, schema: Schema) -> None:
+        self._shards, self._sizes = schema.shards, [blob_bytes(shard) for shard in schema.shards]
         self._rounded = [starts_in_a_row([size])[-1] for size in self._sizes]
         self._payload_bytes = np.array([shard.payload_bytes for shard in schema.shards])
 
@@ -80,10 +79,15 @@ class ArenaLayout:
         return sum(self._rounded[number] for number, _ in pieces)
 
     def batches(
-        self, pieces: Sequence[ChunkRef], budget: Budget, *, most_bytes: int = BATCH_BYTES, through_inbox: bool = False
+        self,
+        client: Client,
+        pieces: Sequence[ChunkRef],
+        budget: Budget,
+        *,
+        most_bytes: int = BATCH_BYTES,
+        through_inbox: bool = False,
     ) -> Iterator[list[ChunkRef]]:
         """Pieces for one request each, as far as they fit into the inbox, if there is one; a larger one is alone."""
-        client = self.prompt_session.client
         with suppress(ServerError):  # the request that follows fails the same way
             client.refresh(reply_timeout(budget))
         inbox_bytes = client.welcome.inbox_bytes if through_inbox else 0
@@ -101,10 +105,10 @@ class ArenaLayout:
         calls = chunks * self._payload_bytes[shards] // copied.together_bytes
         return [listed[i] for i in np.lexsort((chunks, shards, calls)).tolist()]
 
-    def allowed(self, limiter: ByteLimiter, pieces: Sequence[ChunkRef], budget: Budget) -> AbstractContextManager[None]:
-        """A context in which these pieces are held over the connection, within its limit."""
-        welcome = self.prompt_session.client.welcome
-        return limiter.holding(self.num_bytes(pieces), welcome.reserve_bytes, welcome.lease_s, budget)
+    def allowed(self, client: Client, pieces: Sequence[ChunkRef], budget: Budget) -> AbstractContextManager[None]:
+        """A context in which these pieces are fetched over the connection, within its limit."""
+        welcome = client.welcome
+        return client.fetching.holding(self.num_bytes(pieces), welcome.reserve_bytes, welcome.lease_s, budget)
 
 
 @dataclass(slots=True)
@@ -130,9 +134,9 @@ class SaveOperation:
     Every step may raise `ServerError`; what was counted up to then stays valid.
     """
 
-    def __init__(self, arena: ArenaLayout, copier: ArenaCopier, source: Source) -> None:
-        self._arena, self._session, self._copier, self._source = arena, arena.prompt_session, copier, source
-        self._client, self._begin = self._session.client, copier.starter(source)
+    def __init__(self, session: PromptSession, layout: ArenaLayout, copier: ArenaCopier, source: Source) -> None:
+        self._session, self._arena, self._copier, self._source = session, layout, copier, source
+        self._client, self._begin = session.client, copier.starter(source)
         self._is_staged = isinstance(source, StagedGather)
         self._in_flight: deque[ReservedBatch] = deque()
         """Batches that are being written: their bytes are held, and the inbox, if they are in there."""
@@ -243,11 +247,13 @@ class SaveOperation:
     ) -> Generator[Begun[ReservedBatch], None, ReservedBatch]:
         """Copies of the first batch, of which the first go to an advance: one of them begins at once, the others while
         the daemon is asked for the batch."""
-        arena, number = self._session.arena(advance.generation), self._client.number()
+        arena, number, source = self._session.arena(advance.generation), self._client.number(), self._source
+        assert isinstance(source, StagedGather), "an advance is for memory that is reached through a copier's own"
         first = self._first_call(pieces, advance.num_bytes)
         reserved = ReservedBatch(prompt, number, advance.until, advance.generation, [], [], 0, is_in_inbox=False)
         self._in_flight.append(reserved)
-        yield from self._begin(self._arena.in_a_row(arena, prompt, first, advance.start), reserved)
+        jobs = self._arena.in_a_row(arena, prompt, first, advance.start)
+        yield Begun(reserved, begin_gather(jobs, source, reserved))
         taken = {*first}
         rest = [piece for piece in pieces if piece not in taken]
         pieces.clear()
@@ -325,14 +331,14 @@ class SaveOperation:
         """What is saved at once: no more than the inbox holds, where there is one, and what one call copies is not cut.
         From a GPU the last batch is small. Raises `OverLimit`."""
         most_bytes = min(most_bytes, max(FIRST_BYTES, self._client.welcome.reserve_bytes // BATCHES_IN_FLIGHT))
-        batch = next(self._arena.batches(pieces, budget, most_bytes=most_bytes, through_inbox=True))
+        batch = next(self._arena.batches(self._client, pieces, budget, most_bytes=most_bytes, through_inbox=True))
         inbox_bytes = self._client.welcome.inbox_bytes
         if inbox_bytes and (size := self._arena.num_bytes(batch)) > inbox_bytes:
             raise OverLimit(f"a blob of {size} bytes, an inbox of {inbox_bytes}: take a larger --inbox")
         if not self._is_staged:
             return batch
         if len(batch) == len(pieces):
-            last = next(self._arena.batches(batch[::-1], budget, most_bytes=LAST_BYTES))
+            last = next(self._arena.batches(self._client, batch[::-1], budget, most_bytes=LAST_BYTES))
             return batch[: -len(last)] or batch
         following = pieces[len(batch)][0]
         whole = [*dropwhile(lambda piece: piece[0] == following, reversed(batch))][::-1]
