@@ -133,13 +133,14 @@ def sums(payloads: Sequence[Bytes]) -> list[PartChecksums]:
 
 
 @contextmanager
-def daemon(folder: Path) -> Iterator[Client]:
+def daemon(folder: Path) -> Iterator[Path]:
     limits = replace(Limits(), lease_share=0.5, reserve_share=0.5)  # in an arena of few prompts
     settings = Settings(memory=2 << 30, socket=folder / "kv.sock", limits=limits)
     process = multiprocessing.get_context("spawn").Process(target=run, args=(settings,))
     process.start()
     try:
-        yield connected(settings.socket)
+        connected(settings.socket).close()
+        yield settings.socket
     finally:
         process.terminate()
         process.join()
@@ -173,9 +174,9 @@ def described(spec: ModelSpec, tensors: dict[tuple[int, str], NDArray[np.int16]]
     return EngineMemory.of_tensors({(layer, tag, role): tensor for (layer, role), tensor in tensors.items()}, tables)
 
 
-def measure(spec: ModelSpec, memory: EngineMemory, client: Client, rounds: int) -> Iterator[dict[str, object]]:
+def measure(spec: ModelSpec, memory: EngineMemory, socket: Path, rounds: int) -> Iterator[dict[str, object]]:
     schema, copier = Schema.of(spec, chunk_tokens=CHUNK), ModelledCopier(memory.pools)  # type: ignore[arg-type]
-    pages, store, engine = PagePayloads(schema, memory, copier), RemoteStore(schema, client), copier.engine
+    pages, store, engine = PagePayloads(schema, memory, copier), RemoteStore(schema, connected(socket)), copier.engine
     table = {"pages": np.random.default_rng(0).permutation(np.arange(1, 1 + TOKENS // BLOCK)).astype(np.int32)}
     num_bytes = CHUNKS * sum(shard.payload_bytes for shard in schema.shards)
     found: dict[str, list[tuple[float, ...]]] = defaultdict(list)
@@ -207,10 +208,11 @@ def measure(spec: ModelSpec, memory: EngineMemory, client: Client, rounds: int) 
         timed("save", save)
         timed("load", load)
         timed("load of a hit found before", partial(load, store.lookup(prompts[0])))
-        client.ask(protocol.Clear(), protocol.ClearReply)
+        store.client.ask(protocol.Clear(), protocol.ClearReply)
         timed("saves at once", save_all)
         timed("loads at once", load_all)
-        client.ask(protocol.Clear(), protocol.ClearReply)
+        store.client.ask(protocol.Clear(), protocol.ClearReply)
+    store.close()
     for what, times in found.items():
         taken, before, idle, behind = (1e3 * statistics.median(column) for column in zip(*times[2:], strict=True))
         count = PROMPTS if "once" in what else 1
@@ -223,9 +225,9 @@ def measure(spec: ModelSpec, memory: EngineMemory, client: Client, rounds: int) 
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 30
-    with tempfile.TemporaryDirectory() as folder, daemon(Path(folder)) as client:
+    with tempfile.TemporaryDirectory() as folder, daemon(Path(folder)) as socket:
         for spec, memory in engines():
-            for line in measure(spec, memory, client, rounds):
+            for line in measure(spec, memory, socket, rounds):
                 print(json.dumps(line), flush=True)
 
 

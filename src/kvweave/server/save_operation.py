@@ -39,9 +39,11 @@ from kvweave.store.tier_stack import Budget
 BATCH_BYTES = 1 << 30
 """What one request is for, at most: between two fetches nothing is copied, for as long as 50 MiB take."""
 FIRST_BYTES, NEXT_BYTES = 76 << 20, 152 << 20
-"""What the first request of a save is for, or its advance, so that copies begin soon; and the next one, which is made
-while the first are copied. Each later one is for twice as much as the one before, and is made while that is copied. A
-little more than two calls of a GPU's copier take, and than four do: the first is copied before a reply comes."""
+"""What the first request of a save is for, so that copies begin soon; and the next one, which is made while the first
+are copied. Each later one is for twice as much as the one before, and is made while that is copied. A little more than
+two calls of a GPU's copier take, and than four do: the first is copied before a reply comes."""
+ADVANCE_BYTES = 112 << 20
+"""Of an advance: as much as a GPU copies in 2 ms, until a reply has come and the next call is made."""
 BATCHES_IN_FLIGHT = 4
 """Batches that a connection's share has room for."""
 FIRST_CALL_BYTES, LAST_BYTES = 18 << 20, 20 << 20
@@ -254,18 +256,8 @@ class SaveOperation:
         self._in_flight.append(reserved)
         jobs = self._arena.in_a_row(arena, prompt, first, advance.start)
         yield Begun(reserved, begin_gather(jobs, source, reserved))
-        taken = {*first}
-        rest = [piece for piece in pieces if piece not in taken]
-        pieces.clear()
-        pieces.extend(rest)
-        self._order(pieces)
-        batch = [*first, *self._next_batch(pieces, budget, most_bytes)] if pieces else first
-        if not self._client.reserving.hold_now(self._arena.num_bytes(batch), self._client.welcome.reserve_bytes):
-            batch = first
-            self._client.reserving.hold(self._arena.num_bytes(batch), self._client.welcome.reserve_bytes, 0.0, budget)
+        batch = self._batch_with(first, pieces, budget, most_bytes)
         reserved.num_bytes = self._arena.num_bytes(batch)
-        for _ in batch[len(first) :]:
-            pieces.popleft()
         jobs = self._arena.in_a_row(arena, prompt, batch, advance.start, advance.num_bytes)
         begun, failures = list[Begun[ReservedBatch]](), list[Exception]()
 
@@ -292,11 +284,23 @@ class SaveOperation:
 
     def _first_call(self, pieces: Sequence[ChunkRef], most_bytes: int) -> list[ChunkRef]:
         """What the first call of a GPU's copier copies: of the first piece's shard, little."""
-        number, size = pieces[0][0], self._arena.num_bytes([pieces[0]])
-        most = (
-            1 if self._arena.shard(pieces[0]).payload_bytes % 8 else max(1, min(FIRST_CALL_BYTES, most_bytes) // size)
-        )
-        return [*islice((piece for piece in pieces if piece[0] == number), most)]
+        shard, size = self._arena.shard(pieces[0]), self._arena.num_bytes([pieces[0]])
+        most = 1 if shard.payload_bytes % 8 else max(1, min(FIRST_CALL_BYTES, most_bytes) // size)
+        return [*islice((piece for piece in pieces if piece[0] == pieces[0][0]), most)]
+
+    def _batch_with(
+        self, first: list[ChunkRef], pieces: deque[ChunkRef], budget: Budget, most_bytes: int
+    ) -> list[ChunkRef]:
+        """A batch that begins with these pieces, whose bytes are held; it is taken off `pieces`, which are ordered."""
+        taken, limiter, most_held = {*first}, self._client.reserving, self._client.welcome.reserve_bytes
+        rest = self._arena.side_by_side([piece for piece in pieces if piece not in taken], self._source)
+        batch = [*first, *(self._next_batch(rest, budget, most_bytes) if rest else ())][:MOST_PIECES]
+        if not limiter.hold_now(self._arena.num_bytes(batch), most_held):
+            batch = first
+            limiter.hold(self._arena.num_bytes(batch), most_held, 0.0, budget)
+        pieces.clear()
+        pieces.extend(rest[len(batch) - len(first) :])
+        return batch
 
     # ---- places
 
@@ -381,7 +385,7 @@ class SaveOperation:
         """Bytes for the next save to begin with, of a source like this one; 0: it needs none."""
         if not self._is_staged or self._client.advances:
             return 0
-        num_bytes = min(FIRST_BYTES, self._client.welcome.reserve_bytes // ADVANCE_PARTS)
+        num_bytes = min(ADVANCE_BYTES, self._client.welcome.reserve_bytes // ADVANCE_PARTS)
         return num_bytes if self._arena.num_bytes(batch[:1]) <= num_bytes else 0
 
     def _in_inbox(self, reserved: ReservedBatch) -> list[ArenaBlob]:

@@ -17,7 +17,7 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -44,12 +44,18 @@ def blob_bytes(shard: Shard) -> int:
 
 
 def header_bytes(shard: ShardHeader) -> int:
-    return -(-(HEADER.size + len(shard.meta)) // ALIGN) * ALIGN
+    return HEADER.size + len(_padded(shard.meta))
+
+
+@lru_cache(maxsize=1024)
+def _padded(meta: bytes) -> bytes:
+    """With blanks up to where the payload begins."""
+    return meta.ljust(-(-(HEADER.size + len(meta)) // ALIGN) * ALIGN - HEADER.size)
 
 
 def header(shard: ShardHeader, chunk: int, key: bytes) -> bytes:
     """The header of the blob that holds one chunk of a shard, with zeros for its checksum."""
-    meta = shard.meta.ljust(header_bytes(shard) - HEADER.size)
+    meta = _padded(shard.meta)
     start = 0 if shard.is_keyed else chunk * shard.chunk_tokens
     stop = start + shard.chunk_tokens
     fixed = HEADER.pack(MAGIC, VERSION, 0, len(meta), 0, shard.payload_bytes, 0, key, start, stop)
