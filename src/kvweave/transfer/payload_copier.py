@@ -14,7 +14,7 @@ from kvweave.copying import BlockCopy, Bytes, Gathering, Landing, PartChecksums
 from kvweave.errors import BadCopy
 from kvweave.transfer.checksum_kernel import ChecksumLayout
 from kvweave.transfer.command_buffer import CommandBuffer
-from kvweave.transfer.driver import Event, context_of, submit
+from kvweave.transfer.driver import Event, addresses, context_of, submit
 from kvweave.transfer.kernel import Tabulator, current_stream, launch
 from kvweave.transfer.payload_tables import PayloadTable, PooledFields
 from kvweave.transfer.staging import Slot
@@ -188,7 +188,7 @@ def _copy(
     """Between staging memory, where payloads lie one after the other, and the host. Where they are equally far apart
     there, as those of a save mostly are, they are the rows of one copy: between two copies the engine pauses."""
     size, count = payloads[0].nbytes, len(payloads)
-    host = np.array([payload.ctypes.data for payload in payloads], np.int64)
+    host = addresses(payloads)
     steps = {*np.diff(host).tolist()}
     if not size:
         return
