@@ -15,15 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvweave.errors import LeaseExpired
-from kvweave.server import Daemon, RemoteStore, protocol
+from kvweave.errors import LeaseExpired, ServerTimeout, StoreError
+from kvweave.server import Daemon, RemoteStore, protocol, save_operation
 from kvweave.server.channel import Channel
 from kvweave.server.client import Advance
 from kvweave.server.client_session import ROOM_S
 from kvweave.server.protocol import ADVANCE_S
 from kvweave.server.settings import Limits
-from kvweave.server.shared_arena import LENT_SHARE, Run, SharedArena
+from kvweave.server.shared_arena import LENT_SHARE, ArenaRun, SharedArena
 from kvweave.store import PagePayloads, Quota, Saved
+from kvweave.store.tier import Blob
 from tests.server.models import LARGEST, POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, spawned, store, verify
 from tests.server.test_staged import TOKENS, StagingCopier, engine
 from tests.store.models import Rank, fill, truth
@@ -111,7 +112,7 @@ def test_an_advance_is_given_back_at_the_end_of_its_connection(tmp_path: Path) -
         assert daemon.state.arena.lent_bytes > 0
         assert daemon.report().clients[0].reserved_bytes == daemon.state.arena.lent_bytes
         one.store.close()
-        assert within(5, lambda: books_balance(daemon))
+        assert within(ADVANCE_S / 2, lambda: books_balance(daemon))
 
 
 def test_an_advance_is_given_back_when_its_connection_is_idle(tmp_path: Path) -> None:
@@ -183,13 +184,15 @@ def test_what_is_present_already_is_copied_in_vain_and_its_places_are_free_again
 
 def test_places_that_are_written_in_vain_are_nobodys_until_the_reservation_ends(tmp_path: Path) -> None:
     arena = SharedArena(64 * 4096)
+    assert not arena.is_held
     run = arena.lend(8 * 4096)
     assert run
+    assert arena.is_held, "a reservation may wait for it"
     keys = [bytes([number]) * 48 for number in range(3)]
-    arena.put([keys[1]], [blob(100)])  # type: ignore[list-item]
+    arena.put([keys[1]], [Blob(np.zeros(100, np.uint8), 0, lambda _: b"")])
     found, unused = arena.reserve_in(run, keys, [100, 100, 5000])
     assert found.tolist() == [run.start, protocol.PRESENT, run.start + 2 * 4096]
-    assert unused == [Run(run.start + 4096, 4096), Run(run.start + 4 * 4096, 4 * 4096)]
+    assert unused == [ArenaRun(run.start + 4096, 4096), ArenaRun(run.start + 4 * 4096, 4 * 4096)]
     taken = [arena.reserve([bytes([9, number]) * 24], [4096])[0] for number in range(64)]
     assert not {*taken} & {run.start + 4096 * page for page in range(8)}
     assert arena.is_held
@@ -198,12 +201,6 @@ def test_places_that_are_written_in_vain_are_nobodys_until_the_reservation_ends(
     assert arena.lent_bytes == 0
     assert arena.reserve([b"8" * 48], [4096])[0] == run.start + 4096
     arena.close()
-
-
-def blob(num_bytes: int) -> object:
-    from kvweave.store.tier import Blob
-
-    return Blob(np.zeros(num_bytes, np.uint8), 0, lambda _: b"")
 
 
 def test_a_tenant_gets_no_more_in_an_advance_than_its_limit(tmp_path: Path) -> None:
@@ -258,12 +255,33 @@ def test_pieces_beyond_an_advance_are_refused(tmp_path: Path) -> None:
         one.store.close()
 
 
+def test_a_page_that_is_not_there_is_an_error_of_the_save_also_while_the_daemon_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_operation, "FIRST_CALL_BYTES", 1)
+    with serving(settings(tmp_path, memory=MEMORY)) as daemon:
+        one = Engine(daemon.settings.socket)
+        one.save()
+        assert one.advance
+        generation = one.store.client.generation
+        tables = {name: np.where(np.arange(len(table)) < 4, table, 0) for name, table in one.made.table.items()}
+        calls = one.copier.calls
+        with pytest.raises(StoreError, match="NULL"):
+            one.store.save(prompt(1), one.pages.source(tables), points=[TOKENS])
+        assert one.copier.calls > calls, "its first call had begun"
+        one.store.report()
+        assert one.store.client.generation == generation
+        assert not daemon.state.arena._writing
+        assert one.save(2).dropped == 0
+        one.store.close()
+
+
 def test_one_thread_has_an_advance(tmp_path: Path) -> None:
     with serving(settings(tmp_path, memory=4 * MEMORY)) as daemon:
         one, places, real = Engine(daemon.settings.socket), list[int](), SharedArena.reserve_in
         one.save()
 
-        def noting(self: SharedArena, run: Run, *args: object) -> object:
+        def noting(self: SharedArena, run: ArenaRun, *args: object) -> object:
             places.append(run.start)
             return real(self, run, *args)  # type: ignore[arg-type]
 
@@ -329,6 +347,33 @@ def test_a_stopped_daemon_costs_a_save_in_an_advance_its_budget_and_no_more(tmp_
             os.kill(process.pid, signal.SIGCONT)
         assert within(5, lambda: one.save(2).dropped == 0)
         assert one.loads(2)
+        assert within(ADVANCE_S + 1, lambda: one.store.report().clients[0].reserved_bytes == 0), "long before its lease"
+        one.store.close()
+
+
+def test_what_a_late_reply_reserved_in_an_advance_is_given_back_by_who_writes_there_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(settings(tmp_path, memory=MEMORY)) as daemon:
+        one, receive, kept = Engine(daemon.settings.socket), Channel.receive, list[int]()
+        one.save()
+
+        def late(self: Channel, request_ids: Sequence[int], until: float) -> list[protocol.Reply]:
+            receive(self, request_ids, until)
+            raise ServerTimeout("late")
+
+        def others_ask() -> None:
+            monkeypatch.setattr(Channel, "receive", receive)
+            one.store.client.ask(protocol.Ping(), protocol.Done)  # as another thread does while this one copies
+            kept.append(len(daemon.state.arena._writing))
+
+        monkeypatch.setattr(Channel, "receive", late)
+        one.copier.between = others_ask
+        assert one.save(1).stored == 0
+        assert kept
+        assert min(kept) > 0, "places were free while a copy was on its way there"
+        one.store.report()
+        assert not daemon.state.arena._writing
         one.store.close()
 
 

@@ -21,7 +21,7 @@ from kvweave.server.open_sequence import OpenSequence, Pieces
 from kvweave.server.protocol import ADVANCE_PARTS, ADVANCE_S, NO_ROOM, NOT_IN_ARENA, Reply, numbers, packed
 from kvweave.server.registered_model import RegisteredModel
 from kvweave.server.server_state import ServerState
-from kvweave.server.shared_arena import Pinned, Run, starts_in_a_row
+from kvweave.server.shared_arena import ArenaRun, Pinned, starts_in_a_row
 from kvweave.store.arena_tier import STEP_KEYS
 from kvweave.store.keys import PREFIX_BYTES, SHARD_ID_BYTES
 from kvweave.store.striped_file import SECTOR
@@ -371,7 +371,7 @@ class ClientSession:
         keys: Sequence[bytes],
         starts: NDArray[np.int64],
         lengths: Sequence[int],
-        unused: Sequence[Run] = (),
+        unused: Sequence[ArenaRun] = (),
     ) -> Reply:
         extents = [each for each in zip(keys, starts.tolist(), lengths, strict=True) if each[1] >= 0]
         if extents or unused:
@@ -381,7 +381,7 @@ class ClientSession:
             self._state.count_no_room(int((starts == NO_ROOM).sum()))
         return protocol.Places(packed(starts), *(self._lend(request.advance_bytes) or ()))
 
-    def _lend(self, num_bytes: int) -> Run | None:
+    def _lend(self, num_bytes: int) -> ArenaRun | None:
         """An advance, within the connection's share. None where clients do not write to the arena, or others wait for
         room."""
         room = min(self._most_bytes // ADVANCE_PARTS, self._most_bytes - self.leases.reserved_bytes)

@@ -12,7 +12,7 @@ import numpy as np
 from kvweave.copying import Numbers
 from kvweave.errors import BadRequest, LeaseExpired, OverLimit
 from kvweave.server.protocol import ADVANCE_S
-from kvweave.server.shared_arena import Run, SharedArena
+from kvweave.server.shared_arena import ArenaRun, SharedArena
 
 FOREVER = float("inf")
 Extent = tuple[bytes, int, int]
@@ -47,15 +47,7 @@ class Reservation:
     extents: tuple[Extent, ...]
     until: float
     is_written: bool
-    unused: Sequence[Run] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """A run that is lent until a time."""
-
-    run: Run
-    until: float
+    unused: Sequence[ArenaRun] = ()
 
 
 class Leases:
@@ -66,7 +58,8 @@ class Leases:
         self._share, self._most_bytes, self._counted = share, most_bytes, 0
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
-        self._advance: Advance | None = None
+        self._advance: ArenaRun | None = None
+        self._advance_until = 0.0
 
     def __len__(self) -> int:
         return len(self._leases) + len(self._reservations)
@@ -86,7 +79,7 @@ class Leases:
 
     @property
     def advance_bytes(self) -> int:
-        return self._advance.run.num_bytes if self._advance else 0
+        return self._advance.num_bytes if self._advance else 0
 
     # ---- reading
 
@@ -152,29 +145,29 @@ class Leases:
     # ---- writing
 
     def reserve(
-        self, number: int, extents: Sequence[Extent], *, is_written: bool = True, unused: Sequence[Run] = ()
+        self, number: int, extents: Sequence[Extent], *, is_written: bool = True, unused: Sequence[ArenaRun] = ()
     ) -> None:
         """`is_written`: the client writes to the arena itself, or the daemon has done so."""
         until = time.monotonic() + self._lease_s
         self._reservations[number] = Reservation(tuple(extents), until, is_written, unused)
 
-    def lend(self, num_bytes: int) -> Run | None:
+    def lend(self, num_bytes: int) -> ArenaRun | None:
         """A run for the next save, if the connection has none, and the arena one to lend."""
-        run = None if self._advance else self._arena.lend(num_bytes)
-        if run:
-            self._advance = Advance(run, time.monotonic() + ADVANCE_S)
-        return run
+        if self._advance:
+            return None
+        self._advance, self._advance_until = self._arena.lend(num_bytes), time.monotonic() + ADVANCE_S
+        return self._advance
 
-    def take_advance(self) -> Run:
+    def take_advance(self) -> ArenaRun:
         """Take the advance over, to reserve in it."""
         advance, self._advance = self._advance, None
         if advance is None:
             raise LeaseExpired("the advance: expired, or there was none; nothing is reserved in it")
-        return advance.run
+        return advance
 
     def expire_advance(self, now: float) -> bool:
         """Take back an advance that has expired; returns whether it had."""
-        if self._advance is None or self._advance.until > now:
+        if self._advance is None or self._advance_until > now:
             return False
         self._arena.take_back(self.take_advance())
         return True

@@ -364,10 +364,13 @@ def read_request_id(body: bytes) -> int:
 
 
 def undo(request: Message) -> Message | None:
-    """The request that releases what an unanswered request may have taken."""
+    """The request that releases what an unanswered request may have taken. Not what lies in an advance: it may still be
+    written to, and is abandoned by its writer."""
     if isinstance(request, Lookup | Fetch) and request.lease:
         return Release([request.lease])
-    return Commit(request.reservation, abandon=True) if isinstance(request, Reserve) else None
+    if isinstance(request, Reserve) and not request.in_advance:
+        return Commit(request.reservation, abandon=True)
+    return None
 
 
 def numbers(data: bytes, kind: str = "<i8") -> NDArray[np.int64]:

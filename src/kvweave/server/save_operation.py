@@ -177,8 +177,7 @@ class SaveOperation:
         try:
             with closing(self._copier.writes(begun, self._source)) as written:
                 for reserved, is_written in written:
-                    fine = is_written and bool(reserved.pieces)
-                    fine = fine and (not reserved.is_in_inbox or self._copied_in(reserved))
+                    fine = is_written and (not reserved.is_in_inbox or self._copied_in(reserved))
                     if not fine:
                         self.abandon(reserved)
                     yield reserved, fine

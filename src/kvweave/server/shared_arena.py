@@ -34,7 +34,7 @@ FUTURE_WRITE = 0x0010
 """F_SEAL_FUTURE_WRITE: processes that are passed the file can only read it."""
 
 
-class Run(NamedTuple):
+class ArenaRun(NamedTuple):
     """A run of bytes in the arena."""
 
     start: int
@@ -81,7 +81,9 @@ class SharedArena(MemoryTier):
                 return in_a_row
             return np.array([self._reserve(*pair) for pair in zip(keys, lengths, strict=True)], np.int64)
 
-    def reserve_in(self, run: Run, keys: Sequence[bytes], lengths: Sequence[int]) -> tuple[Numbers, list[Run]]:
+    def reserve_in(
+        self, run: ArenaRun, keys: Sequence[bytes], lengths: Sequence[int]
+    ) -> tuple[Numbers, list[ArenaRun]]:
         """As `reserve`, for blobs that lie in a lent run one after the other. Also returns what of the run is not used,
         which stays lent: their client may be writing there."""
         starts = np.array(starts_in_a_row(lengths), np.int64) + run.start
@@ -97,7 +99,7 @@ class SharedArena(MemoryTier):
             self.lent_bytes -= int(sizes[is_used].sum())
         unused = [*zip(starts[:-1][~is_used].tolist(), sizes[~is_used].tolist(), strict=True)]
         end = int(starts[-1])
-        return found, [Run(*each) for each in (*unused, (end, run.start + run.num_bytes - end)) if each[1]]
+        return found, [ArenaRun(*each) for each in (*unused, (end, run.start + run.num_bytes - end)) if each[1]]
 
     def _reserve_in_a_row(self, keys: Sequence[bytes], lengths: Sequence[int], at: int | None = None) -> Numbers | None:
         """Places for absent keys in one free run, or in the one that begins `at`, in a quarter of the time of one by
@@ -160,12 +162,12 @@ class SharedArena(MemoryTier):
             self._give(key, start, length)
             self._writing.discard(key)
 
-    def lend(self, num_bytes: int) -> Run | None:
+    def lend(self, num_bytes: int) -> ArenaRun | None:
         """A run of free bytes, for which entries are evicted where tenants have no quotas. None if there is none, or
         `LENT_SHARE` is lent."""
         with self._lock:
             self._check_open()
-            run = Run(0, self._extents.rounded(num_bytes))
+            run = ArenaRun(0, self._extents.rounded(num_bytes))
             if self.lent_bytes + run.num_bytes > self._extents.capacity * LENT_SHARE:
                 return None
             if not self._catalog.has_quotas:
@@ -176,7 +178,7 @@ class SharedArena(MemoryTier):
             self.lent_bytes += run.num_bytes
         return run._replace(start=start)
 
-    def take_back(self, run: Run) -> None:
+    def take_back(self, run: ArenaRun) -> None:
         """Free a run that was lent, or a part of it."""
         with self._lock:
             self.lent_bytes -= run.num_bytes
