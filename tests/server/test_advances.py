@@ -301,6 +301,41 @@ def test_one_thread_has_an_advance(tmp_path: Path) -> None:
         assert within(5, lambda: books_balance(daemon))
 
 
+@pytest.mark.parametrize("share", [0.02, 0.1])
+def test_threads_that_share_little_wait_for_each_other_also_with_an_advance(tmp_path: Path, share: float) -> None:
+    limits = replace(Limits(), reserve_share=share)
+    with serving(settings(tmp_path, memory=4 * MEMORY, limits=limits)) as daemon:
+        one, dropped = Engine(daemon.settings.socket), list[int]()
+        for _ in range(4):
+            threads = [
+                threading.Thread(target=lambda number=number: dropped.append(one.save(number).dropped))
+                for number in range(len(dropped), len(dropped) + 4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+        assert dropped == [0] * 16
+        assert one.store.client.reserving._held == 0
+        one.store.close()
+        assert within(5, lambda: books_balance(daemon))
+
+
+def test_what_is_gathered_is_one_batch_to_its_end_also_in_an_advance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_operation, "LAST_BYTES", 1)
+    with serving(settings(tmp_path, memory=MEMORY)) as daemon:
+        one = Engine(daemon.settings.socket)
+        for number in range(2):
+            gathered = one.store.gather(prompt(number), one.pages.source(one.made.table), points=POINTS)
+            assert gathered.failed == ()
+            assert not one.loads(number)
+            assert gathered.commit().dropped == 0
+            assert one.loads(number)
+        one.store.close()
+
+
 def test_a_forked_child_has_no_advance(tmp_path: Path) -> None:
     with serving(settings(tmp_path, memory=MEMORY)) as daemon:
         one = Engine(daemon.settings.socket)

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
-from itertools import chain, count, dropwhile, islice, takewhile
+from itertools import dropwhile, islice, takewhile
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -113,6 +113,17 @@ class ArenaLayout:
         return client.fetching.holding(self.num_bytes(pieces), welcome.reserve_bytes, welcome.lease_s, budget)
 
 
+class BatchSizes(NamedTuple):
+    """Bytes of a save's batches, at most: of the first, or of the first if it begins in an advance; of the one that
+    follows, after which each may be twice as large (0: none follows); and of the last one of a GPU's pages (0: as the
+    others)."""
+
+    first: int
+    in_advance: int
+    following: int = 0
+    last: int = 0
+
+
 @dataclass(slots=True)
 class ReservedBatch:
     """Places of a prompt's pieces: their number, their end, the generation of their connection, the pieces that have
@@ -155,9 +166,8 @@ class SaveOperation:
         self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget, gathered: Callable[[], None]
     ) -> None:
         """Save batch by batch, as far as there is room and time. Calls `gathered` when everything is copied."""
-        pieces = deque(wanted)
+        pieces, sizes = deque(wanted), BatchSizes(FIRST_BYTES, FIRST_BYTES + NEXT_BYTES, NEXT_BYTES, LAST_BYTES)
         while pieces and not budget.is_spent:
-            sizes = chain([FIRST_BYTES], (NEXT_BYTES << doubled for doubled in count()))
             with closing(self._written(self._begun(prompt, pieces, budget, sizes))) as written:
                 for reserved, is_written in written:
                     if not pieces and not reserved.without_room and len(self._in_flight) == 1:
@@ -167,7 +177,7 @@ class SaveOperation:
 
     def gather(self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget) -> ReservedBatch | None:
         """Copy the first batch into places that are not visible yet; None if nothing could be copied."""
-        begun = self._begun(prompt, deque(wanted), budget, iter([GATHER_BYTES]))
+        begun = self._begun(prompt, deque(wanted), budget, BatchSizes(GATHER_BYTES, GATHER_BYTES))
         written = [reserved for reserved, is_written in self._written(begun) if is_written]
         return written[0] if written else None
 
@@ -194,24 +204,25 @@ class SaveOperation:
             self._client.inbox_lock.release()
 
     def _begun(
-        self, prompt: HashedPrompt, pieces: deque[ChunkRef], budget: Budget, sizes: Iterator[int]
+        self, prompt: HashedPrompt, pieces: deque[ChunkRef], budget: Budget, sizes: BatchSizes
     ) -> Iterator[Begun[ReservedBatch]]:
         """Copies of batches of these sizes, of `pieces`, which are taken off that list. Ends when no more can be
         reserved until those in flight are visible: then blobs may be evicted, the inbox is free, and a refusal is
         final."""
-        advance = self._take_advance(pieces[0])
+        if not pieces:
+            return
+        most_bytes, advance = sizes.first, self._take_advance(pieces[0])
         if advance:
-            reserved = yield from self._begun_in_advance(advance, prompt, pieces, budget, next(sizes) + NEXT_BYTES)
+            reserved = yield from self._begun_in_advance(advance, prompt, pieces, budget, sizes)
             if reserved.without_room:
                 return
+            most_bytes = sizes.following
         else:
             self._order(pieces)
-        first_bytes = 0
-        for most_bytes in sizes:
-            is_alone, first_bytes = not self._in_flight, first_bytes or most_bytes
-            if not pieces or budget.is_spent:
-                return
-            batch = self._next_batch(pieces, budget, first_bytes if is_alone else most_bytes)
+        while most_bytes and pieces and not budget.is_spent:
+            is_alone = not self._in_flight
+            batch = self._next_batch(pieces, budget, sizes.first if is_alone else most_bytes, sizes.last)
+            most_bytes = max(2 * most_bytes, sizes.following) if sizes.following else 0
             try:
                 found = self._try_reserve(prompt, batch, budget, is_alone=is_alone)
             except ServerError:
@@ -244,7 +255,7 @@ class SaveOperation:
         return advance if is_valid and self._arena.num_bytes([first]) <= advance.num_bytes else None
 
     def _begun_in_advance(
-        self, advance: Advance, prompt: HashedPrompt, pieces: deque[ChunkRef], budget: Budget, most_bytes: int
+        self, advance: Advance, prompt: HashedPrompt, pieces: deque[ChunkRef], budget: Budget, sizes: BatchSizes
     ) -> Generator[Begun[ReservedBatch], None, ReservedBatch]:
         """Copies of the first batch, of which the first go to an advance: one of them begins at once, the others while
         the daemon is asked for the batch."""
@@ -255,7 +266,7 @@ class SaveOperation:
         self._in_flight.append(reserved)
         jobs = self._arena.in_a_row(arena, prompt, first, advance.start)
         yield Begun(reserved, begin_gather(jobs, source, reserved))
-        batch = self._batch_with(first, pieces, budget, most_bytes)
+        batch = self._batch_with(first, pieces, budget, sizes)
         reserved.num_bytes = self._arena.num_bytes(batch)
         jobs = self._arena.in_a_row(arena, prompt, batch, advance.start, advance.num_bytes)
         begun, failures = list[Begun[ReservedBatch]](), list[Exception]()
@@ -288,15 +299,17 @@ class SaveOperation:
         return [*islice((piece for piece in pieces if piece[0] == pieces[0][0]), most)]
 
     def _batch_with(
-        self, first: list[ChunkRef], pieces: deque[ChunkRef], budget: Budget, most_bytes: int
+        self, first: list[ChunkRef], pieces: deque[ChunkRef], budget: Budget, sizes: BatchSizes
     ) -> list[ChunkRef]:
         """A batch that begins with these pieces, whose bytes are held; it is taken off `pieces`, which are ordered."""
-        taken, limiter, most_held = {*first}, self._client.reserving, self._client.welcome.reserve_bytes
+        taken, limiter, welcome = {*first}, self._client.reserving, self._client.welcome
         rest = self._arena.side_by_side([piece for piece in pieces if piece not in taken], self._source)
-        batch = [*first, *(self._next_batch(rest, budget, most_bytes) if rest else ())][:MOST_PIECES]
-        if not limiter.hold_now(self._arena.num_bytes(batch), most_held):
+        more_bytes = sizes.in_advance - self._arena.num_bytes(first)
+        more = self._next_batch(rest, budget, more_bytes, sizes.last) if rest and more_bytes > 0 else []
+        batch = [*first, *more][:MOST_PIECES]
+        if not limiter.hold_now(self._arena.num_bytes(batch), welcome.reserve_bytes):
             batch = first
-            limiter.hold(self._arena.num_bytes(batch), most_held, 0.0, budget)
+            limiter.hold(self._arena.num_bytes(batch), welcome.reserve_bytes, welcome.lease_s, budget)
         pieces.clear()
         pieces.extend(rest[len(batch) - len(first) :])
         return batch
@@ -330,9 +343,11 @@ class SaveOperation:
         is_refused = reserved.without_room and not jobs
         return None if is_refused and not is_alone else (reserved, jobs)
 
-    def _next_batch(self, pieces: Sequence[ChunkRef], budget: Budget, most_bytes: int) -> list[ChunkRef]:
+    def _next_batch(
+        self, pieces: Sequence[ChunkRef], budget: Budget, most_bytes: int, last_bytes: int
+    ) -> list[ChunkRef]:
         """What is saved at once: no more than the inbox holds, where there is one, and what one call copies is not cut.
-        From a GPU the last batch is small. Raises `OverLimit`."""
+        From a GPU the last batch has `last_bytes`. Raises `OverLimit`."""
         most_bytes = min(most_bytes, max(FIRST_BYTES, self._client.welcome.reserve_bytes // BATCHES_IN_FLIGHT))
         batch = next(self._arena.batches(self._client, pieces, budget, most_bytes=most_bytes, through_inbox=True))
         inbox_bytes = self._client.welcome.inbox_bytes
@@ -341,8 +356,9 @@ class SaveOperation:
         if not self._is_staged:
             return batch
         if len(batch) == len(pieces):
-            last = next(self._arena.batches(self._client, batch[::-1], budget, most_bytes=LAST_BYTES))
-            return batch[: -len(last)] or batch
+            reversed_batch = batch[::-1] if last_bytes else []
+            last = next(self._arena.batches(self._client, reversed_batch, budget, most_bytes=last_bytes), [])
+            return batch[: len(batch) - len(last)] or batch
         following = pieces[len(batch)][0]
         whole = [*dropwhile(lambda piece: piece[0] == following, reversed(batch))][::-1]
         return whole or batch
