@@ -16,11 +16,11 @@ import json
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,9 @@ import numpy as np
 
 from kvweave import Layer, LayerCache, ModelSpec, Role
 from kvweave.errors import ServerError
-from kvweave.server import Client, RemoteStore
+from kvweave.server import Client, RemoteStore, Settings
+from kvweave.server.run import run as run_daemon
+from kvweave.server.settings import Disk
 from kvweave.spec import DType, Full, Segment, Window
 from kvweave.store import HashedPrompt, Namespace, Schema, Shard
 from kvweave.store.keys import Bytes
@@ -139,17 +141,26 @@ def private_bytes(process: int) -> int:
     raise ValueError("this kernel does not say RssAnon")
 
 
-def daemon(folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", "from kvweave.cli import main; main()", "serve", "--memory", str(ARENA)]
-    options = ["--disk", f"{folder / 'disk'}:{DISK}", "--socket", str(folder / "kv.sock")]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
-    while True:
-        try:
-            Client(folder / "kv.sock", arena=False).close()
-        except ServerError:
-            time.sleep(0.05)
-        else:
-            return process
+@contextmanager
+def daemon(folder: Path) -> Iterator[int]:
+    """A daemon, by the number of its process."""
+    settings = Settings(memory=ARENA, socket=folder / "kv.sock", disk=Disk(folder / "disk", DISK))
+    process = multiprocessing.get_context("spawn").Process(target=run_daemon, args=(settings,))
+    process.start()
+    try:
+        while True:
+            try:
+                Client(folder / "kv.sock", arena=False).close()
+            except ServerError:
+                assert process.is_alive(), "the daemon did not start"
+                time.sleep(0.05)
+            else:
+                break
+        assert process.pid
+        yield process.pid
+    finally:
+        process.terminate()
+        process.join()
 
 
 def reads(name: str, seen: list[Seen]) -> Iterator[dict[str, object]]:
@@ -165,15 +176,15 @@ def reads(name: str, seen: list[Seen]) -> Iterator[dict[str, object]]:
 
 
 def lines(folder: Path, seconds: float, processes: int) -> Iterator[dict[str, object]]:
-    served, socket, memory = daemon(folder), folder / "kv.sock", list[int]()
-    try:
+    socket, memory = folder / "kv.sock", list[int]()
+    with daemon(folder) as served:
         prompts = Prompts(RemoteStore(schema(), socket))
         for number in range(OLD):
             assert not prompts.store.save(prompts.hashed(number), prompts.source(number)).dropped
         assert prompts.store.flush()
         half = processes // 2
         yield from reads("in quiet", crowd(socket, seconds / 5, half, 0, lambda: None))
-        seen = crowd(socket, seconds, half, processes - half, lambda: memory.append(private_bytes(served.pid)))
+        seen = crowd(socket, seconds, half, processes - half, lambda: memory.append(private_bytes(served)))
         yield from reads(f"while {processes - half} processes save", [each for each in seen if each.asked])
         saved = sum(each.saved for each in seen)
         tiers = prompts.store.report().tiers
@@ -187,9 +198,6 @@ def lines(folder: Path, seconds: float, processes: int) -> Iterator[dict[str, ob
         yield {"claim": "calls that the daemon did not answer; that the disk did late, or was not asked", "ours": late}
         growth = [round(memory[len(memory) // 5] / 2**20, 1), round(memory[-1] / 2**20, 1)]
         yield {"claim": "the daemon's own memory after a fifth of the time, at the end", "ours": growth, "unit": "MiB"}
-    finally:
-        served.terminate()
-        served.wait()
 
 
 def main() -> None:

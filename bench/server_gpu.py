@@ -1,8 +1,9 @@
 """On an H200: how fast an engine's pages go to the daemon and back, checks included; the goal is .95 of a flat copy.
 
 Tensors in vLLM's layouts, blocks of 16 tokens all over them, 16 chunks of 256 tokens: `[blocks, 2, tokens, heads, dim]`
-of 32 layers, and latents `[blocks, tokens, 576]` of 61. One save, and one lookup and load, from the call until all is
-there, checksums included; the ceiling is one flat copy of as many bytes between the device and pinned memory, in turns.
+of 32 layers, and latents `[blocks, tokens, 576]` of 61. One save; one lookup and load; and one load of a hit that was
+found before, as a worker loads what its scheduler looked up. From the call until all is there, checksums included; the
+ceiling is one flat copy of as many bytes between the device and pinned memory, in turns.
 Then as an engine does it: eight prompts of that length submitted at once, until the last one is there.
 The peer is LMCache 0.5.6, whose figures are of its kernels alone, without a server, on another machine of the kind.
 
@@ -31,6 +32,7 @@ from bench.server import HERE
 from bench.transfer import PEERS, tell
 from kvweave.errors import ServerError
 from kvweave.server import Client, RemoteStore, Settings, protocol
+from kvweave.server.remote_hit import RemoteHit
 from kvweave.server.run import run
 from kvweave.spec import ModelSpec
 from kvweave.store import EngineMemory, HashedPrompt, PagePayloads, Schema, TableUse
@@ -108,7 +110,8 @@ def measure(name: str, spec: ModelSpec, memory: EngineMemory, socket: Path, roun
         times["flat store"].append(timed(partial(host.copy_, device, non_blocking=True)))
         times["store"].append(timed(partial(store.save, prompt, pages.source(at))))
         times["flat load"].append(timed(partial(device.copy_, host, non_blocking=True)))
-        times["load"].append(timed(partial(load, store, prompt, pages, to)))
+        times["load"].append(timed(partial(look_up_and_load, store, prompt, pages, to)))
+        times["hit load"].append(timed(partial(load, store, store.lookup(prompt), pages, to)))
         if not number:
             check(pages, schema, at, to)
         times["stores"].append(timed(partial(store_all, store, others, pages, at)) / PROMPTS)
@@ -119,12 +122,18 @@ def measure(name: str, spec: ModelSpec, memory: EngineMemory, socket: Path, roun
         peer = PEERS[name if name == "gqa" else "mla+indexer", CHUNKS][what]
         claim = f"{what} through the daemon, {name}, {CHUNKS} chunks ({num_bytes / 1e6:.0f} MB)"
         tell(claim, speed[what], speed[f"flat {what}"], GOAL, peer)
+        if what == "load":
+            tell(f"{claim}, found before", speed["hit load"], speed["flat load"], GOAL, peer)
         tell(f"{claim}, {PROMPTS} prompts at once", speed[f"{what}s"], speed[f"flat {what}"], GOAL, peer)
     store.close()
 
 
-def load(store: RemoteStore, prompt: Any, pages: PagePayloads, to: dict[str, Any]) -> None:
-    found = store.load(store.lookup(prompt), pages.sink(to))
+def look_up_and_load(store: RemoteStore, prompt: HashedPrompt, pages: PagePayloads, to: dict[str, Any]) -> None:
+    load(store, store.lookup(prompt), pages, to)
+
+
+def load(store: RemoteStore, hit: RemoteHit, pages: PagePayloads, to: dict[str, Any]) -> None:
+    found = store.load(hit, pages.sink(to))
     assert found == TOKENS, f"{found} of {TOKENS} tokens"
 
 

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from kvweave.copying import PART_BYTES, BlockCopy, Bytes, Gathering, Landing, PartChecksums
 from kvweave.errors import ServerError
 from kvweave.server import Client, RemoteStore, Settings, protocol
+from kvweave.server.remote_hit import RemoteHit
 from kvweave.server.run import run
 from kvweave.server.settings import Limits
 from kvweave.spec import ModelSpec
@@ -95,8 +97,15 @@ class ModelledCopier:
 
     scatter = gather
 
-    def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> ModelledPayloads:
-        return ModelledPayloads(self.engine, self.table(copies, num_payloads * payload_bytes))
+    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
+        num_bytes = len(payloads) * payloads[0].nbytes
+        end = self.engine.copy(num_bytes, 1, self.table(copies, num_bytes))
+
+        def finish() -> Sequence[PartChecksums]:
+            until(end + WAKE_S)
+            return sums(payloads)
+
+        return finish
 
     def table(self, copies: Iterable[BlockCopy], num_bytes: int) -> float:
         """Tabulate and launch; returns when it is done on the device."""
@@ -107,7 +116,7 @@ class ModelledCopier:
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
         call_driver()
         num_bytes = len(payloads) * payloads[0].nbytes
-        end = self.engine.copy(num_bytes, len(payloads), time.perf_counter())
+        end = self.engine.copy(num_bytes, 1, time.perf_counter())
         self.table(copies, num_bytes)
 
         def land(is_intact: Callable[[Sequence[PartChecksums]], bool]) -> bool:
@@ -119,39 +128,19 @@ class ModelledCopier:
         return land
 
 
-class ModelledPayloads:
-    """Staged, from a time on."""
-
-    def __init__(self, engine: CopyEngine, staged: float) -> None:
-        self._engine, self._staged = engine, staged
-
-    def copy_to(self, payloads: Sequence[Bytes]) -> Gathering:
-        call_driver()
-        num_bytes = len(payloads) * payloads[0].nbytes
-        end = self._engine.copy(num_bytes, len(payloads), max(self._staged, time.perf_counter()))
-
-        def finish() -> Sequence[PartChecksums]:
-            until(end + WAKE_S)
-            return sums(payloads)
-
-        return finish
-
-    def drop(self) -> None:
-        pass
-
-
 def sums(payloads: Sequence[Bytes]) -> list[PartChecksums]:
     return [PartChecksums(bytes(8 * (payload.nbytes // PART_BYTES))) for payload in payloads]
 
 
 @contextmanager
-def daemon(folder: Path) -> Iterator[Client]:
+def daemon(folder: Path) -> Iterator[Path]:
     limits = replace(Limits(), lease_share=0.5, reserve_share=0.5)  # in an arena of few prompts
     settings = Settings(memory=2 << 30, socket=folder / "kv.sock", limits=limits)
     process = multiprocessing.get_context("spawn").Process(target=run, args=(settings,))
     process.start()
     try:
-        yield connected(settings.socket)
+        connected(settings.socket).close()
+        yield settings.socket
     finally:
         process.terminate()
         process.join()
@@ -185,9 +174,9 @@ def described(spec: ModelSpec, tensors: dict[tuple[int, str], NDArray[np.int16]]
     return EngineMemory.of_tensors({(layer, tag, role): tensor for (layer, role), tensor in tensors.items()}, tables)
 
 
-def measure(spec: ModelSpec, memory: EngineMemory, client: Client, rounds: int) -> Iterator[dict[str, object]]:
+def measure(spec: ModelSpec, memory: EngineMemory, socket: Path, rounds: int) -> Iterator[dict[str, object]]:
     schema, copier = Schema.of(spec, chunk_tokens=CHUNK), ModelledCopier(memory.pools)  # type: ignore[arg-type]
-    pages, store, engine = PagePayloads(schema, memory, copier), RemoteStore(schema, client), copier.engine
+    pages, store, engine = PagePayloads(schema, memory, copier), RemoteStore(schema, connected(socket)), copier.engine
     table = {"pages": np.random.default_rng(0).permutation(np.arange(1, 1 + TOKENS // BLOCK)).astype(np.int32)}
     num_bytes = CHUNKS * sum(shard.payload_bytes for shard in schema.shards)
     found: dict[str, list[tuple[float, ...]]] = defaultdict(list)
@@ -202,8 +191,8 @@ def measure(spec: ModelSpec, memory: EngineMemory, client: Client, rounds: int) 
     def save() -> None:
         assert not store.save(prompts[0], pages.source(table)).dropped
 
-    def load() -> None:
-        assert store.load(store.lookup(prompts[0]), pages.sink(table)) == TOKENS
+    def load(hit: RemoteHit | None = None) -> None:
+        assert store.load(hit or store.lookup(prompts[0]), pages.sink(table)) == TOKENS
 
     def save_all() -> None:
         saves = [store.submit_save(prompt, pages.source(table)) for prompt in prompts]
@@ -218,10 +207,12 @@ def measure(spec: ModelSpec, memory: EngineMemory, client: Client, rounds: int) 
         prompts = [store.prompt([number, other, *range(TOKENS)], Namespace("bench")) for other in range(PROMPTS)]
         timed("save", save)
         timed("load", load)
-        client.ask(protocol.Clear(), protocol.ClearReply)
+        timed("load of a hit found before", partial(load, store.lookup(prompts[0])))
+        store.client.ask(protocol.Clear(), protocol.ClearReply)
         timed("saves at once", save_all)
         timed("loads at once", load_all)
-        client.ask(protocol.Clear(), protocol.ClearReply)
+        store.client.ask(protocol.Clear(), protocol.ClearReply)
+    store.close()
     for what, times in found.items():
         taken, before, idle, behind = (1e3 * statistics.median(column) for column in zip(*times[2:], strict=True))
         count = PROMPTS if "once" in what else 1
@@ -234,9 +225,9 @@ def measure(spec: ModelSpec, memory: EngineMemory, client: Client, rounds: int) 
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 30
-    with tempfile.TemporaryDirectory() as folder, daemon(Path(folder)) as client:
+    with tempfile.TemporaryDirectory() as folder, daemon(Path(folder)) as socket:
         for spec, memory in engines():
-            for line in measure(spec, memory, client, rounds):
+            for line in measure(spec, memory, socket, rounds):
                 print(json.dumps(line), flush=True)
 
 

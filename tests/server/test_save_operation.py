@@ -12,6 +12,7 @@ import pytest
 
 from kvweave.errors import OverLimit
 from kvweave.server import Daemon, RemoteStore, save_operation
+from kvweave.server.arena_writer import ArenaBlob
 from kvweave.server.byte_limiter import ByteLimiter
 from kvweave.server.client_session import ROOM_S
 from kvweave.server.save_operation import ReservedBatch, SaveOperation
@@ -38,10 +39,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     reserve, commit = SaveOperation._reserve, SaveOperation.commit
 
-    def reserving(self: SaveOperation, *args: object, **how: bool) -> ReservedBatch:
-        made = reserve(self, *args, **how)  # type: ignore[arg-type]
-        seen.append(("reserved", made.number))
-        return made
+    def reserving(self: SaveOperation, reserved: ReservedBatch, *args: object, **how: object) -> list[ArenaBlob]:
+        seen.append(("reserved", reserved.number))
+        return reserve(self, reserved, *args, **how)  # type: ignore[arg-type]
 
     def committing(self: SaveOperation, reserved: ReservedBatch, *args: object) -> bool:
         seen.append(("committed", reserved.number))
@@ -143,7 +143,7 @@ def test_a_refusal_comes_after_what_was_in_flight_is_visible(tmp_path: Path, mon
         client, real = store(daemon.settings.socket), SaveOperation._reserve
         asked = list[int]()
 
-        def refusing(self: SaveOperation, *args: object, **how: bool) -> ReservedBatch:
+        def refusing(self: SaveOperation, *args: object, **how: object) -> list[ArenaBlob]:
             asked.append(len(self._in_flight))
             if len(asked) > 2:
                 raise OverLimit("no more")

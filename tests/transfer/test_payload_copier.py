@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvweave.copying import PartChecksums
 from kvweave.errors import BadCopy, StoreError
 from kvweave.store import EngineMemory, PagePayloads, Schema, checksums
 from kvweave.store.page_payloads import StagedGather, StagedScatter
@@ -121,20 +123,31 @@ def test_a_page_that_a_gpu_does_not_have_is_refused_and_its_staging_memory_used_
 
 
 @on_gpu
-def test_what_a_gpu_gathered_ahead_is_copied_once_or_dropped() -> None:
+@pytest.mark.parametrize("gaps", [(4096, 4096, 4096), (4096, 0, 64), (0, 0, 0)])
+def test_payloads_go_to_wherever_they_lie_on_the_host_and_come_back_from_there(gaps: tuple[int, ...]) -> None:
     truth, engine = Truth(TOKENS, CHUNK), Engine(SCHEMA, LAYOUTS[0], 16, TOKENS)
     engine.compute(truth, states=range(4))
     pages, _ = on_device(engine)
-    source, shard = pages.source(engine.tables), SCHEMA.shards[pages.writes[0]]
+    source, sink = pages.source(engine.tables), pages.sink(engine.tables)
     assert isinstance(source, StagedGather)
-    for ahead, chunk in ((0, 0), (1, 0), (0, 0)):
-        source.stage_ahead(shard, [ahead])
-        payload = np.zeros(shard.payload_bytes, np.uint8)
-        (found,) = source.begin_gather(shard, [chunk], [payload])()
-        source.drop_ahead()
+    assert isinstance(sink, StagedScatter)
+    shard = next(shard for shard in SCHEMA.shards if not shard.payload_bytes % 8 and len([*shard.needs(TOKENS)]) > 3)
+    starts = np.cumsum([0, *(shard.payload_bytes + gap for gap in gaps)])
+    memory = np.full(starts[-1] + shard.payload_bytes, 0x77, np.uint8)
+    payloads = [memory[at : at + shard.payload_bytes] for at in starts]
+    found = source.begin_gather(shard, range(4), payloads)()
+    for chunk, (payload, parts) in enumerate(zip(payloads, found, strict=True)):
         assert np.array_equal(payload, truth.payload(shard, chunk))
-        assert checksums.of_parts(found) == checksums.checksum(payload)
-    assert len(source._copier._idle) == 2, "staging memory is used again"  # type: ignore[attr-defined]
+        assert checksums.of_parts(parts) == checksums.checksum(payload)
+    assert np.count_nonzero(memory == 0x77) >= sum(gaps), "what lies between them is left alone"
+    judged = list[int]()
+
+    def judge(sums: Sequence[PartChecksums]) -> bool:
+        judged.extend(checksums.of_parts(parts) for parts in sums)
+        return True
+
+    assert sink.begin_landing(shard, range(4), payloads)(judge)
+    assert judged == [checksums.checksum(payload) for payload in payloads]
 
 
 @on_gpu

@@ -11,7 +11,6 @@ from kvweave.copying.payload import (
     PartChecksums,
     PayloadCopier,
     StagedCopier,
-    StagedPayloads,
 )
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "PartChecksums",
     "PayloadCopier",
     "StagedCopier",
-    "StagedPayloads",
     "StridedBlocks",
     "copy",
     "copy_blocks",

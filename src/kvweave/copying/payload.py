@@ -69,18 +69,6 @@ Gathering = Callable[[], Sequence[PartChecksums]]
 """Waits until payloads are where they belong; returns the sums of what was gathered."""
 
 
-class StagedPayloads(Protocol):
-    """Payloads of one call in a copier's own memory, or on their way there. One of both methods is called, once."""
-
-    def copy_to(self, payloads: Sequence[Bytes]) -> Gathering:
-        """Start to copy them."""
-        ...
-
-    def drop(self) -> None:
-        """Free the memory; blocks while it is written to."""
-        ...
-
-
 Landing = Callable[[Callable[[Sequence[PartChecksums]], bool]], bool]
 """Waits until payloads were copied from where they are, then asks whether what was copied, which has these sums, is
 intact, and writes the pools only if so; returns whether it was."""
@@ -95,8 +83,8 @@ class StagedCopier(PayloadCopier, Protocol):
     bytes each.
     """
 
-    def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> StagedPayloads:
-        """Start a gather: payloads of one length, one after the other."""
+    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
+        """Start a gather."""
         ...
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:

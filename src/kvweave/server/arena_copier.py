@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.copying import PartChecksums
@@ -33,10 +33,7 @@ Finish = Callable[[], Result]
 
 
 class WriteBatch(Protocol):
-    """Blobs to write, and until when."""
-
-    @property
-    def jobs(self) -> Sequence[ArenaBlob]: ...
+    """Blobs that become visible together. They are written until a time, which may turn out to be later."""
 
     @property
     def until(self) -> float: ...
@@ -45,17 +42,17 @@ class WriteBatch(Protocol):
 Batch = TypeVar("Batch", bound=WriteBatch)
 
 
-class _Begun(NamedTuple, Generic[Batch]):
-    """A copy in flight; `is_last` of its batch."""
+class Begun(NamedTuple, Generic[Batch]):
+    """A copy in flight, of blobs of a batch; or, without one, the end of the batch."""
 
-    finish: Finish[bool]
     batch: Batch
-    is_last: bool
+    finish: Finish[bool] | None = None
 
 
 STAGED_AT_ONCE = 3
 """Calls of a staged copier in flight. They take the host little time, so that one thread starts and ends all of them:
 several would wait for one another."""
+LAST_CALL_BYTES = 10 << 20
 THREADED_BYTES = 1 << 20
 """Fewer bytes are copied by the caller's thread: handing them to another takes longer."""
 
@@ -69,17 +66,16 @@ def begin_landing(jobs: Sequence[ArenaBlob], sink: StagedScatter, until: float) 
     """Start to copy payloads of one shard from the arena to a sink's pages. What is returned ends it, and returns which
     were intact, and the lease not over (`until`); if one was not, each is copied by itself.
 
-    What was copied is checked, and not what the arena has. Headers are read later; under a lease no other blob is
+    What was copied is checked, and not what the arena has. Headers are read meanwhile; under a lease no other blob is
     written there.
     """
-    checks = [BlobCheck(job.shard, job.chunk, job.key) for job in jobs]
-    payloads = [job.place[check.head_bytes :] for job, check in zip(jobs, checks, strict=True)]
+    head = header_bytes(jobs[0].shard)
+    payloads = [job.place[head:] for job in jobs]
     land = sink.begin_landing(jobs[0].shard, [job.chunk for job in jobs], payloads)
+    expected = [BlobCheck(job.shard, job.chunk, job.key).expected(job.place) for job in jobs]
 
     def are_intact(found: Sequence[PartChecksums]) -> bool:
-        for check, parts in zip(checks, found, strict=True):
-            check.observe(checksums.of_parts(parts))
-        passed = all(check.matches_header(job.place) for job, check in zip(jobs, checks, strict=True))
+        passed = all(fits(checksums.of_parts(parts)) for fits, parts in zip(expected, found, strict=True))
         return passed and time.monotonic() < until
 
     def finish() -> list[bool]:
@@ -90,17 +86,17 @@ def begin_landing(jobs: Sequence[ArenaBlob], sink: StagedScatter, until: float) 
     return finish
 
 
-def begin_gather(jobs: Sequence[ArenaBlob], source: StagedGather, until: float) -> Finish[bool]:
+def begin_gather(jobs: Sequence[ArenaBlob], source: StagedGather, batch: WriteBatch) -> Finish[bool]:
     """Start to copy payloads of one shard from a source's pages straight to the arena. What is returned ends it, and
-    returns whether that was in time: after `until` the extents may belong to another client."""
+    returns whether that was in time: after the batch's the extents may belong to another client."""
     head = header_bytes(jobs[0].shard)
-    if time.monotonic() >= until:
+    if time.monotonic() >= batch.until:
         return lambda: False
     gather = source.begin_gather(jobs[0].shard, [job.chunk for job in jobs], [job.place[head:] for job in jobs])
 
     def finish() -> bool:
         found = gather()
-        if time.monotonic() >= until:  # the extents may have been reassigned: write no headers into them
+        if time.monotonic() >= batch.until:  # the extents may have been reassigned: write no headers into them
             return False
         for job, parts in zip(jobs, found, strict=True):
             write_header(job, checksums.of_parts(parts))
@@ -118,7 +114,7 @@ def together(jobs: Iterable[ArenaBlob], most_bytes: int) -> Iterator[list[ArenaB
 
 
 def _by_shard(jobs: Sequence[ArenaBlob]) -> list[ArenaBlob]:
-    """Those of one shard together, the shard of the first job first: that call may have been gathered ahead."""
+    """Those of one shard together, the shard of the first job first."""
     order: dict[bytes, int] = {}
     return sorted(jobs, key=lambda job: order.setdefault(job.shard.id, len(order)))
 
@@ -135,16 +131,17 @@ class ArenaCopier:
         register_after_fork(self)
 
     def reads(
-        self, jobs: Iterable[ArenaBlob], target: Destination | None, until: float
+        self, jobs: Iterator[ArenaBlob], count: int, target: Destination | None, until: float
     ) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
-        """The payloads that are intact, None for the others, in order; several copies are in flight.
+        """The payloads of `count` jobs, or fewer, that are intact, None for the others, in order; several copies are in
+        flight.
 
         A payload is valid until the next one is asked for, unless it was copied into memory of `target`, or into its
         pages: straight out of the arena, where only a broken client would write before `until`.
         """
         flying: deque[tuple[list[ArenaBlob], Bytes, Finish[list[bool]]]] = deque()
         try:
-            for some in together(jobs, target.together_bytes if isinstance(target, StagedScatter) else 0):
+            for some in self._calls(jobs, count, target):
                 job, memory = some[0], some[0].place
                 if isinstance(target, StagedScatter):
                     finish = begin_landing(some, target, until)
@@ -161,6 +158,13 @@ class ArenaCopier:
                 with suppress(Exception):  # one is on its way to the caller; no copy may outlive the call
                     finish()
 
+    def _calls(self, jobs: Iterator[ArenaBlob], count: int, target: Destination | None) -> Iterator[list[ArenaBlob]]:
+        """What is copied by one call each. The last call of a staged copier is small: pages get its bytes last."""
+        if not isinstance(target, StagedScatter):
+            return together(jobs, 0)
+        few, most_bytes = max(1, LAST_CALL_BYTES // self._largest), target.together_bytes
+        return chain(together(islice(jobs, max(0, count - few)), most_bytes), together(jobs, most_bytes))
+
     def _finished(
         self, jobs: list[ArenaBlob], memory: Bytes, finish: Finish[list[bool]], target: Destination | None
     ) -> Iterator[tuple[ArenaBlob, Bytes | None]]:
@@ -169,51 +173,60 @@ class ArenaCopier:
         if target is None:
             self._scratch[memory.nbytes].append(memory)
 
-    def writes(self, batches: Iterable[Batch], source: Source) -> Generator[tuple[Batch, bool]]:
-        """Write the payloads of batches; each is returned when that is done, with whether all was in time. The next one
-        is asked for when all copies of those before it have begun. When this ends, no copy is in flight."""
+    def writes(self, begun: Iterable[Begun[Batch]], source: Source) -> Generator[tuple[Batch, bool]]:
+        """End the copies of batches; each batch is returned when that is done, with whether all was in time. When this
+        ends, no copy is in flight."""
         most = STAGED_AT_ONCE if isinstance(source, StagedGather) else self.workers
-        flying: deque[_Begun[Batch]] = deque()
-        fine = True
+        flying: deque[Begun[Batch]] = deque()
+        copying, fine = 0, True
         try:
-            for begun in chain(self._begun(batches, source), [None]):
-                flying.extend([begun] if begun else [])
-                while len(flying) > (most if begun else 0):
-                    finish, batch, is_last = flying.popleft()
-                    fine &= finish()
-                    if is_last:
+            for each in chain(begun, [None]):
+                if each:
+                    flying.append(each)
+                    copying += each.finish is not None
+                while flying and (copying > most or each is None or flying[0].finish is None):
+                    batch, finish = flying.popleft()
+                    if finish:
+                        copying -= 1
+                        fine &= finish()
+                    else:
                         yield batch, fine
                         fine = True
         finally:
-            for finish, _, _ in flying:
+            for _, finish in flying:
                 with suppress(Exception):  # one is on its way to the caller
-                    finish()
+                    if finish:
+                        finish()
 
-    def _begun(self, batches: Iterable[Batch], source: Source) -> Iterator[_Begun[Batch]]:
+    def starter(self, source: Source) -> Callable[[Sequence[ArenaBlob], Batch], Iterator[Begun[Batch]]]:
+        """What begins to write blobs of batches, as it is iterated. Asked once for all batches of a save: whether a
+        source is of a protocol takes long to say."""
         begin, together_bytes = self._writer(source)
-        for batch in batches:
+
+        def start(jobs: Sequence[ArenaBlob], batch: Batch) -> Iterator[Begun[Batch]]:
             if isinstance(source, StagedGather):
                 source.wait_for_caller()  # so that no copy is started in time and made too late
-            parts = [[*batch.jobs]]
-            if together_bytes is not None:
-                parts = [*together(_by_shard(batch.jobs), together_bytes)]
-            for number, some in enumerate(parts, 1):
-                yield _Begun(begin(some, source, batch.until), batch, number == len(parts))
+            parts = [jobs] if together_bytes is None else together(_by_shard(jobs), together_bytes)
+            for some in parts:
+                yield Begun(batch, begin(some, source, batch))
 
-    def _writer(self, source: Source) -> tuple[Callable[[Sequence[ArenaBlob], Any, float], Finish[bool]], int | None]:
-        """What begins to write jobs of a source, and how many bytes of a shard it takes at once; None: a batch. Asked
-        once for all batches: whether a source is of a protocol takes long to say."""
+        return start
+
+    def _writer(
+        self, source: Source
+    ) -> tuple[Callable[[Sequence[ArenaBlob], Any, WriteBatch], Finish[bool]], int | None]:
+        """What begins to write jobs of a source, and how many bytes of a shard it takes at once; None: a batch."""
         if isinstance(source, StagedGather):
             return begin_gather, source.together_bytes
         if isinstance(source, Gather | FillableSource):  # our own first: of a protocol it takes long
             return self._begin_filling, source.together_bytes
         return self._begin_given, None
 
-    def _begin_filling(self, jobs: Sequence[ArenaBlob], source: FillableSource, until: float) -> Finish[bool]:
-        return self._run(jobs, partial(self._write_filled, jobs, source, until))
+    def _begin_filling(self, jobs: Sequence[ArenaBlob], source: FillableSource, batch: WriteBatch) -> Finish[bool]:
+        return self._run(jobs, partial(self._write_filled, jobs, source, batch.until))
 
-    def _begin_given(self, jobs: Sequence[ArenaBlob], source: Source, until: float) -> Finish[bool]:
-        fine = self._write_given(jobs, source, until)
+    def _begin_given(self, jobs: Sequence[ArenaBlob], source: Source, batch: WriteBatch) -> Finish[bool]:
+        fine = self._write_given(jobs, source, batch.until)
         return lambda: fine
 
     def _write_given(self, jobs: Iterable[ArenaBlob], source: Source, until: float) -> bool:

@@ -15,7 +15,7 @@ from kvweave.server.prompt_session import PromptSession, daemon_budget, reply_ti
 from kvweave.server.protocol import NOT_IN_ARENA, numbers, packed
 from kvweave.server.remote_hit import RemoteHit
 from kvweave.server.save_operation import ArenaLayout
-from kvweave.store import HashedPrompt, Schema
+from kvweave.store import HashedPrompt
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.tier_stack import Budget
@@ -25,19 +25,18 @@ class ArenaReads:
     """One store's reads. `or_miss` is a context that turns errors of the daemon into misses."""
 
     def __init__(
-        self, schema: Schema, copier: ArenaCopier, or_miss: Callable[[], AbstractContextManager[None]]
+        self, layout: ArenaLayout, copier: ArenaCopier, or_miss: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._schema, self._copier, self._or_miss = schema, copier, or_miss
+        self._layout, self._copier, self._or_miss = layout, copier, or_miss
 
     def fetched(
         self, session: PromptSession, hit: RemoteHit, pieces: Sequence[ChunkRef], budget: Budget
     ) -> Iterator[tuple[ChunkRef, Bytes]]:
         """The payloads of the pieces that could be fetched in time."""
-        layout = ArenaLayout(session, self._schema)
-        for batch in layout.batches(pieces, budget):
+        for batch in self._layout.batches(session.client, pieces, budget):
             if budget.is_spent:
                 return
-            with self._or_miss(), layout.allowed(session.client.fetching, batch, budget):
+            with self._or_miss(), self._layout.allowed(session.client, batch, budget):
                 lease, until = session.client.number(), time.monotonic() + session.client.welcome.lease_s
                 places, generation = fetch_to_arena(session, hit.prompt, batch, lease, budget)
                 try:
@@ -58,12 +57,12 @@ class ArenaReads:
         extent may hold another blob."""
         if not places:
             return
-        arena, layout = session.arena(generation), ArenaLayout(session, self._schema)
+        arena, layout = session.arena(generation), self._layout
         pieces = layout.side_by_side([*places], hit.target)
         in_time = takewhile(lambda _: not budget.is_spent, pieces)
         jobs = (layout.job(arena, hit.prompt, *piece, places[piece]) for piece in in_time)
         damaged = []
-        for piece, (_, payload) in zip(pieces, self._copier.reads(jobs, hit.target, until), strict=False):
+        for piece, (_, payload) in zip(pieces, self._copier.reads(jobs, len(pieces), hit.target, until), strict=False):
             if payload is None:
                 damaged.append(piece)
             else:

@@ -41,7 +41,7 @@ def write(job: ArenaBlob, payload: Bytes, until: float) -> bool:
 def write_header(job: ArenaBlob, payload_sum: int) -> None:
     """What makes a payload that is there a blob."""
     head = sealed(job.shard, job.chunk, job.key, payload_sum)
-    job.place[: len(head)] = np.frombuffer(head, np.uint8)
+    job.place.data[: len(head)] = head
 
 
 class _Copy(NamedTuple):

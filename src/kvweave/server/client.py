@@ -53,6 +53,15 @@ class Exchange(NamedTuple):
     generation: int
 
 
+class Advance(NamedTuple):
+    """Bytes of the arena that the connection of this generation may write to, until a time, before it asks."""
+
+    start: int
+    num_bytes: int
+    until: float
+    generation: int
+
+
 class Client(Closeable):
     """A daemon at `address`: the path of its Unix socket, or `HOST:PORT` (with `token`; without the arena).
     `arena`: whether the arena is mapped.
@@ -84,6 +93,8 @@ class Client(Closeable):
         self.inbox_lock = threading.Lock()
         """Held by the thread that writes to the inbox, until the daemon has copied the inbox."""
         self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
+        self.advances: deque[Advance] = deque(maxlen=1)
+        """The connection's advance, if it has one. Who pops it has it alone."""
         register_after_fork(self)
         with self._lock:
             self._connect(time.monotonic() + timeout_s)
@@ -321,6 +332,7 @@ class Client(Closeable):
         self._lock, self.inbox_lock, self._to_undo = threading.RLock(), threading.Lock(), []
         self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
         self._to_tell.clear()
+        self.advances.clear()
         self._hang_up()
         self._mapped.dma.disown()
         self._mapped.inbox_dma.disown()

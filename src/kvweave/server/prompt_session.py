@@ -33,8 +33,6 @@ class PromptSession:
         self._arena_of = arena_of or client
         self._schema = client.number()
         self._register = registration(self._schema, model, schema)
-        self.blob_bytes = [shard.blob_bytes for shard in self._register.shards]
-        """By number of a shard."""
         self._generation = 0
         self._sequences: OrderedDict[bytes, int] = OrderedDict()
         self._leases: dict[int, int] = {}

@@ -55,8 +55,9 @@ class RemoteStore(BaseStore[RemoteHit]):
         self.client = client if isinstance(client, Client) else Client(client, name=f"{model} {os.getpid()}".strip())
         self._prompt_session = PromptSession(self.client, schema, model)
         self._beside: dict[str, PromptSession] = {}
+        self._layout = ArenaLayout(schema)
         self._copier = ArenaCopier(schema, workers)
-        self._reads = ArenaReads(schema, self._copier, self.or_miss)
+        self._reads = ArenaReads(self._layout, self._copier, self.or_miss)
         self._unflushed: set[bytes] = set()
         self._refusals: set[str] = set()
         self._boot = b""
@@ -74,9 +75,6 @@ class RemoteStore(BaseStore[RemoteHit]):
                 session = PromptSession(client, self.schema, self._prompt_session.model, self.client)
                 if self._beside.setdefault(kind, session) is not session:
                     client.close()
-
-    def _arena(self, kind: str) -> ArenaLayout:
-        return ArenaLayout(self._session(kind), self.schema)
 
     # ---- reading
 
@@ -230,7 +228,7 @@ class RemoteStore(BaseStore[RemoteHit]):
         pieces = [*self._needs(hit.position, wanted, hit.present)]
         with self.or_miss(), self.client.again(arena=False, timeout_s=reply_timeout(budget)) as client:
             session = PromptSession(client, self.schema, self._prompt_session.model)
-            for batch in ArenaLayout(session, self.schema).batches(pieces, budget):
+            for batch in self._layout.batches(client, pieces, budget):
                 for piece in fetch_to_arena(session, hit.prompt, batch, 0, budget)[0]:
                     in_arena[piece] = True
         failed = [piece for piece in pieces if not in_arena[piece]]
@@ -246,10 +244,10 @@ class RemoteStore(BaseStore[RemoteHit]):
             return PinnedHit(0, 0, 0, self.unpin)
         wanted, in_arena = self._wanted(hit, shards)
         lease, generation, budget = self.client.number(), self.client.generation, Budget.of(budget_s)
-        layout = ArenaLayout(self._prompt_session, self.schema)
+        pieces = [*self._needs(hit.position, wanted, hit.present)]
         try:
-            for batch in layout.batches([*self._needs(hit.position, wanted, hit.present)], budget):
-                with layout.allowed(self.client.fetching, batch, budget):
+            for batch in self._layout.batches(self.client, pieces, budget):
+                with self._layout.allowed(self.client, batch, budget):
                     for piece in fetch_to_arena(self._prompt_session, hit.prompt, batch, lease, budget)[0]:
                         in_arena[piece] = True
                     self._keep_lease(lease, generation, budget)
@@ -283,14 +281,14 @@ class RemoteStore(BaseStore[RemoteHit]):
         budget: Budget,
         gathered: Callable[[], None],
     ) -> SaveOutcome:
-        saving = SaveOperation(self._arena("save"), self._copier, source)
+        saving = SaveOperation(self._session("save"), self._layout, self._copier, source)
         with self.or_miss():
             saving.save(prompt, pieces, budget, gathered)
         self.note_saved(saving)
         return saving.outcome(pieces)
 
     def _gather(self, prompt: HashedPrompt, source: Source, pieces: Sequence[ChunkRef], budget: Budget) -> GatheredSave:
-        saving = SaveOperation(self._arena("save"), self._copier, source)
+        saving = SaveOperation(self._session("save"), self._layout, self._copier, source)
         made = GatheredReservation(saving, pieces, self)
         with self.or_miss():
             made.hold(saving.gather(prompt, pieces, budget))

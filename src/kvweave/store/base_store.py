@@ -88,20 +88,20 @@ class BaseStore(SubmittingStore[Found], Closeable):
     ) -> int:
         began, position = time.monotonic(), hit.position
         wanted = self._shard_numbers(shards)
-        present, given = hit.present.copy(), np.zeros(hit.present.shape, bool)
+        present, given = hit.present.copy(), set[ChunkRef]()
         present[:, : start // self.schema.chunk_tokens] = True
         order = {shard: at for at, shard in enumerate(shards or ())}  # an engine names first what it runs first
         while position > start:
-            pieces = [piece for piece in self._needs(position, wanted, present, start) if not given[piece]]
+            pieces = [piece for piece in self._needs(position, wanted, present, start) if piece not in given]
             if order:
                 pieces.sort(key=lambda piece: order.get(piece[0], 0))
             for piece, payload in self._fetch(hit, pieces, budget):
                 sink(self.schema.shards[piece[0]], piece[1], payload)
-                given[piece] = True
+                given.add(piece)
                 arrived(piece)
                 if budget.is_cancelled:
                     break
-            lost = [piece for piece in pieces if not given[piece]]
+            lost = [piece for piece in pieces if piece not in given]
             if not lost:
                 break
             for piece in lost:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Protocol, cast, runtime_checkable
 
@@ -16,7 +15,6 @@ from kvweave.copying import (
     Landing,
     PayloadCopier,
     StagedCopier,
-    StagedPayloads,
 )
 from kvweave.errors import StoreError
 from kvweave.store.engine_memory import EngineMemory
@@ -177,30 +175,10 @@ class StagedGather(Gather):
 
     _copier: StagedCopier
 
-    def __init__(self, pages: PagePayloads, tables: Tables, copier: PayloadCopier) -> None:
-        super().__init__(pages, tables, copier)
-        self._ahead: dict[tuple[bytes, *tuple[int, ...]], StagedPayloads] = {}
-
-    def stage_ahead(self, shard: Shard, chunks: Sequence[int]) -> None:
-        """Start to gather these payloads before it is known where they go. `drop_ahead` must follow some time."""
-        staged = self._staged(shard, chunks)
-        if self._ahead.setdefault((shard.id, *chunks), staged) is not staged:  # by another thread
-            staged.drop()
-
-    def drop_ahead(self) -> None:
-        """Free the memory of what was gathered ahead and was not needed."""
-        with suppress(KeyError):  # it is empty
-            while True:
-                self._ahead.popitem()[1].drop()
-
     def begin_gather(self, shard: Shard, chunks: Sequence[int], payloads: Sequence[Bytes]) -> Gathering:
         """Start to fill payloads, which others may write to. What is returned ends it, and may be called by another
         thread."""
-        staged = self._ahead.pop((shard.id, *chunks), None) or self._staged(shard, chunks)
-        return staged.copy_to(payloads)
-
-    def _staged(self, shard: Shard, chunks: Sequence[int]) -> StagedPayloads:
-        return self._copier.stage(self._copies(shard, chunks), len(chunks), shard.payload_bytes)
+        return self._copier.begin_gather(self._copies(shard, chunks), payloads)
 
     def wait_for_caller(self) -> None:
         """Block until pages have what the caller's stream writes there."""

@@ -52,36 +52,36 @@ class ShardCopies:
     def copies(self, chunks: Sequence[int], tables: Tables, *, whole: bool) -> Iterator[BlockCopy]:
         """Between the pages and the payloads of chunks, one payload after the other. Rows on NULL pages are left out;
         `whole` refuses them."""
-        pieces = [piece for share in self._shares for piece in self._pieces(share, chunks, tables)]
-        for piece in pieces if whole else ():
-            self._check_whole(chunks, *piece)
         found: dict[FieldRuns, list[BlockCopy]] = {}
-        for share, offset, places, pages in pieces:
-            starts, is_there = places[:, None] * self._shard.payload_bytes, pages != self._null
-            for copy in share.copies(offset, pages, starts, None if is_there.all() else is_there):
-                found.setdefault(copy.fields, []).append(copy)
+        for share in self._shares:
+            for offset, places, pages in self._pieces(share, chunks, tables):
+                is_there = pages != self._null
+                is_all = bool(is_there.all())
+                if whole and not is_all:
+                    raise self._not_whole(share, [chunks[place] for place in places], is_there)
+                starts = places[:, None] * self._shard.payload_bytes
+                for copy in share.copies(offset, pages, starts, None if is_all else is_there):
+                    found.setdefault(copy.fields, []).append(copy)
         return map(_joined, found.values())
 
     def _pieces(
         self, share: _TableShare, chunks: Sequence[int], tables: Tables
-    ) -> Iterator[tuple[_TableShare, int, Numbers, Numbers]]:
+    ) -> Iterator[tuple[int, Numbers, Numbers]]:
         """The pages of chunks, those together that begin as far behind the beginnings of their pages."""
         by_offset: dict[int, list[int]] = {}
         for place, chunk in enumerate(chunks):
             by_offset.setdefault(self._shard.tokens(chunk)[0] % share.page_tokens, []).append(place)
         for offset, places in by_offset.items():
             pages = share.pages([chunks[place] for place in places], tables, self._null)
-            yield share, offset, np.array(places), pages
+            yield offset, np.array(places), pages
 
-    def _check_whole(self, chunks: Sequence[int], share: _TableShare, _: int, places: Numbers, pages: Numbers) -> None:
-        is_gone = pages == self._null
-        if is_gone.any():
-            gone = [chunks[place] for place, own in zip(places, is_gone, strict=True) if own.any()]
-            raise StoreError(
-                f"group {self._shard.tag!r}: {np.count_nonzero(is_gone)} of the {is_gone.size} pages of chunk"
-                f" {', '.join(map(str, gone))} in table {share.name!r} are not there (NULL); keep windows in whole"
-                " chunks, and states at their ends, or do not store it"
-            )
+    def _not_whole(self, share: _TableShare, chunks: Sequence[int], is_there: NDArray[np.bool_]) -> StoreError:
+        gone = [chunk for chunk, own in zip(chunks, is_there, strict=True) if not own.all()]
+        return StoreError(
+            f"group {self._shard.tag!r}: {np.count_nonzero(~is_there)} of the {is_there.size} pages of chunk"
+            f" {', '.join(map(str, gone))} in table {share.name!r} are not there (NULL); keep windows in whole"
+            " chunks, and states at their ends, or do not store it"
+        )
 
     def holds(self, chunk: int, tables: Tables) -> bool:
         """Whether there is a page for every row of a chunk."""

@@ -130,8 +130,8 @@ class ChecksumLayout(NamedTuple):
 
     def found(self, out: Bytes, payloads: int) -> list[PartChecksums]:
         """What the kernel wrote."""
-        found = []
-        for own in out[: 8 * self.words * payloads].reshape(payloads, 8 * self.words):
-            checksums, last = own[: 8 * self.parts].tobytes(), own[8 * self.parts :][: self.last_bytes]
-            found.append(PartChecksums(checksums, last.copy() if self.last_bytes or not self.parts else None))
-        return found
+        size, sums, last = 8 * self.words, 8 * self.parts, self.last_bytes
+        each = out[: size * payloads].reshape(payloads, size)
+        if self.parts and not last:
+            return [PartChecksums(own.tobytes()) for own in each]
+        return [PartChecksums(own[:sums].tobytes(), own[sums : sums + last].copy()) for own in each]

@@ -6,11 +6,14 @@ torch's own calls take several times as long, which counts: a small transfer is 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvweave.copying import Bytes, Numbers
 from kvweave.errors import NotBuilt, TransferFailed
 from kvweave.transfer.command_buffer import CommandBuffer
 
@@ -49,6 +52,11 @@ def context_of(device: int) -> int:
 def is_pinned(address: int) -> bool:
     """Whether devices can access this host memory directly."""
     return native.is_pinned(address)
+
+
+def addresses(arrays: Sequence[Bytes]) -> Numbers:
+    """Of the memory of contiguous arrays; `ctypes.data` takes ten times as long."""
+    return np.frombuffer(native.addresses(arrays), np.int64)
 
 
 def is_idle(context: int, stream: int) -> bool:

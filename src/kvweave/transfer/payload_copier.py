@@ -14,10 +14,13 @@ from kvweave.copying import BlockCopy, Bytes, Gathering, Landing, PartChecksums
 from kvweave.errors import BadCopy
 from kvweave.transfer.checksum_kernel import ChecksumLayout
 from kvweave.transfer.command_buffer import CommandBuffer
-from kvweave.transfer.driver import Event, context_of, submit
+from kvweave.transfer.driver import Event, addresses, context_of, submit
 from kvweave.transfer.kernel import Tabulator, current_stream, launch
 from kvweave.transfer.payload_tables import PayloadTable, PooledFields
 from kvweave.transfer.staging import Slot
+
+MOST_PITCH = (1 << 31) - 1
+"""Bytes that the rows of one copy may be apart."""
 
 
 class _Stream:
@@ -76,17 +79,26 @@ class CUDAPayloadCopier:
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
         self.wait_for_caller()  # others' copies would wait for the caller's stream behind this one
-        self.stage(copies, 1, payload.nbytes).copy_to([payload])()
+        self.begin_gather(copies, [payload])()
 
-    def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> _StagedOnDevice:
-        layout = _layout(num_payloads, payload_bytes)
-        table = self._table(copies, num_payloads, layout)
-        commands, channel = CommandBuffer(), self._channel(num_payloads, layout)
+    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
+        layout = _layout(len(payloads), _length(payloads))
+        table = self._table(copies, len(payloads), layout)
+        commands, channel = CommandBuffer(), self._channel(len(payloads), layout)
         self._launch(commands, channel, table, gather=True)
-        commands.record(channel.handed, channel.number)
-        self._compute_checksums(commands, channel, num_payloads, layout)
-        staged = self._submit(commands, channel)
-        return _StagedOnDevice(staged, layout, channel, self._stores, self._submit, self._idle)
+        commands.chain_streams(channel.handed, channel.number, self._stores.number)
+        _copy(commands, channel, payloads, self._stores, to_host=True)
+        self._compute_checksums(commands, channel, len(payloads), layout)  # during the copy
+        commands.chain_streams(channel.handed, self._stores.number, channel.number)
+        done = self._submit(commands, channel)
+
+        def finish() -> Sequence[PartChecksums]:
+            done.wait()
+            found = layout.found(channel.found, len(payloads))
+            self._idle.append(channel)
+            return found
+
+        return finish
 
     def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
         self.begin_landing(copies, [payload])(lambda _: True)
@@ -94,8 +106,7 @@ class CUDAPayloadCopier:
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
         layout = _layout(len(payloads), _length(payloads))
         copying, writing, channel = CommandBuffer(), CommandBuffer(), self._channel(len(payloads), layout)
-        sources = [payload.ctypes.data for payload in payloads]
-        _copy(copying, _places(channel, payloads), sources, payloads, self._loads)
+        _copy(copying, channel, payloads, self._loads, to_host=False)
         copying.chain_streams(channel.handed, self._loads.number, channel.number)
         self._compute_checksums(copying, channel, len(payloads), layout)
         arrived = self._submit(copying, channel)
@@ -157,46 +168,6 @@ class CUDAPayloadCopier:
         return channel
 
 
-class _StagedOnDevice:
-    """Payloads in the staging memory of a channel, which is idle again when they have left or were dropped. A channel
-    on which something broke is not used again."""
-
-    def __init__(
-        self,
-        staged: Event,
-        layout: ChecksumLayout,
-        channel: _Channel,
-        copies: _Stream,
-        submit: Callable[[CommandBuffer, _Stream], Event],
-        idle: deque[_Channel],
-    ) -> None:
-        self._staged, self._layout, self._channel, self._submit, self._idle = staged, layout, channel, submit, idle
-        self._copies = copies
-
-    def copy_to(self, payloads: Sequence[Bytes]) -> Gathering:
-        commands, channel = CommandBuffer(), self._channel
-        if _length(payloads) != self._layout.payload_bytes:
-            self.drop()
-            raise BadCopy(f"payloads of {_length(payloads)} bytes: {self._layout.payload_bytes} were gathered of each")
-        commands.wait(channel.handed, self._copies.number)
-        targets = [payload.ctypes.data for payload in payloads]
-        _copy(commands, targets, _places(channel, payloads), payloads, self._copies)
-        done = self._submit(commands, self._copies)
-
-        def finish() -> Sequence[PartChecksums]:
-            self._staged.wait()  # with its checksums
-            done.wait()
-            found = self._layout.found(channel.found, len(payloads))
-            self._idle.append(channel)
-            return found
-
-        return finish
-
-    def drop(self) -> None:
-        self._staged.wait()
-        self._idle.append(self._channel)
-
-
 def _layout(num_payloads: int, payload_bytes: int) -> ChecksumLayout:
     if num_payloads > 1 and payload_bytes % 8:
         raise BadCopy(f"payloads of {payload_bytes} bytes: several must be of a multiple of 8")
@@ -211,17 +182,23 @@ def _length(payloads: Sequence[Bytes]) -> int:
     return sizes.pop()
 
 
-def _places(channel: _Channel, payloads: Sequence[Bytes]) -> list[int]:
-    """Where payloads are in staging memory: one after the other."""
-    return [channel.slot.address + number * payloads[0].nbytes for number in range(len(payloads))]
-
-
 def _copy(
-    commands: CommandBuffer, to: Sequence[int], source: Sequence[int], payloads: Sequence[Bytes], stream: _Stream
+    commands: CommandBuffer, channel: _Channel, payloads: Sequence[Bytes], stream: _Stream, *, to_host: bool
 ) -> None:
-    sizes = np.array([payload.nbytes for payload in payloads], np.int64)
-    if sizes.any():
-        commands.copy_many(np.array(to, np.int64), np.array(source, np.int64), sizes, stream.number)
+    """Between staging memory, where payloads lie one after the other, and the host. Where they are equally far apart
+    there, as those of a save mostly are, they are the rows of one copy: between two copies the engine pauses."""
+    size, count = payloads[0].nbytes, len(payloads)
+    host = addresses(payloads)
+    steps = {*np.diff(host).tolist()}
+    if not size:
+        return
+    staged, number = channel.slot.address, stream.number
+    if len(steps) == 1 and size <= (pitch := steps.pop()) <= MOST_PITCH:
+        (to, to_pitch), (source, source_pitch) = [(int(host[0]), pitch), (staged, size)][:: 1 if to_host else -1]
+        commands.copy_rows(to, to_pitch, source, source_pitch, size, count, number)
+        return
+    targets, sources = [host, staged + size * np.arange(count)][:: 1 if to_host else -1]
+    commands.copy_many(targets, sources, np.full(count, size), number)
 
 
 def payload_copier(pools: Mapping[str, Any]) -> CUDAPayloadCopier | None:
