@@ -17,6 +17,8 @@ from kvweave.units import format_bytes, parse_bytes
 POOLS = ("auto", "uniform", "shared", "independent")
 COARSE = 4
 """How many of the largest blocks a step of prefix reuse may be before a plan warns."""
+MOST_CONTEXT = 2**40
+"""The longest sequence that is planned for: anything above is a typing error."""
 
 PerGroup = int | Mapping[str, int]
 """One number for all groups, or numbers by tag."""
@@ -53,8 +55,8 @@ def make_plan(
         if tag not in {group.tag for group in groups}:
             raise UnknownName("tag of a pool", tag, [group.tag for group in groups])
     chosen = _layout(layout, pools, groups)
-    if context is not None and context < 1:
-        raise PlanError(f"context must be at least 1 token, got {context}")
+    if context is not None and not 1 <= context <= MOST_CONTEXT:
+        raise PlanError(f"context must be 1 to {MOST_CONTEXT:,} tokens, got {context}")
     cut_pools, placed, floors = _cut(groups, pools, requests, chosen, context or 1, budget - kept_back)
     by_tag = {group.tag: group for group in placed}
     draft = Plan(
