@@ -28,6 +28,7 @@ WRONG = {
     "too little memory": ((*LLAMA, "--memory", "1KiB"), "4194304 bytes (4.00 MiB) would"),
     "reserve beyond the memory": ((*LLAMA, "--reserve", "90GiB"), "96640958464 bytes (90.00 GiB) would"),
     "context beyond the memory": ((*LLAMA, "--context", "99999999"), "99999999 tokens"),
+    "context beyond reason": ((*LLAMA, "--context", "9" * 20), "context must be 1 to 1,099,511,627,776 tokens"),
     "unknown dtype": ((*LLAMA, "--dtype", "fp7"), "unknown cache dtype 'fp7'; did you mean 'fp8'?"),
     "unknown pools": ((*LLAMA, "--pools", "sharde"), "did you mean 'shared'?"),
     "unknown layout": ((*LLAMA, "--layout", "page"), "unknown layout 'page'"),
