@@ -91,17 +91,14 @@ class _Simulator:
                 yield self._cell(policy, memory, oracles)
 
     def _replay(self, policy: str, memory: int) -> Replay:
-        try:
-            return replay(
-                self.trace,
-                self.plan_of(memory),
-                policy=self.options.policies[policy],
-                retention=self.options.retention,
-                step_tokens=self.options.step_tokens,
-                on_request=self.on_request,
-            )
-        except SystemExit as error:
-            raise BadOption(f"the policy {policy} ended the simulation: SystemExit: {error}") from error
+        return replay(
+            self.trace,
+            self.plan_of(memory),
+            policy=self.options.policies[policy],
+            retention=self.options.retention,
+            step_tokens=self.options.step_tokens,
+            on_request=self.on_request,
+        )
 
     def _oracles(self, memory: int) -> OracleHits:
         plan = self.plan_of(memory)
