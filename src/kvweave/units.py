@@ -32,9 +32,9 @@ def parse_bytes(size: int | str, *, what: str = "memory", least: int = 1) -> int
 def parse_directory(text: str) -> tuple[Path, int]:
     """`"/var/kv:100GiB"` -> the directory, and how much of it; 20 GiB where no size is given.
 
-    Of a colon that is followed by no digit, or by a further folder, the name itself is meant.
+    Of a colon that is followed by no number, or by a further folder, the name itself is meant.
     """
-    match = re.fullmatch(r"(.+):([0-9][^/]*)", text)
+    match = re.fullmatch(r"(.+):(\s*[-+.]?[0-9][^/]*)", text)
     if not text or text.startswith(":"):
         raise PlanError(f"a directory is DIR or DIR:SIZE, for example /var/kv:100GiB, not {text!r}")
     if match is None:

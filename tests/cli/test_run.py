@@ -259,6 +259,16 @@ def test_what_came_from_memory_from_the_store_and_was_computed_is_shown(kvweave:
     assert "<th>of these stored</th>" in page
 
 
+def test_a_store_that_nobody_answers_at_is_not_said_to_have_stored_anything(kvweave: Kvweave) -> None:
+    command = (*GEMMA, "--prompt", STORY, "--store", "redis://127.0.0.1:1")
+    run = kvweave(*command)
+    said = " ".join(run.out.split())
+    assert run.code == 0, run.err
+    assert "0 blobs went there" in said
+    assert "4 blobs could not be stored in redis://127.0.0.1:1 (failed 4); its last error: tier 'redis'" in said
+    assert kvweave(*command, "--json").json()["store"]["lost"] == {"failed": 4}
+
+
 def test_a_chat_shorter_than_a_chunk_says_why_nothing_was_stored(
     kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
