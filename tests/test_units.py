@@ -97,3 +97,5 @@ def test_a_directory_of_a_size_that_is_none_is_refused_rather_than_made() -> Non
     for size in ("10XB", "-5", "+5GiB", ".5GiB", " 5 apples"):
         with pytest.raises(PlanError, match=f"cannot read '{re.escape(size)}'"):
             parse_directory(f"/var/kv:{size}")
+    with pytest.raises(PlanError, match="8 EiB"):
+        parse_directory("/var/kv:99999999TB")

@@ -29,6 +29,9 @@ WRONG = {
     "reserve beyond the memory": ((*LLAMA, "--reserve", "90GiB"), "96640958464 bytes (90.00 GiB) would"),
     "context beyond the memory": ((*LLAMA, "--context", "99999999"), "99999999 tokens"),
     "context beyond reason": ((*LLAMA, "--context", "9" * 20), "context must be 1 to 1,099,511,627,776 tokens"),
+    "memory of many digits": ((*LLAMA, "--memory", "9" * 6000), "cannot read '999"),
+    "pool of many digits": ((*LLAMA, "--pool", "full=" + "9" * 6000), "--pool: expected TAG=PAGES"),
+    "memory beyond all ids": ((*LLAMA, "--memory", "9999TB"), "ids end at 2,147,483,647"),
     "unknown dtype": ((*LLAMA, "--dtype", "fp7"), "unknown cache dtype 'fp7'; did you mean 'fp8'?"),
     "unknown pools": ((*LLAMA, "--pools", "sharde"), "did you mean 'shared'?"),
     "unknown layout": ((*LLAMA, "--layout", "page"), "unknown layout 'page'"),
@@ -72,6 +75,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(kvweave: Kvweave, what: str) -> N
     [
         ("{", "is not valid JSON"),
         ("[]", "not an object"),
+        ("[" * 10**6, "is not valid JSON"),
+        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "num_hidden_layers must be at most 10,000"),
         ("{}", "num_hidden_layers is missing"),
         ('{"model_type": "llama", "num_hidden_layers": "many"}', "must be a whole number"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads must be at least 1, got 0"),

@@ -45,6 +45,14 @@ def test_an_address_that_is_none_is_one_line_too(kvweave: Kvweave, tmp_path: Pat
     assert run.err.rstrip().endswith("an address is HOST:PORT, for example 127.0.0.1:9400, not 'nonsense'")
 
 
+def test_a_file_is_not_replaced_by_a_socket(kvweave: Kvweave, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    run = kvweave("serve", "--memory", "1MiB", "--socket", str(tmp_path / "notes"))
+    assert run.code == 2
+    assert "notes is no socket, and is not replaced by one" in run.err
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
 def test_a_host_that_is_not_this_one_is_named(kvweave: Kvweave, tmp_path: Path) -> None:
     run = kvweave("serve", "--memory", "1MiB", "--socket", str(tmp_path / "s"), "--http", "192.0.2.1:9")
     assert run.code == 2

@@ -94,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = app(args=argv, prog_name="kvweave", standalone_mode=False)
     except KVWeaveError as error:
         _fail(str(error))
+    except MemoryError as error:
+        _fail(f"this machine has too little memory for what was asked: {error}; ask for less, or smaller sizes")
     except OSError as error:
         _fail(f"cannot open {error.filename}: {error.strerror}" if error.filename else str(error))
     except typer.Abort as abort:
