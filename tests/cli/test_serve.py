@@ -49,7 +49,7 @@ def test_a_file_is_not_replaced_by_a_socket(kvweave: Kvweave, tmp_path: Path) ->
     (tmp_path / "notes").write_text("mine")
     run = kvweave("serve", "--memory", "1MiB", "--socket", str(tmp_path / "notes"))
     assert run.code == 2
-    assert "notes is no socket, and is not replaced by one" in run.err
+    assert "notes is a file and no socket, and is not replaced by one" in run.err
     assert (tmp_path / "notes").read_text() == "mine"
 
 

@@ -178,8 +178,8 @@ class Daemon:
 
 def _own(path: Path) -> DirectoryLock:
     """One daemon for each socket: the kernel releases the lock when the process ends, however it ends."""
-    if path.exists() and not path.is_socket():
-        raise ConfigError(f"{path} is no socket, and is not replaced by one: name another --socket")
+    if path.is_file() and path.stat().st_size:
+        raise ConfigError(f"{path} is a file and no socket, and is not replaced by one: name another --socket")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if path.parent.stat().st_uid not in (0, os.getuid()):

@@ -11,7 +11,7 @@ from kvweave.errors import TraceError
 from kvweave.sim.trace import Request, Trace, checked_time, checked_tokens, make_trace
 from kvweave.sim.traces.block_ids import Numbering
 from kvweave.sim.traces.reading import Reading
-from kvweave.sim.traces.trace_files import Head, Record, records
+from kvweave.sim.traces.trace_files import Head, TraceObject, records
 from kvweave.trace_writer import TRACE_NAME, TRACE_VERSION
 
 NAME = TRACE_NAME
@@ -23,7 +23,7 @@ def matches(head: Head) -> bool:
 
 def read(path: Path, reading: Reading) -> Trace:  # noqa: ARG001 - nothing in it can be read in two ways
     rows = records(path)
-    _, where, header = next(rows, Record("", str(path), {}))
+    _, where, header = next(rows, TraceObject("", str(path), {}))
     if header.get("version") != TRACE_VERSION:
         raise TraceError(f"{where}: a recording of version {TRACE_VERSION} is expected, got {header!r:.200}")
     block_tokens = checked_tokens(where, "block_tokens", header.get("block_tokens"), least=1)

@@ -41,7 +41,7 @@ class Head:
         return found if isinstance(found, dict) else {}
 
 
-class Record(NamedTuple):
+class TraceObject(NamedTuple):
     """A JSON object of a trace, the name of its file, and where it is, for errors."""
 
     file: str
@@ -100,7 +100,7 @@ def lines(path: Path) -> Iterator[tuple[str, str]]:
                     yield name, line.rstrip("\n")
 
 
-def records(path: Path) -> Iterator[Record]:
+def records(path: Path) -> Iterator[TraceObject]:
     """Each JSON object: one a line, or of a file that is one array or one object."""
     for name, stream in members(path):
         file = _named(path, name)
@@ -108,7 +108,7 @@ def records(path: Path) -> Iterator[Record]:
             for where, row in _rows(file, io.TextIOWrapper(stream, encoding="utf-8")):
                 if not isinstance(row, dict):
                     raise TraceError(f"{where}: a {type(row).__name__} where an object is expected")
-                yield Record(name, where, row)
+                yield TraceObject(name, where, row)
 
 
 def _rows(file: str, text: IO[str]) -> Iterator[tuple[str, Any]]:
