@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,5 +94,8 @@ def test_a_directory_may_say_how_much_it_holds(text: str, place: tuple[Path, int
 
 
 def test_a_directory_of_a_size_that_is_none_is_refused_rather_than_made() -> None:
-    with pytest.raises(PlanError, match="cannot read '10XB'"):
-        parse_directory("/var/kv:10XB")
+    for size in ("10XB", "-5", "+5GiB", ".5GiB", " 5 apples"):
+        with pytest.raises(PlanError, match=f"cannot read '{re.escape(size)}'"):
+            parse_directory(f"/var/kv:{size}")
+    with pytest.raises(PlanError, match="8 EiB"):
+        parse_directory("/var/kv:99999999TB")

@@ -10,6 +10,7 @@ from kvweave.errors import PlanError
 
 DISK_BYTES = 20 << 30
 """The size of a directory, unless given."""
+MOST_DISK_BYTES = 2**63 - 1
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}{suffix}": 1024**power for power, letter in enumerate("kmgt", 1) for suffix in ("ib", "i", "")}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
@@ -20,9 +21,9 @@ def parse_bytes(size: int | str, *, what: str = "memory", least: int = 1) -> int
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise PlanError(f"{what} must be bytes or text such as '80GiB', not {size!r}")
     if isinstance(size, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", size)
+        match = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([a-zA-Z]*)\s*", size)
         if match is None or match[2].lower() not in _UNITS:
-            raise PlanError(f"cannot read {size!r} as a size; write for example 80GiB, 512MiB or 1000000")
+            raise PlanError(f"cannot read {size!r:.80} as a size; write for example 80GiB, 512MiB or 1000000")
         size = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     if size < least:
         raise PlanError(f"{what} must {'be more than 0 bytes' if least else 'not be negative'}, got {size}")
@@ -32,14 +33,17 @@ def parse_bytes(size: int | str, *, what: str = "memory", least: int = 1) -> int
 def parse_directory(text: str) -> tuple[Path, int]:
     """`"/var/kv:100GiB"` -> the directory, and how much of it; 20 GiB where no size is given.
 
-    Of a colon that is followed by no digit, or by a further folder, the name itself is meant.
+    Of a colon that is followed by no number, or by a further folder, the name itself is meant.
     """
-    match = re.fullmatch(r"(.+):([0-9][^/]*)", text)
+    match = re.fullmatch(r"(.+):(\s*[-+.]?[0-9][^/]*)", text)
     if not text or text.startswith(":"):
         raise PlanError(f"a directory is DIR or DIR:SIZE, for example /var/kv:100GiB, not {text!r}")
     if match is None:
         return Path(text), DISK_BYTES
-    return Path(match[1]), parse_bytes(match[2], what="the size of a directory")
+    size = parse_bytes(match[2], what="the size of a directory")
+    if size > MOST_DISK_BYTES:
+        raise PlanError(f"a directory of {size} bytes: {MOST_DISK_BYTES} bytes (8 EiB) at most")
+    return Path(match[1]), size
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -55,6 +55,14 @@ def test_nobody_there_is_one_line(kvweave: Kvweave, tmp_path: Path) -> None:
     assert "no daemon at" in run.err
 
 
+def test_a_token_or_a_certificate_that_is_none_is_named(kvweave: Kvweave, tmp_path: Path) -> None:
+    (tmp_path / "noise").write_bytes(bytes(range(256)))
+    for option, says in (("--token-file", "noise is no text, so no token"), ("--tls-ca", "noise cannot be used: ")):
+        run = kvweave("inspect", "--connect", "127.0.0.1:1", option, str(tmp_path / "noise"))
+        assert (run.code, run.out, run.err.count("\n")) == (2, "", 1)
+        assert says in run.err
+
+
 def test_names_of_clients_and_models_cannot_talk_to_a_terminal(kvweave: Kvweave, tmp_path: Path) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J[bold red]x"
     with serving(settings(tmp_path)):

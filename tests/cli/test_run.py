@@ -259,6 +259,16 @@ def test_what_came_from_memory_from_the_store_and_was_computed_is_shown(kvweave:
     assert "<th>of these stored</th>" in page
 
 
+def test_a_store_that_nobody_answers_at_is_not_said_to_have_stored_anything(kvweave: Kvweave) -> None:
+    command = (*GEMMA, "--prompt", STORY, "--store", "redis://127.0.0.1:1")
+    run = kvweave(*command)
+    said = " ".join(run.out.split())
+    assert run.code == 0, run.err
+    assert "0 blobs went there" in said
+    assert "4 blobs could not be stored in redis://127.0.0.1:1 (failed 4); its last error: tier 'redis'" in said
+    assert kvweave(*command, "--json").json()["store"]["lost"] == {"failed": 4}
+
+
 def test_a_chat_shorter_than_a_chunk_says_why_nothing_was_stored(
     kvweave: Kvweave, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -360,6 +370,9 @@ WRONG = {
     "narrowed and greedy": ((*GEMMA, "--top-p", "0.9"), "top_p say how to sample, and greedy answers are not sampled"),
     "a chat in JSON": ((*GEMMA, "--chat", "--json"), "--chat and --json both write to stdout"),
     "unknown dtype": ((*GEMMA, "--dtype", "float23"), "did you mean 'float32'?"),
+    "a workload beyond reason": ((*GEMMA, "--parties", "1000000000000"), "at most 10,000 requests"),
+    "turns beyond reason": ((*GEMMA, "--turn-tokens", "1000000000000"), "at most 10,000 requests and 16,777,216"),
+    "a seed of too many bits": ((*GEMMA, "--seed", "9" * 30), "a seed has 64 bits"),
     "weights for no store": ((*GEMMA, "--weights", "x"), "--store is not given"),
     "a store of an unknown kind": ((*GEMMA, "--store", "s33://bucket"), "did you mean 's3'?"),
     "a store that is a file": ((*GEMMA, "--store", "/dev/null"), "/dev/null"),

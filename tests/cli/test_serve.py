@@ -19,7 +19,11 @@ WRONG = {
     "tcp without a token": (("--listen", "127.0.0.1:0"), "needs --token-file"),
     "no config": (("--config", "nowhere.toml"), "cannot open nowhere.toml"),
     "half of tls": (("--tls-key", "key.pem"), "go together"),
-    "a lease of nothing": (("--lease", "0"), "a lease of 0.0 s"),
+    "a lease of nothing": (("--lease", "0"), "a lease of 0 s: more than 0 and at most 3600 s"),
+    "a drain without an end": (("--drain", "inf"), "inf s to drain: 0 to 86400 s"),
+    "a disk of less than nothing": (("--disk", "/tmp/kv:-5"), "cannot read '-5' as a size"),
+    "an inbox of a byte": (("--inbox", "1"), "an inbox of 1 bytes holds no chunk of a model; 1048576 bytes at least"),
+    "an address of two ports": (("--http", "127.0.0.1:1:2"), "one colon, or [IPV6]:PORT, not '127.0.0.1:1:2'"),
     "no number": (("--lease", "soon"), "Invalid value for '--lease'"),
     "no redis": (("--memory", "1MiB", "--redis", "cache.local:6379"), "must specify one of the following schemes"),
     "no object store": (("--memory", "1MiB", "--object", "bucket"), "expected for example s3://bucket/prefix"),
@@ -39,6 +43,32 @@ def test_an_address_that_is_none_is_one_line_too(kvweave: Kvweave, tmp_path: Pat
     run = kvweave("serve", "--memory", "1MiB", "--socket", str(tmp_path / "s"), "--http", "nonsense")
     assert run.code == 2
     assert run.err.rstrip().endswith("an address is HOST:PORT, for example 127.0.0.1:9400, not 'nonsense'")
+
+
+def test_a_file_is_not_replaced_by_a_socket(kvweave: Kvweave, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    run = kvweave("serve", "--memory", "1MiB", "--socket", str(tmp_path / "notes"))
+    assert run.code == 2
+    assert "notes is a file and no socket, and is not replaced by one" in run.err
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_a_host_that_is_not_this_one_is_named(kvweave: Kvweave, tmp_path: Path) -> None:
+    run = kvweave("serve", "--memory", "1MiB", "--socket", str(tmp_path / "s"), "--http", "192.0.2.1:9")
+    assert run.code == 2
+    assert "cannot listen at 192.0.2.1:9: " in run.err
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_certificate_that_cannot_be_used_is_named(kvweave: Kvweave, tmp_path: Path, content: str | None) -> None:
+    token, cert = tmp_path / "token", tmp_path / "cert.pem"
+    token.write_text("sesame")
+    if content is not None:
+        cert.write_text(content)
+    listen = ("--listen", "127.0.0.1:0", "--token-file", str(token), "--tls-cert", str(cert), "--tls-key", str(cert))
+    run = kvweave("serve", "--memory", "1MiB", "--socket", str(tmp_path / "s"), *listen)
+    assert run.code == 2
+    assert f"--tls-cert {cert} with --tls-key {cert} cannot be used: " in run.err
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])

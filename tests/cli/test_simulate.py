@@ -103,6 +103,8 @@ def test_a_trace_of_lengths_says_why_it_cannot_be_replayed(kvweave: Kvweave, tmp
         (("--model", "qwen3-next-80b", "--read", "tails"), "unknown way to read"),
         (("--model", "qwen3-next-80b", "--memory", "1KB"), "bytes"),
         (("--model", "llama-3.1-8b", "--tokenizer", "/nowhere"), "nothing is at"),
+        (("--model", "llama-3.1-8b", "--prefill-speed", "nan"), "must be finite and above 0"),
+        (("--model", "llama-3.1-8b", "--memory", "9999TB"), "ids end at 2,147,483,647"),
     ],
 )
 def test_mistakes_are_one_line(kvweave: Kvweave, trace: Path, options: tuple[str, ...], says: str) -> None:

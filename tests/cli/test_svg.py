@@ -146,3 +146,10 @@ def test_the_picture_needs_nothing_from_elsewhere() -> None:
     text = plan_svg(answer(PlanRequest("deepseek-v4-flash"))).replace('xmlns="http://www.w3.org/2000/svg"', "")
     for word in ("http", "href", "<script", "@import", "url("):
         assert word not in text
+
+
+def test_kernel_blocks_too_fine_to_be_seen_are_drawn_as_one(kvweave: Kvweave, tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    fine = ("--block-tokens", "1048576", "--kernel-tokens", "1", "--memory", "200TB")
+    assert kvweave("plan", "llama-3.1-8b", *fine, "--svg", str(path)).code == 0
+    assert path.stat().st_size < 10**6

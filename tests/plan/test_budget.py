@@ -120,7 +120,7 @@ def test_a_context_that_never_fits_says_what_would() -> None:
         make_plan(LLAMA, 10 * PAGE, context=1000)
     assert error.value.smallest_bytes == (63 + 1) * PAGE
     assert make_plan(LLAMA, 64 * PAGE, context=1000).sequences(1000) == 1
-    with pytest.raises(PlanError, match="context must be at least 1 token, got 0"):
+    with pytest.raises(PlanError, match="context must be 1 to 1,099,511,627,776 tokens, got 0"):
         make_plan(LLAMA, 10 * PAGE, context=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,7 @@ def blocks_while_computing(reach: Reach, position: int, size: int) -> set[int]:
 
 
 @settings(max_examples=200)
-@given(strategies.reaches, st.integers(1, 20), st.integers(0, 200), st.integers(1, 3))
+@given(strategies.reaches, st.integers(1, 20), st.integers(0, 200), st.integers(1, 5))
 @example(SinkWindow(40, 70), 4, 60, 1)  # sinks that the window still covers
 @example(SinkWindow(4, 9), 8, 60, 2)
 def test_blocks_held_are_the_most_of_any_position_on_the_way(reach: Reach, size: int, length: int, ranks: int) -> None:
@@ -85,6 +86,36 @@ def test_a_sequence_of_nothing_holds_nothing(length: int) -> None:
 def test_sinks_and_window_may_meet_on_one_rank() -> None:
     """Blocks 0 and 4 are both rank 0's of 4, though two blocks on four ranks would be one each."""
     assert group(SinkWindow(4, 1), 4, 4).num_blocks_held(18) == 2
+
+
+@pytest.mark.parametrize("reach", [Full(), Window(37), Chunk(67), Chunk(64), SinkWindow(40, 70)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_blocks_held_of_a_long_sequence_are_found_in_its_last_part(
+    monkeypatch: pytest.MonkeyPatch, reach: Reach, ranks: int
+) -> None:
+    whole = [group(reach, 16, ranks).num_blocks_held(length) for length in range(3000, 12_000, 777)]
+    monkeypatch.setattr("kvweave.plan.group.MOST_BLOCKS", 210)
+    assert [group(reach, 16, ranks).num_blocks_held(length) for length in range(3000, 12_000, 777)] == whole
+
+
+@pytest.mark.parametrize(
+    ("reach", "held"), [(Full(), 2**36), (Window(4096), 257), (Chunk(8191), 513), (SinkWindow(4, 32), 4)]
+)
+def test_blocks_held_of_a_trillion_tokens_take_no_memory_by_their_number(reach: Reach, held: int) -> None:
+    tracemalloc.start()
+    assert group(reach, 16).num_blocks_held(2**40) == held
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**21
+
+
+def test_ranks_may_be_many() -> None:
+    assert group(SinkWindow(4, 32), 16, 10**9).num_blocks_held(10**6) == 1
+
+
+def test_a_chunk_that_repeats_too_late_to_be_counted_is_refused_with_the_cure() -> None:
+    with pytest.raises(PlanError, match=r"repeats after 16,777,213 blocks only.*a block size that divides 16,777,213"):
+        group(Chunk(2**24 - 3), 16).num_blocks_held(2**30)
 
 
 # ---- how a page divides

@@ -45,7 +45,7 @@ def test_a_file_says_everything_that_options_say_and_more(tmp_path: Path) -> Non
         ("disk = ''", "a directory is DIR or DIR:SIZE"),
         ("disk = 7", "expected text, got 7"),
         ("lease_s = 'long'", "expected a number"),
-        ("lease_s = 0", "a lease of 0.0 s"),
+        ("lease_s = 0", "a lease of 0 s"),
         ("quotas = 4", "quotas must be a table"),
         ("[quotas.a]\nflor = 1", "did you mean 'floor'"),
         ("[limits]\nsequence = 1", "did you mean 'sequences'"),

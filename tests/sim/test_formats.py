@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import tarfile
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,11 @@ def sample(folder: Path, name: str) -> Path:
         "lmcache-log": samples.LMCACHE,
     }
     return written(folder, f"{name}.jsonl", texts[name])
+
+
+def copied(name: str) -> Any:
+    """The rows of a sample of block ids, to be changed."""
+    return deepcopy({"mooncake": samples.MOONCAKE, "bailian": samples.BAILIAN, "coding": [samples.CODING]}[name])
 
 
 def lengths(trace: Trace) -> list[tuple[int, int]]:
@@ -67,7 +74,7 @@ def test_what_nobody_knows_is_refused_with_the_formats_there_are(tmp_path: Path)
         read_trace(path, format="moncake")
     with pytest.raises(TraceError, match="no trace is at"):
         read_trace(tmp_path / "nowhere")
-    with pytest.raises(TraceError, match="request 0 has no usable field"):
+    with pytest.raises(TraceError, match="line 1 has no usable field"):
         read_trace(path, format="mooncake")
 
 
@@ -79,6 +86,48 @@ def test_lengths_that_make_no_sense_are_refused(tmp_path: Path, value: object) -
 
 
 # ---- block ids
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e308, 10**400, "soon", None, [1]])
+@pytest.mark.parametrize("name", ["MOONCAKE", "BAILIAN", "AGENT"])
+def test_times_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    rows = [dict(row) for row in getattr(samples, name)]
+    rows[1]["timestamp"] = value
+    with pytest.raises(TraceError, match=r"x\.jsonl, line 2: timestamp must be a finite number"):
+        read_trace(written(tmp_path, "x.jsonl", lines(rows)))
+
+
+@pytest.mark.parametrize("name", ["mooncake", "bailian", "coding"])
+def test_a_prompt_with_fewer_ids_than_whole_blocks_is_named_with_its_line(tmp_path: Path, name: str) -> None:
+    broken = copied(name)
+    request = broken[0]["requests"][2] if name == "coding" else broken[1]
+    request.update({"hash_ids": [1], "input_length": 1100})
+    line = "line 1, session fix the parser, request 3" if name == "coding" else "line 2"
+    with pytest.raises(TraceError, match=rf"x\.jsonl, {line}: a prompt of .* whole blocks of .* names 1: write an id"):
+        read_trace(written(tmp_path, "x.jsonl", lines(broken)))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [("bailian", "chat_id", []), ("bailian", "hash_ids", 7), ("mooncake", "hash_ids", [[1]]), ("coding", "t", "late")],
+)
+def test_fields_of_the_wrong_kind_are_refused(tmp_path: Path, name: str, field: str, value: object) -> None:
+    rows = copied(name)
+    (rows[0]["requests"][0] if name == "coding" else rows[0])[field] = value
+    with pytest.raises(TraceError, match=r"x\.jsonl, line 1"):
+        read_trace(written(tmp_path, "x.jsonl", lines(rows)))
+
+
+def test_a_block_size_beyond_reason_is_refused_before_memory_is_taken_for_it(tmp_path: Path) -> None:
+    session = samples.CODING | {"block_size": 10**13}
+    with pytest.raises(TraceError, match="block_size must be a number of 1 to 16,777,216"):
+        read_trace(written(tmp_path, "x.jsonl", lines([session])))
+
+
+def test_a_token_id_beyond_int32_is_refused_with_its_request(tmp_path: Path) -> None:
+    log = "Received request cmpl-1: prompt: 'x', prompt_token_ids: [1, 99999999999]\n"
+    with pytest.raises(TraceError, match="request cmpl-1 has token ids that are none"):
+        read_trace(written(tmp_path, "x.log", log))
 
 
 def test_a_tail_and_an_output_are_those_of_the_request_that_goes_on_from_it(tmp_path: Path) -> None:
@@ -194,6 +243,14 @@ def test_lengths_alone_give_load_figures_and_no_claim_of_reuse(tmp_path: Path, n
         trace.check_content()
 
 
+def test_load_figures_of_requests_a_million_years_apart_take_no_memory_for_the_time_between(tmp_path: Path) -> None:
+    header = samples.BURSTGPT.splitlines()[0]
+    cells = {"Timestamp": "0", "Request tokens": "5", "Response tokens": "1"}
+    names = header.split(",")
+    rows = [",".join((cells | {"Timestamp": time}).get(name.strip(), "0") for name in names) for time in ("0", "3e13")]
+    assert load_of(read_trace(written(tmp_path, "x.csv", "\n".join([header, *rows])))).busiest_minute_tokens == 5
+
+
 def test_load_figures_are_those_of_the_lengths(tmp_path: Path) -> None:
     load = load_of(read_trace(sample(tmp_path, "azure")))
     assert load.prompt == pytest.approx((385, 385, 394.9, 396))
@@ -217,6 +274,39 @@ def test_a_compressed_file_an_archive_and_a_folder_are_the_same_trace(tmp_path: 
     plain.rename(folder / "a.jsonl")
     for path in (packed, archive, folder):
         assert lengths(read_trace(path)) == [(6, 1), (9, 1)], path
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.csv.gz", "x.tar.gz"])
+@pytest.mark.parametrize("damage", ["cut", "plain", "flipped"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    data = (samples.AZURE if "csv" in name else lines(samples.AGENT)).encode() * 400
+    path = tmp_path / name
+    if name == "x.tar.gz":
+        with tarfile.open(path, "w:gz") as tar:
+            tar.add(written(tmp_path, "a.jsonl", data.decode()), "a.jsonl")
+    else:
+        path.write_bytes(gzip.compress(data))
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 9]) + whole[middle + 9 :]
+    path.write_bytes({"cut": whole[:middle], "plain": data, "flipped": flipped}[damage])
+    says = "" if damage == "flipped" else ".* is cut short, damaged"  # flipped bytes may unpack, into other text
+    with pytest.raises(TraceError, match=name + says):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_broken_json_is_named_with_its_line(tmp_path: Path, indent: int | None) -> None:
+    text = lines(samples.MOONCAKE) if indent is None else json.dumps(samples.SHAREGPT, indent=indent)
+    rows = text.splitlines()
+    rows[2] = rows[2][:-1] + "]"
+    with pytest.raises(TraceError, match="line 3"):
+        read_trace(written(tmp_path, "x.jsonl", "\n".join(rows)), format="mooncake" if indent is None else "chat")
+
+
+def test_json_nested_beyond_what_can_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="is no JSON"):
+        read_trace(written(tmp_path, "x.jsonl", "[" * 10**6), format="chat")
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:

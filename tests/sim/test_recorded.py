@@ -73,7 +73,8 @@ def test_a_recording_carries_its_plan_and_retention(tmp_path: Path) -> None:
     [
         ({"time": 0, "prompt": 40, "output": 0, "blocks": [1]}, "40 tokens has 1 blocks"),
         ({"time": 0, "prompt": 0, "output": 0, "blocks": []}, "prompt must be a number of 1"),
-        ({"prompt": 4, "output": 0, "blocks": []}, "no usable field"),
+        ({"prompt": 4, "output": 0, "blocks": []}, "line 2 has no usable field"),
+        ({"time": 0, "prompt": 4, "output": 0, "blocks": [], "cached": "all"}, "line 2: cached must be a number"),
     ],
 )
 def test_damaged_lines_are_refused(tmp_path: Path, line: dict[str, object], says: str) -> None:
@@ -91,4 +92,10 @@ def test_a_recording_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"format": "kvweave-trace", "version": 99, "block_tokens": 16}\n')
     with pytest.raises(TraceError, match="version 1"):
+        read_trace(path)
+    path.write_text("")
+    with pytest.raises(TraceError, match="version 1"):
+        read_trace(path, format="kvweave-trace")
+    path.write_text('{"format": "kvweave-trace", "version": 1, "block_tokens": 1000000000000}\n')
+    with pytest.raises(TraceError, match="block_tokens must be a number of 1 to 16,777,216"):
         read_trace(path)

@@ -167,6 +167,13 @@ def test_a_policy_is_a_name_a_function_or_a_class_of_a_file(tmp_path: Path) -> N
         load_policy("lr")
 
 
+def test_a_policy_that_ends_the_process_as_it_is_made_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("import sys\nclass Early:\n def __init__(self): sys.exit(3)\n")
+    with pytest.raises(ConfigError, match="mine.py:Early' cannot be loaded: SystemExit: 3"):
+        load_policy(f"{path}:Early")
+
+
 def test_a_trace_of_one_moment_has_a_timeline() -> None:
     trace = turns()
     still = replace(trace, requests=tuple(replace(request, arrival=0.0) for request in trace.requests))

@@ -94,9 +94,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = app(args=argv, prog_name="kvweave", standalone_mode=False)
     except KVWeaveError as error:
         _fail(str(error))
+    except MemoryError as error:
+        _fail(f"this machine has too little memory for what was asked: {error}; ask for less, or smaller sizes")
     except OSError as error:
         _fail(f"cannot open {error.filename}: {error.strerror}" if error.filename else str(error))
-    except typer.Abort:
+    except typer.Abort as abort:
+        if isinstance(abort.__cause__, EOFError):  # typer takes it for Ctrl-D; no command of ours asks through typer
+            raise abort.__cause__ from None
         sys.exit(130)
     except Exception as error:
         _fail(_usage(error))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvweave.errors import MissingExtra
+from kvweave.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
     from kvweave.server import Client
@@ -36,7 +36,11 @@ def connected(
     """Connect without mapping the arena. Raises `ServerGone`, `Refused`."""
     with MissingExtra.on_import(f"kvweave {name}", "server"):
         from kvweave.server import Client, default_socket  # noqa: PLC0415 - an extra
+        from kvweave.server.settings import read_token  # noqa: PLC0415
 
-    token = token_file.read_text(encoding="utf-8").strip() if token_file else ""
-    tls = ssl.create_default_context(cafile=str(tls_ca)) if tls_ca else None
+    token = read_token(token_file) if token_file else ""
+    try:
+        tls = ssl.create_default_context(cafile=str(tls_ca)) if tls_ca else None
+    except OSError as error:  # also of ssl; it does not name the file
+        raise ConfigError(f"--tls-ca {tls_ca} cannot be used: {error}") from error
     return Client(connect or socket or default_socket(), name=name, token=token, tls=tls, arena=False)

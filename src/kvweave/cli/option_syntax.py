@@ -28,8 +28,8 @@ class PerTag:
         base, by_tag = None, {}
         for text in texts:
             tag, equals, number = text.rpartition("=")
-            if not re.fullmatch(r"[0-9]+", number) or not 1 <= int(number) <= MOST_TOKENS or (equals and not tag):
-                raise PlanError(f"{option}: expected N or TAG=N, 1 to {MOST_TOKENS} tokens, got {text!r}")
+            if not re.fullmatch(r"[0-9]{1,9}", number) or not 1 <= int(number) <= MOST_TOKENS or (equals and not tag):
+                raise PlanError(f"{option}: expected N or TAG=N, 1 to {MOST_TOKENS} tokens, got {text!r:.80}")
             if equals:
                 by_tag[tag] = int(number)
             else:
@@ -71,9 +71,9 @@ class PoolOption:
 
     @classmethod
     def parse(cls, text: str) -> PoolOption:
-        match = re.fullmatch(r"(.+)=(?:([0-9]+)|([0-9]+(?:\.[0-9]+)?)%)(?:@([a-z]+))?", text)
+        match = re.fullmatch(r"(.+)=(?:([0-9]{1,20})|([0-9]{1,20}(?:\.[0-9]+)?)%)(?:@([a-z]+))?", text)
         if match is None or (match[4] or Place.DEVICE) not in list(Place):
-            raise PlanError(f"--pool: expected TAG=PAGES, TAG=30% or TAG=PAGES@host (or @pinned), got {text!r}")
+            raise PlanError(f"--pool: expected TAG=PAGES, TAG=30% or TAG=PAGES@host (or @pinned), got {text!r:.80}")
         percent = float(match[3]) if match[3] else None
         if percent is not None and not 0 < percent <= 100:
             raise PlanError(f"--pool: a share is more than 0% and at most 100%, got {text!r}")

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvweave.errors import PlanError
 from kvweave.spec import LayerCache
 from kvweave.spec.role import Role, align_up
 
 LAYER_ALIGN = 16
 """Bytes at whose multiples each layer starts, so that copies may use 16-byte vectors."""
+MOST_BLOCKS = 2**20
+"""The most blocks of a sequence that are looked at one by one: 16 million tokens of usual blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +115,32 @@ class Group:
         reach, size, ranks = self.cache.reach, self.block_tokens, self.context_shards
         if not reach.per_token:
             return 1
-        positions = np.arange(0, num_tokens, size)
-        end = positions // size + 1
+        num_blocks = -(-num_tokens // size)
+        end = np.arange(num_blocks - self._blocks_to_ask(num_blocks), num_blocks) + 1
         head = np.minimum(-(-reach.head // size), end)
-        tail = np.clip(reach.tail(positions) // size, head, end)
-        held = 0
-        for rank in range(ranks):
-            own_head, own_end, own_tail = ((to - rank + ranks - 1) // ranks for to in (head, end, tail))
-            held = max(held, int((own_head + own_end - own_tail).max()))
-        return held
+        tail = np.clip(reach.tail((end - 1) * size) // size, head, end)
+        # Both runs of blocks go round the ranks; of what is left of each, the fullest rank has one, or two if they meet
+        left_head, left, first = head % ranks, (end - tail) % ranks, tail % ranks
+        meet = (left_head > 0) & (left > 0) & ((first < left_head) | (first + left > ranks))
+        held = head // ranks + (end - tail) // ranks + ((left_head > 0) | (left > 0)) + meet
+        return int(held.max())
+
+    def _blocks_to_ask(self, num_blocks: int) -> int:
+        """How many of the last of `num_blocks` blocks are looked at: one of them holds as much as any before.
+
+        Before a tail moves, the last block holds the most. Later, what a reach with a span holds repeats where a span
+        and a round of the ranks begin together.
+        """
+        reach, size = self.cache.reach, self.block_tokens
+        if reach.tail((num_blocks - 1) * size) <= reach.head:
+            return 1
+        if num_blocks <= MOST_BLOCKS or reach.span is None:
+            return min(num_blocks, MOST_BLOCKS)
+        repeats = math.lcm(reach.span - reach.head, size * self.context_shards) // size
+        if repeats > MOST_BLOCKS:
+            raise PlanError(
+                f"group {self.tag!r}: what {num_blocks:,} blocks of {size} tokens hold repeats after {repeats:,} blocks"
+                f" only, of which at most {MOST_BLOCKS:,} are counted: choose a shorter context, or a block size that"
+                f" divides {reach.span - reach.head:,}"
+            )
+        return repeats

@@ -17,6 +17,9 @@ from kvweave.units import format_bytes, parse_bytes
 POOLS = ("auto", "uniform", "shared", "independent")
 COARSE = 4
 """How many of the largest blocks a step of prefix reuse may be before a plan warns."""
+MOST_IDS = 2**31 - 1
+MOST_CONTEXT = 2**40
+"""The longest sequence that is planned for: anything above is a typing error."""
 
 PerGroup = int | Mapping[str, int]
 """One number for all groups, or numbers by tag."""
@@ -53,8 +56,8 @@ def make_plan(
         if tag not in {group.tag for group in groups}:
             raise UnknownName("tag of a pool", tag, [group.tag for group in groups])
     chosen = _layout(layout, pools, groups)
-    if context is not None and context < 1:
-        raise PlanError(f"context must be at least 1 token, got {context}")
+    if context is not None and not 1 <= context <= MOST_CONTEXT:
+        raise PlanError(f"context must be 1 to {MOST_CONTEXT:,} tokens, got {context}")
     cut_pools, placed, floors = _cut(groups, pools, requests, chosen, context or 1, budget - kept_back)
     by_tag = {group.tag: group for group in placed}
     draft = Plan(
@@ -76,7 +79,21 @@ def make_plan(
     demand = {
         pool.name: draft.superpages_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools
     }
-    return replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand, floors)))
+    made = replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand, floors)))
+    _check_ids(made)
+    return made
+
+
+def _check_ids(plan: Plan) -> None:
+    """Pages and kernel blocks have int32 ids in tables."""
+    for group in plan.groups:
+        if group.layers:
+            count = plan.pool(group.pool).num_superpages * group.pages_per_superpage * group.kernel_blocks
+            if count > MOST_IDS:
+                raise PlanError(
+                    f"group {group.tag!r} would have {count:,} kernel blocks in {format_bytes(plan.memory)}, and their"
+                    f" ids end at {MOST_IDS:,}: plan with less memory or larger blocks"
+                )
 
 
 def _beyond_the_context(spec: ModelSpec) -> list[str]:

@@ -72,7 +72,8 @@ def search(slices: Sequence[Slice], memory: int) -> tuple[int, tuple[int, ...]]:
         sizes = _candidates(slices, largest, largest * span)
         counts = [_pages(piece, sizes) for piece in slices]
         padding = np.max([1 - count * piece.page_bytes / sizes for piece, count in zip(slices, counts, strict=True)], 0)
-        waste, needed = np.maximum(padding, GOOD) + not_full * sizes, superpages_needed(slices, counts) * sizes
+        waste = np.maximum(padding, GOOD) + not_full * sizes
+        needed = superpages_needed(slices, counts) * sizes.astype(np.float64)  # may be more bytes than an int64 counts
         waste = np.where(needed <= memory, waste, NO_FIT + needed / memory)
         best = int(waste.argmin())
         if waste[best] < least:

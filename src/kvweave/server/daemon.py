@@ -24,7 +24,7 @@ from kvweave.server.listener import Listener
 from kvweave.server.metrics import metrics
 from kvweave.server.report import Report
 from kvweave.server.server_state import ServerState
-from kvweave.server.settings import Disk, Settings, address
+from kvweave.server.settings import Disk, Settings, address, read_token
 from kvweave.server.shared_arena import SharedArena
 from kvweave.store import DiskTier, Tier, TierPolicy, TierStack
 from kvweave.store.batches import BATCH_BYTES
@@ -44,9 +44,7 @@ class Daemon:
 
     def __init__(self, settings: Settings, backing: TierStack | None = None) -> None:
         self.settings = settings
-        self.token = settings.token_file.read_text(encoding="utf-8").strip() if settings.token_file else None
-        if settings.token_file and not self.token:
-            raise ConfigError(f"{settings.token_file} is empty: a token is at least one character")
+        self.token = read_token(settings.token_file) if settings.token_file else None
         self._lock = _own(settings.socket)
         try:
             arena = SharedArena(settings.memory, quotas=settings.quotas, read_only=bool(settings.inbox))
@@ -93,7 +91,10 @@ class Daemon:
 
     async def _listen_at(self, place: str, listener: Listener) -> None:
         self._listeners.append(listener)
-        await listener.start(*address(place))
+        try:
+            await listener.start(*address(place))
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {place}: {error}") from error
 
     @property
     def ports(self) -> list[int]:
@@ -177,6 +178,8 @@ class Daemon:
 
 def _own(path: Path) -> DirectoryLock:
     """One daemon for each socket: the kernel releases the lock when the process ends, however it ends."""
+    if path.is_file() and path.stat().st_size:
+        raise ConfigError(f"{path} is a file and no socket, and is not replaced by one: name another --socket")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if path.parent.stat().st_uid not in (0, os.getuid()):
@@ -255,7 +258,12 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
     if not settings.tls_cert or not settings.tls_key:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as error:  # also of ssl; it names neither file
+        raise ConfigError(
+            f"--tls-cert {settings.tls_cert} with --tls-key {settings.tls_key} cannot be used: {error}"
+        ) from error
     return context
 
 

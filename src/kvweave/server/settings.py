@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,20 @@ def address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"an address is HOST:PORT, for example 127.0.0.1:9400, not {text!r}")
+    if ":" in host and not re.fullmatch(r"\[[0-9a-fA-F:.]+(%\w+)?\]", host):
+        raise ConfigError(f"an address is HOST:PORT with one colon, or [IPV6]:PORT, not {text!r}")
     return host.strip("[]"), int(port)
+
+
+def read_token(path: Path) -> str:
+    """The token in a file."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text, so no token: {error}") from error
+    if not token:
+        raise ConfigError(f"{path} is empty: a token is at least one character")
+    return token
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,7 @@ class Limits:
 
 
 SMALLEST_BYTES = 1 << 20
+MOST_DRAIN_S = 86_400
 
 
 def default_socket() -> Path:
@@ -101,8 +117,10 @@ class Settings:
             raise ConfigError("--tls-cert is for --listen, which is not given")
         if self.inbox > self.memory // 4:
             raise ConfigError(f"inboxes of {self.inbox} bytes: a quarter of the arena's {self.memory} at most")
-        if not 0 < self.lease_s <= 3600 or self.drain_s < 0:
-            raise ConfigError(f"a lease of {self.lease_s} s (0 to 3600), {self.drain_s} s to drain (0 or more)")
+        if not 0 < self.lease_s <= 3600:
+            raise ConfigError(f"a lease of {self.lease_s:g} s: more than 0 and at most 3600 s")
+        if not 0 <= self.drain_s <= MOST_DRAIN_S:
+            raise ConfigError(f"{self.drain_s:g} s to drain: 0 to {MOST_DRAIN_S} s")
 
     @classmethod
     def read(cls, path: Path) -> Settings:
@@ -122,10 +140,10 @@ class Settings:
         return replace(self, **{name: _READ[name](value) for name, value in given.items()})
 
 
-def _memory(value: Any) -> int:
-    size = parse_bytes(value)
+def _memory(what: str, value: Any) -> int:
+    size = parse_bytes(value, what=what)
     if size < SMALLEST_BYTES:
-        raise ConfigError(f"an arena of {size} bytes holds no chunk of a model; {SMALLEST_BYTES} bytes at least")
+        raise ConfigError(f"an {what} of {size} bytes holds no chunk of a model; {SMALLEST_BYTES} bytes at least")
     return size
 
 
@@ -172,8 +190,8 @@ def _table(name: str, data: Any) -> Mapping[str, Any]:
 
 
 _READ: dict[str, Any] = {
-    "memory": _memory,
-    "inbox": lambda value: parse_bytes(value, what="inbox"),
+    "memory": partial(_memory, "arena"),
+    "inbox": partial(_memory, "inbox"),
     "disk": lambda value: Disk.parse(_text(value)),
     "redis": _text,
     "object": _text,

@@ -26,7 +26,9 @@ class Load:
 def load_of(trace: Trace) -> Load:
     prompts = np.array([request.prompt_tokens for request in trace.requests])
     outputs = np.array([request.output_tokens for request in trace.requests])
-    minutes = np.array([request.arrival for request in trace.requests]).astype(np.int64) // 60
+    _, minutes = np.unique(
+        np.array([request.arrival for request in trace.requests]).astype(np.int64) // 60, return_inverse=True
+    )
     seconds = max(trace.seconds, 1.0)
     return Load(
         len(prompts),
@@ -35,7 +37,7 @@ def load_of(trace: Trace) -> Load:
         _spread(outputs),
         len(prompts) / seconds,
         float(prompts.sum()) / seconds,
-        int(np.bincount(minutes - minutes.min(), weights=prompts).max()),
+        int(np.bincount(minutes, weights=prompts).max()),
     )
 
 

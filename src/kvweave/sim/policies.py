@@ -30,7 +30,7 @@ def load_policy(name: str) -> str | Policy:
         spec.loader.exec_module(module)
         found = getattr(module, attribute)
         made = found() if isinstance(found, type) else found
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"--policy: {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(made) and not hasattr(made, "value"):
         raise ConfigError(

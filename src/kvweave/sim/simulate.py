@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,9 +40,10 @@ class Options:
     def __post_init__(self) -> None:
         if not self.memories or not self.policies:
             raise BadOption("a simulation needs at least one memory and one policy")
-        if self.prefill_speed <= 0 or self.step_tokens < 1:
+        if not 0 < self.prefill_speed < math.inf or self.step_tokens < 1:
             raise BadOption(
-                f"prefill speed and tokens a step must be above 0, got {self.prefill_speed:g} and {self.step_tokens}"
+                "prefill speed and tokens a step must be finite and above 0, got"
+                f" {self.prefill_speed:g} and {self.step_tokens}"
             )
         sizes = [max(self.memories), *(tier.memory for tier in self.tiers)]
         if any(lower <= upper for upper, lower in itertools.pairwise(sizes)):

@@ -7,6 +7,7 @@ reader had to make up (tails, outputs, arrival times, sessions) is listed in `in
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,8 @@ from kvweave.errors import BadOption, LengthsOnly, TraceError
 TokenIds = NDArray[np.int32]
 MOST_TOKENS = 1 << 24
 """The longest request that a trace may hold: a larger number is a mistake, and would take all memory."""
+MOST_TIME = 2.0**62
+"""The latest time that a trace may hold, in whatever unit: whole seconds fit an int64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,10 +133,19 @@ def make_trace(
     return Trace(name, format, block_tokens, moved, tuple(invented), recorded_with or {})
 
 
-def checked_tokens(name: str, line: int, what: str, value: object, least: int = 0) -> int:
+def checked_tokens(where: str, what: str, value: object, least: int = 0) -> int:
     """A number of tokens that a trace says."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_TOKENS:
-        raise TraceError(
-            f"{name}, request {line}: {what} must be a number of {least} to {MOST_TOKENS:,}, got {value!r}"
-        )
+        raise TraceError(f"{where}: {what} must be a number of {least} to {MOST_TOKENS:,}, got {value!r:.80}")
     return int(value)
+
+
+def checked_time(where: str, what: str, value: Any) -> float:
+    """A time that a trace says, as a number or as the text of one."""
+    try:
+        time = float(value)
+    except (TypeError, ValueError, OverflowError):
+        time = math.nan
+    if not abs(time) <= MOST_TIME:
+        raise TraceError(f"{where}: {what} must be a finite number, at most {MOST_TIME:g}, got {value!r:.80}")
+    return time

@@ -38,7 +38,9 @@ class Reach(Protocol):
 
     @property
     def span(self) -> int | None:
-        """The most tokens a sequence ever holds while it computes its next, that one included; None: no bound."""
+        """The most tokens a sequence ever holds while it computes its next, that one included; None: no bound.
+
+        With a span, `p - tail(p)` repeats after `span - head` tokens, or is the same for all later positions."""
         ...
 
     @overload

@@ -123,7 +123,13 @@ def format_store(result: RunResult) -> list[str]:
         "times it failed": use["failed"],
     }
     told = [f"{number:,} {what}" for what, number in trouble.items() if number]
-    return [*lines, f"The store: {'; '.join(told)}."] if told else lines
+    lines += [f"The store: {'; '.join(told)}."] if told else []
+    if use["lost"] or use["last_error"]:
+        reasons = ", ".join(f"{why} {number:,}" for why, number in use["lost"].items())
+        lost = f"{sum(use['lost'].values()):,} blobs could not be stored in {result.request.store} ({reasons})"
+        what = lost if reasons else f"{result.request.store} failed"
+        lines.append(f"{what}; its last error: {use['last_error']}" if use["last_error"] else f"{what}.")
+    return lines
 
 
 def format_mismatches(outcomes: RunOutcomes, dtype: str) -> str:

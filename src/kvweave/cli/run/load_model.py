@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -25,7 +26,7 @@ _POWERS = tuple(2**power for power in range(10))
 DIVISORS = (*_POWERS, *sorted(odd * power for odd in (3, 5, 7) for power in _POWERS[:7]))
 """Powers of two divide most sizes; others are for those that have odd factors, as 112 heads do."""
 TRIED_TOKENS = 8
-_MISFITS = (ValueError, RuntimeError, AssertionError, TypeError, ArithmeticError, LookupError)
+_MISFITS = (ValueError, RuntimeError, AssertionError, TypeError, ArithmeticError, LookupError, StrictDataclassError)
 """How a family says that some of its sizes do not fit one another."""
 STRONG = 0.7
 """The spread of weights of width 1. So much that what a random model says depends on all that it was told."""
@@ -60,6 +61,8 @@ def load(source: str, *, size: str, dtype: str, device: str, seed: int) -> Loade
         raise UnknownName("device", device, ("cpu", "cuda"))
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise NoDevice("no CUDA device is available; run without --device cuda")
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"--seed {seed}: a seed has 64 bits")
     kept = "float32" if dtype == "auto" and device == "cpu" else dtype
     found = _directory(source, kept) if Path(source).is_dir() else _random(source, parse_count(size), kept, seed)
     found.model.to(device).eval()
@@ -132,7 +135,11 @@ def _config(source: str, given: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"{source}: this transformers has no model of type {kind!r}; `kvweave plan` can still plan it"
         )
-    return AutoConfig.for_model(known, **fields).get_text_config(decoder=True)
+    try:
+        return AutoConfig.for_model(known, **fields).get_text_config(decoder=True)
+    except _MISFITS as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{source}: transformers refuses this config: {said[:300]}") from error
 
 
 def _scaled(source: str, config: Any, most: int, dtype: str, seed: int) -> tuple[Any, Scale]:
@@ -144,8 +151,8 @@ def _scaled(source: str, config: Any, most: int, dtype: str, seed: int) -> tuple
         if number == len(_POWERS) == len(larger):
             break  # the largest power of two leaves too much, so all others do
         scale = Scale(divisor, layers, len(kinds))
-        scaled = _remade(config, scale)
         try:
+            scaled = _remade(config, scale)
             size = _num_parameters(scaled)
             if size > most:
                 larger.append((size, scaled))

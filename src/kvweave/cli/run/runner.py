@@ -19,8 +19,9 @@ from kvweave.cli.run.run_request import RunRequest, RunResult
 from kvweave.cli.run.workload import WORKLOADS, PromptWriter, play
 from kvweave.engine import Engine, Sampling
 from kvweave.errors import ConfigError
-from kvweave.integrations.transformers import KVWeave, WeaveStats
+from kvweave.integrations.transformers import KVWeave
 from kvweave.sim import TraceWriter
+from kvweave.store import Store
 
 OnProgress = Callable[[str], None]
 
@@ -45,7 +46,7 @@ def run(request: RunRequest, on_request: OnProgress, tell: OnProgress) -> RunRes
         answer = PlanResult(weave.plan, weave.served.spec, loaded.dtype)
         with weave.memory.core_lock:
             snapshot = weave.core.contents()
-        outcomes, store = RunOutcomes.of(asker.outcomes), _store(weave.stats())
+        outcomes, store = RunOutcomes.of(asker.outcomes), _store(weave)
     return RunResult(request, loaded.name, loaded.about, loaded.num_parameters, answer, outcomes, snapshot, store, said)
 
 
@@ -62,10 +63,20 @@ def _recording(request: RunRequest, weave: KVWeave) -> AbstractContextManager[Tr
     return TraceWriter(request.record, block_tokens=weave.core.grid, plan=weave.plan, retention=retention)
 
 
-def _store(stats: WeaveStats) -> dict[str, Any] | None:
+def _store(weave: KVWeave) -> dict[str, Any] | None:
+    """How the store was used. Of a store of this process, `stored` and `lost` are what its farthest tier, the one that
+    the user named, stored and did not store once all writes were tried."""
+    stats = weave.stats()
     if stats.store_declined:
         return {"declined": stats.store_declined}
-    return asdict(stats.store) if stats.store else None
+    if stats.store is None:
+        return None
+    use = asdict(stats.store) | {"lost": {}, "last_error": ""}
+    if isinstance(weave.store, Store):
+        weave.store.flush()
+        farthest = weave.store.stats().tiers[-1]
+        use |= {"stored": farthest.stored, "lost": farthest.drops, "last_error": farthest.last_error}
+    return use
 
 
 def _check_length(request: RunRequest, weave: KVWeave) -> None:

@@ -15,6 +15,8 @@ from kvweave.cli.run import synthetic_text
 from kvweave.cli.run.text import TextCodec
 from kvweave.errors import ConfigError
 
+MOST_REQUESTS, MOST_TOKENS = 10_000, 1 << 24
+"""Larger workloads are a typing error, and would take all memory."""
 Write = Callable[[Random], str]
 
 
@@ -42,6 +44,11 @@ class WorkloadSize:
     def __post_init__(self) -> None:
         if min(self.parties, self.turns, self.shared_tokens, self.turn_tokens) < 1:
             raise ConfigError("a workload needs at least 1 party, 1 turn, 1 shared token and 1 token a turn")
+        if self.requests > MOST_REQUESTS or self.longest(0) > MOST_TOKENS:
+            raise ConfigError(
+                f"a workload of {self.requests:,} requests that grow to {self.longest(0):,} tokens: at most"
+                f" {MOST_REQUESTS:,} requests and {MOST_TOKENS:,} tokens"
+            )
 
     @property
     def requests(self) -> int:

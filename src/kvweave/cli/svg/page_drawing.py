@@ -26,6 +26,8 @@ from kvweave.spec import Role
 
 BAR_HEIGHT, ZOOM_HEIGHT = 24.0, 20.0
 NARROWEST = 5.0
+FINEST = 0.25
+"""Pixels that a piece must be wide to be drawn at all."""
 """Pixels below which a role is not divided by lines."""
 
 
@@ -80,16 +82,17 @@ def _title(sheet: Sheet, group: Group, hue: str, x: float, width: float) -> Draw
 
 
 def _pieces(group: Group, bar: Bar, level: Level, hue: str) -> list[str]:
-    """A level's pieces, each with the roles of its layers in it as far as they can be seen."""
-    step = level.num_bytes // level.pieces
+    """A level's pieces, each with the roles of its layers in it as far as they can be seen; one if too fine."""
+    pieces = level.pieces if bar.width / level.pieces >= FINEST else 1
+    step = level.num_bytes // pieces
     layers = step // group.layer_bytes
     shapes = []
-    for number in range(level.pieces):
-        inner = Bar(bar.x_of(number * step), bar.y, bar.width / level.pieces, bar.height, step)
+    for number in range(pieces):
+        inner = Bar(bar.x_of(number * step), bar.y, bar.width / pieces, bar.height, step)
         shapes += _roles(group, inner, hue) if layers == 1 else [inner.piece(0, step, hue, level.name)]
     if level.name == "role":
         shapes += _cuts(group, bar)
-    gaps = [line(bar.x_of(number * step), bar.y, bar.y + bar.height) for number in range(1, level.pieces)]
+    gaps = [line(bar.x_of(number * step), bar.y, bar.y + bar.height) for number in range(1, pieces)]
     return [*shapes, *gaps]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvweave.errors import TraceError
-from kvweave.sim.trace import Trace
+from kvweave.sim.trace import Trace, checked_time
 from kvweave.sim.traces.reading import Reading, TextRequest
 from kvweave.sim.traces.trace_files import Head, records
 
@@ -24,8 +24,9 @@ def read(path: Path, reading: Reading) -> Trace:
 
 
 def _requests(path: Path) -> Iterator[TextRequest]:
-    for number, (file, row) in enumerate(records(path)):
-        prompt, output, time = row.get("input"), row.get("output") or "", row.get("timestamp")
-        if not isinstance(prompt, str) or not isinstance(output, str) or not isinstance(time, int | float):
-            raise TraceError(f"{path}: request {number} ({file}) lacks a text `input`, `output` or a `timestamp`")
+    for file, where, row in records(path):
+        prompt, output = row.get("input"), row.get("output") or ""
+        if not isinstance(prompt, str) or not isinstance(output, str):
+            raise TraceError(f"{where} lacks a text `input` or `output`")
+        time = checked_time(where, "timestamp", row.get("timestamp"))
         yield time / 1e6, prompt, output, str(row.get("session_id", file))

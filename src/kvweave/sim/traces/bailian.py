@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.errors import TraceError
-from kvweave.sim.trace import Trace, checked_tokens
-from kvweave.sim.traces.block_ids import BlockRequest, Numbering, read_way
+from kvweave.sim.trace import Trace, checked_time, checked_tokens
+from kvweave.sim.traces.block_ids import BlockRequest, Numbering, checked_ids, read_way
 from kvweave.sim.traces.reading import Reading
 from kvweave.sim.traces.trace_files import Head, records
 
@@ -23,7 +23,7 @@ def matches(head: Head) -> bool:
 
 def read(path: Path, reading: Reading) -> Trace:
     numbering = Numbering()
-    found = [(_row(path, number, row, numbering), row) for number, (_, row) in enumerate(records(path))]
+    found = [(_row(where, row, numbering), row) for _, where, row in records(path)]
     found.sort(key=lambda pair: pair[0].arrival)
     numbers = {row["chat_id"]: number for number, (_, row) in enumerate(found)}
     rows: list[BlockRequest] = []
@@ -35,12 +35,13 @@ def read(path: Path, reading: Reading) -> Trace:
     return read_way(path.name, NAME, BLOCK_TOKENS, rows, numbering, reading.way, [])
 
 
-def _row(path: Path, number: int, row: dict[str, Any], numbering: Numbering) -> BlockRequest:
+def _row(where: str, row: dict[str, Any], numbering: Numbering) -> BlockRequest:
     try:
-        arrival, ids, prompt = float(row["timestamp"]), numbering("", row["hash_ids"]), row["input_length"]
-        row["chat_id"], row["parent_chat_id"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"{path}: request {number} has no usable field: {error!r}") from error
-    prompt = checked_tokens(str(path), number, "input_length", prompt, least=1)
-    output = checked_tokens(str(path), number, "output_length", row.get("output_length", 0))
-    return BlockRequest(arrival, ids, prompt, output, "")
+        arrival, ids, prompt = row["timestamp"], numbering("", row["hash_ids"]), row["input_length"]
+        hash((row["chat_id"], row["parent_chat_id"]))
+    except (KeyError, TypeError) as error:
+        raise TraceError(f"{where} has no usable field: {error!r}") from error
+    arrival = checked_time(where, "timestamp", arrival)
+    prompt = checked_tokens(where, "input_length", prompt, least=1)
+    output = checked_tokens(where, "output_length", row.get("output_length", 0))
+    return BlockRequest(arrival, checked_ids(where, ids, prompt, BLOCK_TOKENS), prompt, output, "")

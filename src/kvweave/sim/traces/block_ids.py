@@ -59,6 +59,17 @@ class BlockRequest:
     parent: int | None = None
 
 
+def checked_ids(where: str, ids: TokenIds, prompt_tokens: int, block_tokens: int) -> TokenIds:
+    """The ids of a request, which must be enough for the whole blocks of its prompt."""
+    whole = prompt_tokens // block_tokens
+    if len(ids) < whole:
+        raise TraceError(
+            f"{where}: a prompt of {prompt_tokens:,} tokens has {whole:,} whole blocks of {block_tokens}, and hash_ids"
+            f" names {len(ids):,}: write an id for every block, or the tokens that the ids stand for"
+        )
+    return ids
+
+
 def read_way(
     name: str,
     format: str,

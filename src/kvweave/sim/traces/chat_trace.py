@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.errors import TraceError
-from kvweave.sim.trace import Trace
+from kvweave.sim.trace import Trace, checked_time
 from kvweave.sim.traces.reading import Reading, TextRequest
 from kvweave.sim.traces.trace_files import Head, records
 
@@ -30,12 +30,13 @@ def matches(head: Head) -> bool:
 def read(path: Path, reading: Reading) -> Trace:
     requests: list[TextRequest] = []
     timed = True
-    for number, (_, row) in enumerate(records(path)):
+    for number, (_, where, row) in enumerate(records(path)):
         body = _dict(row.get("body")) or row
-        messages = _messages(path, number, body)
+        messages = _messages(where, body)
         time = next((row[key] for key in ("timestamp", "created", "time") if _is_number(row.get(key))), None)
         timed = timed and time is not None
-        start, session = number * APART if time is None else float(time), str(_session(row, number))
+        start = number * APART if time is None else checked_time(where, "its time", time)
+        session = str(_session(row, number))
         for turn, (prompt, answer) in enumerate(_turns(messages, _answer(row))):
             requests.append((start + TURN * turn, prompt, answer, session))
     times = f"no times: a chat starts every {APART:g} s, and its turns are {TURN:g} s apart"
@@ -58,10 +59,10 @@ def _written(messages: list[Message]) -> str:
     return "".join(f"{role}: {text}\n" for role, text in messages)
 
 
-def _messages(path: Path, number: int, row: dict[str, Any]) -> list[Message]:
+def _messages(where: str, row: dict[str, Any]) -> list[Message]:
     found = row.get("messages", row.get("conversations"))
     if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
-        raise TraceError(f"{path}: chat {number} has no list of messages, nor of conversations")
+        raise TraceError(f"{where} has no list of messages, nor of conversations")
     return [
         (str(message.get("role", message.get("from", ""))), _text(message.get("content", message.get("value"))))
         for message in found

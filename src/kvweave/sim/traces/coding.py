@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.errors import TraceError
-from kvweave.sim.trace import Trace, checked_tokens
-from kvweave.sim.traces.block_ids import BlockRequest, Numbering, guess_parents, read_way
+from kvweave.sim.trace import Trace, checked_time, checked_tokens
+from kvweave.sim.traces.block_ids import BlockRequest, Numbering, checked_ids, guess_parents, read_way
 from kvweave.sim.traces.reading import Reading
 from kvweave.sim.traces.trace_files import Head, records
 
@@ -26,15 +26,17 @@ def matches(head: Head) -> bool:
 
 def read(path: Path, reading: Reading) -> Trace:
     numbering, rows, sizes = Numbering(), list[BlockRequest](), set[int]()
-    for number, (file, session) in enumerate(records(path)):
-        if not isinstance(session.get("requests"), list) or not isinstance(session.get("block_size"), int):
-            raise TraceError(f"{path}: session {number} ({file}) has no list of requests, or no block_size")
-        sizes.add(session["block_size"])
+    for number, (_, where, session) in enumerate(records(path)):
+        if not isinstance(session.get("requests"), list):
+            raise TraceError(f"{where}: a session without a list of requests")
+        size = checked_tokens(where, "block_size", session.get("block_size"), least=1)
+        sizes.add(size)
         name = str(session.get("id", number))
         scope = "" if session.get("hash_id_scope") == "global" else f"{number}:{name}"
-        rows += _requests(path, name, scope, session["requests"], number * APART, numbering)
-    if len(sizes) != 1 or min(sizes) < 1:
-        raise TraceError(f"{path}: sessions have blocks of {sorted(sizes)} tokens; one trace has one size, at least 1")
+        asked = _requests(f"{where}, session {name}", session["requests"])
+        rows += [_row(*one, name, scope, size, number * APART, numbering) for one in asked]
+    if len(sizes) != 1:
+        raise TraceError(f"{path}: sessions have blocks of {sorted(sizes)} tokens; one trace has one size")
     block_tokens = sizes.pop()
     rows.sort(key=lambda row: row.arrival)
     parents = guess_parents(rows, block_tokens)
@@ -46,17 +48,26 @@ def read(path: Path, reading: Reading) -> Trace:
     return read_way(path.name, NAME, block_tokens, rows, numbering, reading.way, invented)
 
 
-def _requests(
-    path: Path, session: str, scope: str, requests: Iterable[Any], start: float, numbering: Numbering
-) -> Iterator[BlockRequest]:
-    for row in requests:
+def _requests(where: str, rows: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each request of a session with block ids, those of subagents among them, and where it is."""
+    for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise TraceError(f"{path}: session {session} holds a request that is no object: {row!r}")
-        if "requests" in row:
-            yield from _requests(path, session, scope, row["requests"], start, numbering)
+            raise TraceError(f"{where} holds a request that is no object: {row!r:.80}")
+        nested = row.get("requests")
+        if isinstance(nested, list):
+            yield from _requests(where, nested)
         elif row.get("hash_ids"):
-            where = f"{path}, session {session}"
-            prompt = checked_tokens(where, 0, "in", row.get("in"), least=1)
-            output = checked_tokens(where, 0, "out", row.get("out") or 0)
-            ids = numbering(scope, row["hash_ids"])
-            yield BlockRequest(start + float(row.get("t") or 0), ids, prompt, output, session)
+            yield f"{where}, request {number}", row
+
+
+def _row(
+    where: str, row: dict[str, Any], session: str, scope: str, block_tokens: int, start: float, numbering: Numbering
+) -> BlockRequest:
+    prompt = checked_tokens(where, "in", row.get("in"), least=1)
+    output = checked_tokens(where, "out", row.get("out") or 0)
+    arrival = start + checked_time(where, "t", row.get("t") or 0)
+    try:
+        ids = numbering(scope, row["hash_ids"])
+    except TypeError as error:
+        raise TraceError(f"{where} has no usable field: {error!r}") from error
+    return BlockRequest(arrival, checked_ids(where, ids, prompt, block_tokens), prompt, output, session)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvweave.errors import TraceError
-from kvweave.sim.trace import Request, Trace, checked_tokens, make_trace
+from kvweave.sim.trace import Request, Trace, checked_time, checked_tokens, make_trace
 from kvweave.sim.traces.reading import Reading
 from kvweave.sim.traces.trace_files import Head, lines
 
@@ -40,13 +40,14 @@ def read(path: Path, reading: Reading) -> Trace:  # noqa: ARG001 - nothing in it
     when, prompt, output = COLUMNS[kind]
     requests = []
     for number, row in enumerate(csv.DictReader(text)):
+        where = f"{path}, request {number}"
         try:
             arrival, sizes = _seconds(row[when]), (int(row[prompt]), int(row[output]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{path}: request {number} has no usable field: {error!r}") from error
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise TraceError(f"{where} has no usable field: {error!r}") from error
         for name, size in zip((prompt, output), sizes, strict=True):
-            checked_tokens(str(path), number, name, size)
-        requests.append(Request(arrival, NO_BLOCKS, *sizes))
+            checked_tokens(where, name, size)
+        requests.append(Request(checked_time(where, when, arrival), NO_BLOCKS, *sizes))
     return make_trace(path.name, kind, 0, requests)
 
 

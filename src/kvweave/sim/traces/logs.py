@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvweave.errors import TraceError
-from kvweave.sim.trace import Request, TokenIds, Trace, make_trace
+from kvweave.sim.trace import Request, TokenIds, Trace, checked_tokens, make_trace
 from kvweave.sim.traces.lengths import NO_BLOCKS
 from kvweave.sim.traces.reading import Reading
 from kvweave.sim.traces.trace_files import Head, lines
@@ -47,17 +47,17 @@ def read(path: Path, reading: Reading) -> Trace:  # noqa: ARG001 - nothing in it
         )
     times = _times(text, [number for number, _ in found])
     requests = [
-        Request(time, NO_BLOCKS, int(match[2]), cached_tokens=int(match[3]))
+        Request(time, NO_BLOCKS, _tokens(path, match, 2), cached_tokens=_tokens(path, match, 3))
         for time, (_, match) in zip(times, found, strict=True)
     ]
     return make_trace(path.name, "lmcache-log", 0, requests)
 
 
 def _vllm(path: Path, text: list[str], asked: list[tuple[int, re.Match[str]]]) -> Trace:
-    answers = {match[1]: _ids(match[2]) for line in text if (match := ANSWERED.search(line))}
+    answers = {match[1]: _ids(path, match) for line in text if (match := ANSWERED.search(line))}
     requests = []
     for time, (_, match) in zip(_times(text, [number for number, _ in asked]), asked, strict=True):
-        prompt, output = _ids(match[2]), answers.get(match[1], NO_BLOCKS)
+        prompt, output = _ids(path, match), answers.get(match[1], NO_BLOCKS)
         requests.append(Request(time, np.concatenate([prompt, output]), len(prompt), len(output), match[1]))
     known = sum(match[1] in answers for _, match in asked)
     invented = [
@@ -67,8 +67,15 @@ def _vllm(path: Path, text: list[str], asked: list[tuple[int, re.Match[str]]]) -
     return make_trace(path.name, "vllm-log", 1, requests, invented)
 
 
-def _ids(text: str) -> TokenIds:
-    return np.array([int(id) for id in text.split(",")], np.int32)
+def _ids(path: Path, match: re.Match[str]) -> TokenIds:
+    try:
+        return np.array([int(id) for id in match[2].split(",")], np.int32)
+    except (ValueError, OverflowError) as error:
+        raise TraceError(f"{path}: request {match[1]} has token ids that are none: {error}") from error
+
+
+def _tokens(path: Path, match: re.Match[str], number: int) -> int:
+    return checked_tokens(f"{path}, request {match[1]}", "a number of tokens", float(match[number]))
 
 
 def _times(text: list[str], numbers: Iterable[int]) -> list[float]:

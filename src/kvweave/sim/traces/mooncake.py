@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvweave.errors import TraceError
-from kvweave.sim.trace import Trace, checked_tokens
-from kvweave.sim.traces.block_ids import BlockRequest, Numbering, guess_parents, guess_sessions, read_way
+from kvweave.sim.trace import Trace, checked_time, checked_tokens
+from kvweave.sim.traces.block_ids import BlockRequest, Numbering, checked_ids, guess_parents, guess_sessions, read_way
 from kvweave.sim.traces.reading import Reading
 from kvweave.sim.traces.trace_files import Head, records
 
@@ -22,15 +22,15 @@ def matches(head: Head) -> bool:
 
 def read(path: Path, reading: Reading) -> Trace:
     numbering, rows = Numbering(), []
-    for number, (_, row) in enumerate(records(path)):
+    for _, where, row in records(path):
         try:
-            arrival, ids = float(row["timestamp"]) / 1000, numbering("", row["hash_ids"])
-            prompt, output = row["input_length"], row.get("output_length", 0)
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{path}: request {number} has no usable field: {error!r}") from error
-        prompt = checked_tokens(str(path), number, "input_length", prompt, least=1)
-        output = checked_tokens(str(path), number, "output_length", output)
-        rows.append(BlockRequest(arrival, ids, prompt, output, ""))
+            arrival, ids, prompt = row["timestamp"], numbering("", row["hash_ids"]), row["input_length"]
+        except (KeyError, TypeError) as error:
+            raise TraceError(f"{where} has no usable field: {error!r}") from error
+        arrival = checked_time(where, "timestamp", arrival) / 1000
+        prompt = checked_tokens(where, "input_length", prompt, least=1)
+        output = checked_tokens(where, "output_length", row.get("output_length", 0))
+        rows.append(BlockRequest(arrival, checked_ids(where, ids, prompt, BLOCK_TOKENS), prompt, output, ""))
     rows.sort(key=lambda row: row.arrival)
     sessions, parents = guess_sessions([row.ids for row in rows]), guess_parents(rows, BLOCK_TOKENS)
     rows = [

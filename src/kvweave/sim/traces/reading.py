@@ -33,7 +33,11 @@ def load_tokenizer(path: str) -> Tokenize:
         from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
     if not Path(path).exists():
         raise ConfigError(f"--tokenizer: nothing is at {path!r}; it is a local directory, nothing is downloaded")
-    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever transformers and its tokenizers raise
+        said = " ".join(str(error).split())
+        raise ConfigError(f"--tokenizer: no tokenizer can be loaded from {path!r}: {said[:300]}") from error
     return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 

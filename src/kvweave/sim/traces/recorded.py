@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvweave.errors import TraceError
-from kvweave.sim.trace import Request, Trace, checked_tokens, make_trace
+from kvweave.sim.trace import Request, Trace, checked_time, checked_tokens, make_trace
 from kvweave.sim.traces.block_ids import Numbering
 from kvweave.sim.traces.reading import Reading
-from kvweave.sim.traces.trace_files import Head, records
+from kvweave.sim.traces.trace_files import Head, TraceObject, records
 from kvweave.trace_writer import TRACE_NAME, TRACE_VERSION
 
 NAME = TRACE_NAME
@@ -23,27 +23,27 @@ def matches(head: Head) -> bool:
 
 def read(path: Path, reading: Reading) -> Trace:  # noqa: ARG001 - nothing in it can be read in two ways
     rows = records(path)
-    _, header = next(rows)
-    block_tokens = header.get("block_tokens")
-    if header.get("version") != TRACE_VERSION or not isinstance(block_tokens, int) or block_tokens < 1:
-        raise TraceError(
-            f"{path}: a recording of version {TRACE_VERSION} with block_tokens is expected, got {header!r:.200}"
-        )
+    _, where, header = next(rows, TraceObject("", str(path), {}))
+    if header.get("version") != TRACE_VERSION:
+        raise TraceError(f"{where}: a recording of version {TRACE_VERSION} is expected, got {header!r:.200}")
+    block_tokens = checked_tokens(where, "block_tokens", header.get("block_tokens"), least=1)
     numbering, requests, tails = Numbering(), [], 0
-    for number, (_, row) in enumerate(rows):
+    for number, (_, where, row) in enumerate(rows):
         try:
-            ids, arrival, sizes = numbering("", row["blocks"]), float(row["time"]), (row["prompt"], row["output"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{path}: request {number} has no usable field: {error!r}") from error
-        prompt = checked_tokens(str(path), number, "prompt", sizes[0], least=1)
-        output = checked_tokens(str(path), number, "output", sizes[1])
+            ids, arrival, sizes = numbering("", row["blocks"]), row["time"], (row["prompt"], row["output"])
+        except (KeyError, TypeError) as error:
+            raise TraceError(f"{where} has no usable field: {error!r}") from error
+        arrival = checked_time(where, "time", arrival)
+        prompt = checked_tokens(where, "prompt", sizes[0], least=1)
+        output = checked_tokens(where, "output", sizes[1])
+        cached = None if row.get("cached") is None else checked_tokens(where, "cached", row["cached"])
         tail = -(-(prompt + output) // block_tokens) - len(ids)
         if not 0 <= tail <= 1:
-            raise TraceError(f"{path}: request {number} of {prompt + output} tokens has {len(ids)} blocks")
+            raise TraceError(f"{where}: a request of {prompt + output} tokens has {len(ids)} blocks of {block_tokens}")
         tails += tail
         blocks, session = np.concatenate([ids, numbering.new(tail)]), str(row.get("session") or f"request {number}")
         names = (session, str(row.get("namespace", "")))
-        requests.append(Request(arrival, blocks, prompt, output, *names, row.get("cached")))
+        requests.append(Request(arrival, blocks, prompt, output, *names, cached))
     recorded_with: dict[str, Any] = {name: header[name] for name in ("plan", "retention") if name in header}
     invented = [f"the ends of {tails:,} requests, shorter than a block of {block_tokens}, are tokens of their own"]
     return make_trace(path.name, NAME, block_tokens, requests, invented if tails else (), recorded_with)

@@ -15,6 +15,8 @@ from kvweave.errors import ConfigError
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 """Where multimodal configs keep the language model."""
 
+MOST_LAYERS = 10_000
+"""More layers than any model has: anything above is a mistake, and would take all memory."""
 ALIASES: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
     "hidden_size": ("n_embd", "d_model", "embed_dim", "dim"),
@@ -92,7 +94,7 @@ def load(source: object) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a JSON {type(data).__name__}, not an object")
@@ -158,7 +160,7 @@ class Fields:
     def has(self, name: str) -> bool:
         return self.get(name) is not None
 
-    def count(self, name: str, default: int | None = None, *, least: int = 0) -> int:
+    def count(self, name: str, default: int | None = None, *, least: int = 0, most: int | None = None) -> int:
         """A whole number; `least` is 1 for one that others are divided by."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -167,6 +169,8 @@ class Fields:
             raise ConfigError(f"{self._who}: {name} must be a whole number, got {value!r}")
         if value < least:
             raise ConfigError(f"{self._who}: {name} must be at least {least}, got {value}")
+        if most is not None and value > most:
+            raise ConfigError(f"{self._who}: {name} must be at most {most:,}, got {value}")
         if self._find(self.config, name) is None and default is None:
             self._note(f"{name} = {value} is the default of {self.family}; config.json leaves it out")
         return value
@@ -182,7 +186,7 @@ class Fields:
         named = self._find(self.config, "layer_types") or self._find(self.config, "hybrid_override_pattern")
         if named is not None and self._find(self.config, "num_hidden_layers") is None:
             return len(named)
-        return self.count("num_hidden_layers")
+        return self.count("num_hidden_layers", most=MOST_LAYERS)
 
     @property
     def _who(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvweave.errors import ConfigError, KVWeaveError
 from kvweave.spec.dtypes import DType
 from kvweave.spec.hf.encoders import refuse_encoders
-from kvweave.spec.hf.fields import Fields, class_defaults, family_of, language_model, load
+from kvweave.spec.hf.fields import MOST_LAYERS, Fields, class_defaults, family_of, language_model, load
 from kvweave.spec.hf.kinds import FAMILIES, build_layer
 from kvweave.spec.hf.patterns import CONV, FULL, LEGACY, LINEAR, NOTHING, PATTERNS, SLIDING, layer_kinds
 from kvweave.spec.layer_caches import CacheBuilder, Caches, Store
@@ -112,7 +112,7 @@ def _kinds(fields: Fields, draft_layers: bool) -> tuple[list[str], int]:
     num_layers = len(kinds) if fields.family in _LISTED else fields.num_layers
     if len(kinds) < num_layers:
         raise ConfigError(f"{fields.model_type}: {len(kinds)} layer types for {num_layers} layers")
-    num_drafts = fields.count("num_draft_layers", 0) if draft_layers else 0
+    num_drafts = fields.count("num_draft_layers", 0, most=MOST_LAYERS) if draft_layers else 0
     tail = kinds[num_layers : num_layers + num_drafts]
     last = next((kind for kind in reversed(kinds[:num_layers]) if kind not in _ROWLESS), FULL)
     drafts = [_DRAFTS.get(fields.family, last)] * (num_drafts - len(tail))
