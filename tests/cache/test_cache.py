@@ -1411,14 +1411,6 @@ def test_a_hit_of_a_higher_priority_makes_a_prefix_more_important() -> None:
     assert [cache.lookup([i] * 17) for i in (1, 2)] == [16, 0]
 
 
-def test_a_policy_may_answer_nan() -> None:
-    cache = Cache(full_plan(pages=20), policy=lambda c: float("nan") if c.position % 8 else c.last_used)
-    for i in range(40):
-        run(cache, [i] * (4 + i % 5 * 4))
-        check_books(cache)
-    cache.reset()
-
-
 def test_a_prefix_on_which_somebody_stands_is_kept_though_it_was_used_least_recently() -> None:
     cache = Cache(full_plan(pages=9))
     run(cache, [1] * 8)

@@ -557,6 +557,31 @@ def test_after_a_refused_load_the_states_of_the_hit_are_restored_all_the_same() 
     assert [copy.tag for copy in cache.extend(sequence, 4)] == ["state"], "of the snapshot into the live state"
 
 
+def test_points_that_later_ones_of_an_answer_replace_do_not_count_as_evicted() -> None:
+    cache = hybrid(retention=Retention(decode_every=4))
+    sequence = cache.open([1] * 5)
+    for token in range(60):
+        list(cache.extend(sequence, 5 if not token else 1, tokens=None if not token else [token]))
+        list(cache.commit(sequence))
+        cache.publish()
+    sequence.close()
+    assert cache.stats().evicted_pages == 0
+    assert cache.lookup([1] * 5 + list(range(1, 61))) == 64
+
+
+def test_pages_of_a_generating_sequence_are_gathered_only_where_it_takes_most_of_the_pool() -> None:
+    plan = plan_of(group("window", Window(9), width=4), group("full", Full(), width=16), pools="shared", pages=0)
+    cache = Cache(plan)
+    pages = cache.state.pages[0]
+    assert not pages.is_mostly_needed
+    sequence = cache.open([1] * 40)
+    list(cache.extend(sequence, 40))
+    assert pages.is_mostly_needed
+    list(cache.commit(sequence))
+    sequence.close()
+    assert not pages.is_mostly_needed
+
+
 def test_a_preempted_sequence_resumes_from_what_it_left() -> None:
     cache = hybrid(retention=Retention(decode_every=4))
     engine = Engine(cache)

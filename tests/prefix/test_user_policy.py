@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,18 @@ def test_a_policy_that_raises_is_named_and_lru_goes_on(as_class: bool) -> None:
     prompts = [[number] * 17 for number in range(9)]
     assert [cache.lookup(prompt) for prompt in prompts] == [other.lookup(prompt) for prompt in prompts]
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize("as_class", [False, True])
+@pytest.mark.parametrize("failure", [lambda: NAN, lambda: sys.exit(3)])
+def test_an_answer_without_an_order_and_an_exit_are_failures_too(failure: Callable[[], Any], as_class: bool) -> None:
+    policy = hostile(lambda rng: failure(), 0, as_class=as_class)
+    cache, other = Cache(full_plan(pages=17), policy=policy), Cache(full_plan(pages=17), policy="lru")
+    with pytest.warns(PolicyFailed, match=r"failed: (ValueError: NaN has no order|SystemExit: 3); from now on LRU"):
+        run_some(cache)
+    run_some(other)
+    prompts = [[number] * 17 for number in range(9)]
+    assert [cache.lookup(prompt) for prompt in prompts] == [other.lookup(prompt) for prompt in prompts]
 
 
 def test_a_policy_that_fails_is_named_once_even_where_warnings_are_errors() -> None:

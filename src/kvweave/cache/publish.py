@@ -151,7 +151,7 @@ class Publisher:
             return
         sequence.tip = last
         if tip is not None and tip.alive and tip.kind == Kind.ANSWER and not tip.pins:
-            self.state.prefix.drop_point(tip)
+            self.state.prefix.drop_replaced(tip)
 
     def _insert_until(self, sequence: Sequence, end: int, points: list[int], held: Held) -> None:
         """Walk down and insert until the sequence's node ends at `end`."""

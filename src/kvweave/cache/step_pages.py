@@ -63,7 +63,7 @@ class OneRowPages:
                 for group in same:
                     table, pages = self.state.tables[group.number], self.state.pages[group.number]
                     blocks = table.blocks_of[row]
-                    if group.is_window:
+                    if group.is_window and (self.start[0] < num_prompt or pages.is_mostly_needed):
                         num_passing = group.first_block(num_prompt) - blocks
                         table.write(row, blocks, pages.allocate_run(count, num_passing))
                     else:

@@ -114,6 +114,11 @@ class GroupPages:
         self.num_allocated += num_lasting
         return np.concatenate([self.allocate(count - num_lasting), lasting])
 
+    @property
+    def is_mostly_needed(self) -> bool:
+        """Whether more of its pages are needed than could be evicted: a sequence takes most of the pool."""
+        return self.num_allocated > 2 * self.num_evictable
+
     def _needed_beside(self, pages: Ids) -> Counts:
         """For each page: pages of its super-page that are in use, and not evictable."""
         needed = self.per_superpage - self.free_in() - self.evictable_in

@@ -393,6 +393,13 @@ class PrefixCache:
             self._pages[group.number].evict_one(page)
         self._remove_point(point)
 
+    def drop_replaced(self, point: Point) -> None:
+        """Give up a point that a later one of the same sequence replaces: what it frees does not count as evicted."""
+        before = [pages.num_evicted for pages in self._pages]
+        self.drop_point(point)
+        for pages, count in zip(self._pages, before):
+            pages.num_evicted = count
+
     def take_states(self, point: Point) -> StatePages:
         """The only one who has pinned the states of a point takes them, and the point is given up."""
         assert point.pins == 1, f"{point.pins} need the states of the point"

@@ -37,7 +37,7 @@ class UserOrder(Order):
             return None
         try:
             return question(*about)
-        except Exception as error:  # whatever a user's code raises
+        except (Exception, SystemExit) as error:  # whatever a user's code raises
             self.has_failed = True
             said = f"the policy {self.name} failed: {type(error).__name__}: {error}; from now on LRU decides"
             with suppress(PolicyFailed):  # where warnings are errors: raising here would leave a step half done
@@ -128,8 +128,10 @@ class UserValues(UserOrder):
 
 
 def _ordered(number: Any) -> Any:
-    """A number that has an order: NaN is the smallest of all."""
+    """A number that has an order; `ValueError` for NaN, which has none."""
     if isinstance(number, int):
         return int(number)
     value = float(number)
-    return -inf if value != value else value  # noqa: PLR0124 - only NaN is not equal to itself
+    if value != value:  # noqa: PLR0124 - only NaN is not equal to itself
+        raise ValueError("NaN has no order")
+    return value
