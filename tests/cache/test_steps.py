@@ -569,6 +569,34 @@ def test_points_that_later_ones_of_an_answer_replace_do_not_count_as_evicted() -
     assert cache.lookup([1] * 5 + list(range(1, 61))) == 64
 
 
+def test_of_twins_that_part_later_each_is_found() -> None:
+    cache = Cache(full_plan())
+    twins = [cache.open([1, 1, 1, 1, i, i, i, i, 9]) for i in (2, 3)]
+    for twin in twins:
+        cache.extend(twin, 8)
+    cache.commit(twins)
+    assert [cache.lookup([1, 1, 1, 1, i, i, i, i, 7]) for i in (3, 2)] == [8, 8]
+
+
+def test_publishing_takes_a_state_at_the_first_multiple_of_the_grid() -> None:
+    cache = Cache(plan_of(group("state", State())), retention=Retention(every=4))
+    sequence = cache.open([1] * 9)
+    list(cache.extend(sequence, 4))
+    list(cache.commit(sequence))
+    cache.publish()
+    assert cache.stats().nodes == 1
+
+
+def test_no_more_points_are_evicted_at_a_time_than_may_be() -> None:
+    cache = Cache(full_plan())
+    for i in range(5):
+        with cache.open([i] * 5) as sequence:
+            cache.extend(sequence, 4)
+            cache.commit(sequence)
+    cache.state.prefix.evict(cache.state.groups[0], 5, most=2)
+    assert cache.stats().nodes == 3
+
+
 def test_pages_of_a_generating_sequence_are_gathered_only_where_it_takes_most_of_the_pool() -> None:
     plan = plan_of(group("window", Window(9), width=4), group("full", Full(), width=16), pools="shared", pages=0)
     cache = Cache(plan)

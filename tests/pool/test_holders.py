@@ -87,6 +87,17 @@ def test_a_page_in_two_runs_of_the_tree_is_evictable_and_gone_once() -> None:
         assert not side.evictable_in.any()
 
 
+def test_a_page_that_two_rows_release_in_one_call_loses_both_references() -> None:
+    for functions in (native, NumpyHolders):
+        side = Side(functions, SIZE)
+        side.run("share", [3, 4])
+        assert side.run("release", [3, 4, 3])[:2] == ((1, 0), [3]), "one row has page 4 still"
+        side.run("enter", [4])
+        side.run("share", [4])
+        assert side.run("release", [4, 4])[:2] == ((0, 1), []), "the tree alone has it, once"
+        assert side.evictable_in.tolist() == [0, 0, 1]
+
+
 def test_pages_that_leave_the_tree_are_null_where_it_named_them() -> None:
     for functions in (native, NumpyHolders):
         side = Side(functions, SIZE)

@@ -43,6 +43,14 @@ def test_a_stack_gives_back_what_came_last_in_the_order_it_came(steps: list[list
         assert stack.size == len(model)
 
 
+def test_pages_that_others_reference_too_are_not_reclaimable() -> None:
+    pages = pool_of(group("window", Window(6)), pages=9).groups[0]
+    own, shared = pages.allocate(2).tolist()
+    pages.share(np.array([shared], np.int32))
+    assert pages.referenced_only_by(np.array([own, shared], np.int32)).tolist() == [own]
+    assert pages.referenced_only_by(np.array([shared, own, shared], np.int32)).tolist() == sorted([own, shared])
+
+
 def test_single_pages_come_and_go_like_rows_of_them() -> None:
     stack = PageStack(4)
     stack.push(np.array([1, 2], np.int32))
