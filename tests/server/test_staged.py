@@ -301,14 +301,11 @@ def test_a_page_that_is_not_there_is_an_error_of_the_save_and_not_of_the_connect
     with serving(settings(tmp_path)) as daemon:
         client, (made, pages, _) = store(daemon.settings.socket), engine()
         generation = client.client.generation
-        for _ in range(2):  # in places that it asked for, and in its advance
-            with pytest.raises(StoreError, match="NULL"):
-                client.save(
-                    prompt(), pages.source({name: 0 * table for name, table in made.table.items()}), points=POINTS
-                )
-            client.client.ask(protocol.Ping(), protocol.Done)  # after what was posted
-            assert client.client.generation == generation
-            assert not daemon.state.arena._writing
+        with pytest.raises(StoreError, match="NULL"):
+            client.save(prompt(), pages.source({name: 0 * table for name, table in made.table.items()}), points=POINTS)
+        client.client.ask(protocol.Ping(), protocol.Done)  # after what was posted
+        assert client.client.generation == generation
+        assert not daemon.state.arena._writing
         client.close()
 
 
