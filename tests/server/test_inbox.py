@@ -19,9 +19,8 @@ from kvweave.errors import BadRequest, ConfigError, LeaseExpired
 from kvweave.server import Client, Daemon, RemoteStore, Settings, protocol
 from kvweave.server.arena_copier import ArenaCopier
 from kvweave.server.channel import Channel
-from kvweave.server.inbox import Inbox
+from kvweave.server.inbox import Inbox, inbox_starts
 from kvweave.server.protocol import DIGEST, VERSION, packed
-from kvweave.server.shared_arena import starts_in_a_row
 from kvweave.store import Saved
 from tests.server.models import LARGEST, POINTS, prompt, prompt_bytes, serving, settings, store, verify
 from tests.server.test_operations import TestBehindADaemon as DaemonContract
@@ -66,7 +65,7 @@ def test_the_arena_cannot_be_written_by_who_was_passed_it(tmp_path: Path) -> Non
 
 
 def test_what_is_saved_through_inboxes_smaller_than_a_prompt_is_loaded_by_others(tmp_path: Path) -> None:
-    assert starts_in_a_row([LARGEST])[-1] <= INBOX < prompt_bytes()
+    assert inbox_starts([LARGEST])[-1] <= INBOX < prompt_bytes()
     with serving(settings(tmp_path, inbox=INBOX)) as daemon:
         writer, reader = store(daemon.settings.socket), store(daemon.settings.socket)
         assert writer.client.welcome.inbox_bytes == INBOX == writer.describe().inbox_bytes
@@ -103,9 +102,9 @@ def test_a_blob_that_is_not_what_its_key_says_never_becomes_visible(
     with serving(settings(tmp_path, inbox=INBOX)) as daemon:
         client, real = store(daemon.settings.socket), ArenaCopier.writes
 
-        def forging(self: ArenaCopier, begun: Any, source: Any) -> Any:
-            for batch, fine in real(self, begun, source):
-                client.client.mapped.inbox[4100] ^= 1
+        def forging(self: ArenaCopier, batches: Any, source: Any) -> Any:
+            for batch, fine in real(self, batches, source):
+                batch.jobs[-1].place[4100] ^= 1
                 yield batch, fine
 
         monkeypatch.setattr(ArenaCopier, "writes", forging)

@@ -12,16 +12,15 @@ import pytest
 
 from kvweave.errors import OverLimit
 from kvweave.server import Daemon, RemoteStore, save_operation
-from kvweave.server.arena_writer import ArenaBlob
 from kvweave.server.byte_limiter import ByteLimiter
 from kvweave.server.client_session import ROOM_S
 from kvweave.server.save_operation import ReservedBatch, SaveOperation
 from kvweave.server.settings import Limits
-from kvweave.store import Shard
+from kvweave.store import HashedPrompt, Shard
 from kvweave.store.keys import Bytes
-from kvweave.store.operations import CancellableBudget
+from kvweave.store.operations import CancellableBudget, ChunkRef
 from kvweave.store.tier_stack import UNLIMITED
-from tests.server.models import LARGEST, POINTS, SCHEMA, prompt, serving, settings, store, verify
+from tests.server.models import LARGEST, POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, store, verify
 from tests.server.test_staged import computed, engine
 from tests.store.models import fill, share, truth
 
@@ -29,8 +28,8 @@ from tests.store.models import fill, share, truth
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some pieces each."""
-    monkeypatch.setattr(save_operation, "FIRST_BYTES", 1)
-    monkeypatch.setattr(save_operation, "NEXT_BYTES", LARGEST)
+    monkeypatch.setattr(save_operation, "FIRST_BYTES", LARGEST // 2)
+    monkeypatch.setattr(save_operation, "BATCH_BYTES", LARGEST)
 
 
 @pytest.fixture
@@ -39,9 +38,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     reserve, commit = SaveOperation._reserve, SaveOperation.commit
 
-    def reserving(self: SaveOperation, reserved: ReservedBatch, *args: object, **how: object) -> list[ArenaBlob]:
-        seen.append(("reserved", reserved.number))
-        return reserve(self, reserved, *args, **how)  # type: ignore[arg-type]
+    def reserving(self: SaveOperation, *args: object, **how: bool) -> ReservedBatch:
+        made = reserve(self, *args, **how)  # type: ignore[arg-type]
+        seen.append(("reserved", made.number))
+        return made
 
     def committing(self: SaveOperation, reserved: ReservedBatch, *args: object) -> bool:
         seen.append(("committed", reserved.number))
@@ -85,13 +85,64 @@ def test_the_source_is_free_when_the_last_copy_is_done_and_before_the_last_commi
 def test_what_one_call_copies_is_not_cut_by_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = 1024 // SCHEMA.chunk_tokens
     monkeypatch.setattr(save_operation, "FIRST_BYTES", int(1.5 * chunks * LARGEST))
-    monkeypatch.setattr(save_operation, "NEXT_BYTES", int(2.5 * chunks * LARGEST))
+    monkeypatch.setattr(save_operation, "BATCH_BYTES", int(2.5 * chunks * LARGEST))
     with serving(settings(tmp_path, memory=64 << 20)) as daemon:
         client, (made, pages, copier) = store(daemon.settings.socket), engine()
         source = pages.source(made.table)
         pieces = client._to_keep(prompt(), source, None, None, 0)
         assert client.save(prompt(), source).dropped == 0
         assert copier.calls == len({shard for shard, _ in pieces})
+        client.close()
+
+
+def batch_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the batches that are asked for, in order."""
+    seen, real = list[int](), SaveOperation._try_reserve
+
+    def reserving(self: SaveOperation, what: HashedPrompt, batch: list[ChunkRef], *args: object, **how: bool) -> object:
+        seen.append(self._arena.num_bytes(batch))
+        return real(self, what, batch, *args, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SaveOperation, "_try_reserve", reserving)
+    return seen
+
+
+def test_each_batch_is_twice_as_large_as_the_one_before_until_four_fill_the_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = replace(Limits(), reserve_share=0.5)
+    with serving(settings(tmp_path, memory=2 * prompt_bytes(), limits=limits)) as daemon:
+        client = store(daemon.settings.socket)
+        most = client.client.welcome.reserve_bytes // save_operation.BATCHES_IN_FLIGHT
+        monkeypatch.setattr(save_operation, "FIRST_BYTES", LARGEST)
+        monkeypatch.setattr(save_operation, "BATCH_BYTES", 1 << 30)
+        seen = batch_bytes(monkeypatch)
+        assert client.save(prompt(), truth).dropped == 0
+        allowed = [min(LARGEST << number, most) for number in range(len(seen))]
+        assert allowed[-2:] == [most, most], "it is a test of the share, too"
+        assert all(bound - LARGEST < size <= bound for size, bound in zip(seen[1:-1], allowed[1:], strict=False))
+        assert seen[0] <= LARGEST
+        client.close()
+
+
+def test_the_last_batch_from_a_gpu_is_small_unless_it_is_the_only_one_that_is_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_operation, "FIRST_BYTES", 1 << 30)
+    monkeypatch.setattr(save_operation, "BATCH_BYTES", 1 << 30)
+    monkeypatch.setattr(save_operation, "LAST_BYTES", LARGEST)
+    with serving(settings(tmp_path, memory=64 << 20)) as daemon:
+        client, (made, pages, _) = store(daemon.settings.socket), engine()
+        fill(SCHEMA, made, 1024 // SCHEMA.chunk_tokens)
+        seen = batch_bytes(monkeypatch)
+        assert client.save(prompt(), pages.source(made.table)).dropped == 0
+        assert len(seen) == 2
+        assert seen[1] <= LARGEST < seen[0]
+        gathered = client.gather(prompt(1), pages.source(made.table))
+        assert gathered.failed == ()
+        assert client.lookup(prompt(1)).position == 0
+        assert gathered.commit().dropped == 0
+        assert client.load(client.lookup(prompt(1)), verify) == 1024
         client.close()
 
 
@@ -143,7 +194,7 @@ def test_a_refusal_comes_after_what_was_in_flight_is_visible(tmp_path: Path, mon
         client, real = store(daemon.settings.socket), SaveOperation._reserve
         asked = list[int]()
 
-        def refusing(self: SaveOperation, *args: object, **how: object) -> list[ArenaBlob]:
+        def refusing(self: SaveOperation, *args: object, **how: bool) -> ReservedBatch:
             asked.append(len(self._in_flight))
             if len(asked) > 2:
                 raise OverLimit("no more")

@@ -139,6 +139,23 @@ def test_payloads_of_a_shard_come_by_one_call_up_to_the_size_that_the_copier_wan
         client.close()
 
 
+def test_the_last_call_of_a_load_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.server.arena_copier.LAST_CALL_BYTES", 1)
+    with serving(settings(tmp_path)) as daemon:
+        client, (made, pages, copier) = saved(daemon), engine()
+        counts, begin_landing = list[int](), copier.begin_landing
+
+        def counted(copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
+            counts.append(len(payloads))
+            return begin_landing(copies, payloads)
+
+        monkeypatch.setattr(copier, "begin_landing", counted)
+        full = next(number for number, shard in enumerate(SCHEMA.shards) if shard.tag == "full")
+        assert client.load(client.lookup(prompt()), pages.sink(made.table), shards=[full]) == TOKENS
+        assert counts == [TOKENS // SCHEMA.chunk_tokens - 1, 1]
+        client.close()
+
+
 def test_where_payloads_go_is_worked_out_while_they_are_on_their_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,14 +318,11 @@ def test_a_page_that_is_not_there_is_an_error_of_the_save_and_not_of_the_connect
     with serving(settings(tmp_path)) as daemon:
         client, (made, pages, _) = store(daemon.settings.socket), engine()
         generation = client.client.generation
-        for _ in range(2):  # in places that it asked for, and in its advance
-            with pytest.raises(StoreError, match="NULL"):
-                client.save(
-                    prompt(), pages.source({name: 0 * table for name, table in made.table.items()}), points=POINTS
-                )
-            client.client.ask(protocol.Ping(), protocol.Done)  # after what was posted
-            assert client.client.generation == generation
-            assert not daemon.state.arena._writing
+        with pytest.raises(StoreError, match="NULL"):
+            client.save(prompt(), pages.source({name: 0 * table for name, table in made.table.items()}), points=POINTS)
+        client.client.ask(protocol.Ping(), protocol.Done)  # after what was posted
+        assert client.client.generation == generation
+        assert not daemon.state.arena._writing
         client.close()
 
 

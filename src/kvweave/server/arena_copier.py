@@ -33,7 +33,10 @@ Finish = Callable[[], Result]
 
 
 class WriteBatch(Protocol):
-    """Blobs that become visible together. They are written until a time, which may turn out to be later."""
+    """Blobs to write, and until when."""
+
+    @property
+    def jobs(self) -> Sequence[ArenaBlob]: ...
 
     @property
     def until(self) -> float: ...
@@ -42,17 +45,19 @@ class WriteBatch(Protocol):
 Batch = TypeVar("Batch", bound=WriteBatch)
 
 
-class Begun(NamedTuple, Generic[Batch]):
-    """A copy in flight, of blobs of a batch; or, without one, the end of the batch."""
+class _Begun(NamedTuple, Generic[Batch]):
+    """A copy in flight; `is_last` of its batch."""
 
+    finish: Finish[bool]
     batch: Batch
-    finish: Finish[bool] | None = None
+    is_last: bool
 
 
 STAGED_AT_ONCE = 3
 """Calls of a staged copier in flight. They take the host little time, so that one thread starts and ends all of them:
 several would wait for one another."""
 LAST_CALL_BYTES = 10 << 20
+"""What the last call of a load copies, at most: nothing is copied while pages get its bytes."""
 THREADED_BYTES = 1 << 20
 """Fewer bytes are copied by the caller's thread: handing them to another takes longer."""
 
@@ -86,17 +91,17 @@ def begin_landing(jobs: Sequence[ArenaBlob], sink: StagedScatter, until: float) 
     return finish
 
 
-def begin_gather(jobs: Sequence[ArenaBlob], source: StagedGather, batch: WriteBatch) -> Finish[bool]:
+def begin_gather(jobs: Sequence[ArenaBlob], source: StagedGather, until: float) -> Finish[bool]:
     """Start to copy payloads of one shard from a source's pages straight to the arena. What is returned ends it, and
-    returns whether that was in time: after the batch's the extents may belong to another client."""
+    returns whether that was in time: after `until` the extents may belong to another client."""
     head = header_bytes(jobs[0].shard)
-    if time.monotonic() >= batch.until:
+    if time.monotonic() >= until:
         return lambda: False
     gather = source.begin_gather(jobs[0].shard, [job.chunk for job in jobs], [job.place[head:] for job in jobs])
 
     def finish() -> bool:
         found = gather()
-        if time.monotonic() >= batch.until:  # the extents may have been reassigned: write no headers into them
+        if time.monotonic() >= until:  # the extents may have been reassigned: write no headers into them
             return False
         for job, parts in zip(jobs, found, strict=True):
             write_header(job, checksums.of_parts(parts))
@@ -173,60 +178,51 @@ class ArenaCopier:
         if target is None:
             self._scratch[memory.nbytes].append(memory)
 
-    def writes(self, begun: Iterable[Begun[Batch]], source: Source) -> Generator[tuple[Batch, bool]]:
-        """End the copies of batches; each batch is returned when that is done, with whether all was in time. When this
-        ends, no copy is in flight."""
+    def writes(self, batches: Iterable[Batch], source: Source) -> Generator[tuple[Batch, bool]]:
+        """Write the payloads of batches; each is returned when that is done, with whether all was in time. The next one
+        is asked for when all copies of those before it have begun. When this ends, no copy is in flight."""
         most = STAGED_AT_ONCE if isinstance(source, StagedGather) else self.workers
-        flying: deque[Begun[Batch]] = deque()
-        copying, fine = 0, True
+        flying: deque[_Begun[Batch]] = deque()
+        fine = True
         try:
-            for each in chain(begun, [None]):
-                if each:
-                    flying.append(each)
-                    copying += each.finish is not None
-                while flying and (copying > most or each is None or flying[0].finish is None):
-                    batch, finish = flying.popleft()
-                    if finish:
-                        copying -= 1
-                        fine &= finish()
-                    else:
+            for begun in chain(self._begun(batches, source), [None]):
+                flying.extend([begun] if begun else [])
+                while len(flying) > (most if begun else 0):
+                    finish, batch, is_last = flying.popleft()
+                    fine &= finish()
+                    if is_last:
                         yield batch, fine
                         fine = True
         finally:
-            for _, finish in flying:
+            for finish, _, _ in flying:
                 with suppress(Exception):  # one is on its way to the caller
-                    if finish:
-                        finish()
+                    finish()
 
-    def starter(self, source: Source) -> Callable[[Sequence[ArenaBlob], Batch], Iterator[Begun[Batch]]]:
-        """What begins to write blobs of batches, as it is iterated. Asked once for all batches of a save: whether a
-        source is of a protocol takes long to say."""
+    def _begun(self, batches: Iterable[Batch], source: Source) -> Iterator[_Begun[Batch]]:
         begin, together_bytes = self._writer(source)
-
-        def start(jobs: Sequence[ArenaBlob], batch: Batch) -> Iterator[Begun[Batch]]:
+        for batch in batches:
             if isinstance(source, StagedGather):
                 source.wait_for_caller()  # so that no copy is started in time and made too late
-            parts = [jobs] if together_bytes is None else together(_by_shard(jobs), together_bytes)
-            for some in parts:
-                yield Begun(batch, begin(some, source, batch))
+            parts = [[*batch.jobs]]
+            if together_bytes is not None:
+                parts = [*together(_by_shard(batch.jobs), together_bytes)]
+            for number, some in enumerate(parts, 1):
+                yield _Begun(begin(some, source, batch.until), batch, number == len(parts))
 
-        return start
-
-    def _writer(
-        self, source: Source
-    ) -> tuple[Callable[[Sequence[ArenaBlob], Any, WriteBatch], Finish[bool]], int | None]:
-        """What begins to write jobs of a source, and how many bytes of a shard it takes at once; None: a batch."""
+    def _writer(self, source: Source) -> tuple[Callable[[Sequence[ArenaBlob], Any, float], Finish[bool]], int | None]:
+        """What begins to write jobs of a source, and how many bytes of a shard it takes at once; None: a batch. Asked
+        once for all batches: whether a source is of a protocol takes long to say."""
         if isinstance(source, StagedGather):
             return begin_gather, source.together_bytes
         if isinstance(source, Gather | FillableSource):  # our own first: of a protocol it takes long
             return self._begin_filling, source.together_bytes
         return self._begin_given, None
 
-    def _begin_filling(self, jobs: Sequence[ArenaBlob], source: FillableSource, batch: WriteBatch) -> Finish[bool]:
-        return self._run(jobs, partial(self._write_filled, jobs, source, batch.until))
+    def _begin_filling(self, jobs: Sequence[ArenaBlob], source: FillableSource, until: float) -> Finish[bool]:
+        return self._run(jobs, partial(self._write_filled, jobs, source, until))
 
-    def _begin_given(self, jobs: Sequence[ArenaBlob], source: Source, batch: WriteBatch) -> Finish[bool]:
-        fine = self._write_given(jobs, source, batch.until)
+    def _begin_given(self, jobs: Sequence[ArenaBlob], source: Source, until: float) -> Finish[bool]:
+        fine = self._write_given(jobs, source, until)
         return lambda: fine
 
     def _write_given(self, jobs: Iterable[ArenaBlob], source: Source, until: float) -> bool:

@@ -42,23 +42,10 @@ HELLO_S = 2.0
 """Seconds that a running daemon takes for its first reply, at most."""
 
 
-def nothing() -> None:
-    """Done while a reply is on its way."""
-
-
 class Exchange(NamedTuple):
     """Replies, and the generation of the connection they came over."""
 
     replies: list[Reply]
-    generation: int
-
-
-class Advance(NamedTuple):
-    """Bytes of the arena that the connection of this generation may write to, until a time, before it asks."""
-
-    start: int
-    num_bytes: int
-    until: float
     generation: int
 
 
@@ -93,8 +80,6 @@ class Client(Closeable):
         self.inbox_lock = threading.Lock()
         """Held by the thread that writes to the inbox, until the daemon has copied the inbox."""
         self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
-        self.advances: deque[Advance] = deque(maxlen=1)
-        """The connection's advance, if it has one. Who pops it has it alone."""
         register_after_fork(self)
         with self._lock:
             self._connect(time.monotonic() + timeout_s)
@@ -105,11 +90,8 @@ class Client(Closeable):
         """The reply to a request; raises the daemon's error."""
         return self.check(self.exchange([request], timeout_s).replies[0], reply)
 
-    def exchange(
-        self, requests: Requests, timeout_s: float | None = None, meanwhile: Callable[[], None] = nothing
-    ) -> Exchange:
-        """Several requests in one round trip. Errors are returned as `Failed` replies. `meanwhile` is called when they
-        are sent, and must not raise.
+    def exchange(self, requests: Requests, timeout_s: float | None = None) -> Exchange:
+        """Several requests in one round trip. Errors are returned as `Failed` replies.
 
         `requests` may be a function, which is called when the connection is known: for requests that depend on it. If
         the connection turns out to be closed, a new one is made, once: what was held is lost, and `generation` has
@@ -122,12 +104,12 @@ class Client(Closeable):
             fresh = self._channel is None
             channel = self._channel or self._connect(until)
             try:
-                return self._asked(channel, requests, until, meanwhile)
+                return self._asked(channel, requests, until)
             except ConnectionError as error:
                 if fresh:
                     self._lose(error)
             try:
-                return self._asked(self._connect(until), requests, until, meanwhile)
+                return self._asked(self._connect(until), requests, until)
             except ConnectionError as error:
                 self._lose(error)
         finally:
@@ -136,7 +118,7 @@ class Client(Closeable):
             except RuntimeError:  # it was not acquired
                 pass
 
-    def _asked(self, channel: Channel, requests: Requests, until: float, meanwhile: Callable[[], None]) -> Exchange:
+    def _asked(self, channel: Channel, requests: Requests, until: float) -> Exchange:
         made: Sequence[Message] = ()
         try:
             channel.check()
@@ -144,7 +126,6 @@ class Client(Closeable):
             first, self._to_undo = [*self._to_undo, *self._to_tell], []
             self._to_tell.clear()
             request_ids = channel.send([*first, *made], until)[len(first) :]
-            meanwhile()
             return Exchange(channel.receive(request_ids, until), self.generation)
         except ServerTimeout:
             self._to_undo += [message for request in made if (message := protocol.undo(request))]
@@ -332,7 +313,6 @@ class Client(Closeable):
         self._lock, self.inbox_lock, self._to_undo = threading.RLock(), threading.Lock(), []
         self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
         self._to_tell.clear()
-        self.advances.clear()
         self._hang_up()
         self._mapped.dma.disown()
         self._mapped.inbox_dma.disown()

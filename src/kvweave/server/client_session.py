@@ -4,7 +4,6 @@ coroutine; all others are computed at once."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -13,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.copying import Numbers
-from kvweave.errors import BadRequest, LeaseExpired, OverLimit
+from kvweave.errors import BadRequest, OverLimit
 from kvweave.server import protocol
 from kvweave.server.inbox import Inbox, places_of
 from kvweave.server.leases import Leases
 from kvweave.server.open_sequence import OpenSequence, Pieces
-from kvweave.server.protocol import ADVANCE_PARTS, ADVANCE_S, NO_ROOM, NOT_IN_ARENA, Reply, numbers, packed
+from kvweave.server.protocol import NO_ROOM, NOT_IN_ARENA, Reply, numbers, packed
 from kvweave.server.registered_model import RegisteredModel
 from kvweave.server.server_state import ServerState
-from kvweave.server.shared_arena import ArenaRun, Pinned, starts_in_a_row
+from kvweave.server.shared_arena import Pinned
 from kvweave.store.arena_tier import STEP_KEYS
 from kvweave.store.keys import PREFIX_BYTES, SHARD_ID_BYTES
 from kvweave.store.striped_file import SECTOR
@@ -330,71 +329,33 @@ class ClientSession:
         self._check_bytes(lengths, self.leases.reserved_bytes)
         if self.leases.holds(request.reservation) or len(self.leases) >= self._limits.leases:
             raise OverLimit(f"reservation {request.reservation} is held already, or too many are; commit first")
-        if request.in_advance:
-            return self._reserve_in_advance(request, keys, lengths)
         starts = self._arena.reserve(keys, lengths)
         if not _is_without_room(starts):
-            return self._reserved(request, keys, starts, lengths)
+            return self._reserved(request.reservation, keys, starts, lengths)
         return self._reserve_later(request, keys, lengths) if request.waits else protocol.Places(packed(starts))
-
-    def _reserve_in_advance(self, request: protocol.Reserve, keys: Sequence[bytes], lengths: Sequence[int]) -> Reply:
-        """The first pieces in the advance, whatever of them is present: their client may be writing there until the
-        reservation ends."""
-        count = request.in_advance
-        size = starts_in_a_row(lengths[:count])[-1]
-        if count > len(keys) or self.leases.advance_bytes < size:
-            raise LeaseExpired(f"{count} pieces, {size} bytes: the advance has {self.leases.advance_bytes}")
-        first, unused = self._arena.reserve_in(self.leases.take_advance(), keys[:count], lengths[:count])
-        starts = np.concatenate((first, self._arena.reserve(keys[count:], lengths[count:])))
-        return self._reserved(request, keys, starts, lengths, unused)
 
     async def _reserve_later(self, request: protocol.Reserve, keys: Sequence[bytes], lengths: Sequence[int]) -> Reply:
         """No piece had room. Wait while others free some, and no longer than `ROOM_S` for the next to do so. A client
         that waits here holds nothing that another could wait for, so there is no deadlock."""
         budget, is_last = Budget.of(Budget.of(request.budget_s).within(PATIENCE * ROOM_S)), False
-        self._state.waiting_for_room += 1
-        try:
-            while True:
-                # both before the attempt: what is freed after it is not missed
-                change, was_held = self._state.next_change, self._arena.is_held
-                starts = self._arena.reserve(keys, lengths)
-                may_wait = _is_without_room(starts) and (was_held or self._arena.is_held)
-                if is_last or not may_wait:
-                    return self._reserved(request, keys, starts, lengths)
-                is_last = not await _happens(change, budget.within(ROOM_S))
-        finally:
-            self._state.waiting_for_room -= 1
+        while True:
+            # both before the attempt: what is freed after it is not missed
+            change, was_held = self._state.next_change, self._arena.is_held
+            starts = self._arena.reserve(keys, lengths)
+            may_wait = _is_without_room(starts) and (was_held or self._arena.is_held)
+            if is_last or not may_wait:
+                return self._reserved(request.reservation, keys, starts, lengths)
+            is_last = not await _happens(change, budget.within(ROOM_S))
 
     def _reserved(
-        self,
-        request: protocol.Reserve,
-        keys: Sequence[bytes],
-        starts: NDArray[np.int64],
-        lengths: Sequence[int],
-        unused: Sequence[ArenaRun] = (),
+        self, reservation: int, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: Sequence[int]
     ) -> Reply:
         extents = [each for each in zip(keys, starts.tolist(), lengths, strict=True) if each[1] >= 0]
-        if extents or unused:
-            is_written = not self._state.settings.inbox
-            self.leases.reserve(request.reservation, extents, is_written=is_written, unused=unused)
+        if extents:
+            self.leases.reserve(reservation, extents, is_written=not self._state.settings.inbox)
         else:  # otherwise the client asks again for the others, when it has written these
             self._state.count_no_room(int((starts == NO_ROOM).sum()))
-        return protocol.Places(packed(starts), *(self._lend(request.advance_bytes) or ()))
-
-    def _lend(self, num_bytes: int) -> ArenaRun | None:
-        """An advance, within the connection's share. None where clients do not write to the arena, or others wait for
-        room."""
-        room = min(self._most_bytes // ADVANCE_PARTS, self._most_bytes - self.leases.reserved_bytes)
-        if not 0 < num_bytes <= room or self._state.settings.inbox or self._state.waiting_for_room:
-            return None
-        run = self.leases.lend(num_bytes)
-        if run:
-            asyncio.get_running_loop().call_later(ADVANCE_S, self._expire_advance)
-        return run
-
-    def _expire_advance(self) -> None:
-        if self.leases.expire_advance(time.monotonic()):
-            self._state.changed()
+        return protocol.Places(packed(starts))
 
     def _copy_in(self, request: protocol.CopyIn) -> Awaitable[Reply]:
         sequence, inbox = self._sequence(request.sequence), self._inbox

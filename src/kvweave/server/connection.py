@@ -334,5 +334,5 @@ class Connection(asyncio.Protocol):
         held, session = self._session.leases, self._session
         return ClientReport(
             self._name, self._pid, self._uid, time.monotonic() - self._began, self._requests,
-            session.num_sequences, len(held), held.leased_bytes, held.reserved_bytes + held.advance_bytes,
+            session.num_sequences, len(held), held.leased_bytes, held.reserved_bytes,
         )  # fmt: skip

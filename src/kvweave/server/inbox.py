@@ -9,13 +9,20 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
 from kvweave.errors import BadRequest, OverLimit
-from kvweave.server.shared_arena import SIZE_SEALS, add_seals, starts_in_a_row
+from kvweave.server.shared_arena import SIZE_SEALS, add_seals
 from kvweave.store.keys import Bytes
+from kvweave.store.striped_file import SECTOR
 from kvweave.store.tier_stack import BlobRequest
+
+
+def inbox_starts(lengths: Sequence[int]) -> list[int]:
+    """Where blobs of these lengths lie in an inbox, one after the other; and behind them where the last one ends."""
+    return [*accumulate((-(-length // SECTOR) * SECTOR for length in lengths), initial=0)]
 
 
 class Inbox:
@@ -32,9 +39,9 @@ class Inbox:
         os.close(self.fd)
 
     def copy(self, wants: Sequence[BlobRequest], places: Sequence[Bytes]) -> bool:
-        """Copy the blobs that lie at `starts_in_a_row` to their places; returns whether all copies are intact. The
-        client may write meanwhile: then a copy is damaged. Blocks; run it in a thread."""
-        starts = starts_in_a_row([want.num_bytes for want in wants])
+        """Copy the blobs that lie at `inbox_starts` to their places; returns whether all copies are intact. The client
+        may write meanwhile: then a copy is damaged. Blocks; run it in a thread."""
+        starts = inbox_starts([want.num_bytes for want in wants])
         if starts[-1] > self._bytes.nbytes:
             raise OverLimit(f"{starts[-1]} bytes in an inbox of {self._bytes.nbytes}; take a larger --inbox")
         blobs = (self._bytes[at : at + want.num_bytes] for at, want in zip(starts, wants, strict=False))

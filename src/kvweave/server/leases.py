@@ -1,5 +1,4 @@
-"""What one connection holds: extents it reads (leases), extents it writes (reservations), and a run for the first
-extents that it writes next (its advance). All expire."""
+"""What one connection holds: extents it reads (leases) and extents it writes (reservations). Both expire."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ import numpy as np
 
 from kvweave.copying import Numbers
 from kvweave.errors import BadRequest, LeaseExpired, OverLimit
-from kvweave.server.protocol import ADVANCE_S
-from kvweave.server.shared_arena import ArenaRun, SharedArena
+from kvweave.server.shared_arena import SharedArena
 
 FOREVER = float("inf")
 Extent = tuple[bytes, int, int]
@@ -41,13 +39,11 @@ class LeaseQuota:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Extents that are reserved until a time, and what of an advance is not used for them. `is_written`: their blobs
-    may become visible."""
+    """Extents that are reserved until a time. `is_written`: their blobs may become visible."""
 
     extents: tuple[Extent, ...]
     until: float
     is_written: bool
-    unused: Sequence[ArenaRun] = ()
 
 
 class Leases:
@@ -58,8 +54,6 @@ class Leases:
         self._share, self._most_bytes, self._counted = share, most_bytes, 0
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
-        self._advance: ArenaRun | None = None
-        self._advance_until = 0.0
 
     def __len__(self) -> int:
         return len(self._leases) + len(self._reservations)
@@ -76,10 +70,6 @@ class Leases:
     @property
     def reserved_bytes(self) -> int:
         return sum(length for reservation in self._reservations.values() for _, _, length in reservation.extents)
-
-    @property
-    def advance_bytes(self) -> int:
-        return self._advance.num_bytes if self._advance else 0
 
     # ---- reading
 
@@ -144,33 +134,9 @@ class Leases:
 
     # ---- writing
 
-    def reserve(
-        self, number: int, extents: Sequence[Extent], *, is_written: bool = True, unused: Sequence[ArenaRun] = ()
-    ) -> None:
+    def reserve(self, number: int, extents: Sequence[Extent], *, is_written: bool = True) -> None:
         """`is_written`: the client writes to the arena itself, or the daemon has done so."""
-        until = time.monotonic() + self._lease_s
-        self._reservations[number] = Reservation(tuple(extents), until, is_written, unused)
-
-    def lend(self, num_bytes: int) -> ArenaRun | None:
-        """A run for the next save, if the connection has none, and the arena one to lend."""
-        if self._advance:
-            return None
-        self._advance, self._advance_until = self._arena.lend(num_bytes), time.monotonic() + ADVANCE_S
-        return self._advance
-
-    def take_advance(self) -> ArenaRun:
-        """Take the advance over, to reserve in it."""
-        advance, self._advance = self._advance, None
-        if advance is None:
-            raise LeaseExpired("the advance: expired, or there was none; nothing is reserved in it")
-        return advance
-
-    def expire_advance(self, now: float) -> bool:
-        """Take back an advance that has expired; returns whether it had."""
-        if self._advance is None or self._advance_until > now:
-            return False
-        self._arena.take_back(self.take_advance())
-        return True
+        self._reservations[number] = Reservation(tuple(extents), time.monotonic() + self._lease_s, is_written)
 
     def take(self, number: int) -> tuple[Extent, ...]:
         """Take a reservation's extents over: it does not expire until it is given back by `reserve`."""
@@ -191,20 +157,12 @@ class Leases:
             raise BadRequest(f"reservation {number}: its blobs are not in the arena yet; CopyIn comes first")
         del self._reservations[number]
         self._arena.commit_all(reservation.extents)
-        self._free_unused(reservation)
         return reservation.extents
 
     def abandon(self, number: int) -> int:
         reservation = self._reservations.pop(number, None)
-        if reservation is None:
-            return 0
-        self.free(reservation.extents)
-        self._free_unused(reservation)
-        return len(reservation.extents)
-
-    def _free_unused(self, reservation: Reservation) -> None:
-        for run in reservation.unused:
-            self._arena.take_back(run)
+        self.free(reservation.extents if reservation else ())
+        return len(reservation.extents) if reservation else 0
 
     def free(self, extents: Sequence[Extent]) -> None:
         """Free reserved extents whose blobs shall not become visible."""
@@ -220,7 +178,6 @@ class Leases:
         self.release(leases)
         for number in reservations:
             self.abandon(number)
-        self.expire_advance(now)
         return len(leases) + len(reservations)
 
     def give_back(self) -> int:

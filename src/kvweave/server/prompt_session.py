@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 
 from kvweave.errors import ServerGone
 from kvweave.server import protocol
-from kvweave.server.client import Client, nothing
+from kvweave.server.client import Client
 from kvweave.server.registered_model import registration
 from kvweave.store import HashedPrompt, Schema, Shard
 from kvweave.store.keys import Bytes
@@ -61,15 +61,13 @@ class PromptSession:
         make: Callable[[int], protocol.Message],
         budget: Budget = UNLIMITED,
         generation: int | None = None,
-        meanwhile: Callable[[], None] = nothing,
     ) -> tuple[protocol.Reply, int]:
         """The reply to the request that `make` builds for the prompt's number, and the generation of its connection.
-        `meanwhile`: see `Client.exchange`.
 
         A request about something held by a certain connection gives its `generation`; if that connection is lost, it is
         not sent.
         """
-        (reply,), asked = self._ask([prompt], lambda _, sequence: [make(sequence)], budget, generation, meanwhile)
+        (reply,), asked = self._ask([prompt], lambda _, sequence: [make(sequence)], budget, generation)
         return reply, asked
 
     def lease(
@@ -98,7 +96,6 @@ class PromptSession:
         make: Callable[[int, int], list[protocol.Message]],
         budget: Budget,
         generation: int | None = None,
-        meanwhile: Callable[[], None] = nothing,
     ) -> tuple[list[protocol.Reply], int]:
         setups: list[tuple[int, int, protocol.Message]] = []
         places: list[int] = []
@@ -118,7 +115,7 @@ class PromptSession:
                 messages += make(number, self._sequences[_name(prompt)])
             return messages
 
-        replies, asked = self.client.exchange(requests, reply_timeout(budget), meanwhile)
+        replies, asked = self.client.exchange(requests, reply_timeout(budget))
         if not replies:
             raise ServerGone("the connection was lost, and what was held with it")
         found = [replies[place] for place in places]

@@ -25,7 +25,7 @@ from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerE
 from kvweave.server.description import Description
 from kvweave.server.report import Report, TierCleared
 
-VERSION = 8
+VERSION = 7
 LENGTH_BYTES = ID_BYTES = 4
 MESSAGE_BYTES = 4 << 20
 """The longest message: the digests of 32 million tokens in chunks of 256."""
@@ -35,10 +35,6 @@ MOST_PIECES = 1 << 13
 NOT_IN_ARENA = -1
 """In place of an offset: not in the arena."""
 PRESENT, WRITING, NO_ROOM = -1, -2, -3
-ADVANCE_S, ADVANCE_MARGIN_S = 2.0, 0.5
-"""Seconds for which the daemon keeps an advance, and by which its client stops earlier to use it."""
-ADVANCE_PARTS = 8
-"""An advance is at most this part of what a connection may reserve."""
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 Name = Annotated[str, Meta(max_length=200)]
@@ -142,19 +138,13 @@ class Release(Message, frozen=True):
 
 class Reserve(Message, frozen=True):
     """Reserves places to write these pieces, under a number. `waits`: for room, if no piece has any; one that does not
-    asks again when it has committed what it is writing.
-
-    The first `in_advance` pieces lie in the connection's advance, one after the other: their client may be writing
-    them already. What of it is not used is free when the reservation ends. `advance_bytes`: of the next advance, if the
-    connection has none then."""
+    asks again when it has committed what it is writing."""
 
     sequence: Number
     reservation: Number
     pieces: bytes
     budget_s: float | None = None
     waits: bool = True
-    in_advance: Number = 0
-    advance_bytes: Number = 0
 
 
 class CopyIn(Message, frozen=True):
@@ -259,12 +249,9 @@ class Found(Message, frozen=True):
 
 
 class Places(Message, frozen=True):
-    """The places of pieces, to read or to write, in the order of the request. `advance_bytes` (0: none) from
-    `advance_start` on are lent to the connection for `ADVANCE_S`, for the first pieces of its next save."""
+    """The places of pieces, to read or to write, in the order of the request."""
 
     starts: bytes
-    advance_start: int = 0
-    advance_bytes: int = 0
 
 
 class Alive(Message, frozen=True):
@@ -364,13 +351,10 @@ def read_request_id(body: bytes) -> int:
 
 
 def undo(request: Message) -> Message | None:
-    """The request that releases what an unanswered request may have taken. Not what lies in an advance: it may still be
-    written to, and is abandoned by its writer."""
+    """The request that releases what an unanswered request may have taken."""
     if isinstance(request, Lookup | Fetch) and request.lease:
         return Release([request.lease])
-    if isinstance(request, Reserve) and not request.in_advance:
-        return Commit(request.reservation, abandon=True)
-    return None
+    return Commit(request.reservation, abandon=True) if isinstance(request, Reserve) else None
 
 
 def numbers(data: bytes, kind: str = "<i8") -> NDArray[np.int64]:

@@ -59,8 +59,6 @@ class ServerState:
         self._threads = {kind: _started(f"kvweave-{kind}", number) for kind, number in THREADS.items()}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._change = asyncio.Event()
-        self.waiting_for_room = 0
-        """Reservations that wait until others free some."""
         self.models = ModelRegistry()
         self.leased = LeaseQuota(int(arena.num_bytes * LEASED_SHARE), int(arena.num_bytes * FETCHED_SHARE))
         self._uses: dict[tuple[bytes, bytes], PrefixReport] = {}

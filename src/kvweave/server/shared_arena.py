@@ -3,7 +3,6 @@ bytes.
 
 reserve   allocate an extent for a key, evicting until there is one; it is not visible yet
 commit    the key is visible          abandon   the extent is freed
-lend      allocate a run for keys that come later: `reserve_in` it, or `take_back`
 pin       keep an extent in place, even if its key is deleted    unpin
 """
 
@@ -13,7 +12,6 @@ import fcntl
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -28,17 +26,8 @@ from kvweave.store.keys import Bytes
 from kvweave.store.striped_file import SECTOR
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-LENT_SHARE = 1 / 8
-"""The share of the arena that may be lent, to all connections together."""
 FUTURE_WRITE = 0x0010
 """F_SEAL_FUTURE_WRITE: processes that are passed the file can only read it."""
-
-
-class ArenaRun(NamedTuple):
-    """A run of bytes in the arena."""
-
-    start: int
-    num_bytes: int
 
 
 class Pinned(NamedTuple):
@@ -61,7 +50,6 @@ class SharedArena(MemoryTier):
         add_seals(self.fd, SIZE_SEALS | (FUTURE_WRITE if read_only else 0))
         super().__init__(buffer=memory, quotas=quotas, align=SECTOR)
         self._bytes = memory
-        self.lent_bytes = 0
 
     def view(self, start: int, length: int) -> Bytes:
         return self._bytes[start : start + length]
@@ -81,41 +69,18 @@ class SharedArena(MemoryTier):
                 return in_a_row
             return np.array([self._reserve(*pair) for pair in zip(keys, lengths, strict=True)], np.int64)
 
-    def reserve_in(
-        self, run: ArenaRun, keys: Sequence[bytes], lengths: Sequence[int]
-    ) -> tuple[Numbers, list[ArenaRun]]:
-        """As `reserve`, for blobs that lie in a lent run one after the other. Also returns what of the run is not used,
-        which stays lent: their client may be writing there."""
-        starts = np.array(starts_in_a_row(lengths), np.int64) + run.start
-        with self._lock:
-            self._check_open()
-            slots = self._catalog.find(keys)
-            self._catalog.touch(slots)
-            found = self._reserve_in_a_row(keys, lengths, run.start) if keys and slots.max() < 0 else None
-            if found is None:
-                each = zip(keys, lengths, starts.tolist(), strict=False)
-                found = np.array([self._reserve(*piece) for piece in each], np.int64)
-            sizes, is_used = np.diff(starts), found >= 0
-            self.lent_bytes -= int(sizes[is_used].sum())
-        unused = [*zip(starts[:-1][~is_used].tolist(), sizes[~is_used].tolist(), strict=True)]
-        end = int(starts[-1])
-        return found, [ArenaRun(*each) for each in (*unused, (end, run.start + run.num_bytes - end)) if each[1]]
-
-    def _reserve_in_a_row(self, keys: Sequence[bytes], lengths: Sequence[int], at: int | None = None) -> Numbers | None:
-        """Places for absent keys in one free run, or in the one that begins `at`, in a quarter of the time of one by
-        one. None if there is no such run, or keys are of several tenants, or are being written."""
+    def _reserve_in_a_row(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Numbers | None:
+        """Places for absent keys in one free run, in a quarter of the time of one by one. None if there is no such run,
+        or keys are of several tenants, or are being written."""
         catalog, new, owners = self._catalog, {*keys}, {*map(self._catalog.owner, keys)}
         if len(new) < len(keys) or len(owners) != 1 or not new.isdisjoint(self._writing):
             return None
         (owner,), sizes = owners, self._extents.rounded_all(np.array(lengths, np.int64))
         ends = sizes.cumsum()
         size = int(ends[-1])
-        if at is None and not catalog.has_quotas and size <= self._extents.capacity:
+        if not catalog.has_quotas and size <= self._extents.capacity:
             self._evict(size)
-        if catalog.used[owner] + size > catalog.limits[owner]:
-            return None
-        start = self._extents.take(size) if at is None else at
-        if start is None:
+        if catalog.used[owner] + size > catalog.limits[owner] or (start := self._extents.take(size)) is None:
             return None
         catalog.charge(owner, size)
         self._writing |= new
@@ -132,12 +97,12 @@ class SharedArena(MemoryTier):
         self._evicted += len(removed.keys)
         self._forget(removed)
 
-    def _reserve(self, key: bytes, length: int, place: int | None = None) -> int:
+    def _reserve(self, key: bytes, length: int) -> int:
         if key in self._catalog.slot_of:
             return PRESENT
         if key in self._writing:
             return WRITING
-        start = self._room(key, length, place)
+        start = self._room(key, length)
         if start is None:
             return NO_ROOM
         self._writing.add(key)
@@ -161,28 +126,6 @@ class SharedArena(MemoryTier):
         with self._lock:
             self._give(key, start, length)
             self._writing.discard(key)
-
-    def lend(self, num_bytes: int) -> ArenaRun | None:
-        """A run of free bytes, for which entries are evicted where tenants have no quotas. None if there is none, or
-        `LENT_SHARE` is lent."""
-        with self._lock:
-            self._check_open()
-            run = ArenaRun(0, self._extents.rounded(num_bytes))
-            if self.lent_bytes + run.num_bytes > self._extents.capacity * LENT_SHARE:
-                return None
-            if not self._catalog.has_quotas:
-                self._evict(run.num_bytes)
-            start = self._extents.take(run.num_bytes)
-            if start is None:
-                return None
-            self.lent_bytes += run.num_bytes
-        return run._replace(start=start)
-
-    def take_back(self, run: ArenaRun) -> None:
-        """Free a run that was lent, or a part of it."""
-        with self._lock:
-            self.lent_bytes -= run.num_bytes
-            self._extents.give(*run)
 
     # ---- reading
 
@@ -210,8 +153,8 @@ class SharedArena(MemoryTier):
 
     @property
     def is_held(self) -> bool:
-        """Whether there are bytes that cannot be evicted now, but may be later."""
-        return bool(self._writing or self.lent_bytes) or bool(self._catalog.pins.any())
+        """Whether there are extents that cannot be evicted now, but may be later."""
+        return bool(self._writing) or bool(self._catalog.pins.any())
 
     def pinned_bytes(self, slots: Numbers) -> int:
         return int(self._catalog.sizes[slots].sum())
@@ -220,12 +163,6 @@ class SharedArena(MemoryTier):
         if not self._closed:
             super().close()
             os.close(self.fd)
-
-
-def starts_in_a_row(lengths: Sequence[int]) -> list[int]:
-    """Where blobs of these lengths lie, one after the other, in an inbox or a lent run; and behind them where the last
-    one ends."""
-    return [*accumulate((-(-length // SECTOR) * SECTOR for length in lengths), initial=0)]
 
 
 def _memory_file(num_bytes: int) -> int:

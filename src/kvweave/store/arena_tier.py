@@ -201,9 +201,9 @@ class ArenaTier(Closeable):
             with self._lock:
                 self._catalog.add(key, start, length, self._extents.rounded(length))
 
-    def _room(self, key: bytes, length: int, place: int | None = None) -> int | None:
-        """Allocate an extent, unless it is at `place` already, and charge it to the key's tenant; evicts entries until
-        there is room. None: there is no room. Called with `_journal_lock` held, where there is a journal."""
+    def _room(self, key: bytes, length: int) -> int | None:
+        """Allocate an extent and charge it to the key's tenant; evicts entries until there is room. None: there is
+        no room. Called with `_journal_lock` held, where there is a journal."""
         catalog, size = self._catalog, self._extents.rounded(length)
         while True:
             with self._lock:
@@ -211,7 +211,7 @@ class ArenaTier(Closeable):
                 if size > min(self._extents.capacity, catalog.limits[owner]):
                     return None
                 fits = catalog.used[owner] + size <= catalog.limits[owner]
-                if fits and (start := self._extents.take(length) if place is None else place) is not None:
+                if fits and (start := self._extents.take(length)) is not None:
                     catalog.charge(owner, size)
                     return start
                 victim = catalog.victim(owner, size)
