@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,6 +84,17 @@ def test_where_no_size_fits_it_is_the_one_that_needs_the_least(pieces: list[Slic
     size, counts = search(pieces, 1)
     for other in near_sizes(pieces):
         assert needed_bytes(pieces, size, counts) <= needed_bytes(pieces, other)
+
+
+def test_the_least_memory_is_the_same_however_little_there_is() -> None:
+    for seed in range(300):
+        rng, pieces = random.Random(seed), []
+        for _ in range(rng.randrange(1, 5)):
+            kernel_bytes, held_pages = 16 * rng.choice([1, 3, 8, 17, 40]), rng.randrange(1, 60)
+            pieces.append(Slice(kernel_bytes, rng.choice([1, 2, 4]), 1, held_pages, rng.random() < 0.4))
+        least = needed_bytes(pieces, *search(pieces, 1))
+        for memory in (least - 1, least):
+            assert needed_bytes(pieces, *search(pieces, memory)) == least
 
 
 def test_pages_that_divide_one_another_need_no_padding_and_no_search() -> None:

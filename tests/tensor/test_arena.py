@@ -58,7 +58,7 @@ def test_closing_twice_is_closing_once_and_nothing_stays() -> None:
 
 
 def test_running_out_of_memory_leaves_nothing_allocated() -> None:
-    absurd = {"full": PoolRequest(pages=2), "window": PoolRequest(pages=1 << 50, place=Place.HOST)}
+    absurd = {"full": PoolRequest(pages=2), "window": PoolRequest(pages=1 << 28, place=Place.HOST)}
     made = make_plan(HYBRID, "1MB", own_pools=absurd)
     memory = Memory()
     with pytest.raises(

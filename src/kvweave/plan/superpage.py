@@ -64,10 +64,11 @@ def search(slices: Sequence[Slice], memory: int) -> tuple[int, tuple[int, ...]]:
     """Bytes of the super-page, and the pages of each group in one: of those sizes with which the one sequence fits
     `memory` bytes the one that wastes the least of them; else the one with which it takes the fewest."""
     largest, memory = max(piece.page_bytes for piece in slices), max(1, memory)
-    not_full = (NOT_FULL * len(slices) + 1) / memory
+    not_full, fewest = (NOT_FULL * len(slices) + 1) / memory, (len(slices) + 1) / memory
     least, size, pages = math.inf, 0, [0]
     for nearer, span in pairwise((1, *SPANS)):
-        if least <= GOOD + not_full * largest * nearer:
+        further = largest * nearer  # no larger size wastes less than this one at best; or, where none fits, takes fewer
+        if least <= (GOOD + not_full * further if least < NO_FIT else NO_FIT + fewest * further):
             break
         sizes = _candidates(slices, largest, largest * span)
         counts = [_pages(piece, sizes) for piece in slices]
