@@ -25,6 +25,13 @@ def step(cache: Cache, engine: Engine, sequence: Sequence, n: int, **options: ob
     engine.carry_out(cache.commit(sequence))
 
 
+def cache_first_block(cache: Cache) -> None:
+    """Others find the first block of a prompt of ones."""
+    with cache.open([1] * 5) as first:
+        list(cache.extend(first, 4))
+        list(cache.commit(first))
+
+
 def test_forks_of_a_window_that_decode_as_one_batch_never_write_one_page() -> None:
     cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), pages=200))
     engine = Engine(cache)
@@ -502,9 +509,7 @@ def test_a_sequence_that_is_alone_takes_the_states_of_its_hit_where_no_page_is_l
     groups: tuple[LayerCache, ...],
 ) -> None:
     cache = Cache(plan_of(*groups, pages=6, own_pools={"state": PoolRequest(pages=1)}))
-    with cache.open([1] * 5) as first:
-        list(cache.extend(first, 4))
-        list(cache.commit(first))
+    cache_first_block(cache)
     cache.check_fits(16)
     sequence = cache.open([1] * 16)
     assert sequence.num_cached == 4
@@ -518,9 +523,7 @@ def test_a_sequence_that_is_alone_takes_the_states_of_its_hit_where_no_page_is_l
 
 def test_states_that_a_pin_keeps_are_copied_or_refused_and_never_taken() -> None:
     cache = Cache(plan_of(group("state", State()), pages=2))
-    with cache.open([1] * 5) as first:
-        list(cache.extend(first, 4))
-        list(cache.commit(first))
+    cache_first_block(cache)
     pin = cache.pin([1] * 5)
     assert pin is not None
     sequence = cache.open([1] * 16)
@@ -534,9 +537,7 @@ def test_states_that_a_pin_keeps_are_copied_or_refused_and_never_taken() -> None
 
 def test_what_is_loaded_takes_the_place_of_the_states_of_a_hit() -> None:
     cache = Cache(plan_of(group("state", State()), pages=2))
-    with cache.open([1] * 5) as first:
-        list(cache.extend(first, 4))
-        list(cache.commit(first))
+    cache_first_block(cache)
     sequence = cache.open([1] * 16)
     cache.load_to(sequence, 8)
     assert sequence.length == 8
@@ -545,9 +546,7 @@ def test_what_is_loaded_takes_the_place_of_the_states_of_a_hit() -> None:
 
 def test_after_a_refused_load_the_states_of_the_hit_are_restored_all_the_same() -> None:
     cache = Cache(plan_of(group("full", Full()), group("state", State()), pages=6))
-    with cache.open([1] * 5) as first:
-        list(cache.extend(first, 4))
-        list(cache.commit(first))
+    cache_first_block(cache)
     other = cache.open([2] * 20)
     cache.extend(other, 14)
     sequence = cache.open([1] * 16)
