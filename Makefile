@@ -69,7 +69,7 @@ test: $(VENV)/ready-dev           ## lint, types, and all fast tests
 VLLM_TESTS := $(wildcard tests/integrations/vllm/test_*.py tests/integrations/sglang/test_*.py)
 test-all: $(VENV)/ready-dev $(VLLM)/compiled $(OUTSIDE)/tried ## everything, with real servers, and the compiled core
 	PATH="$$PATH:$(abspath $(OUTSIDE))/bin" $(PYTEST) -rs
-	$(VLLM)/bin/python -m pytest tests/pool tests/prefix tests/table tests/cache
+	$(VLLM)/bin/python -m pytest tests/pool tests/prefix tests/policy tests/table tests/cache
 	for group in $(VLLM_TESTS); do $(VLLM)/bin/python -m pytest $$group || exit 1; done
 
 # The virtual environment's torch is the CPU one: give a Python whose torch has CUDA, and Triton, pytest and hypothesis.

@@ -26,7 +26,7 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-COMPILED = ("pool", "prefix", "table", "cache")
+COMPILED = ("pool", "prefix", "policy", "table", "cache")
 NATIVE = ("pool", "prefix", "copying", "store", "transfer", "attention")
 BUILDS = {"bdist_wheel", "build", "build_ext", "editable_wheel", "install"}
 """The commands that need the extensions; pip runs this file twice more, for metadata alone."""

@@ -1,8 +1,8 @@
 """Mutation testing, run by hand: `python scripts/mutants.py [--only SUBSTRING] [--jobs N] [--patience N] [--list]`.
 
-Each mutant of `mutants.toml` is one small change of src/kvweave/{cache,prefix,pool,table,store,server}, made in a copy
-of the tree. Random lives run against those of the core first, then tests of the mutant's folder; it is killed when
-anything fails or does not end in time. Exits with 1 if a mutant survives that is not marked as equivalent, or if
+Each mutant of `mutants.toml` is one small change of src/kvweave/{cache,policy,prefix,pool,table,store,server}, made in
+a copy of the tree. Random lives run against those of the core first, then tests of the mutant's folder; it is killed
+when anything fails or does not end in time. Exits with 1 if a mutant survives that is not marked as equivalent, or if
 anything fails as it is.
 """
 
@@ -33,7 +33,7 @@ for seed in range(320):
     Life(seed).run(80)
 """
 CACHE = tuple(f"tests/cache/test_{name}.py" for name in ("cache", "steps", "window_moves"))
-CORE = (*CACHE, "tests/pool", "tests/table", "tests/prefix")
+CORE = (*CACHE, "tests/pool", "tests/table", "tests/prefix", "tests/policy")
 SERVER_FILES = (
     "leases shares pins protocol requests tiers operations deadlines small_promises inbox capacity staged"
     " save_operation"

@@ -14,7 +14,7 @@ import pytest
 import kvweave
 
 ROOT = Path(kvweave.__file__).parent
-CORE = ("errors", "units", "host_memory", "spec", "plan", "pool", "prefix", "table", "cache")
+CORE = ("errors", "units", "host_memory", "spec", "plan", "pool", "prefix", "policy", "table", "cache")
 EDGES = (
     "trace_writer",
     "operation",

@@ -3,7 +3,8 @@
 from kvweave.cache import Batch, Cache, Copies, Copy, Sequence
 from kvweave.errors import CacheError, KVWeaveError, NeverFits, OutOfPages
 from kvweave.plan import Parallel, Plan, PoolRequest, explain, make_plan, merge_draft
-from kvweave.prefix import EvictionCandidate, Retention, Span
+from kvweave.policy import EvictionCandidate
+from kvweave.prefix import Retention, Span
 from kvweave.spec import Chunk, Full, Layer, LayerCache, ModelSpec, Role, SinkWindow, State, Window
 from kvweave.spec.hf import from_config
 

@@ -10,7 +10,8 @@ from typing import Any
 from kvweave.cache import Batch, Cache, Pin, Sequence
 from kvweave.errors import CacheError, CannotTruncate, NeverFits, NotSettled, OutOfPages, PlanError
 from kvweave.plan import Plan, make_plan
-from kvweave.prefix import POLICIES, Event, Point, Policy, Replica, Retention
+from kvweave.policy import POLICIES, Policy
+from kvweave.prefix import Event, Point, Replica, Retention
 from kvweave.spec import Chunk, DType, Full, Layer, LayerCache, ModelSpec, Reach, Role, SinkWindow, State, Window
 from tests.cache.engine import Engine, Step, check_books, could_have, longest_hit
 

@@ -27,8 +27,9 @@ from kvweave.errors import (
     WrongThread,
 )
 from kvweave.plan import Parallel, PoolRequest, make_plan
+from kvweave.policy import POLICIES, EvictionCandidate
 from kvweave.pool import NULL
-from kvweave.prefix import POLICIES, Event, EvictionCandidate, Kind, Node, Replica, Retention, Spacing, Span
+from kvweave.prefix import Event, Kind, Node, Replica, Retention, Spacing, Span
 from kvweave.prefix.held_points import PATIENCE
 from kvweave.spec import Chunk, Full, Layer, ModelSpec, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit

@@ -10,7 +10,7 @@ from kvweave.prefix import Retention
 from kvweave.prefix.retention import SPARSE
 from kvweave.spec import Full, State, Window
 from tests.cache.plans import group, plan_of
-from tests.prefix.test_user_policy import run
+from tests.policy.test_user_policy import run
 
 
 def hybrid(pages: int = 64) -> Plan:

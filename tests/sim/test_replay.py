@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvweave import Retention
 from kvweave.cache import Cache
 from kvweave.errors import LengthsOnly
-from kvweave.prefix import EvictionCandidate
+from kvweave.policy import EvictionCandidate
 from kvweave.sim import Foresight, Geometry, Request, Trace, bound_tokens, replay, usable_bytes
 from kvweave.sim.result import splits, timeline, total
 from tests.sim.plans import FULL, GRID, MODELS, STATES, plan_of, trace_of, traces

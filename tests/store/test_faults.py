@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvweave.errors import ReadOnly, StoreError, TierError, TierFull
-from kvweave.prefix import ClassWeights
+from kvweave.policy import ClassWeights
 from kvweave.store import DictTier, DiskTier, MemoryTier, Store, Tier, TierPolicy, TierStack
 from kvweave.store.striped_file import FILES, StripedFile
 from tests.store.contract import got, key, put, value

@@ -38,8 +38,9 @@ from kvweave.cache.step_pages import StepOptions
 from kvweave.cache.steps import Steps
 from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NotSettled, UnknownName, WrongThread
 from kvweave.plan import Plan
+from kvweave.policy import POLICIES, Policy
 from kvweave.pool import Counts, Ids
-from kvweave.prefix import POLICIES, ContentTokens, Event, Policy, Retention, Span, Tokens, as_tokens
+from kvweave.prefix import ContentTokens, Event, Retention, Span, Tokens, as_tokens
 from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, spread
 

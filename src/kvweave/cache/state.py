@@ -11,9 +11,10 @@ from kvweave.cache.sequence import Sequence
 from kvweave.cache.token_log import TokenLog
 from kvweave.cache.window_moves import WindowMoves
 from kvweave.plan import Plan
+from kvweave.policy import Policy, order_of
 from kvweave.pool import Ids, NoPages, PagedGroup, PagePool
 from kvweave.pool.group import paged_groups
-from kvweave.prefix import NEVER, Event, Policy, PrefixCache, Retention
+from kvweave.prefix import NEVER, Event, PrefixCache, Retention
 from kvweave.table import BlockTable
 
 
@@ -39,7 +40,7 @@ class CacheState:
         by_number = {pages.group.number: pages for pool in self.pools for pages in pool.groups}
         self.pages = [by_number.get(group.number) or NoPages(group) for group in self.groups]
         """By group number."""
-        self.prefix = PrefixCache(self.groups, self.pages, policy, on_event)
+        self.prefix = PrefixCache(self.groups, self.pages, order_of(policy, self.groups), on_event)
         tree = self.prefix.tree
         self.rows, self.full, self.windows, self.states = tree.rows, tree.full, tree.windows, tree.states
         self.state_tags = [group.tag for group in self.states]

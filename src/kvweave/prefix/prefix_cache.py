@@ -17,9 +17,8 @@ from kvweave.pool import GroupPages, Ids, PagedGroup
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.held_points import MOST_AT_ONCE, NOT_HELD, QUEUED_ANYWAY, HeldPoints
-from kvweave.prefix.named_policies import order_of
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
-from kvweave.prefix.policy import Policy
+from kvweave.prefix.order import Order
 from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
 
 LONGEST_PATH = 32
@@ -38,12 +37,12 @@ class PrefixCache:
         self,
         groups: Sequence[PagedGroup],
         pages: Sequence[GroupPages],
-        policy: str | Policy,
+        order: Order,
         emit: Callable[[Event], None] | None = None,
     ) -> None:
         self.tree = Tree(groups, emit)
         self.grid = self.tree.grid
-        self.order = order_of(policy, self.tree.groups, self.grid)
+        self.order = order
         self.has_evicted = False
         """Whether something had to go since it was last empty."""
         self._clock = 0

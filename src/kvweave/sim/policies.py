@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from kvweave.errors import ConfigError, UnknownName
-from kvweave.prefix import POLICIES, Policy
+from kvweave.policy import POLICIES, Policy
 
 
 def load_policy(name: str) -> str | Policy:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from kvweave.cache import Cache, Sequence
 from kvweave.errors import NeverFits, OutOfPages
 from kvweave.plan import Plan
-from kvweave.prefix import NEVER, Kind, Policy, Retention
+from kvweave.policy import Policy
+from kvweave.prefix import NEVER, Kind, Retention
 from kvweave.sim.foresight import Foresight
 from kvweave.sim.trace import Request, TokenIds, Trace
 

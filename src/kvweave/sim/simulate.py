@@ -10,7 +10,8 @@ from functools import cache
 
 from kvweave.errors import BadOption
 from kvweave.plan import Plan
-from kvweave.prefix import Policy, Retention
+from kvweave.policy import Policy
+from kvweave.prefix import Retention
 from kvweave.sim.advice import advice
 from kvweave.sim.foresight import Foresight
 from kvweave.sim.geometry import Geometry, usable_bytes

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.prefix import ClassWeights
-from kvweave.prefix.class_weights import OCTAVES
+from kvweave.policy import ClassWeights
+from kvweave.policy.class_weights import OCTAVES
 
 Integers = NDArray[np.int64]
 CLASS_OF = np.array([0, 1, 2, 2, 3])

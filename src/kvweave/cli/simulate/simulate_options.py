@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvweave.prefix import POLICIES
+from kvweave.policy import POLICIES
 from kvweave.sim import FORMATS
 from kvweave.sim.tiers import BANDWIDTHS
 from kvweave.sim.traces.block_ids import WAYS

@@ -9,12 +9,13 @@ import pytest
 
 from kvweave.cache import Cache
 from kvweave.plan import Plan
-from kvweave.prefix import Point, evicted_runs
-from kvweave.prefix.adaptive import Adaptive
-from kvweave.prefix.evicted_runs import EvictedRuns
+from kvweave.policy import evicted_runs
+from kvweave.policy.adaptive import Adaptive
+from kvweave.policy.evicted_runs import EvictedRuns
+from kvweave.prefix import Point
 from kvweave.spec import Full, State
 from tests.cache.plans import full_plan, group, plan_of
-from tests.prefix.test_user_policy import run
+from tests.policy.test_user_policy import run
 
 DOCUMENT = [*range(1000, 1024)]
 

@@ -7,17 +7,17 @@ evicted last when the point was used, plus its gain. `ClassWeights` counts what 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from kvweave.policy.class_weights import ClassWeights
+from kvweave.policy.evicted_runs import EvictedRuns
+from kvweave.policy.policy import freed_bytes, row_bytes
+from kvweave.policy.stay_chances import StayChances
 from kvweave.pool import PagedGroup
-from kvweave.prefix.class_weights import ClassWeights
-from kvweave.prefix.evicted_runs import EvictedRuns
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Kind, Point, Tokens
-from kvweave.prefix.policy import Order, freed_bytes, row_bytes
-from kvweave.prefix.stay_chances import StayChances
+from kvweave.prefix.order import Order
 
 CLASSES = (
     "spaced",
@@ -70,9 +70,8 @@ class Adaptive(Order):
         super().__init__(groups)
         has_rows_alone = all(group.is_full for group in groups)
         self.classes = ClassWeights(PRIORS, MOST_WEIGHT, MOST_PROVEN if has_rows_alone else MOST_WEIGHT)
-        grid = math.lcm(*[group.slot_tokens for group in groups])
         self.stay_chances = StayChances(PRIORS) if has_rows_alone else None
-        self.evicted_runs = EvictedRuns(grid)
+        self.evicted_runs = EvictedRuns(self.grid)
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002
         number, stay_chances = class_of(point), self.stay_chances

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, expm1
 
-from kvweave.prefix.age_counts import AgeCounts
+from kvweave.policy.age_counts import AgeCounts
 
 OCTAVES = 32
 BELIEF = 4.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log2
 
-from kvweave.prefix.age_counts import AgeCounts
+from kvweave.policy.age_counts import AgeCounts
 
 OCTAVES = 40
 BELIEF = 8.0

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvweave.policy.adaptive import Adaptive
+from kvweave.policy.policy import GreedyDual, KeyOrder, Policy, WeightedLRU, cost, lfu, lru, priority
+from kvweave.policy.user_policy import UserKeys, UserValues
 from kvweave.pool import PagedGroup
-from kvweave.prefix.adaptive import Adaptive
-from kvweave.prefix.policy import GreedyDual, KeyOrder, Order, Policy, WeightedLRU, cost, lfu, lru, priority
-from kvweave.prefix.user_policy import UserKeys, UserValues
+from kvweave.prefix.order import Order
 
 POLICIES: dict[str, Callable[[Sequence[PagedGroup]], Order]] = {
     "adaptive": Adaptive,
@@ -21,8 +22,8 @@ POLICIES: dict[str, Callable[[Sequence[PagedGroup]], Order]] = {
 }
 
 
-def order_of(policy: str | Policy, groups: Sequence[PagedGroup], grid: int) -> Order:
+def order_of(policy: str | Policy, groups: Sequence[PagedGroup]) -> Order:
     """The order of a policy, given by its name or as a user's function or object."""
     if isinstance(policy, str):
         return POLICIES[policy](groups)
-    return UserValues(groups, policy, grid) if hasattr(policy, "value") else UserKeys(groups, policy)
+    return UserValues(groups, policy) if hasattr(policy, "value") else UserKeys(groups, policy)

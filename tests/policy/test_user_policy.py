@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvweave.cache import Cache
 from kvweave.errors import PolicyFailed
-from kvweave.prefix import EvictionCandidate, Ghost, Kind, Policy
+from kvweave.policy import EvictionCandidate, Ghost, Policy
+from kvweave.prefix import Kind
 from kvweave.spec import Full, State
 from tests.cache.lives import Life
 from tests.cache.plans import full_plan, group, plan_of

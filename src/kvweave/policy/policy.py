@@ -1,13 +1,13 @@
-"""Eviction policies: which resume point goes first. What a policy may know of a point, and how a cache asks one."""
+"""What a policy may know of a resume point, and the policies with a fixed rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvweave.pool import PagedGroup
-from kvweave.prefix.eviction_queue import EvictionQueue
-from kvweave.prefix.node import Kind, Point, Tokens
+from kvweave.prefix.node import Kind, Point
+from kvweave.prefix.order import Order
 
 
 class EvictionCandidate:
@@ -80,60 +80,6 @@ Policy = Callable[[EvictionCandidate], Any] | ValuePolicy
 """A function whose key stays until the point is used again, the smallest goes first; or a class."""
 
 
-class Order:
-    """How a prefix cache asks a policy: points wait in one of `num_queues` queues (the ends of leaves apart from the
-    others), each in the order of its keys; of the first ones that of the smallest `value` goes."""
-
-    num_queues = 1
-
-    def __init__(self, groups: Sequence[PagedGroup]) -> None:
-        self.groups = groups
-        self.floor = 0.0
-        """Of orders in which time passes as memory is needed: the key of what was evicted last."""
-
-    def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
-        """The queue in which a point waits, and its key there. Asked at every use: cheap."""
-        raise NotImplementedError
-
-    def value(self, entry: Any, is_tip: bool, now: int) -> Any:  # noqa: ARG002 - a key does not age
-        """Of the first entry (key, arrival, point) of a queue."""
-        return entry[0]
-
-    def choose(self, queues: list[EvictionQueue], now: int) -> Point | None:
-        """The point that goes next, out of these queues."""
-        least: Any = None
-        chosen: Point | None = None
-        for queue in queues:
-            entry = queue.first()
-            if entry is not None:
-                value = self.value(entry, queue.is_tips, now)
-                if chosen is None or value < least:
-                    least, chosen = value, entry[2]
-        return chosen
-
-    def on_hit(self, point: Point, position: int, now: int) -> None:
-        """A prompt goes on from `position`, the point's or one in its run; `last_used` is of the use before."""
-
-    def on_evict(self, point: Point, now: int) -> None:
-        """A point goes, or is moved up to where its leaf is cut."""
-
-    def on_cut(self, point: Point, start: int, now: int) -> None:
-        """After `on_evict`: the rows from `start` on of the leaf that a point ends go."""
-
-    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> dict[int, int]:  # noqa: ARG002
-        """A prompt comes, and so many of its tokens are found. Returns, by position, the hits of points of it that were
-        evicted and are to be made again."""
-        return {}
-
-    def density(self, point: Point, is_tip: bool) -> float:
-        """A power of the tokens that a point saves for its bytes, 1 where these are rows alone; worked out when a point
-        comes first in its queue, and kept until it is used again."""
-        if not point.weight:
-            candidate = EvictionCandidate(point, self.groups, is_tip, point.last_used)
-            point.weight = (max(1, candidate.row_bytes) / max(1, candidate.num_bytes)) ** SIZE_POWER
-        return point.weight
-
-
 class KeyOrder(Order):
     """The order of a function's keys: one queue."""
 
@@ -159,7 +105,15 @@ class WeightedLRU(Order):
         age = now - point.last_used + 1
         if point.kind == Kind.SPACED:
             return -float(age + WANTED)
-        return -age / (self.density(point, is_tip) * (HIT_WEIGHT if point.hits else 1.0))
+        return -age / (self._density(point, is_tip) * (HIT_WEIGHT if point.hits else 1.0))
+
+    def _density(self, point: Point, is_tip: bool) -> float:
+        """A power of the tokens that a point saves for its bytes, 1 where these are rows alone; worked out when a point
+        comes first in its queue, and kept until it is used again."""
+        if not point.weight:
+            candidate = EvictionCandidate(point, self.groups, is_tip, point.last_used)
+            point.weight = (max(1, candidate.row_bytes) / max(1, candidate.num_bytes)) ** SIZE_POWER
+        return point.weight
 
 
 class GreedyDual(Order):

@@ -11,11 +11,12 @@ from math import inf
 from typing import Any
 
 from kvweave.errors import PolicyFailed
+from kvweave.policy.ghosts import Ghosts
+from kvweave.policy.policy import EvictionCandidate
 from kvweave.pool import PagedGroup
 from kvweave.prefix.eviction_queue import EvictionQueue
-from kvweave.prefix.ghosts import Ghosts
 from kvweave.prefix.node import Point, Tokens
-from kvweave.prefix.policy import EvictionCandidate, Order
+from kvweave.prefix.order import Order
 
 ASKED = 8
 """The policy values this many of a queue's least recently used points, and as many random ones."""
@@ -80,13 +81,13 @@ class UserKeys(UserOrder):
 class UserValues(UserOrder):
     """A user's class: `value(point)`, asked when something must go, of some points; the smallest goes first."""
 
-    def __init__(self, groups: Sequence[PagedGroup], policy: Any, grid: int) -> None:
+    def __init__(self, groups: Sequence[PagedGroup], policy: Any) -> None:
         super().__init__(groups, policy)
         self._value = policy.value
         self._on_hit = getattr(policy, "on_hit", None)
         self._on_evict = getattr(policy, "on_evict", None)
         self._on_ghost_hit: Any = getattr(policy, "on_ghost_hit", None)
-        self._ghosts = Ghosts(grid) if self._on_ghost_hit else None
+        self._ghosts = Ghosts(self.grid) if self._on_ghost_hit else None
         self._random = random.Random(0)
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvweave.policy.policy import HIT_WEIGHT, WeightedLRU
 from kvweave.pool.group import paged_groups
-from kvweave.prefix.policy import HIT_WEIGHT, WeightedLRU
 from tests.cache.plans import full_plan
-from tests.prefix.test_adaptive import a_point
+from tests.policy.test_adaptive import a_point
 
 
 def test_what_was_hit_ages_more_slowly_but_ages() -> None:

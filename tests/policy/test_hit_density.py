@@ -8,8 +8,8 @@ from math import exp
 
 import pytest
 
-from kvweave.prefix.age_counts import MOST_HITS
-from kvweave.prefix.hit_density import MOST_FIT, OCTAVES, HitDensity, densities_of
+from kvweave.policy.age_counts import MOST_HITS
+from kvweave.policy.hit_density import MOST_FIT, OCTAVES, HitDensity, densities_of
 
 
 def by_trying_all(hazards: list[float]) -> list[float]:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvweave.cache import Cache
-from kvweave.prefix.adaptive import PRIORS, Adaptive
-from kvweave.prefix.hit_density import FIT
-from kvweave.prefix.stay_chances import COUNTED, LEAST, UPDATE, StayChances
+from kvweave.policy.adaptive import PRIORS, Adaptive
+from kvweave.policy.hit_density import FIT
+from kvweave.policy.stay_chances import COUNTED, LEAST, UPDATE, StayChances
 from kvweave.spec import Full, State
 from tests.cache.plans import full_plan, group, plan_of
-from tests.prefix.test_user_policy import run
+from tests.policy.test_user_policy import run
 
 
 def chances_of(cache: Cache) -> StayChances:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, log
 
-from kvweave.prefix.evicted_runs import EvictedRun
-from kvweave.prefix.hit_density import HitDensity
+from kvweave.policy.evicted_runs import EvictedRun
+from kvweave.policy.hit_density import HitDensity
 from kvweave.prefix.node import Point
 
 YOUNG = 4

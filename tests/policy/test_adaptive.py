@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from kvweave.cache import Cache
+from kvweave.policy.adaptive import CLASSES, MOST_PROVEN, MOST_WEIGHT, PRIORS, REST, SPACED_PRIOR, Adaptive, class_of
+from kvweave.policy.age_counts import MOST_HITS
+from kvweave.policy.class_weights import FIT, OCTAVES
 from kvweave.prefix import Kind
-from kvweave.prefix.adaptive import CLASSES, MOST_PROVEN, MOST_WEIGHT, PRIORS, REST, SPACED_PRIOR, Adaptive, class_of
-from kvweave.prefix.age_counts import MOST_HITS
-from kvweave.prefix.class_weights import FIT, OCTAVES
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Node, Point
 from kvweave.spec import Full, State
 from tests.cache.plans import full_plan, group, plan_of
-from tests.prefix.test_user_policy import run
+from tests.policy.test_user_policy import run
 
 NOTHING_FOUND, MUCH_FOUND = CLASSES.index("answer end, nothing found"), CLASSES.index("answer end, half or more found")
 
