@@ -1,6 +1,8 @@
-"""Release notes: the section of the changelog that a tag names, and nothing else."""
+"""Releases: notes are the section of the changelog that a tag names, and an sdist has what belongs to it."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +36,17 @@ def test_a_tag_that_does_not_agree_is_refused(tag: str, version: str) -> None:
 
 def test_the_version_is_read_without_an_import() -> None:
     assert package_version((ROOT / "src" / "kvweave" / "__init__.py").read_text()) == kvweave.__version__
+
+
+def test_an_sdist_has_no_file_that_an_import_beside_its_build_makes_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "tests" / "__pycache__"
+    cached.mkdir(parents=True)
+    for name in ("conftest.cpython-311.pyc", "conftest.cpython-311.pyc.140245", "../conftest.py"):
+        (cached / name).touch()
+    monkeypatch.chdir(tmp_path)
+    files = pytest.importorskip("setuptools.command.egg_info").FileList()
+    for line in (ROOT / "MANIFEST.in").read_text().splitlines():
+        files.process_template_line(line)
+    assert [path.replace("\\", "/") for path in files.files] == ["tests/conftest.py"]

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ("--constraint", str(ROOT / "constraints.txt"))
-COMPILED = ("pool", "prefix", "table", "cache")
+COMPILED = ("pool", "prefix", "policy", "table", "cache")
 
 USE = """
 import kvweave as kw
