@@ -13,7 +13,6 @@ from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import NO_PAGES, NULL, Ids
 from kvweave.prefix import NEVER, Kind, Node
-from kvweave.prefix.tree import PageRun
 
 Held = list[Ids]
 UNKNOWN = b""
@@ -207,24 +206,9 @@ class Publisher:
         for point in points:
             if not node.start < point <= node.end:
                 continue
-            states = sequence.snapshots.pop(point, ())
-            runs = self._filled_windows(held, node, point) if node.point_at(point) is None else None
-            if runs is not None:
-                kind = self._kind(sequence, point)
-                found, hits = sequence.num_cached, sequence.remembered.get(point, 0)
-                state.prefix.add_point(node, point, kind, states, runs, sequence.priority, found, hits)
-            else:
+            states, kind = sequence.snapshots.pop(point, ()), self._kind(sequence, point)
+            found, hits = sequence.num_cached, sequence.remembered.get(point, 0)
+            if node.point_at(point) is not None or not state.prefix.add_point(
+                node, point, kind, states, held, sequence.priority, found, hits
+            ):
                 state.free_snapshot(states)
-
-    def _filled_windows(self, held: Held, node: Node, point: int) -> list[PageRun] | None:
-        """The window pages of a point, after ours have filled their gaps; None where some are nowhere."""
-        gaps, runs = list[tuple[PageRun, Ids]](), self.state.prefix.window_runs(node, point)
-        for run in runs:
-            if np.count_nonzero(run.pages) < len(run.pages):
-                ours = held[run.group.number][run.first : run.first + len(run.pages)]
-                if np.count_nonzero(run.pages | ours) < len(ours):
-                    return None
-                gaps.append((run, ours))
-        for run, ours in gaps:
-            self.state.prefix.tree.fill(run, ours)
-        return runs

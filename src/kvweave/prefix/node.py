@@ -5,6 +5,9 @@
 
 Per full group a node holds the page of every block of its run; per window group an array with NULL where no page is
 kept: exactly the blocks of [tail(p), p) of the points p are. The states of a point are pages of its own, one a group.
+
+Tails never go back, so what a point needs of the blocks before the point above it that point needs as well: each point
+counts only as a holder of the pages between the two, however many runs its windows lie in.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.pool import NULL, Ids
+from kvweave.pool import NULL, Ids, PagedGroup
 
 Tokens = NDArray[np.int32]
 StatePages = tuple[int, ...]
@@ -50,6 +53,8 @@ class Point:
         self.hits = 0
         self.priority = 0
         self.pins = 0
+        self.kept_from = 0
+        """It is counted as a holder of the window pages that it needs from here on; a point above it is of the others."""
         self.found = 0
         """Tokens that the request which made it had found in the cache."""
         self.continued = False
@@ -70,13 +75,7 @@ class Point:
 
     def position_above(self, *, skip_spaced: bool = False) -> int:
         """The nearest point above it, or 0: what it saves is the tokens between."""
-        node: Node | None = self.node
-        while node is not None:
-            for point in reversed(node.points):
-                if point.position < self.position and not (skip_spaced and point.kind == Kind.SPACED):
-                    return point.position
-            node = node.parent
-        return 0
+        return self.node.last_point(self.position - 1, skip_spaced=skip_spaced)
 
 
 class Node:
@@ -106,6 +105,23 @@ class Node:
             if point.position <= position:
                 return point if point.position == position else None
         return None
+
+    def last_point(self, limit: int, low: int = 0, *, skip_spaced: bool = False) -> int:
+        """The last point in (low, limit] on the path down to this node; `low` if there is none."""
+        at: Node | None = self
+        while at is not None and at.end > low:
+            for point in reversed(at.points):
+                if point.position <= limit and not (skip_spaced and point.kind == Kind.SPACED):
+                    return max(low, point.position)
+            at = at.parent
+        return low
+
+    def page_of(self, group: PagedGroup, block: int) -> int:
+        """The page of a block, in this node or above."""
+        node = self
+        while node.start > block * group.slot_tokens and node.parent is not None:
+            node = node.parent
+        return int(node.pages[group.number][block - node.start // group.slot_tokens])
 
     def first_spaced(self) -> Point | None:
         """The first of the points that nobody has asked for."""

@@ -106,7 +106,8 @@ class PrefixCache:
         if node.end > position:
             node = self.split(node, position)
         if point is None:
-            point = self.add_point(node, position, Kind.BRANCH, (), self.window_runs(node, position), priority)
+            point = self._new_point(node, position, Kind.BRANCH)
+            assert point is not None, "a hit has its windows"
         if not point.hits and not node.children:
             point.continued = True
         point.kind, point.cut = max(point.kind, Kind.BRANCH), False
@@ -183,33 +184,55 @@ class PrefixCache:
         position: int,
         kind: Kind,
         states: StatePages,
-        runs: list[PageRun],
+        held: Sequence[Ids],
         priority: int = 0,
         found: int = 0,
         hits: int = 0,
-    ) -> Point:
-        """A resume point, whose window pages, `runs`, are in the tree already. Its states are the tree's from now on.
-        `found`: tokens that the request which makes it had found; `hits`: those that it had before it was evicted."""
-        point = self._new_point(node, position, kind, states, runs)
-        point.priority, point.found, point.hits = priority, found, hits
-        self.requeue(point)
-        return point
+    ) -> bool:
+        """A resume point. Its states are the tree's from now on, and so are window pages of `held` (by group and block)
+        that the tree lacks; False, and nothing done, where they do not suffice. `found`: tokens that the request which
+        makes it had found; `hits`: those that it had before it was evicted."""
+        point = self._new_point(node, position, kind, states, held)
+        if point is not None:
+            point.priority, point.found, point.hits = priority, found, hits
+            self.requeue(point)
+        return point is not None
 
-    def window_runs(self, node: Node, position: int) -> list[PageRun]:
-        """All window pages that going on from a position in `node` needs."""
-        return [run for group in self._windows for run in self.tree.window_runs(group, node, position)]
+    def window_runs(self, node: Node, position: int, start: int = 0) -> list[PageRun]:
+        """All window pages, from `start` on, that going on from a position in `node` needs."""
+        return [run for group in self._windows for run in self.tree.window_runs(group, node, position, start)]
 
-    def _new_point(self, node: Node, position: int, kind: Kind, states: StatePages, runs: list[PageRun]) -> Point:
-        """A point that waits in no queue yet."""
+    def _new_point(
+        self, node: Node, position: int, kind: Kind, states: StatePages = (), held: Sequence[Ids] = ()
+    ) -> Point | None:
+        """A point that waits in no queue yet; None where window pages that it needs are nowhere."""
+        above = node.last_point(position - 1) if self._windows else 0
+        runs = self.window_runs(node, position, above)
+        if held and not self._fill(runs, held):
+            return None
         point = self.tree.add_point(node, position, kind, states)
+        point.kept_from = above
         self._use(point)
         for group, page in zip(self.tree.states, states):
             self._pages[group.number].cache_one(page)
         for run in runs:
             self._pages[run.group.number].enter_cache(run.pages)
         if self._held is not None:
-            self._held.set_ends(point, runs)
+            self._held.set_ends(point)
         return point
+
+    def _fill(self, runs: list[PageRun], held: Sequence[Ids]) -> bool:
+        """Fill the gaps of window runs with held pages; False, and nothing done, where some are nowhere."""
+        gaps = list[tuple[PageRun, Ids]]()
+        for run in runs:
+            if np.count_nonzero(run.pages) < len(run.pages):
+                ours = held[run.group.number][run.first : run.first + len(run.pages)]
+                if np.count_nonzero(run.pages | ours) < len(ours):
+                    return False
+                gaps.append((run, ours))
+        for run, ours in gaps:
+            self.tree.fill(run, ours)
+        return True
 
     def keep_needed(self, node: Node) -> None:
         """Of the window pages of a new run the tree keeps those that points need."""
@@ -379,7 +402,7 @@ class PrefixCache:
     def _drop_spaced(self, first: Point) -> None:
         """Evict the spaced points of a run, but those whose pages tables reference."""
         node = first.node
-        for point in list(node.points):
+        for point in node.points[::-1]:
             is_kept = point.queue.is_tips if point.queue is not None else self._held and self._held.holds(point)
             if point.kind == Kind.SPACED and (point is first or not is_kept):
                 self.drop_point(point)
@@ -409,11 +432,22 @@ class PrefixCache:
 
     def _remove_point(self, point: Point) -> None:
         """Take a point out of the tree, with the window pages that no other point needs."""
-        for run in self.window_runs(point.node, point.position):
+        for below in self.tree.points_below(point) if self._windows else ():
+            self._hand_down(point, below)
+        for run in self.window_runs(point.node, point.position, point.kept_from):
             before = run.pages.copy() if self.tree.emit else run.pages
             if self._pages[run.group.number].leave_cache(run.pages):
                 self.tree.emit_lost(run, before)
         self.tree.remove_point(point)
+
+    def _hand_down(self, point: Point, below: Point) -> None:
+        """The next point below one that goes is counted as a holder instead of it."""
+        start, stop = point.kept_from, below.kept_from
+        if start < stop:
+            below.kept_from = start
+            for group in self._windows:
+                for run in self.tree.window_runs(group, point.node, below.position, start, stop):
+                    self._pages[group.number].enter_cache(run.pages)
 
     # ---- leaves end at a point
 
@@ -470,7 +504,8 @@ class PrefixCache:
     def _successor(self, node: Node, position: int, replaced: Point | None, is_evicted: bool) -> Point:
         """A new point for one that goes, or is evicted."""
         kind = Kind.ANSWER if replaced is None else replaced.kind
-        point = self._new_point(node, position, kind, (), self.window_runs(node, position))
+        point = self._new_point(node, position, kind)
+        assert point is not None, "it is resumable"
         if replaced is not None:
             point.last_used, point.floor = replaced.last_used, replaced.floor
             point.found, point.continued, point.cut = replaced.found, replaced.continued, is_evicted

@@ -19,6 +19,7 @@ from kvweave.prefix.events import Cleared, Event, Joined, Kept, Lost, Removed, S
 from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.prompt import num_equal
+from kvweave.prefix.retention import NEVER
 
 PublishRunning = Callable[[Node, bytes], None]
 """Publishes running sequences attached to a node that continue with these tokens."""
@@ -106,7 +107,7 @@ class Tree:
         limit = limit // self.grid * self.grid
         if limit <= low or not (self.states or self._windows):
             return max(low, limit)
-        low = self._last_point(node, limit, low)
+        low = node.last_point(limit, low)
         if self.states or low == limit:
             return low
         if self._has_windows_of(node, limit):
@@ -114,16 +115,6 @@ class Tree:
         positions = np.arange(low // self.grid + 1, limit // self.grid + 1) * self.grid
         present = [self._present(group, node, int(positions[0]), limit) for group in self._windows]
         return joint_hit(present, self.grid, limit, positions) or low
-
-    def _last_point(self, node: Node, limit: int, low: int) -> int:
-        """The last point in (low, limit] on the path down to a node; `low` if none."""
-        at: Node | None = node
-        while at is not None and at.end > low:
-            for point in reversed(at.points):
-                if point.position <= limit:
-                    return max(low, point.position)
-            at = at.parent
-        return low
 
     def runs(self, group: PagedGroup, node: Node, low: int, high: int) -> list[PageRun]:
         """The pages of the blocks [low, high) on the path down to `node`, from the lowest node up."""
@@ -138,12 +129,16 @@ class Tree:
             at = at.parent
         return runs
 
-    def window_runs(self, group: PagedGroup, node: Node, position: int) -> list[PageRun]:
-        """The pages of a window, head included, that going on from a position in `node` needs."""
-        end = position // group.slot_tokens
+    def window_runs(
+        self, group: PagedGroup, node: Node, position: int, start: int = 0, stop: int = NEVER
+    ) -> list[PageRun]:
+        """The pages of a window, head included, that going on from a position needs, of the tokens [start, stop) on the
+        path down to `node`."""
+        low, end = start // group.slot_tokens, min(position, stop) // group.slot_tokens
         first = min(group.first_block(position), end)
-        runs = self.runs(group, node, first, end)
-        return runs + self.runs(group, node, 0, min(group.head_blocks, first)) if group.head_blocks else runs
+        runs = self.runs(group, node, max(first, low), end)
+        head = min(group.head_blocks, first)
+        return runs + self.runs(group, node, low, head) if low < head else runs
 
     def _has_windows_of(self, node: Node, position: int) -> bool:
         """Whether all window pages are there that going on from a position in `node` needs."""
@@ -239,6 +234,20 @@ class Tree:
         node.points.insert(at, point)
         self.emit_kept(node, self.states)
         return point
+
+    def points_below(self, point: Point) -> list[Point]:
+        """The next point on every path from a point down."""
+        points = point.node.points
+        if points[-1] is not point:
+            return [points[bisect_left(points, point.position, key=_position) + 1]]
+        found, stack = list[Point](), list(point.node.children.values())
+        while stack:
+            node = stack.pop()
+            if node.points:
+                found.append(node.points[0])
+            else:
+                stack.extend(node.children.values())
+        return found
 
     # ---- shrinking
 
