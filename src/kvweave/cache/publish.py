@@ -7,12 +7,14 @@ window pages are held by the table and by the tree.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import NO_PAGES, NULL, Ids
-from kvweave.prefix import NEVER, Kind, Node
+from kvweave.prefix import NEVER, Kind, Node, Point
 
 Held = list[Ids]
 UNKNOWN = b""
@@ -202,13 +204,16 @@ class Publisher:
 
     def _add_points(self, sequence: Sequence, points: list[int], held: Held) -> None:
         """Resume points in the sequence's node, where the window pages they need are there or the sequence's."""
-        state, node = self.state, sequence.node
-        for point in points:
-            if not node.start < point <= node.end:
-                continue
-            states, kind = sequence.snapshots.pop(point, ()), self._kind(sequence, point)
-            found, hits = sequence.num_cached, sequence.remembered.get(point, 0)
-            if node.point_at(point) is not None or not state.prefix.add_point(
-                node, point, kind, states, held, sequence.priority, found, hits
-            ):
+        state, node, new = self.state, sequence.node, list[Point]()
+        taken = {point.position for point in node.points}
+        for position in points[bisect_right(points, node.start) : bisect_right(points, node.end)]:
+            states = sequence.snapshots.pop(position, ())
+            if position in taken:
                 state.free_snapshot(states)
+                continue
+            point = Point(node, position, self._kind(sequence, position), states)
+            point.priority, point.found = sequence.priority, sequence.num_cached
+            point.hits = sequence.remembered.get(position, 0)
+            new.append(point)
+        for point in state.prefix.add_points(new, held):
+            state.free_snapshot(point.states)

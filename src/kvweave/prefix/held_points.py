@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvweave.pool import GroupPages, Ids
+from kvweave.pool import NULL, GroupPages, Ids
 from kvweave.prefix.node import Point
 
 MOST_AT_ONCE = 64
@@ -43,6 +43,8 @@ class HeldPoints:
         """Whether a point that is in no queue would be held."""
         if point.held == QUEUED_ANYWAY:
             return False
+        if point.last_page == NULL:
+            self.set_ends(point)
         return self._pages.is_referenced(point.last_page) and self._pages.is_referenced(point.first_page)
 
     def add(self, point: Point) -> None:

@@ -107,7 +107,6 @@ class PrefixCache:
             node = self.split(node, position)
         if point is None:
             point = self._new_point(node, position, Kind.BRANCH)
-            assert point is not None, "a hit has its windows"
         if not point.hits and not node.children:
             point.continued = True
         point.kind, point.cut = max(point.kind, Kind.BRANCH), False
@@ -178,48 +177,52 @@ class PrefixCache:
             self._pages[group.number].num_cached += len(pages[group.number])
         return node
 
-    def add_point(
-        self,
-        node: Node,
-        position: int,
-        kind: Kind,
-        states: StatePages,
-        held: Sequence[Ids],
-        priority: int = 0,
-        found: int = 0,
-        hits: int = 0,
-    ) -> bool:
-        """A resume point. Its states are the tree's from now on, and so are window pages of `held` (by group and block)
-        that the tree lacks; False, and nothing done, where they do not suffice. `found`: tokens that the request which
-        makes it had found; `hits`: those that it had before it was evicted."""
-        point = self._new_point(node, position, kind, states, held)
-        if point is not None:
-            point.priority, point.found, point.hits = priority, found, hits
-            self.requeue(point)
-        return point is not None
+    def add_points(self, points: list[Point], held: Sequence[Ids]) -> list[Point]:
+        """New resume points of one run, ascending. Their states are the tree's from now on, and so are window pages of
+        `held` (by group and block) that the tree lacks. Returns those for which there are not all pages, left out."""
+        if len(points) > 1 and self._add(points, held, is_queued=True):
+            return []
+        return [point for point in points if not self._add([point], held, is_queued=True)]
 
     def window_runs(self, node: Node, position: int, start: int = 0) -> list[PageRun]:
         """All window pages, from `start` on, that going on from a position in `node` needs."""
         return [run for group in self._windows for run in self.tree.window_runs(group, node, position, start)]
 
-    def _new_point(
-        self, node: Node, position: int, kind: Kind, states: StatePages = (), held: Sequence[Ids] = ()
-    ) -> Point | None:
-        """A point that waits in no queue yet; None where window pages that it needs are nowhere."""
-        above = node.last_point(position - 1) if self._windows else 0
-        runs = self.window_runs(node, position, above)
-        if held and not self._fill(runs, held):
-            return None
-        point = self.tree.add_point(node, position, kind, states)
-        point.kept_from = above
-        self._use(point)
-        for group, page in zip(self.tree.states, states):
-            self._pages[group.number].cache_one(page)
+    def _new_point(self, node: Node, position: int, kind: Kind) -> Point:
+        """A point that waits in no queue yet, where everything is that it needs."""
+        point = Point(node, position, kind, ())
+        self._add([point], (), is_queued=False)
+        return point
+
+    def _add(self, points: list[Point], held: Sequence[Ids], is_queued: bool) -> bool:
+        """Add a point, or several ones between which there is no gap; False, and nothing done, where that cannot be."""
+        node, first, last = points[0].node, points[0].position, points[-1].position
+        above, runs = 0, list[PageRun]()
+        if self._windows:
+            above = node.last_point(last)
+            if last > first and (above > first or not self._are_close(points)):
+                return False
+            runs = self.window_runs(node, first, above)
+            for group in self._windows if last > first else ():
+                runs += self.tree.runs(group, node, first // group.slot_tokens, last // group.slot_tokens)
+            if held and not self._fill(runs, held):
+                return False
         for run in runs:
             self._pages[run.group.number].enter_cache(run.pages)
-        if self._held is not None:
-            self._held.set_ends(point)
-        return point
+        for point in points:
+            self.tree.add_point(point)
+            point.kept_from, above = above, point.position
+            self._use(point)
+            for group, page in zip(self.tree.states, point.states):
+                self._pages[group.number].cache_one(page)
+            if is_queued:
+                self.requeue(point)
+        return True
+
+    def _are_close(self, points: list[Point]) -> bool:
+        """Whether each of some points needs all window pages since the one before it."""
+        at = np.array([point.position for point in points])
+        return all((g.first_blocks(at[1:]) <= at[:-1] // g.slot_tokens).all() for g in self._windows)
 
     def _fill(self, runs: list[PageRun], held: Sequence[Ids]) -> bool:
         """Fill the gaps of window runs with held pages; False, and nothing done, where some are nowhere."""
@@ -505,7 +508,6 @@ class PrefixCache:
         """A new point for one that goes, or is evicted."""
         kind = Kind.ANSWER if replaced is None else replaced.kind
         point = self._new_point(node, position, kind)
-        assert point is not None, "it is resumable"
         if replaced is not None:
             point.last_used, point.floor = replaced.last_used, replaced.floor
             point.found, point.continued, point.cut = replaced.found, replaced.continued, is_evicted

@@ -17,7 +17,7 @@ import numpy as np
 from kvweave.pool import NO_PAGES, NULL, Ids, PagedGroup
 from kvweave.prefix.events import Cleared, Event, Joined, Kept, Lost, Removed, Split, Stored, Trimmed
 from kvweave.prefix.joint import Present, joint_hit
-from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
+from kvweave.prefix.node import Node, Point, Tokens
 from kvweave.prefix.prompt import num_equal
 from kvweave.prefix.retention import NEVER
 
@@ -226,14 +226,13 @@ class Tree:
         np.copyto(run.pages, pages, where=run.pages == NULL)
         self.emit_kept(run.node, [run.group])
 
-    def add_point(self, node: Node, position: int, kind: Kind, states: StatePages) -> Point:
+    def add_point(self, point: Point) -> None:
         """Points of a run are in order; most come at its end."""
-        point, at = Point(node, position, kind, states), len(node.points)
-        while at and node.points[at - 1].position > position:
+        node, at = point.node, len(point.node.points)
+        while at and node.points[at - 1].position > point.position:
             at -= 1
         node.points.insert(at, point)
         self.emit_kept(node, self.states)
-        return point
 
     def points_below(self, point: Point) -> list[Point]:
         """The next point on every path from a point down."""
