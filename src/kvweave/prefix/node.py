@@ -85,8 +85,8 @@ class Node:
     def __init__(self, id: int, parent: Node | None, start: int, tokens: Tokens, pages: list[Ids]) -> None:
         self.id = id
         self.parent = parent
-        self.namespace: Any = None
-        """Of a root: what its sequences have in common."""
+        self.namespace: Any = None if parent is None else parent.namespace
+        """What the sequences below its root have in common."""
         self.start = start
         self.end = start + len(tokens)
         self.tokens = tokens

@@ -9,7 +9,7 @@ only it needs (`_inner`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 
@@ -69,23 +69,24 @@ class PrefixCache:
     def match(self, namespace: Hashable, tokens: Tokens, publish: PublishRunning) -> Match:
         """The longest run of tokens in the tree; sequences that have more of them are published on the way."""
         match = self.tree.match(namespace, tokens, publish)
-        if match.node is not None and match.num_nodes > LONGEST_PATH and self._join(match.node.path()):
+        if match.node is not None and match.num_nodes > LONGEST_PATH and self._join(match.node):
             match = self.tree.match(namespace, tokens)
         return match
 
-    def _join(self, nodes: list[Node]) -> bool:
-        """Join the runs of a path that neither a branch nor a holder keeps apart."""
-        runs = [[nodes[0]]]
-        for upper, node in pairwise(nodes):
-            apart = len(upper.children) > 1 or upper.uses or upper.pins != node.pins
-            if apart:
-                runs.append([node])
+    def _join(self, node: Node) -> bool:
+        """Join the runs on the path down to a node that neither a branch nor a holder keeps apart; whether there were
+        any."""
+        run, joined = [node], False  # from the lowest node up
+        while (upper := node.parent) is not None:
+            if len(upper.children) > 1 or upper.uses or upper.pins != node.pins or upper.parent is None:
+                if len(run) > 1:
+                    self.tree.join(run[::-1])
+                    run, joined = [upper], True
+                run[0] = upper
             else:
-                runs[-1].append(node)
-        for run in runs:
-            if len(run) > 1:
-                self.tree.join(run)
-        return len(runs) < len(nodes)
+                run.append(upper)
+            node = upper
+        return joined
 
     def tick(self) -> int:
         self._clock += 1
@@ -147,8 +148,7 @@ class PrefixCache:
                 changed.append(at)
             at = at.parent
         for group in self._full if changed else ():
-            pages = [node.pages[group.number] for node in changed]
-            self._pages[group.number].count_evictable(pages[0] if len(pages) == 1 else np.concatenate(pages), -sign)
+            self._pages[group.number].count_evictable([node.pages[group.number] for node in changed], -sign)
 
     def pin_states(self, point: Point, sign: int) -> None:
         """Somebody must find the states of a point unharmed (1), or needs them no more (-1)."""
