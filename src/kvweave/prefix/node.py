@@ -54,7 +54,7 @@ class Point:
         self.priority = 0
         self.pins = 0
         self.kept_from = 0
-        """It is counted as a holder of the window pages that it needs from here on; a point above it is of the others."""
+        """Of the window pages that it needs it is counted as a holder from here on; a point above holds the others."""
         self.found = 0
         """Tokens that the request which made it had found in the cache."""
         self.continued = False

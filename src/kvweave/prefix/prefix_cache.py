@@ -405,7 +405,7 @@ class PrefixCache:
     def _drop_spaced(self, first: Point) -> None:
         """Evict the spaced points of a run, but those whose pages tables reference."""
         node = first.node
-        for point in node.points[::-1]:
+        for point in list(node.points):
             is_kept = point.queue.is_tips if point.queue is not None else self._held and self._held.holds(point)
             if point.kind == Kind.SPACED and (point is first or not is_kept):
                 self.drop_point(point)
@@ -435,22 +435,28 @@ class PrefixCache:
 
     def _remove_point(self, point: Point) -> None:
         """Take a point out of the tree, with the window pages that no other point needs."""
-        for below in self.tree.points_below(point) if self._windows else ():
-            self._hand_down(point, below)
-        for run in self.window_runs(point.node, point.position, point.kept_from):
+        for run in self._hand_down(point) if self._windows else ():
             before = run.pages.copy() if self.tree.emit else run.pages
             if self._pages[run.group.number].leave_cache(run.pages):
                 self.tree.emit_lost(run, before)
         self.tree.remove_point(point)
 
-    def _hand_down(self, point: Point, below: Point) -> None:
-        """The next point below one that goes is counted as a holder instead of it."""
-        start, stop = point.kept_from, below.kept_from
-        if start < stop:
-            below.kept_from = start
+    def _hand_down(self, point: Point) -> list[PageRun]:
+        """The next points below one that goes are counted as holders instead of it; returns what it holds no more."""
+        start, node, others = point.kept_from, point.node, self.tree.points_below(point)
+        if len(others) == 1 and others[0].kept_from == point.position:  # it takes over what both need as it is
+            others[0].kept_from, runs = start, list[PageRun]()
             for group in self._windows:
-                for run in self.tree.window_runs(group, point.node, below.position, start, stop):
+                low = max(group.first_block(point.position), start // group.slot_tokens)
+                end = min(group.first_block(others[0].position), point.position // group.slot_tokens)
+                runs += self.tree.runs(group, node, low, end)
+            return runs
+        for other in others:
+            for group in self._windows if start < other.kept_from else ():
+                for run in self.tree.window_runs(group, node, other.position, start, other.kept_from):
                     self._pages[group.number].enter_cache(run.pages)
+            other.kept_from = min(start, other.kept_from)
+        return self.window_runs(node, point.position, start)
 
     # ---- leaves end at a point
 

@@ -240,7 +240,7 @@ class Tree:
         """The next point on every path from a point down."""
         points = point.node.points
         if points[-1] is not point:
-            return [points[bisect_left(points, point.position, key=_position) + 1]]
+            return [points[_index(point) + 1]]
         found, stack = list[Point](), list(point.node.children.values())
         while stack:
             node = stack.pop()
@@ -253,7 +253,7 @@ class Tree:
     # ---- shrinking
 
     def remove_point(self, point: Point) -> None:
-        del point.node.points[bisect_left(point.node.points, point.position, key=_position)]
+        del point.node.points[_index(point)]
         point.alive = False
         if self.emit:
             for group in self.states:
@@ -315,8 +315,10 @@ class Tree:
             self.emit(Kept(node.id, group.tag, tuple(blocks)))
 
 
-def _position(point: Point) -> int:
-    return point.position
+def _index(point: Point) -> int:
+    """Its place among the points of its run; most that go are the first one."""
+    points = point.node.points
+    return 0 if points[0] is point else bisect_left(points, point.position, key=lambda other: other.position)
 
 
 def _own(array: Ids) -> Ids:
