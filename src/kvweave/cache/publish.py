@@ -192,15 +192,11 @@ class Publisher:
         for group in self.state.rows:
             table, first = self.state.tables[group.number], node.start // group.slot_tokens
             ours, theirs = table.pages[sequence.row, first : node.end // group.slot_tokens], node.pages[group.number]
-            if group.is_full:
-                gone = ours.copy()
-                table.write(sequence.row, first, theirs)
-            else:
-                swapped = (ours != theirs) & (ours != NULL) & (theirs != NULL)
-                gone = ours[swapped]
+            swapped = (ours != theirs) & (ours != NULL) & (theirs != NULL)
+            if group.is_window:
                 self.state.pages[group.number].share(theirs[swapped])
-                table.write(sequence.row, first, np.where(swapped, theirs, ours))
-            self.state.pages[group.number].release(gone)
+            self.state.pages[group.number].release(ours[swapped])
+            table.write(sequence.row, first, np.where(swapped, theirs, ours))
 
     def _add_points(self, sequence: Sequence, points: list[int], held: Held) -> None:
         """Resume points in the sequence's node, where the window pages they need are there or the sequence's."""

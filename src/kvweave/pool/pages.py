@@ -240,10 +240,7 @@ class GroupPages:
         return max(0, -(-(count - self.free_pages.size) // self.per_superpage))
 
     def free_in(self) -> Counts:
-        counts: Counts = np.bincount(
-            self.free_pages.all // self.per_superpage, minlength=len(self.evictable_in)
-        ).astype(np.int64)
-        return counts
+        return np.bincount(self.free_pages.all // self.per_superpage, minlength=len(self.evictable_in))
 
     def empty_superpages(self) -> Ids:
         """Super-pages of this group none of whose pages is in use."""

@@ -6,8 +6,7 @@
 Per full group a node holds the page of every block of its run; per window group an array with NULL where no page is
 kept: exactly the blocks of [tail(p), p) of the points p are. The states of a point are pages of its own, one a group.
 
-Tails never go back, so what a point needs of the blocks before the point above it that point needs as well: each point
-counts only as a holder of the pages between the two, however many runs its windows lie in.
+What a point needs before the point above it that one needs as well: each is counted for the pages between the two.
 """
 
 from __future__ import annotations
@@ -69,13 +68,9 @@ class Point:
         self.queued = 0
         """Clock when it came to wait there."""
         self.first_page = self.last_page = NULL
-        """Of the shortest window: the first and the last page that it needs; NULL where eviction does not ask."""
+        """Of the shortest window: the first page behind the head that it needs, and the last; NULL until asked."""
         self.held = -1
         """Its number among the held points, if it is one of them (see `held_points`)."""
-
-    def position_above(self, *, skip_spaced: bool = False) -> int:
-        """The nearest point above it, or 0: what it saves is the tokens between."""
-        return self.node.last_point(self.position - 1, skip_spaced=skip_spaced)
 
 
 class Node:

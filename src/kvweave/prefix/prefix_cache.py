@@ -13,17 +13,17 @@ from itertools import islice
 
 import numpy as np
 
-from kvweave.pool import GroupPages, Ids, PagedGroup
+from kvweave.pool import NULL, GroupPages, Ids, PagedGroup
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.held_points import MOST_AT_ONCE, NOT_HELD, QUEUED_ANYWAY, HeldPoints
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.order import Order
+from kvweave.prefix.retention import NEVER
 from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
-NO_LIMIT = 2**62
 
 
 class PrefixCache:
@@ -58,11 +58,11 @@ class PrefixCache:
     def _held_points(self) -> HeldPoints | None:
         """States can be evicted whatever tables reference: where they are most of a point, no point is held."""
         state_bytes = sum(group.page_bytes for group in self.tree.states if group.has_pages)
-        window_bytes = sum(group.page_bytes * _span(group) // group.slot_tokens for group in self._windows)
+        window_bytes = sum(group.page_bytes * (group.reach.span or 0) // group.slot_tokens for group in self._windows)
         moving = [group for group in self._windows if group.needs_last_block]
         if not moving or state_bytes >= window_bytes:
             return None
-        return HeldPoints(self._pages[min(moving, key=_span).number])
+        return HeldPoints(self._pages[min(moving, key=lambda group: group.reach.span or 0).number])
 
     # ---- looking
 
@@ -74,8 +74,7 @@ class PrefixCache:
         return match
 
     def _join(self, node: Node) -> bool:
-        """Join the runs on the path down to a node that neither a branch nor a holder keeps apart; whether there were
-        any."""
+        """Join runs on the path to a node that neither a branch nor a holder keeps apart; whether there are any."""
         run, joined = [node], False  # from the lowest node up
         while (upper := node.parent) is not None:
             if len(upper.children) > 1 or upper.uses or upper.pins != node.pins or upper.parent is None:
@@ -107,7 +106,8 @@ class PrefixCache:
         if node.end > position:
             node = self.split(node, position)
         if point is None:
-            point = self._new_point(node, position, Kind.BRANCH)
+            point = Point(node, position, Kind.BRANCH, ())
+            self._add([point], is_queued=False)
         if not point.hits and not node.children:
             point.continued = True
         point.kind, point.cut = max(point.kind, Kind.BRANCH), False
@@ -180,21 +180,22 @@ class PrefixCache:
     def add_points(self, points: list[Point], held: Sequence[Ids]) -> list[Point]:
         """New resume points of one run, ascending. Their states are the tree's from now on, and so are window pages of
         `held` (by group and block) that the tree lacks. Returns those for which there are not all pages, left out."""
-        if len(points) > 1 and self._add(points, held, is_queued=True):
+        if len(points) > 1 and self._add(points, held):
             return []
-        return [point for point in points if not self._add([point], held, is_queued=True)]
+        return [point for point in points if not self._add([point], held)]
 
-    def window_runs(self, node: Node, position: int, start: int = 0) -> list[PageRun]:
-        """All window pages, from `start` on, that going on from a position in `node` needs."""
-        return [run for group in self._windows for run in self.tree.window_runs(group, node, position, start)]
+    def window_runs(self, node: Node, position: int, start: int = 0, stop: int = NEVER) -> list[PageRun]:
+        """The window pages, heads included, that going on from a position needs of the tokens [start, stop) on the path
+        down to `node`."""
+        runs = list[PageRun]()
+        for group in self._windows:
+            low, end = start // group.slot_tokens, min(position, stop) // group.slot_tokens
+            first = min(group.first_block(position), end)
+            runs += self.tree.runs(group, node, max(first, low), end)
+            runs += self.tree.runs(group, node, low, min(group.head_blocks, first))
+        return runs
 
-    def _new_point(self, node: Node, position: int, kind: Kind) -> Point:
-        """A point that waits in no queue yet, where everything is that it needs."""
-        point = Point(node, position, kind, ())
-        self._add([point], (), is_queued=False)
-        return point
-
-    def _add(self, points: list[Point], held: Sequence[Ids], is_queued: bool) -> bool:
+    def _add(self, points: list[Point], held: Sequence[Ids] = (), is_queued: bool = True) -> bool:
         """Add a point, or several ones between which there is no gap; False, and nothing done, where that cannot be."""
         node, first, last = points[0].node, points[0].position, points[-1].position
         above, runs = 0, list[PageRun]()
@@ -234,7 +235,8 @@ class PrefixCache:
                     return False
                 gaps.append((run, ours))
         for run, ours in gaps:
-            self.tree.fill(run, ours)
+            np.copyto(run.pages, ours, where=run.pages == NULL)
+            self.tree.emit_kept(run.node, [run.group])
         return True
 
     def keep_needed(self, node: Node) -> None:
@@ -347,17 +349,15 @@ class PrefixCache:
                     return True
         return False
 
-    def evict(self, group: PagedGroup, count: int, most: int = NO_LIMIT) -> None:
+    def evict(self, group: PagedGroup, count: int, most: int = NEVER) -> None:
         """Free `count` pages of a group in the policy's order, by evicting no more than so many points; no more pages
         where runs can be cut."""
         pages = self._pages[group.number]
         goal = pages.num_evicted + count
         for _ in range(most):
             lacking = goal - pages.num_evicted
-            if lacking <= 0:
-                return
             tokens = self.grid if group.is_state else -(-lacking * group.slot_tokens // self.grid) * self.grid
-            if not self.evict_next(tokens, group.is_full):
+            if lacking <= 0 or not self.evict_next(tokens, group.is_full):
                 return
 
     def evict_next(self, tokens: int, from_leaf: bool = False) -> bool:
@@ -452,9 +452,8 @@ class PrefixCache:
                 runs += self.tree.runs(group, node, low, end)
             return runs
         for other in others:
-            for group in self._windows if start < other.kept_from else ():
-                for run in self.tree.window_runs(group, node, other.position, start, other.kept_from):
-                    self._pages[group.number].enter_cache(run.pages)
+            for run in self.window_runs(node, other.position, start, other.kept_from):
+                self._pages[run.group.number].enter_cache(run.pages)
             other.kept_from = min(start, other.kept_from)
         return self.window_runs(node, point.position, start)
 
@@ -470,18 +469,14 @@ class PrefixCache:
                 return
             if replaced is None and node.points and node.points[-1].position == node.end:
                 break
-            bare = self._is_bare(node)
-            end = node.start if bare else self.tree.last_resumable(node, node.end, node.start)
+            # where a window has no page, nothing is resumable: chains of such runs go quickly
+            moving = [node.pages[g.number] for g in self._windows if g.needs_last_block and not node.points]
+            is_bare = not all(map(np.count_nonzero, moving))
+            end = node.start if is_bare else self.tree.last_resumable(node, node.end, node.start)
             if self._shorten(node, end, replaced):
                 return
             node = parent
         self._requeue_last(node)
-
-    def _is_bare(self, node: Node) -> bool:
-        """Whether nothing in a run is resumable, since a window has no page there: chains of such runs go quickly."""
-        return not node.points and any(
-            group.needs_last_block and not np.count_nonzero(node.pages[group.number]) for group in self._windows
-        )
 
     def _shorten(self, node: Node, end: int, replaced: Point | None) -> bool:
         """Cut a leaf to `end`, which is resumable, or take it out where that is its start; whether it is still there.
@@ -512,8 +507,8 @@ class PrefixCache:
 
     def _successor(self, node: Node, position: int, replaced: Point | None, is_evicted: bool) -> Point:
         """A new point for one that goes, or is evicted."""
-        kind = Kind.ANSWER if replaced is None else replaced.kind
-        point = self._new_point(node, position, kind)
+        point = Point(node, position, Kind.ANSWER if replaced is None else replaced.kind, ())
+        self._add([point], is_queued=False)
         if replaced is not None:
             point.last_used, point.floor = replaced.last_used, replaced.floor
             point.found, point.continued, point.cut = replaced.found, replaced.continued, is_evicted
@@ -526,13 +521,9 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything; nobody may hold anything."""
-        while self.evict_next(NO_LIMIT):
+        while self.evict_next(NEVER):
             pass
         left = {pages.group.tag: pages.num_cached for pages in self._pages if pages.num_cached}
         assert not left, f"pages are left in an empty tree: {left}"
         self.tree.clear()
         self.has_evicted = False
-
-
-def _span(group: PagedGroup) -> int:
-    return group.reach.span or 0

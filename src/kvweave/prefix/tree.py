@@ -19,7 +19,6 @@ from kvweave.prefix.events import Cleared, Event, Joined, Kept, Lost, Removed, S
 from kvweave.prefix.joint import Present, joint_hit
 from kvweave.prefix.node import Node, Point, Tokens
 from kvweave.prefix.prompt import num_equal
-from kvweave.prefix.retention import NEVER
 
 PublishRunning = Callable[[Node, bytes], None]
 """Publishes running sequences attached to a node that continue with these tokens."""
@@ -111,8 +110,6 @@ class Tree:
         low = node.last_point(limit, low)
         if self.states or low == limit:
             return low
-        if self._has_windows_of(node, limit):
-            return limit
         positions = np.arange(low // self.grid + 1, limit // self.grid + 1) * self.grid
         present = [self._present(group, node, int(positions[0]), limit) for group in self._windows]
         return joint_hit(present, self.grid, limit, positions) or low
@@ -130,25 +127,6 @@ class Tree:
                 high = start
             at = at.parent
         return runs
-
-    def window_runs(
-        self, group: PagedGroup, node: Node, position: int, start: int = 0, stop: int = NEVER
-    ) -> list[PageRun]:
-        """The pages of a window, head included, that going on from a position needs, of the tokens [start, stop) on the
-        path down to `node`."""
-        low, end = start // group.slot_tokens, min(position, stop) // group.slot_tokens
-        first = min(group.first_block(position), end)
-        runs = self.runs(group, node, max(first, low), end)
-        head = min(group.head_blocks, first)
-        return runs + self.runs(group, node, low, head) if low < head else runs
-
-    def _has_windows_of(self, node: Node, position: int) -> bool:
-        """Whether all window pages are there that going on from a position in `node` needs."""
-        for group in self._windows:
-            for run in self.window_runs(group, node, position):
-                if np.count_nonzero(run.pages) < len(run.pages):
-                    return False
-        return True
 
     def _present(self, group: PagedGroup, node: Node, low: int, limit: int) -> Present:
         """Which blocks of a window are there, of those that going on from the positions [low, limit] needs."""
@@ -180,11 +158,10 @@ class Tree:
         upper.pins = node.pins
         parent.children[self._key(upper.tokens)] = upper
         node.parent, node.start, node.tokens = upper, position, _own(node.tokens[size:])
-        if node.points:
-            upper.points = [point for point in node.points if point.position <= position]
-            node.points = node.points[len(upper.points) :]
-            for point in upper.points:
-                point.node = upper
+        upper.points = [point for point in node.points if point.position <= position]
+        node.points = node.points[len(upper.points) :]
+        for point in upper.points:
+            point.node = upper
         upper.children[self._key(node.tokens)] = node
         self.num_nodes += 1
         if self.emit:
@@ -223,11 +200,6 @@ class Tree:
         self.emit_kept(node, self.full)
         return node
 
-    def fill(self, run: PageRun, pages: Ids) -> None:
-        """Put pages into the gaps of a window's run."""
-        np.copyto(run.pages, pages, where=run.pages == NULL)
-        self.emit_kept(run.node, [run.group])
-
     def add_point(self, point: Point) -> None:
         """Points of a run are in order; most come at its end."""
         node, at = point.node, len(point.node.points)
@@ -241,13 +213,11 @@ class Tree:
         points = point.node.points
         if points[-1] is not point:
             return [points[_index(point) + 1]]
-        found, stack = list[Point](), list(point.node.children.values())
-        while stack:
-            node = stack.pop()
-            if node.points:
-                found.append(node.points[0])
-            else:
-                stack.extend(node.children.values())
+        found, nodes = list[Point](), list(point.node.children.values())
+        for node in nodes:
+            found += node.points[:1]
+            if not node.points:
+                nodes += node.children.values()
         return found
 
     # ---- shrinking
