@@ -52,8 +52,9 @@ class Point:
         self.hits = 0
         self.priority = 0
         self.pins = 0
-        self.kept_from = 0
-        """Of the window pages that it needs it is counted as a holder from here on; a point above holds the others."""
+        self.shield: Point | None = None
+        """The point above it, if any, that holds the window pages before that one for it; and those it does so for."""
+        self.shielded: list[Point] = []
         self.found = 0
         """Tokens that the request which made it had found in the cache."""
         self.continued = False
@@ -71,6 +72,11 @@ class Point:
         """Of the shortest window: the first page behind the head that it needs, and the last; NULL until asked."""
         self.held = -1
         """Its number among the held points, if it is one of them (see `held_points`)."""
+
+    @property
+    def kept_from(self) -> int:
+        """Of the window pages that it needs, it is counted as a holder of those from here on."""
+        return 0 if self.shield is None else self.shield.position
 
 
 class Node:
@@ -101,15 +107,15 @@ class Node:
                 return point if point.position == position else None
         return None
 
-    def last_point(self, limit: int, low: int = 0, *, skip_spaced: bool = False) -> int:
-        """The last point in (low, limit] on the path down to this node; `low` if there is none."""
+    def last_point(self, limit: int, low: int = 0, *, skip_spaced: bool = False) -> Point | None:
+        """The last point up to `limit` on the path down to this node, of the runs that end behind `low`."""
         at: Node | None = self
         while at is not None and at.end > low:
             for point in reversed(at.points):
                 if point.position <= limit and not (skip_spaced and point.kind == Kind.SPACED):
-                    return max(low, point.position)
+                    return point
             at = at.parent
-        return low
+        return None
 
     def page_of(self, group: PagedGroup, block: int) -> int:
         """The page of a block, in this node or above."""

@@ -24,6 +24,8 @@ from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
+MOST_SHIELDED = 4
+"""A point shields so many others at most: when it goes, each of them is looked at."""
 
 
 class PrefixCache:
@@ -112,7 +114,7 @@ class PrefixCache:
             point.continued = True
         point.kind, point.cut = max(point.kind, Kind.BRANCH), False
         point.hits += 1
-        self._use(point)
+        point.last_used, point.floor = self.tick(), self.order.floor
         point.priority = max(point.priority, priority)
         node.uses += 1
         self._count_holder(node, None, 1)
@@ -198,12 +200,12 @@ class PrefixCache:
     def _add(self, points: list[Point], held: Sequence[Ids] = (), is_queued: bool = True) -> bool:
         """Add a point, or several ones between which there is no gap; False, and nothing done, where that cannot be."""
         node, first, last = points[0].node, points[0].position, points[-1].position
-        above, runs = 0, list[PageRun]()
+        above, runs = node.last_point(last) if self._windows else None, list[PageRun]()
         if self._windows:
-            above = node.last_point(last)
-            if last > first and (above > first or not self._are_close(points)):
+            if last > first and ((above is not None and above.position > first) or not self._are_close(points)):
                 return False
-            runs = self.window_runs(node, first, above)
+            above = above if above is not None and len(above.shielded) < MOST_SHIELDED else None
+            runs = self.window_runs(node, first, 0 if above is None else above.position)
             for group in self._windows if last > first else ():
                 runs += self.tree.runs(group, node, first // group.slot_tokens, last // group.slot_tokens)
             if held and not self._fill(runs, held):
@@ -212,8 +214,10 @@ class PrefixCache:
             self._pages[run.group.number].enter_cache(run.pages)
         for point in points:
             self.tree.add_point(point)
-            point.kept_from, above = above, point.position
-            self._use(point)
+            if self._windows:
+                _shield(above, point)
+                above = point
+            point.last_used, point.floor = self.tick(), self.order.floor
             for group, page in zip(self.tree.states, point.states):
                 self._pages[group.number].cache_one(page)
             if is_queued:
@@ -244,9 +248,6 @@ class PrefixCache:
         for group in self._windows:
             self._pages[group.number].prune(node.pages[group.number])
         self.tree.emit_kept(node, self._windows)
-
-    def _use(self, point: Point) -> None:
-        point.last_used, point.floor = self.tick(), self.order.floor
 
     # ---- queues
 
@@ -442,20 +443,23 @@ class PrefixCache:
         self.tree.remove_point(point)
 
     def _hand_down(self, point: Point) -> list[PageRun]:
-        """The next points below one that goes are counted as holders instead of it; returns what it holds no more."""
-        start, node, others = point.kept_from, point.node, self.tree.points_below(point)
-        if len(others) == 1 and others[0].kept_from == point.position:  # it takes over what both need as it is
-            others[0].kept_from, runs = start, list[PageRun]()
+        """The points that one which goes shields hold what they need instead of it; returns what it holds no more."""
+        start, above, others = point.kept_from, point.shield, point.shielded
+        if above is not None:
+            above.shielded.remove(point)
+        if len(others) == 1:  # it takes over what both need as it is
+            _shield(above, others[0])
+            runs = list[PageRun]()
             for group in self._windows:
                 low = max(group.first_block(point.position), start // group.slot_tokens)
                 end = min(group.first_block(others[0].position), point.position // group.slot_tokens)
-                runs += self.tree.runs(group, node, low, end)
+                runs += self.tree.runs(group, point.node, low, end)
             return runs
         for other in others:
-            for run in self.window_runs(node, other.position, start, other.kept_from):
+            _shield(above if above is not None and len(above.shielded) < MOST_SHIELDED else None, other)
+            for run in self.window_runs(point.node, other.position, other.kept_from, point.position):
                 self._pages[run.group.number].enter_cache(run.pages)
-            other.kept_from = min(start, other.kept_from)
-        return self.window_runs(node, point.position, start)
+        return self.window_runs(point.node, point.position, start)
 
     # ---- leaves end at a point
 
@@ -527,3 +531,9 @@ class PrefixCache:
         assert not left, f"pages are left in an empty tree: {left}"
         self.tree.clear()
         self.has_evicted = False
+
+
+def _shield(above: Point | None, point: Point) -> None:
+    point.shield = above
+    if above is not None:
+        above.shielded.append(point)

@@ -107,7 +107,8 @@ class Tree:
         limit = limit // self.grid * self.grid
         if limit <= low or not (self.states or self._windows):
             return max(low, limit)
-        low = node.last_point(limit, low)
+        point = node.last_point(limit, low)
+        low = low if point is None else max(low, point.position)
         if self.states or low == limit:
             return low
         positions = np.arange(low // self.grid + 1, limit // self.grid + 1) * self.grid
@@ -208,22 +209,11 @@ class Tree:
         node.points.insert(at, point)
         self.emit_kept(node, self.states)
 
-    def points_below(self, point: Point) -> list[Point]:
-        """The next point on every path from a point down."""
-        points = point.node.points
-        if points[-1] is not point:
-            return [points[_index(point) + 1]]
-        found, nodes = list[Point](), list(point.node.children.values())
-        for node in nodes:
-            found += node.points[:1]
-            if not node.points:
-                nodes += node.children.values()
-        return found
-
     # ---- shrinking
 
     def remove_point(self, point: Point) -> None:
-        del point.node.points[_index(point)]
+        points = point.node.points  # most that go are the first one
+        del points[0 if points[0] is point else bisect_left(points, point.position, key=lambda other: other.position)]
         point.alive = False
         if self.emit:
             for group in self.states:
@@ -283,12 +273,6 @@ class Tree:
             else:
                 blocks = (np.flatnonzero(node.pages[group.number]) + node.start // group.slot_tokens).tolist()
             self.emit(Kept(node.id, group.tag, tuple(blocks)))
-
-
-def _index(point: Point) -> int:
-    """Its place among the points of its run; most that go are the first one."""
-    points = point.node.points
-    return 0 if points[0] is point else bisect_left(points, point.position, key=lambda other: other.position)
 
 
 def _own(array: Ids) -> Ids:
