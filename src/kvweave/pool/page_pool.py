@@ -38,7 +38,10 @@ class PagePool:
 
     def _lack_apart(self, demand: Demand) -> int:
         """Super-pages that lack, if no group gives back empty ones."""
-        return sum([g.superpages_for(demand[g.group.number]) for g in self.groups]) - self.free_superpages.size
+        lack = -self.free_superpages.size
+        for pages in self.groups:
+            lack += pages.superpages_for(demand[pages.group.number])
+        return lack
 
     def lack(self, demand: Demand) -> int:
         """Super-pages that lack so that every group can allocate what it wants as things are, empty super-pages of

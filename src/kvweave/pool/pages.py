@@ -223,7 +223,8 @@ class GroupPages:
 
     def count_evictable(self, runs: list[Ids], sign: int) -> None:
         """These pages of the prefix cache are needed by nobody else from now on (1), or are again (-1)."""
-        self.num_evictable += sign * sum(map(len, runs))
+        for run in runs:
+            self.num_evictable += sign * len(run)
         if not self.is_whole:
             pages = runs[0] if len(runs) == 1 else np.concatenate(runs)
             np.add.at(self.evictable_in, pages // self.per_superpage, sign)

@@ -5,7 +5,6 @@
 
 Per full group a node holds the page of every block of its run; per window group an array with NULL where no page is
 kept: exactly the blocks of [tail(p), p) of the points p are. The states of a point are pages of its own, one a group.
-
 What a point needs before the point above it that one needs as well: each is counted for the pages between the two.
 """
 

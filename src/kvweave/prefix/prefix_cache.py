@@ -24,6 +24,7 @@ from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
+FEW = 64
 MOST_SHIELDED = 4
 """A point shields so many others at most: when it goes, each of them is looked at."""
 
@@ -182,7 +183,7 @@ class PrefixCache:
     def add_points(self, points: list[Point], held: Sequence[Ids]) -> list[Point]:
         """New resume points of one run, ascending. Their states are the tree's from now on, and so are window pages of
         `held` (by group and block) that the tree lacks. Returns those for which there are not all pages, left out."""
-        if len(points) > 1 and self._add(points, held):
+        if len(points) > FEW and self._add(points, held):
             return []
         return [point for point in points if not self._add([point], held)]
 
@@ -202,12 +203,14 @@ class PrefixCache:
         node, first, last = points[0].node, points[0].position, points[-1].position
         above, runs = node.last_point(last) if self._windows else None, list[PageRun]()
         if self._windows:
-            if last > first and ((above is not None and above.position > first) or not self._are_close(points)):
-                return False
-            above = above if above is not None and len(above.shielded) < MOST_SHIELDED else None
-            runs = self.window_runs(node, first, 0 if above is None else above.position)
             for group in self._windows if last > first else ():
+                at = np.array([point.position for point in points])
+                has_gaps = (group.first_blocks(at[1:]) > at[:-1] // group.slot_tokens).any()
+                if has_gaps or (above is not None and above.position > first):
+                    return False
                 runs += self.tree.runs(group, node, first // group.slot_tokens, last // group.slot_tokens)
+            above = above if above is not None and len(above.shielded) < MOST_SHIELDED else None
+            runs += self.window_runs(node, first, 0 if above is None else above.position)
             if held and not self._fill(runs, held):
                 return False
         for run in runs:
@@ -223,11 +226,6 @@ class PrefixCache:
             if is_queued:
                 self.requeue(point)
         return True
-
-    def _are_close(self, points: list[Point]) -> bool:
-        """Whether each of some points needs all window pages since the one before it."""
-        at = np.array([point.position for point in points])
-        return all((g.first_blocks(at[1:]) <= at[:-1] // g.slot_tokens).all() for g in self._windows)
 
     def _fill(self, runs: list[PageRun], held: Sequence[Ids]) -> bool:
         """Fill the gaps of window runs with held pages; False, and nothing done, where some are nowhere."""
@@ -444,12 +442,11 @@ class PrefixCache:
 
     def _hand_down(self, point: Point) -> list[PageRun]:
         """The points that one which goes shields hold what they need instead of it; returns what it holds no more."""
-        start, above, others = point.kept_from, point.shield, point.shielded
+        start, above, others, runs = point.kept_from, point.shield, point.shielded, list[PageRun]()
         if above is not None:
             above.shielded.remove(point)
         if len(others) == 1:  # it takes over what both need as it is
             _shield(above, others[0])
-            runs = list[PageRun]()
             for group in self._windows:
                 low = max(group.first_block(point.position), start // group.slot_tokens)
                 end = min(group.first_block(others[0].position), point.position // group.slot_tokens)
