@@ -2013,3 +2013,17 @@ def test_a_point_holds_pages_for_few_others() -> None:
     assert len(node.points[-1].shielded) == MOST_SHIELDED
     cache.state.prefix.drop_point(node.points[-1])
     check_books(cache)
+
+
+@pytest.mark.parametrize("every", [4, 16])
+def test_many_points_of_a_prompt_enter_the_tree_at_once(every: int) -> None:
+    caches = group("full", Full()), group("window", Window(8)), group("sinks", SinkWindow(5, 8))
+    cache = Cache(plan_of(*caches, pages=512), retention=Retention(every=every))
+    prompt = [*range(every * 90)]
+    run(cache, prompt[: every * 3 + 1])
+    run(cache, prompt)
+    points = [point for node in cache.state.prefix.tree.nodes() for point in node.points]
+    assert {point.position for point in points} >= {*range(every, every * 90 - 4, every)}
+    check_books(cache)
+    while cache.state.prefix.evict_next(4):
+        check_books(cache)
