@@ -269,12 +269,13 @@ def check_points(cache: Cache, group: PagedGroup) -> None:
 
 
 def points_by_page(cache: Cache, group: PagedGroup) -> Counter[int]:
-    """How many points need each page of a window."""
+    """How many points are counted as holders of each page of a window: of those that need it, the ones that keep it."""
     counts: Counter[int] = Counter()
     for node in cache.state.prefix.tree.nodes():
         path = [page for above in node.path() for page in above.pages[group.number].tolist()]
         for point in node.points:
-            counts.update(path[slot] for slot in {t // group.slot_tokens for t in needed_tokens(group, point.position)})
+            slots = {t // group.slot_tokens for t in needed_tokens(group, point.position) if t >= point.kept_from}
+            counts.update(path[slot] for slot in slots)
     return counts
 
 

@@ -31,6 +31,7 @@ from kvweave.policy import POLICIES, EvictionCandidate
 from kvweave.pool import NULL
 from kvweave.prefix import Event, Kind, Node, Replica, Retention, Spacing, Span
 from kvweave.prefix.held_points import PATIENCE
+from kvweave.prefix.prefix_cache import MOST_SHIELDED
 from kvweave.spec import Chunk, Full, Layer, ModelSpec, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of
@@ -1992,3 +1993,37 @@ def test_a_run_that_a_twin_computed_too_is_kept_while_the_twin_stands_on_it() ->
     assert cache.lookup([*[1] * 16, 0]) == 16
     assert cache.lookup([*[2] * 16, 0]) == 8
     check_books(cache)
+
+
+def test_a_point_is_counted_for_the_window_pages_behind_the_point_above_it_alone() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(32))), retention=Retention(every=0))
+    for blocks in range(1, 12):
+        run(cache, [*range(4 * blocks), *[100 + blocks] * 5])
+    tips = [node.points[-1] for node in cache.state.prefix.tree.nodes() if not node.children]
+    assert max(tip.position - tip.kept_from for tip in tips) <= 8, "32 tokens of a window lie in eight runs"
+    while cache.state.prefix.evict_next(4):
+        check_books(cache)
+
+
+def test_a_point_holds_pages_for_few_others() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(8))), retention=Retention(every=0))
+    for i in range(3 * MOST_SHIELDED):
+        run(cache, [*range(12), *[20 + i] * 6])
+    (node,) = [node for node in cache.state.prefix.tree.nodes() if len(node.children) == 3 * MOST_SHIELDED]
+    assert len(node.points[-1].shielded) == MOST_SHIELDED
+    cache.state.prefix.drop_point(node.points[-1])
+    check_books(cache)
+
+
+@pytest.mark.parametrize("every", [4, 16])
+def test_many_points_of_a_prompt_enter_the_tree_at_once(every: int) -> None:
+    caches = group("full", Full()), group("window", Window(8)), group("sinks", SinkWindow(5, 8))
+    cache = Cache(plan_of(*caches, pages=512), retention=Retention(every=every))
+    prompt = [*range(every * 90)]
+    run(cache, prompt[: every * 3 + 1])
+    run(cache, prompt)
+    points = [point for node in cache.state.prefix.tree.nodes() for point in node.points]
+    assert {point.position for point in points} >= {*range(every, every * 90 - 4, every)}
+    check_books(cache)
+    while cache.state.prefix.evict_next(4):
+        check_books(cache)

@@ -180,8 +180,8 @@ def test_what_a_state_saves_does_not_depend_on_spaced_ones_above_it() -> None:
     node = Node(0, Node(0, None, 0, np.zeros(0, np.int32), []), 0, np.zeros(96, np.int32), [])
     for position, kind in ((16, Kind.BRANCH), (32, Kind.SPACED), (64, Kind.SPACED), (96, Kind.PROMPT)):
         node.points.append(Point(node, position, kind, ()))
-    assert node.points[3].position_above() == 64
-    assert node.points[3].position_above(skip_spaced=True) == 16
+    assert node.last_point(node.points[3].position - 1) is node.points[2]
+    assert node.last_point(node.points[3].position - 1, skip_spaced=True) is node.points[0]
     order = Adaptive(Cache(plan_of(group("full", Full()), group("state", State()))).state.prefix.tree.groups)
     keys = [order.place(node.points[number], is_tip=False, now=0)[1][0] for number in (2, 3)]
     assert keys[1] == pytest.approx(80 / 48 * keys[0] / SPACED_PRIOR)

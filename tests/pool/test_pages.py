@@ -78,10 +78,10 @@ def test_what_could_be_had_counts_evictable_pages_by_super_page() -> None:
     pool.prepare([12, 0])
     full, _ = pool.groups
     pages = full.allocate(12)
-    full.count_evictable(pages[[0, 2]], 1)  # one page of each of two super-pages
+    full.count_evictable([pages[[0, 2]]], 1)  # one page of each of two super-pages
     assert Obtainable(pool, {}).covers([2, 0])
     assert not Obtainable(pool, {}).covers([0, 1]), "no super-page would be empty"
-    full.count_evictable(pages[[1]], 1)
+    full.count_evictable([pages[[1]]], 1)
     assert Obtainable(pool, {}).covers([0, 1])
     assert Obtainable(pool, {}).covers([1, 1])
     assert not Obtainable(pool, {}).covers([2, 1])
@@ -223,7 +223,7 @@ def test_a_super_page_that_eviction_and_reclaiming_would_empty_together_could_be
     pool.prepare([12, 0])
     full, _ = pool.groups
     pages = full.allocate(12)
-    full.count_evictable(pages[[0]], 1)
+    full.count_evictable([pages[[0]]], 1)
     assert not Obtainable(pool, {0: pages[[2]]}).covers([0, 1])
     assert Obtainable(pool, {0: pages[[1]]}).covers([0, 1])
 

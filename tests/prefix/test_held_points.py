@@ -6,7 +6,6 @@ from kvweave.cache import Cache
 from kvweave.pool import GroupPages
 from kvweave.prefix import Kind, Node, Point
 from kvweave.prefix.held_points import PATIENCE, QUEUED_ANYWAY, HeldPoints
-from kvweave.prefix.tree import PageRun
 from kvweave.spec import SinkWindow
 from tests.cache.plans import group, plan_of
 
@@ -41,7 +40,6 @@ def test_a_point_is_held_while_tables_name_its_first_and_its_last_page() -> None
     assert held.holds(point_of(2, 3))
     release(pages, 3)
     assert not held.holds(point_of(2, 3))
-    assert not held.holds(point_of(0, 0)), "one that needs no page"
 
 
 def test_a_point_that_was_let_in_is_not_held_again() -> None:
@@ -77,10 +75,10 @@ def test_points_are_looked_for_now_and_again() -> None:
 
 def test_the_ends_of_a_window_lie_behind_its_head() -> None:
     pages = pages_of_window()
-    runs = [PageRun(NODE, pages.group, first, np.array(run, np.int32)) for first, run in ((8, [8, 9]), (5, [5, 6, 7]))]
-    head, point = PageRun(NODE, pages.group, 0, np.array([1], np.int32)), point_of(0, 0)
-    HeldPoints(pages).set_ends(point, [*runs, head])
-    assert (point.first_page, point.last_page) == (5, 9)
-    short = point_of(0, 0)
-    HeldPoints(pages).set_ends(short, [head])
+    upper = Node(2, None, 0, np.zeros(16, np.int32), [np.array([1, 2, 3, 4], np.int32)])
+    point = Point(Node(3, upper, 16, np.zeros(4, np.int32), [np.array([5], np.int32)]), 20, Kind.PROMPT, ())
+    assert HeldPoints(pages).holds(point)
+    assert (point.first_page, point.last_page) == (4, 5)
+    short = Point(upper, 4, Kind.PROMPT, ())
+    assert HeldPoints(pages).holds(short)
     assert (short.first_page, short.last_page) == (1, 1), "within the head"

@@ -7,13 +7,14 @@ window pages are held by the table and by the tree.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import NO_PAGES, NULL, Ids
-from kvweave.prefix import NEVER, Kind, Node
-from kvweave.prefix.tree import PageRun
+from kvweave.prefix import NEVER, Kind, Node, Point
 
 Held = list[Ids]
 UNKNOWN = b""
@@ -191,40 +192,24 @@ class Publisher:
         for group in self.state.rows:
             table, first = self.state.tables[group.number], node.start // group.slot_tokens
             ours, theirs = table.pages[sequence.row, first : node.end // group.slot_tokens], node.pages[group.number]
-            if group.is_full:
-                gone = ours.copy()
-                table.write(sequence.row, first, theirs)
-            else:
-                swapped = (ours != theirs) & (ours != NULL) & (theirs != NULL)
-                gone = ours[swapped]
+            swapped = (ours != theirs) & (ours != NULL) & (theirs != NULL)
+            if group.is_window:
                 self.state.pages[group.number].share(theirs[swapped])
-                table.write(sequence.row, first, np.where(swapped, theirs, ours))
-            self.state.pages[group.number].release(gone)
+            self.state.pages[group.number].release(ours[swapped])
+            table.write(sequence.row, first, np.where(swapped, theirs, ours))
 
     def _add_points(self, sequence: Sequence, points: list[int], held: Held) -> None:
         """Resume points in the sequence's node, where the window pages they need are there or the sequence's."""
-        state, node = self.state, sequence.node
-        for point in points:
-            if not node.start < point <= node.end:
-                continue
-            states = sequence.snapshots.pop(point, ())
-            runs = self._filled_windows(held, node, point) if node.point_at(point) is None else None
-            if runs is not None:
-                kind = self._kind(sequence, point)
-                found, hits = sequence.num_cached, sequence.remembered.get(point, 0)
-                state.prefix.add_point(node, point, kind, states, runs, sequence.priority, found, hits)
-            else:
+        state, node, new = self.state, sequence.node, list[Point]()
+        taken = {point.position for point in node.points}
+        for position in points[bisect_right(points, node.start) : bisect_right(points, node.end)]:
+            states = sequence.snapshots.pop(position, ())
+            if position in taken:
                 state.free_snapshot(states)
-
-    def _filled_windows(self, held: Held, node: Node, point: int) -> list[PageRun] | None:
-        """The window pages of a point, after ours have filled their gaps; None where some are nowhere."""
-        gaps, runs = list[tuple[PageRun, Ids]](), self.state.prefix.window_runs(node, point)
-        for run in runs:
-            if np.count_nonzero(run.pages) < len(run.pages):
-                ours = held[run.group.number][run.first : run.first + len(run.pages)]
-                if np.count_nonzero(run.pages | ours) < len(ours):
-                    return None
-                gaps.append((run, ours))
-        for run, ours in gaps:
-            self.state.prefix.tree.fill(run, ours)
-        return runs
+                continue
+            point = Point(node, position, self._kind(sequence, position), states)
+            point.priority, point.found = sequence.priority, sequence.num_cached
+            point.hits = sequence.remembered.get(position, 0)
+            new.append(point)
+        for point in state.prefix.add_points(new, held):
+            state.free_snapshot(point.states)

@@ -84,7 +84,8 @@ class Adaptive(Order):
     def _density(self, point: Point, is_tip: bool) -> float:
         """The tokens that a point saves for its bytes. Spaced points above it do not count as what there is without
         it: they are many, and nobody may ever ask for one."""
-        tokens = point.position - point.position_above(skip_spaced=True)
+        above = point.node.last_point(point.position - 1, skip_spaced=True)
+        tokens = point.position - (0 if above is None else above.position)
         return max(1, row_bytes(self.groups, tokens)) / max(1, freed_bytes(self.groups, tokens, is_tip))
 
     # ---- learning

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from kvweave.prefix.node import Node, Point, Tokens
+from kvweave.prefix.node import Point, Tokens
 
 MOST_RUNS = 16384
 """So many runs are remembered, some hundreds of bytes each; the oldest are forgotten."""
@@ -43,7 +43,7 @@ class EvictedRuns:
         forgotten for them."""
         node, grid = point.node, self._grid
         at, forgotten = start - node.start, list[EvictedRun]()
-        key = hash((_namespace(node), start, node.tokens[at : at + grid].tobytes()))
+        key = hash((node.namespace, start, node.tokens[at : at + grid].tobytes()))
         run = EvictedRun(key, number, point, grid)
         before = self._runs.get(key)
         if before is not None:
@@ -75,10 +75,3 @@ class EvictedRuns:
         """Whether a prompt that has the first block of a run has its last one, too, and goes on."""
         end = run.end
         return end < len(prompt) and run.last_key == hash(prompt[end - self._grid : end].tobytes())
-
-
-def _namespace(node: Node) -> Hashable:
-    while node.parent is not None:
-        node = node.parent
-    namespace: Hashable = node.namespace
-    return namespace

@@ -33,9 +33,8 @@ class Ghosts:
 
     def add(self, point: Point, now: int) -> None:
         path = point.node.path()
-        assert path[0].parent is not None, "a path begins below a root"
         prefix = np.concatenate([node.tokens for node in path])[: point.position]
-        number = int(prefix_sums(prefix, path[0].parent.namespace, self._grid)[-1])
+        number = int(prefix_sums(prefix, point.node.namespace, self._grid)[-1])
         self._ghosts.pop(number, None)
         self._ghosts[number] = Ghost(point.kind, point.position, point.hits, now)
         if len(self._ghosts) > MOST_GHOSTS:

@@ -36,7 +36,8 @@ class EvictionCandidate:
     def tokens(self) -> int:
         """Tokens it saves over the nearest point above it."""
         if self._tokens < 0:  # asked for several times, and a walk up the tree
-            self._tokens = self._point.position - self._point.position_above()
+            above = self._point.node.last_point(self.position - 1)
+            self._tokens = self.position - (0 if above is None else above.position)
         return self._tokens
 
     @property

@@ -204,7 +204,7 @@ class GroupPages:
 
     def evict(self, pages: Ids) -> None:
         """Evictable pages of the tree are free."""
-        self.count_evictable(pages, -1)
+        self.count_evictable([pages], -1)
         self.num_cached -= len(pages)
         self.num_evicted += len(pages)
         self.free(pages)
@@ -221,10 +221,12 @@ class GroupPages:
         self.num_evicted += 1
         self.free_one(page)
 
-    def count_evictable(self, pages: Ids, sign: int) -> None:
+    def count_evictable(self, runs: list[Ids], sign: int) -> None:
         """These pages of the prefix cache are needed by nobody else from now on (1), or are again (-1)."""
-        self.num_evictable += sign * len(pages)
+        for run in runs:
+            self.num_evictable += sign * len(run)
         if not self.is_whole:
+            pages = runs[0] if len(runs) == 1 else np.concatenate(runs)
             np.add.at(self.evictable_in, pages // self.per_superpage, sign)
 
     def count_evictable_one(self, page: int, sign: int) -> None:
@@ -239,10 +241,7 @@ class GroupPages:
         return max(0, -(-(count - self.free_pages.size) // self.per_superpage))
 
     def free_in(self) -> Counts:
-        counts: Counts = np.bincount(
-            self.free_pages.all // self.per_superpage, minlength=len(self.evictable_in)
-        ).astype(np.int64)
-        return counts
+        return np.bincount(self.free_pages.all // self.per_superpage, minlength=len(self.evictable_in))
 
     def empty_superpages(self) -> Ids:
         """Super-pages of this group none of whose pages is in use."""

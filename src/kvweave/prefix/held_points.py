@@ -6,7 +6,6 @@ import numpy as np
 
 from kvweave.pool import NULL, GroupPages, Ids
 from kvweave.prefix.node import Point
-from kvweave.prefix.tree import PageRun
 
 MOST_AT_ONCE = 64
 """So many points return to the queues at a time."""
@@ -33,20 +32,15 @@ class HeldPoints:
         self._ends = ends
         self._first_of, self._last_of = ends[0].data, ends[1].data
 
-    def set_ends(self, point: Point, runs: list[PageRun]) -> None:
-        """Note the first window page behind the head, and the last one, of those that a point needs."""
-        group = self._pages.group
-        for run in runs:  # from the last to the first, then the head
-            if run.group is group:
-                if point.last_page == NULL:
-                    point.last_page = int(run.pages[-1])
-                if point.first_page == NULL or run.first >= group.head_blocks:
-                    point.first_page = int(run.pages[0])
-
     def holds(self, point: Point) -> bool:
         """Whether a point that is in no queue would be held."""
         if point.held == QUEUED_ANYWAY:
             return False
+        if point.last_page == NULL:
+            group, node = self._pages.group, point.node
+            first, end = group.first_block(point.position), point.position // group.slot_tokens
+            point.last_page = node.page_of(group, end - 1)
+            point.first_page = node.page_of(group, first if first < end else node.start // group.slot_tokens)
         return self._pages.is_referenced(point.last_page) and self._pages.is_referenced(point.first_page)
 
     def add(self, point: Point) -> None:

@@ -38,9 +38,8 @@ def joint_hit(groups: Iterable[Present], grid: int, limit: int, positions: NDArr
     if positions is None:
         positions = np.arange(grid, limit + 1, grid)
     for group in sorted(groups, key=_span):
-        positions = positions[resumable(group, positions)]
-        if not len(positions):
-            return 0
+        if len(positions):
+            positions = positions[resumable(group, positions)]
     return int(positions[-1]) if len(positions) else 0
 
 

@@ -5,6 +5,7 @@
 
 Per full group a node holds the page of every block of its run; per window group an array with NULL where no page is
 kept: exactly the blocks of [tail(p), p) of the points p are. The states of a point are pages of its own, one a group.
+What a point needs before the point above it that one needs as well: each is counted for the pages between the two.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.pool import NULL, Ids
+from kvweave.pool import NULL, Ids, PagedGroup
 
 Tokens = NDArray[np.int32]
 StatePages = tuple[int, ...]
@@ -50,6 +51,9 @@ class Point:
         self.hits = 0
         self.priority = 0
         self.pins = 0
+        self.shield: Point | None = None
+        """The point above it, if any, that holds the window pages before that one for it; and those it does so for."""
+        self.shielded: list[Point] = []
         self.found = 0
         """Tokens that the request which made it had found in the cache."""
         self.continued = False
@@ -64,19 +68,14 @@ class Point:
         self.queued = 0
         """Clock when it came to wait there."""
         self.first_page = self.last_page = NULL
-        """Of the shortest window: the first and the last page that it needs; NULL where eviction does not ask."""
+        """Of the shortest window: the first page behind the head that it needs, and the last; NULL until asked."""
         self.held = -1
         """Its number among the held points, if it is one of them (see `held_points`)."""
 
-    def position_above(self, *, skip_spaced: bool = False) -> int:
-        """The nearest point above it, or 0: what it saves is the tokens between."""
-        node: Node | None = self.node
-        while node is not None:
-            for point in reversed(node.points):
-                if point.position < self.position and not (skip_spaced and point.kind == Kind.SPACED):
-                    return point.position
-            node = node.parent
-        return 0
+    @property
+    def kept_from(self) -> int:
+        """Of the window pages that it needs, it is counted as a holder of those from here on."""
+        return 0 if self.shield is None else self.shield.position
 
 
 class Node:
@@ -86,8 +85,8 @@ class Node:
     def __init__(self, id: int, parent: Node | None, start: int, tokens: Tokens, pages: list[Ids]) -> None:
         self.id = id
         self.parent = parent
-        self.namespace: Any = None
-        """Of a root: what its sequences have in common."""
+        self.namespace: Any = None if parent is None else parent.namespace
+        """What the sequences below its root have in common."""
         self.start = start
         self.end = start + len(tokens)
         self.tokens = tokens
@@ -106,6 +105,23 @@ class Node:
             if point.position <= position:
                 return point if point.position == position else None
         return None
+
+    def last_point(self, limit: int, low: int = 0, *, skip_spaced: bool = False) -> Point | None:
+        """The last point up to `limit` on the path down to this node, of the runs that end behind `low`."""
+        at: Node | None = self
+        while at is not None and at.end > low:
+            for point in reversed(at.points):
+                if point.position <= limit and not (skip_spaced and point.kind == Kind.SPACED):
+                    return point
+            at = at.parent
+        return None
+
+    def page_of(self, group: PagedGroup, block: int) -> int:
+        """The page of a block, in this node or above."""
+        node = self
+        while node.start > block * group.slot_tokens and node.parent is not None:
+            node = node.parent
+        return int(node.pages[group.number][block - node.start // group.slot_tokens])
 
     def first_spaced(self) -> Point | None:
         """The first of the points that nobody has asked for."""

@@ -9,21 +9,24 @@ only it needs (`_inner`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 
-from kvweave.pool import GroupPages, Ids, PagedGroup
+from kvweave.pool import NULL, GroupPages, Ids, PagedGroup
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.held_points import MOST_AT_ONCE, NOT_HELD, QUEUED_ANYWAY, HeldPoints
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.order import Order
+from kvweave.prefix.retention import NEVER
 from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
-NO_LIMIT = 2**62
+FEW = 64
+MOST_SHIELDED = 4
+"""A point shields so many others at most: when it goes, each of them is looked at."""
 
 
 class PrefixCache:
@@ -58,34 +61,34 @@ class PrefixCache:
     def _held_points(self) -> HeldPoints | None:
         """States can be evicted whatever tables reference: where they are most of a point, no point is held."""
         state_bytes = sum(group.page_bytes for group in self.tree.states if group.has_pages)
-        window_bytes = sum(group.page_bytes * _span(group) // group.slot_tokens for group in self._windows)
+        window_bytes = sum(group.page_bytes * (group.reach.span or 0) // group.slot_tokens for group in self._windows)
         moving = [group for group in self._windows if group.needs_last_block]
         if not moving or state_bytes >= window_bytes:
             return None
-        return HeldPoints(self._pages[min(moving, key=_span).number])
+        return HeldPoints(self._pages[min(moving, key=lambda group: group.reach.span or 0).number])
 
     # ---- looking
 
     def match(self, namespace: Hashable, tokens: Tokens, publish: PublishRunning) -> Match:
         """The longest run of tokens in the tree; sequences that have more of them are published on the way."""
         match = self.tree.match(namespace, tokens, publish)
-        if match.node is not None and match.num_nodes > LONGEST_PATH and self._join(match.node.path()):
+        if match.node is not None and match.num_nodes > LONGEST_PATH and self._join(match.node):
             match = self.tree.match(namespace, tokens)
         return match
 
-    def _join(self, nodes: list[Node]) -> bool:
-        """Join the runs of a path that neither a branch nor a holder keeps apart."""
-        runs = [[nodes[0]]]
-        for upper, node in pairwise(nodes):
-            apart = len(upper.children) > 1 or upper.uses or upper.pins != node.pins
-            if apart:
-                runs.append([node])
+    def _join(self, node: Node) -> bool:
+        """Join runs on the path to a node that neither a branch nor a holder keeps apart; whether there are any."""
+        run, joined = [node], False  # from the lowest node up
+        while (upper := node.parent) is not None:
+            if len(upper.children) > 1 or upper.uses or upper.pins != node.pins or upper.parent is None:
+                if len(run) > 1:
+                    self.tree.join(run[::-1])
+                    run, joined = [upper], True
+                run[0] = upper
             else:
-                runs[-1].append(node)
-        for run in runs:
-            if len(run) > 1:
-                self.tree.join(run)
-        return len(runs) < len(nodes)
+                run.append(upper)
+            node = upper
+        return joined
 
     def tick(self) -> int:
         self._clock += 1
@@ -106,12 +109,13 @@ class PrefixCache:
         if node.end > position:
             node = self.split(node, position)
         if point is None:
-            point = self.add_point(node, position, Kind.BRANCH, (), self.window_runs(node, position), priority)
+            point = Point(node, position, Kind.BRANCH, ())
+            self._add([point], is_queued=False)
         if not point.hits and not node.children:
             point.continued = True
         point.kind, point.cut = max(point.kind, Kind.BRANCH), False
         point.hits += 1
-        self._use(point)
+        point.last_used, point.floor = self.tick(), self.order.floor
         point.priority = max(point.priority, priority)
         node.uses += 1
         self._count_holder(node, None, 1)
@@ -147,8 +151,7 @@ class PrefixCache:
                 changed.append(at)
             at = at.parent
         for group in self._full if changed else ():
-            pages = [node.pages[group.number] for node in changed]
-            self._pages[group.number].count_evictable(pages[0] if len(pages) == 1 else np.concatenate(pages), -sign)
+            self._pages[group.number].count_evictable([node.pages[group.number] for node in changed], -sign)
 
     def pin_states(self, point: Point, sign: int) -> None:
         """Somebody must find the states of a point unharmed (1), or needs them no more (-1)."""
@@ -177,48 +180,72 @@ class PrefixCache:
             self._pages[group.number].num_cached += len(pages[group.number])
         return node
 
-    def add_point(
-        self,
-        node: Node,
-        position: int,
-        kind: Kind,
-        states: StatePages,
-        runs: list[PageRun],
-        priority: int = 0,
-        found: int = 0,
-        hits: int = 0,
-    ) -> Point:
-        """A resume point, whose window pages, `runs`, are in the tree already. Its states are the tree's from now on.
-        `found`: tokens that the request which makes it had found; `hits`: those that it had before it was evicted."""
-        point = self._new_point(node, position, kind, states, runs)
-        point.priority, point.found, point.hits = priority, found, hits
-        self.requeue(point)
-        return point
+    def add_points(self, points: list[Point], held: Sequence[Ids]) -> list[Point]:
+        """New resume points of one run, ascending. Their states are the tree's from now on, and so are window pages of
+        `held` (by group and block) that the tree lacks. Returns those for which there are not all pages, left out."""
+        if len(points) > FEW and self._add(points, held):
+            return []
+        return [point for point in points if not self._add([point], held)]
 
-    def window_runs(self, node: Node, position: int) -> list[PageRun]:
-        """All window pages that going on from a position in `node` needs."""
-        return [run for group in self._windows for run in self.tree.window_runs(group, node, position)]
+    def window_runs(self, node: Node, position: int, start: int = 0, stop: int = NEVER) -> list[PageRun]:
+        """The window pages, heads included, that going on from a position needs of the tokens [start, stop) on the path
+        down to `node`."""
+        runs = list[PageRun]()
+        for group in self._windows:
+            low, end = start // group.slot_tokens, min(position, stop) // group.slot_tokens
+            first = min(group.first_block(position), end)
+            runs += self.tree.runs(group, node, max(first, low), end)
+            runs += self.tree.runs(group, node, low, min(group.head_blocks, first))
+        return runs
 
-    def _new_point(self, node: Node, position: int, kind: Kind, states: StatePages, runs: list[PageRun]) -> Point:
-        """A point that waits in no queue yet."""
-        point = self.tree.add_point(node, position, kind, states)
-        self._use(point)
-        for group, page in zip(self.tree.states, states):
-            self._pages[group.number].cache_one(page)
+    def _add(self, points: list[Point], held: Sequence[Ids] = (), is_queued: bool = True) -> bool:
+        """Add a point, or several ones between which there is no gap; False, and nothing done, where that cannot be."""
+        node, first, last = points[0].node, points[0].position, points[-1].position
+        above, runs = node.last_point(last) if self._windows else None, list[PageRun]()
+        if self._windows:
+            for group in self._windows if last > first else ():
+                at = np.array([point.position for point in points])
+                has_gaps = (group.first_blocks(at[1:]) > at[:-1] // group.slot_tokens).any()
+                if has_gaps or (above is not None and above.position > first):
+                    return False
+                runs += self.tree.runs(group, node, first // group.slot_tokens, last // group.slot_tokens)
+            above = above if above is not None and len(above.shielded) < MOST_SHIELDED else None
+            runs += self.window_runs(node, first, 0 if above is None else above.position)
+            if held and not self._fill(runs, held):
+                return False
         for run in runs:
             self._pages[run.group.number].enter_cache(run.pages)
-        if self._held is not None:
-            self._held.set_ends(point, runs)
-        return point
+        for point in points:
+            self.tree.add_point(point)
+            if self._windows:
+                _shield(above, point)
+                above = point
+            point.last_used, point.floor = self.tick(), self.order.floor
+            for group, page in zip(self.tree.states, point.states):
+                self._pages[group.number].cache_one(page)
+            if is_queued:
+                self.requeue(point)
+        return True
+
+    def _fill(self, runs: list[PageRun], held: Sequence[Ids]) -> bool:
+        """Fill the gaps of window runs with held pages; False, and nothing done, where some are nowhere."""
+        gaps = list[tuple[PageRun, Ids]]()
+        for run in runs:
+            if np.count_nonzero(run.pages) < len(run.pages):
+                ours = held[run.group.number][run.first : run.first + len(run.pages)]
+                if np.count_nonzero(run.pages | ours) < len(ours):
+                    return False
+                gaps.append((run, ours))
+        for run, ours in gaps:
+            np.copyto(run.pages, ours, where=run.pages == NULL)
+            self.tree.emit_kept(run.node, [run.group])
+        return True
 
     def keep_needed(self, node: Node) -> None:
         """Of the window pages of a new run the tree keeps those that points need."""
         for group in self._windows:
             self._pages[group.number].prune(node.pages[group.number])
         self.tree.emit_kept(node, self._windows)
-
-    def _use(self, point: Point) -> None:
-        point.last_used, point.floor = self.tick(), self.order.floor
 
     # ---- queues
 
@@ -321,17 +348,15 @@ class PrefixCache:
                     return True
         return False
 
-    def evict(self, group: PagedGroup, count: int, most: int = NO_LIMIT) -> None:
+    def evict(self, group: PagedGroup, count: int, most: int = NEVER) -> None:
         """Free `count` pages of a group in the policy's order, by evicting no more than so many points; no more pages
         where runs can be cut."""
         pages = self._pages[group.number]
         goal = pages.num_evicted + count
         for _ in range(most):
             lacking = goal - pages.num_evicted
-            if lacking <= 0:
-                return
             tokens = self.grid if group.is_state else -(-lacking * group.slot_tokens // self.grid) * self.grid
-            if not self.evict_next(tokens, group.is_full):
+            if lacking <= 0 or not self.evict_next(tokens, group.is_full):
                 return
 
     def evict_next(self, tokens: int, from_leaf: bool = False) -> bool:
@@ -409,11 +434,29 @@ class PrefixCache:
 
     def _remove_point(self, point: Point) -> None:
         """Take a point out of the tree, with the window pages that no other point needs."""
-        for run in self.window_runs(point.node, point.position):
+        for run in self._hand_down(point) if self._windows else ():
             before = run.pages.copy() if self.tree.emit else run.pages
             if self._pages[run.group.number].leave_cache(run.pages):
                 self.tree.emit_lost(run, before)
         self.tree.remove_point(point)
+
+    def _hand_down(self, point: Point) -> list[PageRun]:
+        """The points that one which goes shields hold what they need instead of it; returns what it holds no more."""
+        start, above, others, runs = point.kept_from, point.shield, point.shielded, list[PageRun]()
+        if above is not None:
+            above.shielded.remove(point)
+        if len(others) == 1:  # it takes over what both need as it is
+            _shield(above, others[0])
+            for group in self._windows:
+                low = max(group.first_block(point.position), start // group.slot_tokens)
+                end = min(group.first_block(others[0].position), point.position // group.slot_tokens)
+                runs += self.tree.runs(group, point.node, low, end)
+            return runs
+        for other in others:
+            _shield(above if above is not None and len(above.shielded) < MOST_SHIELDED else None, other)
+            for run in self.window_runs(point.node, other.position, other.kept_from, point.position):
+                self._pages[run.group.number].enter_cache(run.pages)
+        return self.window_runs(point.node, point.position, start)
 
     # ---- leaves end at a point
 
@@ -427,18 +470,14 @@ class PrefixCache:
                 return
             if replaced is None and node.points and node.points[-1].position == node.end:
                 break
-            bare = self._is_bare(node)
-            end = node.start if bare else self.tree.last_resumable(node, node.end, node.start)
+            # where a window has no page, nothing is resumable: chains of such runs go quickly
+            moving = [node.pages[g.number] for g in self._windows if g.needs_last_block and not node.points]
+            is_bare = not all(map(np.count_nonzero, moving))
+            end = node.start if is_bare else self.tree.last_resumable(node, node.end, node.start)
             if self._shorten(node, end, replaced):
                 return
             node = parent
         self._requeue_last(node)
-
-    def _is_bare(self, node: Node) -> bool:
-        """Whether nothing in a run is resumable, since a window has no page there: chains of such runs go quickly."""
-        return not node.points and any(
-            group.needs_last_block and not np.count_nonzero(node.pages[group.number]) for group in self._windows
-        )
 
     def _shorten(self, node: Node, end: int, replaced: Point | None) -> bool:
         """Cut a leaf to `end`, which is resumable, or take it out where that is its start; whether it is still there.
@@ -469,8 +508,8 @@ class PrefixCache:
 
     def _successor(self, node: Node, position: int, replaced: Point | None, is_evicted: bool) -> Point:
         """A new point for one that goes, or is evicted."""
-        kind = Kind.ANSWER if replaced is None else replaced.kind
-        point = self._new_point(node, position, kind, (), self.window_runs(node, position))
+        point = Point(node, position, Kind.ANSWER if replaced is None else replaced.kind, ())
+        self._add([point], is_queued=False)
         if replaced is not None:
             point.last_used, point.floor = replaced.last_used, replaced.floor
             point.found, point.continued, point.cut = replaced.found, replaced.continued, is_evicted
@@ -483,7 +522,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything; nobody may hold anything."""
-        while self.evict_next(NO_LIMIT):
+        while self.evict_next(NEVER):
             pass
         left = {pages.group.tag: pages.num_cached for pages in self._pages if pages.num_cached}
         assert not left, f"pages are left in an empty tree: {left}"
@@ -491,5 +530,7 @@ class PrefixCache:
         self.has_evicted = False
 
 
-def _span(group: PagedGroup) -> int:
-    return group.reach.span or 0
+def _shield(above: Point | None, point: Point) -> None:
+    point.shield = above
+    if above is not None:
+        above.shielded.append(point)

@@ -10,7 +10,7 @@ from kvweave.plan import Plan
 from kvweave.pool import NULL
 from kvweave.pool.group import paged_groups
 from kvweave.prefix.events import VERSION, Cleared, Event, Joined, Kept, Lost, Named, Removed, Split, Stored, Trimmed
-from kvweave.prefix.node import Kind, Node
+from kvweave.prefix.node import Kind, Node, Point
 from kvweave.prefix.prompt import ContentTokens, Span, as_tokens
 from kvweave.prefix.tree import Tree
 
@@ -71,7 +71,7 @@ class Replica:
         if value == NULL and point is not None:
             node.points.remove(point)
         elif value != NULL and point is None:
-            self.tree.add_point(node, position, Kind.BRANCH, (value,))
+            self.tree.add_point(Point(node, position, Kind.BRANCH, (value,)))
 
     def _split(self, event: Split) -> None:
         self._nodes[event.upper] = self.tree.split(self._nodes[event.node], event.position)

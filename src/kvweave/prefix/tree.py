@@ -17,7 +17,7 @@ import numpy as np
 from kvweave.pool import NO_PAGES, NULL, Ids, PagedGroup
 from kvweave.prefix.events import Cleared, Event, Joined, Kept, Lost, Removed, Split, Stored, Trimmed
 from kvweave.prefix.joint import Present, joint_hit
-from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
+from kvweave.prefix.node import Node, Point, Tokens
 from kvweave.prefix.prompt import num_equal
 
 PublishRunning = Callable[[Node, bytes], None]
@@ -73,8 +73,9 @@ class Tree:
     def match(self, namespace: Hashable, tokens: Tokens, publish: PublishRunning | None = None) -> Match:
         """The longest run of tokens in the tree, on the grid."""
         node, last, length, num_nodes, grid = self.roots.get(namespace), None, 0, 0, self.grid
+        ids = tokens.data  # of which a part is had in half the time
         while node is not None and len(tokens) - length >= grid:
-            key = tokens[length : length + grid].tobytes()
+            key = ids[length : length + grid].tobytes()
             if publish is not None and node.running:
                 publish(node, key)
             child = node.children.get(key)
@@ -106,52 +107,27 @@ class Tree:
         limit = limit // self.grid * self.grid
         if limit <= low or not (self.states or self._windows):
             return max(low, limit)
-        low = self._last_point(node, limit, low)
+        point = node.last_point(limit, low)
+        low = low if point is None else max(low, point.position)
         if self.states or low == limit:
             return low
-        if self._has_windows_of(node, limit):
-            return limit
         positions = np.arange(low // self.grid + 1, limit // self.grid + 1) * self.grid
         present = [self._present(group, node, int(positions[0]), limit) for group in self._windows]
         return joint_hit(present, self.grid, limit, positions) or low
-
-    def _last_point(self, node: Node, limit: int, low: int) -> int:
-        """The last point in (low, limit] on the path down to a node; `low` if none."""
-        at: Node | None = node
-        while at is not None and at.end > low:
-            for point in reversed(at.points):
-                if point.position <= limit:
-                    return max(low, point.position)
-            at = at.parent
-        return low
 
     def runs(self, group: PagedGroup, node: Node, low: int, high: int) -> list[PageRun]:
         """The pages of the blocks [low, high) on the path down to `node`, from the lowest node up."""
         runs: list[PageRun] = []
         at: Node | None = node
         while high > low and at is not None:
-            start = at.start // group.slot_tokens
+            start, pages = at.start // group.slot_tokens, at.pages[group.number]
             if high > start:
                 first = max(low, start)
-                runs.append(PageRun(at, group, first, at.pages[group.number][first - start : high - start]))
+                is_whole = first == start and high - start == len(pages)
+                runs.append(PageRun(at, group, first, pages if is_whole else pages[first - start : high - start]))
                 high = start
             at = at.parent
         return runs
-
-    def window_runs(self, group: PagedGroup, node: Node, position: int) -> list[PageRun]:
-        """The pages of a window, head included, that going on from a position in `node` needs."""
-        end = position // group.slot_tokens
-        first = min(group.first_block(position), end)
-        runs = self.runs(group, node, first, end)
-        return runs + self.runs(group, node, 0, min(group.head_blocks, first)) if group.head_blocks else runs
-
-    def _has_windows_of(self, node: Node, position: int) -> bool:
-        """Whether all window pages are there that going on from a position in `node` needs."""
-        for group in self._windows:
-            for run in self.window_runs(group, node, position):
-                if np.count_nonzero(run.pages) < len(run.pages):
-                    return False
-        return True
 
     def _present(self, group: PagedGroup, node: Node, low: int, limit: int) -> Present:
         """Which blocks of a window are there, of those that going on from the positions [low, limit] needs."""
@@ -183,11 +159,10 @@ class Tree:
         upper.pins = node.pins
         parent.children[self._key(upper.tokens)] = upper
         node.parent, node.start, node.tokens = upper, position, _own(node.tokens[size:])
-        if node.points:
-            upper.points = [point for point in node.points if point.position <= position]
-            node.points = node.points[len(upper.points) :]
-            for point in upper.points:
-                point.node = upper
+        upper.points = [point for point in node.points if point.position <= position]
+        node.points = node.points[len(upper.points) :]
+        for point in upper.points:
+            point.node = upper
         upper.children[self._key(node.tokens)] = node
         self.num_nodes += 1
         if self.emit:
@@ -226,24 +201,19 @@ class Tree:
         self.emit_kept(node, self.full)
         return node
 
-    def fill(self, run: PageRun, pages: Ids) -> None:
-        """Put pages into the gaps of a window's run."""
-        np.copyto(run.pages, pages, where=run.pages == NULL)
-        self.emit_kept(run.node, [run.group])
-
-    def add_point(self, node: Node, position: int, kind: Kind, states: StatePages) -> Point:
+    def add_point(self, point: Point) -> None:
         """Points of a run are in order; most come at its end."""
-        point, at = Point(node, position, kind, states), len(node.points)
-        while at and node.points[at - 1].position > position:
+        node, at = point.node, len(point.node.points)
+        while at and node.points[at - 1].position > point.position:
             at -= 1
         node.points.insert(at, point)
         self.emit_kept(node, self.states)
-        return point
 
     # ---- shrinking
 
     def remove_point(self, point: Point) -> None:
-        del point.node.points[bisect_left(point.node.points, point.position, key=_position)]
+        points = point.node.points  # most that go are the first one
+        del points[0 if points[0] is point else bisect_left(points, point.position, key=lambda other: other.position)]
         point.alive = False
         if self.emit:
             for group in self.states:
@@ -303,10 +273,6 @@ class Tree:
             else:
                 blocks = (np.flatnonzero(node.pages[group.number]) + node.start // group.slot_tokens).tolist()
             self.emit(Kept(node.id, group.tag, tuple(blocks)))
-
-
-def _position(point: Point) -> int:
-    return point.position
 
 
 def _own(array: Ids) -> Ids:

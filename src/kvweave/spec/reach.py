@@ -48,7 +48,7 @@ class Reach(Protocol):
     @overload
     def tail(self, position: Positions) -> Positions: ...
     def tail(self, position: int | Positions) -> int | Positions:
-        """First token needed behind the head; positions may come as an array."""
+        """First token needed behind the head: never an earlier one for a later position. These may come as an array."""
         ...
 
 
