@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.errors import SpecError
 from kvweave.plan import Group, Plan
 from kvweave.spec import Reach
 
@@ -44,7 +45,15 @@ class PagedGroup:
         """False on a rank without such layers: its table is all NULL, and it takes no memory."""
         self.page_bytes = stride_bytes
         ends = self.slot_tokens * np.arange(1, 1025)
-        self.needs_last_block = not self.is_state and bool((np.asarray(self.reach.tail(ends)) < ends).all())
+        tails = np.asarray(self.reach.tail(ends))
+        if (goes_back := np.flatnonzero(tails[1:] < tails[:-1])).size:
+            at = int(goes_back[0])
+            raise SpecError(
+                f"group {self.tag!r}: to go on from {ends[at + 1]} it needs tokens from {tails[at + 1]} on, but from"
+                f" {ends[at]} on only those from {tails[at]} on, and earlier ones may be gone: the tail of"
+                f" {type(self.reach).__name__} must never go back"
+            )
+        self.needs_last_block = not self.is_state and bool((tails < ends).all())
         """Whether going on from the end of a block always needs that block. (A chunk needs nothing where it ends.)"""
         self._first_blocks: dict[int, int] = {}
 

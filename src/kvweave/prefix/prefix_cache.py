@@ -25,6 +25,7 @@ from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
 FEW = 64
+"""More new points of a run than so many enter the tree together: their window pages are counted once."""
 MOST_SHIELDED = 4
 """A point shields so many others at most: when it goes, each of them is looked at."""
 
