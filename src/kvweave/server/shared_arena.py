@@ -129,13 +129,14 @@ class SharedArena(MemoryTier):
 
     # ---- reading
 
-    def pin(self, keys: Sequence[bytes]) -> Pinned:
-        """Pin the keys that are present; they count as used, earlier keys as the most recent."""
+    def pin(self, keys: Sequence[bytes], *, is_use: bool = True) -> Pinned:
+        """Pin the keys that are present; they count as used, earlier keys as the most recent, if it `is_use`."""
         catalog = self._catalog
         with self._lock:
             self._check_open()
             slots = catalog.find(keys)
-            catalog.touch(slots)
+            if is_use:
+                catalog.touch(slots)
             held = slots[slots >= 0]
             catalog.add_pins(held, 1)
             return Pinned(held, np.where(slots >= 0, catalog.starts[slots], NOT_IN_ARENA), catalog.lengths[slots])
