@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from asyncio import selector_events
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from kvweave.errors import ServerTimeout
 from kvweave.server import Client, connection, protocol
 from kvweave.server.connection import AT_ONCE
 from kvweave.server.protocol import packed
+from kvweave.server.shared_arena import SharedArena
 from kvweave.store.tier_stack import UNLIMITED
 from tests.server.models import POINTS, SCHEMA, prompt, serving, settings, store, verify
 from tests.server.test_kill import daemon_process
@@ -99,6 +100,33 @@ def test_replies_to_requests_that_came_together_are_sent_together(
         assert len(reports) == AT_ONCE
         longest = max(len(protocol.frame(reply, 1)) for reply in reports)
     assert max(sent) <= 4096 + longest < sum(sent) / 2, "replies that the client does not read have a bound"
+
+
+def test_what_a_hit_uses_is_noted_after_its_reply_and_before_the_next_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport: Any = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
+    events, write, touch = list[str](), transport.write, SharedArena.touch
+
+    def writing(self: object, data: bytes) -> None:
+        events.append("reply")
+        write(self, data)
+
+    def touching(self: SharedArena, keys: Sequence[bytes], *, is_hit: bool = False) -> None:
+        events.append("hit" if is_hit else "use")
+        touch(self, keys, is_hit=is_hit)
+
+    with serving(settings(tmp_path)):
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(0), truth, points=POINTS)
+        monkeypatch.setattr(transport, "write", writing)
+        monkeypatch.setattr(SharedArena, "touch", touching)
+        hit = client.lookup(prompt(0))
+        client.client.ask(protocol.Ping(), protocol.Done)
+        noted = [event for event in events if event != "use"]  # of windows that the hit does not need
+        assert noted == ["reply", "hit", "reply"]
+        assert client.load(hit, verify) == 1024
+        client.close()
 
 
 def test_an_answer_that_comes_late_is_dropped(tmp_path: Path) -> None:

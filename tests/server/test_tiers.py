@@ -405,4 +405,5 @@ def test_a_lookup_counts_as_a_hit_in_the_arena_and_on_disk(tmp_path: Path) -> No
         client.save(prompt(), truth, points=POINTS)
         assert client.flush()
         assert client.lookup(prompt()).position
+        client.client.ask(protocol.Ping(), protocol.Done)  # hits are counted after the reply
         assert daemon.state.arena._catalog.hits.max() == tier._catalog.hits.max() == 1

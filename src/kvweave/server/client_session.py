@@ -218,11 +218,12 @@ class ClientSession:
         found = protocol.Found(position, bits, b"", late)
         if sequence.num_keys > STEP_KEYS:
             return self._touch_beside(sequence, request, matrix, needed, found)
-        self._touch(sequence, matrix, needed)
+        # after the reply, for which the client waits; a request that comes later finds it done
+        asyncio.get_running_loop().call_soon(self._touch, sequence, matrix, needed)
         return self._found_and_leased(sequence, request, needed, found)
 
     def _touch(self, sequence: OpenSequence, matrix: NDArray[np.bool_], needed: Pieces) -> None:
-        """Tell all tiers what a hit uses, earlier chunks as worth more; before it is leased, which counts as a use."""
+        """Tell all tiers what a hit uses, earlier chunks as worth more."""
         for used, is_hit in sequence.registered.uses(matrix, needed):
             if len(used):
                 self._state.touch([sequence.keys[i] for i in used.tolist()], is_hit=is_hit)
@@ -243,11 +244,10 @@ class ClientSession:
         return self._with_places(found, self._lease(pinned, request.lease, counted=True))
 
     async def _pin_in_steps(self, sequence: OpenSequence, pieces: Pieces) -> Pinned:
-        """The last ones first: earlier chunks count as used more recently."""
         steps: list[Pinned] = []
         try:
-            for first in reversed(range(0, len(pieces) or 1, STEP_KEYS)):
-                steps.insert(0, self._arena.pin(sequence.keys_at(pieces[first : first + STEP_KEYS])))
+            for first in range(0, len(pieces) or 1, STEP_KEYS):
+                steps.append(self._arena.pin(sequence.keys_at(pieces[first : first + STEP_KEYS]), is_use=False))
                 await asyncio.sleep(0)  # other clients are served between two steps
         except BaseException:  # the connection ended
             for step in steps:
@@ -260,9 +260,8 @@ class ClientSession:
     ) -> Reply:
         if not request.lease:
             return found
-        return self._with_places(
-            found, self._lease(self._arena.pin(sequence.keys_at(needed)), request.lease, counted=True)
-        )
+        pinned = self._arena.pin(sequence.keys_at(needed), is_use=False)
+        return self._with_places(found, self._lease(pinned, request.lease, counted=True))
 
     def _with_places(self, found: protocol.Found, starts: Numbers | None) -> Reply:
         return found if starts is None else msgspec.structs.replace(found, starts=packed(starts))

@@ -72,7 +72,8 @@ class SharedArena(MemoryTier):
     def _reserve_in_a_row(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Numbers | None:
         """Places for absent keys in one free run, in a quarter of the time of one by one. None if there is no such run,
         or keys are of several tenants, or are being written."""
-        catalog, new, owners = self._catalog, {*keys}, {*map(self._catalog.owner, keys)}
+        catalog, new = self._catalog, {*keys}
+        owners = {*map(catalog.owner, keys if catalog.has_quotas else keys[:1])}  # without, all tenants are alike
         if len(new) < len(keys) or len(owners) != 1 or not new.isdisjoint(self._writing):
             return None
         (owner,), sizes = owners, self._extents.rounded_all(np.array(lengths, np.int64))
@@ -129,13 +130,14 @@ class SharedArena(MemoryTier):
 
     # ---- reading
 
-    def pin(self, keys: Sequence[bytes]) -> Pinned:
-        """Pin the keys that are present; they count as used, earlier keys as the most recent."""
+    def pin(self, keys: Sequence[bytes], *, is_use: bool = True) -> Pinned:
+        """Pin the keys that are present; they count as used, earlier keys as the most recent, if it `is_use`."""
         catalog = self._catalog
         with self._lock:
             self._check_open()
             slots = catalog.find(keys)
-            catalog.touch(slots)
+            if is_use:
+                catalog.touch(slots)
             held = slots[slots >= 0]
             catalog.add_pins(held, 1)
             return Pinned(held, np.where(slots >= 0, catalog.starts[slots], NOT_IN_ARENA), catalog.lengths[slots])
