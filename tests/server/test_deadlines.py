@@ -90,6 +90,19 @@ def test_a_frozen_daemon_is_left_alone_at_once_and_taken_up_again(frozen: tuple[
     assert client.client.generation == generation, "over the same connection"
 
 
+def test_a_daemon_that_was_paused_with_its_client_is_not_given_up_at_the_first_look(
+    frozen: tuple[RemoteStore, int],
+) -> None:
+    client, pid = frozen
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(FROZEN_S + 0.5)  # neither runs: the client does not look at the daemon
+    resume = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))  # and wakes up first
+    resume.start()
+    hit = client.lookup(prompt(0))
+    resume.join()
+    assert (hit.position, client.stats().unanswered) == (1024, 0)
+
+
 def test_a_daemon_that_was_frozen_and_died_is_noticed(tmp_path: Path) -> None:
     with daemon_process(settings(tmp_path)) as pid:
         client = store(tmp_path / "kv.sock")
