@@ -75,11 +75,35 @@ def test_a_place_that_is_being_written_is_not_given_to_a_second_writer(tmp_path:
         client, _ = reserved(tmp_path / "kv.sock")
         other = store(tmp_path / "kv.sock")
         saved = other.save(prompt(), truth)
-        assert saved.present == len(SCHEMA.shards)  # those of the last chunk are somebody's
+        assert (saved.present, saved.dropped) == (0, len(SCHEMA.shards))  # those of the last chunk are somebody's
         assert other.lookup(prompt()).position == 0
         client.close()
         until(lambda: other.save(prompt(), truth).stored == len(SCHEMA.shards))
         assert other.load(other.lookup(prompt()), verify) == 1024
+        other.close()
+
+
+def test_what_a_killed_client_was_writing_is_written_by_the_other_that_saves_it(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)):
+        client, _ = reserved(tmp_path / "kv.sock")
+        other = store(tmp_path / "kv.sock")
+        killer = threading.Timer(0.1, client.close)
+        killer.start()
+        assert other.save(prompt(), truth).dropped == 0  # acknowledged: it must be found
+        killer.join()
+        assert other.load(other.lookup(prompt()), verify) == 1024
+        other.close()
+
+
+def test_what_others_are_writing_is_waited_for_no_longer_than_the_budget(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)):
+        client, _ = reserved(tmp_path / "kv.sock")
+        other = store(tmp_path / "kv.sock")
+        operation = other.submit_save(prompt(), truth, budget_s=0.1)
+        began = time.monotonic()
+        assert operation.result().dropped == len(SCHEMA.shards)
+        assert time.monotonic() - began < 0.15
+        client.close()
         other.close()
 
 
