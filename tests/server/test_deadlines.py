@@ -15,7 +15,8 @@ import pytest
 from kvweave.errors import ServerTimeout
 from kvweave.server import Client, RemoteStore, protocol
 from kvweave.server.heartbeat import FROZEN_S
-from kvweave.store import DictTier, TierPolicy, TierStack
+from kvweave.store import DictTier, Shard, TierPolicy, TierStack
+from kvweave.store.keys import Bytes
 from tests.server.models import POINTS, prompt, serving, settings, store, verify
 from tests.server.test_kill import daemon_process
 from tests.store.models import truth
@@ -74,6 +75,19 @@ def test_a_hit_of_a_daemon_that_froze_since_is_loaded_and_released_in_time(froze
     with stopped(pid):
         assert took(lambda: client.load(hit, verify, budget_s=BUDGET_S)) < BUDGET_S + LATE_S
         assert took(lambda: client.release(hit, budget_s=BUDGET_S)) < BUDGET_S + LATE_S
+
+
+def test_a_save_ends_in_time_though_the_daemon_freezes_before_its_commit(frozen: tuple[RemoteStore, int]) -> None:
+    client, pid = frozen
+
+    def freezing(shard: Shard, chunk: int) -> Bytes:
+        os.kill(pid, signal.SIGSTOP)
+        return truth(shard, chunk)
+
+    try:
+        assert took(lambda: client.save(prompt(1), freezing, budget_s=BUDGET_S)) < BUDGET_S + LATE_S
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_a_frozen_daemon_is_left_alone_at_once_and_taken_up_again(frozen: tuple[RemoteStore, int]) -> None:
