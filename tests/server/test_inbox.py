@@ -209,7 +209,7 @@ def test_the_inboxes_of_clients_that_left_are_freed_at_once(tmp_path: Path) -> N
                 client.save(prompt(0), truth, points=[512])
                 client.close()
             until(lambda: not daemon._connections)
-            assert not [each for each in gc.get_objects() if isinstance(each, Inbox)]
+            assert not [each for each in gc.get_objects() if type(each) is Inbox]
         finally:
             gc.enable()
 
