@@ -121,26 +121,34 @@ class SharedArena(MemoryTier):
 
     def commit_all(self, extents: Sequence[tuple[bytes, int, int]]) -> None:
         """As `commit`, for keys, starts and lengths, of one tenant."""
+        if not extents:
+            return
         with self._lock:
-            stored = [extent for extent in extents if extent[0] in self._catalog.slot_of]
-            for extent in stored:
-                self._give(*extent)
-            new = [extent for extent in extents if extent not in stored] if stored else extents
-            if new:
-                keys, starts, lengths = zip(*new, strict=True)
+            keys, starts, lengths = zip(*extents, strict=True)
+            if self._catalog.slot_of.keys().isdisjoint(keys):
                 sizes = self._extents.rounded_all(np.array(lengths, np.int64))
                 self._catalog.add_all(keys, starts, lengths, sizes)
-            self._end_writing(extents)
+            else:
+                for extent in extents:
+                    self._commit_first(*extent)
+            self._end_writing(keys, starts)
+
+    def _commit_first(self, key: bytes, start: int, length: int) -> None:
+        if key in self._catalog.slot_of:
+            self._give(key, start, length)
+        else:
+            self._catalog.add(key, start, length, self._extents.rounded(length))
 
     def abandon(self, key: bytes, start: int, length: int) -> None:
         with self._lock:
             self._give(key, start, length)
-            self._end_writing([(key, start, length)])
+            self._end_writing([key], [start])
 
-    def _end_writing(self, extents: Sequence[tuple[bytes, int, int]]) -> None:
-        beside = self._beside.intersection([start for _, start, _ in extents]) if self._beside else ()
-        self._writing.difference_update([key for key, start, _ in extents if start not in beside])
-        self._beside.difference_update(beside)
+    def _end_writing(self, keys: Sequence[bytes], starts: Sequence[int]) -> None:
+        if self._beside:
+            keys = [key for key, start in zip(keys, starts, strict=True) if start not in self._beside]
+            self._beside.difference_update(starts)
+        self._writing.difference_update(keys)
 
     # ---- reading
 
