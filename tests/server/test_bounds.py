@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import socket
 import ssl
@@ -19,6 +20,7 @@ import pytest
 
 from kvweave.errors import BadRequest, OverLimit, ServerError
 from kvweave.server import Client, Daemon, Disk, Limits, protocol
+from kvweave.server.client_session import ClientSession
 from kvweave.server.model_registry import MOST, MOST_BYTES
 from kvweave.server.open_sequence import OpenSequence
 from kvweave.server.registered_model import RegisteredModel, registration
@@ -144,6 +146,32 @@ def long_prompt() -> tuple[protocol.Register, protocol.Open, OpenSequence]:
     return request, ask, sequence
 
 
+def test_a_long_sequence_is_opened_in_steps_between_which_others_are_served(tmp_path: Path) -> None:
+    request, ask, _ = long_prompt()
+    with serving(settings(tmp_path)) as daemon:
+        session = ClientSession(daemon.state)
+        session._register(request)
+        opening = session._open(ask)
+        assert inspect.iscoroutine(opening)
+        steps = 0
+        with pytest.raises(StopIteration, match="Done"):
+            while True:
+                opening.send(None)
+                steps += 1
+        assert steps >= 4
+        session.give_back()
+
+
+def test_names_of_clients_and_models_have_no_control_characters(tmp_path: Path) -> None:
+    evil = "\x1b[2Jx\x07"
+    with serving(settings(tmp_path)) as daemon, Client(tmp_path / "kv.sock", name=evil) as client:
+        client.ask(registration(1, evil, SCHEMA), protocol.Done)
+        (me,), (model,) = daemon.report().clients, daemon.report().models
+        assert me.name.isprintable()
+        assert model.model.isprintable()
+        assert all(connection.label.isprintable() for connection in daemon._connections), "as the log has it"
+
+
 @pytest.mark.parametrize("lease", [0, 7])
 def test_what_a_long_hit_uses_is_told_to_tiers_and_leased_in_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: int
@@ -222,9 +250,9 @@ def is_closed(there: socket.socket) -> bool:
 
 
 def test_silent_connections_to_the_metrics_are_bounded_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvweave.server.http.WAIT_S", 1.0)
+    monkeypatch.setattr("kvweave.server.http.WAIT_S", 5.0)
     with serving(settings(tmp_path, http="127.0.0.1:0")) as daemon, silent(daemon.ports[0], 100) as sockets:
-        until(lambda: sum(map(is_closed, sockets)) >= 68)
+        until(lambda: sum(map(is_closed, sockets)) >= 68, 4.0)  # at once, and not when they have waited for too long
         assert daemon._listeners[0].num_open <= 32
         until(lambda: daemon._listeners[0].num_open == 0)
         page = urllib.request.urlopen(f"http://127.0.0.1:{daemon.ports[0]}/health", timeout=5)
@@ -234,7 +262,7 @@ def test_silent_connections_to_the_metrics_are_bounded_and_end(tmp_path: Path, m
 
 
 def test_handshakes_that_never_begin_are_bounded_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvweave.server.listener.HANDSHAKE_S", 1.0)
+    monkeypatch.setattr("kvweave.server.listener.HANDSHAKE_S", 5.0)
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext"
     made = [*command.split(), "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]
@@ -246,7 +274,7 @@ def test_handshakes_that_never_begin_are_bounded_and_end(tmp_path: Path, monkeyp
         limits=Limits(connections=8),
     )  # fmt: skip
     with serving(wish) as daemon, silent(daemon.ports[0], 60) as sockets:
-        until(lambda: sum(map(is_closed, sockets)) >= 52)
+        until(lambda: sum(map(is_closed, sockets)) >= 52, 4.0)
         assert daemon._listeners[0].num_open <= 8
         with Client(wish.socket) as near:
             near.ask(protocol.Ping(), protocol.Done)

@@ -15,7 +15,8 @@ import pytest
 from kvweave.errors import ServerTimeout
 from kvweave.server import Client, RemoteStore, protocol
 from kvweave.server.heartbeat import FROZEN_S
-from kvweave.store import DictTier, TierPolicy, TierStack
+from kvweave.store import DictTier, Shard, TierPolicy, TierStack
+from kvweave.store.keys import Bytes
 from tests.server.models import POINTS, prompt, serving, settings, store, verify
 from tests.server.test_kill import daemon_process
 from tests.store.models import truth
@@ -76,6 +77,19 @@ def test_a_hit_of_a_daemon_that_froze_since_is_loaded_and_released_in_time(froze
         assert took(lambda: client.release(hit, budget_s=BUDGET_S)) < BUDGET_S + LATE_S
 
 
+def test_a_save_ends_in_time_though_the_daemon_freezes_before_its_commit(frozen: tuple[RemoteStore, int]) -> None:
+    client, pid = frozen
+
+    def freezing(shard: Shard, chunk: int) -> Bytes:
+        os.kill(pid, signal.SIGSTOP)
+        return truth(shard, chunk)
+
+    try:
+        assert took(lambda: client.save(prompt(1), freezing, budget_s=BUDGET_S)) < BUDGET_S + LATE_S
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_a_frozen_daemon_is_left_alone_at_once_and_taken_up_again(frozen: tuple[RemoteStore, int]) -> None:
     client, pid = frozen
     with stopped(pid):
@@ -88,6 +102,19 @@ def test_a_frozen_daemon_is_left_alone_at_once_and_taken_up_again(frozen: tuple[
     while client.lookup(prompt(0)).position != 1024:
         assert time.monotonic() < until, "it is not taken up again"
     assert client.client.generation == generation, "over the same connection"
+
+
+def test_a_daemon_that_was_paused_with_its_client_is_not_given_up_at_the_first_look(
+    frozen: tuple[RemoteStore, int],
+) -> None:
+    client, pid = frozen
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(FROZEN_S + 0.5)  # neither runs: the client does not look at the daemon
+    resume = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))  # and wakes up first
+    resume.start()
+    hit = client.lookup(prompt(0))
+    resume.join()
+    assert (hit.position, client.stats().unanswered) == (1024, 0)
 
 
 def test_a_daemon_that_was_frozen_and_died_is_noticed(tmp_path: Path) -> None:

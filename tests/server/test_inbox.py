@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
 import os
@@ -23,6 +24,7 @@ from kvweave.server.inbox import Inbox, inbox_starts
 from kvweave.server.protocol import DIGEST, VERSION, packed
 from kvweave.store import Saved
 from tests.server.models import LARGEST, POINTS, prompt, prompt_bytes, serving, settings, store, verify
+from tests.server.test_leases import until
 from tests.server.test_operations import TestBehindADaemon as DaemonContract
 from tests.store.models import truth
 
@@ -195,6 +197,21 @@ def test_inboxes_are_small_beside_the_arena(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a quarter of the arena's"):
         settings(tmp_path, inbox=4 << 20)
     assert Settings().changed(memory="1GiB", inbox="64MiB").inbox == 64 << 20
+
+
+def test_the_inboxes_of_clients_that_left_are_freed_at_once(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=8 << 20, inbox=1 << 20)) as daemon:
+        gc.collect()
+        gc.disable()  # a daemon collects seldom what is old
+        try:
+            for _ in range(5):
+                client = store(tmp_path / "kv.sock")
+                client.save(prompt(0), truth, points=[512])
+                client.close()
+            until(lambda: not daemon._connections)
+            assert not [each for each in gc.get_objects() if type(each) is Inbox]
+        finally:
+            gc.enable()
 
 
 def test_a_connection_made_anew_has_an_inbox_of_its_own(tmp_path: Path) -> None:

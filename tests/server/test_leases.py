@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from kvweave.errors import LeaseExpired
-from kvweave.server import Client, Daemon, Limits, RemoteStore, protocol
+from kvweave.server import Client, Daemon, Disk, Limits, RemoteStore, protocol
 from kvweave.server.protocol import numbers, packed
 from kvweave.store import Saved, Shard
 from kvweave.store.blob import blob_bytes, seal
 from kvweave.store.keys import Bytes
 from kvweave.store.tier import joined
 from tests.server.models import LARGEST, POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, spawned, store, verify
+from tests.server.test_save_lives import books_balance
 from tests.store.models import truth
 
 ALL = packed([(shard, 3) for shard in range(len(SCHEMA.shards))], "<i4")
@@ -75,11 +76,54 @@ def test_a_place_that_is_being_written_is_not_given_to_a_second_writer(tmp_path:
         client, _ = reserved(tmp_path / "kv.sock")
         other = store(tmp_path / "kv.sock")
         saved = other.save(prompt(), truth)
-        assert saved.present == len(SCHEMA.shards)  # those of the last chunk are somebody's
+        assert (saved.present, saved.dropped) == (0, len(SCHEMA.shards))  # those of the last chunk are somebody's
         assert other.lookup(prompt()).position == 0
         client.close()
         until(lambda: other.save(prompt(), truth).stored == len(SCHEMA.shards))
         assert other.load(other.lookup(prompt()), verify) == 1024
+        other.close()
+
+
+def test_what_a_killed_client_was_writing_is_written_by_the_other_that_saves_it(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)):
+        client, _ = reserved(tmp_path / "kv.sock")
+        other = store(tmp_path / "kv.sock")
+        killer = threading.Timer(0.1, client.close)
+        killer.start()
+        assert other.save(prompt(), truth).dropped == 0  # acknowledged: it must be found
+        killer.join()
+        assert other.load(other.lookup(prompt()), verify) == 1024
+        other.close()
+
+
+@pytest.mark.parametrize("ends", ["commit", "abandon"])
+def test_what_is_on_disk_is_loaded_while_another_client_writes_it_again(tmp_path: Path, ends: str) -> None:
+    with serving(settings(tmp_path, memory=8 * prompt_bytes(), disk=Disk(tmp_path / "disk", 64 << 20))) as daemon:
+        writer, reader = store(tmp_path / "kv.sock"), store(tmp_path / "kv.sock")
+        assert writer.save(prompt(), truth, points=POINTS).dropped == 0
+        assert writer.flush()
+        daemon.state.arena.clear()
+        gathered = writer.gather(prompt(), truth, points=POINTS)  # it may stop here, for as long as its lease
+        assert gathered.failed == ()
+        began = time.monotonic()
+        assert reader.load(reader.lookup(prompt()), verify) == 1024
+        assert time.monotonic() - began < 1, "it waits for nobody"
+        getattr(gathered, ends)()
+        assert reader.load(reader.lookup(prompt()), verify) == 1024
+        writer.close()
+        reader.close()
+        until(lambda: books_balance(daemon))
+
+
+def test_what_others_are_writing_is_waited_for_no_longer_than_the_budget(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)):
+        client, _ = reserved(tmp_path / "kv.sock")
+        other = store(tmp_path / "kv.sock")
+        operation = other.submit_save(prompt(), truth, budget_s=0.1)
+        began = time.monotonic()
+        assert operation.result().dropped == len(SCHEMA.shards)
+        assert time.monotonic() - began < 0.15
+        client.close()
         other.close()
 
 

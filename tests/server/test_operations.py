@@ -219,7 +219,7 @@ def test_what_is_gathered_and_not_committed_ends_with_its_process(tmp_path: Path
         client, other = store(tmp_path / "kv.sock"), store(tmp_path / "kv.sock")
         gathered = client.gather(prompt(0), truth, points=[512])
         assert other.save(prompt(0), truth, points=[512]) == Saved(
-            present=len(client._to_keep(prompt(0), truth, [512], None, 0))
+            dropped=len(client._to_keep(prompt(0), truth, [512], None, 0))
         )
         client.close()
         assert _eventually(lambda: not daemon.state.arena._writing)

@@ -17,6 +17,7 @@ import pytest
 
 from kvweave.errors import ServerTimeout
 from kvweave.server import Client, connection, protocol
+from kvweave.server.channel import Channel
 from kvweave.server.connection import AT_ONCE
 from kvweave.server.protocol import packed
 from kvweave.server.shared_arena import SharedArena
@@ -66,6 +67,24 @@ def test_an_interrupt_between_question_and_answer_never_shifts_the_answers(tmp_p
             hit = client.lookup(prompt(number))
             assert client.load(hit, verify) == hit.position == 1024
         assert client.report().tiers[0].damaged == 0
+        client.close()
+
+
+def test_after_half_a_request_the_connection_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(settings(tmp_path)):
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(0), truth, points=POINTS)
+        generation, send = client.client.generation, Channel._send
+
+        def half(channel: Channel, data: bytes, until: float) -> None:
+            send(channel, data[: len(data) // 2], until)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Channel, "_send", half)
+            client.lookup(prompt(1))
+        assert client.lookup(prompt(0), budget_s=5).position == 1024
+        assert client.client.generation != generation
         client.close()
 
 

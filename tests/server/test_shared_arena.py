@@ -131,3 +131,23 @@ def test_places_in_one_run_follow_each_other_and_what_is_known_is_told() -> None
     arena.commit_all([])
     assert arena.stats().used_bytes == 7 * PAGE
     arena.close()
+
+
+def test_of_two_who_write_one_key_the_first_that_is_done_counts_and_the_other_leaves_nothing() -> None:
+    arena = SharedArena(8 * PAGE)
+    for seconds_first in (False, True):
+        (first,), (second,) = (arena.reserve([key(1)], [PAGE], beside=beside).tolist() for beside in (False, True))
+        assert first != second
+        (third,) = arena.reserve([key(1)], [PAGE], beside=True).tolist()
+        arena.abandon(key(1), third, PAGE)
+        assert arena.reserve([key(1)], [PAGE]).tolist() == [WRITING]
+        places = [second, first] if seconds_first else [first, second]
+        for start in places:
+            arena.commit(key(1), start, PAGE)
+        pinned = arena.pin([key(1)])
+        assert pinned.starts.tolist() == places[:1]
+        assert (arena.stats().used_bytes, len(arena._writing), len(arena._beside)) == (PAGE, 0, 0)
+        arena.unpin(pinned.slots)
+        arena.delete([key(1)])
+        assert arena.stats().used_bytes == 0
+    arena.close()

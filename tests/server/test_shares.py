@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvweave.errors import OverLimit
 from kvweave.server import Daemon, Disk, Limits, RemoteStore, protocol
 from kvweave.server.protocol import packed
 from kvweave.server.shared_arena import SharedArena
@@ -108,7 +109,8 @@ def until_nothing_is_leased(daemon: Daemon) -> None:
     until = time.monotonic() + 10
     while daemon.state.leased.held_bytes and time.monotonic() < until:
         time.sleep(0.01)
-    assert daemon.state.leased.held_bytes == 0, "what is charged is given back"
+    leased = daemon.state.leased
+    assert (leased.held_bytes, leased.permanent_bytes) == (0, 0), "what is charged is given back"
 
 
 def test_a_pinned_lease_does_not_grow_beyond_the_share_of_fetches(tmp_path: Path) -> None:
@@ -117,12 +119,45 @@ def test_a_pinned_lease_does_not_grow_beyond_the_share_of_fetches(tmp_path: Path
         for number in range(10):
             client.save(prompt(number), truth, points=POINTS)
         pin = client.pin(client.lookup(prompt(0), lease=False))
-        assert daemon.state.leased.held_bytes == 0, "pins have a share of their own"
+        again = client.client.ask(protocol.PinLeases([pin.lease] * 2), protocol.Alive)
+        assert again.leases == [pin.lease]
+        assert daemon.state.leased.permanent_bytes == daemon.state.leased.held_bytes > 0, "however often it is pinned"
         for number in range(1, 10):
             fetch(client, number, pin.lease)
         assert daemon.report().clients[0].leased_bytes <= prompt_bytes() + daemon.state.arena.num_bytes // 4
         client.close()
         until_nothing_is_leased(daemon)
+
+
+def test_pins_of_all_connections_leave_room_to_load_and_to_save(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=12 * prompt_bytes(), disk=Disk(tmp_path / "disk", 64 << 20))) as daemon:
+        clients = [store(tmp_path / "kv.sock") for _ in range(6)]
+        for number in range(40):
+            assert clients[0].save(prompt(number), truth, points=POINTS).dropped == 0
+        assert clients[0].flush()
+        pinned = [pinned_by(each, range(6 * at, 6 * at + 6)) for at, each in enumerate(clients[:5])]
+        assert pinned[0], "some can be pinned"
+        assert not pinned[-1], "all that may be pinned is"
+        held = sum(each.leased_bytes for each in daemon.report().clients)
+        assert daemon.state.arena.num_bytes // 3 < held <= daemon.state.arena.num_bytes // 2
+        reader, began = clients[-1], time.monotonic()
+        for number in range(30, 40):
+            assert reader.load(reader.lookup(prompt(number)), verify) == 1024
+        assert reader.save(prompt(100), truth, points=POINTS).dropped == 0
+        assert time.monotonic() - began < 2, "it did not wait for anybody"
+        for each in clients:
+            each.close()
+        until_nothing_is_leased(daemon)
+
+
+def pinned_by(client: RemoteStore, numbers: range) -> int:
+    """How many of these prompts a client could pin."""
+    for count, number in enumerate(numbers):
+        try:
+            assert client.pin(client.lookup(prompt(number), lease=False)).position == 1024
+        except OverLimit:
+            return count
+    return len(numbers)
 
 
 def test_single_blobs_are_not_reserved_beyond_the_share_either(tmp_path: Path) -> None:

@@ -71,6 +71,20 @@ def test_a_daemon_starts_with_a_damaged_journal(tmp_path: Path, damage: str) -> 
         client.close()
 
 
+def test_a_daemon_starts_with_a_link_in_the_place_of_a_file_and_uses_the_disk_when_it_is_gone(tmp_path: Path) -> None:
+    wish, link = settings(tmp_path, disk=Disk(tmp_path / "disk", SIZE)), tmp_path / "disk" / "blobs-3"
+    link.parent.mkdir()
+    link.symlink_to("nowhere")
+    with serving(wish) as daemon:
+        client, executor = store(wish.socket), daemon.state.backing.executors[0]
+        serves(client)
+        link.unlink()
+        until(lambda: not executor.writes.is_cooling, 20)
+        until(lambda: client.save(prompt(1), truth, points=[256]).dropped == 0 and client.flush())
+        until(lambda: (executor.tier.stats().entries or 0) > 0, 20)
+        client.close()
+
+
 def test_a_daemon_starts_beside_another_that_owns_the_directory_and_takes_it_over(tmp_path: Path) -> None:
     owner = DiskTier(tmp_path / "disk", SIZE)
     with serving(settings(tmp_path, disk=Disk(tmp_path / "disk", SIZE))) as daemon:

@@ -156,7 +156,7 @@ class EngineContract:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[1024])
         sink.go_on.clear()
-        load = store.submit_load(store.lookup(prompt), sink)
+        load, *others = [store.submit_load(store.lookup(prompt), sink) for _ in range(6)]  # more than there are threads
         assert sink.began.wait(WAIT_S)
         began = time.monotonic()
         assert store.poll() == []
@@ -167,7 +167,26 @@ class EngineContract:
         with pytest.raises(OperationTimeout, match="not done after"):
             load.wait(0.01)
         sink.go_on.set()
-        assert load.result(WAIT_S) == 1024
+        assert [each.result(WAIT_S) for each in (load, *others)] == [1024] * 6
+
+    def test_saves_beyond_a_bound_have_ended_on_return_and_are_dropped(self, store: BaseStore[Any]) -> None:
+        goes_on, saves = threading.Event(), list[Operation[Saved]]()
+
+        def source(shard: Shard, chunk: int) -> Bytes:
+            assert goes_on.wait(WAIT_S)
+            return truth(shard, chunk)
+
+        while not saves or not saves[-1].is_done:
+            saves.append(store.submit_save(prompt_of(store), source, points=[256]))
+            assert len(saves) < 256 + 10, "they wait without bound"
+        last = saves.pop()
+        assert last.result(WAIT_S) == Saved(dropped=len(last.failed))
+        assert last.failed
+        goes_on.set()
+        for save in saves[3:]:
+            save.cancel()
+        for save in saves[:3]:
+            save.result(WAIT_S)
 
     def test_what_was_waited_for_is_not_reported_again(self, store: BaseStore[Any]) -> None:
         assert store.submit_save(prompt_of(store), truth).result(WAIT_S).dropped == 0
@@ -226,22 +245,26 @@ class EngineContract:
     def test_a_row_is_there_before_all_are(self, store: BaseStore[Any]) -> None:
         prompt, sink = prompt_of(store), Taken()
         store.save(prompt, truth, points=[1024])
-        seen: list[list[bool]] = []
+        seen, given = list[list[bool]](), list[list[bool]]()
         load: Operation[int] | None = None
-        submitted = threading.Event()
+        submitted, hit = threading.Event(), store.lookup(prompt)
+        numbers = range(len(store.schema.shards))
+        left = {*store._needs(1024, numbers, hit.present)}
 
         def watched(shard: Shard, chunk: int, payload: Bytes) -> None:
             assert submitted.wait(WAIT_S)
             assert load is not None
-            seen.append([load.has_shard(number) for number in range(len(store.schema.shards))])
+            seen.append([load.has_shard(number) for number in numbers])
+            given.append([all(number != piece[0] for piece in left) for number in numbers])
+            left.remove((store.schema.shards.index(shard), chunk))
             sink(shard, chunk, payload)
 
-        load = store.submit_load(store.lookup(prompt), watched)
+        load = store.submit_load(hit, watched)
         submitted.set()
         assert load.result(WAIT_S) == 1024
-        assert seen[0] == [False] * len(store.schema.shards)
+        assert seen == given
         assert sum(seen[-1]) == len(store.schema.shards) - 1
-        assert all(load.has_shard(number) for number in range(len(store.schema.shards)))
+        assert all(load.has_shard(number) for number in numbers)
 
     def test_shards_come_in_the_order_in_which_they_are_named(self, store: BaseStore[Any]) -> None:
         prompt, sink = prompt_of(store), Taken()

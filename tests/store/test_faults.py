@@ -124,6 +124,30 @@ def test_a_deleted_file_is_a_miss(closed: Path, name: str) -> None:
     assert reloaded(closed)[0] == 0
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", ["blobs-3", "journal", "journal.new"])
+def test_a_link_or_a_pipe_in_the_place_of_a_file_is_an_error_and_is_not_written_to(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    place, precious = tmp_path / "store" / name, tmp_path / "precious"
+    place.parent.mkdir()
+    precious.write_text("do not write here")
+    os.mkfifo(place) if kind == "pipe" else place.symlink_to(precious)
+    opened: list[Exception] = []
+
+    def opening() -> None:
+        try:
+            DiskTier(tmp_path / "store", "1MiB")
+        except TierError as error:
+            opened.append(error)
+
+    thread = threading.Thread(target=opening, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert opened, "it waits for somebody to open the pipe, or took the link for a file of its own"
+    assert precious.read_text() == "do not write here"
+
+
 def test_records_that_claim_the_same_bytes_are_not_believed(closed: Path) -> None:
     from kvweave.store.journal import MAGIC, packed
 

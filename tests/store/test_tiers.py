@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvweave.errors import Busy, StoreError
+from kvweave.errors import Busy, StoreError, TierError
 from kvweave.store import DictTier, DiskTier, MemoryTier, Quota, Tier
 from kvweave.store.arena_tier import ArenaTier
 from kvweave.store.extents import ExtentAllocator
@@ -218,6 +218,36 @@ def test_what_is_being_read_is_neither_overwritten_nor_lost() -> None:
     assert tier._catalog.unpin(slot)
     tier._extents.give(start, 4096)
     assert put(tier, 5, length=8192) == [True]
+
+
+def test_what_another_thread_is_writing_counts_as_stored_when_it_is(
+    small: Callable[..., ArenaTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, begun, goes_on, answers = small(8 * 4096), threading.Event(), threading.Event(), list[list[bool]]()
+    write = tier._medium.write
+
+    def fails(start: int, blob: Blob) -> None:
+        monkeypatch.setattr(tier._medium, "write", write)
+        begun.set()
+        goes_on.wait(10)
+        raise TierError("the disk is full")
+
+    def failing() -> None:
+        with pytest.raises(TierError):
+            put(tier, 1)
+
+    monkeypatch.setattr(tier._medium, "write", fails)
+    first = threading.Thread(target=failing)
+    first.start()
+    assert begun.wait(10)
+    second = threading.Thread(target=lambda: answers.append(put(tier, 1)))
+    second.start()
+    second.join(0.1)
+    assert not answers, "the blob is in no place yet"
+    goes_on.set()
+    for thread in (first, second):
+        thread.join(10)
+    assert (answers, got(tier, 1)) == ([[True]], value(1))
 
 
 def test_a_tier_that_is_closed_waits_for_those_who_read(monkeypatch: pytest.MonkeyPatch) -> None:

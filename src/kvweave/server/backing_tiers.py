@@ -108,12 +108,13 @@ class BackingTiers:
         return future
 
     def _reserved(self, wants: Sequence[BlobRequest], wait_s: float) -> list[tuple[BlobRequest, int]]:
-        """Places of the blobs that are neither stored nor being written. While there is not enough room this waits,
-        and holds nothing: two that wait for each other's places would wait in vain."""
+        """Places of the blobs that are not stored; those that a client is writing, too: it may be killed, or stopped.
+        While there is not enough room this waits, and holds nothing: two that wait for each other's places would wait
+        in vain."""
         until, keys, lengths = time.monotonic() + wait_s, [w.key for w in wants], [w.num_bytes for w in wants]
         while True:
             was_held = self._arena.is_held
-            starts = self._arena.reserve(keys, lengths).tolist()
+            starts = self._arena.reserve(keys, lengths, beside=True).tolist()
             places = [(want, start) for want, start in zip(wants, starts, strict=True) if start >= 0]
             may_come = was_held and max(lengths) <= self._arena.num_bytes
             if NO_ROOM not in starts or not may_come or time.monotonic() >= until:

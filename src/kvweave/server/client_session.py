@@ -86,6 +86,7 @@ class ClientSession:
 
     def give_back(self) -> int:
         self._is_over = True
+        self._inbox = None  # its memory is freed now, and not when the garbage collector finds this session
         held = self.leases.give_back()
         self._sequences.clear()
         for schema in self._schemas.values():

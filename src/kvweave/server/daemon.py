@@ -239,7 +239,7 @@ def _check_size(disk: Disk) -> None:
             f"{format_bytes(disk.capacity)} of {disk.directory}: its file system has {format_bytes(total)} in all, and"
             f" {format_bytes(free)} free; take less"
         )
-    stored = sum(path.stat().st_blocks * 512 for path in disk.directory.glob("blobs-*"))
+    stored = sum(path.lstat().st_blocks * 512 for path in disk.directory.glob("blobs-*"))
     if disk.capacity > free + stored:
         log.warning(
             "%s of %s: %s are free beside what is stored there; it is full before its size is reached",

@@ -21,6 +21,9 @@ BEAT_S = 0.2
 FROZEN_S = 3.0
 """A daemon whose counter has not changed for this long is frozen. On a machine with five times more to do than cores a
 daemon was seen without a processor for 1.4 s; calls with a budget do not wait for this."""
+UNSEEN_S = 2 * BEAT_S
+"""Of the time between two looks at the counter, no more counts: who does not look may have been paused as well, as are
+all processes of a machine or a container, and is not the first to wake up."""
 _COUNT = struct.Struct("<Q")
 
 
@@ -51,11 +54,11 @@ class Heartbeat:
 
 
 class HeartbeatReader:
-    """A client's side: how long the counter has not changed, as far as this client has read it."""
+    """A client's side: for how long it has looked at the counter without a change."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._page = None if descriptor is None else mmap.mmap(descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
-        self._count, self._at = -1, time.monotonic()
+        self._count, self._at, self._silent_s = -1, time.monotonic(), 0.0
 
     @property
     def silent_s(self) -> float:
@@ -63,10 +66,11 @@ class HeartbeatReader:
         if self._page is None:
             return 0.0
         (count,) = _COUNT.unpack_from(self._page)
+        since, self._at = self._at, time.monotonic()
+        self._silent_s += min(UNSEEN_S, self._at - since)
         if count != self._count:
-            self._count, self._at = count, time.monotonic()
-            return 0.0
-        return time.monotonic() - self._at
+            self._count, self._silent_s = count, 0.0
+        return self._silent_s
 
     @property
     def is_frozen(self) -> bool:

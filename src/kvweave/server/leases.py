@@ -19,22 +19,24 @@ Extent = tuple[bytes, int, int]
 
 @dataclass(slots=True)
 class Lease:
-    """Slots that are pinned until a time. Of their bytes, `counted` are charged to the quota of lookups, and `fetched`
-    to that of fetches."""
+    """Slots that are pinned until a time. Of their bytes, `counted` are charged to the quota of lookups, `fetched` to
+    that of fetches, and `permanent` to that of pins."""
 
     slots: Numbers
     until: float
     num_bytes: int
     counted: int = 0
     fetched: int = 0
+    permanent: int = 0
 
 
 class LeaseQuota:
-    """Bytes that the leases of all connections hold. Lookups and fetches have a limit each, so that there is always
-    room to write."""
+    """Bytes that the leases of all connections hold, and those of them that are permanent. Lookups, fetches and pins
+    have a limit each, so that there is always room to write, and for what others fetch."""
 
-    def __init__(self, lookup_bytes: int, fetch_bytes: int) -> None:
-        self.lookup_bytes, self.fetch_bytes, self.held_bytes = lookup_bytes, fetch_bytes, 0
+    def __init__(self, lookup_bytes: int, fetch_bytes: int, pin_bytes: int) -> None:
+        self.lookup_bytes, self.fetch_bytes, self.pin_bytes = lookup_bytes, fetch_bytes, pin_bytes
+        self.held_bytes = self.permanent_bytes = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +114,20 @@ class Leases:
 
     def pin(self, numbers: Sequence[int], most_bytes: int) -> list[int]:
         """Make leases permanent; returns those that still exist. Raises `OverLimit`, and changes nothing, if that
-        would be more than `most_bytes`."""
-        alive = [number for number in numbers if number in self._leases]
-        pinned = [lease for number, lease in self._leases.items() if number in alive or lease.until == FOREVER]
-        num_bytes = sum(lease.num_bytes for lease in pinned)
-        if num_bytes > most_bytes:
-            raise OverLimit(f"{num_bytes} bytes would be pinned, {most_bytes} at most; unpin something")
+        would be more than `most_bytes`, or than all connections may pin."""
+        alive = [number for number in dict.fromkeys(numbers) if number in self._leases]
+        added = sum(self._leases[number].num_bytes - self._leases[number].permanent for number in alive)
+        mine = sum(lease.permanent for lease in self._leases.values())
+        for before, most, whose in (
+            (mine, most_bytes, "by one client"),
+            (self._share.permanent_bytes, self._share.pin_bytes, "by all clients"),
+        ):
+            if before + added > most:
+                raise OverLimit(f"{before + added} bytes would be pinned {whose}, {most} at most; unpin something")
         for number in alive:
             lease = self._leases[number]
-            self._share.held_bytes -= lease.fetched
-            lease.until, lease.fetched = FOREVER, 0
+            lease.until, lease.fetched, lease.permanent = FOREVER, 0, lease.num_bytes
+        self._share.permanent_bytes += added
         return alive
 
     def release(self, numbers: Sequence[int]) -> int:
@@ -129,7 +135,8 @@ class Leases:
         for lease in leases:
             self._arena.unpin(lease.slots)
             self._counted -= lease.counted
-            self._share.held_bytes -= lease.counted + lease.fetched
+            self._share.held_bytes -= lease.num_bytes
+            self._share.permanent_bytes -= lease.permanent
         return len(leases)
 
     # ---- writing

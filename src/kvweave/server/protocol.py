@@ -172,7 +172,7 @@ class Damaged(Message, frozen=True):
 
 
 class Flush(Message, frozen=True):
-    """Asks for a reply when everything committed so far is in the persistent tiers."""
+    """Asks for a reply when everything committed so far was written to the persistent tiers, or dropped by them."""
 
     wait_s: float = 60.0
 

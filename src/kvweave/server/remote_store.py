@@ -327,8 +327,9 @@ class RemoteStore(BaseStore[RemoteHit]):
         return self._stats(())
 
     def flush(self, wait_s: float = 60.0) -> bool:
-        """Wait until everything saved since the last flush is in the daemon's persistent tiers. False also if a
-        daemon ended since: what it had not written is lost. Uses a separate connection, so that other calls are not
+        """Wait until everything saved since the last flush was written to the daemon's persistent tiers, or dropped by
+        them (`stats().tiers`, `drops`): a full disk does not fail a flush. False if that took too long, or if a daemon
+        ended since: what it had not written is lost. Uses a separate connection, so that other calls are not
         delayed."""
         with self.or_miss(), self.client.again(arena=False, timeout_s=wait_s) as client:
             saved = {*self._unflushed}

@@ -19,7 +19,7 @@ from kvweave.server.arena_writer import ArenaBlob
 from kvweave.server.client import Client
 from kvweave.server.inbox import inbox_starts
 from kvweave.server.prompt_session import PromptSession, daemon_budget, key_of, reply_timeout
-from kvweave.server.protocol import MOST_PIECES, NO_ROOM, numbers, packed
+from kvweave.server.protocol import MOST_PIECES, NO_ROOM, PRESENT, WRITING, numbers, packed
 from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Source
 from kvweave.store.base_store import GATHER_BYTES
 from kvweave.store.batches import batches
@@ -39,6 +39,9 @@ BATCHES_IN_FLIGHT = 4
 """Batches that a connection's share has room for: all but the first are as large as that allows."""
 LAST_BYTES = 20 << 20
 """What the last request of a save from a GPU is for, so that all is visible soon after the last copy."""
+PAUSES_S = tuple(min(0.002 * 2**number, 0.05) for number in range(14))
+"""Pauses after which pieces that others are writing are asked for again, half a second in all: most are there then, and
+those of a client that was killed are written here."""
 
 
 class ArenaLayout:
@@ -121,6 +124,8 @@ class SaveOperation:
         self._client = session.client
         self._in_flight: deque[ReservedBatch] = deque()
         """Batches that are being written: their bytes are held, and the inbox, if they are in there."""
+        self._written_elsewhere: set[ChunkRef] = set()
+        """What others were writing when it was asked for: nobody knows yet whether it will be there."""
         self.stored: set[ChunkRef] = set()
         self.present: set[ChunkRef] = set()
         self.daemons: set[bytes] = set()
@@ -134,12 +139,23 @@ class SaveOperation:
         self, prompt: HashedPrompt, wanted: Sequence[ChunkRef], budget: Budget, gathered: Callable[[], None]
     ) -> None:
         """Save batch by batch, as far as there is room and time. Calls `gathered` when everything is copied."""
-        pieces = deque(self._arena.side_by_side(wanted, self._source))
+        pieces, pauses = deque(self._arena.side_by_side(wanted, self._source)), iter(PAUSES_S)
+        while pieces and not budget.is_spent:
+            self._save_all(prompt, pieces, budget, gathered)
+            if self._written_elsewhere and (pause_s := next(pauses, None)) is not None:
+                time.sleep(budget.within(pause_s))
+                pieces.extend(self._arena.side_by_side(sorted(self._written_elsewhere), self._source))
+
+    def _save_all(
+        self, prompt: HashedPrompt, pieces: deque[ChunkRef], budget: Budget, gathered: Callable[[], None]
+    ) -> None:
+        """Save `pieces`, until none is left, except what is written elsewhere."""
         while pieces and not budget.is_spent:
             reserving = self._reserved(prompt, pieces, budget, FIRST_BYTES, LAST_BYTES)
             with closing(self._written(reserving)) as written:
                 for reserved, is_written in written:
-                    if not pieces and not reserved.without_room and len(self._in_flight) == 1:
+                    left = pieces or reserved.without_room or self._written_elsewhere
+                    if not left and len(self._in_flight) == 1:
                         gathered()
                     if is_written and self.commit(reserved, budget):  # visible blobs may be evicted, which makes room
                         pieces.extendleft(reversed(reserved.without_room))
@@ -248,7 +264,9 @@ class SaveOperation:
         starts: list[int] = numbers(self._client.check(reply, protocol.Places).starts).tolist()
         places = [*zip(batch, starts, strict=True)]
         granted = [piece for piece, at in places if at >= 0]
-        self.present |= {piece for piece, at in places if at < 0 and at != NO_ROOM}
+        self.present |= {piece for piece, at in places if at == PRESENT}
+        self._written_elsewhere -= {*batch}
+        self._written_elsewhere |= {piece for piece, at in places if at == WRITING}
         is_in_inbox = bool(self._client.welcome.inbox_bytes)
         if is_in_inbox:
             jobs = self._arena.in_inbox(self._session.inbox(generation), prompt, granted)

@@ -38,8 +38,9 @@ THREADS = {"read": 16, "write": 16, "flush": 4, "copy": 4, "touch": 1}
 """Threads by kind of work. Writers waiting for a tier's queue, and long flushes and clears, must not use up the threads
 of readers, nor those that copy out of inboxes. Beyond these numbers, requests of a kind queue up."""
 PREFIXES, SHOWN = 4096, 20
-LEASED_SHARE, FETCHED_SHARE = 0.5, 0.75
-"""The share of the arena that may be leased when a lookup leases more, and when a fetch does."""
+LEASED_SHARE, FETCHED_SHARE, PINNED_SHARE = 0.5, 0.75, 0.5
+"""The share of the arena that may be leased when a lookup leases more, and when a fetch does; and that may be pinned,
+which counts as leased: more only where one connection may pin more."""
 
 
 class ServerState:
@@ -60,7 +61,10 @@ class ServerState:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._change = asyncio.Event()
         self.models = ModelRegistry()
-        self.leased = LeaseQuota(int(arena.num_bytes * LEASED_SHARE), int(arena.num_bytes * FETCHED_SHARE))
+        pinned_share = max(PINNED_SHARE, settings.limits.pin_share)
+        self.leased = LeaseQuota(
+            *(int(arena.num_bytes * share) for share in (LEASED_SHARE, FETCHED_SHARE, pinned_share))
+        )
         self._uses: dict[tuple[bytes, bytes], PrefixReport] = {}
         self.observations = Observations(settings.quotas)
         self._began = time.monotonic()

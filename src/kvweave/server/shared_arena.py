@@ -3,6 +3,7 @@ bytes.
 
 reserve   allocate an extent for a key, evicting until there is one; it is not visible yet
 commit    the key is visible          abandon   the extent is freed
+          (a key of two extents: the first that is committed is visible, the other is freed)
 pin       keep an extent in place, even if its key is deleted    unpin
 """
 
@@ -50,15 +51,17 @@ class SharedArena(MemoryTier):
         add_seals(self.fd, SIZE_SEALS | (FUTURE_WRITE if read_only else 0))
         super().__init__(buffer=memory, quotas=quotas, align=SECTOR)
         self._bytes = memory
+        self._beside: set[int] = set()
+        """Starts of extents for keys that are being written elsewhere, too."""
 
     def view(self, start: int, length: int) -> Bytes:
         return self._bytes[start : start + length]
 
     # ---- writing
 
-    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Numbers:
+    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int], *, beside: bool = False) -> Numbers:
         """Where each blob may be written; or `PRESENT`, `WRITING` (by another client), or `NO_ROOM`, even after
-        eviction."""
+        eviction. `beside`: also what another client is writing, which may take long, or never end."""
         with self._lock:
             self._check_open()
             # makes the blobs that are present the most recent, so that the others do not evict them
@@ -67,7 +70,8 @@ class SharedArena(MemoryTier):
             in_a_row = self._reserve_in_a_row(keys, lengths) if slots.max(initial=-1) < 0 else None
             if in_a_row is not None:
                 return in_a_row
-            return np.array([self._reserve(*pair) for pair in zip(keys, lengths, strict=True)], np.int64)
+            pairs = zip(keys, lengths, strict=True)
+            return np.array([self._reserve(key, length, beside=beside) for key, length in pairs], np.int64)
 
     def _reserve_in_a_row(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Numbers | None:
         """Places for absent keys in one free run, in a quarter of the time of one by one. None if there is no such run,
@@ -98,35 +102,54 @@ class SharedArena(MemoryTier):
         self._evicted += len(removed.keys)
         self._forget(removed)
 
-    def _reserve(self, key: bytes, length: int) -> int:
+    def _reserve(self, key: bytes, length: int, *, beside: bool) -> int:
         if key in self._catalog.slot_of:
             return PRESENT
-        if key in self._writing:
+        is_second = key in self._writing
+        if is_second and not beside:
             return WRITING
         start = self._room(key, length)
         if start is None:
             return NO_ROOM
-        self._writing.add(key)
+        if is_second:
+            self._beside.add(start)
+        else:
+            self._writing.add(key)
         return start
 
     def commit(self, key: bytes, start: int, length: int) -> None:
-        self._publish(key, start, length)
-        with self._lock:
-            self._writing.discard(key)
+        self.commit_all([(key, start, length)])
 
     def commit_all(self, extents: Sequence[tuple[bytes, int, int]]) -> None:
         """As `commit`, for keys, starts and lengths, of one tenant."""
-        if extents:
+        if not extents:
+            return
+        with self._lock:
             keys, starts, lengths = zip(*extents, strict=True)
-            with self._lock:
+            if self._catalog.slot_of.keys().isdisjoint(keys):
                 sizes = self._extents.rounded_all(np.array(lengths, np.int64))
                 self._catalog.add_all(keys, starts, lengths, sizes)
-                self._writing.difference_update(keys)
+            else:
+                for extent in extents:
+                    self._commit_first(*extent)
+            self._end_writing(keys, starts)
+
+    def _commit_first(self, key: bytes, start: int, length: int) -> None:
+        if key in self._catalog.slot_of:
+            self._give(key, start, length)
+        else:
+            self._catalog.add(key, start, length, self._extents.rounded(length))
 
     def abandon(self, key: bytes, start: int, length: int) -> None:
         with self._lock:
             self._give(key, start, length)
-            self._writing.discard(key)
+            self._end_writing([key], [start])
+
+    def _end_writing(self, keys: Sequence[bytes], starts: Sequence[int]) -> None:
+        if self._beside:
+            keys = [key for key, start in zip(keys, starts, strict=True) if start not in self._beside]
+            self._beside.difference_update(starts)
+        self._writing.difference_update(keys)
 
     # ---- reading
 
@@ -156,7 +179,7 @@ class SharedArena(MemoryTier):
     @property
     def is_held(self) -> bool:
         """Whether there are extents that cannot be evicted now, but may be later."""
-        return bool(self._writing) or bool(self._catalog.pins.any())
+        return bool(self._writing or self._beside) or bool(self._catalog.pins.any())
 
     def pinned_bytes(self, slots: Numbers) -> int:
         return int(self._catalog.sizes[slots].sum())

@@ -159,10 +159,11 @@ class ArenaTier(Closeable):
 
     def _put(self, key: bytes, blob: Blob, length: int) -> bool:
         with self._lock:
+            # what another thread is writing is not stored yet: that write may fail, or the process be killed before
+            self._stopped.wait_for(lambda: key not in self._writing)
             self._check_open()
             if (slot := self._catalog.slot_of.get(key)) is not None:
                 self._catalog.touch_one(slot)
-            if slot is not None or key in self._writing:
                 return True
             self._writing.add(key)
             self._moving += 1

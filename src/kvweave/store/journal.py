@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kvweave.errors import TierError
 from kvweave.store.files import failure
 from kvweave.store.keys import KEY_BYTES
+from kvweave.store.striped_file import open_regular
 
 RECORD = np.dtype([("key", f"V{KEY_BYTES}"), ("start", "<u8"), ("length", "<u4"), ("check", "<u4")])
 PLACE, WORDS = struct.Struct("<QI"), struct.Struct("<15I")
@@ -57,7 +58,7 @@ class FileJournal:
         `recover` finds the missing entries. On a disk without room for a compacted journal the longer one stays in
         use."""
         try:
-            data = self._path.read_bytes() if self._path.exists() else b""
+            data = self._read() if self._path.exists() else b""
             entries = self._parse(data)
             damaged = len(data) >= len(MAGIC) and data[: len(MAGIC)] != MAGIC
             if damaged:
@@ -71,8 +72,12 @@ class FileJournal:
             raise failure(str(self._path), error) from error
         return entries
 
+    def _read(self) -> bytes:
+        with open(open_regular(self._path, os.O_RDONLY), "rb") as file:
+            return file.read()
+
     def _go_on(self, num_bytes: int, entries: Entries) -> None:
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._fd = open_regular(self._path, os.O_WRONLY | os.O_APPEND)
         os.ftruncate(self._fd, num_bytes)  # without half a record at its end, so that the next one is aligned
         if self.wants_rewriting:
             with suppress(OSError):  # it only saves space, for which a full disk may lack space
@@ -98,8 +103,7 @@ class FileJournal:
         """Write all live entries to a new file, which atomically replaces the old one."""
         records = packed(keys, starts, lengths)
         beside = self._path.with_suffix(".new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(beside, flags, 0o600)
+        descriptor = open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(MAGIC)

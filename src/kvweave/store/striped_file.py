@@ -9,7 +9,9 @@ would queue.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import stat
 from array import array
 from collections.abc import Sequence
 from functools import cache
@@ -28,6 +30,15 @@ PUNCH_HOLE = 0x01 | 0x02
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 
 
+def open_regular(path: str | Path, flags: int) -> int:
+    """Open a file that is no link and no pipe, which could lead anywhere, or wait for ever. Raises `OSError`."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, f"{Path(path).name} is not a regular file")
+    return fd
+
+
 class StripedFile:
     """Files `path-0`, `path-1` and so on, opened with `flags`; with O_DIRECT, in whole sectors. All methods raise
     `OSError`."""
@@ -37,7 +48,7 @@ class StripedFile:
         self.sector = SECTOR if flags & os.O_DIRECT else 1
         try:
             for number in range(FILES):
-                self.fds.append(os.open(f"{path}-{number}", flags | os.O_CLOEXEC, 0o600))
+                self.fds.append(open_regular(f"{path}-{number}", flags))
         except OSError:
             self.close()
             raise
