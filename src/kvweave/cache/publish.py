@@ -12,11 +12,12 @@ import numpy as np
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import NO_PAGES, NULL, Ids
-from kvweave.prefix import NEVER, Kind, Node
+from kvweave.prefix import NEVER, Kind, Node, PastUse
 from kvweave.prefix.tree import PageRun
 
 Held = list[Ids]
 UNKNOWN = b""
+NEVER_USED = PastUse(0)
 MOST_PUBLISHED = 32
 """Of sequences that computed the same tokens at the same time, so many are published for one prompt."""
 
@@ -103,8 +104,8 @@ class Publisher:
             return
         self.detach(sequence)
         held = self._held_pages(sequence)
-        for position in sequence.remembered:  # rows alone have points at the ends of runs only
-            if start < position < end:
+        for position in () if state.states or state.windows else sequence.remembered:
+            if start < position < end:  # rows alone have points at the ends of runs only
                 self._insert_until(sequence, position, [position], held)
         self._insert_until(sequence, end, points, held)
         state.counters.published_of[sequence.row] = end
@@ -140,7 +141,7 @@ class Publisher:
     def _kind(self, sequence: Sequence, position: int) -> Kind:
         if position in sequence.asked_points:
             is_branch = position == sequence.branch or position in sequence.expected_branches
-            return Kind.BRANCH if is_branch else Kind.PROMPT
+            return Kind.BRANCH if is_branch or position in sequence.remembered else Kind.PROMPT
         return Kind.SPACED if position < sequence.last_point else Kind.ANSWER
 
     def _move_tip(self, sequence: Sequence) -> None:
@@ -211,8 +212,8 @@ class Publisher:
             runs = self._filled_windows(held, node, point) if node.point_at(point) is None else None
             if runs is not None:
                 kind = self._kind(sequence, point)
-                found, hits = sequence.num_cached, sequence.remembered.get(point, 0)
-                state.prefix.add_point(node, point, kind, states, runs, sequence.priority, found, hits)
+                found, past = sequence.num_cached, sequence.remembered.get(point, NEVER_USED)
+                state.prefix.add_point(node, point, kind, states, runs, sequence.priority, found, past)
             else:
                 state.free_snapshot(states)
 

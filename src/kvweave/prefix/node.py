@@ -10,7 +10,7 @@ kept: exactly the blocks of [tail(p), p) of the points p are. The states of a po
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,14 @@ class Kind(IntEnum):
     """The last position from which the same prompt can be asked again."""
     BRANCH = 3
     """Where a prompt left the path of an earlier one, or resumed."""
+
+
+class PastUse(NamedTuple):
+    """What a point that is made again had been used for: its hits, and whether the only one was by a prompt that went
+    on from the end of a leaf (`Point.continued`)."""
+
+    hits: int
+    continued: bool = False
 
 
 class Point:

@@ -17,7 +17,7 @@ from kvweave.pool import GroupPages, Ids, PagedGroup
 from kvweave.prefix.events import Event
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.held_points import MOST_AT_ONCE, NOT_HELD, QUEUED_ANYWAY, HeldPoints
-from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
+from kvweave.prefix.node import Kind, Node, PastUse, Point, StatePages, Tokens
 from kvweave.prefix.order import Order
 from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
 
@@ -186,12 +186,12 @@ class PrefixCache:
         runs: list[PageRun],
         priority: int = 0,
         found: int = 0,
-        hits: int = 0,
+        past: PastUse = PastUse(0),  # noqa: B008 - frozen
     ) -> Point:
         """A resume point, whose window pages, `runs`, are in the tree already. Its states are the tree's from now on.
-        `found`: tokens that the request which makes it had found; `hits`: those that it had before it was evicted."""
+        `found`: tokens that the request which makes it had found; `past`: its uses before it was evicted."""
         point = self._new_point(node, position, kind, states, runs)
-        point.priority, point.found, point.hits = priority, found, hits
+        point.priority, point.found, point.hits, point.continued = priority, found, past.hits, past.continued
         self.requeue(point)
         return point
 
@@ -354,11 +354,20 @@ class PrefixCache:
             return
         node = point.node
         parent = node.parent
-        start = self._last_before(point, max(node.start, point.position - tokens))
-        self.order.on_cut(point, start, self._clock)
+        start = self._last_before(point, max(self._asked_above(point), point.position - tokens))
+        self.order.on_cut(point, node, start, self._clock)
         if not self._shorten(node, start, point):
             assert parent is not None, "a root has no points"
             self._settle(parent, point)
+
+    def _asked_above(self, tip: Point) -> int:
+        """The last point of a leaf above its tip that is not spaced, or the start of its run: the policy values this
+        point by itself, so it does not go with the tip."""
+        node = tip.node
+        for point in reversed(node.points):
+            if point is not tip and point.kind != Kind.SPACED:
+                return point.position
+        return node.start
 
     def _last_before(self, point: Point, limit: int) -> int:
         """The last position up to `limit` in the run of its last point from which every group could go on; its start if
@@ -429,6 +438,8 @@ class PrefixCache:
                 break
             bare = self._is_bare(node)
             end = node.start if bare else self.tree.last_resumable(node, node.end, node.start)
+            if replaced is not None and end < node.end:
+                self.order.on_cut(replaced, node, end, self._clock)
             if self._shorten(node, end, replaced):
                 return
             node = parent
