@@ -98,7 +98,7 @@ def test_another_prompt_with_the_same_start_is_not_taken_for_the_document() -> N
         (DOCUMENT, {}),
         ([*DOCUMENT, 1], {len(DOCUMENT): PastUse(3)}),
     ):
-        order.evicted_runs.add(0, point, point.node, 0)
+        order.evicted_runs.add(0, point, point.node, 0, True)
         assert order.on_open("", np.array(prompt, np.int32), 0, 0) == hits
 
 
@@ -210,12 +210,12 @@ def test_runs_that_are_forgotten_are_returned_once(monkeypatch: pytest.MonkeyPat
         run(cache, [number] * 8)
     points = [point for node in cache.state.prefix.tree.nodes() for point in node.points]
     runs = EvictedRuns(cache.grid)
-    assert [len(runs.add(0, points[index], points[index].node, 0)) for index in (0, 0, 1, 2)] == [0, 1, 0, 1]
+    assert [len(runs.add(0, points[index], points[index].node, 0, True)) for index in (0, 0, 1, 2)] == [0, 1, 0, 1]
 
 
 def test_few_long_runs_are_remembered_as_their_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evicted_runs, "MOST_BLOCKS", 30)
-    cache = Cache(full_plan(pages=12), policy="adaptive")
+    cache = Cache(plan_of(group("full", Full()), group("state", State()), pages=12), policy="adaptive")
     for number in range(100):
         run(cache, [number] * 40)
     runs = order_of(cache).evicted_runs

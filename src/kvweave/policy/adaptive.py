@@ -121,8 +121,9 @@ class Adaptive(Order):
 
     def on_cut(self, point: Point, node: Node, start: int, now: int) -> None:
         stay_chances = self.stay_chances
-        is_remembered = stay_chances is None or point.hits or stay_chances.is_counted(point.last_used)
-        forgotten = self.evicted_runs.add(class_of(point), point, node, start) if is_remembered else []
+        has_places = stay_chances is None or point.hits > 0
+        is_remembered = has_places or (stay_chances is not None and stay_chances.is_counted(point.last_used))
+        forgotten = self.evicted_runs.add(class_of(point), point, node, start, has_places) if is_remembered else []
         if stay_chances is not None:
             stay_chances.evicted(now, forgotten)
 

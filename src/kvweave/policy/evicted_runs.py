@@ -13,14 +13,16 @@ MOST_RUNS = 16384
 MOST_BLOCKS = 1 << 22
 """So many runs are remembered, some hundreds of bytes each, and 4 bytes of so many blocks: the oldest are forgotten."""
 
+NO_TOKENS: Tokens = np.empty(0, np.int32)
+
 
 class EvictedRun:
     """The rows of a leaf from `start` on up to `end`, where a point was: its class, when it was used last, and its age
     when it came to wait. `hits` are those of the point; 0 where its run was cut before, or where nobody but the next
     turn of a conversation has asked for it: no prompts part there. `key` is a number of the first block, `last_tokens`
-    are the last token of each block."""
+    are the last token of each block, or nothing where it does not matter where a prompt leaves it."""
 
-    def __init__(self, key: int, number: int, point: Point, node: Node, start: int, grid: int) -> None:
+    def __init__(self, key: int, number: int, point: Point, node: Node, start: int, last_tokens: Tokens) -> None:
         is_next_turn = point.continued and point.hits == 1
         self.key = key
         self.number = number
@@ -29,12 +31,14 @@ class EvictedRun:
         self.began = point.queued - point.last_used
         self.start = start
         self.end = node.end
-        self.last_tokens = node.tokens[start - node.start + grid - 1 :: grid].copy()
-        self.left_at = start
+        self.last_tokens = last_tokens
+        self.left_at = node.end
         """Where the prompt that came back to it left it, or ended."""
 
     def leave_at(self, prompt: Tokens, grid: int) -> int:
         """Note where a prompt that has its first block leaves it; a token of the prompt stays to be computed."""
+        if not len(self.last_tokens):
+            return self.end
         tokens = prompt[self.start + grid - 1 : min(self.end, len(prompt) - 1) : grid]
         different = self.last_tokens[: len(tokens)] != tokens
         same = int(different.argmax()) if np.count_nonzero(different) else len(tokens)
@@ -53,13 +57,14 @@ class EvictedRuns:
         """The last ones, the oldest first, taken or not."""
         self._num_blocks = 0
 
-    def add(self, number: int, point: Point, node: Node, start: int) -> list[EvictedRun]:
-        """With a point of class `number` go the rows of a leaf from `start` on. Returns the runs that are forgotten
-        for them."""
+    def add(self, number: int, point: Point, node: Node, start: int, has_places: bool) -> list[EvictedRun]:
+        """With a point of class `number` go the rows of a leaf from `start` on; where prompts leave them matters if it
+        `has_places`. Returns the runs that are forgotten for them."""
         grid = self._grid
         at, forgotten = start - node.start, list[EvictedRun]()
         key = hash((_namespace(node), start, node.tokens[at : at + grid].tobytes()))
-        run = EvictedRun(key, number, point, node, start, grid)
+        last_tokens = node.tokens[at + grid - 1 :: grid].copy() if has_places else NO_TOKENS
+        run = EvictedRun(key, number, point, node, start, last_tokens)
         before = self._runs.get(key)
         if before is not None:
             forgotten.append(before)
