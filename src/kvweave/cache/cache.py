@@ -137,7 +137,6 @@ class Cache(SequenceOwner):
         self._requests += 1
         self._prompt_tokens += len(prompt)
         self._hit_tokens += sequence.num_cached
-        sequence.remembered = state.prefix.order.on_open(namespace, prompt, sequence.num_cached)
         return sequence
 
     def _prompt(self, tokens: object, spans: SequenceOf[Span]) -> Tokens:

@@ -58,6 +58,9 @@ class Loader:
         sequence.num_cached = position
         sequence.start_at(position, prompt)
         sequence.branch = match.length if match is not None and match.length > position else 0
+        past = state.prefix.order.on_open(sequence.namespace, prompt, position, max(position, sequence.branch))
+        back = sequence.drop_last_blocks * state.grid  # a hit stops so many tokens before what matches
+        sequence.remembered = {**sequence.remembered, **{point - back: use for point, use in past.items()}}
         state.plan_points(sequence)
         row, counters = sequence.row, state.counters
         counters.length_of[row] = counters.committed_of[row] = position

@@ -14,10 +14,11 @@ import numpy as np
 from kvweave.cache.sequence import Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import NO_PAGES, NULL, Ids
-from kvweave.prefix import NEVER, Kind, Node, Point
+from kvweave.prefix import NEVER, Kind, Node, PastUse, Point
 
 Held = list[Ids]
 UNKNOWN = b""
+NEVER_USED = PastUse(0)
 MOST_PUBLISHED = 32
 """Of sequences that computed the same tokens at the same time, so many are published for one prompt."""
 
@@ -104,8 +105,8 @@ class Publisher:
             return
         self.detach(sequence)
         held = self._held_pages(sequence)
-        for position in sequence.remembered:  # rows alone have points at the ends of runs only
-            if start < position < end:
+        for position in () if state.states or state.windows else sequence.remembered:
+            if start < position < end:  # rows alone have points at the ends of runs only
                 self._insert_until(sequence, position, [position], held)
         self._insert_until(sequence, end, points, held)
         state.counters.published_of[sequence.row] = end
@@ -141,7 +142,7 @@ class Publisher:
     def _kind(self, sequence: Sequence, position: int) -> Kind:
         if position in sequence.asked_points:
             is_branch = position == sequence.branch or position in sequence.expected_branches
-            return Kind.BRANCH if is_branch else Kind.PROMPT
+            return Kind.BRANCH if is_branch or position in sequence.remembered else Kind.PROMPT
         return Kind.SPACED if position < sequence.last_point else Kind.ANSWER
 
     def _move_tip(self, sequence: Sequence) -> None:
@@ -209,7 +210,8 @@ class Publisher:
                 continue
             point = Point(node, position, self._kind(sequence, position), states)
             point.priority, point.found = sequence.priority, sequence.num_cached
-            point.hits = sequence.remembered.get(position, 0)
+            past = sequence.remembered.get(position, NEVER_USED)
+            point.hits, point.continued = past.hits, past.continued
             new.append(point)
         for point in state.prefix.add_points(new, held):
             state.free_snapshot(point.states)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvweave.cache.row_counters import RowCounters
 from kvweave.errors import BadSequence
 from kvweave.pool import Ids
-from kvweave.prefix import NEVER, Node, Point, StatePages, Tokens
+from kvweave.prefix import NEVER, Node, PastUse, Point, StatePages, Tokens
 
 Rows = NDArray[np.int64]
 
@@ -71,8 +71,8 @@ class Sequence:
         """Where it left the path of an earlier one."""
         self.expected_branches: list[int] = []
         """Where others that are to come leave its path, on the grid."""
-        self.remembered: dict[int, int] = {}
-        """By position, ascending: hits of points of its prompt that were evicted, and are to be made again."""
+        self.remembered: dict[int, PastUse] = {}
+        """By position, ascending: points of its prompt that would have been hit if nothing had been evicted."""
         self.drop_last_blocks = 0
         self.given_points: list[int] | None = None
         """Where the caller wants resume points, if not where the retention does."""

@@ -165,6 +165,7 @@ class CacheState:
         ends = {last, last - back} if self.retention.prompt_end else set()
         spacing = self.sparse_spacing if self.prefix.has_evicted else self.spacing
         asked, spaced = {*ends, *(branch - back for branch in branches)}, spacing.between(start, last)
+        asked.update(sequence.remembered if self.retention.branches else ())
         if sequence.given_points is not None:
             asked, spaced = {point // grid * grid for point in sequence.given_points}, []
             last = max([start, *asked])

@@ -11,12 +11,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from kvweave.policy.class_weights import ClassWeights
-from kvweave.policy.evicted_runs import EvictedRuns
+from kvweave.policy.evicted_runs import EvictedRun, EvictedRuns
 from kvweave.policy.policy import freed_bytes, row_bytes
 from kvweave.policy.stay_chances import StayChances
 from kvweave.pool import PagedGroup
 from kvweave.prefix.eviction_queue import EvictionQueue
-from kvweave.prefix.node import Kind, Point, Tokens
+from kvweave.prefix.node import Kind, Node, PastUse, Point, Tokens
 from kvweave.prefix.order import Order
 
 CLASSES = (
@@ -42,7 +42,7 @@ REST = len(CLASSES) - 1
 MOST_WEIGHT = 4.0
 """What was hit before is believed to be worth so much, and no more: what is kept in vain goes soon enough."""
 MOST_PROVEN = 64.0
-"""Where hits are remembered beyond eviction: nothing is worth more, whatever hits at great ages say."""
+"""Nothing is worth more, whatever hits at great ages say."""
 SPACED_PRIOR = 0.1
 """Points that nobody has asked for are believed to be worth next to nothing, until hits say otherwise."""
 PRIORS = [SPACED_PRIOR, *[MOST_WEIGHT if FIRST_HIT <= number < REST else 1.0 for number in range(1, len(CLASSES))]]
@@ -69,7 +69,7 @@ class Adaptive(Order):
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
         super().__init__(groups)
         has_rows_alone = all(group.is_full for group in groups)
-        self.classes = ClassWeights(PRIORS, MOST_WEIGHT, MOST_PROVEN if has_rows_alone else MOST_WEIGHT)
+        self.classes = ClassWeights(PRIORS, MOST_WEIGHT, MOST_PROVEN)
         self.stay_chances = StayChances(PRIORS) if has_rows_alone else None
         self.evicted_runs = EvictedRuns(self.grid)
 
@@ -120,22 +120,33 @@ class Adaptive(Order):
         if key > point.floor:  # it was to stay
             self.classes.evicted(now - point.last_used)
 
-    def on_cut(self, point: Point, start: int, now: int) -> None:
-        if self.stay_chances is not None:
-            is_remembered = point.hits or self.stay_chances.is_counted(point.last_used)
-            forgotten = self.evicted_runs.add(class_of(point), point, start) if is_remembered else []
-            self.stay_chances.evicted(now, forgotten)
+    def on_cut(self, point: Point, node: Node, start: int, now: int) -> None:
+        stay_chances = self.stay_chances
+        has_places = stay_chances is None or point.hits > 0
+        is_remembered = has_places or (stay_chances is not None and stay_chances.is_counted(point.last_used))
+        forgotten = self.evicted_runs.add(class_of(point), point, node, start, has_places) if is_remembered else []
+        if stay_chances is not None:
+            stay_chances.evicted(now, forgotten)
 
-    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> dict[int, int]:
-        hits, start, stay_chances = dict[int, int](), found, self.stay_chances
-        if stay_chances is None:
-            return hits
-        for run in self.evicted_runs.take(namespace, prompt, found):
-            stay_chances.missed(run, min(1.0, (len(prompt) - 1 - start) / (run.end - start)))
-            start = run.end
-            if run.hits and self.evicted_runs.has_end(prompt, run):
-                hits[start] = run.hits
-        return hits
+    def on_open(self, namespace: Hashable, prompt: Tokens, found: int, rows: int) -> dict[int, PastUse]:  # noqa: ARG002
+        past, stay_chances = dict[int, PastUse](), self.stay_chances
+        runs = self.evicted_runs.take(namespace, prompt, rows)
+        for run in runs:
+            if run.hits and run.left_at == run.end:
+                past[run.end] = PastUse(run.hits)
+            if stay_chances is not None:
+                stay_chances.missed(run, min(1.0, (len(prompt) - 1 - run.start) / (run.end - run.start)))
+        if runs and stay_chances is None:
+            self._hit_again(runs[-1], len(prompt), past)
+        return past
+
+    def _hit_again(self, run: EvictedRun, num_prompt: int, past: dict[int, PastUse]) -> None:
+        """A prompt would have gone on from where it leaves an evicted run: a point there has one hit more. Where
+        it is the next turn of a conversation there is one only while such points are worth more than an average one."""
+        whole = run.left_at == run.end
+        continued = whole and not run.hits and run.left_at + self.grid < num_prompt
+        if not continued or self.classes.weights[FIRST_HIT] >= 1.0:
+            past[run.left_at] = PastUse(1 + (run.hits if whole else 0), continued)
 
     def _end(self, point: Point, now: int) -> None:
         self.classes.end(class_of(point), point.queued - point.last_used, now - point.last_used)

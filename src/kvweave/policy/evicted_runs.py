@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 
-from kvweave.prefix.node import Point, Tokens
+import numpy as np
+
+from kvweave.prefix.node import Node, Point, Tokens
 
 MOST_RUNS = 16384
-"""So many runs are remembered, some hundreds of bytes each; the oldest are forgotten."""
+MOST_BLOCKS = 1 << 22
+"""So many runs are remembered, some hundreds of bytes each, and 4 bytes of so many blocks: the oldest are forgotten."""
+
+NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 
 class EvictedRun:
-    """The rows of a leaf from some position on up to `end`, where a point was: its class, when it was used last, and
-    its age when it came to wait. `hits` are those of the point; 0 where its run was cut before, or where nobody but the
-    next turn of a conversation has asked for it: no prompts part there. `key` is a number of the first block, and
-    `last_key`, where there are hits, of the last one."""
+    """The rows of a leaf from `start` on up to `end`, where a point was: its class, when it was used last, and its age
+    when it came to wait. `hits` are those of the point; 0 where its run was cut before, or where nobody but the next
+    turn of a conversation has asked for it: no prompts part there. `key` is a number of the first block, `last_tokens`
+    are the last token of each block, or nothing where it does not matter where a prompt leaves it."""
 
-    def __init__(self, key: int, number: int, point: Point, grid: int) -> None:
-        node = point.node
+    def __init__(self, key: int, number: int, point: Point, node: Node, start: int, last_tokens: Tokens) -> None:
+        is_next_turn = point.continued and point.hits == 1
         self.key = key
         self.number = number
-        self.hits = 0 if point.cut or (point.continued and point.hits == 1) else point.hits
-        self.last_key = hash(node.tokens[-grid:].tobytes()) if self.hits else 0
+        self.hits = 0 if point.cut or is_next_turn or point.node is not node else point.hits
         self.last_used = point.last_used
         self.began = point.queued - point.last_used
+        self.start = start
         self.end = node.end
+        self.last_tokens = last_tokens
+        self.left_at = node.end
+        """Where the prompt that came back to it left it, or ended."""
+
+    def leave_at(self, prompt: Tokens, grid: int) -> int:
+        """Note where a prompt that has its first block leaves it; a token of the prompt stays to be computed."""
+        if not len(self.last_tokens):
+            return self.end
+        tokens = prompt[self.start + grid - 1 : min(self.end, len(prompt) - 1) : grid]
+        different = self.last_tokens[: len(tokens)] != tokens
+        same = int(different.argmax()) if np.count_nonzero(different) else len(tokens)
+        self.left_at = self.start + same * grid
+        return self.left_at
 
 
 class EvictedRuns:
@@ -34,44 +53,42 @@ class EvictedRuns:
     def __init__(self, grid: int) -> None:
         self._grid = grid
         self._runs: dict[int, EvictedRun] = {}
-        self._last: list[EvictedRun] = []
-        """The last ones, a ring: `_next` is the oldest, and is replaced next."""
-        self._next = 0
+        self._last: deque[EvictedRun] = deque()
+        """The last ones, the oldest first, taken or not."""
+        self._num_blocks = 0
 
-    def add(self, number: int, point: Point, start: int) -> list[EvictedRun]:
-        """Of the leaf that a point of class `number` ends, the rows from `start` on go. Returns the runs that are
-        forgotten for them."""
-        node, grid = point.node, self._grid
+    def add(self, number: int, point: Point, node: Node, start: int, has_places: bool) -> list[EvictedRun]:
+        """With a point of class `number` go the rows of a leaf from `start` on; where prompts leave them matters if it
+        `has_places`. Returns the runs that are forgotten for them."""
+        grid = self._grid
         at, forgotten = start - node.start, list[EvictedRun]()
         key = hash((node.namespace, start, node.tokens[at : at + grid].tobytes()))
-        run = EvictedRun(key, number, point, grid)
+        last_tokens = node.tokens[at + grid - 1 :: grid].copy() if has_places else NO_TOKENS
+        run = EvictedRun(key, number, point, node, start, last_tokens)
         before = self._runs.get(key)
         if before is not None:
             forgotten.append(before)
         self._runs[key] = run
-        if len(self._last) < MOST_RUNS:
-            self._last.append(run)
-            return forgotten
-        oldest, self._last[self._next] = self._last[self._next], run
-        self._next = (self._next + 1) % MOST_RUNS
-        if self._runs.get(oldest.key) is oldest:
-            del self._runs[oldest.key]
-            forgotten.append(oldest)
+        self._last.append(run)
+        self._num_blocks += len(run.last_tokens)
+        while len(self._last) > MOST_RUNS or self._num_blocks > MOST_BLOCKS:
+            oldest = self._last.popleft()
+            self._num_blocks -= len(oldest.last_tokens)
+            if self._runs.get(oldest.key) is oldest:
+                del self._runs[oldest.key]
+                forgotten.append(oldest)
         return forgotten
 
     def take(self, namespace: Hashable, prompt: Tokens, start: int) -> list[EvictedRun]:
-        """The runs behind `start`, one behind the other, of which a prompt would have found some rows; they are
-        forgotten."""
+        """The runs behind `start`, one behind the other, of which a prompt would have found some rows, up to the one
+        that it leaves; they are forgotten."""
         found, at, grid = list[EvictedRun](), start, self._grid
         while at + grid < len(prompt):
             run = self._runs.pop(hash((namespace, at, prompt[at : at + grid].tobytes())), None)
             if run is None:
                 break
             found.append(run)
-            at = run.end
+            at = run.leave_at(prompt, grid)
+            if at < run.end:
+                break
         return found
-
-    def has_end(self, prompt: Tokens, run: EvictedRun) -> bool:
-        """Whether a prompt that has the first block of a run has its last one, too, and goes on."""
-        end = run.end
-        return end < len(prompt) and run.last_key == hash(prompt[end - self._grid : end].tobytes())

@@ -15,7 +15,7 @@ from kvweave.policy.ghosts import Ghosts
 from kvweave.policy.policy import EvictionCandidate
 from kvweave.pool import PagedGroup
 from kvweave.prefix.eviction_queue import EvictionQueue
-from kvweave.prefix.node import Point, Tokens
+from kvweave.prefix.node import PastUse, Point, Tokens
 from kvweave.prefix.order import Order
 
 ASKED = 8
@@ -116,7 +116,7 @@ class UserValues(UserOrder):
         if self._ghosts is not None:
             self._ghosts.add(point, now)
 
-    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> dict[int, int]:
+    def on_open(self, namespace: Hashable, prompt: Tokens, found: int, rows: int) -> dict[int, PastUse]:  # noqa: ARG002
         if self._ghosts is not None and not self.has_failed:
             ghost = self._ghosts.take(namespace, prompt, found)
             if ghost is not None:

@@ -2,7 +2,7 @@
 
 from kvweave.prefix.events import Event
 from kvweave.prefix.joint import Present, joint_hit
-from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
+from kvweave.prefix.node import Kind, Node, PastUse, Point, StatePages, Tokens
 from kvweave.prefix.prefix_cache import PrefixCache
 from kvweave.prefix.prompt import ContentTokens, Span, TokenIds, as_tokens
 from kvweave.prefix.replica import Replica
@@ -14,6 +14,7 @@ __all__ = [
     "Event",
     "Kind",
     "Node",
+    "PastUse",
     "Point",
     "PrefixCache",
     "Present",

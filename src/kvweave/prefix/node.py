@@ -11,7 +11,7 @@ What a point needs before the point above it that one needs as well: each is cou
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,14 @@ class Kind(IntEnum):
     """The last position from which the same prompt can be asked again."""
     BRANCH = 3
     """Where a prompt left the path of an earlier one, or resumed."""
+
+
+class PastUse(NamedTuple):
+    """What a point that is made again had been used for: its hits, and whether the only one was by a prompt that went
+    on from the end of a leaf (`Point.continued`)."""
+
+    hits: int
+    continued: bool = False
 
 
 class Point:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvweave.pool import PagedGroup
 from kvweave.prefix.eviction_queue import EvictionQueue
-from kvweave.prefix.node import Point, Tokens
+from kvweave.prefix.node import Node, PastUse, Point, Tokens
 
 
 class Order:
@@ -49,10 +49,11 @@ class Order:
     def on_evict(self, point: Point, now: int) -> None:
         """A point goes, or is moved up to where its leaf is cut."""
 
-    def on_cut(self, point: Point, start: int, now: int) -> None:
-        """After `on_evict`: the rows from `start` on of the leaf that a point ends go."""
+    def on_cut(self, point: Point, node: Node, start: int, now: int) -> None:
+        """After `on_evict`: with a point go the rows from `start` on of a leaf, which it ends, or which ends above it
+        without a point."""
 
-    def on_open(self, namespace: Hashable, prompt: Tokens, found: int) -> dict[int, int]:  # noqa: ARG002
-        """A prompt comes, and so many of its tokens are found. Returns, by position, the hits of points of it that were
-        evicted and are to be made again."""
+    def on_open(self, namespace: Hashable, prompt: Tokens, found: int, rows: int) -> dict[int, PastUse]:  # noqa: ARG002
+        """A prompt comes and goes on from its first `found` tokens; the rows of its first `rows` are there. Returns, by
+        position, the past of points that it is to leave, for what was evicted would have been hit there."""
         return {}

@@ -380,11 +380,20 @@ class PrefixCache:
             return
         node = point.node
         parent = node.parent
-        start = self._last_before(point, max(node.start, point.position - tokens))
-        self.order.on_cut(point, start, self._clock)
+        start = self._last_before(point, max(self._asked_above(point), point.position - tokens))
+        self.order.on_cut(point, node, start, self._clock)
         if not self._shorten(node, start, point):
             assert parent is not None, "a root has no points"
             self._settle(parent, point)
+
+    def _asked_above(self, tip: Point) -> int:
+        """The last point of a leaf above its tip that is not spaced, or the start of its run: the policy values this
+        point by itself, so it does not go with the tip."""
+        node = tip.node
+        for point in reversed(node.points):
+            if point is not tip and point.kind != Kind.SPACED:
+                return point.position
+        return node.start
 
     def _last_before(self, point: Point, limit: int) -> int:
         """The last position up to `limit` in the run of its last point from which every group could go on; its start if
@@ -475,6 +484,8 @@ class PrefixCache:
             moving = [node.pages[g.number] for g in self._windows if g.needs_last_block and not node.points]
             is_bare = not all(map(np.count_nonzero, moving))
             end = node.start if is_bare else self.tree.last_resumable(node, node.end, node.start)
+            if replaced is not None and end < node.end:
+                self.order.on_cut(replaced, node, end, self._clock)
             if self._shorten(node, end, replaced):
                 return
             node = parent
