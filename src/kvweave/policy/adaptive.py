@@ -12,7 +12,7 @@ from typing import Any
 
 from kvweave.policy.class_weights import ClassWeights
 from kvweave.policy.evicted_runs import EvictedRun, EvictedRuns
-from kvweave.policy.policy import freed_bytes, row_bytes
+from kvweave.policy.policy import freed_bytes
 from kvweave.policy.stay_chances import StayChances
 from kvweave.pool import PagedGroup
 from kvweave.prefix.eviction_queue import EvictionQueue
@@ -72,6 +72,9 @@ class Adaptive(Order):
         self.classes = ClassWeights(PRIORS, MOST_WEIGHT, MOST_PROVEN)
         self.stay_chances = StayChances(PRIORS) if has_rows_alone else None
         self.evicted_runs = EvictedRuns(self.grid)
+        rows = [group for group in groups if group.is_full]
+        self._row_bytes = sum([group.page_bytes * self.grid // group.slot_tokens for group in rows]) / self.grid
+        """Of a token."""
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002
         number, stay_chances = class_of(point), self.stay_chances
@@ -86,7 +89,7 @@ class Adaptive(Order):
         it: they are many, and nobody may ever ask for one."""
         above = point.node.last_point(point.position - 1, skip_spaced=True)
         tokens = point.position - (0 if above is None else above.position)
-        return max(1, row_bytes(self.groups, tokens)) / max(1, freed_bytes(self.groups, tokens, is_tip))
+        return max(1, tokens * self._row_bytes) / max(1, freed_bytes(self.groups, tokens, is_tip))
 
     # ---- learning
 

@@ -20,22 +20,26 @@ class PageStack:
         self.numbers: Ids = np.empty(capacity, np.int32)
         self.top = capacity
         self.size = 0
+        self.num_changes = 0
 
     def push(self, numbers: Ids) -> None:
         count = len(numbers)
         self.numbers[self.top - count : self.top] = numbers
         self.top -= count
         self.size += count
+        self.num_changes += 1
 
     def pop(self, count: int) -> Ids:
         numbers: Ids = self.numbers[self.top : self.top + count].copy()
         self.top += count
         self.size -= count
+        self.num_changes += 1
         return numbers
 
     def push_one(self, number: int) -> None:
         self.top -= 1
         self.size += 1
+        self.num_changes += 1
         self.numbers[self.top] = number
 
     def take_out(self, index: int) -> int:
@@ -45,6 +49,7 @@ class PageStack:
             self.numbers[self.top + index] = self.numbers[self.top]
         self.top += 1
         self.size -= 1
+        self.num_changes += 1
         return number
 
     def replace(self, numbers: Ids) -> None:
@@ -79,6 +84,9 @@ class GroupPages:
         self.num_allocated = self.num_cached = self.num_evictable = self.num_evicted = 0
         self.num_unreferenced = 0
         """Pages of the tree that lost their last reference, so far."""
+        self._free_in: Counts = np.zeros(0, np.int64)
+        self._counted = -1
+        """`PageStack.num_changes` when that was counted."""
         self.evictable_in: Counts = np.zeros(0 if self.is_whole else num_superpages, np.int64)
         """Evictable pages of each super-page."""
         self._is_snapshot: NDArray[np.bool_] = np.zeros(max(1, capacity) if group.is_state else 0, np.bool_)
@@ -241,7 +249,12 @@ class GroupPages:
         return max(0, -(-(count - self.free_pages.size) // self.per_superpage))
 
     def free_in(self) -> Counts:
-        return np.bincount(self.free_pages.all // self.per_superpage, minlength=len(self.evictable_in))
+        """Free pages of each super-page; counted again only after a change, for it is asked several times between."""
+        if self._counted != self.free_pages.num_changes:
+            superpages = self.free_pages.all // self.per_superpage
+            self._free_in = np.bincount(superpages, minlength=len(self.evictable_in))
+            self._counted = self.free_pages.num_changes
+        return self._free_in
 
     def empty_superpages(self) -> Ids:
         """Super-pages of this group none of whose pages is in use."""
