@@ -2027,3 +2027,16 @@ def test_many_points_of_a_prompt_enter_the_tree_at_once(every: int) -> None:
     check_books(cache)
     while cache.state.prefix.evict_next(4):
         check_books(cache)
+
+
+def test_many_points_enter_the_tree_around_one_that_is_there() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(8)), pages=512), retention=Retention(every=0))
+    for points in ([200], [point for point in range(4, 360, 4) if point != 200]):
+        sequence = cache.open(range(361), reuse=False, points=points)
+        list(cache.extend(sequence, 361)), list(cache.commit(sequence))
+        cache.close(sequence)
+        check_books(cache)
+    (node,) = cache.state.prefix.tree.nodes()
+    assert [point.position for point in node.points] == [*range(4, 361, 4)]
+    while cache.state.prefix.evict_next(4):
+        check_books(cache)
