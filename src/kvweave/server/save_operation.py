@@ -33,10 +33,10 @@ from kvweave.store.tier_stack import Budget
 BATCH_BYTES = 1 << 30
 """What one request is for, at most: between two fetches nothing is copied, for as long as 50 MiB take."""
 FIRST_BYTES = 76 << 20
-"""What the first request of a save is for, so that copies begin soon; the next one is made while they go on. A little
-more than two calls of a GPU's copier take."""
+"""What the first request of a save is for, so that copies begin soon. Each later one is for twice as much as the one
+before, and is made while that is copied. A little more than two calls of a GPU's copier take."""
 BATCHES_IN_FLIGHT = 4
-"""Batches that a connection's share has room for: all but the first are as large as that allows."""
+"""Batches that a connection's share has room for."""
 LAST_BYTES = 20 << 20
 """What the last request of a save from a GPU is for, so that all is visible soon after the last copy."""
 PAUSES_S = tuple(min(0.002 * 2**number, 0.05) for number in range(14))
@@ -194,10 +194,11 @@ class SaveOperation:
     ) -> Iterator[ReservedBatch]:
         """Batches with places, of `pieces`, which are taken off that list. Ends when no more can be reserved until
         those in flight are visible: then blobs may be evicted, the inbox is free, and a refusal is final."""
+        most_bytes = first_bytes
         while pieces and not budget.is_spent:
             is_alone = not self._in_flight
             largest = max(first_bytes, min(BATCH_BYTES, self._client.welcome.reserve_bytes // BATCHES_IN_FLIGHT))
-            most_bytes = first_bytes if is_alone else largest
+            most_bytes = first_bytes if is_alone else min(2 * most_bytes, largest)
             batch = self._next_batch(pieces, budget, most_bytes, last_bytes)
             try:
                 reserved = self._try_reserve(prompt, batch, budget, is_alone=is_alone)
