@@ -193,7 +193,7 @@ class OutOfMemory(TensorError, MemoryError):
     """The machine has too little memory; nothing stays allocated."""
 
     def __init__(self, where: str, *, wanted_bytes: int, reason: str) -> None:
-        super().__init__(f"{where}: cannot allocate {wanted_bytes} bytes ({reason}); plan with less memory")
+        super().__init__(f"{where}: cannot allocate {wanted_bytes} bytes ({reason}); ask for less memory")
         self.wanted_bytes = wanted_bytes
 
 
