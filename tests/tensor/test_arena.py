@@ -62,7 +62,7 @@ def test_running_out_of_memory_leaves_nothing_allocated() -> None:
     made = make_plan(HYBRID, "1MB", own_pools=absurd)
     memory = Memory()
     with pytest.raises(
-        OutOfMemory, match=r"pool 'window': cannot allocate \d+ bytes .*host memory.*plan with less"
+        OutOfMemory, match=r"pool 'window': cannot allocate \d+ bytes .*host memory.*ask for less memory"
     ) as caught:
         Arena(made, memory)
     assert isinstance(caught.value, KVWeaveError)
