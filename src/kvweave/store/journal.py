@@ -80,8 +80,7 @@ class FileJournal:
         self._fd = open_regular(self._path, os.O_WRONLY | os.O_APPEND)
         os.ftruncate(self._fd, num_bytes)  # without half a record at its end, so that the next one is aligned
         if self.wants_rewriting:
-            with suppress(OSError):  # it only saves space, for which a full disk may lack space
-                self._rewrite([*entries.number_of], entries.starts, entries.lengths)
+            self.compact([*entries.number_of], entries.starts, entries.lengths)
 
     def _parse(self, data: bytes) -> Entries:
         body = memoryview(data)[len(MAGIC) :]
@@ -111,6 +110,8 @@ class FileJournal:
             os.replace(beside, self._path)
         except BaseException:
             os.close(descriptor)
+            with suppress(OSError):
+                beside.unlink()
             raise
         if self._fd >= 0:
             os.close(self._fd)
@@ -137,12 +138,13 @@ class FileJournal:
     def wants_rewriting(self) -> bool:
         return self._records > 2 * self._live + SLACK
 
-    def rewrite(self, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Rewrite the file with these entries, the oldest first."""
+    def compact(self, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Rewrite the file with these entries, the oldest first. Where that fails the longer file stays in use: this
+        only saves space, for which a full disk may lack space."""
         try:
             self._rewrite(keys, starts, lengths)
-        except OSError as error:
-            raise failure(str(self._path), error) from error
+        except OSError:
+            self._records = self._live  # tried again after as many more records, and not with each of them
 
     def _append(self, records: bytes) -> None:
         try:
