@@ -52,6 +52,9 @@ class FileJournal:
         self._path, self._writable = path, writable
         self._fd = -1
         self._records = self._live = 0
+        self._unrecorded = b""
+        """Removals that the disk did not take. They are written before the next record, which may be of a blob in the
+        same place: of two in one place neither is trusted."""
 
     def open(self, recover: Callable[[Entries], Entries]) -> Entries:
         """Read the records, drop torn ones, and append after the last. If the start of the file is damaged,
@@ -126,8 +129,11 @@ class FileJournal:
     def removed(self, keys: Sequence[bytes]) -> None:
         if keys:
             nothing = np.zeros(len(keys), np.int64)
-            self._append(packed_one(keys[0], 0, 0) if len(keys) == 1 else packed(keys, nothing, nothing).tobytes())
+            self._unrecorded += (
+                packed_one(keys[0], 0, 0) if len(keys) == 1 else packed(keys, nothing, nothing).tobytes()
+            )
             self._live -= len(keys)
+            self._append(b"")
 
     @property
     def is_gone(self) -> bool:
@@ -146,7 +152,8 @@ class FileJournal:
         except OSError:
             self._records = self._live  # tried again after as many more records, and not with each of them
 
-    def _append(self, records: bytes) -> None:
+    def _append(self, record: bytes) -> None:
+        records = self._unrecorded + record
         try:
             written = os.write(self._fd, records)
         except OSError as error:
@@ -154,9 +161,11 @@ class FileJournal:
         # a full disk took a part of a record: truncate it, so that the next record is aligned
         if written % RECORD.itemsize:
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written % RECORD.itemsize)
+        complete = written // RECORD.itemsize
+        self._unrecorded = self._unrecorded[complete * RECORD.itemsize :]
+        self._records += complete
         if written < len(records):
             raise failure(str(self._path), OSError(28, "No space left on device"))
-        self._records += len(records) // RECORD.itemsize
 
     def close(self) -> None:
         if self._fd >= 0:
