@@ -25,6 +25,7 @@ from kvweave.store import (
     operations,
 )
 from kvweave.store.blob import blob_bytes
+from kvweave.store.jobs import run_beside
 from kvweave.store.tier import whole
 from tests.store.engine_contract import SPEC, WAIT_S, EngineContract, Taken, polled, prompt_of
 from tests.store.interrupts import interrupted
@@ -89,6 +90,23 @@ def test_nothing_can_be_submitted_to_a_closed_store(store: Store) -> None:
             call()
     assert threading.active_count() <= threads
     assert not len(store.completions)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_calls_to_a_closed_store_are_misses_at_once(inline: bool) -> None:
+    store = Store(SCHEMA, TierStack((MemoryTier("16MiB"), TierPolicy(inline=inline, deadline_s=WAIT_S))))
+    prompt = prompt_of(store)
+    assert store.save(prompt, truth, points=[1024]).dropped == 0
+    hit = store.lookup(prompt)
+    store.close()
+    calls: list[Callable[[], object]] = [
+        lambda: store.lookup(prompt).position,
+        lambda: store.load(hit, Taken()),
+        lambda: store.save(prompt, truth, points=[1024]).stored,
+        lambda: store.gather(prompt, truth, points=[1024]).commit().stored,
+    ]
+    ended = [run_beside(call, "after the end") for call in calls]
+    assert [future.result(WAIT_S / 2) for future in ended] == [0, 0, 0, 0]
 
 
 def test_a_submit_that_is_interrupted_is_not_counted(store: Store) -> None:
