@@ -121,7 +121,11 @@ class _Replayer:
         sequence = self.cache.open(prompt, namespace=request.namespace, points=points)
         self.hits[number] = sequence.num_cached
         self.rows[number] = max(sequence.num_cached, sequence.branch)
-        self._compute(sequence, tokens, points)
+        try:
+            self._compute(sequence, tokens, points)
+        except OutOfPages:  # in a few super-pages a promised length can be refused (docs/measurements/core.md)
+            self.hits[number], self.rows[number] = 0, 0
+            self.kinds[number], self.refused[number] = -1, True
         self.cache.close(sequence)
 
     def _kind(self, prompt: TokenIds, namespace: str) -> int:
