@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -155,6 +156,22 @@ def test_a_forked_child_has_operations_of_its_own(store: Store) -> None:
     assert os.waitpid(child, 0)[1] == 0
     go_on.set()
     assert polled(store, 1) == [mine]
+
+
+@pytest.mark.parametrize("kind", ["lookup", "load", "save"])
+def test_a_forked_child_does_not_wait_for_a_thread_that_measured_meanwhile(store: Store, kind: str) -> None:
+    prompt = prompt_of(store)
+    with store._latency[kind]._lock:
+        child = os.fork()
+    if not child:
+        try:
+            signal.alarm(int(WAIT_S))
+            store.load(store.lookup(prompt), Taken())
+            store.save(prompt, truth)
+            os._exit(0)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_no_more_is_gathered_than_may_be(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
