@@ -31,7 +31,7 @@ from kvweave.policy import POLICIES, EvictionCandidate
 from kvweave.pool import NULL
 from kvweave.prefix import Event, Kind, Node, Replica, Retention, Spacing, Span
 from kvweave.prefix.held_points import PATIENCE
-from kvweave.prefix.prefix_cache import MOST_SHIELDED
+from kvweave.prefix.window_pages import MOST_SHIELDED
 from kvweave.spec import Chunk, Full, Layer, ModelSpec, Reach, SinkWindow, State, Window
 from tests.cache.engine import Engine, check_books, longest_hit
 from tests.cache.plans import full_plan, group, plan_of

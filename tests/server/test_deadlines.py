@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvweave.errors import ServerTimeout
 from kvweave.server import Client, RemoteStore, protocol
 from kvweave.server.heartbeat import FROZEN_S
-from kvweave.store import DictTier, Shard, TierPolicy, TierStack
+from kvweave.store import DictTier, Operation, Shard, TierPolicy, TierStack
 from kvweave.store.keys import Bytes
 from tests.server.models import POINTS, prompt, serving, settings, store, verify
 from tests.server.test_kill import daemon_process
@@ -56,6 +57,10 @@ CALLS: dict[str, Callable[[RemoteStore], object]] = {
     "save": lambda client: client.save(prompt(1), truth, budget_s=BUDGET_S),
     "load": lambda client: client.load(client.lookup(prompt(0), budget_s=0), verify, budget_s=BUDGET_S),
     "prefetch": lambda client: client.prefetch(client.lookup(prompt(0), budget_s=0), budget_s=BUDGET_S).result(),
+    "submitted load": lambda client: client.submit_load(
+        client.lookup(prompt(0), budget_s=0), verify, budget_s=BUDGET_S
+    ).result(),
+    "submitted save": lambda client: client.submit_save(prompt(1), truth, budget_s=BUDGET_S).result(),
     "stats": lambda client: client.stats(budget_s=BUDGET_S),
     "flush": lambda client: client.flush(BUDGET_S),
 }
@@ -188,6 +193,27 @@ def test_a_question_waits_for_another_threads_no_longer_than_its_time(tmp_path: 
         tier.go.set()
         asking.join()
         client.close()
+
+
+@pytest.mark.parametrize("name", ["submitted load", "submitted save"])
+def test_what_is_submitted_to_the_next_daemon_does_not_wait_for_another_threads_request(
+    tmp_path: Path, name: str
+) -> None:
+    calls: dict[str, Callable[[float], Operation[Any]]] = {
+        "submitted load": lambda seconds: client.submit_load(client.redeem(ticket), verify, budget_s=seconds),
+        "submitted save": lambda seconds: client.submit_save(prompt(2), truth, points=POINTS, budget_s=seconds),
+    }
+    wish = settings(tmp_path, 8 << 20)
+    with serving(wish):
+        client, other = store(wish.socket), store(wish.socket)
+        client.save(prompt(0), truth, points=POINTS)
+        ticket = client.lookup(prompt(0)).ticket()
+        calls[name](10.0).result()
+    with serving(wish), client.client._lock:  # as another thread does that waits for a reply
+        other.save(prompt(0), truth, points=POINTS)
+        assert took(calls[name](BUDGET_S).result) < BUDGET_S + LATE_S
+    client.close()
+    other.close()
 
 
 def test_a_lookup_that_a_tier_did_not_answer_is_counted_apart_from_a_miss(tmp_path: Path) -> None:

@@ -30,11 +30,13 @@ def trace(*prompts: str) -> Trace:
     return Trace("tiny", "tiny", 1, tuple(requests))
 
 
-def hits(oracle: Oracle, geometry: Geometry, capacity: int, *prompts: str) -> list[int]:
-    return oracle_hits(Foresight(trace(*prompts), geometry.grid), geometry, oracle, capacity)
+def hits(
+    oracle: Oracle, geometry: Geometry, capacity: int, *prompts: str, refused: frozenset[int] = frozenset()
+) -> list[int]:
+    return oracle_hits(Foresight(trace(*prompts), geometry.grid, refused), geometry, oracle, capacity)
 
 
-def best(prompts: tuple[str, ...], geometry: Geometry, capacity: int) -> int:
+def best(prompts: tuple[str, ...], refused: frozenset[int], geometry: Geometry, capacity: int) -> int:
     """The most tokens that any cache could have hit, by trying everything that could be kept after each request.
 
     A cache is a set of prefixes (the rows: each prefix stands for its last token) and a set of points. Rows are there
@@ -46,6 +48,8 @@ def best(prompts: tuple[str, ...], geometry: Geometry, capacity: int) -> int:
     def after(number: int, kept: frozenset[str], points: frozenset[str]) -> int:
         if number == len(prompts):
             return 0
+        if number in refused:
+            return after(number + 1, kept, points)
         word = prompts[number]
         prefixes = [word[:end] for end in range(1, len(word) + 1)]
         found = 0
@@ -73,28 +77,32 @@ def best(prompts: tuple[str, ...], geometry: Geometry, capacity: int) -> int:
 
 
 TINY = st.lists(st.text("ab", min_size=1, max_size=3), min_size=2, max_size=5).map(tuple)
+REFUSED = st.frozensets(st.integers(0, 4), max_size=2)
 
 
 @settings(max_examples=200, deadline=None)
-@given(TINY, st.integers(0, 6))
-@example(("aa", "a", "aa"), 1)
-def test_with_rows_alone_belady_and_both_are_the_best_that_can_be_had(prompts: tuple[str, ...], capacity: int) -> None:
-    most = best(prompts, ROWS, capacity)
-    assert sum(hits(BOTH, ROWS, capacity, *prompts)) == most
-    assert sum(hits(BELADY, ROWS, capacity, *prompts)) == most
-    assert bound_tokens(Foresight(trace(*prompts), 1), ROWS, capacity) == most
-    assert sum(hits(PLACEMENT, ROWS, capacity, *prompts)) <= most
-
-
-@settings(max_examples=200, deadline=None)
-@given(TINY, st.integers(0, 12))
-def test_with_states_no_oracle_beats_the_best_and_the_bound_is_never_below_it(
-    prompts: tuple[str, ...], capacity: int
+@given(TINY, REFUSED, st.integers(0, 6))
+@example(("aa", "a", "aa"), frozenset(), 1)
+@example(("aaa", "b", "aaa", "b"), frozenset({2}), 1)
+def test_with_rows_alone_belady_and_both_are_the_best_that_can_be_had(
+    prompts: tuple[str, ...], refused: frozenset[int], capacity: int
 ) -> None:
-    most = best(prompts, STATES, capacity)
+    most = best(prompts, refused, ROWS, capacity)
+    assert sum(hits(BOTH, ROWS, capacity, *prompts, refused=refused)) == most
+    assert sum(hits(BELADY, ROWS, capacity, *prompts, refused=refused)) == most
+    assert bound_tokens(Foresight(trace(*prompts), 1, refused), ROWS, capacity) == most
+    assert sum(hits(PLACEMENT, ROWS, capacity, *prompts, refused=refused)) <= most
+
+
+@settings(max_examples=200, deadline=None)
+@given(TINY, REFUSED, st.integers(0, 12))
+def test_with_states_no_oracle_beats_the_best_and_the_bound_is_never_below_it(
+    prompts: tuple[str, ...], refused: frozenset[int], capacity: int
+) -> None:
+    most = best(prompts, refused, STATES, capacity)
     for oracle in ORACLES:
-        assert sum(hits(oracle, STATES, capacity, *prompts)) <= most, oracle.name
-    foresight = Foresight(trace(*prompts), 1)
+        assert sum(hits(oracle, STATES, capacity, *prompts, refused=refused)) <= most, oracle.name
+    foresight = Foresight(trace(*prompts), 1, refused)
     assert most <= bound_tokens(foresight, STATES, capacity) <= foresight.overlap_tokens
 
 

@@ -45,7 +45,8 @@ def test_no_replay_beats_the_bound_and_its_split_adds_up(
     foresight, geometry = Foresight(trace, GRID), Geometry.of(plan)
     for done in (replay(trace, plan, retention=Retention(every=every)), replay(trace, plan, placement=foresight)):
         split = total(splits(foresight, done))
-        assert split.hit == done.hit_tokens <= bound_tokens(foresight, geometry, usable_bytes(plan))
+        fits = Foresight(trace, GRID, np.flatnonzero(done.refused))
+        assert split.hit == done.hit_tokens <= bound_tokens(fits, geometry, usable_bytes(plan))
         assert split.hit + split.evicted + split.no_point + split.never_seen == split.prompt == trace.prompt_tokens
         assert min(split.hit, split.evicted, split.no_point, split.never_seen) >= 0
         assert split.overlap == foresight.overlap_tokens
@@ -101,11 +102,11 @@ def test_rows_without_a_point_are_told_from_rows_that_are_gone() -> None:
     assert (split.no_point, split.evicted) == (12, 0)
 
 
-def test_what_never_fits_is_refused_and_the_rest_goes_on() -> None:
-    trace = trace_of([[1] * 20, [2] * 4000, [1] * 20])
+def test_what_never_fits_is_refused_and_takes_nothing_from_the_others() -> None:
+    trace = trace_of([[1] * 21, [2] * 21, [3] * 4000, [1] * 21, [2] * 21])
     done = replay(trace, plan_of(FULL, 4096))
-    assert done.refused.tolist() == [False, True, False]
-    assert done.hits.tolist() == [0, 0, 16]
+    assert done.refused.tolist() == [False, False, True, False, False]
+    assert done.hits.tolist() == [0, 0, 0, 20, 20]
 
 
 def test_windows_that_have_no_room_for_long_steps_take_shorter_ones() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvweave.errors import BadOption, ConfigError, UnknownName
-from kvweave.sim import Options, SimulatedTier, Trace, load_policy, simulate
+from kvweave.sim import Options, OracleHits, SimulatedTier, Trace, load_policy, simulate
 from kvweave.sim.geometry import Geometry
 from kvweave.sim.replay import Replay, replay
 from kvweave.sim.tiers import tier_uses
@@ -43,6 +43,14 @@ def test_every_policy_and_memory_has_a_cell_and_oracles_are_shared() -> None:
         assert max(cell.oracles.placement, cell.oracles.belady, cell.oracles.both) <= cell.oracles.bound
         assert cell.saved_seconds == pytest.approx(cell.split.hit / 10_000)
         assert cell.to_dict()["hit_rate"] == cell.split.hit_rate
+
+
+def test_oracles_and_the_bound_refuse_what_never_fits() -> None:
+    """The second prompt asked again would be most of what can be hit, and cannot run."""
+    trace = trace_of([[1] * 21, [2] * 4000, [1] * 21, [2] * 4000])
+    cell = simulate(trace, partial(plan_of, FULL), Options([4 * KIB])).cells[0]
+    assert (cell.refused, cell.split.hit) == (2, 20)
+    assert cell.oracles == OracleHits(placement=20, belady=20, both=20, bound=20, cache_with_placement=20)
 
 
 def test_the_cache_with_perfect_places_evicts_by_lru_whatever_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:

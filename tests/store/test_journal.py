@@ -65,3 +65,22 @@ def test_records_after_one_that_a_full_disk_cut_are_read(tmp_path: Path, monkeyp
     journal.removed(KEYS[:1])
     journal.close()
     assert live(path) == KEYS[2:3]
+
+
+def test_a_removal_that_a_full_disk_did_not_take_is_recorded_before_the_next_blob(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "journal", os.write
+    journal, _ = opened(path)
+    for number, name in enumerate(KEYS[:3]):
+        journal.added(name, number * 4096, 4096)
+    for taken in (0, 64, 70):
+        monkeypatch.setattr(os, "write", lambda descriptor, data, taken=taken: write(descriptor, data[:taken]))
+        with pytest.raises(TierError, match="No space left"):
+            journal.removed(KEYS[:2] if not taken else [])
+            journal.added(KEYS[3], 0, 4096)
+    monkeypatch.undo()
+    assert live(path) == KEYS[2:3]
+    journal.added(KEYS[3], 0, 4096)
+    journal.close()
+    assert live(path) == KEYS[2:]

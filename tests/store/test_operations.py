@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from kvweave.store import (
     operations,
 )
 from kvweave.store.blob import blob_bytes
+from kvweave.store.jobs import run_beside
 from kvweave.store.tier import whole
 from tests.store.engine_contract import SPEC, WAIT_S, EngineContract, Taken, polled, prompt_of
 from tests.store.interrupts import interrupted
@@ -91,6 +93,23 @@ def test_nothing_can_be_submitted_to_a_closed_store(store: Store) -> None:
     assert not len(store.completions)
 
 
+@pytest.mark.parametrize("inline", [True, False])
+def test_calls_to_a_closed_store_are_misses_at_once(inline: bool) -> None:
+    store = Store(SCHEMA, TierStack((MemoryTier("16MiB"), TierPolicy(inline=inline, deadline_s=WAIT_S))))
+    prompt = prompt_of(store)
+    assert store.save(prompt, truth, points=[1024]).dropped == 0
+    hit = store.lookup(prompt)
+    store.close()
+    calls: list[Callable[[], object]] = [
+        lambda: store.lookup(prompt).position,
+        lambda: store.load(hit, Taken()),
+        lambda: store.save(prompt, truth, points=[1024]).stored,
+        lambda: store.gather(prompt, truth, points=[1024]).commit().stored,
+    ]
+    ended = [run_beside(call, "after the end") for call in calls]
+    assert [future.result(WAIT_S / 2) for future in ended] == [0, 0, 0, 0]
+
+
 def test_a_submit_that_is_interrupted_is_not_counted(store: Store) -> None:
     prompt, after = prompt_of(store), 0
     store.submit_lookup([prompt]).result(WAIT_S)
@@ -137,6 +156,22 @@ def test_a_forked_child_has_operations_of_its_own(store: Store) -> None:
     assert os.waitpid(child, 0)[1] == 0
     go_on.set()
     assert polled(store, 1) == [mine]
+
+
+@pytest.mark.parametrize("kind", ["lookup", "load", "save"])
+def test_a_forked_child_does_not_wait_for_a_thread_that_measured_meanwhile(store: Store, kind: str) -> None:
+    prompt = prompt_of(store)
+    with store._latency[kind]._lock:
+        child = os.fork()
+    if not child:
+        try:
+            signal.alarm(int(WAIT_S))
+            store.load(store.lookup(prompt), Taken())
+            store.save(prompt, truth)
+            os._exit(0)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_no_more_is_gathered_than_may_be(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

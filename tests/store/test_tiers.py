@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -305,6 +307,30 @@ def test_the_journal_does_not_grow_without_end(tmp_path: Path, monkeypatch: pyte
     tier = DiskTier(tmp_path, 8 * 4096)
     assert [n for n in range(500) if got(tier, n, 4096)] == list(range(492, 500))
     tier.close()
+
+
+def test_a_disk_without_room_for_another_journal_takes_blobs_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.store.journal.SLACK", 4)
+    tried = list[object]()
+
+    def full(*args: object, **more: object) -> IO[bytes]:
+        tried.append((args, more))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tier = DiskTier(tmp_path, 8 * 4096)
+    monkeypatch.setattr("kvweave.store.journal.open", full, raising=False)
+    for number in range(100):
+        assert put(tier, number, length=4096) == [True]
+    assert 1 < len(tried) <= 200 // 12, "not with each removal"
+    assert not (tmp_path / "journal.new").exists()
+    assert tier.clear() == 8
+    put(tier, 7, length=4096)
+    tier.close()
+    monkeypatch.undo()
+    with DiskTier(tmp_path, 8 * 4096) as tier:
+        assert [n for n in range(100) if got(tier, n, 4096)] == [7]
 
 
 def test_a_million_entries_are_all_there_after_reopening(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Loader:
         state = self.state
         sequence.row = sequence.rows[0] = state.take_row()
         state.by_row[sequence.row] = sequence
-        state.counters.opened_of[sequence.row] = state.prefix.tick()
+        state.counters.opened_of[sequence.row] = state.prefix.queues.tick()
         state.tokens.enter(sequence.row, len(prompt))
         self._enter(sequence, prompt, match)
 
@@ -51,7 +51,7 @@ class Loader:
             sequence.node, sequence.restore = point.node, point if state.states else None
             for group in state.rows:
                 self._enter_run(group, sequence, position)
-            state.prefix.requeue(point)
+            state.prefix.queues.requeue(point)
         else:
             sequence.node = state.prefix.tree.root(sequence.namespace)
             state.prefix.pin(sequence.node)
@@ -102,12 +102,12 @@ class Loader:
         """Keep what resuming at a position of a matched path needs."""
         state = self.state
         point = state.prefix.pin_at(match, position, 0, with_states=True)
-        for run in self.state.prefix.window_runs(point.node, point.position):
+        for run in self.state.prefix.windows.runs(point.node, point.position):
             state.pages[run.group.number].share(run.pages)
         return point
 
     def unpin(self, point: Point) -> None:
-        for run in self.state.prefix.window_runs(point.node, point.position):
+        for run in self.state.prefix.windows.runs(point.node, point.position):
             self.state.pages[run.group.number].release(run.pages)
         self.state.prefix.pin_states(point, -1)
         self.state.prefix.unpin(point.node)

@@ -184,7 +184,7 @@ class Publisher:
             pages[group.number] = held[group.number][start // size : end // size].copy()
         sequence.node = prefix.add_run(sequence.node, tokens, pages)
         self._add_points(sequence, points, held)
-        prefix.keep_needed(sequence.node)
+        prefix.windows.keep_needed(sequence.node)
 
     # ---- a run that the tree has
 

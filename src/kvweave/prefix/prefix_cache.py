@@ -2,32 +2,28 @@
 
 What is kept are resume points. The pages of full groups between two points are needed by the lower one, the pages of a
 window by the points whose [tail, position) they lie in, a state by its own point. So eviction gives up points: the last
-point of a leaf with the run that leads to it (`_tips`), any other point with its states and the window pages that
-only it needs (`_inner`).
+point of a leaf with the run that leads to it, any other point with its states and the window pages that only it needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import islice
 
 import numpy as np
 
-from kvweave.pool import NULL, GroupPages, Ids, PagedGroup
+from kvweave.pool import GroupPages, Ids, PagedGroup
 from kvweave.prefix.events import Event
-from kvweave.prefix.eviction_queue import EvictionQueue
-from kvweave.prefix.held_points import MOST_AT_ONCE, NOT_HELD, QUEUED_ANYWAY, HeldPoints
 from kvweave.prefix.node import Kind, Node, Point, StatePages, Tokens
 from kvweave.prefix.order import Order
+from kvweave.prefix.point_queues import PointQueues
 from kvweave.prefix.retention import NEVER
-from kvweave.prefix.tree import Match, PageRun, PublishRunning, Tree
+from kvweave.prefix.tree import Match, PublishRunning, Tree
+from kvweave.prefix.window_pages import WindowPages
 
 LONGEST_PATH = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
 FEW = 64
 """More new points of a run than so many enter the tree together: their window pages are counted once."""
-MOST_SHIELDED = 4
-"""A point shields so many others at most: when it goes, each of them is looked at."""
 
 
 class PrefixCache:
@@ -49,24 +45,10 @@ class PrefixCache:
         self.order = order
         self.has_evicted = False
         """Whether something had to go since it was last empty."""
-        self._clock = 0
+        self.windows = WindowPages(self.tree, pages)
+        self.queues = PointQueues(self.tree, pages, self.windows, order)
         self._pages = list(pages)
-        self._has_inner = bool(self.tree.windows or self.tree.states)
         self._full = [group for group in self.tree.full if group.has_pages]
-        self._windows = [group for group in self.tree.windows if group.has_pages]
-        self._tips = [EvictionQueue(is_tips=True) for _ in range(self.order.num_queues)]
-        self._inner = [EvictionQueue(is_tips=False) for _ in range(self.order.num_queues)]
-        self._queues = [*self._tips, *self._inner]
-        self._held = self._held_points()
-
-    def _held_points(self) -> HeldPoints | None:
-        """States can be evicted whatever tables reference: where they are most of a point, no point is held."""
-        state_bytes = sum(group.page_bytes for group in self.tree.states if group.has_pages)
-        window_bytes = sum(group.page_bytes * (group.reach.span or 0) // group.slot_tokens for group in self._windows)
-        moving = [group for group in self._windows if group.needs_last_block]
-        if not moving or state_bytes >= window_bytes:
-            return None
-        return HeldPoints(self._pages[min(moving, key=lambda group: group.reach.span or 0).number])
 
     # ---- looking
 
@@ -91,10 +73,6 @@ class PrefixCache:
             node = upper
         return joined
 
-    def tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
     # ---- holders
 
     def pin_at(self, match: Match, position: int, priority: int, *, with_states: bool) -> Point:
@@ -106,7 +84,7 @@ class PrefixCache:
         assert node is not None, "what is pinned was matched"
         point = node.point_at(position)
         if node.points:
-            self.order.on_hit(point or node.points[-1], position, self._clock)
+            self.order.on_hit(point or node.points[-1], position, self.queues.clock)
         if node.end > position:
             node = self.split(node, position)
         if point is None:
@@ -116,13 +94,13 @@ class PrefixCache:
             point.continued = True
         point.kind, point.cut = max(point.kind, Kind.BRANCH), False
         point.hits += 1
-        point.last_used, point.floor = self.tick(), self.order.floor
+        self.queues.use(point)
         point.priority = max(point.priority, priority)
         node.uses += 1
         self._count_holder(node, None, 1)
         if with_states:
             self._count_pin(point, 1)
-        self._dequeue(point)
+        self.queues.remove(point)
         return point
 
     def pin(self, node: Node, above: Node | None = None) -> None:
@@ -131,14 +109,14 @@ class PrefixCache:
             above.uses -= 1
         node.uses += 1
         self._count_holder(node, above, 1)
-        self._requeue_last(node)
+        self.queues.requeue_last(node)
 
     def unpin(self, node: Node) -> None:
         """A holder of `node` is gone."""
         node.uses -= 1
         self._count_holder(node, None, -1)
-        self._requeue_last(node)
-        self._requeue_held(node)
+        self.queues.requeue_last(node)
+        self.queues.requeue_held(node)
         self._settle(node, None)
 
     def _count_holder(self, node: Node, above: Node | None, sign: int) -> None:
@@ -157,7 +135,7 @@ class PrefixCache:
     def pin_states(self, point: Point, sign: int) -> None:
         """Somebody must find the states of a point unharmed (1), or needs them no more (-1)."""
         self._count_pin(point, sign)
-        self.requeue(point)
+        self.queues.requeue(point)
 
     def _count_pin(self, point: Point, sign: int) -> None:
         point.pins += sign
@@ -169,7 +147,7 @@ class PrefixCache:
 
     def split(self, node: Node, position: int) -> Node:
         upper = self.tree.split(node, position)
-        self._requeue_spaced(node)
+        self.queues.requeue_spaced(node)
         return upper
 
     def add_run(self, above: Node, tokens: Tokens, pages: list[Ids]) -> Node:
@@ -188,166 +166,20 @@ class PrefixCache:
             return []
         return [point for point in points if not self._add([point], held)]
 
-    def window_runs(self, node: Node, position: int, start: int = 0, stop: int = NEVER) -> list[PageRun]:
-        """The window pages, heads included, that going on from a position needs of the tokens [start, stop) on the path
-        down to `node`."""
-        runs = list[PageRun]()
-        for group in self._windows:
-            low, end = start // group.slot_tokens, min(position, stop) // group.slot_tokens
-            first = min(group.first_block(position), end)
-            runs += self.tree.runs(group, node, max(first, low), end)
-            runs += self.tree.runs(group, node, low, min(group.head_blocks, first))
-        return runs
-
     def _add(self, points: list[Point], held: Sequence[Ids] = (), is_queued: bool = True) -> bool:
         """Add a point, or several ones between which there is no gap; False, and nothing done, where that cannot be."""
-        node, first, last = points[0].node, points[0].position, points[-1].position
-        above, runs = node.last_point(last) if self._windows else None, list[PageRun]()
-        if self._windows:
-            for group in self._windows if last > first else ():
-                at = np.array([point.position for point in points])
-                has_gaps = (group.first_blocks(at[1:]) > at[:-1] // group.slot_tokens).any()
-                if has_gaps or (above is not None and above.position > first):
-                    return False
-                runs += self.tree.runs(group, node, first // group.slot_tokens, last // group.slot_tokens)
-            above = above if above is not None and len(above.shielded) < MOST_SHIELDED else None
-            runs += self.window_runs(node, first, 0 if above is None else above.position)
-            if held and not self._fill(runs, held):
-                return False
-        for run in runs:
-            self._pages[run.group.number].enter_cache(run.pages)
+        if self.windows.groups and not self.windows.hold(points, held):
+            return False
         for point in points:
             self.tree.add_point(point)
-            if self._windows:
-                _shield(above, point)
-                above = point
-            point.last_used, point.floor = self.tick(), self.order.floor
+            self.queues.use(point)
             for group, page in zip(self.tree.states, point.states):
                 self._pages[group.number].cache_one(page)
             if is_queued:
-                self.requeue(point)
+                self.queues.requeue(point)
         return True
-
-    def _fill(self, runs: list[PageRun], held: Sequence[Ids]) -> bool:
-        """Fill the gaps of window runs with held pages; False, and nothing done, where some are nowhere."""
-        gaps = list[tuple[PageRun, Ids]]()
-        for run in runs:
-            if np.count_nonzero(run.pages) < len(run.pages):
-                ours = held[run.group.number][run.first : run.first + len(run.pages)]
-                if np.count_nonzero(run.pages | ours) < len(ours):
-                    return False
-                gaps.append((run, ours))
-        for run, ours in gaps:
-            np.copyto(run.pages, ours, where=run.pages == NULL)
-            self.tree.emit_kept(run.node, [run.group])
-        return True
-
-    def keep_needed(self, node: Node) -> None:
-        """Of the window pages of a new run the tree keeps those that points need."""
-        for group in self._windows:
-            self._pages[group.number].prune(node.pages[group.number])
-        self.tree.emit_kept(node, self._windows)
-
-    # ---- queues
-
-    def _requeue_last(self, node: Node) -> None:
-        """A node's last point may be a leaf's now, or not any more."""
-        if node.points:
-            self.requeue(node.points[-1])
-
-    def _requeue_spaced(self, node: Node) -> None:
-        """The spaced points of a run go together: the first one stands for all of them."""
-        first = node.first_spaced()
-        if first is not None:
-            self.requeue(first)
-
-    def _requeue_held(self, node: Node) -> None:
-        """A node, and those above it, may have lost their last holder: their points are not held then."""
-        at: Node | None = node
-        while self._held is not None and at is not None and not at.pins:
-            for point in at.points:
-                if point.held >= 0:
-                    self.requeue(point)
-            at = at.parent
-
-    def requeue(self, point: Point) -> None:
-        """Move a point to the queue where it belongs now, if any."""
-        queues = self._queues_of(point)
-        if point.queue is None or queues is None or point.queue.is_tips != queues[0].is_tips:
-            self._move(point, queues)
-
-    def _queues_of(self, point: Point) -> list[EvictionQueue] | None:
-        node = point.node
-        if point.pins:
-            return None
-        if not node.children and not node.pins and node.points[-1] is point:
-            return self._tips
-        is_inner = self._has_inner and (point.kind != Kind.SPACED or node.first_spaced() is point)
-        return self._inner if is_inner else None
-
-    def _move(self, point: Point, queues: list[EvictionQueue] | None) -> None:
-        self._dequeue(point)
-        if self._held is not None and queues is self._inner and self._held.holds(point):
-            self._held.add(point)
-        elif queues is not None:
-            self._enqueue(point, queues)
-
-    def _enqueue(self, point: Point, queues: list[EvictionQueue]) -> None:
-        point.queued, point.weight = self._clock, 0.0
-        number, key = self.order.place(point, queues is self._tips, self._clock)
-        queues[number].add(point, key)
-
-    def _dequeue(self, point: Point) -> None:
-        if point.queue is not None:
-            point.queue.remove(point)
-            point.held = NOT_HELD
-        elif self._held is not None and point.held >= 0:
-            self._held.remove(point)
 
     # ---- evicting
-
-    def _choose(self, queues: list[EvictionQueue]) -> Point | None:
-        """The point that is evicted next: one whose pages tables reference is held instead."""
-        held = self._held
-        if held is None or queues is self._tips:
-            return self.order.choose(queues, self._clock)
-        self._queue_unheld(held.poll())
-        while True:
-            point = self.order.choose(queues, self._clock)
-            if point is None:
-                if not self._queue_unheld(held.unheld()) and not self._queue_held(held):
-                    return None
-            elif point.queue.is_tips or not held.holds(point):
-                return point
-            else:
-                self._move(point, self._inner)
-
-    def _queue_unheld(self, points: list[Point]) -> bool:
-        """Points that are held no longer are queued; whether there are any."""
-        for point in points:
-            self._move(point, self._inner)
-        return bool(points)
-
-    def _queue_held(self, held: HeldPoints) -> bool:
-        """Where no others are left, held points are queued that have anything to give; whether there are any."""
-        if not any(pages.num_evictable for pages in self._pages if not pages.group.is_full):
-            return False
-        some = list(islice((point for point in held.points if self._has_evictable(point)), MOST_AT_ONCE))
-        for point in some:
-            self._dequeue(point)
-            self._enqueue(point, self._inner)
-            point.held = QUEUED_ANYWAY
-        return bool(some)
-
-    def _has_evictable(self, point: Point) -> bool:
-        """Whether a point, or one that it stands for, has a state, or needs a window page that no table references."""
-        if point.states:
-            return True
-        for other in point.node.points if point.kind == Kind.SPACED else (point,):
-            for run in self.window_runs(other.node, other.position) if other.kind == point.kind else ():
-                if not self._pages[run.group.number].are_referenced(run.pages).all():
-                    return True
-        return False
 
     def evict(self, group: PagedGroup, count: int, most: int = NEVER) -> None:
         """Free `count` pages of a group in the policy's order, by evicting no more than so many points; no more pages
@@ -363,7 +195,7 @@ class PrefixCache:
     def evict_next(self, tokens: int, from_leaf: bool = False) -> bool:
         """Evict the point that the policy values least, whatever its pages, or the least of those that end a leaf, and
         cut a run by so many tokens at least; False when there is none."""
-        point = self._choose(self._tips if from_leaf else self._queues)
+        point = self.queues.choose(only_tips=from_leaf)
         if point is not None:
             self._evict(point, tokens)
         return point is not None
@@ -371,7 +203,7 @@ class PrefixCache:
     def _evict(self, point: Point, tokens: int) -> None:
         """Give up a point, and of a leaf at least its last `tokens` tokens."""
         self.has_evicted = True
-        self.order.on_evict(point, self._clock)
+        self.order.on_evict(point, self.queues.clock)
         if not point.queue.is_tips:
             if point.kind == Kind.SPACED:
                 self._drop_spaced(point)
@@ -381,7 +213,7 @@ class PrefixCache:
         node = point.node
         parent = node.parent
         start = self._last_before(point, max(self._asked_above(point), point.position - tokens))
-        self.order.on_cut(point, node, start, self._clock)
+        self.order.on_cut(point, node, start, self.queues.clock)
         if not self._shorten(node, start, point):
             assert parent is not None, "a root has no points"
             self._settle(parent, point)
@@ -404,7 +236,7 @@ class PrefixCache:
         """
         node = point.node
         above = node.points[-2].position if len(node.points) > 1 else node.start
-        for group in self._windows:
+        for group in self.windows.groups:
             first = group.first_block(point.position)
             moves = group.needs_last_block and group.first_block(limit) < first
             if moves and above <= limit and above // group.slot_tokens < first:
@@ -415,17 +247,17 @@ class PrefixCache:
         """Evict the spaced points of a run, but those whose pages tables reference."""
         node = first.node
         for point in list(node.points):
-            is_kept = point.queue.is_tips if point.queue is not None else self._held and self._held.holds(point)
-            if point.kind == Kind.SPACED and (point is first or not is_kept):
+            if point.kind == Kind.SPACED and (point is first or not self.queues.is_kept(point)):
                 self.drop_point(point)
-        self._requeue_spaced(node)
+        self.queues.requeue_spaced(node)
 
     def drop_point(self, point: Point) -> None:
         """Give up a point: its states, and the window pages that no other point needs."""
-        self._dequeue(point)
+        self.queues.remove(point)
         for group, page in zip(self.tree.states, point.states):
             self._pages[group.number].evict_one(page)
-        self._remove_point(point)
+        self.windows.release(point)
+        self.tree.remove_point(point)
 
     def drop_replaced(self, point: Point) -> None:
         """Give up a point that a later one of the same sequence replaces: what it frees does not count as evicted."""
@@ -439,34 +271,9 @@ class PrefixCache:
         assert point.pins == 1, f"{point.pins} need the states of the point"
         for group in self.tree.states:
             self._pages[group.number].num_cached -= int(group.has_pages)
-        self._remove_point(point)
-        return point.states
-
-    def _remove_point(self, point: Point) -> None:
-        """Take a point out of the tree, with the window pages that no other point needs."""
-        for run in self._hand_down(point) if self._windows else ():
-            before = run.pages.copy() if self.tree.emit else run.pages
-            if self._pages[run.group.number].leave_cache(run.pages):
-                self.tree.emit_lost(run, before)
+        self.windows.release(point)
         self.tree.remove_point(point)
-
-    def _hand_down(self, point: Point) -> list[PageRun]:
-        """The points that one which goes shields hold what they need instead of it; returns what it holds no more."""
-        start, above, others, runs = point.kept_from, point.shield, point.shielded, list[PageRun]()
-        if above is not None:
-            above.shielded.remove(point)
-        if len(others) == 1:  # it takes over what both need as it is
-            _shield(above, others[0])
-            for group in self._windows:
-                low = max(group.first_block(point.position), start // group.slot_tokens)
-                end = min(group.first_block(others[0].position), point.position // group.slot_tokens)
-                runs += self.tree.runs(group, point.node, low, end)
-            return runs
-        for other in others:
-            _shield(above if above is not None and len(above.shielded) < MOST_SHIELDED else None, other)
-            for run in self.window_runs(point.node, other.position, other.kept_from, point.position):
-                self._pages[run.group.number].enter_cache(run.pages)
-        return self.window_runs(point.node, point.position, start)
+        return point.states
 
     # ---- leaves end at a point
 
@@ -481,15 +288,15 @@ class PrefixCache:
             if replaced is None and node.points and node.points[-1].position == node.end:
                 break
             # where a window has no page, nothing is resumable: chains of such runs go quickly
-            moving = [node.pages[g.number] for g in self._windows if g.needs_last_block and not node.points]
+            moving = [node.pages[g.number] for g in self.windows.groups if g.needs_last_block and not node.points]
             is_bare = not all(map(np.count_nonzero, moving))
             end = node.start if is_bare else self.tree.last_resumable(node, node.end, node.start)
             if replaced is not None and end < node.end:
-                self.order.on_cut(replaced, node, end, self._clock)
+                self.order.on_cut(replaced, node, end, self.queues.clock)
             if self._shorten(node, end, replaced):
                 return
             node = parent
-        self._requeue_last(node)
+        self.queues.requeue_last(node)
 
     def _shorten(self, node: Node, end: int, replaced: Point | None) -> bool:
         """Cut a leaf to `end`, which is resumable, or take it out where that is its start; whether it is still there.
@@ -515,7 +322,7 @@ class PrefixCache:
         if replaced is not None:
             point.last_used, point.floor = max(point.last_used, replaced.last_used), max(point.floor, replaced.floor)
             point.priority, point.hits = max(point.priority, replaced.priority), max(point.hits, replaced.hits)
-        self._move(point, self._tips)
+        self.queues.move_to_tips(point)
         return True
 
     def _successor(self, node: Node, position: int, replaced: Point | None, is_evicted: bool) -> Point:
@@ -540,9 +347,3 @@ class PrefixCache:
         assert not left, f"pages are left in an empty tree: {left}"
         self.tree.clear()
         self.has_evicted = False
-
-
-def _shield(above: Point | None, point: Point) -> None:
-    point.shield = above
-    if above is not None:
-        above.shielded.append(point)

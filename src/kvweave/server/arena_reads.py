@@ -57,7 +57,7 @@ class ArenaReads:
         extent may hold another blob."""
         if not places:
             return
-        arena, layout = session.arena(generation), self._layout
+        arena, layout = session.arena(generation, budget), self._layout
         pieces = layout.side_by_side([*places], hit.target)
         in_time = takewhile(lambda _: not budget.is_spent, pieces)
         jobs = (layout.job(arena, hit.prompt, *piece, places[piece]) for piece in in_time)

@@ -38,11 +38,11 @@ class PromptSession:
         self._leases: dict[int, int] = {}
         self._keys: dict[int, int] = {}
 
-    def arena(self, generation: int) -> Bytes:
-        """The memory in which places lie that came over the connection of this generation. Raises `ServerGone`."""
+    def arena(self, generation: int, budget: Budget) -> Bytes:
+        """The memory in which places lie that came over the connection of this generation. Raises `ServerError`."""
         asked, mapped = self.client.mapped, self._arena_of.mapped
         if mapped.welcome.boot != asked.welcome.boot:  # the daemon is another one by now, and so is its arena
-            self._arena_of.ask(protocol.Ping(), protocol.Done)
+            self._arena_of.ask(protocol.Ping(), protocol.Done, reply_timeout(budget))
             mapped = self._arena_of.mapped
         if asked.generation != generation or mapped.welcome.boot != asked.welcome.boot:
             raise ServerGone("the connection was lost, and what was held with it")

@@ -67,11 +67,11 @@ class RemoteStore(BaseStore[RemoteHit]):
         """The connection for loads, or for saves; the client's own until something was submitted."""
         return self._beside.get(kind, self._prompt_session)
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, kind: str, budget: Budget) -> None:
         """Make a connection for what is submitted; where that cannot be, the client's own serves it."""
         if kind not in self._beside:
             with suppress(ServerError):
-                client = self.client.again(arena=False)
+                client = self.client.again(arena=False, timeout_s=reply_timeout(budget))
                 session = PromptSession(client, self.schema, self._prompt_session.model, self.client)
                 if self._beside.setdefault(kind, session) is not session:
                     client.close()

@@ -285,7 +285,7 @@ class SaveOperation:
         if is_in_inbox:
             jobs = self._arena.in_inbox(self._session.inbox(generation), prompt, granted)
         else:
-            arena = self._session.arena(generation)
+            arena = self._session.arena(generation, budget)
             jobs = [self._arena.job(arena, prompt, *piece, at) for piece, at in places if at >= 0]
         without_room = [piece for piece, at in places if at == NO_ROOM]
         num_bytes = self._arena.num_bytes(batch)

@@ -8,7 +8,7 @@ resumes; so each request covers a run wholly or not at all. Positions are counte
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,15 +63,19 @@ class PlacedRequest:
 
 
 class Foresight:
-    """A trace on a grid. `requests` are in its order; a run's number is below `num_runs`."""
+    """A trace on a grid. `requests` are in its order; a run's number is below `num_runs`. The requests `refused`, by
+    their number, never run: they find nothing and leave nothing."""
 
-    def __init__(self, trace: Trace, grid: int) -> None:
+    def __init__(self, trace: Trace, grid: int, refused: Collection[int] = ()) -> None:
         trace.check_content()
         self.grid = grid
         roots: dict[str, Run] = {}
         ends: list[tuple[Run, int, int]] = []
         for number, request in enumerate(trace.requests):
             root = roots.setdefault(request.namespace, Run(None, 0, np.empty(0, np.uint64)))
+            if number in refused:
+                ends.append((root, 0, 0))
+                continue
             digests = block_digests(trace.tokens(request), grid)
             limit = (request.prompt_tokens - 1) // grid
             end, seen = _insert(root, digests)

@@ -2,7 +2,8 @@
 
 All of them are the same ideal cache: bytes are counted exactly (no super-pages, nothing held by running requests,
 windows of neighbouring points counted apart), requests come one at a time, and each may find what the earlier ones
-left. They differ in where resume points are, and in what is given up first:
+left; what the replay refuses, because it never fits, is refused here too (`Foresight`). They differ in where resume
+points are, and in what is given up first:
 
     oracle      points                                             given up first
     placement   only where a later request will go on              least recently used; the rows of every request stay

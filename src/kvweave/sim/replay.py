@@ -23,7 +23,6 @@ from kvweave.sim.trace import Request, TokenIds, Trace
 
 STEP_TOKENS = 8192
 """Tokens of a prompt that are computed in one step, where memory allows."""
-LEAST_STEP = 256
 SAMPLES = 200
 """How often occupancy is looked at."""
 NO_POINTS = Retention(prompt_end=False, branches=False, every=0, decode_every=NEVER)
@@ -43,7 +42,7 @@ class Occupancy:
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
     """What came of each request: tokens hit; tokens of which rows were there, hit or not; the kind of point that was
-    hit (-1: none); whether it was refused, for it never fits."""
+    hit (-1: none); whether it was refused, as engines do before its first step, for it never fits."""
 
     hits: Counts
     rows: Counts
@@ -111,6 +110,11 @@ class _Replayer:
     def request(self, number: int, request: Request) -> None:
         tokens = self.trace.tokens(request)
         prompt = tokens[: request.prompt_tokens]
+        try:
+            self.cache.check_fits(len(tokens))
+        except NeverFits:
+            self.refused[number] = True
+            return
         if self._has_points:
             self.kinds[number] = self._kind(prompt, request.namespace)
         points = None if self.placement is None else self.placement.points_after(number)
@@ -119,7 +123,7 @@ class _Replayer:
         self.rows[number] = max(sequence.num_cached, sequence.branch)
         try:
             self._compute(sequence, tokens, points)
-        except (NeverFits, OutOfPages):
+        except OutOfPages:  # in a few super-pages a promised length can be refused (docs/measurements/core.md)
             self.hits[number], self.rows[number] = 0, 0
             self.kinds[number], self.refused[number] = -1, True
         self.cache.close(sequence)
@@ -159,9 +163,9 @@ class _Replayer:
                 self._extend(sequence, min(step, end - start), None)
                 start += min(step, end - start)
             except (NeverFits, OutOfPages):
-                step //= 2
-                if step < LEAST_STEP:
+                if step == 1:
                     raise
+                step //= 2
         return start
 
     def _extend(self, sequence: Sequence, count: int, tokens: TokenIds | None) -> None:

@@ -6,7 +6,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+
+import numpy as np
 
 from kvweave.errors import BadOption
 from kvweave.plan import Plan
@@ -78,13 +80,13 @@ class _Simulator:
         trace.check_content()
         self.trace, self.options, self.on_request = trace, options, on_request
         self.plan_of = cache(plan_of)
-        self.foresight = cache(lambda grid: Foresight(trace, grid))
+        self.foresight = cache(partial(Foresight, trace))
         self.replay = cache(self._replay)
+        self.first = next(iter(options.policies))
 
     def run(self, model: str) -> Simulation:
         cells = tuple(self._cells())
-        first = next(iter(self.options.policies))
-        said = advice([cell for cell in cells if cell.policy == first])
+        said = advice([cell for cell in cells if cell.policy == self.first])
         return Simulation(self.trace, model, cells, said, self.options.assumptions)
 
     def _cells(self) -> Iterator[Cell]:
@@ -106,7 +108,9 @@ class _Simulator:
     def _oracles(self, memory: int) -> OracleHits:
         plan = self.plan_of(memory)
         geometry, capacity = Geometry.of(plan), usable_bytes(plan)
-        foresight = self.foresight(geometry.grid)
+        # what never fits is refused whatever the policy
+        refused = np.flatnonzero(self.replay(self.first, memory).refused)
+        foresight = self.foresight(geometry.grid, frozenset(refused.tolist()))
         found = {oracle.name: sum(oracle_hits(foresight, geometry, oracle, capacity)) for oracle in ORACLES}
         own = replay(
             self.trace,
@@ -123,7 +127,7 @@ class _Simulator:
         trace, plan, options = self.trace, self.plan_of(memory), self.options
         done = self.replay(policy, memory)
         geometry = Geometry.of(plan)
-        columns = splits(self.foresight(geometry.grid), done)
+        columns = splits(self.foresight(geometry.grid, frozenset()), done)
         split = total(columns)
         tiers = [(tier, self.replay(policy, tier.memory).hits) for tier in options.tiers]
         computed = split.prompt - split.hit + trace.output_tokens

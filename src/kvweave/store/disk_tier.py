@@ -12,14 +12,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import ReadOnly, TierError, TierFull, Vanished
+from kvweave.errors import ReadOnly, TierFull, Vanished
 from kvweave.store.arena_tier import ArenaTier, RemovedEntries
 from kvweave.store.catalog import Quota
 from kvweave.store.files import BufferedFile, DirectFile, DirectoryLock, failure
@@ -136,10 +135,10 @@ class DiskTier(ArenaTier):
         with self._lock:
             keys, slots = catalog.by_value()
             starts, lengths = catalog.starts[slots], catalog.lengths[slots]
-        self._file_journal.rewrite(keys, starts, lengths)
+        self._file_journal.compact(keys, starts, lengths)
 
     def close(self) -> None:
-        with self._journal_lock, suppress(TierError):
+        with self._journal_lock:
             # The next process evicts in the journal's order.
             if self.writable and not self._closed and self._catalog.was_asked and not self._is_gone:
                 self._rewrite()

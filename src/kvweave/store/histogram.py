@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvweave.store.forking import register_after_fork
+
 BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
@@ -42,6 +44,7 @@ class Histogram:
     def __init__(self) -> None:
         self._counts, self._seconds = [0] * (len(BUCKETS_S) + 1), 0.0
         self._lock = threading.Lock()
+        register_after_fork(self)
 
     def observe(self, seconds: float) -> None:
         with self._lock:
@@ -56,6 +59,10 @@ class Histogram:
             yield
         finally:
             self.observe(time.monotonic() - began)
+
+    def after_fork(self) -> None:
+        """In a forked child: the thread that held the lock does not exist."""
+        self._lock = threading.Lock()
 
     def stats(self) -> HistogramStats:
         with self._lock:

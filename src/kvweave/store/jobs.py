@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from math import inf
 from typing import Any, TypeVar
 
+from kvweave.errors import StoreError
+
 T = TypeVar("T")
 OVERDUE_S = 0.5
 
@@ -56,8 +58,12 @@ class JobQueue:
             thread.start()
 
     def read(self, work: Callable[[], T]) -> Future[T]:
+        """Queue a read. After `close` it fails at once: no thread would begin it, and its caller would wait."""
         future: Future[T] = Future()
         with self._lock:
+            if self._closed:
+                future.set_exception(StoreError("the queue is closed"))
+                return future
             self._reads.append(_Job(future, work))
             (self._for_reader if self._is_reader_idle else self._for_workers).notify()
             self._is_reader_idle = False

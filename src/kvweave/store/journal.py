@@ -52,6 +52,9 @@ class FileJournal:
         self._path, self._writable = path, writable
         self._fd = -1
         self._records = self._live = 0
+        self._unrecorded = b""
+        """Removals that the disk did not take. They are written before the next record, which may be of a blob in the
+        same place: of two in one place neither is trusted."""
 
     def open(self, recover: Callable[[Entries], Entries]) -> Entries:
         """Read the records, drop torn ones, and append after the last. If the start of the file is damaged,
@@ -80,8 +83,7 @@ class FileJournal:
         self._fd = open_regular(self._path, os.O_WRONLY | os.O_APPEND)
         os.ftruncate(self._fd, num_bytes)  # without half a record at its end, so that the next one is aligned
         if self.wants_rewriting:
-            with suppress(OSError):  # it only saves space, for which a full disk may lack space
-                self._rewrite([*entries.number_of], entries.starts, entries.lengths)
+            self.compact([*entries.number_of], entries.starts, entries.lengths)
 
     def _parse(self, data: bytes) -> Entries:
         body = memoryview(data)[len(MAGIC) :]
@@ -111,6 +113,8 @@ class FileJournal:
             os.replace(beside, self._path)
         except BaseException:
             os.close(descriptor)
+            with suppress(OSError):
+                beside.unlink()
             raise
         if self._fd >= 0:
             os.close(self._fd)
@@ -125,8 +129,11 @@ class FileJournal:
     def removed(self, keys: Sequence[bytes]) -> None:
         if keys:
             nothing = np.zeros(len(keys), np.int64)
-            self._append(packed_one(keys[0], 0, 0) if len(keys) == 1 else packed(keys, nothing, nothing).tobytes())
+            self._unrecorded += (
+                packed_one(keys[0], 0, 0) if len(keys) == 1 else packed(keys, nothing, nothing).tobytes()
+            )
             self._live -= len(keys)
+            self._append(b"")
 
     @property
     def is_gone(self) -> bool:
@@ -137,14 +144,16 @@ class FileJournal:
     def wants_rewriting(self) -> bool:
         return self._records > 2 * self._live + SLACK
 
-    def rewrite(self, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Rewrite the file with these entries, the oldest first."""
+    def compact(self, keys: Sequence[bytes], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Rewrite the file with these entries, the oldest first. Where that fails the longer file stays in use: this
+        only saves space, for which a full disk may lack space."""
         try:
             self._rewrite(keys, starts, lengths)
-        except OSError as error:
-            raise failure(str(self._path), error) from error
+        except OSError:
+            self._records = self._live  # tried again after as many more records, and not with each of them
 
-    def _append(self, records: bytes) -> None:
+    def _append(self, record: bytes) -> None:
+        records = self._unrecorded + record
         try:
             written = os.write(self._fd, records)
         except OSError as error:
@@ -152,9 +161,11 @@ class FileJournal:
         # a full disk took a part of a record: truncate it, so that the next record is aligned
         if written % RECORD.itemsize:
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written % RECORD.itemsize)
+        complete = written // RECORD.itemsize
+        self._unrecorded = self._unrecorded[complete * RECORD.itemsize :]
+        self._records += complete
         if written < len(records):
             raise failure(str(self._path), OSError(28, "No space left on device"))
-        self._records += len(records) // RECORD.itemsize
 
     def close(self) -> None:
         if self._fd >= 0:

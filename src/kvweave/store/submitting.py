@@ -116,7 +116,7 @@ class SubmittingStore(ABC, Generic[Found]):
 
         def work() -> tuple[int, list[ChunkRef]]:
             operation.expect(self._needs(hit.position, self._shard_numbers(shards), hit.present, start))
-            self._begin("load")
+            self._begin("load", operation.budget)
             position = self._load(hit, sink, start, shards, operation.budget, operation.arrived)
             return position, operation.missing
 
@@ -139,7 +139,7 @@ class SubmittingStore(ABC, Generic[Found]):
         operation: Operation[Saved] = self._operations.new("save", request, budget_s)
 
         def work() -> SaveOutcome:
-            self._begin("save")
+            self._begin("save", operation.budget)
             pieces = self._to_keep(prompt, source, points, shards, start)
             return self._timed_save(prompt, source, pieces, operation.budget, operation.gathered)
 
@@ -179,7 +179,7 @@ class SubmittingStore(ABC, Generic[Found]):
 
     # ---- run in these threads
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, kind: str, budget: Budget) -> None:
         """Called in its thread before a submitted load or save."""
 
     def _timed_save(
