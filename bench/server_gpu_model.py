@@ -76,6 +76,26 @@ def call_driver() -> None:
         pass
 
 
+class ModelledPayloads:
+    """`StagedPayloads` that are gathered at a time."""
+
+    def __init__(self, engine: CopyEngine, num_bytes: int, gathered_at: float) -> None:
+        self._engine, self._num_bytes, self._gathered_at = engine, num_bytes, gathered_at
+
+    def begin_copy(self, payloads: Sequence[Bytes]) -> Gathering:
+        call_driver()
+        end = self._engine.copy(self._num_bytes, 1, max(self._gathered_at, time.perf_counter()))
+
+        def finish() -> Sequence[PartChecksums]:
+            until(end + WAKE_S)
+            return sums(payloads)
+
+        return finish
+
+    def drop(self) -> None:
+        pass
+
+
 class ModelledCopier:
     """A `StagedCopier` whose copies take time and do nothing."""
 
@@ -92,20 +112,17 @@ class ModelledCopier:
     def wait_for_caller(self) -> None:
         pass
 
+    def is_caller_done(self) -> bool:
+        return True
+
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
         raise NotImplementedError
 
     scatter = gather
 
-    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
-        num_bytes = len(payloads) * payloads[0].nbytes
-        end = self.engine.copy(num_bytes, 1, self.table(copies, num_bytes))
-
-        def finish() -> Sequence[PartChecksums]:
-            until(end + WAKE_S)
-            return sums(payloads)
-
-        return finish
+    def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> ModelledPayloads:
+        num_bytes = num_payloads * payload_bytes
+        return ModelledPayloads(self.engine, num_bytes, self.table(copies, num_bytes))
 
     def table(self, copies: Iterable[BlockCopy], num_bytes: int) -> float:
         """Tabulate and launch; returns when it is done on the device."""

@@ -7,12 +7,14 @@ import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvweave.errors import OverLimit
+from kvweave.errors import OverLimit, StoreError
 from kvweave.server import Daemon, RemoteStore, save_operation
 from kvweave.server.byte_limiter import ByteLimiter
+from kvweave.server.channel import Channel
 from kvweave.server.client_session import ROOM_S
 from kvweave.server.save_operation import ReservedBatch, SaveOperation
 from kvweave.server.settings import Limits
@@ -246,3 +248,56 @@ def test_a_cancelled_operation_stops_waiting_for_others() -> None:
     assert not waiting.is_alive()
     limiter.give_back(11)
     assert limiter.hold_now(11, 10), "one that is alone may be larger"
+
+
+def test_what_is_copied_first_is_gathered_while_the_daemon_reserves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(settings(tmp_path, memory=16 << 20)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        fill(SCHEMA, made, 1024 // SCHEMA.chunk_tokens)
+        staged, receive = list[int](), Channel.receive
+
+        def receiving(self: Channel, *args: Any) -> list[Any]:
+            staged.append(copier.staged)
+            return receive(self, *args)
+
+        monkeypatch.setattr(Channel, "receive", receiving)
+        assert client.save(prompt(), pages.source(made.table)).dropped == 0
+        assert staged[0] == 1, "before the first reply"
+        assert (copier.staged, copier.dropped) == (copier.calls, 0), "and not once more when it is copied"
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        client.close()
+
+
+def test_what_was_gathered_for_pieces_that_are_present_is_dropped(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=16 << 20)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        fill(SCHEMA, made, 1024 // SCHEMA.chunk_tokens)
+        source = pages.source(made.table)
+        client.save(prompt(), source)
+        before = copier.staged
+        assert client.save(prompt(), source).present
+        assert (copier.staged - before, copier.dropped) == (1, 1)
+        client.close()
+
+
+def test_nothing_is_gathered_ahead_of_what_pages_still_wait_for(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=16 << 20)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        copier.is_done = False
+        copier.before = lambda: fill(SCHEMA, made, 1024 // SCHEMA.chunk_tokens)
+        assert client.save(prompt(), pages.source(made.table)).dropped == 0
+        assert client.load(client.lookup(prompt()), verify) == 1024
+        client.close()
+
+
+def test_a_page_that_is_not_there_is_an_error_also_when_it_is_gathered_ahead(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, memory=16 << 20)) as daemon:
+        client, (made, pages, copier) = store(daemon.settings.socket), engine()
+        tables = {name: table + (1 << 20) for name, table in made.table.items()}
+        with pytest.raises(StoreError, match="names page"):
+            client.save(prompt(), pages.source(tables))
+        assert copier.calls == 0
+        assert client.report().clients[0].reserved_bytes == 0
+        client.close()

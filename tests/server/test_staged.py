@@ -43,7 +43,8 @@ class StagingCopier(HostPayloadCopier):
     def __init__(self, pools: dict[str, Bytes]) -> None:
         super().__init__(pools)
         self.seen: list[Bytes] = []
-        self.calls = 0
+        self.calls = self.staged = self.dropped = 0
+        self.is_done = True
         self.before: Callable[[], None] = lambda: None
         self.between: Callable[[], None] = lambda: None
         self.behind: Callable[[], None] = lambda: None
@@ -51,24 +52,17 @@ class StagingCopier(HostPayloadCopier):
     def after_caller(self) -> StagingCopier:
         return self
 
-    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
-        """Copied by `finish`, so that a test can come before."""
-        staged = np.zeros((len(payloads), payloads[0].nbytes), np.uint8)
+    def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> HostStaged:
+        staged = np.zeros((num_payloads, payload_bytes), np.uint8)
         self.gather(copies, staged.reshape(-1))
-        self.seen += payloads
-        self.calls += 1
-
-        def finish() -> list[PartChecksums]:
-            self.between()
-            for payload, own in zip(payloads, staged, strict=True):
-                payload[:] = own
-            self.behind()
-            return sums(staged)
-
-        return finish
+        self.staged += 1
+        return HostStaged(self, staged)
 
     def wait_for_caller(self) -> None:
         self.before()
+
+    def is_caller_done(self) -> bool:
+        return self.is_done
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
         self.seen += payloads
@@ -83,6 +77,30 @@ class StagingCopier(HostPayloadCopier):
             return fine
 
         return land
+
+
+class HostStaged:
+    """`StagedPayloads`, copied by `finish`, so that a test can come before."""
+
+    def __init__(self, copier: StagingCopier, staged: Bytes) -> None:
+        self._copier, self._staged = copier, staged
+
+    def begin_copy(self, payloads: Sequence[Bytes]) -> Gathering:
+        copier, staged = self._copier, self._staged
+        copier.seen += payloads
+        copier.calls += 1
+
+        def finish() -> list[PartChecksums]:
+            copier.between()
+            for payload, own in zip(payloads, staged, strict=True):
+                payload[:] = own
+            copier.behind()
+            return sums(staged)
+
+        return finish
+
+    def drop(self) -> None:
+        self._copier.dropped += 1
 
 
 def sums(payloads: Bytes) -> list[PartChecksums]:
@@ -333,7 +351,10 @@ def test_no_gather_outlives_a_save_that_raised(tmp_path: Path, monkeypatch: pyte
     begun, ended = [], []
 
     class Breaking(StagingCopier):
-        def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
+        def stage(self, *_: object) -> Any:
+            return SimpleNamespace(begin_copy=self.begin_copy, drop=lambda: None)
+
+        def begin_copy(self, _: Sequence[Bytes]) -> Gathering:
             begun.append(1)
 
             def finish() -> Sequence[PartChecksums]:

@@ -195,3 +195,21 @@ def test_pools_on_two_devices_are_refused() -> None:
 
     with pytest.raises(BadCopy, match="pools must be on one GPU"):
         payload_copier({"a": torch.zeros(8, dtype=torch.uint8).cuda(), "b": torch.zeros(8, dtype=torch.uint8)})
+
+
+@on_gpu
+def test_what_was_gathered_ahead_is_copied_once_and_dropped_memory_is_used_again() -> None:
+    truth, engine = Truth(TOKENS, CHUNK), Engine(SCHEMA, LAYOUTS[0], 16, TOKENS)
+    engine.compute(truth, states=range(4))
+    pages, _ = on_device(engine)
+    source: Any = pages.source(engine.tables)
+    shard = next(shard for shard in SCHEMA.shards if not shard.payload_bytes % 8 and len([*shard.needs(TOKENS)]) > 3)
+    torch.cuda.synchronize()
+    for is_dropped in (True, False, True):
+        source.gather_ahead(shard, [1, 2])
+        if is_dropped:
+            source.drop_ahead()
+        payloads = [np.zeros(shard.payload_bytes, np.uint8) for _ in range(2)]
+        source.begin_gather(shard, [1, 2], payloads)()
+        assert np.array_equal(payloads, [truth.payload(shard, chunk) for chunk in (1, 2)])
+        assert len(source._copier._idle) == 1

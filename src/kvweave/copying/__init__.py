@@ -11,6 +11,7 @@ from kvweave.copying.payload import (
     PartChecksums,
     PayloadCopier,
     StagedCopier,
+    StagedPayloads,
 )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "PartChecksums",
     "PayloadCopier",
     "StagedCopier",
+    "StagedPayloads",
     "StridedBlocks",
     "copy",
     "copy_blocks",

@@ -74,6 +74,18 @@ Landing = Callable[[Callable[[Sequence[PartChecksums]], bool]], bool]
 intact, and writes the pools only if so; returns whether it was."""
 
 
+class StagedPayloads(Protocol):
+    """Payloads in the memory of a `StagedCopier`. Either of both is called, once."""
+
+    def begin_copy(self, payloads: Sequence[Bytes]) -> Gathering:
+        """Start to copy them to the host."""
+        ...
+
+    def drop(self) -> None:
+        """Do not copy them. Never waits."""
+        ...
+
+
 @runtime_checkable
 class StagedCopier(PayloadCopier, Protocol):
     """Copies through memory of its own, and computes checksums there, so that copies of many payloads overlap, and
@@ -83,8 +95,8 @@ class StagedCopier(PayloadCopier, Protocol):
     bytes each.
     """
 
-    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
-        """Start a gather."""
+    def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> StagedPayloads:
+        """Start to gather payloads in the copier's own memory; where they go on the host is said later."""
         ...
 
     def begin_landing(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Landing:
@@ -93,6 +105,10 @@ class StagedCopier(PayloadCopier, Protocol):
 
     def wait_for_caller(self) -> None:
         """Block until the caller's stream has done what copies come after: what is begun then ends soon."""
+        ...
+
+    def is_caller_done(self) -> bool:
+        """Whether `wait_for_caller` would return at once."""
         ...
 
 

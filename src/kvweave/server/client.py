@@ -90,8 +90,14 @@ class Client(Closeable):
         """The reply to a request; raises the daemon's error."""
         return self.check(self.exchange([request], timeout_s).replies[0], reply)
 
-    def exchange(self, requests: Requests, timeout_s: float | None = None) -> Exchange:
-        """Several requests in one round trip. Errors are returned as `Failed` replies.
+    def exchange(
+        self,
+        requests: Requests,
+        timeout_s: float | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Exchange:
+        """Several requests in one round trip. Errors are returned as `Failed` replies. `meanwhile` is called when they
+        are sent, before replies are waited for; it must not ask this client anything.
 
         `requests` may be a function, which is called when the connection is known: for requests that depend on it. If
         the connection turns out to be closed, a new one is made, once: what was held is lost, and `generation` has
@@ -104,12 +110,12 @@ class Client(Closeable):
             fresh = self._channel is None
             channel = self._channel or self._connect(until)
             try:
-                return self._asked(channel, requests, until)
+                return self._asked(channel, requests, until, meanwhile)
             except ConnectionError as error:
                 if fresh:
                     self._lose(error)
             try:
-                return self._asked(self._connect(until), requests, until)
+                return self._asked(self._connect(until), requests, until, meanwhile)
             except ConnectionError as error:
                 self._lose(error)
         finally:
@@ -118,7 +124,7 @@ class Client(Closeable):
             except RuntimeError:  # it was not acquired
                 pass
 
-    def _asked(self, channel: Channel, requests: Requests, until: float) -> Exchange:
+    def _asked(self, channel: Channel, requests: Requests, until: float, meanwhile: Callable[[], object]) -> Exchange:
         made: Sequence[Message] = ()
         try:
             channel.check()
@@ -126,6 +132,7 @@ class Client(Closeable):
             first, self._to_undo = [*self._to_undo, *self._to_tell], []
             self._to_tell.clear()
             request_ids = channel.send([*first, *made], until)[len(first) :]
+            meanwhile()
             return Exchange(channel.receive(request_ids, until), self.generation)
         except ServerTimeout:
             self._to_undo += [message for request in made if (message := protocol.undo(request))]

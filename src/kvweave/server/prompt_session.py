@@ -61,13 +61,14 @@ class PromptSession:
         make: Callable[[int], protocol.Message],
         budget: Budget = UNLIMITED,
         generation: int | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> tuple[protocol.Reply, int]:
         """The reply to the request that `make` builds for the prompt's number, and the generation of its connection.
 
         A request about something held by a certain connection gives its `generation`; if that connection is lost, it is
         not sent.
         """
-        (reply,), asked = self._ask([prompt], lambda _, sequence: [make(sequence)], budget, generation)
+        (reply,), asked = self._ask([prompt], lambda _, sequence: [make(sequence)], budget, generation, meanwhile)
         return reply, asked
 
     def lease(
@@ -96,6 +97,7 @@ class PromptSession:
         make: Callable[[int, int], list[protocol.Message]],
         budget: Budget,
         generation: int | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> tuple[list[protocol.Reply], int]:
         setups: list[tuple[int, int, protocol.Message]] = []
         places: list[int] = []
@@ -115,7 +117,7 @@ class PromptSession:
                 messages += make(number, self._sequences[_name(prompt)])
             return messages
 
-        replies, asked = self.client.exchange(requests, reply_timeout(budget))
+        replies, asked = self.client.exchange(requests, reply_timeout(budget), meanwhile)
         if not replies:
             raise ServerGone("the connection was lost, and what was held with it")
         found = [replies[place] for place in places]

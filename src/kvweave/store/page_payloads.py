@@ -15,6 +15,7 @@ from kvweave.copying import (
     Landing,
     PayloadCopier,
     StagedCopier,
+    StagedPayloads,
 )
 from kvweave.errors import StoreError
 from kvweave.store.engine_memory import EngineMemory
@@ -170,15 +171,40 @@ class HostGather(Gather):
         self._copier.gather(self._copies(shard, chunks), out)
 
 
+_Call = tuple[bytes, tuple[int, ...]]
+"""A shard's id, and chunks."""
+
+
 class StagedGather(Gather):
     """From memory that is reached through a copier's own, as that of a GPU is."""
 
     _copier: StagedCopier
 
+    def __init__(self, pages: PagePayloads, tables: Tables, copier: PayloadCopier) -> None:
+        super().__init__(pages, tables, copier)
+        self._ahead: dict[_Call, StagedPayloads] = {}
+
     def begin_gather(self, shard: Shard, chunks: Sequence[int], payloads: Sequence[Bytes]) -> Gathering:
         """Start to fill payloads, which others may write to. What is returned ends it, and may be called by another
         thread."""
-        return self._copier.begin_gather(self._copies(shard, chunks), payloads)
+        staged = self._ahead.pop((shard.id, tuple(chunks)), None) or self._staged(shard, chunks)
+        return staged.begin_copy(payloads)
+
+    def gather_ahead(self, shard: Shard, chunks: Sequence[int]) -> None:
+        """Start the first half of a `begin_gather` that may follow, while it is not known where payloads go, unless the
+        pages are still being written. They must not change until it follows, or until `drop_ahead`."""
+        call = shard.id, tuple(chunks)
+        if call not in self._ahead and self._copier.is_caller_done():
+            self._ahead[call] = self._staged(shard, chunks)
+
+    def drop_ahead(self) -> None:
+        """Forget what was gathered ahead. Never waits."""
+        for call in [*self._ahead]:
+            if staged := self._ahead.pop(call, None):  # another thread may save from this source, too
+                staged.drop()
+
+    def _staged(self, shard: Shard, chunks: Sequence[int]) -> StagedPayloads:
+        return self._copier.stage(self._copies(shard, chunks), len(chunks), shard.payload_bytes)
 
     def wait_for_caller(self) -> None:
         """Block until pages have what the caller's stream writes there."""

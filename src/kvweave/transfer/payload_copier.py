@@ -41,9 +41,25 @@ class _Channel(_Stream):
         self.found = np.empty(0, np.uint8)
 
     def reserve(self, num_bytes: int, found_bytes: int) -> None:
+        self.slot.free.wait()  # a gather that was dropped may still write there
         self.slot.reserve(num_bytes + 7)  # the last bytes are read as a word
         if self.found.nbytes < found_bytes:
             self.found = torch.empty(2 * found_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+class _StagedPayloads:
+    """`num_payloads` in the staging memory of a channel."""
+
+    def __init__(self, copier: CUDAPayloadCopier, channel: _Channel, layout: ChecksumLayout, num_payloads: int) -> None:
+        self._copier, self._channel, self._layout, self._num_payloads = copier, channel, layout, num_payloads
+
+    def begin_copy(self, payloads: Sequence[Bytes]) -> Gathering:
+        if (len(payloads), _length(payloads)) != (self._num_payloads, self._layout.payload_bytes):
+            raise BadCopy(f"{len(payloads)} payloads of {_length(payloads)} bytes are not what was staged")
+        return self._copier.begin_copy(self._channel, payloads, self._layout)
+
+    def drop(self) -> None:
+        self._copier.give_back(self._channel)
 
 
 class CUDAPayloadCopier:
@@ -79,13 +95,19 @@ class CUDAPayloadCopier:
 
     def gather(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
         self.wait_for_caller()  # others' copies would wait for the caller's stream behind this one
-        self.begin_gather(copies, [payload])()
+        self.stage(copies, 1, payload.nbytes).begin_copy([payload])()
 
-    def begin_gather(self, copies: Iterable[BlockCopy], payloads: Sequence[Bytes]) -> Gathering:
-        layout = _layout(len(payloads), _length(payloads))
-        table = self._table(copies, len(payloads), layout)
-        commands, channel = CommandBuffer(), self._channel(len(payloads), layout)
+    def stage(self, copies: Iterable[BlockCopy], num_payloads: int, payload_bytes: int) -> _StagedPayloads:
+        layout = _layout(num_payloads, payload_bytes)
+        table = self._table(copies, num_payloads, layout)
+        commands, channel = CommandBuffer(), self._channel(num_payloads, layout)
         self._launch(commands, channel, table, gather=True)
+        submit(commands, self._context)
+        return _StagedPayloads(self, channel, layout, num_payloads)
+
+    def begin_copy(self, channel: _Channel, payloads: Sequence[Bytes], layout: ChecksumLayout) -> Gathering:
+        """Start to copy payloads from staging memory to the host."""
+        commands = CommandBuffer()
         commands.chain_streams(channel.handed, channel.number, self._stores.number)
         _copy(commands, channel, payloads, self._stores, to_host=True)
         self._compute_checksums(commands, channel, len(payloads), layout)  # during the copy
@@ -99,6 +121,11 @@ class CUDAPayloadCopier:
             return found
 
         return finish
+
+    def give_back(self, channel: _Channel) -> None:
+        """A channel whose last kernels may still run: its next user waits for them, so it is the last to be used."""
+        channel.slot.free.record(channel.number)
+        self._idle.appendleft(channel)
 
     def scatter(self, copies: Iterable[BlockCopy], payload: Bytes) -> None:
         self.begin_landing(copies, [payload])(lambda _: True)
@@ -130,6 +157,9 @@ class CUDAPayloadCopier:
     def wait_for_caller(self) -> None:
         if self._after is not None:
             self._after.wait()
+
+    def is_caller_done(self) -> bool:
+        return self._after is None or self._after.is_done()
 
     def _table(self, copies: Iterable[BlockCopy], num_payloads: int, layout: ChecksumLayout) -> PayloadTable:
         return PayloadTable(copies, self._pooled, layout.payload_bytes * num_payloads)
