@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvweave.errors import TierError
+from kvweave.errors import BadRequest, TierError
 from kvweave.server import Daemon, Disk, RemoteStore, protocol
 from kvweave.store import DictTier, DiskTier, TierPolicy, TierStack
 from kvweave.store.keys import Bytes
