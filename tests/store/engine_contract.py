@@ -95,9 +95,9 @@ class EngineContract:
                 call(prompt, truth, start=start)
         store.save(prompt, truth)
         hit, sink = store.lookup(prompt), Taken()
-        for call in (store.load, lambda *a, **k: store.submit_load(*a, **k).result(WAIT_S)):
+        for load in (store.load, lambda *a, **k: store.submit_load(*a, **k).result(WAIT_S)):
             with pytest.raises(StoreError, match=words):
-                call(hit, sink, start=start)
+                load(hit, sink, start=start)
         assert not sink.pieces
         assert store.load(hit, sink) == 1024, "the hit is what it was"
 

@@ -18,8 +18,7 @@ class Interrupt(BaseException):
 
 def interrupted(call: Callable[[], object], after: int) -> bool:
     """Call, with an interrupt at its event number `after`; returns whether it came so far. Signals are handled when a
-    function begins, and when one that is written in C has returned. Python ignores what is raised while it closes a
-    generator."""
+    function begins, and when one that is written in C has returned."""
     left = after
 
     def interrupt(_: FrameType, event: str, __: object) -> None:
@@ -29,13 +28,13 @@ def interrupted(call: Callable[[], object], after: int) -> bool:
             raise Interrupt
 
     sys.setprofile(interrupt)
-    try:  # noqa: SIM105 - `suppress` is a call, too, at which the interrupt could come
+    try:
         call()
     except Interrupt:
-        pass
+        return True
     finally:
         sys.setprofile(None)
-    return left < 0
+    return False
 
 
 def interrupt_everywhere(call: Callable[[], object], lock: AnyLock) -> None:

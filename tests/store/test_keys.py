@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest

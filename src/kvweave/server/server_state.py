@@ -146,8 +146,8 @@ class ServerState:
         )
         if shards is not None and not shards:
             raise BadRequest(
-                f"no engine has registered the model {model!r} with this daemon since it started, so its entries are not"
-                " known; name one of `kvweave inspect`, or a tenant"
+                f"no engine has registered the model {model!r} with this daemon since it started, so its entries are"
+                " not known; name one of `kvweave inspect`, or a tenant"
             )
         key_filter = KeyFilter(tenant or b"", shards)
         backing = self.backing.clear(key_filter, wait_s)
