@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvweave.errors import TierError
+from kvweave.errors import BadRequest, TierError
 from kvweave.server import Daemon, Disk, RemoteStore, protocol
 from kvweave.store import DictTier, DiskTier, TierPolicy, TierStack
 from kvweave.store.keys import Bytes
@@ -248,7 +248,8 @@ def test_tenants_keep_their_floors_and_can_be_cleared_apart(tmp_path: Path) -> N
         assert client.lookup(prompt(11, "noisy")).position == 0
         client.release(hit := client.lookup(prompt(0, "quiet")))
         assert hit.position == 1024
-        assert client.client.ask(protocol.Clear(model="nobody"), protocol.ClearReply).entries == 0
+        with pytest.raises(BadRequest, match="no engine has registered the model 'nobody'"):
+            client.client.ask(protocol.Clear(model="nobody"), protocol.ClearReply)
         assert client.client.ask(protocol.Clear(model="hybrid"), protocol.ClearReply).entries > 0
         assert client.report().tiers[0].tier.used_bytes == 0
         client.close()

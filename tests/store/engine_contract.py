@@ -79,6 +79,31 @@ class EngineContract:
             store.submit_save(prompt, truth, points=points).result(WAIT_S)
         assert store.lookup(prompt).position == 0
 
+    @pytest.mark.parametrize("points", [[100], [256, 1000]])
+    def test_a_point_within_a_chunk_is_an_error(self, store: BaseStore[Any], points: list[int]) -> None:
+        prompt, words = prompt_of(store), f"points .{points[-1]}.: chunks are of 256 tokens"
+        for call in (store.save, store.gather, lambda *a, **k: store.submit_save(*a, **k).result(WAIT_S)):
+            with pytest.raises(StoreError, match=words):
+                call(prompt, truth, points=points)
+        assert store.lookup(prompt).position == 0
+
+    @pytest.mark.parametrize("start", [-1, 1026, 5000])
+    def test_a_start_that_the_prompt_does_not_have_is_an_error(self, store: BaseStore[Any], start: int) -> None:
+        prompt, words = prompt_of(store), f"start {start}: the prompt has 1025 tokens"
+        for call in (store.save, store.gather, lambda *a, **k: store.submit_save(*a, **k).result(WAIT_S)):
+            with pytest.raises(StoreError, match=words):
+                call(prompt, truth, start=start)
+        store.save(prompt, truth)
+        hit, sink = store.lookup(prompt), Taken()
+        for load in (store.load, lambda *a, **k: store.submit_load(*a, **k).result(WAIT_S)):
+            with pytest.raises(StoreError, match=words):
+                load(hit, sink, start=start)
+        assert not sink.pieces
+        assert store.load(hit, sink) == 1024, "the hit is what it was"
+
+    def test_a_refused_ticket_is_a_miss_wherever_a_load_starts(self, store: BaseStore[Any]) -> None:
+        assert store.load(store.redeem(b"none"), Taken(), start=512) == 512
+
     @pytest.mark.parametrize("shards", [[0, 99], [-1]])
     def test_shards_that_no_model_has_are_not_taken_for_loaded(self, store: BaseStore[Any], shards: list[int]) -> None:
         prompt = prompt_of(store)
@@ -348,7 +373,7 @@ class EngineContract:
             (768, [3], [3], [3]),
             (1023, [3], [3], [3]),
             (1024, [], [], []),
-            (2000, [], [], []),
+            (1025, [], [], []),
         ],
     )
     def test_a_load_from_a_position_brings_what_lies_behind_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,6 +231,8 @@ def test_digests_of_another_namespace_scheme_or_length_never_meet_nor_do_those_o
         ([bytes(32)], 3, None, "do not divide chunks of 4"),
         ([bytes(32)], 8, None, "do not divide chunks of 4"),
         ([bytes(32)] * 3, 2, 5, "in a prompt of 5"),
+        (["digest of 32 characters of text."], 2, None, "must be bytes, got str"),
+        (bytes(32), 2, None, "must be bytes, got int"),
     ],
 )
 def test_digests_that_cannot_be_keys_are_errors(
@@ -237,6 +240,27 @@ def test_digests_that_cannot_be_keys_are_errors(
 ) -> None:
     with pytest.raises(BadTokens, match=words):
         HashedPrompt.of_digests(digests, HERE, 4, block_tokens=block, scheme="x", num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("salt", "text", "Namespace.salt is bytes, got str"),
+        ("tenant", None, "Namespace.tenant is str, got NoneType"),
+        ("kv_dtype", b"fp8", "Namespace.kv_dtype is str, got bytes"),
+    ],
+)
+def test_a_namespace_of_other_types_is_an_error(field: str, value: Any, words: str) -> None:
+    with pytest.raises(StoreError, match=words):
+        Namespace(**{"model": "m", field: value})
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, -4])
+def test_chunks_without_tokens_are_an_error(chunk_tokens: int) -> None:
+    with pytest.raises(StoreError, match=f"at least 1, got {chunk_tokens}"):
+        prompt([1, 2, 3], HERE, chunk_tokens)
+    with pytest.raises(BadTokens, match=f"do not divide chunks of {chunk_tokens}"):
+        HashedPrompt.of_digests([bytes(32)], HERE, chunk_tokens, block_tokens=2, scheme="x")
 
 
 def test_a_prompt_of_digests_does_not_grow_by_tokens() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from kvweave.errors import Busy, StoreError, TierError, Vanished
 from kvweave.store import DiskTier, Store, TierPolicy, TierStack
 from kvweave.store.reopening_tier import ReopeningTier
-from kvweave.store.striped_file import FILES
+from kvweave.store.striped_file import FILES, StripedFile
+from kvweave.store.tier import KeyFilter
 from tests.store.contract import got, key, put, value
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
 from tests.store.models import namespace
@@ -84,6 +88,25 @@ def test_what_was_overwritten_since_is_a_miss_and_never_wrong(tmp_path: Path) ->
     store.close()
 
 
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("takes_blocks_back", [True, False])
+def test_what_was_cleared_does_not_come_back_with_a_rebuilt_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, direct: bool, takes_blocks_back: bool
+) -> None:
+    store, tier = opened(tmp_path, direct=direct)
+    cleared, kept = (store.prompt(TOKENS, replace(namespace(SPEC), tenant=tenant)) for tenant in ("cleared", "kept"))
+    for prompt in (cleared, kept):
+        store.save(prompt, payload)
+    if not takes_blocks_back:
+        monkeypatch.setattr(StripedFile, "discard", Mock(side_effect=OSError(errno.EOPNOTSUPP, "not supported")))
+    assert tier.clear(KeyFilter(cleared.tenant_id)) > 0
+    store.close()
+    (tmp_path / "journal").write_bytes(bytes(640))
+    store, _ = opened(tmp_path, direct=direct)
+    assert [store.load(store.lookup(prompt), verify) for prompt in (cleared, kept)] == [0, 1024]
+    store.close()
+
+
 def test_headers_past_the_page_cache_are_found_too(tmp_path: Path) -> None:
     store, _ = opened(tmp_path, direct=True)
     store.save(store.prompt(TOKENS, namespace(SPEC)), payload)
@@ -132,7 +155,7 @@ def test_a_directory_that_was_removed_is_noticed(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("name", ["journal", "blobs-0", f"blobs-{FILES - 1}"])
+@pytest.mark.parametrize("name", ["lock", "journal", "blobs-0", f"blobs-{FILES - 1}"])
 def test_one_file_that_was_removed_is_noticed_after_some_writes_at_most(tmp_path: Path, name: str) -> None:
     tier = DiskTier(tmp_path, ROOM)
     put(tier, 1)
@@ -143,7 +166,22 @@ def test_one_file_that_was_removed_is_noticed_after_some_writes_at_most(tmp_path
     tier.close()
 
 
-def test_a_write_asks_for_one_file_and_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_whose_lock_was_removed_leaves_the_directory_to_the_next_owner(tmp_path: Path) -> None:
+    tier = ReopeningTier("disk", "disk", lambda: DiskTier(tmp_path, ROOM))
+    put(tier, 1)
+    (tmp_path / "lock").unlink()
+    owner = DiskTier(tmp_path, ROOM)
+    with pytest.raises(Vanished, match="removed"):
+        put(tier, 2)
+    with pytest.raises(Busy, match=f"process {os.getpid()}"):
+        put(tier, 2)
+    put(owner, 2)
+    assert (got(owner, 1), got(owner, 2)) == (value(1), value(2))
+    owner.close()
+    tier.close()
+
+
+def test_a_write_asks_for_one_file_the_journal_and_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, asked, fstat = DiskTier(tmp_path, ROOM), list[int](), os.fstat
 
     def counted(descriptor: int) -> os.stat_result:
@@ -152,7 +190,7 @@ def test_a_write_asks_for_one_file_and_the_journal(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fstat", counted)
     put(tier, 1)
-    assert len(asked) == 2
+    assert len(asked) == 3
     tier.close()
 
 

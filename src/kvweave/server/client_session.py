@@ -316,7 +316,9 @@ class ClientSession:
         shards = {ids[at : at + SHARD_ID_BYTES] for at in range(0, len(ids), SHARD_ID_BYTES)}
         mine = [key for key in dict.fromkeys(found.keys) if key[-SHARD_ID_BYTES:] in shards]
         mine = [key for key, is_there in zip(mine, self._arena.contains(mine), strict=True) if not is_there]
-        there, _ = await self._state.in_thread("read", self._state.backing.where, mine, UNLIMITED)
+        there, late = await self._state.in_thread("read", self._state.backing.where, mine, UNLIMITED)
+        if late:  # what a tier did not say is not known to be gone
+            return protocol.RemovedKeys(request.after, b"", complete=True)
         gone = b"".join(key for key, is_there in zip(mine, there, strict=True) if not is_there)
         return protocol.RemovedKeys(found.number, gone, found.complete)
 

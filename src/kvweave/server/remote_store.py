@@ -304,9 +304,10 @@ class RemoteStore(BaseStore[RemoteHit]):
 
     # ---- the rest
 
-    def _removed(self, after: int) -> Removals:
+    def _removed(self, after: int, budget: Budget) -> Removals:
         """The daemon counts from its start: after another start nothing is known to be there."""
-        reply = self.client.ask(protocol.RemovedSince(after, self.schema.ids.tobytes()), protocol.RemovedKeys)
+        request = protocol.RemovedSince(after, self.schema.ids.tobytes())
+        reply = self.client.ask(request, protocol.RemovedKeys, reply_timeout(budget))
         keys = [reply.keys[at : at + KEY_BYTES] for at in range(0, len(reply.keys), KEY_BYTES)]
         before, self._boot = self._boot, self.client.welcome.boot
         return Removals(reply.number, keys, reply.complete and before in (b"", self._boot))

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave import __version__
+from kvweave.errors import BadRequest
 from kvweave.server.backing_tiers import BackingTiers
 from kvweave.server.description import Description, TierDescription
 from kvweave.server.heartbeat import Heartbeat
@@ -139,10 +140,15 @@ class ServerState:
 
     def clear(self, tenant: bytes | None, model: str | None, wait_s: float) -> list[TierCleared]:
         """Delete entries. The arena comes last: before that, it could be written to a tier that is empty already.
-        Blocks; run it in a thread."""
+        Blocks; run it in a thread. Raises `BadRequest` for a model that no engine has registered."""
         shards = (
             None if model is None else frozenset(shard for each in self.models.named(model) for shard in each.shard_ids)
         )
+        if shards is not None and not shards:
+            raise BadRequest(
+                f"no engine has registered the model {model!r} with this daemon since it started, so its entries are"
+                " not known; name one of `kvweave inspect`, or a tenant"
+            )
         key_filter = KeyFilter(tenant or b"", shards)
         backing = self.backing.clear(key_filter, wait_s)
         arena = TierCleared(self.arena.name, self.arena.clear(key_filter))

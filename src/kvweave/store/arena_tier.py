@@ -254,15 +254,28 @@ class ArenaTier(Closeable):
 
     def delete(self, keys: Sequence[bytes]) -> int:
         with self._journal_lock:
-            with self._lock:
-                self._check_open()
-                slots = [slot for key in dict.fromkeys(keys) if (slot := self._catalog.slot_of.get(key)) is not None]
-                removed = self._remove(slots)
+            removed = self._removed(keys)
             self._forget(removed)
-        return len(slots)
+        return len(removed.keys)
 
     def clear(self, key_filter: KeyFilter = ALL) -> int:
-        return self.delete([key for key in self.keys() if key in key_filter])
+        keys, count = [key for key in self.keys() if key in key_filter], 0
+        for first in range(0, len(keys), STEP_KEYS):
+            with self._journal_lock:
+                removed = self._removed(keys[first : first + STEP_KEYS])
+                self._erase(removed)
+                self._forget(removed)
+            count += len(removed.keys)
+        return count
+
+    def _removed(self, keys: Sequence[bytes]) -> RemovedEntries:
+        with self._lock:
+            self._check_open()
+            found = (self._catalog.slot_of.get(key) for key in dict.fromkeys(keys))
+            return self._remove([slot for slot in found if slot is not None])
+
+    def _erase(self, removed: RemovedEntries) -> None:
+        """Erase bytes that would outlive the process. Called before their extents may be reused."""
 
     def keys(self) -> list[bytes]:
         """All keys that are stored now."""

@@ -75,6 +75,7 @@ class BaseStore(SubmittingStore[Found], Closeable):
         `start`: the caller can resume there already; chunks that end before it are not fetched, and the result is not
         smaller.
         """
+        self._check_start(hit.prompt, start)
         return self._load(hit, sink, start, shards, Budget.of(budget_s), discard)
 
     def _load(
@@ -278,11 +279,15 @@ class BaseStore(SubmittingStore[Found], Closeable):
         """What resuming at `points` needs, chunk by chunk: earlier chunks are worth more. A tail where the source does
         not have the complete chunk."""
         self._check(prompt)
+        self._check_start(prompt, start)
         size = self.schema.chunk_tokens
         outside = [point for point in points or () if not 0 <= point <= prompt.num_tokens]
         if outside:
             raise StoreError(f"points {outside[:4]}: the prompt has {prompt.num_tokens} tokens")
-        ends = [prompt.num_chunks * size] if points is None else [point // size * size for point in points]
+        between = [point for point in points or () if point % size]
+        if between:
+            raise StoreError(f"points {between[:4]}: chunks are of {size} tokens, and a point is a multiple of that")
+        ends = [prompt.num_chunks * size] if points is None else points
         num_shards, wanted = len(self.schema.shards), self._shard_numbers(shards)
 
         # asked once, and not at all of our own: of a protocol it takes long

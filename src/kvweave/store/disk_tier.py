@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from kvweave.errors import ReadOnly, TierFull, Vanished
 from kvweave.store.arena_tier import ArenaTier, RemovedEntries
 from kvweave.store.catalog import Quota
-from kvweave.store.files import BufferedFile, DirectFile, DirectoryLock, failure
+from kvweave.store.files import BufferedFile, DirectFile, DirectoryLock, aligned, failure
 from kvweave.store.journal import Entries, FileJournal
 from kvweave.store.recovery import recovered
 from kvweave.store.striped_file import SECTOR
@@ -71,7 +72,8 @@ class DiskTier(ArenaTier):
 
     @property
     def _is_gone(self) -> bool:
-        return self._file_journal.is_gone or self._files.finds_removed()
+        owned = self._owned
+        return bool(owned and owned.is_gone) or self._file_journal.is_gone or self._files.finds_removed()
 
     def _fill(self, entries: Entries, file: BufferedFile) -> None:
         """Take over the entries of the journal that fit the files and the capacity."""
@@ -92,7 +94,7 @@ class DiskTier(ArenaTier):
         if not self.writable:
             raise ReadOnly(f"{self.directory}: cannot be written; what is stored is still served")
         if self._is_gone:
-            raise Vanished(f"{self.directory}: the files of the store were removed")
+            raise Vanished(f"{self.directory}: files of the store were removed")
         return super().put(keys, blobs)
 
     def _put(self, key: bytes, blob: Blob, length: int) -> bool:
@@ -124,6 +126,18 @@ class DiskTier(ArenaTier):
                 finally:
                     self._forget(removed)
         return True
+
+    def _erase(self, removed: RemovedEntries) -> None:
+        """What was cleared must not come back when a damaged journal is rebuilt. Its blocks go back to the file system;
+        where that does not take them, its header is overwritten."""
+        header = aligned(SECTOR)
+        header[:] = 0
+        for start, length in removed.unpinned:
+            try:
+                self._files.discard(start, self._extents.rounded(length))
+            except OSError:
+                with suppress(OSError):  # a disk that fails now: a checksum decides what it returns later
+                    self._files.write(start, [header.data])
 
     def _forget(self, removed: RemovedEntries) -> None:
         super()._forget(removed)

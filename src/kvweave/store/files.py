@@ -130,6 +130,11 @@ class DirectoryLock:
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
         register_after_fork(self)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the file was removed from its directory: another process may have locked a new one."""
+        return self._fd >= 0 and not os.fstat(self._fd).st_nlink
+
     def release(self) -> None:
         """Release the lock; calling it twice is fine."""
         if self._fd >= 0:

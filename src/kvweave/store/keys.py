@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import BadTokens
+from kvweave.errors import BadTokens, StoreError
 from kvweave.prefix import Span, TokenIds, as_tokens
 from kvweave.store.compiled import native
 
@@ -63,6 +63,12 @@ class Namespace:
     adapter_revision: str = ""
     kv_dtype: str = ""
     multimodal: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value, kind = getattr(self, name), bytes if name == "salt" else str
+            if not isinstance(value, kind):
+                raise StoreError(f"Namespace.{name} is {kind.__name__}, got {type(value).__name__}")
 
     @property
     def fingerprint(self) -> bytes:
@@ -133,7 +139,7 @@ class HashedPrompt:
         the block's own digest or in those before it. `num_tokens` counts tokens behind the last block, too.
         """
         size = _digest_bytes(digests)
-        if block_tokens < 1 or chunk_tokens % block_tokens:
+        if not 1 <= block_tokens <= chunk_tokens or chunk_tokens % block_tokens:
             raise BadTokens(f"blocks of {block_tokens} tokens do not divide chunks of {chunk_tokens}")
         total = len(digests) * block_tokens if num_tokens is None else num_tokens
         if total < len(digests) * block_tokens:
@@ -188,11 +194,16 @@ def prompt(tokens: TokenIds, namespace: Namespace, chunk_tokens: int, spans: Seq
 
 @lru_cache(maxsize=4096)
 def _root(namespace: Namespace, chunk_tokens: int) -> bytes:
+    if chunk_tokens < 1:
+        raise StoreError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     return hashlib.sha256(DOMAIN + namespace.fingerprint + chunk_tokens.to_bytes(8, "little")).digest()
 
 
 def _digest_bytes(digests: Sequence[bytes]) -> int:
     """The length that all digests have."""
+    others = {each.__name__ for each in {*map(type, digests)} if not issubclass(each, bytes | bytearray | memoryview)}
+    if others:
+        raise BadTokens(f"digests must be bytes, got {', '.join(sorted(others))}")
     sizes = {len(digest) for digest in digests} or {PREFIX_BYTES}
     if len(sizes) > 1 or min(sizes) < LEAST_DIGEST_BYTES:
         raise BadTokens(f"digests of {sorted(sizes)} bytes; all must be of one length, {LEAST_DIGEST_BYTES} at least")

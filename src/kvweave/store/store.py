@@ -23,7 +23,7 @@ from kvweave.store.shard_group import uses
 from kvweave.store.shards import Schema
 from kvweave.store.ticket import VALID_S, TicketContent, write_ticket
 from kvweave.store.tier import Blob
-from kvweave.store.tier_stack import NOWHERE, UNLIMITED, BlobRequest, Budget, TierLookup, TierStack
+from kvweave.store.tier_stack import NOWHERE, BlobRequest, Budget, TierLookup, TierStack
 
 
 @dataclass(frozen=True)
@@ -206,12 +206,15 @@ class Store(BaseStore[Hit]):
 
     # ---- the rest
 
-    def _removed(self, after: int) -> Removals:
+    def _removed(self, after: int, budget: Budget) -> Removals:
         if self._removals is None:
             self._removals = RemovalLog()
             self.tier_stack.follow_removals(self._removals)
         found = self._removals.since(after)
-        gone = self.tier_stack.where(found.keys, UNLIMITED).tiers == NOWHERE
+        where = self.tier_stack.where(found.keys, budget)
+        if where.late:
+            return Removals(after, [], complete=True)
+        gone = where.tiers == NOWHERE
         return found._replace(keys=[found.keys[i] for i in np.flatnonzero(gone).tolist()])
 
     def stats(self, *, budget_s: float | None = None) -> StoreStats:  # noqa: ARG002 - no other process is asked

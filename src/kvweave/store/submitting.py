@@ -90,15 +90,16 @@ class SubmittingStore(ABC, Generic[Found]):
         self, prompts: Sequence[HashedPrompt], shards: Sequence[int] | None, budget: Budget, *, lease: bool
     ) -> list[Found]: ...
 
-    def submit_removed(self, after: int = FROM_NOW) -> Operation[Removals]:
+    def submit_removed(self, after: int = FROM_NOW, *, budget_s: float | None = None) -> Operation[Removals]:
         """Ask which keys, of all that were stored, have left the last tier since the number `after`; returns at once.
-        `FROM_NOW`: for the number to begin with. Tiers on other servers (Redis, buckets) do not tell."""
-        operation: Operation[Removals] = self._operations.new("lookup", None, None)
-        self._operations.submit(operation, lambda: (self._removed(after), []))
+        `FROM_NOW`: for the number to begin with. Tiers on other servers (Redis, buckets) do not tell. If a tier does
+        not answer in time, the result has no keys and the same number: ask again."""
+        operation: Operation[Removals] = self._operations.new("lookup", None, budget_s)
+        self._operations.submit(operation, lambda: (self._removed(after, operation.budget), []))
         return operation
 
     @abstractmethod
-    def _removed(self, after: int) -> Removals: ...
+    def _removed(self, after: int, budget: Budget) -> Removals: ...
 
     def submit_load(
         self,
@@ -115,6 +116,7 @@ class SubmittingStore(ABC, Generic[Found]):
         operation: Operation[int] = self._operations.new("load", request, budget_s)
 
         def work() -> tuple[int, list[ChunkRef]]:
+            self._check_start(hit.prompt, start)
             operation.expect(self._needs(hit.position, self._shard_numbers(shards), hit.present, start))
             self._begin("load", operation.budget)
             position = self._load(hit, sink, start, shards, operation.budget, operation.arrived)
@@ -176,6 +178,13 @@ class SubmittingStore(ABC, Generic[Found]):
             raise StoreError(
                 f"the prompt is hashed in chunks of {theirs} tokens, the store has {own}: hash it with `store.prompt`"
             )
+
+    @staticmethod
+    def _check_start(prompt: HashedPrompt, start: int) -> None:
+        """Raises `StoreError` for a start that a prompt does not have. A refused ticket is a miss at any start: it has
+        no tokens."""
+        if start < 0 or 0 < prompt.num_tokens < start:
+            raise StoreError(f"start {start}: the prompt has {prompt.num_tokens} tokens; a start is one of them, or 0")
 
     # ---- run in these threads
 
