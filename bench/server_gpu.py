@@ -7,7 +7,7 @@ ceiling is one flat copy of as many bytes between the device and pinned memory, 
 Then as an engine does it: eight prompts of that length submitted at once, until the last one is there.
 The peer is LMCache 0.5.6, whose figures are of its kernels alone, without a server, on another machine of the kind.
 
-Run: PYTHONPATH=src:. python3 -m bench.server_gpu [rounds]
+Run: PYTHONPATH=src:. python3 -m bench.server_gpu [rounds [seconds that the daemon polls after a request]]
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ TOKENS = CHUNKS * CHUNK
 
 
 @contextmanager
-def daemon(folder: Path) -> Iterator[Path]:
-    settings = Settings(memory=8 << 30, socket=folder / "kv.sock")
+def daemon(folder: Path, poll_s: float) -> Iterator[Path]:
+    settings = Settings(memory=8 << 30, socket=folder / "kv.sock", poll_s=poll_s)
     process = multiprocessing.get_context("spawn").Process(target=run, args=(settings,))
     process.start()
     try:
@@ -157,7 +157,8 @@ def check(pages: PagePayloads, schema: Schema, at: dict[str, Any], to: dict[str,
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 12
-    with tempfile.TemporaryDirectory() as folder, daemon(Path(folder)) as socket:
+    poll_s = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+    with tempfile.TemporaryDirectory() as folder, daemon(Path(folder), poll_s) as socket:
         for name, (spec, memory) in engines().items():
             measure(name, spec, memory, socket, rounds)
 

@@ -59,6 +59,16 @@ DrainS = Annotated[
     float | None,
     _times("--drain", metavar="SECONDS", help="At SIGTERM, the time to finish pending writes.", show_default="60"),
 ]
+PollS = Annotated[
+    float | None,
+    _times(
+        "--poll",
+        metavar="SECONDS",
+        help="After a request, look for the next one for this long instead of sleeping: replies come sooner, and a"
+        " processor is busy meanwhile.",
+        show_default="0",
+    ),
+]
 Config = Annotated[
     Path | None,
     typer.Option(
@@ -85,6 +95,7 @@ def serve_command(
     tls_key: TlsKey = None,
     lease: LeaseS = None,
     drain: DrainS = None,
+    poll: PollS = None,
     config: Config = None,
     verbose: Verbose = False,
 ) -> None:
@@ -106,7 +117,7 @@ def serve_command(
     settings = (Settings.read(config) if config else Settings()).changed(
         memory=memory, disk=disk, redis=redis, mooncake=mooncake, object=object, socket=socket, group=group,
         inbox=inbox, http=http, listen=listen, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key,
-        lease_s=lease, drain_s=drain,
+        lease_s=lease, drain_s=drain, poll_s=poll,
     )  # fmt: skip
     level = logging.DEBUG if verbose else logging.INFO
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")

@@ -10,6 +10,7 @@ import signal
 import socket
 
 from kvweave.server.daemon import Daemon
+from kvweave.server.polling import runner
 from kvweave.server.settings import Settings
 
 log = logging.getLogger("kvweave.server")
@@ -17,7 +18,9 @@ log = logging.getLogger("kvweave.server")
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; then drain, and return."""
-    if asyncio.run(_run(settings)):  # a thread that hangs in a tier would keep the process alive
+    with runner(settings.poll_s) as loop:
+        is_stuck = loop.run(_run(settings))
+    if is_stuck:  # a thread that hangs in a tier would keep the process alive
         logging.shutdown()
         os._exit(0)
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from functools import partial
-from itertools import dropwhile, islice
+from itertools import chain, dropwhile, islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -95,7 +95,7 @@ class ArenaLayout:
         each other, and earlier chunks come before later ones otherwise; as they are for others."""
         if not isinstance(copied, StagedGather | StagedScatter):
             return [*pieces]
-        shards, chunks = np.array(pieces, np.int64).reshape(-1, 2).T
+        shards, chunks = np.fromiter(chain.from_iterable(pieces), np.int64, 2 * len(pieces)).reshape(-1, 2).T
         calls = chunks * self._payload_bytes[shards] // copied.together_bytes
         return [pieces[i] for i in np.lexsort((chunks, shards, calls)).tolist()]
 

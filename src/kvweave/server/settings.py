@@ -73,7 +73,7 @@ class Limits:
 
 
 SMALLEST_BYTES = 1 << 20
-MOST_DRAIN_S = 86_400
+MOST_DRAIN_S, MOST_POLL_S = 86_400, 3600
 
 
 def default_socket() -> Path:
@@ -102,6 +102,8 @@ class Settings:
     tls_key: Path | None = None
     lease_s: float = 30.0
     drain_s: float = 60.0
+    poll_s: float = 0.0
+    """How long after a request the daemon looks for the next one instead of sleeping."""
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     limits: Limits = Limits()
 
@@ -121,6 +123,8 @@ class Settings:
             raise ConfigError(f"a lease of {self.lease_s:g} s: more than 0 and at most 3600 s")
         if not 0 <= self.drain_s <= MOST_DRAIN_S:
             raise ConfigError(f"{self.drain_s:g} s to drain: 0 to {MOST_DRAIN_S} s")
+        if not 0 <= self.poll_s <= MOST_POLL_S:
+            raise ConfigError(f"polling for {self.poll_s:g} s after a request: 0 to {MOST_POLL_S} s")
 
     @classmethod
     def read(cls, path: Path) -> Settings:
@@ -205,6 +209,7 @@ _READ: dict[str, Any] = {
     "tls_key": _path,
     "lease_s": _number,
     "drain_s": _number,
+    "poll_s": _number,
     "quotas": _quotas,
     "limits": _limits,
 }
