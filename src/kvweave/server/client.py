@@ -77,12 +77,14 @@ class Client(Closeable):
         self._to_undo: list[Message] = []
         self._to_tell: deque[Message] = deque(maxlen=TOLD)
         self._mapped = unmapped()
-        self.inbox_lock = threading.Lock()
-        """Held by the thread that writes to the inbox, until the daemon has copied the inbox."""
-        self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
+        self._set_limiters()
         register_after_fork(self)
         with self._lock:
             self._connect(time.monotonic() + timeout_s)
+
+    def _set_limiters(self) -> None:
+        self.reserving, self.fetching, self.inbox_turn = ByteLimiter(), ByteLimiter(), ByteLimiter()
+        """`inbox_turn` is held, by one at a time, while the inbox is written, until the daemon has copied it."""
 
     # ---- asking
 
@@ -317,8 +319,8 @@ class Client(Closeable):
 
     def after_fork(self) -> None:
         """In a forked child: the connection, and what is held over it, belong to the parent."""
-        self._lock, self.inbox_lock, self._to_undo = threading.RLock(), threading.Lock(), []
-        self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
+        self._lock, self._to_undo = threading.RLock(), []
+        self._set_limiters()
         self._to_tell.clear()
         self._hang_up()
         self._mapped.dma.disown()

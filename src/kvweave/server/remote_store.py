@@ -254,6 +254,9 @@ class RemoteStore(BaseStore[RemoteHit]):
         except ServerError:
             release_lease(self.client, lease, self.client.generation, budget)
             raise
+        except BaseException:  # an interrupt: does not wait
+            post_release(self.client, lease, self.client.generation)
+            raise
         return PinnedHit(self._position(hit.prompt, in_arena, hit.position), lease, generation, self.unpin)
 
     def _keep_lease(self, lease: int, generation: int, budget: Budget) -> None:
