@@ -266,3 +266,8 @@ def test_chunks_without_tokens_are_an_error(chunk_tokens: int) -> None:
 def test_a_prompt_of_digests_does_not_grow_by_tokens() -> None:
     with pytest.raises(BadTokens, match="only digests are known"):
         HashedPrompt.of_digests([bytes(32)] * 2, HERE, 4, block_tokens=2, scheme="x").extend([1])
+
+
+def test_names_that_are_no_utf_8_are_names_of_their_own() -> None:
+    halves = [Namespace("m", tenant=half, adapter=half, kv_dtype=half) for half in ("\ud800", "\ud801")]
+    assert len({each.fingerprint for each in halves}) == len({each.tenant_id for each in halves}) == 2

@@ -246,3 +246,54 @@ def test_an_entry_that_somebody_forged_is_a_miss_for_a_ticket_too(store: Store) 
     tier.delete([key])
     tier.put([key], [whole(bytes(blob_bytes(SCHEMA.shards[0])))])
     assert store.load(store.redeem(ticket), Taken()) == 512
+
+
+def test_a_save_that_is_dropped_at_once_has_ended_though_it_is_a_mistake(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "SAVES", 0)
+    save = store.submit_save(prompt_of(store), truth, points=[100])
+    assert polled(store, 1) == [save]
+    assert (save.state, store.stats().operations) == (OperationState.FAILED, 0)
+    with pytest.raises(StoreError, match="chunks are of 256 tokens"):
+        save.result(WAIT_S)
+
+
+def test_a_forked_child_does_not_wait_for_what_its_parent_writes(store: Store) -> None:
+    lock, is_held, go_on = store.tier_stack.executors[0]._jobs._lock, threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            go_on.wait(WAIT_S)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(WAIT_S)
+    child = os.fork()
+    go_on.set()
+    if not child:
+        try:
+            signal.alarm(int(WAIT_S) // 3)
+            os._exit(0 if store.flush() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"write": "throguh"}, "write='throguh': it is one of through, back, off"),
+        ({"workers": 0}, "workers=0: it is 1 at least"),
+        ({"queue_jobs": 0}, "queue_jobs=0: it is 1 at least"),
+        ({"retries": -1}, "retries=-1: it is 0 at least"),
+        ({"failures": 0}, "failures=0: it is 1 at least"),
+        ({"cool_s": float("nan")}, "cool_s=nan: it is 0 at least"),
+        ({"deadline_s": 0}, "deadline_s=0: it is 0.001 at least, 86400 at most"),
+        ({"deadline_s": float("inf")}, "deadline_s=inf: it is 0.001 at least, 86400 at most"),
+    ],
+)
+def test_a_policy_with_which_nothing_would_be_stored_is_an_error(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(StoreError, match=words):
+        TierPolicy(**wrong)

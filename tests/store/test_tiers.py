@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -395,3 +395,23 @@ def test_what_was_written_past_the_page_cache_is_served_through_it_and_the_other
     assert got(tier, 1, length) == value(1, length)
     assert got(tier, 2, length) == value(2, length)
     tier.close()
+
+
+@pytest.mark.parametrize("quota", [{"floor_bytes": -1}, {"limit_bytes": -1}, {"floor_bytes": 2, "limit_bytes": 1}])
+def test_a_quota_that_cannot_be_kept_is_an_error(quota: dict[str, int]) -> None:
+    with pytest.raises(StoreError, match="0 <= floor <= limit is needed"):
+        Quota(**quota)
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        np.zeros(4096, np.float32),
+        np.zeros((64, 64), np.uint8),
+        np.zeros(8192, np.uint8)[::2],
+        np.frombuffer(bytes(4096), np.uint8),
+    ],
+)
+def test_a_buffer_that_is_no_writable_run_of_bytes_is_an_error(buffer: Any) -> None:
+    with pytest.raises(StoreError, match="a buffer is a run of bytes that can be written"):
+        MemoryTier(buffer=buffer)

@@ -23,7 +23,7 @@ from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Gather, PagedSource, Sink, Source
 from kvweave.store.results import GatheredSave, GroupLoad, Saved, StoreStats
 from kvweave.store.shards import Schema
-from kvweave.store.submitting import Found, SubmittingStore
+from kvweave.store.submitting import Found, SubmittingStore, whole_numbers
 from kvweave.store.ticket import TicketContent, blank_ticket, read_ticket
 from kvweave.store.tier_executor import TierExecutorStats
 from kvweave.store.tier_stack import Budget
@@ -91,10 +91,10 @@ class BaseStore(SubmittingStore[Found], Closeable):
         wanted = self._shard_numbers(shards)
         present, given = hit.present.copy(), set[ChunkRef]()
         present[:, : start // self.schema.chunk_tokens] = True
-        order = {shard: at for at, shard in enumerate(shards or ())}  # an engine names first what it runs first
+        order = {shard: at for at, shard in enumerate(wanted)}  # an engine names first what it runs first
         while position > start:
             pieces = [piece for piece in self._needs(position, wanted, present, start) if piece not in given]
-            if order:
+            if shards is not None:
                 pieces.sort(key=lambda piece: order.get(piece[0], 0))
             for piece, payload in self._fetch(hit, pieces, budget):
                 sink(self.schema.shards[piece[0]], piece[1], payload)
@@ -151,6 +151,8 @@ class BaseStore(SubmittingStore[Found], Closeable):
     def shorten(self, hit: Found, limit: int, multiple_of: int = 1) -> Found:
         """The longest hit of at most `limit` tokens, at a multiple of so many, by what the lookup found: no tier is
         asked. For engines that can resume at some positions only. It holds what the longer one held."""
+        if multiple_of < 1:
+            raise StoreError(f"a hit cannot be at a multiple of {multiple_of}: 1 at least")
         if hit.position <= limit and not hit.position % multiple_of:
             return hit
         position = self._position(hit.prompt, hit.present, min(limit, hit.position), multiple_of)
@@ -281,13 +283,13 @@ class BaseStore(SubmittingStore[Found], Closeable):
         self._check(prompt)
         self._check_start(prompt, start)
         size = self.schema.chunk_tokens
-        outside = [point for point in points or () if not 0 <= point <= prompt.num_tokens]
+        ends = [prompt.num_chunks * size] if points is None else whole_numbers("points", points)
+        outside = [point for point in ends if not 0 <= point <= prompt.num_tokens]
         if outside:
             raise StoreError(f"points {outside[:4]}: the prompt has {prompt.num_tokens} tokens")
-        between = [point for point in points or () if point % size]
+        between = [point for point in ends if point % size]
         if between:
             raise StoreError(f"points {between[:4]}: chunks are of {size} tokens, and a point is a multiple of that")
-        ends = [prompt.num_chunks * size] if points is None else points
         num_shards, wanted = len(self.schema.shards), self._shard_numbers(shards)
 
         # asked once, and not at all of our own: of a protocol it takes long

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -26,6 +27,18 @@ from kvweave.store.tier_stack import Budget
 Found = TypeVar("Found", bound=BaseHit)
 Result = TypeVar("Result")
 LATENCIES = ("lookup", "load", "save")
+
+
+def whole_numbers(what: str, given: Sequence[int]) -> list[int]:
+    """These numbers, of an array, too. Raises `StoreError` for others, and for what can be read once only: its second
+    reader would find nothing, and what was not read would pass for done."""
+    try:
+        numbers = [operator.index(number) for number in given] if isinstance(given, Collection) else None
+    except TypeError:
+        numbers = None
+    if numbers is None:
+        raise StoreError(f"{what} must be a list of whole numbers, got {given!r}")
+    return numbers
 
 
 class SubmittingStore(ABC, Generic[Found]):
@@ -77,10 +90,14 @@ class SubmittingStore(ABC, Generic[Found]):
 
         def work() -> tuple[list[Any], list[ChunkRef]]:
             hits = self._lookup_all(prompts, shards, operation.budget, lease=lease)
-            if operation.budget.is_cancelled:
-                for hit in hits:
+            is_taken = False
+            try:
+                results = [then(hit) for hit in hits]
+                is_taken = not operation.budget.is_cancelled
+            finally:
+                for hit in hits if not is_taken else ():
                     self.release(hit)
-            return [then(hit) for hit in hits], []
+            return results, []
 
         self._operations.submit(operation, work)
         return operation
@@ -145,9 +162,12 @@ class SubmittingStore(ABC, Generic[Found]):
             pieces = self._to_keep(prompt, source, points, shards, start)
             return self._timed_save(prompt, source, pieces, operation.budget, operation.gathered)
 
-        if not self._operations.submit(operation, work):
+        def drop() -> SaveOutcome:
             pieces = self._to_keep(prompt, source, points, shards, start)
-            operation.run(lambda: SaveOutcome(Saved(dropped=len(pieces)), pieces))
+            return SaveOutcome(Saved(dropped=len(pieces)), pieces)
+
+        if not self._operations.submit(operation, work):
+            operation.run(drop)
         return operation
 
     def poll(self) -> list[AnyOperation]:
@@ -167,12 +187,17 @@ class SubmittingStore(ABC, Generic[Found]):
     def _shard_numbers(self, shards: Sequence[int] | None) -> Sequence[int]:
         """Raises `StoreError` for a number that no shard has: what is not read would pass for loaded."""
         count = len(self.schema.shards)
-        if shards is not None and any(not 0 <= number < count for number in shards):
-            raise StoreError(f"shards {sorted(shards)}: this store's are 0 to {count - 1}")
-        return range(count) if shards is None else shards
+        if shards is None:
+            return range(count)
+        numbers = whole_numbers("shards", shards)
+        if any(not 0 <= number < count for number in numbers):
+            raise StoreError(f"shards {sorted(numbers)}: this store's are 0 to {count - 1}")
+        return numbers
 
     def _check(self, prompt: HashedPrompt) -> None:
         """Raises `StoreError` if a prompt was not hashed for this store."""
+        if not isinstance(prompt, HashedPrompt):
+            raise StoreError(f"a prompt is what `store.prompt` makes of tokens, not {type(prompt).__name__}")
         theirs, own = prompt.chunk_tokens, self.schema.chunk_tokens
         if theirs != own:
             raise StoreError(
