@@ -22,7 +22,7 @@ from kvweave.store import (
     Store,
     TierPolicy,
     TierStack,
-    base_store,
+    blocking_store,
     operations,
 )
 from kvweave.store.blob import blob_bytes
@@ -183,7 +183,7 @@ def test_no_more_is_gathered_than_may_be(store: Store, monkeypatch: pytest.Monke
     saved = gathered.commit()
     assert (saved.stored, saved.dropped) == (wanted - len(gathered.failed), len(gathered.failed))
     assert store.save(prompt_of(store), truth).present == saved.stored
-    assert base_store.GATHER_BYTES == 256 << 20
+    assert blocking_store.GATHER_BYTES == 256 << 20
 
 
 def test_a_budget_ends_what_was_submitted_in_time(store: Store) -> None:

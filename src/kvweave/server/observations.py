@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from kvweave.server.report import SlowRequest, TenantReport
 from kvweave.store import Quota
+from kvweave.store.blocking_store import LATENCIES
 from kvweave.store.histogram import Histogram, HistogramStats
 from kvweave.store.keys import tenant_id
-from kvweave.store.submitting import LATENCIES
 
 SLOWEST, SLOW_S = 20, 600.0
 """Requests that are listed, and how long they are kept."""

@@ -30,7 +30,7 @@ from kvweave.server.report import Report, printable
 from kvweave.server.save_operation import ArenaLayout, GatheredReservation, SaveOperation
 from kvweave.server.settings import NAME_LENGTH
 from kvweave.store import BaseStore, GatheredSave, HashedPrompt, Operation, Schema, Sink, Source, StoreStats
-from kvweave.store.base_store import discard
+from kvweave.store.blocking_store import discard
 from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.page_payloads import StagedScatter

@@ -23,9 +23,9 @@ from kvweave.server.inbox import inbox_starts
 from kvweave.server.prompt_session import PromptSession, daemon_budget, key_of, reply_timeout
 from kvweave.server.protocol import MOST_PIECES, NO_ROOM, PRESENT, WRITING, numbers, packed
 from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Shard, Source
-from kvweave.store.base_store import GATHER_BYTES, discard
 from kvweave.store.batches import batches
 from kvweave.store.blob import blob_bytes
+from kvweave.store.blocking_store import GATHER_BYTES, discard
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.page_payloads import StagedGather, StagedScatter
