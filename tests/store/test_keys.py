@@ -161,6 +161,14 @@ def test_a_prompt_that_grew_is_the_one_made_at_once(tokens: list[int], cuts: lis
     assert (grown.num_tokens, grown.prefixes.tolist()) == (whole.num_tokens, whole.prefixes.tolist())
 
 
+def test_a_picture_in_a_chunk_that_is_not_whole_yet_parts_prompts_that_grow() -> None:
+    begun = [prompt([*range(6)], HERE, 4, [Span(5, picture)]) for picture in (b"cat", b"dog")]
+    cat, dog = (each.extend([6]).extend([7, 8]) for each in begun)
+    assert cat.prefixes[0].tolist() == dog.prefixes[0].tolist()
+    assert cat.prefixes[1].tolist() != dog.prefixes[1].tolist()
+    assert cat.prefixes.tolist() == prompt([*range(9)], HERE, 4, [Span(5, b"cat")]).prefixes.tolist()
+
+
 def test_growing_hashes_new_chunks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     digests = keys._digests

@@ -17,6 +17,7 @@ from kvweave.store import (
     DictTier,
     HashedPrompt,
     MemoryTier,
+    Operation,
     Saved,
     Schema,
     Store,
@@ -209,6 +210,22 @@ def test_a_cancelled_lookup_is_no_answer(store: Store) -> None:
     go_on.set()
     with pytest.raises(OperationCancelled):
         lookup.result(WAIT_S)
+
+
+def test_a_load_that_was_complete_when_it_was_cancelled_is_done(store: Store) -> None:
+    store.save(prompt_of(store), truth)
+    loads: list[Operation[int]] = []
+
+    def sink(*_: object) -> None:
+        if loads[0].missing and len(loads[0].missing) == 1:  # this is the last piece
+            loads[0].budget.cancelled.set()
+
+    operation: Operation[int] = store._operations.new("load", None, None)
+    loads.append(operation)
+    hit = store.lookup(prompt_of(store))
+    operation.expect(store._needs(hit.position, range(len(SCHEMA.shards)), hit.present))
+    operation.run(lambda: (store._load(hit, sink, 0, None, operation.budget, operation.arrived), operation.missing))
+    assert (operation.state, operation.result(WAIT_S)) == (OperationState.DONE, 1024)
 
 
 def test_completions_take_whatever_is_an_operation() -> None:

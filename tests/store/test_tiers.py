@@ -175,6 +175,13 @@ def test_a_noisy_tenant_cannot_push_another_below_its_floor(small: Callable[...,
     assert held(tier, "noisy", range(500)) == 24
 
 
+def test_victims_that_one_search_found_do_not_push_a_tenant_below_its_floor(small: Callable[..., Tier]) -> None:
+    tier = small(128 * 4096, {"quiet": Quota(floor_bytes=31 * 4096)})
+    assert all(offer(tier, "quiet", range(32)))  # the oldest: a search finds eight of them
+    assert all(offer(tier, "noisy", range(120)))
+    assert (held(tier, "quiet", range(32)), held(tier, "noisy", range(120))) == (31, 97)
+
+
 def test_a_tenant_below_its_floor_takes_from_those_above_theirs(small: Callable[..., Tier]) -> None:
     tier = small(32 * 4096, {"quiet": Quota(floor_bytes=8 * 4096)})
     assert all(offer(tier, "quiet", range(2)))
