@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 import subprocess
 import tempfile
@@ -94,16 +95,20 @@ def test_tcp_without_a_token_is_not_opened(tmp_path: Path) -> None:
         Daemon(settings(tmp_path, listen="127.0.0.1:0", token_file=tmp_path / "empty"))
 
 
-def test_tls_if_there_is_a_certificate(tmp_path: Path, token: Path) -> None:
+@pytest.mark.parametrize(("listen", "name"), [("127.0.0.1", "localhost"), ("[::1]", "[::1]")])
+def test_tls_if_there_is_a_certificate(tmp_path: Path, token: Path, listen: str, name: str) -> None:
+    if listen == "[::1]" and not has_ipv6():
+        pytest.skip("no IPv6 on this machine")
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+        " -addext subjectAltName=DNS:localhost,IP:::1"
     )
     made = subprocess.run([*command.split(), "-keyout", key, "-out", cert], capture_output=True, check=False)
     if made.returncode:
         pytest.skip("no openssl to make a certificate with")
-    with serving(settings(tmp_path, listen="127.0.0.1:0", token_file=token, tls_cert=cert, tls_key=key)) as daemon:
-        address = f"localhost:{daemon.ports[0]}"
+    with serving(settings(tmp_path, listen=f"{listen}:0", token_file=token, tls_cert=cert, tls_key=key)) as daemon:
+        address = f"{name}:{daemon.ports[0]}"
         trusting = ssl.create_default_context(cafile=str(cert))
         with Client(address, token="open sesame", tls=trusting) as client:
             client.ask(protocol.Ping(), protocol.Done)
@@ -131,3 +136,11 @@ def test_a_client_cannot_shorten_the_arena_under_the_others(tmp_path: Path) -> N
         with pytest.raises(PermissionError):
             os.ftruncate(copy, 0)
         os.close(copy)
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True

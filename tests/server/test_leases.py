@@ -56,6 +56,16 @@ def test_places_are_given_back_when_their_client_goes(tmp_path: Path) -> None:
         assert daemon.report().returned == 1
 
 
+def test_a_reservation_under_a_number_that_is_taken_is_refused_and_leaks_nothing(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client, _ = reserved(tmp_path / "kv.sock")
+        mine, other = RemoteStore(SCHEMA, client), packed([(0, 0)], "<i4")
+        reply, _ = mine._prompt_session.ask(prompt(), lambda sequence: protocol.Reserve(sequence, 7777, other))
+        assert isinstance(reply, protocol.Failed)
+        client.close()
+        until(lambda: used(daemon) == 0)
+
+
 def test_what_was_written_but_not_committed_is_never_seen(tmp_path: Path) -> None:
     with serving(settings(tmp_path)) as daemon:
         client, starts = reserved(tmp_path / "kv.sock")

@@ -91,6 +91,14 @@ def test_tenants_are_counted_by_name_and_beyond_a_bound_together() -> None:
     assert tenants[-1] == TenantReport("others", 100 - TENANTS, 10 * (100 - TENANTS), 0)
 
 
+def test_a_tenant_with_a_quota_is_counted_by_name_however_many_came_before() -> None:
+    observed = Observations({"known": Quota()})
+    for number in range(100):
+        observed.asked(tenant_id(str(number)), {"lookups": 1, "tokens_asked": 10})
+    observed.asked(tenant_id("known"), {"lookups": 1, "tokens_asked": 7})
+    assert observed.tenants()[-1] == TenantReport("known", 1, 7, 0)
+
+
 def test_the_slowest_are_kept_and_the_old_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     observed = Observations({})
     for number in range(100):

@@ -17,6 +17,7 @@ import pytest
 
 from kvweave.errors import ServerTimeout
 from kvweave.server import Client, connection, protocol
+from kvweave.server.byte_limiter import HeldBytes
 from kvweave.server.channel import Channel
 from kvweave.server.connection import AT_ONCE
 from kvweave.server.protocol import packed
@@ -40,8 +41,8 @@ def interrupted(after_s: float) -> Iterator[None]:
         raise Interrupt
 
     before = signal.signal(signal.SIGALRM, strike)
-    signal.setitimer(signal.ITIMER_REAL, after_s, 0.5)  # again, where the first was lost in a destructor
     try:
+        signal.setitimer(signal.ITIMER_REAL, after_s, 0.5)  # again, where the first was lost in a destructor
         yield
     except Interrupt:
         pass
@@ -95,7 +96,8 @@ def test_no_interrupt_leaves_a_client_locked(tmp_path: Path) -> None:
             lambda: client.post(protocol.Release([1])),
         ):
             interrupt_everywhere(call, client._lock)
-        for part in (lambda: client.reserving.hold(1, 1, 0.0, UNLIMITED), lambda: client.reserving.give_back(1)):
+        held = HeldBytes(1)
+        for part in (lambda: client.reserving.hold(held, 1, 0.0, UNLIMITED), lambda: client.reserving.give_back(held)):
             interrupt_everywhere(part, client.reserving._lock)
         client.ask(protocol.Ping(), protocol.Done)
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvweave.errors import OverLimit, StoreError
 from kvweave.server import Daemon, RemoteStore, save_operation
-from kvweave.server.byte_limiter import ByteLimiter
+from kvweave.server.byte_limiter import ByteLimiter, HeldBytes
 from kvweave.server.channel import Channel
 from kvweave.server.client_session import ROOM_S
 from kvweave.server.save_operation import ReservedBatch, SaveOperation
@@ -214,7 +214,7 @@ def test_a_refusal_comes_after_what_was_in_flight_is_visible(tmp_path: Path, mon
 
 def no_bytes_are_held(daemon: Daemon, client: RemoteStore) -> bool:
     client.report()  # what was posted before is served before
-    return client.client.reserving._held == 0 and not daemon.state.arena._writing
+    return not client.client.reserving.held_bytes and not daemon.state.arena._writing
 
 
 @pytest.mark.parametrize("at", [0, 1, 5])
@@ -239,15 +239,17 @@ def test_a_source_that_raises_leaves_earlier_batches_and_no_places(tmp_path: Pat
 
 def test_a_cancelled_operation_stops_waiting_for_others() -> None:
     limiter, budget = ByteLimiter(), CancellableBudget(None)
-    limiter.hold(10, 10, 60.0, UNLIMITED)
-    assert not limiter.hold_now(1, 10)
-    waiting = threading.Thread(target=limiter.hold, args=(1, 10, 60.0, budget))
+    first, second, large = HeldBytes(10), HeldBytes(1), HeldBytes(11)
+    assert limiter.hold(first, 10, 60.0, UNLIMITED)
+    assert not limiter.hold_now(second, 10)
+    waiting = threading.Thread(target=limiter.hold, args=(second, 10, 60.0, budget))
     waiting.start()
     budget.cancelled.set()
     waiting.join(10)
     assert not waiting.is_alive()
-    limiter.give_back(11)
-    assert limiter.hold_now(11, 10), "one that is alone may be larger"
+    for held in (first, second):
+        limiter.give_back(held)
+    assert limiter.hold_now(large, 10), "one that is alone may be larger"
 
 
 def test_what_is_copied_first_is_gathered_while_the_daemon_reserves(

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.errors import KVWeaveError, PlanError, UnknownName
+from kvweave.errors import ConfigError, KVWeaveError, PlanError, UnknownName
 from kvweave.server import Disk, Limits, Settings
+from kvweave.server.settings import read_token
 from kvweave.store import Quota
 
 WHOLE = """
@@ -54,6 +55,12 @@ def test_a_file_says_everything_that_options_say_and_more(tmp_path: Path) -> Non
         ("object = 7", "expected text, got 7"),
         ("objekt = 's3://a'", "did you mean 'object'"),
         ("tls_cert = 'a'", "go together"),
+        ("[limits]\nrequests_per_s = 0", r"\[limits\] requests_per_s = 0: 1 to 1e\+09 is possible"),
+        ("[limits]\nsequences = 1", r"\[limits\] sequences = 1: 2 to"),
+        ("[limits]\nkeys = inf", r"\[limits\] keys = inf: 1 to"),
+        ("[limits]\npin_share = nan", r"\[limits\] pin_share = nan: 0 to 1 is possible"),
+        ("[limits]\nreserve_share = 5", r"\[limits\] reserve_share = 5: 0 to 1 is possible"),
+        ("[quotas.a]\nfloor = 2\nlimit = 1", "a floor of 2 bytes and a limit of 1"),
         ("memory = ", "Invalid value"),
     ],
 )
@@ -73,3 +80,12 @@ def test_a_disk_may_have_a_colon_in_its_name() -> None:
 def test_an_unknown_setting_is_an_error() -> None:
     with pytest.raises(UnknownName):
         Settings().changed(memori="1GiB")
+
+
+def test_a_token_is_as_long_as_a_client_may_send(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("t" * 200 + "\n")
+    assert read_token(path) == "t" * 200
+    path.write_text("t" * 201)
+    with pytest.raises(ConfigError, match="a token of 201 characters: 1 to 200"):
+        read_token(path)

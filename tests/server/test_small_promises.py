@@ -6,13 +6,14 @@ import logging
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvweave.errors import LeaseExpired, OperationCancelled
-from kvweave.server import Client, Disk, Limits, protocol
+from kvweave.errors import LeaseExpired, OperationCancelled, ServerGone
+from kvweave.server import Client, Disk, Limits, RemoteStore, protocol
 from kvweave.server.protocol import DIGEST, VERSION, frame
 from kvweave.store import Shard
 from kvweave.store.keys import Bytes
@@ -172,3 +173,54 @@ def test_a_flush_that_failed_does_not_forget_what_was_saved_before(tmp_path: Pat
         assert not client.flush(5), "that daemon may have died with it"
         assert client.flush(5)
         client.close()
+
+
+def test_calls_to_a_closed_store_are_misses_and_make_no_connection(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client = store(tmp_path / "kv.sock")
+        assert client.save(prompt(), truth).dropped == 0
+        hit = client.lookup(prompt())
+        client.submit_load(hit, verify).result(30)  # over a connection of its own
+        client.close()
+        assert client.lookup(prompt()).position == 0
+        assert client.load(hit, verify) == 0
+        assert client.save(prompt(1), truth).stored == 0
+        assert client.gather(prompt(1), truth).commit().stored == 0
+        assert client.stats().tiers == ()
+        until = time.monotonic() + 30
+        while daemon._connections and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not daemon._connections
+
+
+@pytest.mark.parametrize("model", ["/models/" + "m" * 300 + "/snapshot", "\udcff of a file system"])
+def test_a_model_may_have_any_name(tmp_path: Path, model: str) -> None:
+    with serving(settings(tmp_path)) as daemon:
+        client = RemoteStore(SCHEMA, tmp_path / "kv.sock", model=model)
+        assert client.save(prompt(), truth).dropped == 0
+        (found,) = daemon.report().models
+        assert found.model[-9:] == model[-9:]
+        assert client.describe().models[0].model == found.model
+        client.close()
+
+
+def test_leases_of_hits_that_could_not_be_used_are_released(tmp_path: Path) -> None:
+    with serving(settings(tmp_path)):
+        client = store(tmp_path / "kv.sock")
+        client.save(prompt(), truth)
+        failing = client.submit_lookup([prompt()], then=lambda hit: hit.position // 0)
+        with pytest.raises(ZeroDivisionError):
+            failing.result(30)
+        assert sum(each.leases for each in client.report().clients) == 0
+        client.close()
+
+
+@pytest.mark.parametrize("address", ["..:9400", "x" * 100 + ":9400", "/tmp/no such place:9400"])
+def test_an_address_where_nobody_can_be_is_one_error(address: str) -> None:
+    with pytest.raises(ServerGone, match="no daemon at"):
+        Client(address)
+
+
+def test_a_socket_may_have_a_colon_and_a_number_in_its_name(tmp_path: Path) -> None:
+    with serving(replace(settings(tmp_path), socket=tmp_path / "kv:1")), Client(str(tmp_path / "kv:1")) as client:
+        client.ask(protocol.Ping(), protocol.Done)

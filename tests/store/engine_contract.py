@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -141,10 +141,55 @@ class EngineContract:
             store.save(prompt_of(store), lambda *_: given)
         assert store.save(prompt_of(store), truth).dropped == 0
 
-    def test_a_budget_may_be_endless(self, store: BaseStore[Any]) -> None:
+    @pytest.mark.parametrize("seconds", [inf, 1e12, np.float32(60)])
+    def test_a_budget_may_be_endless(self, store: BaseStore[Any], seconds: float) -> None:
         prompt = prompt_of(store)
-        assert store.save(prompt, truth, budget_s=inf).dropped == 0
-        assert store.load(store.lookup(prompt, budget_s=inf), Taken(), budget_s=inf) == 1024
+        assert store.save(prompt, truth, budget_s=seconds).dropped == 0
+        assert store.load(store.lookup(prompt, budget_s=seconds), Taken(), budget_s=seconds) == 1024
+        assert store.submit_lookup([prompt], budget_s=seconds).result(seconds)[0].position == 1024
+        assert store.prefetch(store.lookup(prompt), budget_s=seconds).result(WAIT_S) == 1024
+        assert store.stats(budget_s=seconds).lookups == 3
+        assert store.flush(float(seconds))
+
+    @pytest.mark.parametrize("form", [iter, lambda numbers: [number + 0.5 for number in numbers], str])
+    def test_numbers_that_can_be_read_once_only_or_are_none_are_errors(
+        self, store: BaseStore[Any], form: Callable[[list[int]], Any]
+    ) -> None:
+        prompt, words = prompt_of(store), "must be a list of whole numbers, got"
+        for calls in ({"shards": form([0, 1])}, {"points": form([512])}):
+            with pytest.raises(StoreError, match=words):
+                store.save(prompt, truth, **calls)
+        store.save(prompt, truth)
+        hit = store.lookup(prompt)
+        loads: list[Callable[[Any], object]] = [
+            lambda shards: store.load(hit, Taken(), shards=shards),
+            lambda shards: store.submit_load(hit, Taken(), shards=shards).result(WAIT_S),
+            lambda shards: store.prefetch(hit, shards=shards).result(WAIT_S),
+        ]
+        for load in loads:
+            with pytest.raises(StoreError, match=words):
+                load(form([0, 1]))
+
+    def test_numbers_may_come_as_arrays_and_sets(self, store: BaseStore[Any]) -> None:
+        prompt, sink, few, every = prompt_of(store), Taken(), Taken(), np.arange(len(store.schema.shards))
+        shards, points, first = (cast("list[int]", each) for each in (every, np.array([512, 1024]), {0}))
+        saved = store.save(prompt, truth, points=points, shards=shards)
+        assert saved == store.save(prompt_of(store, 1), truth, points=[512, 1024])
+        assert store.load(store.lookup(prompt), sink, shards=shards) == 1024
+        assert sink.chunks("full") == [0, 1, 2, 3]
+        assert store.load(store.lookup(prompt), few, shards=first) == 1024
+        assert {(tag, part) for tag, part, _ in few.pieces} == {("full", 0)}
+
+    def test_tokens_are_no_prompt(self, store: BaseStore[Any]) -> None:
+        tokens: Any = [1, 2, 3]
+        for call in (lambda: store.lookup(tokens), lambda: store.save(tokens, truth)):
+            with pytest.raises(StoreError, match=r"what `store.prompt` makes of tokens, not list"):
+                call()
+
+    def test_a_hit_is_shortened_to_multiples_of_one_at_least(self, store: BaseStore[Any]) -> None:
+        store.save(prompt := prompt_of(store), truth)
+        with pytest.raises(StoreError, match="a multiple of 0: 1 at least"):
+            store.shorten(store.lookup(prompt), 600, 0)
 
     # ---- nothing waits
 

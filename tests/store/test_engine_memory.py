@@ -263,3 +263,26 @@ def test_torch_tensors_are_taken_as_they_are() -> None:
     assert np.array_equal(pages.source(table)(shard, 0), payload)
     assert cache[3, 0, 0].view(torch.uint8).flatten().tolist() == payload[: HEADS * 16].tolist()
     assert not cache[0].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("smaller_first", [True, False])
+def test_arrays_over_one_memory_may_begin_at_the_same_place_and_end_elsewhere(smaller_first: bool) -> None:
+    memory = bytearray(3 * 16 * HEADS * 8 * 2 * 2)
+    key = np.ndarray((3, 16, HEADS, 8), np.float16, memory)
+    value = np.ndarray((2, 3, 16, HEADS, 8), np.float16, memory)[1]
+    tensors = {(0, "full", "key"): key, (0, "full", "value"): value}
+    if not smaller_first:
+        tensors = dict(reversed(tensors.items()))
+    schema = Schema.of(SPEC.restrict(range(1)), chunk_tokens=32, parts=1)
+    pages = PagePayloads(schema, EngineMemory.of_tensors(tensors, {(0, "full"): TableUse("t", 16)}))
+    (shard,), table = schema.shards, {"t": np.array([2, 1], np.int32)}
+    payload = np.random.default_rng(0).integers(0, 256, shard.payload_bytes, np.uint8)
+    pages.sink(table)(shard, 0, payload)
+    assert np.array_equal(pages.source(table)(shard, 0), payload)
+    assert value[2].tobytes() == payload[payload.nbytes // 2 :].tobytes()[: value[2].nbytes]
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "object", "V3"])
+def test_items_that_no_role_has_are_refused_by_name(dtype: str) -> None:
+    with pytest.raises(StoreError, match=r"layer 0, 'key': items of .* give views of 1, 2, 4 or 8 bytes each"):
+        EngineMemory.of_tensors({(0, "full", "key"): np.zeros((2, 16, 1), dtype)}, {(0, "full"): TableUse("t", 16)})

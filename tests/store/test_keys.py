@@ -161,6 +161,14 @@ def test_a_prompt_that_grew_is_the_one_made_at_once(tokens: list[int], cuts: lis
     assert (grown.num_tokens, grown.prefixes.tolist()) == (whole.num_tokens, whole.prefixes.tolist())
 
 
+def test_a_picture_in_a_chunk_that_is_not_whole_yet_parts_prompts_that_grow() -> None:
+    begun = [prompt([*range(6)], HERE, 4, [Span(5, picture)]) for picture in (b"cat", b"dog")]
+    cat, dog = (each.extend([6]).extend([7, 8]) for each in begun)
+    assert cat.prefixes[0].tolist() == dog.prefixes[0].tolist()
+    assert cat.prefixes[1].tolist() != dog.prefixes[1].tolist()
+    assert cat.prefixes.tolist() == prompt([*range(9)], HERE, 4, [Span(5, b"cat")]).prefixes.tolist()
+
+
 def test_growing_hashes_new_chunks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     digests = keys._digests
@@ -266,3 +274,8 @@ def test_chunks_without_tokens_are_an_error(chunk_tokens: int) -> None:
 def test_a_prompt_of_digests_does_not_grow_by_tokens() -> None:
     with pytest.raises(BadTokens, match="only digests are known"):
         HashedPrompt.of_digests([bytes(32)] * 2, HERE, 4, block_tokens=2, scheme="x").extend([1])
+
+
+def test_names_that_are_no_utf_8_are_names_of_their_own() -> None:
+    halves = [Namespace("m", tenant=half, adapter=half, kv_dtype=half) for half in ("\ud800", "\ud801")]
+    assert len({each.fingerprint for each in halves}) == len({each.tenant_id for each in halves}) == 2

@@ -17,12 +17,13 @@ from kvweave.store import (
     DictTier,
     HashedPrompt,
     MemoryTier,
+    Operation,
     Saved,
     Schema,
     Store,
     TierPolicy,
     TierStack,
-    base_store,
+    blocking_store,
     operations,
 )
 from kvweave.store.blob import blob_bytes
@@ -183,7 +184,7 @@ def test_no_more_is_gathered_than_may_be(store: Store, monkeypatch: pytest.Monke
     saved = gathered.commit()
     assert (saved.stored, saved.dropped) == (wanted - len(gathered.failed), len(gathered.failed))
     assert store.save(prompt_of(store), truth).present == saved.stored
-    assert base_store.GATHER_BYTES == 256 << 20
+    assert blocking_store.GATHER_BYTES == 256 << 20
 
 
 def test_a_budget_ends_what_was_submitted_in_time(store: Store) -> None:
@@ -209,6 +210,22 @@ def test_a_cancelled_lookup_is_no_answer(store: Store) -> None:
     go_on.set()
     with pytest.raises(OperationCancelled):
         lookup.result(WAIT_S)
+
+
+def test_a_load_that_was_complete_when_it_was_cancelled_is_done(store: Store) -> None:
+    store.save(prompt_of(store), truth)
+    loads: list[Operation[int]] = []
+
+    def sink(*_: object) -> None:
+        if loads[0].missing and len(loads[0].missing) == 1:  # this is the last piece
+            loads[0].budget.cancelled.set()
+
+    operation: Operation[int] = store._operations.new("load", None, None)
+    loads.append(operation)
+    hit = store.lookup(prompt_of(store))
+    operation.expect(store._needs(hit.position, range(len(SCHEMA.shards)), hit.present))
+    operation.run(lambda: (store._load(hit, sink, 0, None, operation.budget, operation.arrived), operation.missing))
+    assert (operation.state, operation.result(WAIT_S)) == (OperationState.DONE, 1024)
 
 
 def test_completions_take_whatever_is_an_operation() -> None:
@@ -246,3 +263,54 @@ def test_an_entry_that_somebody_forged_is_a_miss_for_a_ticket_too(store: Store) 
     tier.delete([key])
     tier.put([key], [whole(bytes(blob_bytes(SCHEMA.shards[0])))])
     assert store.load(store.redeem(ticket), Taken()) == 512
+
+
+def test_a_save_that_is_dropped_at_once_has_ended_though_it_is_a_mistake(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "SAVES", 0)
+    save = store.submit_save(prompt_of(store), truth, points=[100])
+    assert polled(store, 1) == [save]
+    assert (save.state, store.stats().operations) == (OperationState.FAILED, 0)
+    with pytest.raises(StoreError, match="chunks are of 256 tokens"):
+        save.result(WAIT_S)
+
+
+def test_a_forked_child_does_not_wait_for_what_its_parent_writes(store: Store) -> None:
+    lock, is_held, go_on = store.tier_stack.executors[0]._jobs._lock, threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            go_on.wait(WAIT_S)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(WAIT_S)
+    child = os.fork()
+    go_on.set()
+    if not child:
+        try:
+            signal.alarm(int(WAIT_S) // 3)
+            os._exit(0 if store.flush() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"write": "throguh"}, "write='throguh': it is one of through, back, off"),
+        ({"workers": 0}, "workers=0: it is 1 at least"),
+        ({"queue_jobs": 0}, "queue_jobs=0: it is 1 at least"),
+        ({"retries": -1}, "retries=-1: it is 0 at least"),
+        ({"failures": 0}, "failures=0: it is 1 at least"),
+        ({"cool_s": float("nan")}, "cool_s=nan: it is 0 at least"),
+        ({"deadline_s": 0}, "deadline_s=0: it is 0.001 at least, 86400 at most"),
+        ({"deadline_s": float("inf")}, "deadline_s=inf: it is 0.001 at least, 86400 at most"),
+    ],
+)
+def test_a_policy_with_which_nothing_would_be_stored_is_an_error(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(StoreError, match=words):
+        TierPolicy(**wrong)

@@ -15,8 +15,9 @@ import pytest
 
 from kvweave.errors import Busy, StoreError, TierError, Vanished
 from kvweave.store import DiskTier, Store, TierPolicy, TierStack
+from kvweave.store.journal import packed_one
 from kvweave.store.reopening_tier import ReopeningTier
-from kvweave.store.striped_file import FILES, StripedFile
+from kvweave.store.striped_file import FILES, SECTOR, StripedFile
 from kvweave.store.tier import KeyFilter
 from tests.store.contract import got, key, put, value
 from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
@@ -287,3 +288,18 @@ def test_a_damaged_journal_of_an_empty_store_is_an_empty_store(tmp_path: Path) -
     tier = DiskTier(tmp_path, ROOM)
     assert got(tier, 1) == value(1)
     tier.close()
+
+
+@pytest.mark.parametrize("beyond", [0, SECTOR])
+def test_of_two_entries_in_one_place_neither_is_trusted_and_the_place_is_free(tmp_path: Path, beyond: int) -> None:
+    with DiskTier(tmp_path, "1MiB") as tier:
+        put(tier, 0, 1)
+        start = int(tier._catalog.starts[tier._catalog.slot_of[key(1)]])
+    with (tmp_path / "journal").open("ab") as file:  # a record of which a removal was lost
+        file.write(packed_one(key(9), start - beyond, 5000))
+    with DiskTier(tmp_path, "1MiB") as tier:
+        overlapped = {1, 0} if beyond else {1}
+        assert [got(tier, number) for number in (1, 9)] == [None, None]
+        assert tier.stats().used_bytes == (2 - len(overlapped)) * 2 * SECTOR
+        put(tier, *range(20, 60))
+        assert all(got(tier, number) == value(number) for number in ({0, 1} - overlapped) | {*range(20, 60)})

@@ -11,7 +11,7 @@ import pytest
 from kvweave.integrations.keyed_pages import KeyedPool, page_prompt, page_schema, promised
 from kvweave.server import RemoteStore
 from kvweave.store import BaseStore, DiskTier, MemoryTier, Namespace, Store, TierPolicy, TierStack
-from kvweave.store.base_store import discard
+from kvweave.store.blocking_store import discard
 from kvweave.store.removals import FROM_NOW, RemovalLog
 from kvweave.store.tier import ALL
 from tests.server.models import serving, settings

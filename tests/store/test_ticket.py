@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -24,3 +26,11 @@ def test_a_ticket_is_of_one_schema() -> None:
     assert read_ticket(mine, ticket).position == 16
     with pytest.raises(StoreError, match="another schema"):
         read_ticket(other, ticket)
+
+
+@pytest.mark.parametrize(("position", "num_tokens"), [(12, 20), (16, 16), (16, 9)])
+def test_a_ticket_for_a_position_that_no_lookup_finds_is_refused(position: int, num_tokens: int) -> None:
+    hashed = replace(prompt([*range(20)], Namespace("m"), 8), num_tokens=num_tokens)
+    ticket = write_ticket(schema(DType.FLOAT32), hashed, position, np.ones((1, 2), bool), 60.0)
+    with pytest.raises(StoreError, match="another schema"):
+        read_ticket(schema(DType.FLOAT32), ticket)

@@ -117,6 +117,7 @@ def test_what_only_the_far_tier_has_is_loaded_from_it_and_kept_near(far: Trouble
     assert "get" not in far.asked
     near, distant = store.stats().tiers
     assert near.hits == distant.hits == near.stored
+    assert near.misses == 0, "it was not asked for what the lookup had not found there"
 
 
 def test_a_tier_that_hangs_costs_a_request_its_deadline_and_no_more(far: Troubled, make: Make) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -173,6 +173,13 @@ def test_a_noisy_tenant_cannot_push_another_below_its_floor(small: Callable[...,
     assert all(offer(tier, "noisy", range(500)))
     assert held(tier, "quiet", range(12)) == 8
     assert held(tier, "noisy", range(500)) == 24
+
+
+def test_victims_that_one_search_found_do_not_push_a_tenant_below_its_floor(small: Callable[..., Tier]) -> None:
+    tier = small(128 * 4096, {"quiet": Quota(floor_bytes=31 * 4096)})
+    assert all(offer(tier, "quiet", range(32)))  # the oldest: a search finds eight of them
+    assert all(offer(tier, "noisy", range(120)))
+    assert (held(tier, "quiet", range(32)), held(tier, "noisy", range(120))) == (31, 97)
 
 
 def test_a_tenant_below_its_floor_takes_from_those_above_theirs(small: Callable[..., Tier]) -> None:
@@ -395,3 +402,23 @@ def test_what_was_written_past_the_page_cache_is_served_through_it_and_the_other
     assert got(tier, 1, length) == value(1, length)
     assert got(tier, 2, length) == value(2, length)
     tier.close()
+
+
+@pytest.mark.parametrize("quota", [{"floor_bytes": -1}, {"limit_bytes": -1}, {"floor_bytes": 2, "limit_bytes": 1}])
+def test_a_quota_that_cannot_be_kept_is_an_error(quota: dict[str, int]) -> None:
+    with pytest.raises(StoreError, match="0 <= floor <= limit is needed"):
+        Quota(**quota)
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        np.zeros(4096, np.float32),
+        np.zeros((64, 64), np.uint8),
+        np.zeros(8192, np.uint8)[::2],
+        np.frombuffer(bytes(4096), np.uint8),
+    ],
+)
+def test_a_buffer_that_is_no_writable_run_of_bytes_is_an_error(buffer: Any) -> None:
+    with pytest.raises(StoreError, match="a buffer is a run of bytes that can be written"):
+        MemoryTier(buffer=buffer)

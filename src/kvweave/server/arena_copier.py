@@ -268,4 +268,5 @@ class ArenaCopier:
         self._scratch.clear()
 
     def close(self) -> None:
+        self.workers = 1  # what other threads still copy, they copy themselves
         self._pool.shutdown()

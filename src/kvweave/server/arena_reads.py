@@ -38,11 +38,11 @@ class ArenaReads:
                 return
             with self._or_miss(), self._layout.allowed(session.client, batch, budget):
                 lease, until = session.client.number(), time.monotonic() + session.client.welcome.lease_s
-                places, generation = fetch_to_arena(session, hit.prompt, batch, lease, budget)
                 try:
+                    places, generation = fetch_to_arena(session, hit.prompt, batch, lease, budget)
                     yield from self.copies(session, hit, places, until, generation, budget)
-                finally:  # also when the caller stops early
-                    post_release(session.client, lease, generation)
+                finally:  # also when the caller stops early; a connection made since knows no such lease
+                    post_release(session.client, lease, session.client.generation)
 
     def copies(
         self,

@@ -31,6 +31,7 @@ from kvweave.server.protocol import DIGEST, ERRORS, VERSION, Message, Reply
 from kvweave.store.closeable import Closeable
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
+from kvweave.store.tier_stack import UNLIMITED
 
 A = TypeVar("A", bound=Message)
 Requests = Sequence[Message] | Callable[[], Sequence[Message]]
@@ -73,16 +74,18 @@ class Client(Closeable):
         self._timeout_s, self._cool_s, self._with_arena = timeout_s, cool_s, arena
         self._lock, self._numbers = threading.RLock(), itertools.count(1)
         self._channel: Channel | None = None
-        self._retry_at = 0.0
+        self._retry_at, self._is_retired = 0.0, False
         self._to_undo: list[Message] = []
         self._to_tell: deque[Message] = deque(maxlen=TOLD)
         self._mapped = unmapped()
-        self.inbox_lock = threading.Lock()
-        """Held by the thread that writes to the inbox, until the daemon has copied the inbox."""
-        self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
+        self._set_limiters()
         register_after_fork(self)
         with self._lock:
             self._connect(time.monotonic() + timeout_s)
+
+    def _set_limiters(self) -> None:
+        self.reserving, self.fetching, self.inbox_turn = ByteLimiter(), ByteLimiter(), ByteLimiter()
+        """`inbox_turn` is held, by one at a time, while the inbox is written, until the daemon has copied it."""
 
     # ---- asking
 
@@ -103,7 +106,7 @@ class Client(Closeable):
         the connection turns out to be closed, a new one is made, once: what was held is lost, and `generation` has
         changed.
         """
-        until = time.monotonic() + (self._timeout_s if timeout_s is None else max(0.0, timeout_s))
+        until = time.monotonic() + UNLIMITED.within(self._timeout_s if timeout_s is None else max(0.0, timeout_s))
         try:
             if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
                 raise ServerTimeout(f"{self._address}: another thread's request is still in flight")
@@ -206,12 +209,14 @@ class Client(Closeable):
             self.ask(protocol.Ping(), protocol.Done, timeout_s)
 
     def _connect(self, until: float) -> Channel:
+        if self._is_retired:
+            raise ServerGone("this connection was closed for good: make a new one")
         if time.monotonic() < self._retry_at:
             raise ServerGone(f"no daemon at {self._address}, as of {self._cool_s} s ago")
         until = min(until, time.monotonic() + HELLO_S)
         try:
             channel = Channel(self._open(max(0.001, until - time.monotonic())))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # also a host that cannot be one
             self._lose(error)
         try:
             self._hello(channel, until)
@@ -226,7 +231,7 @@ class Client(Closeable):
 
     def _open(self, timeout_s: float) -> socket.socket:
         host, colon, port = str(self._address).rpartition(":")
-        if isinstance(self._address, Path) or not colon or not port.isdecimal():
+        if isinstance(self._address, Path) or not colon or not port.isdecimal() or "/" in host:
             here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 here.settimeout(timeout_s)
@@ -236,7 +241,8 @@ class Client(Closeable):
                 here.close()
                 raise
             return here
-        there = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+        host = host.strip("[]")
+        there = socket.create_connection((host, int(port)), timeout_s)
         # Requests are small, and each waits for its reply: Nagle's algorithm would only delay them.
         there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return self._tls.wrap_socket(there, server_hostname=host) if self._tls else there
@@ -315,10 +321,15 @@ class Client(Closeable):
         self._mapped.dma.close()
         self._mapped.inbox_dma.close()
 
+    def retire(self) -> None:
+        """As `close`, for good: later calls raise `ServerGone`."""
+        self._is_retired = True
+        self.close()
+
     def after_fork(self) -> None:
         """In a forked child: the connection, and what is held over it, belong to the parent."""
-        self._lock, self.inbox_lock, self._to_undo = threading.RLock(), threading.Lock(), []
-        self.reserving, self.fetching = ByteLimiter(), ByteLimiter()
+        self._lock, self._to_undo = threading.RLock(), []
+        self._set_limiters()
         self._to_tell.clear()
         self._hang_up()
         self._mapped.dma.disown()

@@ -12,14 +12,15 @@ from dataclasses import replace
 
 from kvweave.server.report import SlowRequest, TenantReport
 from kvweave.store import Quota
+from kvweave.store.blocking_store import LATENCIES
 from kvweave.store.histogram import Histogram, HistogramStats
 from kvweave.store.keys import tenant_id
-from kvweave.store.submitting import LATENCIES
 
 SLOWEST, SLOW_S = 20, 600.0
 """Requests that are listed, and how long they are kept."""
 TENANTS = 64
-"""Tenants that are counted apart; the others are counted together, since every one is a line for Prometheus."""
+"""Tenants that are counted apart, as those with a quota always are; the others are counted together, since every one is
+a line for Prometheus."""
 OTHERS = "others"
 
 
@@ -48,7 +49,7 @@ class Observations:
     def asked(self, tenant: bytes, numbers: Mapping[str, int]) -> None:
         """A tenant's lookup: tokens that it asked for, and found."""
         name = self._names.get(tenant, tenant.hex())
-        if name not in self._tenants and len(self._tenants) >= TENANTS:
+        if name not in self._tenants and tenant not in self._names and len(self._tenants) >= TENANTS:
             name = OTHERS
         self._tenants.setdefault(name, Counter()).update(numbers)
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from kvweave.errors import BadRequest, LeaseExpired, OverLimit, Refused, ServerError
 from kvweave.server.description import Description
 from kvweave.server.report import Report, TierCleared
+from kvweave.server.settings import NAME_LENGTH
 
 VERSION = 7
 LENGTH_BYTES = ID_BYTES = 4
@@ -37,7 +38,7 @@ NOT_IN_ARENA = -1
 PRESENT, WRITING, NO_ROOM = -1, -2, -3
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
-Name = Annotated[str, Meta(max_length=200)]
+Name = Annotated[str, Meta(max_length=NAME_LENGTH)]
 Digest = Annotated[bytes, Meta(min_length=8, max_length=8)]
 
 

@@ -26,10 +26,11 @@ from kvweave.server.description import Description
 from kvweave.server.prompt_session import GRACE_S, PromptSession, daemon_budget, reply_timeout
 from kvweave.server.protocol import NOT_IN_ARENA, numbers, packed
 from kvweave.server.remote_hit import PinnedHit, RemoteHit
-from kvweave.server.report import Report
+from kvweave.server.report import Report, printable
 from kvweave.server.save_operation import ArenaLayout, GatheredReservation, SaveOperation
+from kvweave.server.settings import NAME_LENGTH
 from kvweave.store import BaseStore, GatheredSave, HashedPrompt, Operation, Schema, Sink, Source, StoreStats
-from kvweave.store.base_store import discard
+from kvweave.store.blocking_store import discard
 from kvweave.store.keys import KEY_BYTES, Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.page_payloads import StagedScatter
@@ -52,7 +53,10 @@ class RemoteStore(BaseStore[RemoteHit]):
 
     def __init__(self, schema: Schema, client: Client | str | Path, *, model: str = "", workers: int = 2) -> None:
         super().__init__(schema)
-        self.client = client if isinstance(client, Client) else Client(client, name=f"{model} {os.getpid()}".strip())
+        model = printable(model)[-NAME_LENGTH:]  # of a path the end says more
+        name = f"{model} {os.getpid()}".strip()[-NAME_LENGTH:]
+        self.client = client if isinstance(client, Client) else Client(client, name=name)
+        self._disconnect = self.client.close if isinstance(client, Client) else self.client.retire
         self._prompt_session = PromptSession(self.client, schema, model)
         self._beside: dict[str, PromptSession] = {}
         self._layout = ArenaLayout(schema)
@@ -254,6 +258,9 @@ class RemoteStore(BaseStore[RemoteHit]):
         except ServerError:
             release_lease(self.client, lease, self.client.generation, budget)
             raise
+        except BaseException:  # an interrupt: does not wait
+            post_release(self.client, lease, self.client.generation)
+            raise
         return PinnedHit(self._position(hit.prompt, in_arena, hit.position), lease, generation, self.unpin)
 
     def _keep_lease(self, lease: int, generation: int, budget: Budget) -> None:
@@ -340,11 +347,12 @@ class RemoteStore(BaseStore[RemoteHit]):
         return False
 
     def close(self, wait_s: float = 60.0) -> None:
-        """Finish submitted operations, release what is held, and disconnect. Saved blobs stay in the daemon."""
+        """Finish submitted operations, release what is held, and disconnect. Saved blobs stay in the daemon. Later
+        calls are misses, unless the client was given."""
         self._operations.close(wait_s)
         for session in self._beside.values():
-            session.client.close()
-        self.client.close()
+            session.client.retire()
+        self._disconnect()
         self._copier.close()
 
     def or_miss(self) -> _OrMiss:

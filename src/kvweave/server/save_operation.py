@@ -17,14 +17,15 @@ from kvweave.errors import LeaseExpired, OverLimit, ServerError
 from kvweave.server import protocol
 from kvweave.server.arena_copier import ArenaCopier
 from kvweave.server.arena_writer import ArenaBlob
+from kvweave.server.byte_limiter import HeldBytes
 from kvweave.server.client import Client
 from kvweave.server.inbox import inbox_starts
 from kvweave.server.prompt_session import PromptSession, daemon_budget, key_of, reply_timeout
 from kvweave.server.protocol import MOST_PIECES, NO_ROOM, PRESENT, WRITING, numbers, packed
 from kvweave.store import GatheredSave, HashedPrompt, Saved, Schema, Shard, Source
-from kvweave.store.base_store import GATHER_BYTES, discard
 from kvweave.store.batches import batches
 from kvweave.store.blob import blob_bytes
+from kvweave.store.blocking_store import GATHER_BYTES, discard
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import ChunkRef
 from kvweave.store.page_payloads import StagedGather, StagedScatter
@@ -107,7 +108,8 @@ class ArenaLayout:
 
 class ReservedBatch(NamedTuple):
     """Reserved places of a prompt's pieces: their number, their end, the generation of their connection, the pieces
-    with and without room, and the bytes of all. `is_in_inbox`: they are written to the inbox, and copied from there."""
+    with and without room, and what is held for all. `is_in_inbox`: they are written to the inbox, and copied from
+    there."""
 
     prompt: HashedPrompt
     number: int
@@ -116,7 +118,7 @@ class ReservedBatch(NamedTuple):
     pieces: list[ChunkRef]
     jobs: list[ArenaBlob]
     without_room: list[ChunkRef]
-    num_bytes: int
+    held: HeldBytes
     is_in_inbox: bool
 
 
@@ -196,10 +198,10 @@ class SaveOperation:
                 self._end_batch()
 
     def _end_batch(self) -> None:
-        reserved = self._in_flight.popleft()
-        self._client.reserving.give_back(reserved.num_bytes)
-        if reserved.is_in_inbox:
-            self._client.inbox_lock.release()
+        held = self._in_flight[0].held
+        self._client.reserving.give_back(held)
+        self._client.inbox_turn.give_back(held)
+        self._in_flight.popleft()
 
     def _reserved(
         self, prompt: HashedPrompt, pieces: deque[ChunkRef], budget: Budget, first_bytes: int, last_bytes: int
@@ -231,19 +233,23 @@ class SaveOperation:
         self, prompt: HashedPrompt, batch: list[ChunkRef], budget: Budget, *, is_alone: bool
     ) -> ReservedBatch | None:
         """A batch, which is in flight if it has places; None if it gets some only when no other is in flight."""
-        num_bytes, welcome, limiter = self._arena.num_bytes(batch), self._client.welcome, self._client.reserving
+        held, welcome, limiter = HeldBytes(self._arena.num_bytes(batch)), self._client.welcome, self._client.reserving
         if is_alone:
-            limiter.hold(num_bytes, welcome.reserve_bytes, welcome.lease_s, budget)
-        elif not limiter.hold_now(num_bytes, welcome.reserve_bytes):
+            limiter.hold(held, welcome.reserve_bytes, welcome.lease_s, budget)
+        elif not limiter.hold_now(held, welcome.reserve_bytes):
             return None
-        is_in_flight = False
+        number, is_in_flight = self._client.number(), False
         try:
-            reserved = self._reserve(prompt, batch, budget, waits=is_alone)
+            reserved = self._reserve(prompt, number, held, batch, budget, waits=is_alone)
             if is_in_flight := bool(reserved.jobs):
                 self._in_flight.append(reserved)
+        except BaseException:  # the daemon may have reserved: until the lease ends nobody could save these pieces
+            self._client.post(protocol.Commit(number, abandon=True))
+            raise
         finally:
             if not is_in_flight:
-                limiter.give_back(num_bytes)
+                limiter.give_back(held)
+                self._client.inbox_turn.give_back(held)
         is_refused = reserved.without_room and not reserved.jobs
         return None if is_refused and not is_alone else reserved
 
@@ -266,8 +272,17 @@ class SaveOperation:
         whole = [*dropwhile(lambda piece: piece[0] == following, reversed(batch))][::-1]
         return whole or batch
 
-    def _reserve(self, prompt: HashedPrompt, batch: list[ChunkRef], budget: Budget, *, waits: bool) -> ReservedBatch:
-        number, until = self._client.number(), time.monotonic() + self._client.welcome.lease_s
+    def _reserve(
+        self,
+        prompt: HashedPrompt,
+        number: int,
+        held: HeldBytes,
+        batch: list[ChunkRef],
+        budget: Budget,
+        *,
+        waits: bool,
+    ) -> ReservedBatch:
+        until = time.monotonic() + self._client.welcome.lease_s
         until = until if budget.until is None else min(until, budget.until)
 
         def request(sequence: int) -> protocol.Message:
@@ -288,9 +303,8 @@ class SaveOperation:
             arena = self._session.arena(generation, budget)
             jobs = [self._arena.job(arena, prompt, *piece, at) for piece, at in places if at >= 0]
         without_room = [piece for piece, at in places if at == NO_ROOM]
-        num_bytes = self._arena.num_bytes(batch)
-        reserved = ReservedBatch(prompt, number, until, generation, granted, jobs, without_room, num_bytes, is_in_inbox)
-        if is_in_inbox and jobs and not self._client.inbox_lock.acquire(timeout=max(0.0, until - time.monotonic())):
+        reserved = ReservedBatch(prompt, number, until, generation, granted, jobs, without_room, held, is_in_inbox)
+        if is_in_inbox and jobs and not self._client.inbox_turn.hold(held, 0, until - time.monotonic(), budget):
             self.abandon(reserved)
             return reserved._replace(jobs=[])
         return reserved

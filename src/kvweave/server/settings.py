@@ -15,6 +15,9 @@ from kvweave.errors import ConfigError, UnknownName
 from kvweave.store import Quota
 from kvweave.units import parse_bytes, parse_directory
 
+NAME_LENGTH = 200
+"""Characters of a client's, a model's or a group's name, and of a token, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Disk:
@@ -45,8 +48,9 @@ def read_token(path: Path) -> str:
         token = path.read_text(encoding="utf-8").strip()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text, so no token: {error}") from error
-    if not token:
-        raise ConfigError(f"{path} is empty: a token is at least one character")
+    if not 0 < len(token) <= NAME_LENGTH:
+        what = f"a token of {len(token)} characters" if token else "empty"
+        raise ConfigError(f"{path} is {what}: 1 to {NAME_LENGTH} characters are needed")
     return token
 
 
@@ -71,7 +75,17 @@ class Limits:
     pin_share: float = 0.25
     """Share of the arena that it may pin."""
 
+    def __post_init__(self) -> None:
+        for name, least, most in _BOUNDS:
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"[limits] {name} = {value:g}: {least:g} to {most:g} is possible")
 
+
+_BOUNDS = (
+    ("requests_per_s", 1, 1e9), ("connections", 1, 1e6), ("sequences", 2, 1e9), ("keys", 1, 1e12), ("schemas", 1, 1e6),
+    ("leases", 1, 1e9), ("reserve_share", 0, 1), ("lease_share", 0, 1), ("pin_share", 0, 1),
+)  # fmt: skip
+"""Clients leave half of the sequences to other stores of their connection, so they need two."""
 SMALLEST_BYTES = 1 << 20
 MOST_DRAIN_S, MOST_POLL_S = 86_400, 3600
 
@@ -184,7 +198,9 @@ def _limits(data: Any) -> Limits:
     for name in _table("limits", data):
         if name not in known:
             raise UnknownName("limit", name, known)
-    return Limits(**{name: type(getattr(Limits(), name))(_number(value)) for name, value in data.items()})
+    given: dict[str, Any] = {name: _number(value) for name, value in data.items()}
+    Limits(**given)  # raises for what is out of bounds, before it is made whole
+    return Limits(**{name: type(getattr(Limits(), name))(value) for name, value in given.items()})
 
 
 def _table(name: str, data: Any) -> Mapping[str, Any]:

@@ -33,6 +33,11 @@ class Quota:
     floor_bytes: int = 0
     limit_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        floor, limit = self.floor_bytes, self.limit_bytes
+        if floor < 0 or (limit is not None and limit < floor):
+            raise StoreError(f"a floor of {floor} bytes and a limit of {limit}: 0 <= floor <= limit is needed")
+
 
 class Catalog:
     """Entries of a tier of `capacity` bytes. Not thread-safe: the tier holds its lock."""

@@ -151,6 +151,8 @@ def _view(layer: int, tag: str, name: str, tensor: Any, pools: dict[str, Any]) -
     """A view of a tensor; the memory behind it joins the pools."""
     if isinstance(tensor, np.ndarray):
         item, strides, at = tensor.itemsize, tensor.strides, tensor.ctypes.data
+        if item not in _ITEMS or tensor.dtype.hasobject:
+            raise StoreError(f"layer {layer}, {name!r}: items of {tensor.dtype}; give views of 1, 2, 4 or 8 bytes each")
         pool: Any = _host_bytes(tensor)
         start, dtype = pool.ctypes.data, _ITEMS[item]
     else:
@@ -158,7 +160,9 @@ def _view(layer: int, tag: str, name: str, tensor: Any, pools: dict[str, Any]) -
         strides = tuple(step * item for step in tensor.stride())
         pool, dtype = _storage_bytes(tensor), DType.parse(tensor.dtype)
         start = tensor.untyped_storage().data_ptr()
-    pools.setdefault(f"{start:#x}", pool)
+    known = pools.setdefault(f"{start:#x}", pool)
+    if known.nbytes < pool.nbytes:  # that was an array over the beginning of the same memory
+        pools[f"{start:#x}"] = pool
     return View(layer, tag, name, f"{start:#x}", dtype, at - start, tuple(tensor.shape), tuple(strides))
 
 

@@ -76,9 +76,9 @@ class Namespace:
         were added later: where they are empty, the fingerprint is the same as before."""
         texts = (self.model, self.weights, self.rotary, self.adapter, self.tenant)
         later = (self.adapter_revision, self.kv_dtype, self.multimodal)
-        fields = [*(text.encode() for text in texts), self.salt]
+        fields = [*map(_encoded, texts), self.salt]
         digest = hashlib.sha256(b"kvweave namespace 2\0" if any(later) else b"kvweave namespace 1\0")
-        for field in [*fields, *(text.encode() for text in later if any(later))]:
+        for field in [*fields, *(_encoded(text) for text in later if any(later))]:
             digest.update(len(field).to_bytes(8, "little") + field)
         return digest.digest()
 
@@ -89,7 +89,12 @@ class Namespace:
 
 def tenant_id(name: str) -> bytes:
     """The first bytes of every key of a tenant."""
-    return hashlib.sha256(b"kvweave tenant 1\0" + name.encode()).digest()[:TENANT_BYTES]
+    return hashlib.sha256(b"kvweave tenant 1\0" + _encoded(name)).digest()[:TENANT_BYTES]
+
+
+def _encoded(text: str) -> bytes:
+    """Half a surrogate, which JSON of a user can have, is not UTF-8, and makes a name of its own."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def shard_id(meta: bytes) -> bytes:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvweave.errors import StoreError
 from kvweave.host_memory import check_memory
 from kvweave.store import checksums
 from kvweave.store.arena_tier import ArenaTier
@@ -31,13 +32,23 @@ class MemoryTier(ArenaTier):
         name: str = "memory",
         align: int = ALIGN,
     ) -> None:
-        memory = _allocated(name, parse_bytes(capacity)) if buffer is None else buffer
+        memory = _allocated(name, parse_bytes(capacity)) if buffer is None else _checked(name, buffer)
         super().__init__(name, _Memory(memory), memory.nbytes, align=align, quotas=quotas)
 
 
 def _allocated(name: str, num_bytes: int) -> Bytes:
     check_memory(f"tier {name!r}", num_bytes)
     return np.empty(num_bytes, np.uint8)
+
+
+def _checked(name: str, buffer: Bytes) -> Bytes:
+    flags = buffer.flags
+    if buffer.dtype != np.uint8 or buffer.ndim != 1 or not (flags.c_contiguous and flags.writeable):
+        raise StoreError(
+            f"tier {name!r}: a buffer is a run of bytes that can be written (uint8, one axis), not {buffer.dtype} of"
+            f" shape {buffer.shape}, strides {buffer.strides}{'' if flags.writeable else ', read-only'}"
+        )
+    return buffer
 
 
 class _Memory:

@@ -17,7 +17,7 @@ from typing import Generic, Literal, TypeVar
 from kvweave.errors import OperationCancelled, OperationTimeout, StoreError
 from kvweave.operation import Completions, OperationState
 from kvweave.store.jobs import JobQueue
-from kvweave.store.tier_stack import Budget
+from kvweave.store.tier_stack import UNLIMITED, Budget
 
 T = TypeVar("T")
 ChunkRef = tuple[int, int]
@@ -96,7 +96,7 @@ class Operation(Generic[T]):
 
     def wait(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         """Block until it is done. Raises if it failed, was cancelled, or takes longer than `timeout` seconds."""
-        if not self._ended.wait(timeout):
+        if not self._ended.wait(UNLIMITED.within(timeout)):
             raise OperationTimeout(f"{self!r}: not done after {timeout} s; wait again, or cancel it")
         self._taken()
         if self._state is OperationState.CANCELLED:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.store.base_store import GATHER_BYTES, BaseStore, discard
+from kvweave.store.base_store import BaseStore
 from kvweave.store.batches import batches
 from kvweave.store.blob import BlobCheck, flat_payload, header_bytes, owned_payload, seal
+from kvweave.store.blocking_store import GATHER_BYTES, discard
 from kvweave.store.keys import Bytes, HashedPrompt
 from kvweave.store.operations import ChunkRef, Operation
 from kvweave.store.page_payloads import Gather, Source

@@ -57,7 +57,8 @@ def read_ticket(schema: Schema, ticket: bytes) -> TicketContent:
     start = HEAD.size + -(-shards * chunks // 8)
     if xxhash.xxh3_64_intdigest(ticket[SUMMED:]) != checksum:
         raise StoreError("the ticket is damaged")
-    if digest != schema.digest or len(ticket) != start + chunks * PREFIX_BYTES or position > num_tokens:
+    is_possible = position < max(1, num_tokens) and not position % schema.chunk_tokens
+    if digest != schema.digest or len(ticket) != start + chunks * PREFIX_BYTES or not is_possible:
         raise StoreError("the ticket is of another schema: model, chunk size or parts differ")
     if time.time() >= until:
         raise StoreError(f"the ticket expired {time.time() - until:.1f} s ago")

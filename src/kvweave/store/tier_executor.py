@@ -16,12 +16,13 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import PartlyRead, ReadOnly, TierError, TierFull
+from kvweave.errors import PartlyRead, ReadOnly, StoreError, TierError, TierFull
 from kvweave.store.breaker import CircuitBreaker
 from kvweave.store.forking import register_after_fork
 from kvweave.store.jobs import JobQueue, run_beside
@@ -36,6 +37,8 @@ Drop = Literal["no room", "queue full", "paused", "failed", "late"]
 """Why a blob was not stored: nothing could be evicted for it; the queue of writes stayed full; the tier was paused
 after failures; the write failed; or it was not begun before its deadline."""
 DROPS: tuple[Drop, ...] = get_args(Drop)
+Write = Literal["through", "back", "off"]
+LEAST_DEADLINE_S, MOST_DEADLINE_S = 0.001, 86_400
 CLOSE_S = 1.0
 """Seconds that a tier has at least to close."""
 PATIENCE = 4
@@ -54,7 +57,7 @@ class TierPolicy:
     `workers` is the number of threads, beside one for reads alone.
     """
 
-    write: Literal["through", "back", "off"] = "through"
+    write: Write = "through"
     promote: bool = False
     inline: bool = False
     deadline_s: float = 2.0
@@ -64,6 +67,16 @@ class TierPolicy:
     backoff_s: float = 0.01
     failures: int = 3
     cool_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.write not in get_args(Write):
+            raise StoreError(f"write={self.write!r}: it is one of {', '.join(get_args(Write))}")
+        for name, least, most in (
+            ("workers", 1, inf), ("queue_jobs", 1, inf), ("retries", 0, inf), ("failures", 1, inf),
+            ("backoff_s", 0, inf), ("cool_s", 0, inf), ("deadline_s", LEAST_DEADLINE_S, MOST_DEADLINE_S),
+        ):  # fmt: skip
+            if not least <= (value := getattr(self, name)) <= most:
+                raise StoreError(f"{name}={value}: it is {least} at least{'' if most == inf else f', {most} at most'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +261,8 @@ class TierExecutor:
     # ---- end
 
     def drain(self, wait_s: float) -> bool:
-        """Wait until every write queued so far was tried; returns whether it was."""
-        return self._jobs.drain(wait_s)
+        """Wait until every write queued so far was tried; returns whether it was. In a forked child none is."""
+        return self._is_forked or self._jobs.drain(wait_s)
 
     def close(self, wait_s: float) -> bool:
         """Finish queued jobs and close the tier; returns whether it was closed. A tier that hangs for `wait_s`, or a

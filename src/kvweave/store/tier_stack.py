@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from threading import TIMEOUT_MAX
 from typing import NamedTuple
 
 import numpy as np
@@ -56,15 +56,15 @@ class Budget:
 
     @classmethod
     def of(cls, seconds: float | None) -> Budget:
-        return cls(None if seconds is None or seconds == inf else time.monotonic() + seconds)
+        return cls(None if seconds is None or seconds >= TIMEOUT_MAX else time.monotonic() + float(seconds))
 
     @property
     def left_s(self) -> float | None:
         return None if self.until is None else self.until - time.monotonic()
 
     def within(self, seconds: float) -> float:
-        """`seconds`, or what is left of the budget if that is less."""
-        return seconds if self.left_s is None else max(0.0, min(seconds, self.left_s))
+        """`seconds`, or what is left of the budget if that is less; no more than a lock can wait."""
+        return float(min(seconds, TIMEOUT_MAX) if self.left_s is None else max(0.0, min(seconds, self.left_s)))
 
     @property
     def is_cancelled(self) -> bool:
