@@ -134,6 +134,19 @@ def test_a_warm_hit_is_refused_for_the_reserve_singly_and_in_a_batch() -> None:
         cache.extend(first, 8, tokens=[3] * 8)
 
 
+@pytest.mark.parametrize("trailing", [(), (group("state", State()),)])
+def test_a_sequence_that_is_alone_need_not_leave_the_reserve(trailing: tuple[LayerCache, ...]) -> None:
+    cache = Cache(plan_of(group("full", Full()), *trailing, pages=11), admission_reserve=0.5)
+    sequences = [cache.open([i] * 40) for i in range(2)]
+    cache.check_fits(40, 40)
+    with pytest.raises(OutOfPages) as refused:
+        cache.extend(sequences, 12)
+    assert refused.value.sequences == (sequences[1],), "of two the second one is not alone"
+    list(cache.extend(sequences[0], 40))
+    cache.close(sequences[0])
+    cache.load_to(sequences[1], 36)
+
+
 def test_a_refusal_for_the_reserve_names_nobody_who_runs() -> None:
     cache = Cache(full_plan(pages=11), admission_reserve=0.5)
     running = cache.open([1] * 28)

@@ -66,11 +66,11 @@ class Cache(SequenceOwner):
     """A KV cache over a plan. It takes token ids and returns page ids; it allocates no tensors.
 
     `policy` decides which resume point is evicted first, `retention` where resume points are left. A sequence that has
-    computed nothing yet may not take the last share `admission_reserve` of a pool's free and evictable pages: running
-    sequences need it. Tables have `rows` rows of `max_tokens` tokens and keep their addresses (only the used part takes
-    memory); if more than `rows` sequences are open, the tables are allocated again. A step may have `max_drafts` draft
-    tokens. `on_event` is called for every change of what can be hit, in the midst of a call: neither it nor a policy
-    may call the cache, and what it raises is a warning (`EventLost`).
+    computed nothing yet may not take the last share `admission_reserve` of a pool's free and evictable pages while
+    others run, which need it. Tables have `rows` rows of `max_tokens` tokens and keep their addresses (only the used
+    part takes memory); if more than `rows` sequences are open, the tables are allocated again. A step may have
+    `max_drafts` draft tokens. `on_event` is called for every change of what can be hit, in the midst of a call: neither
+    it nor a policy may call the cache, and what it raises is a warning (`EventLost`).
     """
 
     def __init__(

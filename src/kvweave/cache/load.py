@@ -125,8 +125,9 @@ class Loader:
         snapshot = [n + int(group.is_state) for n, group in zip(demand, state.groups, strict=True)]
         restore = sequence.restore
         state.drop_restore(sequence)  # what is loaded takes the place of the states of the hit
-        keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=True) is None
-        pool = None if keeps else self.allocator.ensure(demand, admits=True)
+        admits = self.allocator.admits([sequence])
+        keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=admits) is None
+        pool = None if keeps else self.allocator.ensure(demand, admits=admits)
         if pool is not None:
             if restore is not None:
                 state.prefix.pin_states(restore, 1)
