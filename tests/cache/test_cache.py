@@ -158,6 +158,21 @@ def test_the_first_sibling_hits_where_it_was_expected_to_leave() -> None:
         assert run(cache, [*range(21), 99, 98, 97]).num_cached == 20
 
 
+def test_a_position_or_a_number_that_is_not_whole_changes_nothing() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(30), close=False)
+    before = cache.stats()
+    for call in (lambda: cache.fork(sequence, 1.5), lambda: cache.truncate(sequence, 29.5)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            call()
+    assert cache.stats() == before
+    waiting = cache.open(range(50, 80))
+    with pytest.raises(TypeError):
+        cache.add_branch(waiting, 8.5)  # type: ignore[arg-type]
+    list(cache.extend(waiting, 8))
+    check_books(cache)
+
+
 def test_states_are_restored_into_a_live_page_of_their_own() -> None:
     cache = Cache(plan_of(group("full", Full()), group("state", State())))
     run(cache, range(16))
@@ -554,7 +569,7 @@ def test_a_closed_sequence_answers_with_an_error_not_with_another_row() -> None:
 def test_a_cache_that_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(UnknownName, match="unknown policy 'lruu'; did you mean 'lru'"):
         Cache(full_plan(), policy="lruu")
-    for wrong in ({"rows": 0}, {"max_tokens": 0}, {"admission_reserve": 1.5}):
+    for wrong in ({"rows": 0}, {"max_tokens": 0}, {"admission_reserve": 1.5}, {"policy": None}):
         with pytest.raises(BadOption):
             Cache(full_plan(), **wrong)
 

@@ -87,6 +87,8 @@ class Cache(SequenceOwner):
     ) -> None:
         if isinstance(policy, str) and policy not in POLICIES:
             raise UnknownName("policy", policy, POLICIES)
+        if not (isinstance(policy, str) or callable(policy) or hasattr(policy, "value")):
+            raise BadOption(f"a policy is a name, a function, or an object with a method `value`, not {policy!r}")
         for name, value, least in (("rows", rows, 1), ("max_tokens", max_tokens, 1), ("max_drafts", max_drafts, 0)):
             if value < least:
                 raise BadOption(f"a cache needs {name} of at least {least}, got {value}")
@@ -179,7 +181,7 @@ class Cache(SequenceOwner):
         """Another prompt, now known to come, will differ from this one at `position`; as `branches` of `open`. Does
         nothing if pages for that position are allocated already: then it is too late to leave a resume point there."""
         self._rows(sequence, check_copies=False)
-        self.state.add_branch(sequence, position)
+        self.state.add_branch(sequence, index(position))
 
     def rematch(self, sequence: Sequence) -> int:
         """Look up the prompt of a waiting sequence again: other sequences may have committed more of it since `open`.
@@ -339,7 +341,7 @@ class Cache(SequenceOwner):
         """`n` more sequences with the same tokens. Blocks up to the last multiple of the grid are shared; later blocks
         and states are copied."""
         self._rows(sequence)
-        if n < 1:
+        if index(n) < 1:
             raise BadSequence(f"cannot fork into {n} sequences")
         copies = Copies()
         return self._forks.fork(sequence, n, copies), self._return_copies(copies)
