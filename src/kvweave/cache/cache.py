@@ -239,6 +239,7 @@ class Cache(SequenceOwner):
         lookahead, drafts = index(lookahead), index(drafts)
         counts = n if isinstance(n, int) else _whole(n)
         least, most = _ends(counts, rows)
+        counts = least if least == most else counts  # ids of equally many tokens are kept all at once
         can_be_counted = least >= 1 and most <= MOST_TOKENS and 0 <= lookahead <= MOST_TOKENS
         if not can_be_counted or not 0 <= drafts <= min(least, self.state.max_drafts):
             raise BadSequence(
