@@ -990,6 +990,13 @@ def test_a_policy_is_told_why_a_point_is_there() -> None:
     assert Kind.ANSWER in kinds
 
 
+def test_the_end_of_a_prompt_is_an_end_though_no_point_was_asked_for_there() -> None:
+    retention = Retention(prompt_end=False, branches=False, every=8)
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))), retention=retention)
+    kinds = [(point.position, point.kind) for point in run(cache, range(17)).node.points]
+    assert kinds == [(8, Kind.SPACED), (16, Kind.ANSWER)]
+
+
 # ---- what is private
 
 
@@ -1025,6 +1032,25 @@ def test_what_is_private_is_found_by_nobody_not_from_a_fork_either(forked: bool)
 
 
 # ---- reorder and truncate
+
+
+def test_what_a_private_sequence_finds_is_shared_all_the_same() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    waiting = cache.open(range(20))
+    cache.commit(waiting, share=False)
+    run(cache, range(14))
+    assert cache.rematch(waiting) == 12
+    assert waiting.committed == 12
+    run(cache, range(18))
+    assert cache.rematch(waiting) == 16
+    (child,), copies = cache.fork(waiting)
+    assert not copies
+    list(cache.extend([waiting, child], 4))
+    list(cache.commit([waiting, child]))
+    cache.close(waiting)
+    cache.close(child)
+    check_books(cache)
+    assert cache.lookup(range(30)) == 16, "what they wrote is theirs"
 
 
 def test_beams_that_only_change_places_need_no_pages() -> None:
@@ -1701,6 +1727,17 @@ def test_ids_of_a_chunk_with_an_image_are_told_as_any_others() -> None:
     cache.commit(sequences)
     assert cache.lookup([*told, 1], spans=[Span(2, b"a cat")]) == 4
     assert cache.lookup([*told, 1]) == 0
+
+
+def test_a_truncation_commits_nothing_of_a_step_in_flight() -> None:
+    cache = Cache(full_plan())
+    sequence = cache.open(range(12))
+    cache.extend(sequence, 10)
+    cache.truncate(sequence, 9)
+    assert (sequence.length, sequence.committed) == (9, 0)
+    assert cache.lookup(range(12)) == 0
+    cache.commit(sequence, 5)
+    assert cache.lookup(range(12)) == 4
 
 
 def test_after_a_truncation_new_ids_are_told_to_commit() -> None:

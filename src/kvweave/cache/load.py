@@ -56,6 +56,7 @@ class Loader:
             sequence.node = state.prefix.tree.root(sequence.namespace)
             state.prefix.pin(sequence.node)
         sequence.num_cached = position
+        sequence.private_from = max(sequence.private_from, position)  # what it finds is not its own
         sequence.start_at(position, prompt)
         sequence.branch = match.length if match is not None and match.length > position else 0
         past = state.prefix.order.on_open(sequence.namespace, prompt, position, max(position, sequence.branch))
