@@ -400,6 +400,30 @@ def test_a_state_that_was_never_copied_is_not_found() -> None:
     check_books(cache)
 
 
+def test_a_sequence_is_not_closed_while_another_goes_on_from_a_state_that_was_never_copied() -> None:
+    with hybrid() as cache:
+        first = cache.open(range(20))
+        assert not list(cache.extend(first, 16))
+        copies = cache.commit(first)
+        second = cache.open(range(20))
+        assert (second.num_cached, len(copies)) == (16, 1)
+        before = cache.stats()
+        with pytest.raises(NotSettled, match="goes on from a state that copies were to fill"):
+            cache.close(first)
+        assert cache.stats() == before
+        assert [copy.tag for copy in copies] == ["state"]
+        cache.close(first)
+        assert [copy.tag for copy in cache.extend(second, 1)] == ["state"]
+        cache.close(second)
+        third, fourth = cache.open(range(50, 70)), cache.open(range(50, 70))
+        list(cache.extend(third, 16))
+        assert len(cache.commit(third)) == 1
+        assert cache.rematch(fourth) == 16
+    assert cache.stats().sequences == 0
+    assert cache.lookup(range(50, 70)) == 0
+    check_books(cache)
+
+
 # ---- numbers of tokens
 
 

@@ -420,7 +420,7 @@ class Cache(SequenceOwner):
 
     def __exit__(self, *_error: object) -> None:
         """Close all sequences that are open; what they committed stays."""
-        for sequence in list(self.state.by_row.values()):
+        for sequence in reversed(list(self.state.by_row.values())):  # who found something before who left it
             self.close(sequence)
 
     # ---- tables
@@ -522,13 +522,18 @@ class Cache(SequenceOwner):
 
     def _drop_copies(self, sequence: Sequence) -> None:
         """A sequence is closed whose copies were never read: states that they should have filled are dropped."""
-        never = set[tuple[str, int]]()
+        never = set[tuple[str, int]]().union(*(copies.targets(sequence.row) for copies in self._outstanding))
+        points = [point for node in sequence.node.path() for point in node.points]
+        points = [point for point in points if not never.isdisjoint(zip(self.state_tags, point.states))]
+        if any(point.pins for point in points):
+            raise NotSettled(
+                "another sequence or a pin goes on from a state that copies were to fill which were never read: carry"
+                " them out, or close those first"
+            )
         for copies in self._outstanding:
-            never |= copies.drop(sequence.row)
-        for node in sequence.node.path():
-            for point in list(node.points):
-                if not point.pins and not never.isdisjoint(zip(self.state_tags, point.states)):
-                    self.state.prefix.drop_point(point)
+            copies.drop(sequence.row)
+        for point in points:
+            self.state.prefix.drop_point(point)
 
     def _call_out(self, function: Callable[..., Any], *about: Any) -> Any:
         """Call a user's function, which must not call the cache: it is in the midst of a change."""
