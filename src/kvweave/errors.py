@@ -55,6 +55,7 @@
     KVWeaveWarning           something works, but not well
     +-- CoarseReuse          blocks of a plan's groups seldom end together, so that few prefixes can be reused
     +-- PolicyFailed         a user's eviction policy raised, or its keys cannot be ordered: LRU decides from then on
+    +-- EventLost            a user's on_event raised: it was not told of a change
 
 Every message has the numbers and the cure; an error changes nothing.
 """
@@ -81,6 +82,10 @@ class CoarseReuse(KVWeaveWarning):
 
 class PolicyFailed(KVWeaveWarning):
     """A user's eviction policy raised, or answered what has no order: LRU decides from then on."""
+
+
+class EventLost(KVWeaveWarning):
+    """A user's `on_event` raised: it was not told of a change, and what it follows differs from the cache."""
 
 
 class SpecError(KVWeaveError, ValueError):

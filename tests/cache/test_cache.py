@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import tracemalloc
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvweave.errors import (
     BadSequence,
     BadTokens,
     CannotTruncate,
+    EventLost,
     NeverFits,
     NotSettled,
     OutOfPages,
@@ -154,6 +156,21 @@ def test_the_first_sibling_hits_where_it_was_expected_to_leave() -> None:
         cache = Cache(plan_of(group("full", Full()), group("trailing", trailing)), retention=Retention(every=0))
         run(cache, range(40), branches=[21, 90])
         assert run(cache, [*range(21), 99, 98, 97]).num_cached == 20
+
+
+def test_a_position_or_a_number_that_is_not_whole_changes_nothing() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(30), close=False)
+    before = cache.stats()
+    for call in (lambda: cache.fork(sequence, 1.5), lambda: cache.truncate(sequence, 29.5)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            call()
+    assert cache.stats() == before
+    waiting = cache.open(range(50, 80))
+    with pytest.raises(TypeError):
+        cache.add_branch(waiting, 8.5)  # type: ignore[arg-type]
+    list(cache.extend(waiting, 8))
+    check_books(cache)
 
 
 def test_states_are_restored_into_a_live_page_of_their_own() -> None:
@@ -404,6 +421,13 @@ def test_super_pages_move_between_groups_as_demand_moves() -> None:
     check_books(cache)
 
 
+def test_states_have_no_slots_of_tokens() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(9), close=False)
+    with pytest.raises(BadOption, match="group 'state' keeps states, no rows of tokens"):
+        cache.slots(sequence, "state", 0)
+
+
 def test_context_parallel_ranks_hold_every_other_block_in_equal_tables() -> None:
     caches = (group("full", Full(), context_split=True), group("indexer", Full()))
     ranks = [Cache(plan_of(*caches, parallel=Parallel(cp=2, cp_rank=rank))) for rank in range(2)]
@@ -545,7 +569,7 @@ def test_a_closed_sequence_answers_with_an_error_not_with_another_row() -> None:
 def test_a_cache_that_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(UnknownName, match="unknown policy 'lruu'; did you mean 'lru'"):
         Cache(full_plan(), policy="lruu")
-    for wrong in ({"rows": 0}, {"max_tokens": 0}, {"admission_reserve": 1.5}):
+    for wrong in ({"rows": 0}, {"max_tokens": 0}, {"admission_reserve": 1.5}, {"policy": None}):
         with pytest.raises(BadOption):
             Cache(full_plan(), **wrong)
 
@@ -607,6 +631,35 @@ def test_a_thread_that_adopts_a_cache_owns_it() -> None:
     assert len(opened) == 1
     with pytest.raises(WrongThread):
         cache.close(opened[0])
+
+
+def test_who_is_told_of_events_cannot_break_the_cache_by_what_it_raises_or_calls() -> None:
+    caches: list[Cache] = []
+    for call in (lambda cache: cache.lookup(range(20)), lambda cache: cache.open([1]), lambda cache: cache.no_method):
+        told: list[Event] = []
+
+        def on_event(event: Event, call: Any = call, told: list[Event] = told) -> None:
+            told.append(event)
+            call(caches[-1])
+
+        caches.append(Cache(plan_of(group("full", Full()), group("window", Window(6)), pages=20), on_event=on_event))
+        for start in range(0, 40, 10):
+            with pytest.warns(EventLost, match=r"on_event failed: .*; it was not told of"):
+                run(caches[-1], range(start, start + 17))
+            check_books(caches[-1])
+        assert run(caches[-1], range(30, 47)).num_cached == 16
+        replica = Replica(caches[-1].plan)
+        replica.apply(told)
+        assert replica.hit(range(30, 47)) == 16
+
+
+def test_an_event_whose_loss_is_an_error_changes_nothing_either() -> None:
+    cache = Cache(full_plan(), on_event=lambda event: 1 // 0)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(cache, range(17)).num_cached == 0
+        assert run(cache, range(17)).num_cached == 16
+    check_books(cache)
 
 
 def test_tables_keep_their_addresses_within_rows_and_max_tokens() -> None:
@@ -937,6 +990,13 @@ def test_a_policy_is_told_why_a_point_is_there() -> None:
     assert Kind.ANSWER in kinds
 
 
+def test_the_end_of_a_prompt_is_an_end_though_no_point_was_asked_for_there() -> None:
+    retention = Retention(prompt_end=False, branches=False, every=8)
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))), retention=retention)
+    kinds = [(point.position, point.kind) for point in run(cache, range(17)).node.points]
+    assert kinds == [(8, Kind.SPACED), (16, Kind.ANSWER)]
+
+
 # ---- what is private
 
 
@@ -972,6 +1032,25 @@ def test_what_is_private_is_found_by_nobody_not_from_a_fork_either(forked: bool)
 
 
 # ---- reorder and truncate
+
+
+def test_what_a_private_sequence_finds_is_shared_all_the_same() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    waiting = cache.open(range(20))
+    cache.commit(waiting, share=False)
+    run(cache, range(14))
+    assert cache.rematch(waiting) == 12
+    assert waiting.committed == 12
+    run(cache, range(18))
+    assert cache.rematch(waiting) == 16
+    (child,), copies = cache.fork(waiting)
+    assert not copies
+    list(cache.extend([waiting, child], 4))
+    list(cache.commit([waiting, child]))
+    cache.close(waiting)
+    cache.close(child)
+    check_books(cache)
+    assert cache.lookup(range(30)) == 16, "what they wrote is theirs"
 
 
 def test_beams_that_only_change_places_need_no_pages() -> None:
@@ -1626,6 +1705,41 @@ def test_a_rematch_lets_go_of_the_old_hit_and_counts_as_hit_what_it_finds() -> N
     check_books(cache)
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_no_ids_may_be_told_to_commit_however_many_are_known(num: int) -> None:
+    cache = Cache(full_plan(pages=200))
+    batch = Batch([cache.open([i, 1]) for i in range(num)])
+    cache.extend(batch, 2)
+    for token in range(100):
+        cache.commit(batch, tokens=[])
+        cache.extend(batch, 1, tokens=[token] * num)
+    assert [sequence.tokens.tolist() for sequence in batch.sequences] == [[i, 1, *range(100)] for i in range(num)]
+
+
+def test_ids_of_a_chunk_with_an_image_are_told_as_any_others() -> None:
+    cache = Cache(full_plan())
+    told = [5, 6, 0, 0, 7, 8]  # an engine's own ids stand where the image is
+    sequences = [cache.open(told, spans=[Span(2, b"a cat")]), cache.open([1])]
+    list(cache.extend(sequences, [4, 1], tokens=[*told[:4], 1]))
+    with pytest.raises(BadTokens, match="not the ids of the tokens from 4 on"):
+        cache.extend(sequences, [2, 1], tokens=[7, 9, 2])
+    list(cache.extend(sequences, [2, 1], tokens=[7, 8, 2]))
+    cache.commit(sequences)
+    assert cache.lookup([*told, 1], spans=[Span(2, b"a cat")]) == 4
+    assert cache.lookup([*told, 1]) == 0
+
+
+def test_a_truncation_commits_nothing_of_a_step_in_flight() -> None:
+    cache = Cache(full_plan())
+    sequence = cache.open(range(12))
+    cache.extend(sequence, 10)
+    cache.truncate(sequence, 9)
+    assert (sequence.length, sequence.committed) == (9, 0)
+    assert cache.lookup(range(12)) == 0
+    cache.commit(sequence, 5)
+    assert cache.lookup(range(12)) == 4
+
+
 def test_after_a_truncation_new_ids_are_told_to_commit() -> None:
     cache = Cache(full_plan())
     sequence = run(cache, range(8), close=False)
@@ -1933,6 +2047,25 @@ def test_a_short_run_keeps_no_long_prompt_alive() -> None:
     owners = [node.tokens if node.tokens.base is None else node.tokens.base for node in nodes]
     kept = {id(array): len(array) for array in owners}
     assert sum(kept.values()) <= 2 * sum(len(node.tokens) for node in nodes)
+
+
+def test_a_replica_finds_no_image_that_its_cache_has_not_seen_or_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.prefix.prompt.MOST_CONTENTS", 2)
+    events: list[Event] = []
+    cache = Cache(full_plan(), on_event=events.append)
+    replica = Replica(cache.plan)
+    cat, dog, cow = ([Span(0, name)] for name in (b"cat", b"dog", b"cow"))
+    for spans in (cat, dog, cat, cow, dog):
+        for asked in (cat, dog, cow):
+            assert replica.hit(range(16), spans=asked) in (0, 12)
+        run(cache, range(16), spans=spans)
+        replica.apply(events)
+        events.clear()
+    found = [replica.hit(range(16), spans=spans) for spans in (cat, dog, cow)]
+    assert found == [0, 12, 12], "the cat was used before the cow, and forgotten for the dog"
+    cache.reset()
+    replica.apply(events)
+    assert [replica.hit(range(16), spans=spans) for spans in (cat, dog, cow)] == [0, 0, 0]
 
 
 def test_the_bytes_of_an_image_are_not_kept() -> None:

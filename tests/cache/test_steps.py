@@ -134,6 +134,31 @@ def test_a_warm_hit_is_refused_for_the_reserve_singly_and_in_a_batch() -> None:
         cache.extend(first, 8, tokens=[3] * 8)
 
 
+@pytest.mark.parametrize("trailing", [(), (group("state", State()),)])
+def test_a_sequence_that_is_alone_need_not_leave_the_reserve(trailing: tuple[LayerCache, ...]) -> None:
+    cache = Cache(plan_of(group("full", Full()), *trailing, pages=11), admission_reserve=0.5)
+    sequences = [cache.open([i] * 40) for i in range(2)]
+    cache.check_fits(40, 40)
+    with pytest.raises(OutOfPages) as refused:
+        cache.extend(sequences, 12)
+    assert refused.value.sequences == (sequences[1],), "of two the second one is not alone"
+    list(cache.extend(sequences[0], 40))
+    cache.close(sequences[0])
+    cache.load_to(sequences[1], 36)
+
+
+def test_a_refusal_for_the_reserve_names_nobody_who_runs() -> None:
+    cache = Cache(full_plan(pages=11), admission_reserve=0.5)
+    running = cache.open([1] * 28)
+    cache.extend(running, 16)
+    cache.extend(running, 12)
+    waiting = cache.open([2] * 8)
+    with pytest.raises(OutOfPages) as refused:
+        cache.extend([running, waiting], 4)
+    assert refused.value.sequences == (waiting,)
+    cache.extend(running, 4, tokens=[3] * 4)
+
+
 def test_a_reserve_does_not_keep_the_pool_empty() -> None:
     cache = Cache(full_plan(pages=41), admission_reserve=0.25)
     for i in range(20):
@@ -375,6 +400,30 @@ def test_a_state_that_was_never_copied_is_not_found() -> None:
     check_books(cache)
 
 
+def test_a_sequence_is_not_closed_while_another_goes_on_from_a_state_that_was_never_copied() -> None:
+    with hybrid() as cache:
+        first = cache.open(range(20))
+        assert not list(cache.extend(first, 16))
+        copies = cache.commit(first)
+        second = cache.open(range(20))
+        assert (second.num_cached, len(copies)) == (16, 1)
+        before = cache.stats()
+        with pytest.raises(NotSettled, match="goes on from a state that copies were to fill"):
+            cache.close(first)
+        assert cache.stats() == before
+        assert [copy.tag for copy in copies] == ["state"]
+        cache.close(first)
+        assert [copy.tag for copy in cache.extend(second, 1)] == ["state"]
+        cache.close(second)
+        third, fourth = cache.open(range(50, 70)), cache.open(range(50, 70))
+        list(cache.extend(third, 16))
+        assert len(cache.commit(third)) == 1
+        assert cache.rematch(fourth) == 16
+    assert cache.stats().sequences == 0
+    assert cache.lookup(range(50, 70)) == 0
+    check_books(cache)
+
+
 # ---- numbers of tokens
 
 
@@ -398,6 +447,30 @@ def test_numbers_of_tokens_may_be_numpys_and_must_be_whole() -> None:
     with pytest.raises(BadSequence, match="extended by 0 tokens"):
         cache.can_extend(pair, 0)
     assert [(sequence.length, sequence.committed) for sequence in pair] == [(4, 4), (2, 1)]
+
+
+def test_a_number_of_tokens_beyond_all_sums_is_refused_and_changes_nothing() -> None:
+    cache = Cache(full_plan())
+    pair = [cache.open(range(20)), cache.open(range(30, 50))]
+    cache.extend(pair, 8)
+    for most in (2**63 - 5, 2**64):
+        with pytest.raises(BadSequence, match="cannot extend 2 sequences"):
+            cache.extend(pair, most)
+        with pytest.raises(BadSequence, match="cannot extend 2 sequences"):
+            cache.extend(pair, 1, lookahead=most)
+        assert not cache.can_extend(pair, most)
+    with pytest.raises(BadSequence, match="cannot extend 2 sequences"):
+        cache.extend(pair, [1, 2**63 - 5])
+    assert [sequence.length for sequence in pair] == [8, 8]
+
+
+def test_a_batch_that_its_own_cache_has_taken_is_refused_by_another() -> None:
+    caches = [Cache(full_plan()), Cache(full_plan())]
+    batches = [Batch([cache.open(range(8))]) for cache in caches]
+    caches[0].extend(batches[0], 4)
+    with pytest.raises(BadSequence, match="of another cache is in the batch"):
+        caches[1].extend(batches[0], 4)
+    assert batches[1].sequences[0].length == 0
 
 
 # ---- waiting
@@ -622,6 +695,38 @@ def test_a_preempted_sequence_resumes_from_what_it_left() -> None:
     again = cache.open(tokens)
     assert again.num_cached == 24, "its last state, of 27 tokens"
     step(cache, engine, again, 3)
+
+
+def test_a_fork_that_ends_where_it_was_made_leaves_its_state_there() -> None:
+    cache = hybrid()
+    engine = Engine(cache)
+    first = cache.open(range(6))
+    step(cache, engine, first, 6)
+    step(cache, engine, first, 2, tokens=[6, 7])
+    (child,), copies = cache.fork(first)
+    engine.carry_out(copies)
+    assert cache.lookup(range(10)) == 0, "both may still go on, and no snapshot was taken"
+    cache.close(child)
+    check_books(cache)
+    again = cache.open(range(10))
+    assert again.num_cached == 8
+    step(cache, engine, again, 2)
+    cache.close(first)
+    check_books(cache)
+
+
+def test_a_preempted_sequence_leaves_a_point_anew_where_that_was_evicted_while_it_ran() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    engine, sequence = Engine(cache), cache.open(range(14))
+    step(cache, engine, sequence, 14)
+    cache.publish()
+    cache.state.prefix.drop_point(sequence.node.points[-1])
+    assert cache.lookup(range(14)) == 0
+    cache.close(sequence)
+    check_books(cache)
+    again = cache.open(range(14))
+    assert again.num_cached == 12
+    step(cache, engine, again, 2)
 
 
 def test_replays_whose_hits_stop_blocks_earlier_find_the_point_that_was_left_for_them() -> None:

@@ -112,6 +112,15 @@ def test_another_namespace_has_a_memory_of_its_own() -> None:
     cache.close(sequence)
 
 
+def test_a_prompt_that_looks_again_makes_the_same_points() -> None:
+    cache = asked_before(full_plan(pages=24), questions=4)
+    waiting = cache.open([*DOCUMENT, *[1] * 8])
+    run(cache, [*DOCUMENT[:8], 1])
+    assert cache.rematch(waiting) == 8
+    assert waiting.remembered == {len(DOCUMENT): PastUse(3)}
+    cache.close(waiting)
+
+
 def test_a_fork_makes_the_same_points() -> None:
     cache = asked_before(full_plan(pages=24), questions=4)
     sequence = cache.open([*DOCUMENT, *[1] * 8])

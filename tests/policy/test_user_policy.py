@@ -17,6 +17,7 @@ from kvweave.errors import PolicyFailed
 from kvweave.policy import EvictionCandidate, Ghost, Policy
 from kvweave.prefix import Kind
 from kvweave.spec import Full, State
+from tests.cache.engine import check_books
 from tests.cache.lives import Life
 from tests.cache.plans import full_plan, group, plan_of
 
@@ -182,3 +183,16 @@ def test_a_point_tells_its_bytes_tokens_and_age() -> None:
     assert tokens == 16
     assert num_bytes == plan.stride_bytes("state") + plan.stride_bytes("full") * 4
     assert age > 0
+
+
+@pytest.mark.parametrize("as_class", [False, True])
+def test_a_policy_that_calls_the_cache_it_serves_is_refused_and_lru_decides(as_class: bool) -> None:
+    def call(_: object) -> Any:
+        return cache.open([1]).num_cached
+
+    policy: Policy = hostile(call, 0, as_class=True) if as_class else call
+    cache = Cache(full_plan(pages=20), policy=policy)
+    with pytest.warns(PolicyFailed, match="NotSettled: the cache is in the midst of a call"):
+        run_some(cache)
+    assert cache.stats().sequences == 0
+    check_books(cache)

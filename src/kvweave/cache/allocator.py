@@ -30,13 +30,19 @@ Known = dict[str, Obtainable]
 
 class PageAllocator:
     """Makes sure that pages can be allocated. `reserve` is the share of each pool that a sequence which does not run
-    yet must leave: free, or evictable."""
+    yet must leave to those that do: free, or evictable."""
 
     def __init__(self, state: CacheState, reserve: float) -> None:
         self.state = state
         self.reserve = reserve
 
     # ---- asking
+
+    def admits(self, sequences: list[Sequence]) -> bool:
+        """Whether the reserve must stay: one of these sequences does not run yet, and is not alone."""
+        if not self.reserve or not any(s.length == s.num_cached for s in sequences):
+            return False
+        return len(sequences) > 1 or any(s.length != s.num_cached for s in self.state.by_row.values())
 
     def ensure(self, demand: Demand, *, admits: bool = False, known: Known | None = None) -> PagePool | None:
         """Make sure that these pages can be allocated now, by eviction if need be; the pool that cannot give them, if
@@ -53,7 +59,7 @@ class PageAllocator:
         computed, for further calls at the same moment."""
         known = {} if known is None else known
         for pool in self.state.pools:
-            asked = self._with_reserve(pool, demand) if admits and self.reserve else demand
+            asked = self._with_reserve(pool, demand) if admits else demand
             if pool.name not in known:
                 if pool.lack(asked) <= 0 or Obtainable(pool, {}).covers(asked):
                     continue

@@ -15,8 +15,10 @@ raise `WrongThread`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from functools import partial
 from operator import index
 from threading import get_ident
@@ -36,7 +38,16 @@ from kvweave.cache.state import CacheState
 from kvweave.cache.stats import Stats, group_stats, pool_stats
 from kvweave.cache.step_pages import StepOptions
 from kvweave.cache.steps import Steps
-from kvweave.errors import BadOption, BadSequence, BadTokens, CannotTruncate, NotSettled, UnknownName, WrongThread
+from kvweave.errors import (
+    BadOption,
+    BadSequence,
+    BadTokens,
+    CannotTruncate,
+    EventLost,
+    NotSettled,
+    UnknownName,
+    WrongThread,
+)
 from kvweave.plan import Plan
 from kvweave.policy import POLICIES, Policy
 from kvweave.pool import Counts, Ids
@@ -45,16 +56,21 @@ from kvweave.prefix.tree import Match
 from kvweave.table import BlockTable, spread
 
 MOST_PRIORITY = 2**31 - 1
+MOST_TOKENS = 2**40
+"""No sequence is extended by more: sums of such numbers are still exact."""
+IN_A_CALL = -1
+"""Stands for the owner of a cache while a function of its user is called. No thread has this number."""
 
 
 class Cache(SequenceOwner):
     """A KV cache over a plan. It takes token ids and returns page ids; it allocates no tensors.
 
     `policy` decides which resume point is evicted first, `retention` where resume points are left. A sequence that has
-    computed nothing yet may not take the last share `admission_reserve` of a pool's free and evictable pages: running
-    sequences need it. Tables have `rows` rows of `max_tokens` tokens and keep their addresses (only the used part takes
-    memory); if more than `rows` sequences are open, the tables are allocated again. A step may have `max_drafts` draft
-    tokens. `on_event` is called for every change of what can be hit.
+    computed nothing yet may not take the last share `admission_reserve` of a pool's free and evictable pages while
+    others run, which need it. Tables have `rows` rows of `max_tokens` tokens and keep their addresses (only the used
+    part takes memory); if more than `rows` sequences are open, the tables are allocated again. A step may have
+    `max_drafts` draft tokens. `on_event` is called for every change of what can be hit, in the midst of a call: neither
+    it nor a policy may call the cache, and what it raises is a warning (`EventLost`).
     """
 
     def __init__(
@@ -71,12 +87,15 @@ class Cache(SequenceOwner):
     ) -> None:
         if isinstance(policy, str) and policy not in POLICIES:
             raise UnknownName("policy", policy, POLICIES)
+        if not (isinstance(policy, str) or callable(policy) or hasattr(policy, "value")):
+            raise BadOption(f"a policy is a name, a function, or an object with a method `value`, not {policy!r}")
         for name, value, least in (("rows", rows, 1), ("max_tokens", max_tokens, 1), ("max_drafts", max_drafts, 0)):
             if value < least:
                 raise BadOption(f"a cache needs {name} of at least {least}, got {value}")
         if not 0 <= admission_reserve < 1:
             raise BadOption(f"admission_reserve is a share of a pool from 0 to below 1, got {admission_reserve}")
-        self.state = CacheState(plan, rows, max_tokens, max_drafts, policy, retention or Retention(), on_event)
+        emit = None if on_event is None else partial(self._tell, on_event)
+        self.state = CacheState(plan, rows, max_tokens, max_drafts, policy, retention or Retention(), emit)
         """Tables, pools, tree and counters, for tests and reports. Read only, as all that follows."""
         self.plan = plan
         self.grid = self.state.grid
@@ -92,7 +111,8 @@ class Cache(SequenceOwner):
         self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher)
         self._forks = Forks(self.state, self._steps, partial(self.close, keep=False))
         self._loader = Loader(self.state, self._allocator, self._snapshots)
-        self._contents = ContentTokens(on_event)
+        self.state.prefix.order.call = self._call_out
+        self._contents = ContentTokens(emit)
         self._requests = self._prompt_tokens = self._hit_tokens = 0
         self._outstanding: list[Copies] = []
         self._tables = {table.tag: table for table in self.state.tables}
@@ -161,7 +181,7 @@ class Cache(SequenceOwner):
         """Another prompt, now known to come, will differ from this one at `position`; as `branches` of `open`. Does
         nothing if pages for that position are allocated already: then it is too late to leave a resume point there."""
         self._rows(sequence, check_copies=False)
-        self.state.add_branch(sequence, position)
+        self.state.add_branch(sequence, index(position))
 
     def rematch(self, sequence: Sequence) -> int:
         """Look up the prompt of a waiting sequence again: other sequences may have committed more of it since `open`.
@@ -218,8 +238,10 @@ class Cache(SequenceOwner):
         rows, chosen = self._rows(sequences)
         lookahead, drafts = index(lookahead), index(drafts)
         counts = n if isinstance(n, int) else _whole(n)
-        least = counts if isinstance(counts, int) else int(counts.min()) if counts.shape == rows.shape else 0
-        if least < 1 or lookahead < 0 or not 0 <= drafts <= min(least, self.state.max_drafts):
+        least, most = _ends(counts, rows)
+        counts = least if least == most else counts  # ids of equally many tokens are kept all at once
+        can_be_counted = least >= 1 and most <= MOST_TOKENS and 0 <= lookahead <= MOST_TOKENS
+        if not can_be_counted or not 0 <= drafts <= min(least, self.state.max_drafts):
             raise BadSequence(
                 f"cannot extend {len(rows)} sequences by {n} tokens (one number, or one each), with {lookahead} ahead"
                 f" and {drafts} drafts, of which there can be {self.state.max_drafts}"
@@ -238,7 +260,7 @@ class Cache(SequenceOwner):
         short of pages, a smaller `n` may."""
         if n < 1:
             raise BadSequence(f"no sequence is extended by {n} tokens")
-        return self._steps.can_extend(*self._rows(sequences, check_copies=False), n)
+        return self._steps.can_extend(*self._rows(sequences, check_copies=False), min(index(n), MOST_TOKENS))
 
     def commit(
         self, sequences: Sequences, lengths: object = None, *, tokens: object = None, share: bool = True
@@ -278,7 +300,9 @@ class Cache(SequenceOwner):
         known, lengths = self.state.counters.known[rows], self.state.counters.lengths[rows]
         if size % len(rows) or (known + size // len(rows) > lengths).any():
             raise BadTokens(f"{size} ids for {len(rows)} sequences: no token after their lengths has a place")
-        self.state.tokens.add(rows, chosen, known, size // len(rows), as_tokens(np.asarray(tokens).ravel()), True)
+        ids = as_tokens(np.asarray(tokens).ravel())
+        if size:
+            self.state.tokens.add(rows, chosen, known, size // len(rows), ids, True)
 
     def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
         until = _whole(lengths)
@@ -318,7 +342,7 @@ class Cache(SequenceOwner):
         """`n` more sequences with the same tokens. Blocks up to the last multiple of the grid are shared; later blocks
         and states are copied."""
         self._rows(sequence)
-        if n < 1:
+        if index(n) < 1:
             raise BadSequence(f"cannot fork into {n} sequences")
         copies = Copies()
         return self._forks.fork(sequence, n, copies), self._return_copies(copies)
@@ -351,7 +375,7 @@ class Cache(SequenceOwner):
             self._drop_copies(sequence)
         elif keep:
             self._snapshots.donate_live(sequence)
-            self._publisher.publish(sequence)
+            self._publisher.publish_end(sequence)
         self._publisher.detach(sequence)
         self._loader.leave_row(sequence)
         self._snapshots.drop_after(sequence, -1)
@@ -396,7 +420,7 @@ class Cache(SequenceOwner):
 
     def __exit__(self, *_error: object) -> None:
         """Close all sequences that are open; what they committed stays."""
-        for sequence in list(self.state.by_row.values()):
+        for sequence in reversed(list(self.state.by_row.values())):  # who found something before who left it
             self.close(sequence)
 
     # ---- tables
@@ -419,6 +443,8 @@ class Cache(SequenceOwner):
         end = sequence.length if end is None else end
         if not 0 <= start <= end <= sequence.length:
             raise BadSequence(f"slots {start} to {end} of a sequence of {sequence.length} tokens")
+        if self._table(tag).group.is_state:
+            raise BadOption(f"group {tag!r} keeps states, no rows of tokens: the page of the live one is in its table")
         positions = np.arange(start, end)
         return self._table(tag).slots(np.full(len(positions), sequence.row), positions, self.plan.parallel.cp_rank)
 
@@ -475,7 +501,7 @@ class Cache(SequenceOwner):
             rows, chosen = sequences.rows, [sequences]
         else:
             batch = sequences if isinstance(sequences, Batch) else Batch(sequences)
-            if batch.checked != self.state.num_closed:
+            if batch.checked != self.state.num_closed or batch.owner is not self:
                 batch.check(self)
                 batch.checked = self.state.num_closed
             rows, chosen = batch.rows, batch.sequences
@@ -496,16 +522,39 @@ class Cache(SequenceOwner):
 
     def _drop_copies(self, sequence: Sequence) -> None:
         """A sequence is closed whose copies were never read: states that they should have filled are dropped."""
-        never = set[tuple[str, int]]()
+        never = set[tuple[str, int]]().union(*(copies.targets(sequence.row) for copies in self._outstanding))
+        points = [point for node in sequence.node.path() for point in node.points]
+        points = [point for point in points if not never.isdisjoint(zip(self.state_tags, point.states))]
+        if any(point.pins for point in points):
+            raise NotSettled(
+                "another sequence or a pin goes on from a state that copies were to fill which were never read: carry"
+                " them out, or close those first"
+            )
         for copies in self._outstanding:
-            never |= copies.drop(sequence.row)
-        for node in sequence.node.path():
-            for point in list(node.points):
-                if not point.pins and not never.isdisjoint(zip(self.state_tags, point.states)):
-                    self.state.prefix.drop_point(point)
+            copies.drop(sequence.row)
+        for point in points:
+            self.state.prefix.drop_point(point)
+
+    def _call_out(self, function: Callable[..., Any], *about: Any) -> Any:
+        """Call a user's function, which must not call the cache: it is in the midst of a change."""
+        owner, self._owner = self._owner, IN_A_CALL
+        try:
+            return function(*about)
+        finally:
+            self._owner = owner
+
+    def _tell(self, on_event: Callable[[Event], None], event: Event) -> None:
+        try:
+            self._call_out(on_event, event)
+        except Exception as error:  # whatever a user's code raises
+            said = f"on_event failed: {type(error).__name__}: {error}; it was not told of {type(event).__name__}"
+            with suppress(EventLost):  # where warnings are errors: raising here would leave a change half done
+                warnings.warn(said, EventLost, stacklevel=2)
 
     def _check_thread(self) -> None:
         if get_ident() != self._owner:
+            if self._owner == IN_A_CALL:
+                raise NotSettled("the cache is in the midst of a call: on_event and policies must not call it")
             raise WrongThread(f"this cache belongs to thread {self._owner}, called from {get_ident()}")
 
 
@@ -515,3 +564,12 @@ def _whole(numbers: object) -> Counts | int:
     if array.dtype.kind not in "iu":
         raise BadSequence(f"whole numbers of tokens are needed, one or one for each sequence, got {numbers!r}")
     return array.astype(np.int64, copy=False) if array.ndim else int(array)
+
+
+def _ends(counts: Counts | int, rows: Rows) -> tuple[int, int]:
+    """The least and the most, sooner than by `min` and `max`; 0 where there is not one for each row."""
+    if isinstance(counts, int):
+        return counts, counts
+    if counts.shape != rows.shape:
+        return 0, 0
+    return int(counts[counts.argmin()]), int(counts[counts.argmax()])

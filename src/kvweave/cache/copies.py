@@ -45,12 +45,14 @@ class Copies:
         """Whether there are any for the sequences in these rows."""
         return any(row in rows for pages in self._pages.values() for row, _, _ in pages)
 
-    def drop(self, row: int) -> set[tuple[str, int]]:
-        """The sequence in a row is closed: nothing is copied for it any more. The pages that stay as they are."""
-        dropped = {(tag, page[2]) for tag, pages in self._pages.items() for page in pages if page[0] == row}
+    def targets(self, row: int) -> set[tuple[str, int]]:
+        """The pages that are written for the sequence in a row."""
+        return {(tag, page[2]) for tag, pages in self._pages.items() for page in pages if page[0] == row}
+
+    def drop(self, row: int) -> None:
+        """The sequence in a row is closed: nothing is copied for it any more."""
         kept = {tag: [page for page in pages if page[0] != row] for tag, pages in self._pages.items()}
         self._pages = {tag: pages for tag, pages in kept.items() if pages}
-        return dropped
 
     def __iter__(self) -> Iterator[Copy]:
         self.taken = True

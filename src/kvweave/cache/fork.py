@@ -68,7 +68,7 @@ class Forks:
         shared, end = 0, min(1, table.blocks_of[row])
         if not group.is_state:
             length, grid = self.state.counters.committed_of[row], self.state.grid
-            shared = max(min(length, sequence.private_from) // grid * grid, sequence.node.end) // group.slot_tokens
+            shared = min(length, sequence.private_from) // grid * grid // group.slot_tokens
             end = -(-length // group.slot_tokens)
         return shared, shared + np.flatnonzero(table.pages[row, shared:end]), end
 

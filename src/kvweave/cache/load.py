@@ -56,6 +56,7 @@ class Loader:
             sequence.node = state.prefix.tree.root(sequence.namespace)
             state.prefix.pin(sequence.node)
         sequence.num_cached = position
+        sequence.private_from = max(sequence.private_from, position)  # what it finds is not its own
         sequence.start_at(position, prompt)
         sequence.branch = match.length if match is not None and match.length > position else 0
         past = state.prefix.order.on_open(sequence.namespace, prompt, position, max(position, sequence.branch))
@@ -125,8 +126,9 @@ class Loader:
         snapshot = [n + int(group.is_state) for n, group in zip(demand, state.groups, strict=True)]
         restore = sequence.restore
         state.drop_restore(sequence)  # what is loaded takes the place of the states of the hit
-        keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=True) is None
-        pool = None if keeps else self.allocator.ensure(demand, admits=True)
+        admits = self.allocator.admits([sequence])
+        keeps = bool(state.states) and self.allocator.ensure(snapshot, admits=admits) is None
+        pool = None if keeps else self.allocator.ensure(demand, admits=admits)
         if pool is not None:
             if restore is not None:
                 state.prefix.pin_states(restore, 1)

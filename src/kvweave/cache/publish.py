@@ -119,6 +119,17 @@ class Publisher:
         if end >= sequence.last_point:
             sequence.asked_points, sequence.prompt_points, sequence.last_point = [], [], 0
 
+    def publish_end(self, sequence: Sequence) -> None:
+        """`publish` what a sequence leaves at its end. Where all of it is in the tree already, a resume point may be
+        lacking there: it was evicted, or a fork left none."""
+        self.publish(sequence)
+        state, node = self.state, sequence.node
+        if not node.end or node.point_at(node.end) is not None:
+            return
+        is_last = node.end == state.num_shareable(sequence) // state.grid * state.grid
+        if is_last and (node.end in sequence.snapshots or not state.states):
+            self._add_points(sequence, [node.end], self._held_pages(sequence))
+
     def _held_pages(self, sequence: Sequence) -> Held:
         """By group: the pages of a sequence by block, those among them that are retained beside a window's table."""
         held: Held = [NO_PAGES] * len(self.state.groups)

@@ -239,7 +239,8 @@ class Batch:
         owner = self.sequences[0].owner if self.sequences else None
         rows = [sequence.row for sequence in self.sequences if sequence.owner is owner]
         self.rows: Rows = np.array(rows, np.int64)
-        self._owner = owner if len(rows) == len(self.sequences) else None
+        self.owner = owner if len(rows) == len(self.sequences) else None
+        """The cache that all of them are in, if there is one."""
         self._generations = self.rows if owner is None else owner.counters.generation[self.rows]
         self.checked = -1
         """The cache's count of closed sequences when it last looked at this batch."""
@@ -248,7 +249,7 @@ class Batch:
         """All sequences are open ones of this cache, each once, where they were when the batch was made."""
         if not self.sequences:
             raise BadSequence("no sequence is in the batch")
-        if self._owner is not owner:
+        if self.owner is not owner:
             raise BadSequence("a sequence of another cache is in the batch")
         if self.rows.min() < 0 or (owner.counters.generation[self.rows] != self._generations).any():
             raise BadSequence("a sequence of the batch is closed, or was reordered since: make a new batch")

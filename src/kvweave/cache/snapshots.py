@@ -105,7 +105,9 @@ class Snapshots:
         state, row = self.state, sequence.row
         position = state.counters.committed_of[row]
         in_flight = position != state.counters.length_of[row] or state.counters.drafts_of[row]
-        if not state.states or in_flight or position % state.grid or position <= sequence.node.end:
+        if not state.states or in_flight or position % state.grid or position < max(1, sequence.node.end):
+            return
+        if position == sequence.node.end and sequence.node.point_at(position) is not None:
             return
         if sequence.restore is not None or not state.tables[state.states[0].number].blocks_of[row]:
             return

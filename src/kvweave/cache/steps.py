@@ -130,23 +130,20 @@ class Steps:
             return []
         return self.snapshots.positions(step.sequences[i], int(step.start[i]), int(step.after[i]) - drafts, in_step)
 
-    def _admits(self, step: StepPages) -> bool:
-        """Whether a row that does not run yet is asking."""
-        return bool(self.allocator.reserve) and any(s.length == s.num_cached for s in step.sequences)
-
     def _ensure_with_snapshots(self, step: StepPages, count: int) -> bool:
         """Whether there are so many pages of each state more, made sure of with all others."""
         more = [n + (count if g.is_state else 0) for n, g in zip(_demand(step), self.state.groups)]
-        return self.allocator.ensure(more, admits=self._admits(step)) is None
+        return self.allocator.ensure(more, admits=self.allocator.admits(step.sequences)) is None
 
     def _ensure(self, step: StepPages, asking: Rows) -> None:
         """Make sure of the pages, or raise with everything as it was."""
         known: Known = {}
         if step.longest > self.state.max_tokens:
             raise self._refusal(self.state.pools[0], step, asking)
-        pool = self.allocator.ensure(_demand(step), admits=self._admits(step), known=known)
+        admits = self.allocator.admits(step.sequences)
+        pool = self.allocator.ensure(_demand(step), admits=admits, known=known)
         if pool is not None and _let_take_states(step):
-            pool = self.allocator.ensure(_demand(step), admits=self._admits(step), known=known)
+            pool = self.allocator.ensure(_demand(step), admits=admits, known=known)
         if pool is not None:
             raise self._refusal(pool, step, asking, partial(self._fits, step, known))
 
@@ -158,7 +155,8 @@ class Steps:
 
     def _fits(self, step: StepPages, known: Known, count: int) -> bool:
         """Whether the first `count` rows could be allocated."""
-        return self.allocator.lacking(step.demand(count), admits=self._admits(step), known=known) is None
+        admits = self.allocator.admits(step.sequences[:count])
+        return self.allocator.lacking(step.demand(count), admits=admits, known=known) is None
 
     def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: Copies | None) -> None:
         """Live states and the snapshots of a step; what is to be copied before it."""

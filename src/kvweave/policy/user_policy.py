@@ -37,7 +37,7 @@ class UserOrder(Order):
         if question is None or self.has_failed:
             return None
         try:
-            return question(*about)
+            return self.call(question, *about)
         except (Exception, SystemExit) as error:  # whatever a user's code raises
             self.has_failed = True
             said = f"the policy {self.name} failed: {type(error).__name__}: {error}; from now on LRU decides"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A content (image, sound) with this digest is the negative token `token` from now on."""
+    """A content (image, sound) with this digest is the negative token `token` from now on; 0: it was forgotten."""
 
     digest: bytes
     token: int

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kvweave.pool import PagedGroup
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Node, PastUse, Point, Tokens
+
+
+def _call(function: Callable[..., Any], *about: Any) -> Any:
+    return function(*about)
 
 
 class Order:
@@ -22,6 +26,8 @@ class Order:
         self.grid = math.lcm(*[group.slot_tokens for group in groups])
         self.floor = 0.0
         """Of orders in which time passes as memory is needed: the key of what was evicted last."""
+        self.call: Callable[..., Any] = _call
+        """Calls a user's function, about something: within a call of the cache, which must not be called then."""
 
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:
         """The queue in which a point waits, and its key there. Asked at every use: cheap."""

@@ -67,36 +67,44 @@ class ContentTokens:
         self._emit = emit
 
     def token(self, content: bytes) -> int:
-        digest = hashlib.blake2b(content, digest_size=32).digest()
+        digest = content_digest(content)
         token = self._tokens.get(digest, 0)
         if token:
             self._tokens.move_to_end(digest)
             return token
+        if len(self._tokens) >= MOST_CONTENTS:
+            self._name(self._tokens.popitem(last=False)[0], 0)
         self._last -= 1
-        self.name(digest, self._last)
-        if self._emit:
-            self._emit(Named(digest, self._last))
+        self._tokens[digest] = self._last
+        self._name(digest, self._last)
         return self._last
 
-    def name(self, digest: bytes, token: int) -> None:
-        """A content with this digest is `token` from now on."""
-        self._tokens[digest] = token
-        if len(self._tokens) > MOST_CONTENTS:
-            self._tokens.popitem(last=False)
+    def _name(self, digest: bytes, token: int) -> None:
+        if self._emit:
+            self._emit(Named(digest, token))
 
     def forget(self) -> None:
         self._tokens.clear()
 
     def replace(self, tokens: Tokens, spans: Sequence[Span]) -> Tokens:
         """The tokens with each span's first one replaced."""
-        if not spans:
-            return tokens
-        replaced = tokens.copy()
-        for start, content in spans:
-            if not 0 <= start < len(tokens):
-                raise BadTokens(f"a span starts at {start}, outside the prompt of {len(tokens)} tokens")
-            replaced[start] = self.token(bytes(content))
-        return replaced
+        return with_contents(tokens, spans, self.token)
+
+
+def content_digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=32).digest()
+
+
+def with_contents(tokens: Tokens, spans: Sequence[Span], token_of: Callable[[bytes], int]) -> Tokens:
+    """The tokens, with that of its content in the place of each span's first one."""
+    if not spans:
+        return tokens
+    replaced = tokens.copy()
+    for start, content in spans:
+        if not 0 <= start < len(tokens):
+            raise BadTokens(f"a span starts at {start}, outside the prompt of {len(tokens)} tokens")
+        replaced[start] = token_of(bytes(content))
+    return replaced
 
 
 def as_tokens(tokens: object) -> Tokens:

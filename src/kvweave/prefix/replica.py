@@ -11,11 +11,13 @@ from kvweave.pool import NULL
 from kvweave.pool.group import paged_groups
 from kvweave.prefix.events import VERSION, Cleared, Event, Joined, Kept, Lost, Named, Removed, Split, Stored, Trimmed
 from kvweave.prefix.node import Kind, Node, Point
-from kvweave.prefix.prompt import ContentTokens, Span, as_tokens
+from kvweave.prefix.prompt import Span, as_tokens, content_digest, with_contents
 from kvweave.prefix.tree import Tree
 
 HERE = 1
 """Stands for any page: a replica knows that a block is there, not where."""
+UNNAMED = -(2**31)
+"""Stands for any content that the cache has not named: no run has this token."""
 
 
 class Replica:
@@ -27,7 +29,8 @@ class Replica:
         self.tree = Tree(paged_groups(plan))
         self._groups = {group.tag: group for group in self.tree.groups}
         self._nodes: dict[int, Node] = {}
-        self._contents = ContentTokens()
+        self._contents: dict[bytes, int] = {}
+        """The tokens of contents, by their digests."""
 
     def apply(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -35,11 +38,17 @@ class Replica:
 
     def hit(self, tokens: object, namespace: Hashable = "", spans: Sequence[Span] = ()) -> int:
         """The tokens that the engine would reuse of a prompt; at least one stays to be computed."""
-        prompt = self._contents.replace(as_tokens(tokens), spans)
+        prompt = with_contents(as_tokens(tokens), spans, self._token)
         return self.tree.hit(self.tree.match(namespace, prompt), len(prompt) - 1)
 
+    def _token(self, content: bytes) -> int:
+        return self._contents.get(content_digest(content), UNNAMED)
+
     def _named(self, event: Named) -> None:
-        self._contents.name(event.digest, event.token)
+        if event.token:
+            self._contents[event.digest] = event.token
+        else:
+            del self._contents[event.digest]
 
     def _stored(self, event: Stored) -> None:
         tokens = np.array(event.tokens, np.int32)
@@ -88,3 +97,4 @@ class Replica:
     def _cleared(self, _event: Cleared) -> None:
         self.tree.clear()
         self._nodes.clear()
+        self._contents.clear()
