@@ -11,13 +11,13 @@ from functools import partial
 
 import numpy as np
 
-from kvweave.cache.allocator import Demand, Known, PageAllocator
+from kvweave.cache.allocator import Known, PageAllocator
 from kvweave.cache.copies import Copies
 from kvweave.cache.publish import Publisher
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
-from kvweave.cache.step_pages import PLAIN, ManyRowPages, OneRowPages, StepOptions, StepPages
+from kvweave.cache.step_pages import PLAIN, StepOptions, StepPages
 from kvweave.errors import NeverFits, NotSettled, OutOfPages
 from kvweave.pool import Counts, PagePool
 
@@ -56,8 +56,10 @@ class Steps:
         counters, row = self.state.counters, sequence.row
         start = counters.length_of[row]
         after, copies = start + count, None
-        if options.drafts or after + options.lookahead > counters.ready_of[row]:
-            copies = self._allocate(OneRowPages(self.state, sequence, start, after, options), sequence.rows)
+        reach = after + options.lookahead
+        if options.drafts or reach > counters.ready_of[row]:
+            step = StepPages(self.state, sequence.rows, [sequence], [start], [after], [reach], options)
+            copies = self._allocate(step, sequence.rows)
         else:
             counters.length_of[row] = after
         counters.step_start_of[row] = start
@@ -76,18 +78,18 @@ class Steps:
 
     def _short_rows(
         self, rows: Rows, sequences: list[Sequence], start: Counts, after: Counts, options: StepOptions
-    ) -> ManyRowPages | None:
+    ) -> StepPages | None:
         """The step of those rows that are short of pages, or are to have drafts; None where there is none."""
         reach = after + options.lookahead if options.lookahead else after
         short = reach > self.state.counters.ready[rows]
         num_short = len(rows) if options.drafts else int(np.count_nonzero(short))
         if num_short == len(rows):
-            return ManyRowPages(self.state, rows, sequences, start, after, reach, options)
+            return StepPages(self.state, rows, sequences, start, after, reach, options)
         if not num_short:
             return None
         at = short.nonzero()[0]
         chosen = [sequences[i] for i in at.tolist()]
-        return ManyRowPages(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
+        return StepPages(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
 
     def can_extend(self, rows: Rows, sequences: list[Sequence], count: int) -> bool:
         """Whether `extend` by `count` tokens would succeed; changes nothing."""
@@ -95,7 +97,8 @@ class Steps:
         step = self._short_rows(rows, sequences, start, start + count, PLAIN)
         if step is None or step.longest > self.state.max_tokens:
             return step is None
-        return self._fits(step, {}, len(step.rows)) or (_let_take_states(step) and self._fits(step, {}, len(step.rows)))
+        known: Known = {}
+        return self._fits(step, known) or (step.let_take_states() and self._fits(step, known))
 
     def _allocate(self, step: StepPages, asking: Rows) -> Copies | None:
         """Allocate pages, live states and snapshots for the rows of `step`, which are short of pages; `asking` are all
@@ -136,7 +139,7 @@ class Steps:
 
     def _ensure_with_snapshots(self, step: StepPages, count: int) -> bool:
         """Whether there are so many pages of each state more, made sure of with all others."""
-        more = [n + (count if g.is_state else 0) for n, g in zip(_demand(step), self.state.groups)]
+        more = [n + (count if g.is_state else 0) for n, g in zip(step.demand(), self.state.groups)]
         return self.allocator.ensure(more, admits=self._admits(step)) is None
 
     def _ensure(self, step: StepPages, asking: Rows) -> None:
@@ -144,20 +147,20 @@ class Steps:
         known: Known = {}
         if step.longest > self.state.max_tokens:
             raise self._refusal(self.state.pools[0], step, asking)
-        pool = self.allocator.ensure(_demand(step), admits=self._admits(step), known=known)
-        if pool is not None and _let_take_states(step):
-            pool = self.allocator.ensure(_demand(step), admits=self._admits(step), known=known)
+        pool = self.allocator.ensure(step.demand(), admits=self._admits(step), known=known)
+        if pool is not None and step.let_take_states():
+            pool = self.allocator.ensure(step.demand(), admits=self._admits(step), known=known)
         if pool is not None:
             raise self._refusal(pool, step, asking, partial(self._fits, step, known))
 
     def _refusal(
         self, pool: PagePool, step: StepPages, asking: Rows, fits: Callable[[int], bool] | None = None
     ) -> OutOfPages | NeverFits:
-        demand, drafts = _demand(step), step.options.drafts
+        demand, drafts = step.demand(), step.options.drafts
         return self.allocator.refusal(pool, demand, step.sequences, *step.span(), asking, fits, drafts)
 
-    def _fits(self, step: StepPages, known: Known, count: int) -> bool:
-        """Whether the first `count` rows could be allocated."""
+    def _fits(self, step: StepPages, known: Known, count: int | None = None) -> bool:
+        """Whether the first `count` rows, or all, could be allocated."""
         return self.allocator.lacking(step.demand(count), admits=self._admits(step), known=known) is None
 
     def _make_states(self, sequence: Sequence, positions: list[int], in_step: bool, copies: Copies | None) -> None:
@@ -251,15 +254,3 @@ class Steps:
         for i in counters.passed_stop[rows].nonzero()[0].tolist():
             counters.passed_stop_of[sequences[i].row] = 0
             state.set_next_stop(sequences[i])  # a state that rejected drafts had passed is wanted again
-
-
-def _demand(step: StepPages) -> Demand:
-    """Of all its rows."""
-    return step.demand(len(step.sequences))
-
-
-def _let_take_states(step: StepPages) -> bool:
-    """Short of pages, rows take the states of their hits, instead of copies, where nobody else needs these; whether
-    any can."""
-    step.takes_states = any(step.sequences[i].can_take_states for i in step.stateful)
-    return step.takes_states

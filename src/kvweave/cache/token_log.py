@@ -10,16 +10,16 @@ from kvweave.errors import BadTokens
 from kvweave.pool import Counts, Ids
 from kvweave.prefix import as_tokens
 
-RECENT = 256
-"""Ids kept by row before they are flushed to their sequence; a power of two."""
+RECENT = 512
+"""Ids kept by row before they are flushed to their sequence."""
 WIDEST = 32
 """Of more ids for each row than so many in one call, none are kept by row."""
 
 
 class TokenLog:
     """`known` ids of a row's sequence are known, from its first token on, without a gap. Those from `flushed` on are
-    kept here, the others by the sequence. Id n of row r is in column (n + r) % `RECENT`, or follows the one before it:
-    so of rows that are as long as one another few are full in one step."""
+    kept here, the others by the sequence. The first of them is in column (`flushed` + row) % `RECENT`: so of rows that
+    are as long as one another few are full in one step."""
 
     def __init__(self, counters: RowCounters, rows: int) -> None:
         self._counters = counters
@@ -31,15 +31,16 @@ class TokenLog:
     def enter(self, row: int, count: int) -> None:
         """The sequence of a row knows `count` ids, all flushed."""
         self._counters.known_of[row] = self._counters.flushed_of[row] = count
+        self._counters.log_start_of[row] = count - (count + row) % RECENT
 
     def flush(self, sequence: Sequence) -> None:
         """Append a row's recent ids to its sequence's own."""
         row = sequence.row
         recent = self._counters.known_of[row] - self._counters.flushed_of[row] if row >= 0 else 0
         if recent:
-            first = (self._counters.flushed_of[row] + row) % RECENT
+            first = self._counters.flushed_of[row] - self._counters.log_start_of[row]
             sequence.add_tokens(self._recent[row, first : first + recent])
-            self._counters.flushed_of[row] = self._counters.known_of[row]
+            self.enter(row, self._counters.known_of[row])
 
     def cut(self, sequence: Sequence, length: int) -> None:
         self.flush(sequence)
@@ -95,11 +96,10 @@ class TokenLog:
 
     def _add_columns(self, rows: Rows, sequences: list[Sequence], start: Counts, ids: Ids) -> None:
         """The same number of ids for each row, none of them known."""
-        flushed = self._counters.flushed[rows]
-        column = ((flushed + rows) & (RECENT - 1)) + (start - flushed)
+        column = start - self._counters.log_start[rows]
         for i in (column >= RECENT).nonzero()[0].tolist():  # before these are added: drafts may be rejected yet
             self.flush(sequences[i])
-        column &= RECENT - 1
+            column[i] -= RECENT
         for i in range(ids.shape[1]):
             self._recent[rows, column + i if i else column] = ids[:, i]
         self._counters.known[rows] = start + ids.shape[1]
