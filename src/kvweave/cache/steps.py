@@ -186,7 +186,7 @@ class Steps:
             row = sequences[0].row
             end = counters.length_of[row] if until is None else int(until[0])
             counters.committed_of[row] = end
-            return self._handle_events_of(sequences[0], end) if end >= counters.next_event_of[row] else None
+            return self._handle_events_of(sequences[0], end, Copies()) if end >= counters.next_event_of[row] else None
         until = counters.lengths[rows] if until is None else until
         counters.committed[rows] = until
         due = (until >= counters.next_event[rows]).nonzero()[0]
@@ -199,11 +199,10 @@ class Steps:
         if accepted.any():
             self.snapshots.keep_accepted(rows[accepted], np.zeros(int(accepted.sum()), np.int64))
 
-    def _handle_events_of(self, sequence: Sequence, until: int) -> Copies | None:
-        """`_handle_events` for one row, in plain numbers."""
-        state, row, copies = self.state, sequence.row, None
+    def _handle_events_of(self, sequence: Sequence, until: int, copies: Copies) -> Copies:
+        """A sequence has passed a point, or its windows move on; returns `copies`, and what is to be copied for it."""
+        state, row = self.state, sequence.row
         if until >= state.counters.next_point_of[row]:
-            copies = Copies()
             self._handle_point(sequence, copies)
         if state.windows:
             self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
@@ -211,15 +210,14 @@ class Steps:
         return copies
 
     def _handle_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> Copies:
-        """These rows have passed a point, or windows move on, or others could find more of them."""
+        """Rows that pass a point, or hold pages for one, are looked at one by one; windows of all others move at
+        once."""
         state, counters, copies = self.state, self.state.counters, Copies()
-        for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
-            self._handle_point(sequences[i], copies)
+        alone = until >= np.minimum(counters.next_point[rows], counters.first_unpublished[rows])
+        for i in alone.nonzero()[0].tolist():
+            self._handle_events_of(sequences[i], int(until[i]), copies)
         if state.windows:
-            numbers = until // state.grid
-            for i in (counters.first_unpublished[rows] <= until).nonzero()[0].tolist():
-                self.allocator.advance_windows_of(sequences[i], int(numbers[i]) * state.grid)
-            needed, next_move = state.moves.look_up(numbers)
+            needed, next_move = state.moves.look_up(until // state.grid)
             self.allocator.advance_windows(rows, needed)
             counters.next_event[rows] = np.minimum(counters.next_point[rows], next_move)
         return copies
