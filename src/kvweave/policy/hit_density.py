@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from math import exp, expm1
-from typing import NamedTuple
 
 from kvweave.policy.age_counts import AgeCounts
 
@@ -30,13 +29,14 @@ UNKNOWN_TIME = 20.0
 """One hit in so many octaves is believed in before any was seen."""
 
 
-class Life(NamedTuple):
+class Life:
     """Of a member of class `number`: when it was used, and the ages from which on and up to which it is known."""
 
-    number: int
-    born: int
-    began: int
-    age: int
+    def __init__(self, number: int, born: int, began: int, age: int) -> None:
+        self.number = number
+        self.born = born
+        self.began = began
+        self.age = age
 
 
 class HitDensity(AgeCounts):
