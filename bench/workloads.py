@@ -2,7 +2,10 @@
 
 `agents`: tool loops, whose prompts grow, interleaved, a few system prompts. `documents`: Zipf documents behind one
 system prompt, a question of its own each. `scans`: a hot set, and long prompts that come once. `shifting`: the popular
-documents change. Each request is (prompt, output) in blocks of 64 tokens; equal ids are equal tokens.
+documents change. `summaries`: long new documents, of which a third are asked about once more, soon. `rounds`: the same
+prompts again and again, each round in another order.
+
+Each request is (prompt, output) in blocks of 64 tokens; equal ids are equal tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +96,31 @@ def shifting(source: Source) -> Requests:
             yield [*prompt, *answer, *source.blocks(64, 400)], source.blocks(64, 400), str(number)
 
 
-WORKLOADS = {"agents": agents, "documents": documents, "scans": scans, "shifting": shifting}
+def summaries(source: Source) -> Requests:
+    task, due = source.blocks(200, 201), dict[int, list[Ids]]()
+    for number in range(900):
+        document = [*task, *source.blocks(4000, 30000)]
+        if source.random.random() < 0.35:
+            due.setdefault(number + source.random.randrange(1, 12), []).append(document)
+        for text in (document, *due.pop(number, [])):
+            yield [*text, *source.blocks(64, 200)], source.blocks(100, 800), str(number)
+
+
+def rounds(source: Source) -> Requests:
+    prompts = [source.blocks(1500, 6000) for _ in range(90)]
+    for number in range(16):
+        for prompt in source.random.sample(prompts, len(prompts)):
+            yield prompt, source.blocks(64, 300), str(number)
+
+
+WORKLOADS = {
+    "agents": agents,
+    "documents": documents,
+    "scans": scans,
+    "shifting": shifting,
+    "summaries": summaries,
+    "rounds": rounds,
+}
 
 
 def workload(name: str, seed: int = 0) -> Trace:

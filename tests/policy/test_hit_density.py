@@ -9,7 +9,7 @@ from math import exp
 import pytest
 
 from kvweave.policy.age_counts import MOST_HITS
-from kvweave.policy.hit_density import MOST_FIT, OCTAVES, HitDensity, densities_of
+from kvweave.policy.hit_density import MOST_FIT, OCTAVES, HitDensity, Life, densities_of
 
 
 def by_trying_all(hazards: list[float]) -> list[float]:
@@ -56,9 +56,10 @@ def learned(hits_at: dict[int, int], lives: int = 1000) -> HitDensity:
     density = HitDensity([1.0, 1.0])
     for age, hits in hits_at.items():
         for _ in range(hits):
-            density.end(0, 0, age, 1.0)
+            density.end(Life(0, 0, 0, age), 1.0)
     for _ in range(lives - sum(hits_at.values()) + MOST_FIT):
-        density.end(0, 0, 1000, 0.0)
+        density.end(Life(0, 0, 0, 1000), 0.0)
+    density.fit([], 1, 1000)
     return density
 
 
@@ -80,6 +81,28 @@ def test_without_any_hit_what_is_older_is_worth_less(number: int) -> None:
     assert values == sorted(values, reverse=True)
 
 
+def test_what_was_never_asked_for_again_makes_hits_rarer() -> None:
+    """Of the first class all were hit; of the second as many, and as many again go on without a hit."""
+    density = HitDensity([1.0, 1.0])
+    for number in (0, 1):
+        for _ in range(200):
+            density.end(Life(number, 0, 0, 200), 1.0)
+    density.fit([Life(1, 0, 0, 4000)] * 100, 2, 4000)
+    assert density.at(1, 10) < 0.7 * density.at(0, 10)
+
+
+def test_a_life_that_went_on_while_counts_were_halved_counts_half() -> None:
+    density = HitDensity([1.0])
+    for _ in range(int(MOST_HITS) + 1):
+        density.end(Life(0, 0, 0, 200), 1.0)
+    density.fit([], 1, 1000)
+    before = density.num_hits
+    density.end(Life(0, 999, 0, 200), 1.0)
+    assert density.num_hits == before + 0.5
+    density.end(Life(0, 1000, 0, 200), 1.0)
+    assert density.num_hits == before + 1.5
+
+
 def test_a_class_without_lives_is_like_all_others() -> None:
     density = learned({200: 300})
     assert density.at(1, 200) == pytest.approx(density.at(0, 200), rel=0.2)
@@ -88,7 +111,9 @@ def test_a_class_without_lives_is_like_all_others() -> None:
 def test_its_memory_is_bounded_and_what_was_long_ago_is_forgotten() -> None:
     density = HitDensity([1.0])
     for number in range(3 * int(MOST_HITS)):
-        density.end(0, 0, 1 << (number % 50), 1.0)
+        density.end(Life(0, number, 0, 1 << (number % 50)), 1.0)
+        if density.is_due:
+            density.fit([], 1, number)
     assert density.num_hits <= MOST_HITS + MOST_FIT
     assert [len(row) for row in (*density.hits, *density.began, *density.ended)] == [OCTAVES] * 3
     assert density.at(0, 1 << 60) >= 0.0

@@ -52,9 +52,12 @@ NEXT, LOOKED_AT = 8, 32
 
 
 def class_of(point: Point) -> int:
+    return REST if point.cut else use_of(point)
+
+
+def use_of(point: Point) -> int:
+    """The class of a point, whether its run was cut or not."""
     hits = point.hits
-    if point.cut:
-        return REST
     if hits:
         return FIRST_HIT + (0 if point.continued and hits == 1 else min(hits.bit_length(), 3))
     if point.kind == Kind.SPACED:
@@ -81,7 +84,7 @@ class Adaptive(Order):
         if stay_chances is None:
             gain = self.classes.weights[number] * self._density(point, is_tip)
         else:
-            gain = self.classes.weights[number] if stay_chances.stays(number, point.last_used) else 0.0
+            gain = self.classes.weights[number] if stay_chances.stays(use_of(point), point.last_used) else 0.0
         return 0, (point.floor + gain, point.last_used)
 
     def _density(self, point: Point, is_tip: bool) -> float:
@@ -96,14 +99,15 @@ class Adaptive(Order):
     def choose(self, queues: list[EvictionQueue], now: int) -> Point | None:
         tips = queues[0]
         if self.stay_chances is not None and self.stay_chances.is_due and tips.size:
-            self.stay_chances.update(self._next_to_go(tips, now), self.classes.log_age, tips.size)
+            next_to_go, gone = self._next_to_go(tips, now), self.evicted_runs.going_on
+            self.stay_chances.update(next_to_go, self.classes.log_age, tips.size, gone)
         return super().choose(queues, now)
 
     def _next_to_go(self, queue: EvictionQueue, now: int) -> list[tuple[int, int]]:
         """Class and age of some points that were to stay and are evicted next."""
         points = [queue.at(index) for index in range(min(LOOKED_AT, queue.size))]
         staying = [point for point in points if point.entry[0][0] > point.floor]
-        return [(class_of(point), now - point.last_used) for point in staying[:NEXT]]
+        return [(use_of(point), now - point.last_used) for point in staying[:NEXT]]
 
     def on_hit(self, point: Point, position: int, now: int) -> None:
         waiting = point.node.first_spaced() if point.kind == Kind.SPACED else point
@@ -114,7 +118,7 @@ class Adaptive(Order):
             self.classes.hit(number, now - waiting.last_used, share)
             self._end(waiting, now)
             if self.stay_chances is not None:
-                self.stay_chances.hit(number, waiting, now, share)
+                self.stay_chances.hit(use_of(waiting), waiting, now, share)
 
     def on_evict(self, point: Point, now: int) -> None:
         key = point.entry[0][0]
@@ -127,7 +131,7 @@ class Adaptive(Order):
         stay_chances = self.stay_chances
         has_places = stay_chances is None or point.hits > 0
         is_remembered = has_places or (stay_chances is not None and stay_chances.is_counted(point.last_used))
-        forgotten = self.evicted_runs.add(class_of(point), point, node, start, has_places) if is_remembered else []
+        forgotten = self.evicted_runs.add(use_of(point), point, node, start, has_places) if is_remembered else []
         if stay_chances is not None:
             stay_chances.evicted(now, forgotten)
 

@@ -20,10 +20,12 @@ class AgeCounts:
         """... and when it ended."""
         self.num_hits = 0.0
 
-    def forget(self) -> None:
-        """Halve all counts, if there are many."""
-        if self.num_hits > MOST_HITS:
-            self.num_hits /= 2
-            for table in (self.hits, self.began, self.ended):
-                for row in table:
-                    row[:] = [count / 2 for count in row]
+    def forget(self) -> bool:
+        """Halve all counts, if there are many; whether there were."""
+        if self.num_hits <= MOST_HITS:
+            return False
+        self.num_hits /= 2
+        for table in (self.hits, self.began, self.ended):
+            for row in table:
+                row[:] = [count / 2 for count in row]
+        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 import numpy as np
 
@@ -56,6 +56,11 @@ class EvictedRuns:
         self._last: deque[EvictedRun] = deque()
         """The last ones, the oldest first, taken or not."""
         self._num_blocks = 0
+
+    @property
+    def going_on(self) -> Collection[EvictedRun]:
+        """Those that no prompt came back to."""
+        return self._runs.values()
 
     def add(self, number: int, point: Point, node: Node, start: int, has_places: bool) -> list[EvictedRun]:
         """With a point of class `number` go the rows of a leaf from `start` on; where prompts leave them matters if it

@@ -1,13 +1,15 @@
 """How many hits keeping a member of a class brings for its time, by its age.
 
 Lives are counted: one begins when a member is used and ends when it is used again, or when nothing is known of it any
-more. Hits over the lives that reached an age are the hazard at this age. The density at an age is the most hits for the
-time that keeping a member from then on brings, whenever one stops. It falls with age where hits become rarer, and rises
-at first where they take a while to come, as the next turn of a conversation does.
+more. Those that go on are counted up to the age that they have reached: without them it would seem that everything is
+hit at some time. Hits over the lives that reached an age are the hazard at this age. The density at an age is the most
+hits for the time that keeping a member from then on brings, whenever one stops. It falls with age where hits become
+rarer, and rises at first where they take a while to come, as the next turn of a conversation does.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from math import exp, expm1
 
@@ -20,9 +22,21 @@ COMMON = 1.0
 """... and so many of all classes as what all octaves of age have in common."""
 FIT, MOST_FIT = 64, 512
 """Densities are worked out anew after so many lives, at first and later: it takes as long as some hundred lives."""
+MOST_HALVED = 8
+"""A life that began before so many halvings counts next to nothing."""
 MOST_HAZARD = 4.0
 UNKNOWN_TIME = 20.0
 """One hit in so many octaves is believed in before any was seen."""
+
+
+class Life:
+    """Of a member of class `number`: when it was used, and the ages from which on and up to which it is known."""
+
+    def __init__(self, number: int, born: int, began: int, age: int) -> None:
+        self.number = number
+        self.born = born
+        self.began = began
+        self.age = age
 
 
 class HitDensity(AgeCounts):
@@ -34,18 +48,29 @@ class HitDensity(AgeCounts):
         """By class, at the start of each octave; empty until something is known."""
         self._num_ended = 0
         self._next_fit = FIT
+        self._halved = deque[int](maxlen=MOST_HALVED)
+        """When all counts were halved: a life that began before counts half."""
 
-    def end(self, number: int, began: int, age: int, share: float) -> None:
-        """The life of a member, known from the age `began` on, ends; `share` of it was hit."""
-        octave = _octave(age)
-        self.hits[number][octave] += share
-        self.began[number][_octave(began)] += 1.0
-        self.ended[number][octave] += 1.0
-        self.num_hits += share
+    def end(self, life: Life, share: float) -> None:
+        """A life ends; `share` of the member was hit."""
+        octave, weight = _octave(life.age), self._weight(life)
+        self.hits[life.number][octave] += share * weight
+        self.began[life.number][_octave(life.began)] += weight
+        self.ended[life.number][octave] += weight
+        self.num_hits += share * weight
         self._num_ended += 1
-        if self._num_ended >= self._next_fit:
-            self._next_fit += min(MOST_FIT, max(FIT, self._num_ended // 8))
-            self._fit()
+
+    def _weight(self, life: Life) -> float:
+        weight = 1.0
+        for moment in self._halved:
+            if life.born < moment:
+                weight /= 2
+        return weight
+
+    @property
+    def is_due(self) -> bool:
+        """Whether densities are to be worked out anew (`fit`)."""
+        return self._num_ended >= self._next_fit
 
     def at(self, number: int, age: int) -> float:
         """Hits for a unit of time, of a member of a class at an age."""
@@ -53,9 +78,11 @@ class HitDensity(AgeCounts):
         part = min(1.0, (age + 1) / (1 << octave) - 1.0)
         return row[octave] + (row[octave + 1] - row[octave]) * part
 
-    def _fit(self) -> None:
-        """The hazards of a class are believed to be those of all classes, times a weight."""
-        lives = [_lives(began, ended) for began, ended in zip(self.began, self.ended, strict=True)]
+    def fit(self, going_on: Sequence[Life], each: int, now: int) -> None:
+        """The hazards of a class are believed to be those of all classes, times a weight. `going_on` are lives that did
+        not end yet, one for `each` of them: what is never asked for again is among them."""
+        self._next_fit = self._num_ended + min(MOST_FIT, max(FIT, self._num_ended // 8))
+        lives = self._lives(going_on, each)
         hits = [sum([row[octave] for row in self.hits]) for octave in range(OCTAVES)]
         weighted = [
             sum([prior * row[octave] for prior, row in zip(self.priors, lives, strict=True)])
@@ -73,7 +100,17 @@ class HitDensity(AgeCounts):
                 for octave in range(OCTAVES)
             ]
             self.densities.append(densities_of(hazards))
-        self.forget()
+        if self.forget():
+            self._halved.append(now)
+
+    def _lives(self, going_on: Sequence[Life], each: int) -> list[list[float]]:
+        """How many lives of each class went through each octave of age."""
+        began, ended = [[*row] for row in self.began], [[*row] for row in self.ended]
+        for life in going_on:
+            weight = self._weight(life) * each
+            began[life.number][_octave(life.began)] += weight
+            ended[life.number][_octave(life.age)] += weight
+        return [_lives(first, last) for first, last in zip(began, ended, strict=True)]
 
 
 def densities_of(hazards: Sequence[float]) -> list[float]:

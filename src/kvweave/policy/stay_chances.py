@@ -7,24 +7,27 @@ evicted (`EvictedRuns`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 from math import exp, log
 
 from kvweave.policy.evicted_runs import EvictedRun
-from kvweave.policy.hit_density import HitDensity
+from kvweave.policy.hit_density import HitDensity, Life
 from kvweave.prefix.node import Point
 
 YOUNG = 4
 """A new point's density is taken so many octaves below the age of eviction: at younger ages little is known, and little
 is evicted."""
-SHARPNESS = 8.0
-"""The chance to stay is the ratio of the two densities to this power."""
+GAIN = 0.5
+"""A chance is multiplied by the ratio of the two densities to this power, each time it is worked out."""
 LEAST = 1 / 16
 """So many points of a class always stay, so that what is kept in vain is replaced."""
 UPDATE = 32
 """Chances are worked out anew after so many evictions."""
 COUNTED = 128
 """Where more points than so many wait, the lives of so many of them are counted."""
+LOOKED_AT = 1024
+"""Of more evicted runs than so many that nobody has asked for, each of these stands for several."""
 GOLDEN, SILVER = 0.6180339887498949, 0.41421356237309503
 """Multiples of them, without their whole part, are spread evenly over [0, 1)."""
 
@@ -52,24 +55,32 @@ class StayChances:
 
     def hit(self, number: int, point: Point, now: int, share: float) -> None:
         if self.is_counted(point.last_used):
-            self.density.end(number, point.queued - point.last_used, now - point.last_used, share)
+            born = point.last_used
+            self.density.end(Life(number, born, point.queued - born, now - born), share)
 
     @property
     def is_due(self) -> bool:
         """Whether chances are to be worked out anew (`update`)."""
-        return self._num_cut >= UPDATE and bool(self.density.densities)
+        return self._num_cut >= UPDATE
 
-    def update(self, next_to_go: list[tuple[int, int]], log_age: float, num_waiting: int) -> None:
-        """Class and age of the next points to go of those that were to stay, which are evicted at about `log_age`."""
+    def update(
+        self, next_to_go: list[tuple[int, int]], log_age: float, num_waiting: int, gone: Collection[EvictedRun]
+    ) -> None:
+        """Class and age of the next points to go of those that were to stay, which are evicted at about `log_age`;
+        `gone` are evicted runs that nobody has asked for since."""
         self._num_cut = 0
         self._share = min(1.0, COUNTED / num_waiting)
-        if not next_to_go:
+        if self.density.is_due:
+            each = 1 + len(gone) // LOOKED_AT
+            lives = [self._life(run) for run in islice(gone, 0, None, each) if self.is_counted(run.last_used)]
+            self.density.fit(lives, each, self._now)
+        if not next_to_go or not self.density.densities:
             return
         price = exp(sum([log(self.density.at(number, age)) for number, age in next_to_go]) / len(next_to_go))
         young = 1 << max(0, round(log_age) - YOUNG)
         for number in range(len(self.chances)):
-            ratio = min(1.0, self.density.at(number, young) / price)
-            self.chances[number] = max(LEAST, ratio**SHARPNESS)
+            chance = self.chances[number] * (self.density.at(number, young) / price) ** GAIN
+            self.chances[number] = min(1.0, max(LEAST, chance))
 
     # ---- what became of evicted rows
 
@@ -83,4 +94,7 @@ class StayChances:
     def missed(self, run: EvictedRun, share: float) -> None:
         """A share of a run that was evicted would have been hit."""
         if self.is_counted(run.last_used):
-            self.density.end(run.number, run.began, max(run.began, self._now - run.last_used), share)
+            self.density.end(self._life(run), share)
+
+    def _life(self, run: EvictedRun) -> Life:
+        return Life(run.number, run.last_used, run.began, max(run.began, self._now - run.last_used))
