@@ -120,16 +120,10 @@ class PageAllocator:
     def advance_windows(self, rows: Rows, first_blocks: list[Counts]) -> None:
         """Move windows to these first blocks of each row, and release the blocks before them."""
         for group, needed in zip(self.state.windows, first_blocks):
-            table = self.state.tables[group.number]
-            first = table.first[rows]
+            first = self.state.tables[group.number].first[rows]
             moving = needed > first
             if np.count_nonzero(moving):
-                passed = (needed - first)[moving]
-                table.first[rows[moving]] = needed[moving]
-                each, slots = spread(rows[moving], first[moving], passed)
-                pages = table.pages[each, slots]
-                table.write_many(each, slots, np.zeros(len(slots), np.int32))
-                self.state.pages[group.number].release(pages)
+                self._release_passed(group, rows[moving], first[moving], (needed - first)[moving])
 
     def advance_windows_of(self, sequence: Sequence, end: int) -> None:
         """The same for one sequence; pages that unpublished points need leave the table and are retained.
@@ -155,6 +149,17 @@ class PageAllocator:
             table.erase(row, first, last)
             self.state.pages[group.number].release(gone[0] if len(gone) == 1 else np.concatenate(gone))
 
+    def _release_passed(self, group: PagedGroup, rows: Rows, first: Counts, passed: Counts) -> None:
+        """Take `passed` slots of each row, from `first` on, out of a window's table."""
+        table = self.state.tables[group.number]
+        table.first[rows] = first + passed
+        slots = first
+        if passed[passed.argmax()] > 1:
+            rows, slots = spread(rows, first, passed)
+        pages = table.pages[rows, slots]
+        table.write_many(rows, slots, np.zeros(len(slots), np.int32))
+        self.state.pages[group.number].release(pages)
+
     def _reclaim(self, sequences: list[Sequence]) -> None:
         """Let sequences hold no more than their next tokens need."""
         for sequence in sequences:
@@ -165,9 +170,10 @@ class PageAllocator:
             if not sequence.snapshots:
                 self.state.counters.last_snapshot_of[sequence.row] = 0
             self.state.release_retained(sequence)
-        rows = Batch(sequences).rows
-        committed = self.state.counters.committed[rows]
-        self.advance_windows(rows, [group.first_blocks(committed) for group in self.state.windows])
+        for group in self.state.windows:
+            rows, first, count = self._behind(group, Batch(sequences).rows)
+            if len(rows):
+                self._release_passed(group, rows, first, count)
 
     def _with_spare(self) -> Iterator[Sequence]:
         """Sequences that may hold more than their next tokens need."""

@@ -19,13 +19,12 @@ class RowCounters:
     step. `drafts`: tokens of it that may be rejected. `prompts`: lengths of the prompts, 0 where no sequence is.
     `last_snapshot`: no step is to leave a state behind it; 0 where there is none. `opened`: the clock when the sequence
     was opened. `priority`: how important it is. `known`: tokens whose ids are known; `flushed`: those whose ids the
-    sequence itself keeps; `log_start`: the one whose id is, or would be, in the first column of the row's log.
-    `passed_stop`: not 0 where drafts that are not accepted yet reached `next_stop`. `generation`: counts the sequences
-    that were in the row.
+    sequence itself keeps. `passed_stop`: not 0 where drafts that are not accepted yet reached `next_stop`.
+    `generation`: counts the sequences that were in the row.
     """
 
     def __init__(self, rows: int) -> None:
-        self._set(np.zeros((19, rows), np.int64))
+        self._set(np.zeros((18, rows), np.int64))
 
     def _set(self, counts: Counts) -> None:
         self._counts = counts
@@ -47,7 +46,6 @@ class RowCounters:
         self.flushed, self.flushed_of = _both(counts[15])
         self.passed_stop, self.passed_stop_of = _both(counts[16])
         self.generation, self.generation_of = _both(counts[17])
-        self.log_start, self.log_start_of = _both(counts[18])
 
     def add_rows(self, count: int) -> None:
         self._set(np.pad(self._counts, ((0, 0), (0, count))))

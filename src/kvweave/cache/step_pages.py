@@ -1,16 +1,17 @@
-"""The pages of a step: how many new pages it needs of each group, and where in the block tables they go."""
+"""The pages of a step: how many new pages it needs of each group, and where in the block tables they go.
+
+`OneRowPages` computes with plain numbers, `ManyRowPages` with arrays: a chunk of a prompt is one row with many pages, a
+decode step is many rows with at most one page each. Both have the same methods.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Sequence as SequenceOf
-from functools import reduce
 
 import numpy as np
 
 from kvweave.cache.allocator import Demand
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
-from kvweave.pool import Counts, PagedGroup
+from kvweave.pool import Counts
 
 
 class StepOptions:
@@ -25,130 +26,140 @@ class StepOptions:
 
 
 PLAIN = StepOptions(0, 0, False)
-Lengths = Counts | SequenceOf[int]
 
 
-class StepPages:
-    """The step of each sequence from `start` to `after`, whose tables get pages up to `reach`.
+class OneRowPages:
+    """The step of one sequence from `start` to `after`."""
 
-    One row is counted in plain numbers, several in arrays: a chunk of a prompt is one row with many pages, a decode
-    step is many rows with at most one page each.
-    """
+    def __init__(self, state: CacheState, sequence: Sequence, start: int, after: int, options: StepOptions) -> None:
+        self.state, self.options = state, options
+        reach = after + options.lookahead
+        self.sequences, self.rows = [sequence], sequence.rows
+        self.start, self.after = [start], [after]
+        self.longest = reach
+        self.growth = [0] * len(state.same_block_size)
+        for i, same in enumerate(state.same_block_size):
+            have = state.tables[same[0].number].blocks_of[sequence.row]
+            self.growth[i] = max(0, -(-reach // same[0].slot_tokens) - have)
+        passes_stop = bool(state.states) and reach >= state.counters.next_stop_of[sequence.row]
+        self.stateful = [0] if passes_stop else []
+        self.takes_states = False
+        """Whether rows take the states of their hits, where they can, instead of copies: the hits are lost then."""
+
+    def demand(self, _count: int) -> Demand:
+        """Pages for the first `count` rows."""
+        states = self.state.states
+        num_live = min(1, self.state.tables[states[0].number].blocks_of[self.sequences[0].row]) if states else 0
+        return _demand(self, self.growth, 1, num_live)
+
+    def span(self) -> tuple[Counts, Counts]:
+        """For each row the tokens whose pages must be held together: from the committed length to the reached one."""
+        return self.state.counters.committed[self.rows], np.array([self.longest])
+
+    def append(self) -> None:
+        row, num_prompt = self.sequences[0].row, self.sequences[0].num_prompt
+        for same, count in zip(self.state.same_block_size, self.growth):
+            if count:
+                for group in same:
+                    table, pages = self.state.tables[group.number], self.state.pages[group.number]
+                    blocks = table.blocks_of[row]
+                    if group.is_window and (self.start[0] < num_prompt or pages.is_mostly_needed):
+                        num_passing = group.first_block(num_prompt) - blocks
+                        table.write(row, blocks, pages.allocate_run(count, num_passing))
+                    else:
+                        table.write(row, blocks, pages.allocate(count))
+                    table.blocks_of[row] = blocks + count
+
+    def set_counters(self) -> None:
+        """After `append`: set the new length, and the length up to which pages are allocated."""
+        row = self.sequences[0].row
+        self.state.counters.length_of[row] = self.after[0]
+        if not self.stateful:
+            self.state.set_ready_of(row)
+
+
+class ManyRowPages:
+    """The step of several sequences, whose tables get pages up to `reach`."""
 
     def __init__(
         self,
         state: CacheState,
         rows: Rows,
         sequences: list[Sequence],
-        start: Lengths,
-        after: Lengths,
-        reach: Lengths,
+        start: Counts,
+        after: Counts,
+        reach: Counts,
         options: StepOptions,
     ) -> None:
         self.state, self.rows, self.sequences, self.options = state, rows, sequences, options
-        self.start, self.after, self._reach = start, after, reach
+        self.start, self.after = start, after
+        self._reach = reach
         self.growth: list[Counts] = []
-        """New blocks of each row, of several, by `CacheState.same_block_size`; and of all rows together."""
-        self._totals: list[int] = []
-        self.stateful: list[int] = []
-        """Rows that pass their next stop."""
-        self.takes_states = False
-        """Whether rows take the states of their hits, where they can, instead of copies: the hits are lost then."""
-        self._is_one = len(sequences) == 1
-        if self._is_one:
-            self._count_row(int(reach[0]))
-        else:
-            self._count_rows(np.asarray(reach))
-
-    def _count_row(self, reach: int) -> None:
-        state, row, self.longest = self.state, self.sequences[0].row, reach
-        for same in state.same_block_size:
-            have = state.tables[same[0].number].blocks_of[row]
-            self._totals.append(max(0, -(-reach // same[0].slot_tokens) - have))
-        if state.states and reach >= state.counters.next_stop_of[row]:
-            self.stateful = [0]
-
-    def _count_rows(self, reach: Counts) -> None:
-        state, rows = self.state, self.rows
-        self.longest = int(reach[reach.argmax()])
         for same in state.same_block_size:
             size, have = same[0].slot_tokens, state.tables[same[0].number].blocks[rows]
-            growth = np.maximum((reach + (size - 1)) // size - have, 0)
-            self.growth.append(growth)
-            self._totals.append(int(np.add.reduce(growth)))
+            self.growth.append(np.maximum((reach + (size - 1)) // size - have, 0))
+        self._totals = [int(np.add.reduce(growth)) for growth in self.growth]
+        self._sums: list[Counts] = []
+        """Of the growth: of the first row, of the first two, and so on."""
+        self.takes_states = False
+        self.stateful: list[int] = []
         if state.states:
             self.stateful = (reach >= state.counters.next_stop[rows]).nonzero()[0].tolist()
 
-    def demand(self, count: int | None = None) -> Demand:
-        """Pages for the first `count` rows, or all: new blocks; for each row a live state, but for those that have one
-        or take one, and one for each draft (no draft of the step before is left)."""
-        state, demand = self.state, [0] * len(self.state.groups)
-        is_all, count = count is None, len(self.sequences) if count is None else count
-        for i, same in enumerate(state.same_block_size):
-            blocks = self._totals[i] if is_all else int(self.growth[i][:count].sum())
-            for group in same:
-                demand[group.number] = blocks
-        if state.states:
-            num_states = count * (1 + self.options.drafts) - self._num_live(count)
-            if self.takes_states:
-                num_states -= sum([self.sequences[i].can_take_states for i in self.stateful if i < count])
-            for group in state.states:
-                demand[group.number] = num_states
-        return demand
+    @property
+    def longest(self) -> int:
+        return int(self._reach[self._reach.argmax()])
 
-    def _num_live(self, count: int) -> int:
-        """How many of the first rows have a live state."""
-        table = self.state.tables[self.state.states[0].number]
-        if self._is_one:
-            return min(1, table.blocks_of[self.sequences[0].row])
-        return int(np.count_nonzero(table.blocks[self.rows[:count]]))
-
-    def let_take_states(self) -> bool:
-        """Short of pages, rows take the states of their hits, instead of copies, where nobody else needs these; whether
-        any can."""
-        self.takes_states = any(self.sequences[i].can_take_states for i in self.stateful)
-        return self.takes_states
+    def demand(self, count: int) -> Demand:
+        blocks, states = self._totals, self.state.states
+        if count < len(self.rows):
+            self._sums = self._sums or [np.cumsum(growth) for growth in self.growth]
+            blocks = [int(sums[count - 1]) for sums in self._sums]
+        num_live = np.count_nonzero(self.state.tables[states[0].number].blocks[self.rows[:count]]) if states else 0
+        return _demand(self, blocks, count, int(num_live))
 
     def span(self) -> tuple[Counts, Counts]:
-        """For each row the tokens whose pages must be held together: from the committed length to the reached one."""
-        return self.state.counters.committed[self.rows], np.asarray(self._reach)
+        return self.state.counters.committed[self.rows], self._reach
 
     def append(self) -> None:
-        """Enter new pages into the tables."""
-        for i, same in enumerate(self.state.same_block_size):
-            total = self._totals[i]
+        for same, growth, total in zip(self.state.same_block_size, self.growth, self._totals):
             if not total:
                 continue
-            if self._is_one:
-                for group in same:
-                    self._append_run(group, total)
-                continue
-            growing = self.growth[i].nonzero()[0]
-            rows, more = self.rows[growing], self.growth[i][growing]
+            growing = growth.nonzero()[0]
+            rows, more = self.rows[growing], growth[growing]
             for group in same:
                 self.state.tables[group.number].append(rows, more, self.state.pages[group.number].allocate(total))
 
-    def _append_run(self, group: PagedGroup, count: int) -> None:
-        """Pages of one row; those of a window that outlast the prompt are kept apart from those that do not."""
-        row, num_prompt = self.sequences[0].row, self.sequences[0].num_prompt
-        table, pages = self.state.tables[group.number], self.state.pages[group.number]
-        blocks = table.blocks_of[row]
-        if group.is_window and (self.start[0] < num_prompt or pages.is_mostly_needed):
-            num_passing = group.first_block(num_prompt) - blocks
-            table.write(row, blocks, pages.allocate_run(count, num_passing))
-        else:
-            table.write(row, blocks, pages.allocate(count))
-        table.blocks_of[row] = blocks + count
-
     def set_counters(self) -> None:
-        """After `append`: set the new lengths, and the lengths up to which pages are allocated."""
-        state, counters, rows = self.state, self.state.counters, self.rows
-        if self._is_one:
-            counters.length_of[self.sequences[0].row] = int(self.after[0])
-            state.set_ready_of(self.sequences[0].row)
-            return
-        counters.lengths[rows] = self.after
-        ends = [state.tables[same[0].number].blocks[rows] * same[0].slot_tokens for same in state.same_block_size]
-        if state.states or state.ends_in_block:
-            ends.append(counters.next_stop[rows] - 1)
-        counters.ready[rows] = reduce(np.minimum, ends)
+        counters = self.state.counters
+        counters.lengths[self.rows] = self.after
+        ends = [
+            self.state.tables[same[0].number].blocks[self.rows] * same[0].slot_tokens
+            for same in self.state.same_block_size
+        ]
+        if self.state.states or self.state.ends_in_block:
+            ends.append(counters.next_stop[self.rows] - 1)
+        ready = ends[0]
+        for end in ends[1:]:
+            ready = np.minimum(ready, end)
+        counters.ready[self.rows] = ready
+
+
+StepPages = OneRowPages | ManyRowPages
+
+
+def _demand(step: StepPages, blocks: list[int], num_rows: int, num_live: int) -> Demand:
+    """New blocks, by `CacheState.same_block_size`; for each of the first rows a live state, but for those that have one
+    or take one, and one for each draft (no draft of the step before is left)."""
+    state = step.state
+    demand = [0] * len(state.groups)
+    for same, count in zip(state.same_block_size, blocks):
+        for group in same:
+            demand[group.number] = count
+    if state.states:
+        num_states = num_rows * (1 + step.options.drafts) - num_live
+        if step.takes_states:
+            num_states -= sum([step.sequences[i].can_take_states for i in step.stateful if i < num_rows])
+        for group in state.states:
+            demand[group.number] = num_states
+    return demand

@@ -11,13 +11,13 @@ from functools import partial
 
 import numpy as np
 
-from kvweave.cache.allocator import Known, PageAllocator
+from kvweave.cache.allocator import Demand, Known, PageAllocator
 from kvweave.cache.copies import Copies
 from kvweave.cache.publish import Publisher
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.snapshots import Snapshots
 from kvweave.cache.state import CacheState
-from kvweave.cache.step_pages import PLAIN, StepOptions, StepPages
+from kvweave.cache.step_pages import PLAIN, ManyRowPages, OneRowPages, StepOptions, StepPages
 from kvweave.errors import NeverFits, NotSettled, OutOfPages
 from kvweave.pool import Counts, PagePool
 
@@ -56,10 +56,8 @@ class Steps:
         counters, row = self.state.counters, sequence.row
         start = counters.length_of[row]
         after, copies = start + count, None
-        reach = after + options.lookahead
-        if options.drafts or reach > counters.ready_of[row]:
-            step = StepPages(self.state, sequence.rows, [sequence], [start], [after], [reach], options)
-            copies = self._allocate(step, sequence.rows)
+        if options.drafts or after + options.lookahead > counters.ready_of[row]:
+            copies = self._allocate(OneRowPages(self.state, sequence, start, after, options), sequence.rows)
         else:
             counters.length_of[row] = after
         counters.step_start_of[row] = start
@@ -78,18 +76,18 @@ class Steps:
 
     def _short_rows(
         self, rows: Rows, sequences: list[Sequence], start: Counts, after: Counts, options: StepOptions
-    ) -> StepPages | None:
+    ) -> ManyRowPages | None:
         """The step of those rows that are short of pages, or are to have drafts; None where there is none."""
         reach = after + options.lookahead if options.lookahead else after
         short = reach > self.state.counters.ready[rows]
         num_short = len(rows) if options.drafts else int(np.count_nonzero(short))
         if num_short == len(rows):
-            return StepPages(self.state, rows, sequences, start, after, reach, options)
+            return ManyRowPages(self.state, rows, sequences, start, after, reach, options)
         if not num_short:
             return None
         at = short.nonzero()[0]
         chosen = [sequences[i] for i in at.tolist()]
-        return StepPages(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
+        return ManyRowPages(self.state, rows[at], chosen, start[at], after[at], reach[at], options)
 
     def can_extend(self, rows: Rows, sequences: list[Sequence], count: int) -> bool:
         """Whether `extend` by `count` tokens would succeed; changes nothing."""
@@ -97,8 +95,7 @@ class Steps:
         step = self._short_rows(rows, sequences, start, start + count, PLAIN)
         if step is None or step.longest > self.state.max_tokens:
             return step is None
-        known: Known = {}
-        return self._fits(step, known) or (step.let_take_states() and self._fits(step, known))
+        return self._fits(step, {}, len(step.rows)) or (_let_take_states(step) and self._fits(step, {}, len(step.rows)))
 
     def _allocate(self, step: StepPages, asking: Rows) -> Copies | None:
         """Allocate pages, live states and snapshots for the rows of `step`, which are short of pages; `asking` are all
@@ -135,7 +132,7 @@ class Steps:
 
     def _ensure_with_snapshots(self, step: StepPages, count: int) -> bool:
         """Whether there are so many pages of each state more, made sure of with all others."""
-        more = [n + (count if g.is_state else 0) for n, g in zip(step.demand(), self.state.groups)]
+        more = [n + (count if g.is_state else 0) for n, g in zip(_demand(step), self.state.groups)]
         return self.allocator.ensure(more, admits=self.allocator.admits(step.sequences)) is None
 
     def _ensure(self, step: StepPages, asking: Rows) -> None:
@@ -144,20 +141,20 @@ class Steps:
         if step.longest > self.state.max_tokens:
             raise self._refusal(self.state.pools[0], step, asking)
         admits = self.allocator.admits(step.sequences)
-        pool = self.allocator.ensure(step.demand(), admits=admits, known=known)
-        if pool is not None and step.let_take_states():
-            pool = self.allocator.ensure(step.demand(), admits=admits, known=known)
+        pool = self.allocator.ensure(_demand(step), admits=admits, known=known)
+        if pool is not None and _let_take_states(step):
+            pool = self.allocator.ensure(_demand(step), admits=admits, known=known)
         if pool is not None:
             raise self._refusal(pool, step, asking, partial(self._fits, step, known))
 
     def _refusal(
         self, pool: PagePool, step: StepPages, asking: Rows, fits: Callable[[int], bool] | None = None
     ) -> OutOfPages | NeverFits:
-        demand, drafts = step.demand(), step.options.drafts
+        demand, drafts = _demand(step), step.options.drafts
         return self.allocator.refusal(pool, demand, step.sequences, *step.span(), asking, fits, drafts)
 
-    def _fits(self, step: StepPages, known: Known, count: int | None = None) -> bool:
-        """Whether the first `count` rows, or all, could be allocated."""
+    def _fits(self, step: StepPages, known: Known, count: int) -> bool:
+        """Whether the first `count` rows could be allocated."""
         admits = self.allocator.admits(step.sequences[:count])
         return self.allocator.lacking(step.demand(count), admits=admits, known=known) is None
 
@@ -184,7 +181,7 @@ class Steps:
             row = sequences[0].row
             end = counters.length_of[row] if until is None else int(until[0])
             counters.committed_of[row] = end
-            return self._handle_events_of(sequences[0], end, Copies()) if end >= counters.next_event_of[row] else None
+            return self._handle_events_of(sequences[0], end) if end >= counters.next_event_of[row] else None
         until = counters.lengths[rows] if until is None else until
         counters.committed[rows] = until
         due = (until >= counters.next_event[rows]).nonzero()[0]
@@ -197,10 +194,11 @@ class Steps:
         if accepted.any():
             self.snapshots.keep_accepted(rows[accepted], np.zeros(int(accepted.sum()), np.int64))
 
-    def _handle_events_of(self, sequence: Sequence, until: int, copies: Copies) -> Copies:
-        """A sequence has passed a point, or its windows move on; returns `copies`, and what is to be copied for it."""
-        state, row = self.state, sequence.row
+    def _handle_events_of(self, sequence: Sequence, until: int) -> Copies | None:
+        """`_handle_events` for one row, in plain numbers."""
+        state, row, copies = self.state, sequence.row, None
         if until >= state.counters.next_point_of[row]:
+            copies = Copies()
             self._handle_point(sequence, copies)
         if state.windows:
             self.allocator.advance_windows_of(sequence, until // state.grid * state.grid)
@@ -208,14 +206,15 @@ class Steps:
         return copies
 
     def _handle_events(self, rows: Rows, sequences: list[Sequence], until: Counts) -> Copies:
-        """Rows that pass a point, or hold pages for one, are looked at one by one; windows of all others move at
-        once."""
+        """These rows have passed a point, or windows move on, or others could find more of them."""
         state, counters, copies = self.state, self.state.counters, Copies()
-        alone = until >= np.minimum(counters.next_point[rows], counters.first_unpublished[rows])
-        for i in alone.nonzero()[0].tolist():
-            self._handle_events_of(sequences[i], int(until[i]), copies)
+        for i in (until >= counters.next_point[rows]).nonzero()[0].tolist():
+            self._handle_point(sequences[i], copies)
         if state.windows:
-            needed, next_move = state.moves.look_up(until // state.grid)
+            numbers = until // state.grid
+            for i in (counters.first_unpublished[rows] <= until).nonzero()[0].tolist():
+                self.allocator.advance_windows_of(sequences[i], int(numbers[i]) * state.grid)
+            needed, next_move = state.moves.look_up(numbers)
             self.allocator.advance_windows(rows, needed)
             counters.next_event[rows] = np.minimum(counters.next_point[rows], next_move)
         return copies
@@ -250,3 +249,15 @@ class Steps:
         for i in counters.passed_stop[rows].nonzero()[0].tolist():
             counters.passed_stop_of[sequences[i].row] = 0
             state.set_next_stop(sequences[i])  # a state that rejected drafts had passed is wanted again
+
+
+def _demand(step: StepPages) -> Demand:
+    """Of all its rows."""
+    return step.demand(len(step.sequences))
+
+
+def _let_take_states(step: StepPages) -> bool:
+    """Short of pages, rows take the states of their hits, instead of copies, where nobody else needs these; whether
+    any can."""
+    step.takes_states = any(step.sequences[i].can_take_states for i in step.stateful)
+    return step.takes_states

@@ -10,20 +10,20 @@ from kvweave.errors import BadTokens
 from kvweave.pool import Counts, Ids
 from kvweave.prefix import as_tokens
 
-RECENT = 512
+RECENT = 256
 """Ids kept by row before they are flushed to their sequence."""
-WIDEST = 32
-"""Of more ids for each row than so many in one call, none are kept by row."""
+TURNS = 192
+"""In so many steps of a token the ids of each sequence of a batch are flushed once, so that no step does so for all."""
 
 
 class TokenLog:
-    """`known` ids of a row's sequence are known, from its first token on, without a gap. Those from `flushed` on are
-    kept here, the others by the sequence. The first of them is in column (`flushed` + row) % `RECENT`: so of rows that
-    are as long as one another few are full in one step."""
+    """`known` ids of a row's sequence are known, from its first token on, without a gap. Those
+    from `flushed` on are kept here, the others by the sequence."""
 
     def __init__(self, counters: RowCounters, rows: int) -> None:
         self._counters = counters
-        self._recent: Ids = np.full((rows, RECENT + WIDEST), 0, np.int32)  # touched now: not by the first step
+        self._turn = 0
+        self._recent: Ids = np.full((rows, RECENT), 0, np.int32)  # touched now: not by the first step of many rows
 
     def add_rows(self, count: int) -> None:
         self._recent = np.pad(self._recent, ((0, count), (0, 0)))
@@ -31,16 +31,14 @@ class TokenLog:
     def enter(self, row: int, count: int) -> None:
         """The sequence of a row knows `count` ids, all flushed."""
         self._counters.known_of[row] = self._counters.flushed_of[row] = count
-        self._counters.log_start_of[row] = count - (count + row) % RECENT
 
     def flush(self, sequence: Sequence) -> None:
         """Append a row's recent ids to its sequence's own."""
         row = sequence.row
         recent = self._counters.known_of[row] - self._counters.flushed_of[row] if row >= 0 else 0
         if recent:
-            first = self._counters.flushed_of[row] - self._counters.log_start_of[row]
-            sequence.add_tokens(self._recent[row, first : first + recent])
-            self.enter(row, self._counters.known_of[row])
+            sequence.add_tokens(self._recent[row, :recent])
+            self._counters.flushed_of[row] = self._counters.known_of[row]
 
     def cut(self, sequence: Sequence, length: int) -> None:
         self.flush(sequence)
@@ -86,7 +84,10 @@ class TokenLog:
         self, rows: Rows, sequences: list[Sequence], start: Counts, counts: Counts | int, ids: Ids, are_new: bool
     ) -> None:
         """Add checked ids of the tokens [start, start + counts) of each row; known ones are skipped."""
-        if are_new and isinstance(counts, int) and counts <= WIDEST and len(sequences) > 1:
+        if are_new and len(sequences) == 1 and len(ids) <= RECENT:
+            self._add_one(sequences[0], int(start[0]), ids)
+            return
+        if are_new and isinstance(counts, int) and counts <= RECENT:
             self._add_columns(rows, sequences, start, ids.reshape(len(rows), counts))
             return
         for sequence, first, given in _by_sequence(sequences, start, counts, ids):
@@ -94,15 +95,33 @@ class TokenLog:
             sequence.add_tokens(new)
             self.enter(sequence.row, self._counters.known_of[sequence.row] + len(new))
 
+    def _add_one(self, sequence: Sequence, start: int, ids: Ids) -> None:
+        """`_add_columns` for one row, in plain numbers."""
+        row = sequence.row
+        if start - self._counters.flushed_of[row] + len(ids) > RECENT:
+            self.flush(sequence)
+        first = start - self._counters.flushed_of[row]
+        self._recent[row, first : first + len(ids)] = ids
+        self._counters.known_of[row] = start + len(ids)
+
     def _add_columns(self, rows: Rows, sequences: list[Sequence], start: Counts, ids: Ids) -> None:
         """The same number of ids for each row, none of them known."""
-        column = start - self._counters.log_start[rows]
-        for i in (column >= RECENT).nonzero()[0].tolist():  # before these are added: drafts may be rejected yet
-            self.flush(sequences[i])
-            column[i] -= RECENT
-        for i in range(ids.shape[1]):
+        width, column = ids.shape[1], start - self._counters.flushed[rows]
+        longest = int(column[column.argmax()]) + width
+        if longest > RECENT - TURNS:  # flushed before these are added: drafts that are rejected are never flushed
+            turns = max(1, TURNS // width)
+            self._turn = (self._turn + 1) % turns
+            for sequence in sequences[self._turn :: turns]:
+                self.flush(sequence)
+            column[self._turn :: turns] = 0
+            if longest > RECENT:
+                full = column > RECENT - width
+                for i in full.nonzero()[0].tolist():
+                    self.flush(sequences[i])
+                column[full] = 0
+        for i in range(width):
             self._recent[rows, column + i if i else column] = ids[:, i]
-        self._counters.known[rows] = start + ids.shape[1]
+        self._counters.known[rows] = start + width
 
 
 def _are_equal(known: Ids, ids: Ids) -> bool:
@@ -114,8 +133,6 @@ def _by_sequence(
     sequences: list[Sequence], start: Counts, counts: Counts | int, ids: Ids
 ) -> list[tuple[Sequence, int, Ids]]:
     """Each sequence, where its ids start, and its ids."""
-    if len(sequences) == 1:
-        return [(sequences[0], int(start[0]), ids)]
     ends = np.cumsum(np.full(len(sequences), counts, np.int64) if isinstance(counts, int) else counts)
     runs = np.split(ids, ends[:-1])
     return list(zip(sequences, start.tolist(), runs, strict=True))

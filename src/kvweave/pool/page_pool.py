@@ -48,13 +48,11 @@ class PagePool:
         others included; 0 or less if none does."""
         lack = self._lack_apart(demand)
         if lack > 0:
-            lack -= sum(len(self._spare(pages, demand)) for pages in self.groups)
+            for pages in self.groups:
+                spare = (pages.free_pages.size - demand[pages.group.number]) // pages.per_superpage
+                if spare > 0:
+                    lack -= min(spare, len(pages.empty_superpages()))
         return lack
-
-    def _spare(self, pages: GroupPages, demand: Demand) -> Ids:
-        """Empty super-pages of a group that it could give back."""
-        count = (pages.free_pages.size - demand[pages.group.number]) // pages.per_superpage
-        return pages.empty_superpages()[:count] if count > 0 else NO_PAGES
 
     def available(self, pages: GroupPages) -> int:
         """Pages a group could allocate without anything being evicted, empty super-pages of others included."""
@@ -69,7 +67,8 @@ class PagePool:
             if self.lack(demand) > 0:
                 return False
             for pages in self.groups:
-                superpages = self._spare(pages, demand)[: max(0, lack)]
+                spare = (pages.free_pages.size - demand[pages.group.number]) // pages.per_superpage
+                superpages = pages.empty_superpages()[: max(0, min(lack, spare))]
                 if len(superpages):
                     pages.drop_superpages(superpages)
                     self.free_superpages.push(superpages)

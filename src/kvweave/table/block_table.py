@@ -75,7 +75,9 @@ class BlockTable:
         """`counts[i]` more pages at the end of `rows[i]`, out of `pages` in order."""
         slots = self.blocks[rows]
         self.blocks[rows] = slots + counts
-        self.write_many(*spread(rows, slots, counts), pages)
+        if len(pages) != len(rows) or counts[counts.argmax()] != 1:
+            rows, slots = spread(rows, slots, counts)
+        self.write_many(rows, slots, pages)
 
     def write_many(self, rows: Counts, slots: Counts, pages: Ids) -> None:
         """One page for each (row, slot)."""
