@@ -77,7 +77,7 @@ def store() -> Iterator[Store]:
 def test_a_store_is_asked_again_also_after_it_failed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announced_blocks, "ASK_EVERY_S", 0.0)
     follower, answers = RemovalFollower(store), 0
-    monkeypatch.setattr(store, "_removed", lambda after: (_ for _ in ()).throw(StoreError("gone")))
+    monkeypatch.setattr(store, "_removed", lambda *_: (_ for _ in ()).throw(StoreError("gone")))
     for _ in range(5):
         follower.take()
         time.sleep(0.01)
