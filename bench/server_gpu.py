@@ -1,9 +1,9 @@
 """On an H200: how fast an engine's pages go to the daemon and back, checks included; the goal is .95 of a flat copy.
 
 Tensors in vLLM's layouts, blocks of 16 tokens all over them, 16 chunks of 256 tokens: `[blocks, 2, tokens, heads, dim]`
-of 32 layers, and latents `[blocks, tokens, 576]` of 61. One save; one lookup and load; and one load of a hit that was
-found before, as a worker loads what its scheduler looked up. From the call until all is there, checksums included; the
-ceiling is one flat copy of as many bytes between the device and pinned memory, in turns.
+of 32 layers and of 80, and latents `[blocks, tokens, 576]` of 61. One save; one lookup and load; and one load of a hit
+that was found before, as a worker loads what its scheduler looked up. From the call until all is there, checksums
+included; the ceiling is one flat copy of as many bytes between the device and pinned memory, in turns.
 Then as an engine does it: eight prompts of that length submitted at once, until the last one is there.
 The peer is LMCache 0.5.6, whose figures are of its kernels alone, without a server, on another machine of the kind.
 
@@ -42,11 +42,12 @@ from kvweave.transfer.payload_copier import payload_copier
 CHUNKS, CHUNK, BLOCK, GOAL = 16, 256, 16, 0.95
 PROMPTS = 8
 TOKENS = CHUNKS * CHUNK
+PEER_NAMES = {"gqa": "gqa", "mla": "mla+indexer"}
 
 
 @contextmanager
 def daemon(folder: Path, poll_s: float) -> Iterator[Path]:
-    settings = Settings(memory=8 << 30, socket=folder / "kv.sock", poll_s=poll_s)
+    settings = Settings(memory=16 << 30, socket=folder / "kv.sock", poll_s=poll_s)
     process = multiprocessing.get_context("spawn").Process(target=run, args=(settings,))
     process.start()
     try:
@@ -79,14 +80,15 @@ def random(*shape: int) -> torch.Tensor:
 def engines() -> dict[str, tuple[ModelSpec, EngineMemory]]:
     """Models, and tensors as vLLM would allocate them."""
     blocks = 1 + 2 * TOKENS // BLOCK
-    gqa = assemble("gqa", [(GQA(), LayerRequest(layer, heads=8)) for layer in range(32)])
-    mla = assemble("mla", [(MLA(), LayerRequest(layer)) for layer in range(61)])
-    both = {layer: random(blocks, 2, BLOCK, 8, 128) for layer in range(32)}
-    tensors = {
-        "gqa": {(layer, role): both[layer][:, i] for layer in both for i, role in enumerate(("key", "value"))},
-        "mla": {(layer, "latent"): random(blocks, BLOCK, 576) for layer in range(61)},
-    }
-    return {spec.model_type: (spec, described(spec, tensors[spec.model_type])) for spec in (gqa, mla)}
+    found = {}
+    for name, layers in (("gqa", 32), ("gqa of 80 layers", 80)):
+        spec = assemble("gqa", [(GQA(), LayerRequest(layer, heads=8)) for layer in range(layers)])
+        both = {layer: random(blocks, 2, BLOCK, 8, 128) for layer in range(layers)}
+        planes = {(layer, role): both[layer][:, i] for layer in both for i, role in enumerate(("key", "value"))}
+        found[name] = spec, described(spec, planes)
+    spec = assemble("mla", [(MLA(), LayerRequest(layer)) for layer in range(61)])
+    latents = {(layer, "latent"): random(blocks, BLOCK, 576) for layer in range(61)}
+    return found | {"mla": (spec, described(spec, latents))}
 
 
 def described(spec: ModelSpec, tensors: dict[tuple[int, str], torch.Tensor]) -> EngineMemory:
@@ -119,7 +121,7 @@ def measure(name: str, spec: ModelSpec, memory: EngineMemory, socket: Path, roun
         store.client.ask(protocol.Clear(), protocol.ClearReply)
     speed = {what: num_bytes / statistics.median(taken[2:]) / 1e9 for what, taken in times.items()}
     for what in ("store", "load"):
-        peer = PEERS[name if name == "gqa" else "mla+indexer", CHUNKS][what]
+        peer = PEERS.get((PEER_NAMES.get(name, ""), CHUNKS), {}).get(what)
         claim = f"{what} through the daemon, {name}, {CHUNKS} chunks ({num_bytes / 1e6:.0f} MB)"
         tell(claim, speed[what], speed[f"flat {what}"], GOAL, peer)
         if what == "load":

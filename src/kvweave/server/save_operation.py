@@ -93,11 +93,14 @@ class ArenaLayout:
 
     def side_by_side(self, pieces: Sequence[ChunkRef], copied: object) -> list[ChunkRef]:
         """For a staged source or sink, pieces in such an order that what it copies in one call, of one shard, follows
-        each other, and earlier chunks come before later ones otherwise; as they are for others."""
-        if not isinstance(copied, StagedGather | StagedScatter):
+        each other, and earlier chunks come before later ones otherwise; as they are for others. Calls of a shard are
+        of about as many chunks each: a small one takes longer to say than to copy."""
+        if not pieces or not isinstance(copied, StagedGather | StagedScatter):
             return [*pieces]
         shards, chunks = np.fromiter(chain.from_iterable(pieces), np.int64, 2 * len(pieces)).reshape(-1, 2).T
-        calls = chunks * self._payload_bytes[shards] // copied.together_bytes
+        first, count = chunks.min(), np.ptp(chunks) + 1
+        each = np.maximum(1, copied.together_bytes // np.maximum(1, self._payload_bytes))
+        calls = (chunks - first) * (-(-count // each[shards])) // count
         return [pieces[i] for i in np.lexsort((chunks, shards, calls)).tolist()]
 
     def allowed(self, client: Client, pieces: Sequence[ChunkRef], budget: Budget) -> AbstractContextManager[None]:
