@@ -74,7 +74,7 @@ def test_what_nobody_knows_is_refused_with_the_formats_there_are(tmp_path: Path)
         read_trace(path, format="moncake")
     with pytest.raises(TraceError, match="no trace is at"):
         read_trace(tmp_path / "nowhere")
-    with pytest.raises(TraceError, match="line 1 has no usable field"):
+    with pytest.raises(TraceError, match="line 1 has no field 'timestamp'"):
         read_trace(path, format="mooncake")
 
 
@@ -276,8 +276,72 @@ def test_a_compressed_file_an_archive_and_a_folder_are_the_same_trace(tmp_path: 
         assert lengths(read_trace(path)) == [(6, 1), (9, 1)], path
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.csv.gz", "x.tar.gz"])
-@pytest.mark.parametrize("damage", ["cut", "plain", "flipped"])
+def test_a_compressed_file_is_known_by_its_first_bytes_whatever_its_name(tmp_path: Path) -> None:
+    data = lines(samples.MOONCAKE).encode()
+    (tmp_path / "compressed.jsonl").write_bytes(gzip.compress(data))
+    (tmp_path / "plain.jsonl.gz").write_bytes(data)
+    assert lengths(read_trace(tmp_path / "compressed.jsonl")) == lengths(read_trace(tmp_path / "plain.jsonl.gz"))
+
+
+@pytest.mark.parametrize("name", ["mooncake", "chat", "azure", "vllm-log"])
+def test_a_byte_order_mark_and_lines_that_end_as_on_windows_change_nothing(tmp_path: Path, name: str) -> None:
+    plain = sample(tmp_path, name)
+    windows = tmp_path / "windows.jsonl"
+    windows.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(b"\n", b"\r\n"))
+    assert lengths(read_trace(windows)) == lengths(read_trace(plain))
+
+
+def test_text_in_utf_16_is_refused_with_the_cure(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(lines(samples.MOONCAKE).encode("utf-16"))
+    for format in ("auto", "mooncake", "log"):
+        with pytest.raises(TraceError, match="is UTF-16 text: convert it to UTF-8"):
+            read_trace(path, format=format)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_is_read_as_its_objects_line_by_line_are(tmp_path: Path, indent: int | None) -> None:
+    array = written(tmp_path, "array.json", json.dumps(samples.MOONCAKE, indent=indent))
+    assert lengths(read_trace(array)) == lengths(read_trace(sample(tmp_path, "mooncake")))
+
+
+def test_a_format_is_known_by_a_first_line_of_megabytes(tmp_path: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "word " * 400_000}]}
+    assert read_trace(written(tmp_path, "x.jsonl", lines([long, *samples.OPENAI]))).format == "chat"
+
+
+@pytest.mark.parametrize("text", ["", " \n\n"])
+def test_an_empty_trace_is_called_empty(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, "x.jsonl", text)
+    with pytest.raises(TraceError, match="x.jsonl: it is empty"):
+        read_trace(path)
+    with pytest.raises(TraceError, match="all files in it are empty"):
+        read_trace(written(tmp_path, "y.jsonl", text).parent)
+
+
+def test_an_empty_file_before_others_in_a_folder_does_not_hide_their_format(tmp_path: Path) -> None:
+    sample(tmp_path, "mooncake")
+    written(tmp_path, "a.jsonl", "")
+    assert read_trace(tmp_path).format == "mooncake"
+
+
+def test_a_field_that_cannot_be_read_is_told_with_its_value(tmp_path: Path) -> None:
+    path = written(tmp_path, "x.csv", samples.AZURE + "2023-11-16 18:15:50.99,many,109\n")
+    with pytest.raises(TraceError, match="request 2 has a field that cannot be read: .*'many'$"):
+        read_trace(path)
+
+
+def test_half_a_surrogate_pair_in_a_text_is_a_character_like_others(tmp_path: Path) -> None:
+    half = {"messages": [{"role": "user", "content": "abcd \ud800 efgh"}]}
+    [request] = read_trace(written(tmp_path, "x.jsonl", lines([half]))).requests
+    assert request.prompt_tokens == len("user: abcd ? efgh\n") // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [(name, damage) for name in ("x.jsonl.gz", "x.csv.gz", "x.tar.gz") for damage in ("cut", "flipped")]
+    + [("x.tar.gz", "plain")],
+)
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
     data = (samples.AZURE if "csv" in name else lines(samples.AGENT)).encode() * 400
     path = tmp_path / name

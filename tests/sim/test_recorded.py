@@ -73,7 +73,7 @@ def test_a_recording_carries_its_plan_and_retention(tmp_path: Path) -> None:
     [
         ({"time": 0, "prompt": 40, "output": 0, "blocks": [1]}, "40 tokens has 1 blocks"),
         ({"time": 0, "prompt": 0, "output": 0, "blocks": []}, "prompt must be a number of 1"),
-        ({"prompt": 4, "output": 0, "blocks": []}, "line 2 has no usable field"),
+        ({"prompt": 4, "output": 0, "blocks": []}, "line 2 has no field 'time'"),
         ({"time": 0, "prompt": 4, "output": 0, "blocks": [], "cached": "all"}, "line 2: cached must be a number"),
     ],
 )

@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvweave.errors import TraceError
 from kvweave.sim.trace import Trace, checked_time, checked_tokens
 from kvweave.sim.traces.block_ids import BlockRequest, Numbering, checked_ids, read_way
 from kvweave.sim.traces.reading import Reading
-from kvweave.sim.traces.trace_files import Head, records
+from kvweave.sim.traces.trace_files import Head, records, unusable
 
 NAME = "bailian"
 BLOCK_TOKENS = 16
@@ -40,7 +39,7 @@ def _row(where: str, row: dict[str, Any], numbering: Numbering) -> BlockRequest:
         arrival, ids, prompt = row["timestamp"], numbering("", row["hash_ids"]), row["input_length"]
         hash((row["chat_id"], row["parent_chat_id"]))
     except (KeyError, TypeError) as error:
-        raise TraceError(f"{where} has no usable field: {error!r}") from error
+        raise unusable(where, error) from error
     arrival = checked_time(where, "timestamp", arrival)
     prompt = checked_tokens(where, "input_length", prompt, least=1)
     output = checked_tokens(where, "output_length", row.get("output_length", 0))

@@ -13,7 +13,7 @@ from kvweave.errors import TraceError
 from kvweave.sim.trace import Trace, checked_time, checked_tokens
 from kvweave.sim.traces.block_ids import BlockRequest, Numbering, checked_ids, guess_parents, read_way
 from kvweave.sim.traces.reading import Reading
-from kvweave.sim.traces.trace_files import Head, records
+from kvweave.sim.traces.trace_files import Head, records, unusable
 
 NAME = "coding"
 APART = 60.0
@@ -69,5 +69,5 @@ def _row(
     try:
         ids = numbering(scope, row["hash_ids"])
     except TypeError as error:
-        raise TraceError(f"{where} has no usable field: {error!r}") from error
+        raise unusable(where, error) from error
     return BlockRequest(arrival, checked_ids(where, ids, prompt, block_tokens), prompt, output, session)

@@ -11,7 +11,7 @@ import numpy as np
 from kvweave.errors import TraceError
 from kvweave.sim.trace import Request, Trace, checked_time, checked_tokens, make_trace
 from kvweave.sim.traces.reading import Reading
-from kvweave.sim.traces.trace_files import Head, lines
+from kvweave.sim.traces.trace_files import Head, lines, unusable
 
 COLUMNS = {
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
@@ -44,7 +44,7 @@ def read(path: Path, reading: Reading) -> Trace:  # noqa: ARG001 - nothing in it
         try:
             arrival, sizes = _seconds(row[when]), (int(row[prompt]), int(row[output]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise TraceError(f"{where} has no usable field: {error!r}") from error
+            raise unusable(where, error) from error
         for name, size in zip((prompt, output), sizes, strict=True):
             checked_tokens(where, name, size)
         requests.append(Request(checked_time(where, when, arrival), NO_BLOCKS, *sizes))

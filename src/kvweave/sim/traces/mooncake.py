@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kvweave.errors import TraceError
 from kvweave.sim.trace import Trace, checked_time, checked_tokens
 from kvweave.sim.traces.block_ids import BlockRequest, Numbering, checked_ids, guess_parents, guess_sessions, read_way
 from kvweave.sim.traces.reading import Reading
-from kvweave.sim.traces.trace_files import Head, records
+from kvweave.sim.traces.trace_files import Head, records, unusable
 
 NAME = "mooncake"
 BLOCK_TOKENS = 512
@@ -26,7 +25,7 @@ def read(path: Path, reading: Reading) -> Trace:
         try:
             arrival, ids, prompt = row["timestamp"], numbering("", row["hash_ids"]), row["input_length"]
         except (KeyError, TypeError) as error:
-            raise TraceError(f"{where} has no usable field: {error!r}") from error
+            raise unusable(where, error) from error
         arrival = checked_time(where, "timestamp", arrival) / 1000
         prompt = checked_tokens(where, "input_length", prompt, least=1)
         output = checked_tokens(where, "output_length", row.get("output_length", 0))

@@ -59,8 +59,12 @@ class Reading:
 
     def _request(self, arrival: float, prompt: str, output: str, session: str) -> Request:
         tokenize = self.tokenize or tokens_of_bytes
+        prompt, output = _encodable(prompt), _encodable(output)
         num_prompt = len(tokenize(prompt))
-        tokens = tokenize(
-            prompt + output
-        )  # as one text: a token may lie across the seam, as it does in the next prompt
+        tokens = tokenize(prompt + output)  # as one text: the last token of the prompt may reach into the output
         return Request(arrival, tokens, num_prompt, len(tokens) - num_prompt, session)
+
+
+def _encodable(text: str) -> str:
+    """The text with `?` for halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()

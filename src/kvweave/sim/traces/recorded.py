@@ -11,7 +11,7 @@ from kvweave.errors import TraceError
 from kvweave.sim.trace import Request, Trace, checked_time, checked_tokens, make_trace
 from kvweave.sim.traces.block_ids import Numbering
 from kvweave.sim.traces.reading import Reading
-from kvweave.sim.traces.trace_files import Head, TraceObject, records
+from kvweave.sim.traces.trace_files import Head, TraceObject, records, unusable
 from kvweave.trace_writer import TRACE_NAME, TRACE_VERSION
 
 NAME = TRACE_NAME
@@ -32,7 +32,7 @@ def read(path: Path, reading: Reading) -> Trace:  # noqa: ARG001 - nothing in it
         try:
             ids, arrival, sizes = numbering("", row["blocks"]), row["time"], (row["prompt"], row["output"])
         except (KeyError, TypeError) as error:
-            raise TraceError(f"{where} has no usable field: {error!r}") from error
+            raise unusable(where, error) from error
         arrival = checked_time(where, "time", arrival)
         prompt = checked_tokens(where, "prompt", sizes[0], least=1)
         output = checked_tokens(where, "output", sizes[1])

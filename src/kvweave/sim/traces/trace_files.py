@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -18,6 +19,9 @@ from typing import IO, Any, NamedTuple
 from kvweave.errors import TraceError
 
 HEAD_BYTES = 1 << 16
+LINE_BYTES = 1 << 26
+"""Of a first line that is longer than the head, as much is read: a chat may be megabytes of text in one line."""
+GZIP = b"\x1f\x8b"
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".log", ".txt")
 
 
@@ -33,12 +37,15 @@ class Head:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """The first line as a JSON object; empty where it is none."""
-        try:
-            found = json.loads(self.line)
-        except (ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        """The first JSON object: the first line, or the first element of an array; empty where there is none."""
+        for text in (self.line, self.text.lstrip().removeprefix("[").lstrip()):
+            try:
+                found, _ = json.JSONDecoder().raw_decode(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                return found
+        return {}
 
 
 class TraceObject(NamedTuple):
@@ -72,7 +79,14 @@ def _damage_named(where: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
-        raise TraceError(f"{where} is cut short, damaged, or not compressed as its name says: {error}") from error
+        raise TraceError(f"{where} is cut short, damaged, or no archive, as its name says: {error}") from error
+
+
+def unusable(where: str, error: Exception) -> TraceError:
+    """What reading the fields of a record raised, as an error that names the field or its value."""
+    if isinstance(error, KeyError):
+        return TraceError(f"{where} has no field {error.args[0]!r}")
+    return TraceError(f"{where} has a field that cannot be read: {error}")
 
 
 def _named(path: Path, name: str) -> str:
@@ -80,14 +94,37 @@ def _named(path: Path, name: str) -> str:
     return str(path) if name == path.name else f"{path}: {name}"
 
 
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """A file, decompressed if it begins as gzip files do, whatever its name."""
+    with path.open("rb") as stream:
+        if not stream.peek(len(GZIP)).startswith(GZIP):
+            yield stream
+            return
+        with gzip.open(stream) as unpacked:
+            yield unpacked  # type: ignore[misc]
+
+
+def _text(file: str, stream: IO[bytes], errors: str = "strict") -> IO[str]:
+    """A file as UTF-8 text, without a byte order mark."""
+    if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # type: ignore[attr-defined]
+        raise TraceError(f"{file} is UTF-16 text: convert it to UTF-8, for instance with iconv -f UTF-16 -t UTF-8")
+    return io.TextIOWrapper(stream, encoding="utf-8-sig", errors=errors)
 
 
 def head(path: Path) -> Head:
+    """The beginning of the first file that is not empty."""
+    names = []
     for name, stream in members(path):
-        with _damage_named(_named(path, name)):
-            return Head(stream.read(HEAD_BYTES).decode("utf-8", "replace"))
+        names.append(name)
+        file = _named(path, name)
+        with _damage_named(file):
+            text = _text(file, stream, "replace")
+            start = text.read(HEAD_BYTES)
+            if start.strip():
+                return Head(start if "\n" in start else start + text.readline(LINE_BYTES))
+    if names:
+        raise TraceError(f"{path}: {'it is' if len(names) == 1 else 'all files in it are'} empty")
     raise TraceError(f"{path}: no file in it could be a trace; those end in {', '.join(SUFFIXES)}")
 
 
@@ -95,7 +132,7 @@ def lines(path: Path) -> Iterator[tuple[str, str]]:
     """Each line that is not blank, with the name of its file."""
     for name, stream in members(path):
         with _damage_named(_named(path, name)):
-            for line in io.TextIOWrapper(stream, encoding="utf-8", errors="replace"):
+            for line in _text(_named(path, name), stream, "replace"):
                 if line.strip():
                     yield name, line.rstrip("\n")
 
@@ -105,7 +142,7 @@ def records(path: Path) -> Iterator[TraceObject]:
     for name, stream in members(path):
         file = _named(path, name)
         with _damage_named(file):
-            for where, row in _rows(file, io.TextIOWrapper(stream, encoding="utf-8")):
+            for where, row in _rows(file, _text(file, stream)):
                 if not isinstance(row, dict):
                     raise TraceError(f"{where}: a {type(row).__name__} where an object is expected")
                 yield TraceObject(name, where, row)
