@@ -46,14 +46,14 @@ def prompts() -> list[list[int]]:
 def serve(model: Any) -> Served:
     first, *others = prompts()
     with Engine(model, "1GiB", budget=128, max_tokens=4096) as engine:
-        counted, has_begun, run = list[int](), threading.Event(), engine._executor.run
+        counted, has_begun, run = list[int](), threading.Event(), engine._worker.executor.run
 
         def counting(chunks: Any) -> Any:
             counted.append(sum(chunk.num_tokens for chunk in chunks))
             has_begun.set()
             return run(chunks)
 
-        with patch.object(engine._executor, "run", counting):
+        with patch.object(engine._worker.executor, "run", counting):
             began = time.process_time()
             requests = [engine.submit(first, Sampling(NEW, stop_tokens=()))]
             has_begun.wait()

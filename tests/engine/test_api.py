@@ -349,7 +349,7 @@ CHAT_ONLY = {
 @pytest.mark.parametrize("name", CHAT_ONLY)
 def test_fields_of_a_chat_that_would_be_ignored_are_refused_by_name(client: Any, name: str) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(openai.BadRequestError, match=name.replace("max_completion", "max_new")):
+    with pytest.raises(openai.BadRequestError, match=name):
         client.chat.completions.create(model="tiny", messages=messages, **{name: CHAT_ONLY[name]})
 
 

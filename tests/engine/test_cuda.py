@@ -62,7 +62,7 @@ def test_states_left_by_answers_that_ended_one_step_late_are_those_of_their_toke
     more, options = prompt(9, seed=1)[0].tolist(), {"eos_token_id": None, "repetition_penalty": 9.0}
     whole = answer_of(model, ids, 9, **options)
     with Engine(model, "256MiB", compile_layers=False) as engine:
-        assert engine._executor.runs_ahead
+        assert engine._worker.executor.runs_ahead
         for end in range(1, 9):
             stops = Sampling(9, stop_tokens=(whole[end - 1],), repetition_penalty=9.0)
             assert list(engine.submit(ids, stops).result(60).tokens) == whole[:end]

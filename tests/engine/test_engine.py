@@ -173,7 +173,12 @@ def test_a_model_that_cannot_be_captured_is_served_all_the_same(name: str, monke
     be computed together still is."""
     refused_at: list[set[int]] = []
     with engine_of(name, times=8, graphs=True, budget=512) as engine:
-        graphs, run, lengths, are_submitted = engine.weave.graphs, engine._executor.run, set[int](), threading.Event()
+        graphs, run, lengths, are_submitted = (
+            engine.weave.graphs,
+            engine._worker.executor.run,
+            set[int](),
+            threading.Event(),
+        )
 
         def noted(chunks: Any) -> torch.Tensor | None:
             lengths.clear()
@@ -189,7 +194,7 @@ def test_a_model_that_cannot_be_captured_is_served_all_the_same(name: str, monke
             refused_at.append({*lengths})
             raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
 
-        monkeypatch.setattr(engine._executor, "run", noted)
+        monkeypatch.setattr(engine._worker.executor, "run", noted)
         monkeypatch.setattr(graphs, "_capture", refused)
         monkeypatch.setattr(graphs, "_captures", True)
         requests = [(engine.submit(ids, Sampling(NEW, stop_tokens=())), answer) for ids, answer in answers(name)]
@@ -197,7 +202,7 @@ def test_a_model_that_cannot_be_captured_is_served_all_the_same(name: str, monke
         assert [list(request.result(60).tokens) for request, _ in requests] == [answer for _, answer in requests]
         assert len(refused_at) == 1 < len(refused_at[0]), "once, in a step that prefilled, too"
         assert not graphs.is_useful
-        assert engine._executor.is_packed, "what it computes still follows from ids, positions and pages"
+        assert engine._worker.executor.is_packed, "what it computes still follows from ids, positions and pages"
         graphs.follow(engine.weave.memory.model_changes.version())
         assert not graphs.is_useful, "nor when the model is of another version"
 
@@ -209,7 +214,7 @@ def test_long_chunks_of_latents_are_computed_by_themselves_beside_packed_ones(
     name = "deepseek_v3"
     monkeypatch.setattr(paged_memory, "EXPANDED_TOKENS", 12)
     with engine_of(name, graphs=graphs) as engine:
-        executor, groups = engine._executor, list[list[int]]()
+        executor, groups = engine._worker.executor, list[list[int]]()
         run_group = executor._run_group
 
         def noted(chunks: Any) -> Any:
@@ -233,19 +238,19 @@ def test_a_long_chunk_of_latents_and_a_decode_are_two_groups_whatever_their_numb
     decode = SimpleNamespace(num_tokens=1, start=20, end=21, is_decode=True)
     chunk = SimpleNamespace(num_tokens=20, start=0, end=20, is_decode=False)
     with engine_of("deepseek_v3", graphs=True) as engine:
-        assert engine._executor.is_packed
+        assert engine._worker.executor.is_packed
         assert engine.weave.graphs.is_useful
         for chunks in ([decode, chunk], [chunk, decode], [decode, chunk, decode]):
-            groups = engine._executor._grouped(chunks)  # type: ignore[arg-type]
+            groups = engine._worker.executor._grouped(chunks)  # type: ignore[arg-type]
             assert [chunks.index(chunk)] in groups
             assert len(groups) == 2
 
 
 def wait_until_settled(engine: Engine) -> None:
     until = time.monotonic() + 10
-    while engine._under_way and time.monotonic() < until:
+    while engine._worker._under_way and time.monotonic() < until:
         time.sleep(0.01)
-    assert engine._under_way is None
+    assert engine._worker._under_way is None
 
 
 def note_sizes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepSize]:
@@ -337,14 +342,14 @@ def test_a_recorded_run_replayed_by_the_simulator_gives_the_hits_of_the_engine(n
 def test_low_priority_is_preempted_and_still_right(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of("llama", times=1.3) as engine:
         known = sorted(answers("llama"), key=lambda pair: -len(pair[0]))
-        run, steps, are_submitted = engine._executor.run, itertools.count(), threading.Event()
+        run, steps, are_submitted = engine._worker.executor.run, itertools.count(), threading.Event()
 
         def held(*given: Any, **named: Any) -> Any:
             """The steps of the prompt, and others once all requests are there."""
             assert next(steps) < -(-len(known[0][0]) // 48) or are_submitted.wait(60)
             return run(*given, **named)
 
-        monkeypatch.setattr(engine._executor, "run", held)
+        monkeypatch.setattr(engine._worker.executor, "run", held)
         low = engine.submit(known[0][0], Sampling(NEW, stop_tokens=()))
         next(iter(low))
         high = [engine.submit(ids, Sampling(NEW, stop_tokens=()), priority=1) for ids, _ in known[1:6]]
@@ -426,13 +431,13 @@ def test_a_model_that_fails_fails_its_requests_and_no_later_one(monkeypatch: pyt
 
 def test_a_commit_that_fails_fails_those_whose_prompts_are_under_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of("llama", budget=16) as engine:
-        commit = engine._scheduler.commit
+        commit = engine._worker.scheduler.commit
 
         def fail(_: Any) -> Any:
-            monkeypatch.setattr(engine._scheduler, "commit", commit)
+            monkeypatch.setattr(engine._worker.scheduler, "commit", commit)
             raise RuntimeError("no commit")
 
-        monkeypatch.setattr(engine._scheduler, "commit", fail)
+        monkeypatch.setattr(engine._worker.scheduler, "commit", fail)
         with pytest.raises(RuntimeError, match="no commit"):
             engine.submit(prompt(40)[0].tolist(), Sampling(2, stop_tokens=())).result(timeout_s=30)
         ids, answer = answers("llama")[0]
@@ -484,12 +489,12 @@ def test_an_engine_whose_core_is_broken_says_so_to_all_and_stops(monkeypatch: py
     engine = engine_of("llama", times=8, max_running=1)
     with engine.weave.memory.core_lock:
         requests = [engine.submit([5, 6, 7], Sampling(2)) for _ in range(3)]
-        monkeypatch.setattr(engine._scheduler, "plan", broken)
-        monkeypatch.setattr(engine._scheduler, "remove", broken)
+        monkeypatch.setattr(engine._worker.scheduler, "plan", broken)
+        monkeypatch.setattr(engine._worker.scheduler, "remove", broken)
     for request in requests:
         with pytest.raises(AssertionError, match="counted twice"):
             request.result(30)
-    engine._worker.join(30)
+    engine._worker.thread.join(30)
     assert not engine.is_running
     with pytest.raises(BadCall, match="closed"):
         engine.submit([5])

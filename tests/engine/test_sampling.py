@@ -102,9 +102,22 @@ def test_a_bias_forbids_or_forces_tokens_of_its_own_row_only() -> None:
     chosen = sample(LOGITS.repeat(3, 1), rows).tolist()
     assert (chosen[0], chosen[2]) == (best, 7)
     assert chosen[1] == int(LOGITS[0].topk(2).indices[1])
-    for wrong in ({"logit_bias": ((1, 101.0),)}, {"frequency_penalty": 3.0}, {"logit_bias": ((VOCABULARY, 1.0),)}):
-        with pytest.raises(BadOption):
-            row(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"logit_bias": ((1, 101.0),)}, r"logit_bias=.* \(must be within 100 of 0\)"),
+        ({"logit_bias": ((1, 1.0), (VOCABULARY, 1.0))}, f"from 0 to {VOCABULARY - 1}, not {VOCABULARY}$"),
+        ({"frequency_penalty": 3.0}, r"frequency_penalty=3.0 \(must be within 2 of 0\)$"),
+        ({"presence_penalty": float("nan")}, r"presence_penalty=nan \(must be within 2 of 0\)$"),
+        ({"max_new_tokens": 0, "top_p": 2}, r"max_new_tokens=0 \(must be at least 1\), top_p=2 \(must be above 0,"),
+        ({"logprobs": 21}, r"logprobs=21 \(must be from 0 to 20\)"),
+    ],
+)  # fmt: skip
+def test_an_option_out_of_its_range_is_refused_with_the_range(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadOption, match=says):
+        row(**wrong)
 
 
 def test_logprobs_are_of_the_model_and_only_for_rows_that_ask() -> None:

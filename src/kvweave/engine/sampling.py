@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +12,8 @@ import torch
 from kvweave.errors import BadOption
 from kvweave.tensor import upload
 
-MOST_PENALTY, MOST_BIAS = 2.0, 100.0
-"""As far from zero as OpenAI lets them be."""
+MOST_PENALTY, MOST_BIAS, MOST_LOGPROBS = 2.0, 100.0, 20
+"""The limits of OpenAI's API."""
 LEAST_TEMPERATURE = 1e-30
 """Lower ones above 0 count as this, which float32 can divide by."""
 
@@ -45,20 +45,21 @@ class Sampling:
     stop_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        limits = {
-            "max_new_tokens": self.max_new_tokens >= 1,
-            "temperature": 0 <= self.temperature < float("inf"),
-            "top_k": self.top_k >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
-            "frequency_penalty": -MOST_PENALTY <= self.frequency_penalty <= MOST_PENALTY,
-            "presence_penalty": -MOST_PENALTY <= self.presence_penalty <= MOST_PENALTY,
-            "logit_bias": all(-MOST_BIAS <= bias <= MOST_BIAS for _, bias in self.logit_bias),
-            "seed": self.seed is None or -(2**63) <= self.seed < 2**64,
-            "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
+        valid = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < float("inf"), "at least 0, and finite"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0, at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "above 0, and finite"),
+            "frequency_penalty": (abs(self.frequency_penalty) <= MOST_PENALTY, f"within {MOST_PENALTY:g} of 0"),
+            "presence_penalty": (abs(self.presence_penalty) <= MOST_PENALTY, f"within {MOST_PENALTY:g} of 0"),
+            "logit_bias": (all(abs(bias) <= MOST_BIAS for _, bias in self.logit_bias), f"within {MOST_BIAS:g} of 0"),
+            "seed": (self.seed is None or -(2**63) <= self.seed < 2**64, "from -2**63 to 2**64 - 1"),
+            "logprobs": (self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS, f"from 0 to {MOST_LOGPROBS}"),
         }
-        if wrong := [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if not limits.get(f.name, True)]:
+        wrong = [f"{name}={getattr(self, name)} (must be {range})" for name, (fits, range) in valid.items() if not fits]
+        if wrong:
             raise BadOption(f"sampling cannot use {', '.join(wrong)}")
 
 
@@ -91,10 +92,8 @@ class RowSampler:
             self.counts = torch.zeros(vocabulary, device=device)
         if sampling.logit_bias:
             tokens, biases = zip(*sampling.logit_bias, strict=True)
-            if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-                raise BadOption(
-                    f"logit_bias names tokens from 0 to {vocabulary - 1}, not {min(tokens)} or {max(tokens)}"
-                )
+            if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
+                raise BadOption(f"logit_bias names tokens from 0 to {vocabulary - 1}, not {unknown[0]}")
             self.bias = torch.zeros(vocabulary, device=device)
             self.bias[torch.tensor(tokens, device=device)] = torch.tensor(biases, device=device)
 

@@ -136,6 +136,8 @@ class Endpoint:
     def _limit(self, prompt: list[int], asked: int | None) -> int:
         """Tokens of an answer; those asked for must fit the model's positions, if it has a last one."""
         most = self.max_tokens
+        if asked is not None and asked < 1:
+            raise APIError(f"max_tokens (or max_completion_tokens) must be at least 1, not {asked}")
         if most is None:
             return self._fitting(len(prompt), DEFAULT_NEW_TOKENS) if asked is None else asked
         if len(prompt) + (1 if asked is None else asked) > most:

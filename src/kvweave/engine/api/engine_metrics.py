@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvweave.engine.engine import EngineStats
+from kvweave.engine.worker import EngineStats
 
 GAUGES = {"running": "Requests that run.", "waiting": "Requests that wait."}
 COUNTERS = {
