@@ -104,17 +104,23 @@ def test_many_requests_in_tiny_memory_get_the_answers_of_transformers_alone(name
         check_books(engine)
 
 
-@pytest.mark.parametrize(
-    ("chunk_sizes", "decode_sizes"),
-    [((16,), step_graphs.DECODES), ((16, 64), step_graphs.DECODES), ((16, 64), (1, 2))],
-    ids=["chunks apart", "chunks beside decodes", "few decodes"],
-)
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v3"]
-)
+STEP_SIZES = {
+    "chunks apart": ((16,), step_graphs.DECODES),
+    "chunks beside decodes": ((16, 64), step_graphs.DECODES),
+    "few decodes": ((16, 64), (1, 2)),
+}
+ROWS, STATES = ("llama", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3"), ("qwen3_next", "lfm2", "falcon_h1")
+GRAPHS = [
+    *[(name, sizes) for name in ROWS for sizes in STEP_SIZES],
+    *[(name, sizes) for name in STATES for sizes in ("chunks beside decodes", "few decodes")],  # no graphs of chunks
+]
+
+
+@pytest.mark.parametrize(("name", "step_sizes"), GRAPHS)
 def test_steps_at_fixed_addresses_that_run_ahead_give_the_same_answers(
-    name: str, chunk_sizes: tuple[int, ...], decode_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, step_sizes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    chunk_sizes, decode_sizes = STEP_SIZES[step_sizes]
     monkeypatch.setattr(step_graphs, "CHUNKS", chunk_sizes)
     monkeypatch.setattr(step_graphs, "DECODES", decode_sizes)
     for times in (1.5, 3):
@@ -173,12 +179,8 @@ def test_a_model_that_cannot_be_captured_is_served_all_the_same(name: str, monke
     be computed together still is."""
     refused_at: list[set[int]] = []
     with engine_of(name, times=8, graphs=True, budget=512) as engine:
-        graphs, run, lengths, are_submitted = (
-            engine.weave.graphs,
-            engine._worker.executor.run,
-            set[int](),
-            threading.Event(),
-        )
+        graphs, run = engine.weave.graphs, engine._worker.executor.run
+        lengths, are_submitted = set[int](), threading.Event()
 
         def noted(chunks: Any) -> torch.Tensor | None:
             lengths.clear()

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvweave.attention import StepSize
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.captured_forward import CapturedForward
+from kvweave.integrations.transformers.compiled_layers import CompiledLayers, MemoryLinear
 from kvweave.integrations.transformers.fixed_cache import FixedCache, LayersByCall
 from kvweave.integrations.transformers.layers.state_layers import LayerState
 from kvweave.integrations.transformers.paged_forward import PagedForward
-from kvweave.integrations.transformers.step_graphs import CompiledLayers, MemoryLinear, StepGraphs
+from kvweave.integrations.transformers.step_graphs import StepGraphs
 from kvweave.tensor import carry_out
 from tests.integrations.checks import CLOSE
 from tests.integrations.models import difference, greedy, model_of, plain, prompt
