@@ -25,7 +25,7 @@ from kvweave.spec import (
     State,
     Window,
 )
-from kvweave.spec.model import difference
+from kvweave.spec.layer_spec import difference
 from kvweave.spec.reach import tokens_needed
 from tests import strategies
 

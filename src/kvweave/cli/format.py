@@ -8,7 +8,7 @@ from itertools import groupby
 from kvweave.cli.plan_request import PlanResult
 from kvweave.plan import Group, Place, Plan
 from kvweave.spec import DType, Reach, Role, codec
-from kvweave.spec.model import holds_state
+from kvweave.spec.layer_spec import holds_state
 from kvweave.units import format_bytes
 
 _SHORT_DTYPES = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvweave.errors import AmbiguousDraft, DraftMismatch
 from kvweave.spec import LayerCache, ModelSpec
-from kvweave.spec.model import difference
+from kvweave.spec.layer_spec import difference
 
 SOLE = "default"
 """The tag of a draft that knows no groups; it may stand for the one group of the target that is its equal."""

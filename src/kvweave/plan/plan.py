@@ -14,7 +14,7 @@ from kvweave.plan.parallel import Parallel
 from kvweave.plan.pool import Layout, Place, Pool
 from kvweave.plan.view import View, role_view
 from kvweave.spec import Read, codec
-from kvweave.spec.model import holds_state
+from kvweave.spec.layer_spec import holds_state
 
 UNLIMITED = 2**31 - 1
 TYPICAL_TOKENS = 32_768

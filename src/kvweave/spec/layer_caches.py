@@ -14,7 +14,7 @@ from typing import Literal
 
 from kvweave.errors import ConfigError, UnknownName
 from kvweave.spec.dtypes import DType
-from kvweave.spec.model import LayerCache
+from kvweave.spec.layer_spec import LayerCache
 from kvweave.spec.reach import Chunk, Full, Reach, State, Window
 from kvweave.spec.role import Part, Role, Segment
 

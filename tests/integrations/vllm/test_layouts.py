@@ -12,7 +12,7 @@ from kvweave.integrations.vllm.engine_groups import EngineGroup, EngineLayer, ch
 from kvweave.integrations.vllm.layouts import attention_views, state_views
 from kvweave.plan import Parallel
 from kvweave.spec import Chunk, DType, Full, LayerCache, ModelSpec, Reach, Role, Segment, State, Window
-from kvweave.spec.model import Layer
+from kvweave.spec.layer_spec import Layer
 from kvweave.store import PagePayloads, Schema
 
 BLOCKS, HEADS, TOKENS, KEY, VALUE = 5, 2, 8, 4, 6

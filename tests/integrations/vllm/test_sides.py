@@ -20,7 +20,7 @@ from kvweave.integrations.vllm.scheduler_side import Scheduled, SchedulerSide
 from kvweave.integrations.vllm.step_messages import WorkerReport
 from kvweave.integrations.vllm.worker_side import WorkerSide
 from kvweave.spec import DType, Full, LayerCache, ModelSpec, Role, State, Window
-from kvweave.spec.model import Layer
+from kvweave.spec.layer_spec import Layer
 from kvweave.store import (
     DictTier,
     EngineMemory,

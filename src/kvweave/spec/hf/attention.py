@@ -8,7 +8,7 @@ from kvweave.spec.dtypes import DType
 from kvweave.spec.hf.fields import Fields
 from kvweave.spec.hf.patterns import rope_layers
 from kvweave.spec.layer_caches import CacheBuilder, Caches
-from kvweave.spec.model import LayerCache
+from kvweave.spec.layer_spec import LayerCache
 from kvweave.spec.reach import Chunk, Full, Reach, Window
 from kvweave.spec.role import Role
 

@@ -11,7 +11,7 @@ from kvweave.spec.hf.attention import head_dim
 from kvweave.spec.hf.fields import Fields
 from kvweave.spec.hf.patterns import CSA, HCA
 from kvweave.spec.layer_caches import CacheBuilder, Caches
-from kvweave.spec.model import LayerCache
+from kvweave.spec.layer_spec import LayerCache
 from kvweave.spec.reach import Chunk, Full, Reach, State, Window
 from kvweave.spec.role import Part, Role
 

@@ -14,7 +14,7 @@ from kvweave.spec.hf.attention import head_dim, kv_heads
 from kvweave.spec.hf.fields import Fields, language_model, load
 from kvweave.spec.hf.patterns import CONV, NOTHING, layer_kinds
 from kvweave.spec.hf.reader import from_config
-from kvweave.spec.model import Layer, LayerCache, holds_state
+from kvweave.spec.layer_spec import Layer, LayerCache, holds_state
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _WIDTHS = ("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size", "ffn_hidden_size", "ffn_dim")

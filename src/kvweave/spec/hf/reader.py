@@ -11,7 +11,8 @@ from kvweave.spec.hf.fields import MOST_LAYERS, Fields, class_defaults, family_o
 from kvweave.spec.hf.kinds import FAMILIES, build_layer
 from kvweave.spec.hf.patterns import CONV, FULL, LEGACY, LINEAR, NOTHING, PATTERNS, SLIDING, layer_kinds
 from kvweave.spec.layer_caches import CacheBuilder, Caches, Store
-from kvweave.spec.model import Layer, LayerCache, ModelSpec, Read
+from kvweave.spec.layer_spec import Layer, LayerCache, Read
+from kvweave.spec.model import ModelSpec
 
 
 def from_config(

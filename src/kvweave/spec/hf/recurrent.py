@@ -10,7 +10,7 @@ from kvweave.spec.hf.attention import full, head_dim, indexed, kv_heads, window
 from kvweave.spec.hf.fields import Fields
 from kvweave.spec.hf.patterns import FULL, INDEXED, layer_kinds
 from kvweave.spec.layer_caches import CacheBuilder, Caches
-from kvweave.spec.model import LayerCache
+from kvweave.spec.layer_spec import LayerCache
 from kvweave.spec.reach import Full, Reach
 from kvweave.spec.role import Role, Segment
 
