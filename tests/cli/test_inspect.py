@@ -53,6 +53,7 @@ def test_nobody_there_is_one_line(kvweave: Kvweave, tmp_path: Path) -> None:
     run = kvweave("inspect", "--socket", str(tmp_path / "nobody"))
     assert (run.code, run.out, run.err.count("\n")) == (2, "", 1)
     assert "no daemon at" in run.err
+    assert "start one with `kvweave serve`, or say where it is with --socket" in run.err
 
 
 def test_a_token_or_a_certificate_that_is_none_is_named(kvweave: Kvweave, tmp_path: Path) -> None:

@@ -113,7 +113,8 @@ def _usage(error: Exception) -> str:
     if protocol is None:
         raise error
     context = getattr(error, "ctx", None)
-    return f"{protocol().rstrip('.')}; see {context.command_path if context else 'kvweave'} --help"
+    said = protocol().rstrip(".")
+    return f"{said}{' ' if said.endswith('?') else '; '}see {context.command_path if context else 'kvweave'} --help"
 
 
 def _fail(message: str) -> NoReturn:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvweave.errors import ConfigError, MissingExtra
+from kvweave.errors import ConfigError, MissingExtra, ServerGone
 
 if TYPE_CHECKING:
     from kvweave.server import Client
@@ -36,11 +36,17 @@ def connected(
     """Connect without mapping the arena. Raises `ServerGone`, `Refused`."""
     with MissingExtra.on_import(f"kvweave {name}", "server"):
         from kvweave.server import Client, default_socket  # noqa: PLC0415 - an extra
-        from kvweave.server.settings import read_token  # noqa: PLC0415
+        from kvweave.server.settings import address, read_token  # noqa: PLC0415
 
+    if connect is not None:
+        address(connect)
     token = read_token(token_file) if token_file else ""
     try:
         tls = ssl.create_default_context(cafile=str(tls_ca)) if tls_ca else None
     except OSError as error:  # also of ssl; it does not name the file
         raise ConfigError(f"--tls-ca {tls_ca} cannot be used: {error}") from error
-    return Client(connect or socket or default_socket(), name=name, token=token, tls=tls, arena=False)
+    try:
+        return Client(connect or socket or default_socket(), name=name, token=token, tls=tls, arena=False)
+    except ServerGone as error:
+        option = "--connect" if connect else "--socket"
+        raise ServerGone(f"{error}: start one with `kvweave serve`, or say where it is with {option}") from error

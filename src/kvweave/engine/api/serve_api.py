@@ -26,7 +26,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
         bound.close()
-        raise BadOption(f"cannot listen on {host}, port {port}: {error}; choose another") from error
+        raise BadOption(f"cannot listen on {host}, port {port}: {str(error).rstrip('.')}; choose another") from error
     return bound
 
 
