@@ -14,8 +14,8 @@ from tests.cli.command import Kvweave
 from tests.cli.threads import one_thread  # noqa: F401
 
 SMALL = (
-    demo.DemoModel("gemma-3-27b", "4M", "32MiB", "windows"),
-    demo.DemoModel("qwen3-next-80b", "4M", "64MiB", "states"),
+    demo.DemoModel("gemma-3-27b", "1M", "32MiB", "windows"),
+    demo.DemoModel("qwen3-next-80b", "1M", "64MiB", "states"),
 )
 
 

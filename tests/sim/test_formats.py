@@ -138,7 +138,7 @@ def test_a_tail_and_an_output_are_those_of_the_request_that_goes_on_from_it(tmp_
     assert len(first) == 1119  # the last generated token is never computed
     assert (second[:512] == first[:512]).all()
     assert not set(second[512:]) & {*first, *third}
-    assert any("1 requests are taken from the request that goes on" in note for note in trace.invented)
+    assert any("are known for 1 requests that a later one continues" in note for note in trace.invented)
 
 
 def test_blocks_leaves_out_tails_and_outputs_but_for_a_token_to_compute(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_block_that_was_there_before_is_a_document_not_a_conversation(tmp_path
     ]
     rows[0]["hash_ids"], rows[0]["input_length"] = [0, 1], 1024
     trace = read_trace(written(tmp_path, "x.jsonl", lines([rows[0], *rows])))
-    assert any("1 requests are taken" in note for note in trace.invented)
+    assert any("are known for 1 requests" in note for note in trace.invented)
 
 
 def test_parents_make_sessions_and_outputs(tmp_path: Path) -> None:

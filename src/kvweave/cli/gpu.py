@@ -26,7 +26,7 @@ _METHOD_BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4.25, "gptq": 4, "awq": 4}
 
 @dataclass(frozen=True, slots=True)
 class GpuRequest:
-    """A GPU, and what the user says about its other tenants: bytes or a dtype of the weights, bytes of the rest."""
+    """A GPU, and the sizes that the user gives: bytes or a dtype of the weights, bytes of the rest."""
 
     gpu: str
     weights: str | None = None

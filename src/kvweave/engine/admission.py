@@ -28,7 +28,7 @@ class Admitted:
 
 
 class Admission:
-    """For the thread that holds the core's lock."""
+    """Opens and closes the sequences of jobs. Used by the thread that holds the core's lock."""
 
     def __init__(self, weave: KVWeave) -> None:
         self._weave, self._opener = weave, weave.opener

@@ -28,9 +28,9 @@ class Engine:
 
     A step computes at most `budget` tokens, of at most `max_running` requests: tokens of those that generate first,
     then chunks of prompts. At most `max_waiting` requests wait. Requests are served by priority, and prefixes are
-    shared within one namespace. `on_finish` hears of every request that ends, on the engine's thread. On a GPU layers
-    are compiled for steps of few tokens, unless `compile_layers` is False: the first requests take some seconds more,
-    all others less. Use it as a context; `close` cancels what runs and frees the memory.
+    shared within one namespace. `on_finish` is called for every request that ends, on the engine's thread. On a GPU
+    layers are compiled for steps of few tokens, unless `compile_layers` is False: the first requests take some seconds
+    more, all others less. Use it as a context; `close` cancels what runs and frees the memory.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Engine:
         results = []
         try:
             for number in _shown(range(len(given)), progress):
-                with self._worker.changed:  # when the first prompt is opened, others are known, which may begin like it
+                with self._worker.changed:  # the first is opened when others with its prefix are known
                     self._submit_more(requests, given, each, namespace, at_least=number + 1)
                 results.append(requests[number].result())
         except BaseException:

@@ -46,7 +46,7 @@ class Executor:
 
     @property
     def _stacks_chunks(self) -> bool:
-        """Whether chunks of as many tokens are computed in one call, wherever in their prompts they are."""
+        """Whether chunks of equal length are computed in one call, wherever in their prompts they begin."""
         are_apart = self._needs_equal_lengths or self.rope.is_there or self.served.scans_afresh
         return self._weave.attends_in_place and not are_apart
 

@@ -26,7 +26,7 @@ class Job:
     sequence: Sequence | None = field(default=None, repr=False)
     """Its pages, while it runs."""
     branches: tuple[int, ...] = ()
-    """Where jobs that waited when it was opened leave its prompt."""
+    """Where prompts that waited when it was opened part from its own: it leaves resume points there."""
     num_opened: int = 0
     """Tokens that its sequence was opened with; those after them are told when they are committed."""
     num_pending: int = 0

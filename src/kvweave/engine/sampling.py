@@ -73,8 +73,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class RowSampler:
-    """What is kept for one request between its tokens: its generator, and the tokens that it has. Raises `BadOption` if
-    a biased token is not one of the vocabulary."""
+    """The state of one request's sampling: its random generator, and counts of its tokens. Raises `BadOption` if a
+    biased token is not one of the vocabulary."""
 
     def __init__(self, sampling: Sampling, prompt: SequenceOf[int], vocabulary: int, device: torch.device) -> None:
         self.sampling = sampling
@@ -99,11 +99,11 @@ class RowSampler:
 
     @property
     def shifts(self) -> bool:
-        """Whether something is added to its logits."""
+        """Whether penalties or biases are added to its logits."""
         return self.counts is not None or self.bias is not None
 
     def shift(self, scores: torch.Tensor) -> None:
-        """Add it, in place."""
+        """Add penalties and biases to the logits, in place."""
         if self.counts is not None:
             scores -= self.sampling.frequency_penalty * self.counts + self.sampling.presence_penalty * (self.counts > 0)
         if self.bias is not None:
@@ -135,7 +135,7 @@ def sample(logits: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
 
 
 def logprobs(logits: torch.Tensor, rows: SequenceOf[RowSampler], chosen: torch.Tensor) -> list[TokenLogprobs | None]:
-    """Of the rows that want them."""
+    """Logprobs of the chosen tokens, for the rows that asked for them; None for the others."""
     most = max((row.sampling.logprobs or 0 for row in rows), default=0)
     if all(row.sampling.logprobs is None for row in rows):
         return [None] * len(rows)
@@ -158,7 +158,7 @@ def _penalised(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tens
 
 
 def _shifted(scores: torch.Tensor, rows: SequenceOf[RowSampler]) -> torch.Tensor:
-    scores = scores.clone()  # they may be the model's logits, of which logprobs are told
+    scores = scores.clone()  # they may be the model's logits, from which logprobs are computed
     for row, own in zip(rows, scores, strict=True):
         row.shift(own)
     return scores

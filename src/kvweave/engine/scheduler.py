@@ -57,7 +57,7 @@ class Scheduler:
         self._arrived = 0
         self._has_full_only = all(group.cache.reach.span is None for group in core.plan.groups)
 
-    # ---- jobs come and go
+    # ---- adding and removing jobs
 
     def check(self, num_prompt: int, max_new: int) -> None:
         """Raise `NeverFits` for a job that could never run, not even alone. Any thread may ask."""
@@ -69,7 +69,7 @@ class Scheduler:
         job.number, self._arrived = self._arrived, self._arrived + 1
         active = {other.tenant for other in (*self.running, *self.waiting)}
         self._served = Counter({tenant: self._served[tenant] for tenant in active})
-        if job.tenant not in active:  # a tenant without jobs saves up no share, and owes none
+        if job.tenant not in active:  # the share of a tenant starts afresh when it has no jobs
             self._served[job.tenant] = min(self._served.values(), default=0)
         self.waiting.append(job)
         if not self._has_full_only:
@@ -91,8 +91,8 @@ class Scheduler:
     # ---- a step
 
     def plan(self) -> StepPlan:
-        """Allocate pages for the next step. No chunks: there is nothing to do but to wait for tokens under way, or
-        somebody else has all pages."""
+        """Allocate pages for the next step. It has no chunks if every job waits for tokens under way, or if
+        another holder of the cache has all pages."""
         while True:
             step = StepPlan([], [])
             self._generate(step)

@@ -148,7 +148,7 @@ class Worker:
         except BaseException as failure:
             log.exception("the engine has stopped: it cannot give back what its requests hold")
             error = failure
-        with self.changed:  # whatever happened, nobody waits for ever
+        with self.changed:  # requests that are left would wait for ever
             self._closing = True
             left = list(self._by_request)
         for request in left:
@@ -167,7 +167,7 @@ class Worker:
             return True
 
     def _take_inbox(self) -> bool:
-        """Wait for something to do, and take over what was asked meanwhile; False at the end."""
+        """Wait for something to do, and take over submitted and cancelled requests; False once it is closing."""
         with self.changed:
             self.changed.wait_for(lambda: self._inbox or self._closing or self._under_way or not self.scheduler.is_idle)
             asked = list(self._inbox)
@@ -289,7 +289,7 @@ class Worker:
 
 @contextmanager
 def _logged(what: str) -> Iterator[None]:
-    """Failures beside an answer are logged: they take it from nobody."""
+    """Log a failure that does not concern the answer: the request still gets it."""
     try:
         yield
     except Exception:

@@ -1,4 +1,4 @@
-"""Load figures: what a trace says of lengths and rates, whether or not it says what requests share."""
+"""Load figures: lengths and rates of a trace, also of one that does not tell which tokens requests share."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """What came of each request: tokens hit; tokens of which rows were there, hit or not; the kind of point that was
+    """Results by request: tokens hit; tokens of which rows were there, hit or not; the kind of point that was
     hit (-1: none); whether it was refused, as engines do before its first step, for it never fits."""
 
     hits: Counts

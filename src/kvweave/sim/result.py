@@ -1,4 +1,4 @@
-"""What came of a simulation: frozen records, one a policy and memory, and what the oracles say beside."""
+"""The result of a simulation: frozen records, one for each policy and memory, with the hits of the oracles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class TokenSplit:
-    """Prompt tokens by what became of them. They add up to `prompt`."""
+    """Prompt tokens, divided into hits and kinds of misses, which add up to `prompt`."""
 
     prompt: int
     hit: int

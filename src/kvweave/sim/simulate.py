@@ -71,7 +71,7 @@ class Options:
 def simulate(
     trace: Trace, plan_of: PlanOf, options: Options, *, model: str = "", on_request: Callable[[], None] | None = None
 ) -> Simulation:
-    """Replay a trace with every policy and memory. `on_request` hears of each request of each replay."""
+    """Replay a trace with every policy and memory. `on_request` is called after each request of each replay."""
     return _Simulator(trace, plan_of, options, on_request).run(model)
 
 

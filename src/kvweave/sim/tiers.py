@@ -1,7 +1,7 @@
 """Tiers below the device's memory: what of the prompts would come from host, disk or network, and whether loading it
 is faster than computing it.
 
-The model is inclusive and simple: every tier hears of every request, and holds what a cache of its size under the same
+The model is inclusive and simple: every tier sees every request, and holds what a cache of its size under the same
 policy and retention would hold. What a tier has beyond the levels above it is loaded if bytes / bandwidth + latency is
 less than tokens / prefill speed, else computed. Tiers are asked in order; writing to them costs no time.
 """

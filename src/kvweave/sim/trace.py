@@ -97,7 +97,7 @@ class Trace:
             )
 
     def sample(self, share: float, seed: int = 0) -> Trace:
-        """The requests of a share of the sessions: whole sessions, for single requests would find nothing of theirs."""
+        """The requests of a share of the sessions: of requests taken at random, few would find their predecessor."""
         if not 0 < share <= 1:
             raise BadOption(f"a sample is a share of the sessions from above 0 to 1, got {share}")
         if share == 1:

@@ -37,7 +37,7 @@ def converse(asker: ModelAsker, text: TextCodec, said: Iterable[str], tell: Call
 
 
 class AnswerPrinter:
-    """Prints an answer as it comes, and has its tokens."""
+    """Prints an answer token by token, and keeps its tokens."""
 
     def __init__(self, text: TextCodec) -> None:
         self.streamer = TextStreamer(text, skip_special_tokens=True)
@@ -56,7 +56,7 @@ def lines() -> Iterator[str]:
             line = ask(PROMPT).strip()
         except (EOFError, KeyboardInterrupt):
             if ask is input:
-                print()  # what is said next does not belong to the prompt
+                print()  # what is printed next starts on a line of its own
             return
         if line in QUIT:
             return

@@ -20,8 +20,8 @@ from kvweave.cli.table import console, print_table
 from kvweave.errors import ConfigError, MissingExtra
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""Set before torch is loaded, unless the user did: never the network; and threads that wait do not burn the cores, or a
-busy machine is ten times slower."""
+"""Set before torch is loaded, unless the user set them: no network, and waiting OpenMP threads sleep (spinning ones
+make a busy machine ten times slower)."""
 
 
 def run_command(

@@ -29,7 +29,7 @@ TRIED_TOKENS = 8
 _MISFITS = (ValueError, RuntimeError, AssertionError, TypeError, ArithmeticError, LookupError, StrictDataclassError)
 """How a family says that some of its sizes do not fit one another."""
 STRONG = 0.7
-"""The spread of weights of width 1. So much that what a random model says depends on all that it was told."""
+"""The spread of weights of width 1: so large that the tokens of a random model depend on its whole prompt."""
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
 _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmMbBgG]?)")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
@@ -37,7 +37,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that can generate, how to write to it, and what there is to know of it."""
+    """A model that can generate, its tokenizer, and a description of it."""
 
     name: str
     model: Any
@@ -120,7 +120,7 @@ def _millions(model: Any) -> str:
 
 
 def _untie(model: Any) -> None:
-    """An output of its own: random models whose output is their input say again what they heard last."""
+    """An output layer of its own: with tied embeddings, a model with random weights repeats the last token."""
     said, heard = model.get_output_embeddings(), model.get_input_embeddings()
     if said.weight is heard.weight:
         said.weight = torch.nn.Parameter(torch.randn_like(said.weight) * heard.weight.std())

@@ -1,4 +1,4 @@
-"""What came of the requests: frozen records, and their sums."""
+"""The outcome of each request: frozen records, and their sums."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RunOutcomes:
 
     @property
     def faster(self) -> float | None:
-        """How many times less was waited for first tokens, over all requests, those that found nothing among them."""
+        """How many times shorter the time to first tokens was, summed over all requests, with and without a hit."""
         return self.plain_first_token_seconds / self.first_token_seconds if self.compared else None
 
     @property

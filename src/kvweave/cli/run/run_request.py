@@ -1,4 +1,4 @@
-"""What `kvweave run` was asked for, and what came of it. Nothing here needs torch."""
+"""The request and the result of `kvweave run`. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A model, what came of its requests, and its pages at the end."""
+    """A model, the outcomes of its requests, and its pages at the end."""
 
     request: RunRequest
     name: str

@@ -27,8 +27,8 @@ OnProgress = Callable[[str], None]
 
 
 def run(request: RunRequest, on_request: OnProgress, tell: OnProgress) -> RunResult:
-    """Load, generate, and look at the pages at the end. `on_request` hears when the model is loaded ("") and of each
-    request that was answered."""
+    """Load, generate, and look at the pages at the end. `on_request` is called when the model is loaded (with "")
+    and after each answer."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     loaded = load(

@@ -1,4 +1,4 @@
-"""Text and tokens: a model's own tokenizer, or bytes for models that never learned any."""
+"""Text and tokens: a model's own tokenizer, or bytes for models with random weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TextCodec(Protocol):
 
 
 class ByteTokenizer:
-    """A token a byte of UTF-8, behind padding, start and end. Other tokens are nothing that can be read."""
+    """A token a byte of UTF-8, behind padding, start and end. Other tokens decode to nothing."""
 
     name = "bytes"
     FIRST = 3

@@ -1,4 +1,4 @@
-"""Workloads: requests as agents, chats and questions over documents make them. Each hears the answer, then goes on.
+"""Workloads: requests as agents, chats and questions over documents make them. Each depends on the answers before it.
 
 agents   one system prompt with tools; agents in turn, each with a history of tool results and answers
 chat     one system prompt; conversations in turn, each with a history of questions and answers

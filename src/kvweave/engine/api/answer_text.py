@@ -25,7 +25,7 @@ class AnswerText:
         return len(self._tokens)
 
     def add(self, token: int) -> str:
-        """A token came. Words depend on those before them, so a few tokens before are decoded again."""
+        """A token came. Decoding depends on the tokens before, so a few of them are decoded again."""
         self._tokens.append(token)
         self.offsets.append(self._length)
         before = self._codec.decode(self._tokens[self._first : self._shown])

@@ -1,4 +1,4 @@
-"""The body of an API request: JSON fields with their types, and how they are said to be wrong."""
+"""The body of an API request: JSON fields, checked by type; an error names the field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class APIError(KVWeaveError):
     """An answer with an HTTP status and a code, as OpenAI's clients know them."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message.encode(errors="backslashreplace").decode())  # it may quote what no text can hold
+        super().__init__(message.encode(errors="backslashreplace").decode())  # may quote half a surrogate pair
         self.status, self.code = status, code
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kvweave.engine.sampling import TokenLogprobs
 
 
 class TextPiece(NamedTuple):
-    """Text that came, and the tokens (with logprobs and offsets, if asked for) that it is of; the last one has a
+    """Text, and the tokens that it was decoded from (with logprobs and offsets, if asked for); the last piece has a
     reason."""
 
     text: str | None

@@ -42,7 +42,7 @@ class CompletionFormat:
     def _encoded(self, text: str) -> list[int]:
         try:
             return self.codec.encode(text)
-        except Exception as error:  # half of a surrogate pair is no text, and tokenizers raise what they like
+        except Exception as error:  # half of a surrogate pair; tokenizers may raise any exception
             raise APIError(f"the tokenizer of this model does not take this prompt: {error}") from error
 
     def tools(self, _: Body) -> ToolUse:
@@ -104,7 +104,7 @@ class ChatFormat:
     def _prompt(self, messages: list[Any], tools: list[Any], opens_call: bool) -> list[int]:
         try:
             return self.codec.chat([_plain(each) for each in messages], tools or None, opens_call)
-        except Exception as error:  # templates are programs, and raise what they like
+        except Exception as error:  # templates are programs, and may raise any exception
             raise APIError(f"the chat template of this model does not take these messages: {error}") from error
 
     def tools(self, body: Body) -> ToolUse:

@@ -90,8 +90,8 @@ def read_way(
         for row, ids in zip(rows, blocks, strict=True)
     ]
     notes = [
-        f'read as "cont": the tails and outputs of {num_linked:,} requests are taken from the request that goes on from'
-        f" them, those of {len(rows) - num_linked:,} are tokens of their own",
+        f'read as "cont": ends of prompts and outputs, which have no ids, are known for {num_linked:,} requests that a'
+        f" later one continues; those of {len(rows) - num_linked:,} others are tokens that no request shares",
         *invented,
     ]
     return make_trace(name, format, block_tokens, requests, notes)
