@@ -291,11 +291,21 @@ def test_a_byte_order_mark_and_lines_that_end_as_on_windows_change_nothing(tmp_p
     assert lengths(read_trace(windows)) == lengths(read_trace(plain))
 
 
-def test_text_in_utf_16_is_refused_with_the_cure(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "says"),
+    [
+        ("[]".encode("utf-16"), "is UTF-16 text: convert it to UTF-8"),
+        (b"PAR1\x15\x04", "is a Parquet file: write it as JSON lines"),
+        (b"PK\x03\x04\x14", "is a zip archive: unpack it"),
+        (b"\x28\xb5\x2f\xfd\x04", "is compressed with zstd: decompress it"),
+        (b"\xfd7zXZ\x00", "is compressed with xz: decompress it"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_with_the_cure(tmp_path: Path, start: bytes, says: str) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_bytes(lines(samples.MOONCAKE).encode("utf-16"))
+    path.write_bytes(start)
     for format in ("auto", "mooncake", "log"):
-        with pytest.raises(TraceError, match="is UTF-16 text: convert it to UTF-8"):
+        with pytest.raises(TraceError, match=says):
             read_trace(path, format=format)
 
 

@@ -22,6 +22,15 @@ HEAD_BYTES = 1 << 16
 LINE_BYTES = 1 << 26
 """Of a first line that is longer than the head, as much is read: a chat may be megabytes of text in one line."""
 GZIP = b"\x1f\x8b"
+NOT_READ = {
+    codecs.BOM_UTF16_LE: "UTF-16 text: convert it to UTF-8, for instance with iconv -f UTF-16 -t UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16 text: convert it to UTF-8, for instance with iconv -f UTF-16 -t UTF-8",
+    b"PAR1": "a Parquet file: write it as JSON lines, for instance with pandas' to_json(orient='records', lines=True)",
+    b"PK\x03\x04": "a zip archive: unpack it, and give the folder",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: decompress it, for instance with zstd -d",
+    b"\xfd7zXZ": "compressed with xz: decompress it, for instance with xz -d",
+}
+"""Files that are not read, by their first bytes, and what to do."""
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".log", ".txt")
 
 
@@ -106,9 +115,11 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _text(file: str, stream: IO[bytes], errors: str = "strict") -> IO[str]:
-    """A file as UTF-8 text, without a byte order mark."""
-    if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # type: ignore[attr-defined]
-        raise TraceError(f"{file} is UTF-16 text: convert it to UTF-8, for instance with iconv -f UTF-16 -t UTF-8")
+    """A file as UTF-8 text, without a byte order mark; `TraceError` for a file of `NOT_READ`."""
+    start = stream.peek(8)  # type: ignore[attr-defined]
+    for first_bytes, cure in NOT_READ.items():
+        if start.startswith(first_bytes):
+            raise TraceError(f"{file} is {cure}")
     return io.TextIOWrapper(stream, encoding="utf-8-sig", errors=errors)
 
 
