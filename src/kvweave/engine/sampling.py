@@ -58,7 +58,7 @@ class Sampling:
             "seed": (self.seed is None or -(2**63) <= self.seed < 2**64, "from -2**63 to 2**64 - 1"),
             "logprobs": (self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS, f"from 0 to {MOST_LOGPROBS}"),
         }
-        wrong = [f"{name}={getattr(self, name)} (must be {range})" for name, (fits, range) in valid.items() if not fits]
+        wrong = [f"{name}={getattr(self, name)} (must be {text})" for name, (fits, text) in valid.items() if not fits]
         if wrong:
             raise BadOption(f"sampling cannot use {', '.join(wrong)}")
 
