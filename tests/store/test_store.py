@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from kvweave import ModelSpec
 from kvweave.errors import StoreError
 from kvweave.spec import Chunk, Full, Reach, SinkWindow, State, Window
 from kvweave.store import DictTier, DiskTier, MemoryTier, Saved, Schema, Shard, Store, TierPolicy, TierStack
-from kvweave.store.blob import blob_bytes, blob_info, seal
+from kvweave.store.blob import HEADER, blob_bytes, seal
 from kvweave.store.keys import Bytes
 from kvweave.store.shard_group import refreshed
 from kvweave.store.tier import joined
@@ -183,15 +184,12 @@ def test_first_chunks_outlive_the_last_when_room_gets_tight() -> None:
     assert 6 * SIZE <= store.lookup(first).position <= 9 * SIZE
 
 
-def test_a_blob_tells_what_it_is() -> None:
+def test_the_header_of_a_blob_says_what_it_is() -> None:
     shard = Schema.of(hybrid()).shards[0]
     blob = joined(seal(shard, 2, bytes(range(48)), truth(shard, 2)))
-    found = blob_info(blob)
-    assert found is not None
-    assert (found.start, found.stop, found.payload_bytes) == (512, 768, shard.payload_bytes)
-    assert (found.meta["tag"], found.meta["layers"], found.meta["part"]) == ("full", [0], 0)
-    assert blob_info(blob[:-1]) is None
-    assert blob_info(b"something else entirely, and long enough to be a header" * 4) is None
+    meta = json.loads(blob[HEADER.size : len(blob) - shard.payload_bytes])
+    assert (meta["tag"], meta["layers"], meta["part"]) == ("full", [0], 0)
+    assert HEADER.unpack_from(blob)[-2:] == (512, 768)
 
 
 def test_ranks_of_other_degrees_share_a_hybrid_prompt() -> None:

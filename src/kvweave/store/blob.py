@@ -12,13 +12,10 @@ A reader knows every byte of the header in advance, except the checksum. Any dif
 
 from __future__ import annotations
 
-import json
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -152,28 +149,3 @@ class BlobCheck:
 
 def _checksum(head: bytes, payload_sum: int) -> int:
     return xxhash.xxh3_64_intdigest(head + payload_sum.to_bytes(8, "little"))
-
-
-@dataclass(frozen=True, slots=True)
-class BlobInfo:
-    """What the header of a blob says."""
-
-    key: bytes
-    start: int
-    stop: int
-    payload_bytes: int
-    meta: dict[str, Any]
-
-
-def blob_info(blob: bytes) -> BlobInfo | None:
-    """Read a blob without knowing its shard; None if it is damaged or not a blob."""
-    if len(blob) < HEADER.size or blob[:4] != MAGIC:
-        return None
-    _, version, _, meta_bytes, _, payload_bytes, checksum, key, start, stop = HEADER.unpack_from(blob)
-    size = HEADER.size + meta_bytes
-    if version != VERSION or len(blob) != size + payload_bytes:
-        return None
-    head = blob[: CHECKSUM.start] + bytes(8) + blob[CHECKSUM.stop : size]
-    if _checksum(head, checksums.checksum(np.frombuffer(blob, np.uint8)[size:])) != checksum:
-        return None
-    return BlobInfo(key, start, stop, payload_bytes, json.loads(blob[HEADER.size : size]))

@@ -28,15 +28,6 @@ class HistogramStats:
     def count(self) -> int:
         return sum(self.counts)
 
-    def quantile(self, share: float) -> float:
-        """Seconds within which this share was done, as far as the buckets tell; infinity beyond them, 0 for none."""
-        left = share * self.count
-        for bound, number in zip((*BUCKETS_S, float("inf")), self.counts, strict=True):
-            left -= number
-            if left <= 0 < self.count:
-                return bound
-        return 0.0
-
 
 class Histogram:
     """Counts. Any thread may observe."""
