@@ -212,13 +212,13 @@ class Tree:
     # ---- shrinking
 
     def remove_point(self, point: Point) -> None:
-        points = point.node.points
+        points = point.node.points  # most that go are the first one or the last one
         if points[-1] is point:
             points.pop()
-        else:  # most of these are the first one
-            del points[
-                0 if points[0] is point else bisect_left(points, point.position, key=lambda other: other.position)
-            ]
+        elif points[0] is point:
+            del points[0]
+        else:
+            del points[bisect_left(points, point.position, key=lambda other: other.position)]
         point.alive = False
         if self.emit:
             for group in self.states:
