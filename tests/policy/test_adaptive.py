@@ -144,7 +144,7 @@ def test_time_counts_from_the_last_use_however_late_a_point_comes_to_wait() -> N
     wait(order, queue, child, 5)
     parent.last_used = 5
     order.on_evict(child, 20)
-    assert queued(order, queue, parent, 20) == child.entry[0][0], "it is the next to go"
+    assert queued(order, queue, parent, 20) == child.entry[0], "it is the next to go"
     order.on_hit(parent, 100, 68)
     assert order.classes.hits[REST][6] == 1.0, "it was hit at an age of 63"
     assert order.classes.began[REST][4] == 1.0, "it came to wait at an age of 15"

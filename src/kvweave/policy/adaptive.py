@@ -107,7 +107,7 @@ class Adaptive(Order):
     def _next_to_go(self, queue: EvictionQueue, now: int) -> list[tuple[int, int]]:
         """Class and age of some points that were to stay and are evicted next."""
         points = [queue.at(index) for index in range(min(LOOKED_AT, queue.size))]
-        staying = [point for point in points if point.entry[0][0] > point.floor]
+        staying = [point for point in points if point.entry[0] > point.floor]
         return [(use_of(point), now - point.last_used) for point in staying[:NEXT]]
 
     def on_hit(self, point: Point, position: int, now: int) -> None:
@@ -122,7 +122,7 @@ class Adaptive(Order):
                 self.stay_chances.hit(use_of(waiting), waiting, now, share)
 
     def on_evict(self, point: Point, now: int) -> None:
-        key: float = point.entry[0][0]
+        key: float = point.entry[0]
         self.floor = max(self.floor, key)
         self._end(point, now)
         if key > point.floor:  # it was to stay

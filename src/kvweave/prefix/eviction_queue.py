@@ -14,8 +14,9 @@ from kvweave.prefix.node import Point
 BUCKET: Final = 512
 
 Entry = Any
-"""A tuple of the policy's key, the order of arrival (so that points are never compared), and the point. (Not typed as a
-tuple: compiled code would unpack and pack it again at every use.)"""
+"""A tuple of the policy's key (its parts, where it is a tuple: one comparison does), the order of arrival (so that
+points are never compared), and the point. (Not typed as a tuple: compiled code would unpack and pack it again at every
+use.)"""
 
 
 class EvictionQueue:
@@ -31,7 +32,8 @@ class EvictionQueue:
     def add(self, point: Point, key: Any) -> None:
         assert point.queue is None, "a point is in one queue at most"
         self._arrivals += 1
-        entry: Entry = (key, self._arrivals, point)
+        rest = (self._arrivals, point)
+        entry: Entry = key + rest if isinstance(key, tuple) else (key, self._arrivals, point)
         point.queue, point.entry = self, entry
         self.size += 1
         if not self._buckets:
@@ -54,7 +56,7 @@ class EvictionQueue:
             at = bisect_left(self._last, entry, 0, len(self._last) - 1)
             bucket = self._buckets[at]
             index = bisect_left(bucket, entry)
-        assert bucket[index][2] is point, "the entry of a point is where its key says"
+        assert bucket[index][-1] is point, "the entry of a point is where its key says"
         del bucket[index]
         self.size -= 1
         point.queue = point.entry = None
@@ -73,5 +75,5 @@ class EvictionQueue:
         while index >= len(self._buckets[number]):
             index -= len(self._buckets[number])
             number += 1
-        point: Point = self._buckets[number][index][2]
+        point: Point = self._buckets[number][index][-1]
         return point
