@@ -85,8 +85,11 @@ class HitDensity(AgeCounts):
         among them."""
         self._next_fit = self._num_ended + min(MOST_FIT, max(FIT, self._num_ended // 8))
         lives = self._lives(going_on, each, now)
-        hits = [sum([row[octave] for row in self.hits]) for octave in range(OCTAVES)]
-        weighted = [sum([prior * row[octave] for prior, row in zip(self.priors, lives)]) for octave in range(OCTAVES)]
+        hits, weighted = [0.0] * OCTAVES, [0.0] * OCTAVES
+        for prior, mine, reached in zip(self.priors, self.hits, lives):
+            for octave in range(OCTAVES):
+                add(hits, octave, mine[octave])
+                add(weighted, octave, prior * reached[octave])
         mean = (sum(hits) + 1.0) / (sum(weighted) + UNKNOWN_TIME)
         common = [(count + COMMON) / (reached + COMMON / mean) for count, reached in zip(hits, weighted)]
         self.densities = []

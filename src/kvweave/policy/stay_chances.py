@@ -8,7 +8,6 @@ evicted (`EvictedRuns`).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import islice
 from math import exp, log
 from typing import Final
 
@@ -74,7 +73,7 @@ class StayChances:
         self._share = min(1.0, COUNTED / num_waiting)
         if self.density.is_due:
             each = 1 + len(gone) // LOOKED_AT
-            runs: list[Life] = [run for run in islice(gone, 0, None, each) if self.is_counted(run.last_used)]
+            runs: list[Life] = [run for run in list(gone)[::each] if self.is_counted(run.last_used)]
             self.density.fit(runs, each, self._now)
         if not next_to_go or not self.density.densities:
             return

@@ -283,4 +283,4 @@ class Tree:
 def _own(array: Ids) -> Ids:
     """The array itself, or a copy where it would keep a much larger one alive."""
     base = array.base
-    return array if base is None or 2 * len(array) >= len(base) else array.copy()
+    return array if base is None or 4 * len(array) >= len(base) else array.copy()
