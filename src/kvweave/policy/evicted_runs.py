@@ -64,10 +64,10 @@ class EvictedRuns:
         at, forgotten = start - node.start, list[EvictedRun]()
         key = hash((node.namespace, start, token_bytes(node.tokens, at, grid)))
         run = EvictedRun(key, number, point, node, start, last_tokens(node.tokens, at, grid) if has_places else b"")
-        before = self._runs.get(key)
-        if before is not None:
+        before = self._runs.setdefault(key, run)
+        if before is not run:
             forgotten.append(before)
-        self._runs[key] = run
+            self._runs[key] = run
         self._last.append(run)
         self._num_bytes += len(run.last_tokens)
         while len(self._last) > MOST_RUNS or self._num_bytes > MOST_BYTES:

@@ -87,9 +87,8 @@ class HitDensity(AgeCounts):
         lives = self._lives(going_on, each, now)
         hits, weighted = [0.0] * OCTAVES, [0.0] * OCTAVES
         for prior, mine, reached in zip(self.priors, self.hits, lives):
-            for octave in range(OCTAVES):
-                add(hits, octave, mine[octave])
-                add(weighted, octave, prior * reached[octave])
+            hits = [total + count for total, count in zip(hits, mine)]
+            weighted = [total + prior * count for total, count in zip(weighted, reached)]
         mean = (sum(hits) + 1.0) / (sum(weighted) + UNKNOWN_TIME)
         common = [(count + COMMON) / (reached + COMMON / mean) for count, reached in zip(hits, weighted)]
         self.densities = []
@@ -98,8 +97,8 @@ class HitDensity(AgeCounts):
             expected = sum([hazard * count for hazard, count in zip(common, reached)])
             weight = (sum(mine) + BELIEF * prior) / (expected + BELIEF)
             hazards = [
-                min(MOST_HAZARD, (mine[octave] + BELIEF) / (reached[octave] + BELIEF / (weight * common[octave])))
-                for octave in range(OCTAVES)
+                min(MOST_HAZARD, (count + BELIEF) / (lived + BELIEF / (weight * hazard)))
+                for count, lived, hazard in zip(mine, reached, common)
             ]
             self.densities.append(densities_of(hazards))
         if self.forget():
