@@ -105,14 +105,13 @@ def test_a_class_of_which_nothing_is_known_keeps_its_place_among_the_others() ->
 def popular(order: Adaptive, hits_at: dict[int, int]) -> float:
     """The weight of a class of which all members are hit, at some octaves of age; of another few ever are."""
     queue, point = EvictionQueue(is_tips=True), a_point(found=80)
-    order.classes.began[MUCH_FOUND][0] = order.classes.ended[MUCH_FOUND][9] = 100000
-    for octave, count in hits_at.items():
-        order.classes.began[NOTHING_FOUND][0] += count
-        order.classes.ended[NOTHING_FOUND][octave] += count
-        order.classes.hits[NOTHING_FOUND][octave] += count
     wait(order, queue, point, 0)
     for _ in range(FIT):
         order.on_evict(point, 400)
+    for octave, count in hits_at.items():
+        order.classes.hit(NOTHING_FOUND, (1 << octave) - 1, count)
+        order.classes.end(NOTHING_FOUND, 0, (1 << octave) - 1, count)
+    order.classes.end(MUCH_FOUND, 0, (1 << 9) - 1, 100000)
     return order.classes.weights[NOTHING_FOUND]
 
 
@@ -145,7 +144,7 @@ def test_time_counts_from_the_last_use_however_late_a_point_comes_to_wait() -> N
     wait(order, queue, child, 5)
     parent.last_used = 5
     order.on_evict(child, 20)
-    assert queued(order, queue, parent, 20) == child.entry[0][0], "it is the next to go"
+    assert queued(order, queue, parent, 20) == child.entry[0], "it is the next to go"
     order.on_hit(parent, 100, 68)
     assert order.classes.hits[REST][6] == 1.0, "it was hit at an age of 63"
     assert order.classes.began[REST][4] == 1.0, "it came to wait at an age of 15"

@@ -223,12 +223,12 @@ def test_runs_that_are_forgotten_are_returned_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_few_long_runs_are_remembered_as_their_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evicted_runs, "MOST_BLOCKS", 30)
+    monkeypatch.setattr(evicted_runs, "MOST_BYTES", 120)
     cache = Cache(plan_of(group("full", Full()), group("state", State()), pages=12), policy="adaptive")
     for number in range(100):
         run(cache, [number] * 40)
     runs = order_of(cache).evicted_runs
-    assert 0 < sum(len(run.last_tokens) for run in runs._last) == runs._num_blocks <= 30
+    assert 0 < sum(len(run.last_tokens) for run in runs._last) == runs._num_bytes <= 120
 
 
 def share_hit(policy: str) -> float:

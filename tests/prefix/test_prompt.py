@@ -22,7 +22,7 @@ class Special(IntEnum):
 @pytest.fixture(params=["native", "numpy"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        for name in ("take", "has_negative", "num_equal"):
+        for name in [name for name in vars(prompt.NumpyTokens) if not name.startswith("_")]:
             monkeypatch.setattr(prompt, name, getattr(prompt.NumpyTokens, name))
     elif vars(prompt)["take"] is prompt.NumpyTokens.take:
         pytest.skip("the C of prefix/ is not built")
@@ -110,6 +110,43 @@ def test_two_runs_are_equal_up_to_their_first_difference(run: list[int], cut: in
     same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     assert prompt.num_equal(one, other) == same
     assert prompt.num_equal(other, one) == same
+
+
+@given(st.lists(st.integers(0, MOST), max_size=100), st.integers(0, 120), st.integers(1, 20))
+def test_parts_of_a_run_are_its_bytes(run: list[int], start: int, size: int) -> None:
+    tokens = np.array(run, np.int32)[1:]
+    assert prompt.token_bytes(tokens, start, size) == tokens[start : start + size].tobytes()
+    whole = [tokens[at : at + size] for at in range(start, len(tokens) - size + 1, size)]
+    assert prompt.last_tokens(tokens, start, size) == np.array([block[-1] for block in whole], np.int32).tobytes()
+
+
+@given(st.lists(st.integers(0, 1), max_size=60), st.integers(0, 70), st.integers(1, 6), st.integers(0, 60))
+def test_blocks_are_equal_up_to_the_first_whose_last_token_differs(
+    run: list[int], start: int, size: int, change: int
+) -> None:
+    tokens = np.array(run, np.int32)
+    ends, other = prompt.last_tokens(tokens, start, size), tokens.copy()
+    other[change : change + 1] += 1
+    for cut in (len(other), max(0, len(other) - size)):
+        at = [*range(start + size - 1, cut - 1, size)]  # the last token of a prompt is computed in any case
+        same = next((i for i, place in enumerate(at) if place == change), len(at))
+        assert prompt.num_blocks_equal(ends, other[:cut], start, size) == same
+
+
+def test_c_asks_for_places_in_a_run() -> None:
+    native, tokens = pytest.importorskip("kvweave.prefix._native"), np.arange(8, dtype=np.int32)
+    for start, size in ((-1, 4), (0, 0), (0, -4)):
+        with pytest.raises(ValueError, match="counted from 0 on"):
+            native.token_bytes(tokens, start, size)
+        with pytest.raises(ValueError, match="counted from 0 on"):
+            native.last_tokens(tokens, start, size)
+        with pytest.raises(ValueError, match="counted from 0 on"):
+            native.num_blocks_equal(b"", tokens, start, size)
+    with pytest.raises(TypeError, match="come last"):
+        native.token_bytes(tokens, 0)
+    with pytest.raises(OverflowError):
+        native.token_bytes(tokens, 1 << 70, 4)
+    assert native.last_tokens(tokens, (1 << 62), 1 << 62) == b""
 
 
 @pytest.mark.parametrize("at", [0, 63, 99])

@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from operator import index
 from threading import get_ident
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -58,7 +58,7 @@ from kvweave.table import BlockTable, spread
 MOST_PRIORITY = 2**31 - 1
 MOST_TOKENS = 2**40
 """No sequence is extended by more: sums of such numbers are still exact."""
-IN_A_CALL = -1
+IN_A_CALL: Final = -1
 """Stands for the owner of a cache while a function of its user is called. No thread has this number."""
 
 

@@ -8,6 +8,7 @@ window pages are held by the table and by the tree.
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import Final
 
 import numpy as np
 
@@ -17,9 +18,9 @@ from kvweave.pool import NO_PAGES, NULL, Ids
 from kvweave.prefix import NEVER, Kind, Node, PastUse, Point
 
 Held = list[Ids]
-UNKNOWN = b""
-NEVER_USED = PastUse(0)
-MOST_PUBLISHED = 32
+UNKNOWN: Final = b""
+NEVER_USED: Final = PastUse(0)
+MOST_PUBLISHED: Final = 32
 """Of sequences that computed the same tokens at the same time, so many are published for one prompt."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from kvweave.cache.step_pages import PLAIN, ManyRowPages, OneRowPages, StepOptio
 from kvweave.errors import NeverFits, NotSettled, OutOfPages
 from kvweave.pool import Counts, PagePool
 
-MANY = 64
+MANY: Final = 64
 """With more rows than this, pages are ensured before the rows are asked for snapshots: a refusal is then cheap."""
 
 

@@ -8,7 +8,7 @@ evicted last when the point was used, plus its gain. `ClassWeights` counts what 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from kvweave.policy.class_weights import ClassWeights
 from kvweave.policy.evicted_runs import EvictedRun, EvictedRuns
@@ -37,17 +37,18 @@ CLASSES = (
 """Points never hit, by their kind and by how much of its prompt the request that made them had found; then points that
 were hit. `continued`: by a prompt that went on from the end of a leaf, as the next turn of a conversation does. Last,
 what is left of a leaf whose end was evicted, until it is hit."""
-FIRST_HIT = 8
-REST = len(CLASSES) - 1
-MOST_WEIGHT = 4.0
+FIRST_HIT: Final = 8
+REST: Final = len(CLASSES) - 1
+MOST_WEIGHT: Final = 4.0
 """What was hit before is believed to be worth so much, and no more: what is kept in vain goes soon enough."""
-MOST_PROVEN = 64.0
+MOST_PROVEN: Final = 64.0
 """Nothing is worth more, whatever hits at great ages say."""
-SPACED_PRIOR = 0.1
+SPACED_PRIOR: Final = 0.1
 """Points that nobody has asked for are believed to be worth next to nothing, until hits say otherwise."""
 PRIORS = [SPACED_PRIOR, *[MOST_WEIGHT if FIRST_HIT <= number < REST else 1.0 for number in range(1, len(CLASSES))]]
 
-NEXT, LOOKED_AT = 8, 32
+NEXT: Final = 8
+LOOKED_AT: Final = 32
 """What a new point is compared with: so many of the points that are evicted next, among so many."""
 
 
@@ -106,7 +107,7 @@ class Adaptive(Order):
     def _next_to_go(self, queue: EvictionQueue, now: int) -> list[tuple[int, int]]:
         """Class and age of some points that were to stay and are evicted next."""
         points = [queue.at(index) for index in range(min(LOOKED_AT, queue.size))]
-        staying = [point for point in points if point.entry[0][0] > point.floor]
+        staying = [point for point in points if point.entry[0] > point.floor]
         return [(use_of(point), now - point.last_used) for point in staying[:NEXT]]
 
     def on_hit(self, point: Point, position: int, now: int) -> None:
@@ -121,7 +122,7 @@ class Adaptive(Order):
                 self.stay_chances.hit(use_of(waiting), waiting, now, share)
 
     def on_evict(self, point: Point, now: int) -> None:
-        key = point.entry[0][0]
+        key: float = point.entry[0]
         self.floor = max(self.floor, key)
         self._end(point, now)
         if key > point.floor:  # it was to stay

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-MOST_HITS = 4096.0
+MOST_HITS: Final = 4096.0
 """Beyond so many, all counts are halved: what was long ago is forgotten."""
+
+
+def add(row: list[float], octave: int, share: float) -> None:
+    """Add a share of a member to the count of an octave."""
+    row[octave] = row[octave] + share  # compiled, += makes an object of the share first
 
 
 class AgeCounts:

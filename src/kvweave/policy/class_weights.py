@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log2
+from typing import Final
 
-from kvweave.policy.age_counts import AgeCounts
+from kvweave.policy.age_counts import AgeCounts, add
 
-OCTAVES = 40
-BELIEF = 8.0
+OCTAVES: Final = 40
+BELIEF: Final = 8.0
 """A weight is its prior at first; so many hits are worth as much as that belief."""
-OLD = 2
+OLD: Final = 2
 """Ages are great that are twice that of eviction: so many octaves above the first one that counts."""
-PROOF = 24.0
+PROOF: Final = 24.0
 """So many hits at great ages are worth as much as the belief that no weight is above the most."""
-FIT = 64
+FIT: Final = 64
 """Weights are worked out anew after so many hits and evictions."""
-RECENT = 64.0
+RECENT: Final = 64.0
 """The age of eviction is a moving average over about so many hits and evictions."""
 
 
@@ -36,18 +37,22 @@ class ClassWeights(AgeCounts):
         self.weights = [*priors]
         self._num_ended = 0.0
         self._next_fit = float(FIT)
+        self._octaves = 0
+        """Up to the greatest age that a member reached."""
         self.log_age = 0.0
         """Moving average of log2 of the age at which members are evicted."""
 
     def hit(self, number: int, age: int, share: float) -> None:
         """A member of a class, or a share of it, was hit. Its time is to be ended (`end`)."""
-        self.hits[number][octave(age)] += share
+        add(self.hits[number], octave(age), share)
         self.num_hits += share
 
     def end(self, number: int, began: int, age: int, share: float = 1.0) -> None:
         """The time of a member, which came to wait at the age `began`, ends."""
-        self.began[number][octave(began)] += share
-        self.ended[number][octave(age)] += share
+        last = octave(age)
+        add(self.began[number], octave(began), share)
+        add(self.ended[number], last, share)
+        self._octaves = max(self._octaves, last + 1)
         self._num_ended += share
         if self._num_ended >= self._next_fit:
             self._next_fit += FIT
@@ -60,9 +65,9 @@ class ClassWeights(AgeCounts):
     def _fit(self) -> None:
         """Weights from the counts at ages about that of eviction, in proportion to what is believed at first."""
         first = max(0, round(self.log_age) - 1)
-        hits = [sum(row[first:]) for row in self.hits]
-        times = [_time(began, ended, first) for began, ended in zip(self.began, self.ended, strict=True)]
-        scale = (sum(hits) + 1) / (sum([prior * time for prior, time in zip(self.priors, times, strict=True)]) + 1)
+        hits = [sum(row[first : self._octaves]) for row in self.hits]
+        times = [self._time(number, first) for number in range(len(self.priors))]
+        scale = (sum(hits) + 1) / (sum([prior * time for prior, time in zip(self.priors, times)]) + 1)
         for number, prior in enumerate(self.priors):
             belief = BELIEF / (prior * scale)
             weight = (hits[number] + BELIEF) / (times[number] + belief) / scale
@@ -73,20 +78,21 @@ class ClassWeights(AgeCounts):
 
     def _proven(self, number: int, first: int, scale: float) -> float:
         """The weight of a class by what happened from an octave on, `most` before anything did."""
-        hits, time = sum(self.hits[number][first:]), _time(self.began[number], self.ended[number], first)
+        hits, time = sum(self.hits[number][first : self._octaves]), self._time(number, first)
         return min(self.most_proven, (hits + PROOF) / (time + PROOF / (self.most * scale)) / scale)
+
+    def _time(self, number: int, first: int) -> float:
+        """How many octaves of age members of a class have waited, from one on; half of the one in which they began or
+        ended."""
+        began, ended = self.began[number], self.ended[number]
+        waiting, time = 0.0, 0.0
+        for at in range(self._octaves):
+            change = began[at] - ended[at]
+            if at >= first:
+                time += waiting + change / 2
+            waiting += change
+        return max(0.0, time)
 
 
 def octave(age: int) -> int:
     return min(OCTAVES, (age + 1).bit_length()) - 1
-
-
-def _time(began: list[float], ended: list[float], first: int) -> float:
-    """How many octaves of age members have waited, from one on; half of the one in which they began or ended."""
-    waiting, time = 0.0, 0.0
-    for number in range(OCTAVES):
-        change = began[number] - ended[number]
-        if number >= first:
-            time += waiting + change / 2
-        waiting += change
-    return max(0.0, time)

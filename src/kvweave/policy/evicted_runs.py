@@ -5,30 +5,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable
 
-import numpy as np
-
+from kvweave.policy.hit_density import Life
 from kvweave.prefix.node import Node, Point, Tokens
+from kvweave.prefix.prompt import last_tokens, num_blocks_equal, token_bytes
 
 MOST_RUNS = 16384
-MOST_BLOCKS = 1 << 22
-"""So many runs are remembered, some hundreds of bytes each, and 4 bytes of so many blocks: the oldest are forgotten."""
+MOST_BYTES = 1 << 24
+"""So many runs are remembered, some hundreds of bytes each, and so many bytes of tokens, 4 a block: the oldest are
+forgotten."""
 
-NO_TOKENS: Tokens = np.empty(0, np.int32)
 
-
-class EvictedRun:
+class EvictedRun(Life):
     """The rows of a leaf from `start` on up to `end`, where a point was: its class, when it was used last, and its age
     when it came to wait. `hits` are those of the point; 0 where its run was cut before, or where nobody but the next
     turn of a conversation has asked for it: no prompts part there. `key` is a number of the first block, `last_tokens`
     are the last token of each block, or nothing where it does not matter where a prompt leaves it."""
 
-    def __init__(self, key: int, number: int, point: Point, node: Node, start: int, last_tokens: Tokens) -> None:
+    def __init__(self, key: int, number: int, point: Point, node: Node, start: int, last_tokens: bytes) -> None:
+        began = point.queued - point.last_used
+        super().__init__(number, point.last_used, began, began)
         is_next_turn = point.continued and point.hits == 1
         self.key = key
-        self.number = number
         self.hits = 0 if point.cut or is_next_turn or point.node is not node else point.hits
-        self.last_used = point.last_used
-        self.began = point.queued - point.last_used
         self.start = start
         self.end = node.end
         self.last_tokens = last_tokens
@@ -37,12 +35,9 @@ class EvictedRun:
 
     def leave_at(self, prompt: Tokens, grid: int) -> int:
         """Note where a prompt that has its first block leaves it; a token of the prompt stays to be computed."""
-        if not len(self.last_tokens):
+        if not self.last_tokens:
             return self.end
-        tokens = prompt[self.start + grid - 1 : min(self.end, len(prompt) - 1) : grid]
-        different = self.last_tokens[: len(tokens)] != tokens
-        same = int(different.argmax()) if np.count_nonzero(different) else len(tokens)
-        self.left_at = self.start + same * grid
+        self.left_at = self.start + num_blocks_equal(self.last_tokens, prompt, self.start, grid) * grid
         return self.left_at
 
 
@@ -55,7 +50,7 @@ class EvictedRuns:
         self._runs: dict[int, EvictedRun] = {}
         self._last: deque[EvictedRun] = deque()
         """The last ones, the oldest first, taken or not."""
-        self._num_blocks = 0
+        self._num_bytes = 0
 
     @property
     def going_on(self) -> Collection[EvictedRun]:
@@ -67,18 +62,17 @@ class EvictedRuns:
         `has_places`. Returns the runs that are forgotten for them."""
         grid = self._grid
         at, forgotten = start - node.start, list[EvictedRun]()
-        key = hash((node.namespace, start, node.tokens[at : at + grid].tobytes()))
-        last_tokens = node.tokens[at + grid - 1 :: grid].copy() if has_places else NO_TOKENS
-        run = EvictedRun(key, number, point, node, start, last_tokens)
-        before = self._runs.get(key)
-        if before is not None:
+        key = hash((node.namespace, start, token_bytes(node.tokens, at, grid)))
+        run = EvictedRun(key, number, point, node, start, last_tokens(node.tokens, at, grid) if has_places else b"")
+        before = self._runs.setdefault(key, run)
+        if before is not run:
             forgotten.append(before)
-        self._runs[key] = run
+            self._runs[key] = run
         self._last.append(run)
-        self._num_blocks += len(run.last_tokens)
-        while len(self._last) > MOST_RUNS or self._num_blocks > MOST_BLOCKS:
+        self._num_bytes += len(run.last_tokens)
+        while len(self._last) > MOST_RUNS or self._num_bytes > MOST_BYTES:
             oldest = self._last.popleft()
-            self._num_blocks -= len(oldest.last_tokens)
+            self._num_bytes -= len(oldest.last_tokens)
             if self._runs.get(oldest.key) is oldest:
                 del self._runs[oldest.key]
                 forgotten.append(oldest)
@@ -89,7 +83,7 @@ class EvictedRuns:
         that it leaves; they are forgotten."""
         found, at, grid = list[EvictedRun](), start, self._grid
         while at + grid < len(prompt):
-            run = self._runs.pop(hash((namespace, at, prompt[at : at + grid].tobytes())), None)
+            run = self._runs.pop(hash((namespace, at, token_bytes(prompt, at, grid))), None)
             if run is None:
                 break
             found.append(run)

@@ -9,32 +9,33 @@ rarer, and rises at first where they take a while to come, as the next turn of a
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from math import exp, expm1
+from typing import Final
 
-from kvweave.policy.age_counts import AgeCounts
+from kvweave.policy.age_counts import AgeCounts, add
 
-OCTAVES = 32
-BELIEF = 4.0
+OCTAVES: Final = 32
+BELIEF: Final = 4.0
 """So many hits of a class are worth as much as what all classes have in common, ..."""
-COMMON = 1.0
+COMMON: Final = 1.0
 """... and so many of all classes as what all octaves of age have in common."""
-FIT, MOST_FIT = 64, 512
+FIT: Final = 64
+MOST_FIT: Final = 512
 """Densities are worked out anew after so many lives, at first and later: it takes as long as some hundred lives."""
-MOST_HALVED = 8
+MOST_HALVED: Final = 8
 """A life that began before so many halvings counts next to nothing."""
-MOST_HAZARD = 4.0
-UNKNOWN_TIME = 20.0
+MOST_HAZARD: Final = 4.0
+UNKNOWN_TIME: Final = 20.0
 """One hit in so many octaves is believed in before any was seen."""
 
 
 class Life:
     """Of a member of class `number`: when it was used, and the ages from which on and up to which it is known."""
 
-    def __init__(self, number: int, born: int, began: int, age: int) -> None:
+    def __init__(self, number: int, last_used: int, began: int, age: int) -> None:
         self.number = number
-        self.born = born
+        self.last_used = last_used
         self.began = began
         self.age = age
 
@@ -48,22 +49,22 @@ class HitDensity(AgeCounts):
         """By class, at the start of each octave; empty until something is known."""
         self._num_ended = 0
         self._next_fit = FIT
-        self._halved = deque[int](maxlen=MOST_HALVED)
-        """When all counts were halved: a life that began before counts half."""
+        self._halved: list[int] = []
+        """When all counts were halved, the last times: a life that began before counts half."""
 
     def end(self, life: Life, share: float) -> None:
         """A life ends; `share` of the member was hit."""
         octave, weight = _octave(life.age), self._weight(life)
-        self.hits[life.number][octave] += share * weight
-        self.began[life.number][_octave(life.began)] += weight
-        self.ended[life.number][octave] += weight
+        add(self.hits[life.number], octave, share * weight)
+        add(self.began[life.number], _octave(life.began), weight)
+        add(self.ended[life.number], octave, weight)
         self.num_hits += share * weight
         self._num_ended += 1
 
     def _weight(self, life: Life) -> float:
         weight = 1.0
         for moment in self._halved:
-            if life.born < moment:
+            if life.last_used < moment:
                 weight /= 2
         return weight
 
@@ -78,57 +79,59 @@ class HitDensity(AgeCounts):
         part = min(1.0, (age + 1) / (1 << octave) - 1.0)
         return row[octave] + (row[octave + 1] - row[octave]) * part
 
-    def fit(self, going_on: Sequence[Life], each: int, now: int) -> None:
+    def fit(self, going_on: list[Life], each: int, now: int) -> None:
         """The hazards of a class are believed to be those of all classes, times a weight. `going_on` are lives that did
-        not end yet, one for `each` of them: what is never asked for again is among them."""
+        not end yet, one for `each` of them, and reached the age that they have `now`: what is never asked for again is
+        among them."""
         self._next_fit = self._num_ended + min(MOST_FIT, max(FIT, self._num_ended // 8))
-        lives = self._lives(going_on, each)
-        hits = [sum([row[octave] for row in self.hits]) for octave in range(OCTAVES)]
-        weighted = [
-            sum([prior * row[octave] for prior, row in zip(self.priors, lives, strict=True)])
-            for octave in range(OCTAVES)
-        ]
+        lives = self._lives(going_on, each, now)
+        hits, weighted = [0.0] * OCTAVES, [0.0] * OCTAVES
+        for prior, mine, reached in zip(self.priors, self.hits, lives):
+            hits = [total + count for total, count in zip(hits, mine)]
+            weighted = [total + prior * count for total, count in zip(weighted, reached)]
         mean = (sum(hits) + 1.0) / (sum(weighted) + UNKNOWN_TIME)
-        common = [(count + COMMON) / (reached + COMMON / mean) for count, reached in zip(hits, weighted, strict=True)]
+        common = [(count + COMMON) / (reached + COMMON / mean) for count, reached in zip(hits, weighted)]
         self.densities = []
         for number, prior in enumerate(self.priors):
             mine, reached = self.hits[number], lives[number]
-            expected = sum([hazard * count for hazard, count in zip(common, reached, strict=True)])
+            expected = sum([hazard * count for hazard, count in zip(common, reached)])
             weight = (sum(mine) + BELIEF * prior) / (expected + BELIEF)
             hazards = [
-                min(MOST_HAZARD, (mine[octave] + BELIEF) / (reached[octave] + BELIEF / (weight * common[octave])))
-                for octave in range(OCTAVES)
+                min(MOST_HAZARD, (count + BELIEF) / (lived + BELIEF / (weight * hazard)))
+                for count, lived, hazard in zip(mine, reached, common)
             ]
             self.densities.append(densities_of(hazards))
         if self.forget():
-            self._halved.append(now)
+            self._halved = [*self._halved[-MOST_HALVED + 1 :], now]
 
-    def _lives(self, going_on: Sequence[Life], each: int) -> list[list[float]]:
+    def _lives(self, going_on: list[Life], each: int, now: int) -> list[list[float]]:
         """How many lives of each class went through each octave of age."""
         began, ended = [[*row] for row in self.began], [[*row] for row in self.ended]
         for life in going_on:
             weight = self._weight(life) * each
-            began[life.number][_octave(life.began)] += weight
-            ended[life.number][_octave(life.age)] += weight
-        return [_lives(first, last) for first, last in zip(began, ended, strict=True)]
+            add(began[life.number], _octave(life.began), weight)
+            add(ended[life.number], _octave(max(life.began, now - life.last_used)), weight)
+        return [_lives(first, last) for first, last in zip(began, ended)]
 
 
-def densities_of(hazards: Sequence[float]) -> list[float]:
+def densities_of(hazards: list[float]) -> list[float]:
     """From the hazard of each octave of age: at the start of each, the greatest of (chance of a hit until then) /
     (mean time until the hit, or until then), over the ends of all octaves to come; the last one twice.
 
     It is worth going on as long as what comes next is denser than what there is so far.
     """
     found = [0.0] * (len(hazards) + 1)
-    stretches: list[tuple[float, float, float]] = []
-    """From the last to the first: hits and time of one that enters it, and its chance to leave it without a hit."""
+    all_hits, all_times, all_left = list[float](), list[float](), list[float]()
+    """From the last stretch to the first: hits and time of one that enters it, and its chance to leave it without a
+    hit."""
     for octave in range(len(hazards) - 1, -1, -1):
         hits, left = -expm1(-hazards[octave]), exp(-hazards[octave])
         time = (1 << octave) * hits / hazards[octave]
-        while stretches and stretches[-1][0] * time >= hits * stretches[-1][1]:
-            next_hits, next_time, next_left = stretches.pop()
-            hits, time, left = hits + left * next_hits, time + left * next_time, left * next_left
-        stretches.append((hits, time, left))
+        while all_hits and all_hits[-1] * time >= hits * all_times[-1]:
+            hits, time, left = hits + left * all_hits.pop(), time + left * all_times.pop(), left * all_left.pop()
+        all_hits.append(hits)
+        all_times.append(time)
+        all_left.append(left)
         found[octave] = hits / time
     found[-1] = found[-2]
     return found
@@ -140,8 +143,8 @@ def _octave(age: int) -> int:
 
 def _lives(began: list[float], ended: list[float]) -> list[float]:
     """How many lives went through each octave; half of those that began or ended in it."""
-    lives, waiting = [], 0.0
-    for first, last in zip(began, ended, strict=True):
+    lives, waiting = list[float](), 0.0
+    for first, last in zip(began, ended):
         lives.append(max(0.0, waiting + (first - last) / 2))
         waiting += first - last
     return lives

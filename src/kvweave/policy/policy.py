@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from kvweave.pool import PagedGroup
 from kvweave.prefix.node import Kind, Point
@@ -13,7 +13,7 @@ from kvweave.prefix.order import Order
 class EvictionCandidate:
     """What a policy may know of a resume point. Use it at once, do not keep it: some of it is read when it is asked."""
 
-    def __init__(self, point: Point, groups: Sequence[PagedGroup], is_tip: bool, now: int) -> None:
+    def __init__(self, point: Point, groups: list[PagedGroup], is_tip: bool, now: int) -> None:
         self.kind = point.kind
         """Why it was made."""
         self.wanted = point.kind != Kind.SPACED
@@ -52,7 +52,7 @@ class EvictionCandidate:
         return row_bytes(self._groups, self.tokens)
 
 
-def freed_bytes(groups: Sequence[PagedGroup], tokens: int, is_tip: bool) -> int:
+def freed_bytes(groups: list[PagedGroup], tokens: int, is_tip: bool) -> int:
     """Bytes of a point that saves so many tokens: states, windows and, at the end of a leaf, rows."""
     num_bytes = 0
     for group in groups:
@@ -64,7 +64,7 @@ def freed_bytes(groups: Sequence[PagedGroup], tokens: int, is_tip: bool) -> int:
     return num_bytes
 
 
-def row_bytes(groups: Sequence[PagedGroup], tokens: int) -> int:
+def row_bytes(groups: list[PagedGroup], tokens: int) -> int:
     """Bytes of the rows of full attention of so many tokens."""
     return sum([group.page_bytes * tokens // group.slot_tokens for group in groups if group.is_full])
 
@@ -102,7 +102,7 @@ class WeightedLRU(Order):
         return 0 if point.kind == Kind.SPACED else 2 if point.hits else 1, point.last_used
 
     def value(self, entry: Any, is_tip: bool, now: int) -> Any:
-        point: Point = entry[2]
+        point: Point = entry[-1]
         age = now - point.last_used + 1
         if point.kind == Kind.SPACED:
             return -float(age + WANTED)
@@ -130,10 +130,10 @@ class GreedyDual(Order):
         self.floor = point.entry[0]
 
 
-HIT_WEIGHT = 4.0
-SIZE_POWER = 0.3
+HIT_WEIGHT: Final = 4.0
+SIZE_POWER: Final = 0.3
 """Measured on public traces (docs/measurements/reuse.md)."""
-WANTED = 1 << 62
+WANTED: Final = 1 << 62
 """No clock gets so far; one number is compared sooner than two."""
 
 

@@ -8,27 +8,28 @@ evicted (`EvictedRuns`).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import islice
 from math import exp, log
+from typing import Final
 
 from kvweave.policy.evicted_runs import EvictedRun
 from kvweave.policy.hit_density import HitDensity, Life
 from kvweave.prefix.node import Point
 
-YOUNG = 4
+YOUNG: Final = 4
 """A new point's density is taken so many octaves below the age of eviction: at younger ages little is known, and little
 is evicted."""
-GAIN = 0.5
+GAIN: Final = 0.5
 """A chance is multiplied by the ratio of the two densities to this power, each time it is worked out."""
-LEAST = 1 / 16
+LEAST: Final = 1 / 16
 """So many points of a class always stay, so that what is kept in vain is replaced."""
-UPDATE = 32
+UPDATE: Final = 32
 """Chances are worked out anew after so many evictions."""
-COUNTED = 128
+COUNTED: Final = 128
 """Where more points than so many wait, the lives of so many of them are counted."""
-LOOKED_AT = 1024
+LOOKED_AT: Final = 1024
 """Of more evicted runs than so many that nobody has asked for, each of these stands for several."""
-GOLDEN, SILVER = 0.6180339887498949, 0.41421356237309503
+GOLDEN: Final = 0.6180339887498949
+SILVER: Final = 0.41421356237309503
 """Multiples of them, without their whole part, are spread evenly over [0, 1)."""
 
 
@@ -72,8 +73,8 @@ class StayChances:
         self._share = min(1.0, COUNTED / num_waiting)
         if self.density.is_due:
             each = 1 + len(gone) // LOOKED_AT
-            lives = [self._life(run) for run in islice(gone, 0, None, each) if self.is_counted(run.last_used)]
-            self.density.fit(lives, each, self._now)
+            runs: list[Life] = [run for run in list(gone)[::each] if self.is_counted(run.last_used)]
+            self.density.fit(runs, each, self._now)
         if not next_to_go or not self.density.densities:
             return
         price = exp(sum([log(self.density.at(number, age)) for number, age in next_to_go]) / len(next_to_go))
@@ -94,7 +95,5 @@ class StayChances:
     def missed(self, run: EvictedRun, share: float) -> None:
         """A share of a run that was evicted would have been hit."""
         if self.is_counted(run.last_used):
-            self.density.end(self._life(run), share)
-
-    def _life(self, run: EvictedRun) -> Life:
-        return Life(run.number, run.last_used, run.began, max(run.began, self._now - run.last_used))
+            run.age = max(run.began, self._now - run.last_used)
+            self.density.end(run, share)

@@ -49,7 +49,7 @@ class UserOrder(Order):
         if self.has_failed:
             for own, by_recency in zip(queues[::2], queues[1::2], strict=True):
                 while (entry := own.first()) is not None:
-                    point: Point = entry[2]
+                    point: Point = entry[-1]
                     own.remove(point)
                     by_recency.add(point, point.last_used)
         return super().choose(queues, now)

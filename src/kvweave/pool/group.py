@@ -5,6 +5,8 @@ Worked out once from the plan; pools, tables, the prefix tree and the cache all 
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,9 +16,9 @@ from kvweave.spec import Reach
 
 Ids = NDArray[np.int32]
 Counts = NDArray[np.int64]
-NULL = 0
+NULL: Final = 0
 """The page of every group that is never allocated, and is safe to read and to write."""
-NO_PAGES: Ids = np.empty(0, np.int32)
+NO_PAGES: Final[Ids] = np.empty(0, np.int32)
 MOST_REMEMBERED = 4096
 
 

@@ -8,14 +8,16 @@ has the count of the table that will get it: 1. NULL pages are skipped, and a pa
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from kvweave.pool.group import Counts, Ids
 
 __all__ = ["REFERENCES", "TREE", "NumpyHolders", "enter", "leave", "prune", "release", "share"]
 
-TREE = 1 << 32
-REFERENCES = TREE - 1
+TREE: Final = 1 << 32
+REFERENCES: Final = TREE - 1
 
 
 class NumpyHolders:

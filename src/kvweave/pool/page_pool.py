@@ -7,7 +7,8 @@ group full  pages           0..196   197..393           591..787          (a sta
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -15,9 +16,9 @@ from kvweave.plan import Pool
 from kvweave.pool.group import NO_PAGES, Ids, PagedGroup
 from kvweave.pool.pages import GroupPages, PageStack
 
-Demand = Sequence[int]
+Demand = list[int]
 """Pages by group number, those of groups in other pools among them."""
-UNKNOWN = -1
+UNKNOWN: Final = -1
 
 
 class PagePool:
@@ -83,7 +84,7 @@ class Obtainable:
     """What a pool could give at this moment, after all evictable and all `reclaimable` pages (by group number) were
     freed. Exact, and worked out once for any number of demands; changes nothing."""
 
-    def __init__(self, pool: PagePool, reclaimable: Mapping[int, Ids]) -> None:
+    def __init__(self, pool: PagePool, reclaimable: dict[int, Ids]) -> None:
         self._pool = pool
         self._more = [reclaimable.get(pages.group.number, NO_PAGES) for pages in pool.groups]
         self._could_be_empty = [UNKNOWN] * len(pool.groups)

@@ -18,6 +18,7 @@ class PageStack:
 
     def __init__(self, capacity: int) -> None:
         self.numbers: Ids = np.empty(capacity, np.int32)
+        self._number_of = self.numbers.data
         self.top = capacity
         self.size = 0
         self.num_changes = 0
@@ -40,13 +41,13 @@ class PageStack:
         self.top -= 1
         self.size += 1
         self.num_changes += 1
-        self.numbers[self.top] = number
+        self._number_of[self.top] = number
 
     def take_out(self, index: int) -> int:
         """The number at `index` of `all`; the one at the top takes its place."""
-        number = int(self.numbers[self.top + index])
+        number: int = self._number_of[self.top + index]
         if index:
-            self.numbers[self.top + index] = self.numbers[self.top]
+            self._number_of[self.top + index] = self._number_of[self.top]
         self.top += 1
         self.size -= 1
         self.num_changes += 1

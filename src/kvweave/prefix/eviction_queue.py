@@ -7,15 +7,16 @@ left behind, and no call costs more than another. (A heap with entries that are 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Any
+from typing import Any, Final
 
 from kvweave.prefix.node import Point
 
-BUCKET = 512
+BUCKET: Final = 512
 
 Entry = Any
-"""A tuple of the policy's key, the order of arrival (so that points are never compared), and the point. (Not typed as a
-tuple: compiled code would unpack and pack it again at every use.)"""
+"""A tuple of the policy's key (its parts, where it is a tuple: one comparison does), the order of arrival (so that
+points are never compared), and the point. (Not typed as a tuple: compiled code would unpack and pack it again at every
+use.)"""
 
 
 class EvictionQueue:
@@ -31,14 +32,15 @@ class EvictionQueue:
     def add(self, point: Point, key: Any) -> None:
         assert point.queue is None, "a point is in one queue at most"
         self._arrivals += 1
-        entry: Entry = (key, self._arrivals, point)
+        rest = (self._arrivals, point)
+        entry: Entry = key + rest if isinstance(key, tuple) else (key, self._arrivals, point)
         point.queue, point.entry = self, entry
         self.size += 1
         if not self._buckets:
             self._buckets.append([entry])
             self._last.append(entry)
             return
-        at = min(bisect_left(self._last, entry), len(self._last) - 1)
+        at = bisect_left(self._last, entry, 0, len(self._last) - 1)
         bucket = self._buckets[at]
         insort(bucket, entry)
         self._last[at] = bucket[-1]
@@ -48,11 +50,13 @@ class EvictionQueue:
             self._last[at : at + 1] = [bucket[half - 1], bucket[-1]]
 
     def remove(self, point: Point) -> None:
-        entry = point.entry
-        at = bisect_left(self._last, entry)
-        bucket = self._buckets[at]
-        index = bisect_left(bucket, entry)
-        assert bucket[index][2] is point, "the entry of a point is where its key says"
+        entry, at, index = point.entry, 0, 0
+        bucket = self._buckets[0]
+        if bucket[0] is not entry:  # most that leave are evicted, and come first
+            at = bisect_left(self._last, entry, 0, len(self._last) - 1)
+            bucket = self._buckets[at]
+            index = bisect_left(bucket, entry)
+        assert bucket[index][-1] is point, "the entry of a point is where its key says"
         del bucket[index]
         self.size -= 1
         point.queue = point.entry = None
@@ -71,5 +75,5 @@ class EvictionQueue:
         while index >= len(self._buckets[number]):
             index -= len(self._buckets[number])
             number += 1
-        point: Point = self._buckets[number][index][2]
+        point: Point = self._buckets[number][index][-1]
         return point

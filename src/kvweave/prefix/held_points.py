@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from kvweave.pool import NULL, GroupPages, Ids
 from kvweave.prefix.node import Point
 
-MOST_AT_ONCE = 64
+MOST_AT_ONCE: Final = 64
 """So many points return to the queues at a time."""
-NOT_HELD, QUEUED_ANYWAY = -1, -2
+NOT_HELD: Final = -1
+QUEUED_ANYWAY: Final = -2
 """A point is not held; or it is queued though it would be: no others were left."""
-PATIENCE = 32
+PATIENCE: Final = 32
 """Points are looked at when tables have released so many pages for each: two pages of each, all over the memory, are
 read then. (With 1, a request under eviction took 40 us more, nearly half of its time.)"""
 

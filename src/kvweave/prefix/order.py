@@ -22,7 +22,7 @@ class Order:
     num_queues = 1
 
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
-        self.groups = groups
+        self.groups = list(groups)
         self.grid = math.lcm(*[group.slot_tokens for group in groups])
         self.floor = 0.0
         """Of orders in which time passes as memory is needed: the key of what was evicted last."""
@@ -35,7 +35,7 @@ class Order:
 
     def value(self, entry: Any, is_tip: bool, now: int) -> Any:  # noqa: ARG002 - a key does not age
         """Of the first entry (key, arrival, point) of a queue."""
-        return entry[0]
+        return entry[:-2]
 
     def choose(self, queues: list[EvictionQueue], now: int) -> Point | None:
         """The point that goes next, out of these queues."""
@@ -46,7 +46,7 @@ class Order:
             if entry is not None:
                 value = self.value(entry, queue.is_tips, now)
                 if chosen is None or value < least:
-                    least, chosen = value, entry[2]
+                    least, chosen = value, entry[-1]
         return chosen
 
     def on_hit(self, point: Point, position: int, now: int) -> None:

@@ -85,8 +85,9 @@ class PointQueues:
 
     def remove(self, point: Point) -> None:
         """A point waits no more."""
-        if point.queue is not None:
-            point.queue.remove(point)
+        queue: EvictionQueue | None = point.queue
+        if queue is not None:
+            queue.remove(point)
             point.held = NOT_HELD
         elif self._held is not None and point.held >= 0:
             self._held.remove(point)

@@ -8,6 +8,7 @@ point of a leaf with the run that leads to it, any other point with its states a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -20,9 +21,9 @@ from kvweave.prefix.retention import NEVER
 from kvweave.prefix.tree import Match, PublishRunning, Tree
 from kvweave.prefix.window_pages import WindowPages
 
-LONGEST_PATH = 32
+LONGEST_PATH: Final = 32
 """A prompt that matched more nodes than so many has them joined where nothing keeps them apart."""
-FEW = 64
+FEW: Final = 64
 """More new points of a run than so many enter the tree together: their window pages are counted once."""
 
 

@@ -35,13 +35,45 @@ class NumpyTokens:
         different = run[:size] != other[:size]
         return int(different.argmax()) if different.any() else size
 
+    @staticmethod
+    def token_bytes(run: Tokens, start: int, count: int) -> bytes:
+        """The bytes of `count` ids from `start` on."""
+        return run[start : start + count].tobytes()
+
+    @staticmethod
+    def last_tokens(run: Tokens, start: int, block_tokens: int) -> bytes:
+        """The bytes of the last id of each whole block from `start` on."""
+        return run[start + block_tokens - 1 :: block_tokens].tobytes()
+
+    @staticmethod
+    def num_blocks_equal(last_tokens: bytes, prompt: Tokens, start: int, block_tokens: int) -> int:
+        """How many blocks of a prompt from `start` on have these last ids. The last id of the prompt is not looked at:
+        it is computed in any case."""
+        return NumpyTokens.num_equal(
+            np.frombuffer(last_tokens, np.int32), prompt[start + block_tokens - 1 : -1 : block_tokens]
+        )
+
 
 try:
-    from kvweave.prefix._native import has_negative, num_equal, take
+    from kvweave.prefix._native import has_negative, last_tokens, num_blocks_equal, num_equal, take, token_bytes
 except ImportError:  # no C compiler was there
     take, has_negative, num_equal = NumpyTokens.take, NumpyTokens.has_negative, NumpyTokens.num_equal
+    token_bytes, last_tokens = NumpyTokens.token_bytes, NumpyTokens.last_tokens
+    num_blocks_equal = NumpyTokens.num_blocks_equal
 
-__all__ = ["ContentTokens", "NumpyTokens", "Span", "TokenIds", "as_tokens", "has_negative", "num_equal", "take"]
+__all__ = [
+    "ContentTokens",
+    "NumpyTokens",
+    "Span",
+    "TokenIds",
+    "as_tokens",
+    "has_negative",
+    "last_tokens",
+    "num_blocks_equal",
+    "num_equal",
+    "take",
+    "token_bytes",
+]
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 """What is taken for a prompt's tokens: a list, or an array of one axis of any whole type."""

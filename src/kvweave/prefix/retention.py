@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from kvweave.errors import BadOption
 from kvweave.plan import Plan
@@ -22,7 +23,7 @@ next to nothing; with 1, first siblings found 44% of what they share, with 4 81%
 SPARSE = 8192
 """Once something had to be evicted, points on the way are so far apart: of closer ones, most are evicted before anybody
 asks for them, and other points were evicted to make room for them (docs/measurements/reuse.md)."""
-NEVER = 2**62
+NEVER: Final = 2**62
 
 
 class Spacing:

@@ -212,8 +212,13 @@ class Tree:
     # ---- shrinking
 
     def remove_point(self, point: Point) -> None:
-        points = point.node.points  # most that go are the first one
-        del points[0 if points[0] is point else bisect_left(points, point.position, key=lambda other: other.position)]
+        points = point.node.points  # most that go are the first one or the last one
+        if points[-1] is point:
+            points.pop()
+        elif points[0] is point:
+            del points[0]
+        else:
+            del points[bisect_left(points, point.position, key=lambda other: other.position)]
         point.alive = False
         if self.emit:
             for group in self.states:
@@ -278,4 +283,4 @@ class Tree:
 def _own(array: Ids) -> Ids:
     """The array itself, or a copy where it would keep a much larger one alive."""
     base = array.base
-    return array if base is None or 2 * len(array) >= len(base) else array.copy()
+    return array if base is None or 4 * len(array) >= len(base) else array.copy()
