@@ -138,12 +138,16 @@ class PageAllocator:
             if last <= first:
                 continue
             pages, at, gone = table.pages[row, first:last].copy(), first, []
+            retained = first  # from here up to `at`
             for point in self.state.passed_points(sequence, first * size, end):
                 low, high = max(group.first_block(point), at), min(point // size, last)
-                if high > low:
-                    gone.append(pages[at - first : low - first])
-                    self.state.retain(sequence, group, low, pages[low - first : high - first])
+                if low < high:
+                    if low > at:
+                        self.state.retain(sequence, group, retained, pages[retained - first : at - first])
+                        gone.append(pages[at - first : low - first])
+                        retained = low
                     at = high
+            self.state.retain(sequence, group, retained, pages[retained - first : at - first])
             gone.append(pages[at - first :])
             table.first_of[row] = last
             table.erase(row, first, last)

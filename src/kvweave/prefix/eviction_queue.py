@@ -48,10 +48,11 @@ class EvictionQueue:
             self._last[at : at + 1] = [bucket[half - 1], bucket[-1]]
 
     def remove(self, point: Point) -> None:
-        entry = point.entry
-        at = bisect_left(self._last, entry)
+        entry, at, index = point.entry, 0, 0
+        if entry is not self._buckets[0][0]:  # the one that is evicted
+            at = bisect_left(self._last, entry)
+            index = bisect_left(self._buckets[at], entry)
         bucket = self._buckets[at]
-        index = bisect_left(bucket, entry)
         assert bucket[index][2] is point, "the entry of a point is where its key says"
         del bucket[index]
         self.size -= 1
