@@ -137,17 +137,18 @@ class PageAllocator:
             first, last = table.first_of[row], min(group.first_block(end), table.blocks_of[row])
             if last <= first:
                 continue
-            pages, at, gone = table.pages[row, first:last].copy(), first, []
-            retained = first  # from here up to `at`
+            kept: list[tuple[int, int]] = []  # as few runs as they are: points may lie close together
             for point in self.state.passed_points(sequence, first * size, end):
-                low, high = max(group.first_block(point), at), min(point // size, last)
+                low, high = max(group.first_block(point), first), min(point // size, last)
+                if kept and low <= kept[-1][1]:
+                    low = kept.pop()[0]
                 if low < high:
-                    if low > at:
-                        self.state.retain(sequence, group, retained, pages[retained - first : at - first])
-                        gone.append(pages[at - first : low - first])
-                        retained = low
-                    at = high
-            self.state.retain(sequence, group, retained, pages[retained - first : at - first])
+                    kept.append((low, high))
+            pages, at, gone = table.pages[row, first:last].copy(), first, []
+            for low, high in kept:
+                gone.append(pages[at - first : low - first])
+                self.state.retain(sequence, group, low, pages[low - first : high - first])
+                at = high
             gone.append(pages[at - first :])
             table.first_of[row] = last
             table.erase(row, first, last)

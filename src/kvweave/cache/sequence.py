@@ -176,8 +176,9 @@ class Sequence:
     def tokens(self) -> Tokens:
         """All tokens known so far: the prompt, and those given to `extend` and `commit`."""
         self.check_open()
+        num_tokens = self.num_tokens
         cached = np.concatenate([*(node.tokens for node in self.node.path()), self._buffer[:0]])[: self._first]
-        return np.concatenate([cached, self.run(self._first, self.num_tokens)])
+        return np.concatenate([cached, self.run(self._first, num_tokens)])
 
     @property
     def num_tokens(self) -> int:
@@ -187,7 +188,6 @@ class Sequence:
 
     def run(self, start: int, end: int) -> Tokens:
         """The tokens [start, end), which the sequence keeps itself: those after its hit."""
-        self.owner.flush_tokens(self)
         return self._buffer[start - self._first : end - self._first]
 
     def add_tokens(self, tokens: Tokens) -> None:

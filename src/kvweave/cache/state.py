@@ -196,8 +196,7 @@ class CacheState:
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Tokens of a sequence that others may find: written, not private, and their ids known."""
-        counters, row = self.counters, sequence.row
-        return min(counters.committed_of[row], counters.known_of[row], sequence.private_from)
+        return min(self.counters.committed_of[sequence.row], sequence.num_tokens, sequence.private_from)
 
     # ---- pages
 
@@ -208,9 +207,8 @@ class CacheState:
 
     def retain(self, sequence: Sequence, group: PagedGroup, first: int, pages: Ids) -> None:
         """A sequence holds pages of a window, from block `first` on, for unpublished points."""
-        if len(pages):
-            sequence.retained.setdefault(group.number, []).append((first, pages))
-            self.retaining_rows.add(sequence.row)
+        sequence.retained.setdefault(group.number, []).append((first, pages))
+        self.retaining_rows.add(sequence.row)
 
     def release_retained(self, sequence: Sequence) -> None:
         """Unpublished points need their pages no more."""
