@@ -12,6 +12,7 @@ from kvweave.cache.sequence import Batch, Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.errors import NeverFits, OutOfPages, Shortage
 from kvweave.pool import Counts, Ids, Obtainable, PagedGroup, PagePool
+from kvweave.pool.page_pool import Demand
 from kvweave.prefix import StatePages
 from kvweave.table import spread
 
@@ -22,8 +23,6 @@ MOST_EVICTED = 64
 RECLAIMED = 64
 """Pages that sequences hold and do not need are reclaimed from this many sequences at a time."""
 
-Demand = list[int]
-"""Pages by group number."""
 Known = dict[str, Obtainable]
 """By pool: what it could give if sequences held no more than their next tokens need."""
 

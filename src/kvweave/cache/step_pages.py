@@ -6,12 +6,14 @@ decode step is many rows with at most one page each. Both have the same methods.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import numpy as np
 
-from kvweave.cache.allocator import Demand
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import Counts
+from kvweave.pool.page_pool import Demand
 
 
 class StepOptions:
@@ -140,10 +142,7 @@ class ManyRowPages:
         ]
         if self.state.states or self.state.ends_in_block:
             ends.append(counters.next_stop[self.rows] - 1)
-        ready = ends[0]
-        for end in ends[1:]:
-            ready = np.minimum(ready, end)
-        counters.ready[self.rows] = ready
+        counters.ready[self.rows] = reduce(np.minimum, ends)
 
 
 StepPages = OneRowPages | ManyRowPages

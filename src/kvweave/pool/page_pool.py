@@ -15,7 +15,7 @@ from kvweave.plan import Pool
 from kvweave.pool.group import NO_PAGES, Ids, PagedGroup
 from kvweave.pool.pages import GroupPages, PageStack
 
-Demand = Sequence[int]
+Demand = list[int]
 """Pages by group number, those of groups in other pools among them."""
 UNKNOWN = -1
 

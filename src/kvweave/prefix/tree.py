@@ -164,7 +164,7 @@ class Tree:
         upper.pins = node.pins
         parent.children[node.key] = upper
         node.parent, node.start, node.tokens = upper, position, _own(node.tokens[size:])
-        upper.key, node.key = node.key, self._key(node.tokens)
+        upper.key, node.key = node.key, node.tokens[: self.grid].tobytes()
         upper.points = [point for point in node.points if point.position <= position]
         node.points = node.points[len(upper.points) :]
         for point in upper.points:
@@ -198,7 +198,7 @@ class Tree:
         The tokens are the tree's from now on: nobody may write to them.
         """
         node = Node(next(self._ids), parent, parent.end, _own(tokens), pages)
-        node.key = self._key(tokens)
+        node.key = tokens[: self.grid].tobytes()
         assert node.key not in parent.children, "a run is in the tree once"
         parent.children[node.key] = node
         self.num_nodes += 1
@@ -262,9 +262,6 @@ class Tree:
             self.emit(Cleared())
 
     # ---- small things
-
-    def _key(self, tokens: Tokens) -> bytes:
-        return tokens[: self.grid].tobytes()
 
     def empty_pages(self, tokens: int) -> list[Ids]:
         return [NO_PAGES if g.is_state else np.zeros(tokens // g.slot_tokens, np.int32) for g in self.groups]
