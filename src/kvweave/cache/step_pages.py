@@ -6,8 +6,6 @@ decode step is many rows with at most one page each. Both have the same methods.
 
 from __future__ import annotations
 
-from functools import reduce
-
 import numpy as np
 
 from kvweave.cache.sequence import Rows, Sequence
@@ -142,7 +140,10 @@ class ManyRowPages:
         ]
         if self.state.states or self.state.ends_in_block:
             ends.append(counters.next_stop[self.rows] - 1)
-        counters.ready[self.rows] = reduce(np.minimum, ends)
+        ready = ends[0]
+        for end in ends[1:]:
+            ready = np.minimum(ready, end)
+        counters.ready[self.rows] = ready
 
 
 StepPages = OneRowPages | ManyRowPages
