@@ -1254,6 +1254,19 @@ def test_a_point_fills_the_gaps_of_the_runs_above_it() -> None:
     assert cache.lookup([*range(16), 50, 51, 52, 53, 9]) == 20
 
 
+def test_window_pages_of_points_that_lie_close_together_are_retained_as_one_run() -> None:
+    cache = Cache(plan_of(group("window", Window(6))), retention=Retention(every=4))
+    sequence = cache.open(range(65))
+    cache.extend(sequence, 32)
+    cache.commit(sequence)
+    ((first, pages),) = sequence.retained[0]
+    assert (first, len(pages)) == (0, 6), "the blocks before those that the next token sees"
+    cache.extend(sequence, 33)
+    cache.commit(sequence)
+    assert [cache.lookup([*range(end), 99]) for end in range(4, 65, 4)] == [*range(4, 65, 4)]
+    check_books(cache)
+
+
 def test_what_is_parked_is_reclaimed_for_others() -> None:
     caches = group("full", Full()), group("window", Window(6)), group("state", State())
     own = {"window": PoolRequest(pages=7)}

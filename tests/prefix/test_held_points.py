@@ -5,7 +5,7 @@ import numpy as np
 from kvweave.cache import Cache
 from kvweave.pool import GroupPages
 from kvweave.prefix import Kind, Node, Point
-from kvweave.prefix.held_points import PATIENCE, QUEUED_ANYWAY, HeldPoints
+from kvweave.prefix.held_points import LOOKED_AT, MOST_AT_ONCE, PATIENCE, QUEUED_ANYWAY, HeldPoints
 from kvweave.spec import SinkWindow
 from tests.cache.plans import group, plan_of
 
@@ -60,6 +60,18 @@ def test_points_are_found_when_a_table_lets_go_of_either_page_whoever_left_befor
     assert {id(point) for point in held.unheld()} == {id(points[60]), id(points[90])}
     assert sorted(point.held for point in held.points) == list(range(50))
     assert all(held.points[point.held] is point for point in points[50:])
+
+
+def test_of_many_points_a_part_is_looked_at_until_some_are_found() -> None:
+    pages = pages_of_window()
+    held, points = HeldPoints(pages), [point_of(1, 2) for _ in range(3 * LOOKED_AT)]
+    points[LOOKED_AT + 10], points[-1] = point_of(3, 4), point_of(5, 6)
+    for point in points:
+        held.add(point)
+    release(pages, 3, 5)
+    assert held.unheld() == [points[LOOKED_AT + 10], points[-1]]
+    release(pages, 1)
+    assert held.unheld() == points[:MOST_AT_ONCE]
 
 
 def test_points_are_looked_for_now_and_again() -> None:

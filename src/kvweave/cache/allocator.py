@@ -12,6 +12,7 @@ from kvweave.cache.sequence import Batch, Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.errors import NeverFits, OutOfPages, Shortage
 from kvweave.pool import Counts, Ids, Obtainable, PagedGroup, PagePool
+from kvweave.pool.page_pool import Demand
 from kvweave.prefix import StatePages
 from kvweave.table import spread
 
@@ -22,8 +23,6 @@ MOST_EVICTED = 64
 RECLAIMED = 64
 """Pages that sequences hold and do not need are reclaimed from this many sequences at a time."""
 
-Demand = list[int]
-"""Pages by group number."""
 Known = dict[str, Obtainable]
 """By pool: what it could give if sequences held no more than their next tokens need."""
 
@@ -137,13 +136,18 @@ class PageAllocator:
             first, last = table.first_of[row], min(group.first_block(end), table.blocks_of[row])
             if last <= first:
                 continue
-            pages, at, gone = table.pages[row, first:last].copy(), first, []
+            kept: list[tuple[int, int]] = []  # as few runs as they are: points may lie close together
             for point in self.state.passed_points(sequence, first * size, end):
-                low, high = max(group.first_block(point), at), min(point // size, last)
-                if high > low:
-                    gone.append(pages[at - first : low - first])
-                    self.state.retain(sequence, group, low, pages[low - first : high - first])
-                    at = high
+                low, high = max(group.first_block(point), first), min(point // size, last)
+                if kept and low <= kept[-1][1]:
+                    low = kept.pop()[0]
+                if low < high:
+                    kept.append((low, high))
+            pages, at, gone = table.pages[row, first:last].copy(), first, []
+            for low, high in kept:
+                gone.append(pages[at - first : low - first])
+                self.state.retain(sequence, group, low, pages[low - first : high - first])
+                at = high
             gone.append(pages[at - first :])
             table.first_of[row] = last
             table.erase(row, first, last)

@@ -115,7 +115,7 @@ class Cache(SequenceOwner):
         self._contents = ContentTokens(emit)
         self._requests = self._prompt_tokens = self._hit_tokens = 0
         self._outstanding: list[Copies] = []
-        self._tables = {table.tag: table for table in self.state.tables}
+        self._tables = {table.group.tag: table for table in self.state.tables}
         self._owner = get_ident()
 
     # ---- open

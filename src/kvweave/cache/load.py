@@ -81,9 +81,8 @@ class Loader:
 
     def _reference(self, group: PagedGroup, sequence: Sequence, low: int, high: int) -> None:
         """Enter the tree's pages of the blocks [low, high) into a sequence's table."""
-        runs = [run.pages for run in self.state.prefix.tree.runs(group, sequence.node, low, high)]
-        if runs:
-            pages = runs[0] if len(runs) == 1 else np.concatenate(runs[::-1])
+        if low < high:
+            pages = self.state.prefix.tree.pages(group, sequence.node, low, high)
             self.state.tables[group.number].write(sequence.row, low, pages)
             if group.is_window:
                 self.state.pages[group.number].share(pages)

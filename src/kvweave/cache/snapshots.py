@@ -58,7 +58,7 @@ class Snapshots:
 
     def _live_states(self, sequence: Sequence) -> list[int]:
         """A page of each state group."""
-        return [int(self.state.tables[group.number].pages[sequence.row, 0]) for group in self.state.states]
+        return [self.state.tables[group.number].pages.item(sequence.row, 0) for group in self.state.states]
 
     def copy_live(self, sequence: Sequence, copies: Copies) -> None:
         """Copy the live state to the snapshot that waits for it: the step that ends there is the last so far."""

@@ -196,7 +196,8 @@ class CacheState:
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Tokens of a sequence that others may find: written, not private, and their ids known."""
-        return min(self.counters.committed_of[sequence.row], sequence.num_tokens, sequence.private_from)
+        known = min(self.counters.committed_of[sequence.row], sequence.num_tokens)
+        return min(known, sequence.private_from)  # a `min` of two is compiled
 
     # ---- pages
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvweave.cache.allocator import Demand
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.cache.state import CacheState
 from kvweave.pool import Counts
+from kvweave.pool.page_pool import Demand
 
 
 class StepOptions:
@@ -46,8 +46,8 @@ class OneRowPages:
         self.takes_states = False
         """Whether rows take the states of their hits, where they can, instead of copies: the hits are lost then."""
 
-    def demand(self, _count: int) -> Demand:
-        """Pages for the first `count` rows."""
+    def demand(self, _count: int | None = None) -> Demand:
+        """Pages for all rows, or for the first `count`."""
         states = self.state.states
         num_live = min(1, self.state.tables[states[0].number].blocks_of[self.sequences[0].row]) if states else 0
         return _demand(self, self.growth, 1, num_live)
@@ -110,8 +110,9 @@ class ManyRowPages:
     def longest(self) -> int:
         return int(self._reach[self._reach.argmax()])
 
-    def demand(self, count: int) -> Demand:
+    def demand(self, count: int | None = None) -> Demand:
         blocks, states = self._totals, self.state.states
+        count = len(self.rows) if count is None else count
         if count < len(self.rows):
             self._sums = self._sums or [np.cumsum(growth) for growth in self.growth]
             blocks = [int(sums[count - 1]) for sums in self._sums]

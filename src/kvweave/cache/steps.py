@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvweave.cache.allocator import Demand, Known, PageAllocator
+from kvweave.cache.allocator import Known, PageAllocator
 from kvweave.cache.copies import Copies
 from kvweave.cache.publish import Publisher
 from kvweave.cache.sequence import Rows, Sequence
@@ -133,7 +133,7 @@ class Steps:
 
     def _ensure_with_snapshots(self, step: StepPages, count: int) -> bool:
         """Whether there are so many pages of each state more, made sure of with all others."""
-        more = [n + (count if g.is_state else 0) for n, g in zip(_demand(step), self.state.groups)]
+        more = [n + (count if g.is_state else 0) for n, g in zip(step.demand(), self.state.groups)]
         return self.allocator.ensure(more, admits=self.allocator.admits(step.sequences)) is None
 
     def _ensure(self, step: StepPages, asking: Rows) -> None:
@@ -142,16 +142,16 @@ class Steps:
         if step.longest > self.state.max_tokens:
             raise self._refusal(self.state.pools[0], step, asking)
         admits = self.allocator.admits(step.sequences)
-        pool = self.allocator.ensure(_demand(step), admits=admits, known=known)
+        pool = self.allocator.ensure(step.demand(), admits=admits, known=known)
         if pool is not None and _let_take_states(step):
-            pool = self.allocator.ensure(_demand(step), admits=admits, known=known)
+            pool = self.allocator.ensure(step.demand(), admits=admits, known=known)
         if pool is not None:
             raise self._refusal(pool, step, asking, partial(self._fits, step, known))
 
     def _refusal(
         self, pool: PagePool, step: StepPages, asking: Rows, fits: Callable[[int], bool] | None = None
     ) -> OutOfPages | NeverFits:
-        demand, drafts = _demand(step), step.options.drafts
+        demand, drafts = step.demand(), step.options.drafts
         return self.allocator.refusal(pool, demand, step.sequences, *step.span(), asking, fits, drafts)
 
     def _fits(self, step: StepPages, known: Known, count: int) -> bool:
@@ -250,11 +250,6 @@ class Steps:
         for i in counters.passed_stop[rows].nonzero()[0].tolist():
             counters.passed_stop_of[sequences[i].row] = 0
             state.set_next_stop(sequences[i])  # a state that rejected drafts had passed is wanted again
-
-
-def _demand(step: StepPages) -> Demand:
-    """Of all its rows."""
-    return step.demand(len(step.sequences))
 
 
 def _let_take_states(step: StepPages) -> bool:

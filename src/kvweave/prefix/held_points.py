@@ -10,7 +10,8 @@ from kvweave.pool import NULL, GroupPages, Ids
 from kvweave.prefix.node import Point
 
 MOST_AT_ONCE: Final = 64
-"""So many points return to the queues at a time."""
+LOOKED_AT = 2048
+"""So many points return to the queues at a time, and so many are looked at until there are any."""
 NOT_HELD: Final = -1
 QUEUED_ANYWAY: Final = -2
 """A point is not held; or it is queued though it would be: no others were left."""
@@ -70,5 +71,9 @@ class HeldPoints:
 
     def unheld(self) -> list[Point]:
         """Points that are held no longer, some of them."""
-        first, last = self._pages.are_referenced(self._ends[:, : len(self.points)])
-        return [self.points[at] for at in np.flatnonzero(~(first & last))[:MOST_AT_ONCE].tolist()]
+        found, start = list[Point](), 0
+        while start < len(self.points) and len(found) < MOST_AT_ONCE:
+            first, last = self._pages.are_referenced(self._ends[:, start : min(start + LOOKED_AT, len(self.points))])
+            found += [self.points[start + at] for at in np.flatnonzero(~(first & last))[:MOST_AT_ONCE].tolist()]
+            start += LOOKED_AT
+        return found[:MOST_AT_ONCE]

@@ -98,6 +98,8 @@ class Node:
         self.start = start
         self.end = start + len(tokens)
         self.tokens = tokens
+        self.key = b""
+        """Its first tokens, a grid of them, as its parent knows it."""
         self.pages = pages
         """By group; those of states have none."""
         self.points: list[Point] = []

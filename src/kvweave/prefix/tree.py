@@ -73,20 +73,20 @@ class Tree:
     def match(self, namespace: Hashable, tokens: Tokens, publish: PublishRunning | None = None) -> Match:
         """The longest run of tokens in the tree, on the grid."""
         node, last, length, num_nodes, grid = self.roots.get(namespace), None, 0, 0, self.grid
-        ids = tokens.data  # of which a part is had in half the time
-        while node is not None and len(tokens) - length >= grid:
+        ids, last_start = tokens.data, len(tokens) - grid  # of `data` a part is had in half the time
+        while node is not None and length <= last_start:
             key = ids[length : length + grid].tobytes()
             if publish is not None and node.running:
                 publish(node, key)
             child = node.children.get(key)
             if child is None:
                 break
-            same = grid  # by the key
-            if len(child.tokens) > grid:
-                same = self.common(child.tokens, tokens[length : length + len(child.tokens)])
+            size, same = child.end - length, grid  # by the key
+            if size > grid:
+                same = self.common(child.tokens, tokens[length : child.end])
             last, num_nodes = child, num_nodes + 1
             length += same
-            node = child if same == len(child.tokens) else None
+            node = child if same == size else None
         return Match(last, length, num_nodes)
 
     def common(self, run: Tokens, tokens: Tokens) -> int:
@@ -129,11 +129,16 @@ class Tree:
             at = at.parent
         return runs
 
+    def pages(self, group: PagedGroup, node: Node, low: int, high: int) -> Ids:
+        """The same as one array; a view where one node has them all."""
+        runs = [run.pages for run in self.runs(group, node, low, high)]
+        return runs[0] if len(runs) == 1 else np.concatenate([NO_PAGES, *runs[::-1]])
+
     def _present(self, group: PagedGroup, node: Node, low: int, limit: int) -> Present:
         """Which blocks of a window are there, of those that going on from the positions [low, limit] needs."""
         first = 0 if group.head_blocks else group.first_block(low)
-        runs = [run.pages for run in self.runs(group, node, first, limit // group.slot_tokens)]
-        return Present(group.reach, group.slot_tokens, np.concatenate([NO_PAGES, *runs[::-1]]) != NULL, first)
+        pages = self.pages(group, node, first, limit // group.slot_tokens)
+        return Present(group.reach, group.slot_tokens, pages != NULL, first)
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""
@@ -157,13 +162,14 @@ class Tree:
             pages[group.number], node.pages[group.number] = _own(array[:cut]), _own(array[cut:])
         upper = Node(next(self._ids), parent, node.start, _own(node.tokens[:size]), pages)
         upper.pins = node.pins
-        parent.children[self._key(upper.tokens)] = upper
+        parent.children[node.key] = upper
         node.parent, node.start, node.tokens = upper, position, _own(node.tokens[size:])
+        upper.key, node.key = node.key, node.tokens[: self.grid].tobytes()
         upper.points = [point for point in node.points if point.position <= position]
         node.points = node.points[len(upper.points) :]
         for point in upper.points:
             point.node = upper
-        upper.children[self._key(node.tokens)] = node
+        upper.children[node.key] = node
         self.num_nodes += 1
         if self.emit:
             self.emit(Split(node.id, upper.id, position))
@@ -179,8 +185,8 @@ class Tree:
         last.points = [point for node in nodes for point in node.points]
         for point in last.points:
             point.node = last
-        last.start, last.parent = first.start, first.parent
-        first.parent.children[self._key(last.tokens)] = last
+        last.start, last.parent, last.key = first.start, first.parent, first.key
+        first.parent.children[last.key] = last
         self.num_nodes -= len(nodes) - 1
         for node in reversed(nodes[:-1]):
             if self.emit:
@@ -192,9 +198,9 @@ class Tree:
         The tokens are the tree's from now on: nobody may write to them.
         """
         node = Node(next(self._ids), parent, parent.end, _own(tokens), pages)
-        key = self._key(tokens)
-        assert key not in parent.children, "a run is in the tree once"
-        parent.children[key] = node
+        node.key = tokens[: self.grid].tobytes()
+        assert node.key not in parent.children, "a run is in the tree once"
+        parent.children[node.key] = node
         self.num_nodes += 1
         if self.emit:
             self.emit(Stored(node.id, parent.id, None, node.start, tuple(tokens.tolist())))
@@ -249,7 +255,7 @@ class Tree:
         if node.parent is None:
             del self.roots[node.namespace]
         else:
-            del node.parent.children[self._key(node.tokens)]
+            del node.parent.children[node.key]
             self.num_nodes -= 1
         if self.emit:
             self.emit(Removed(node.id))
@@ -261,9 +267,6 @@ class Tree:
             self.emit(Cleared())
 
     # ---- small things
-
-    def _key(self, tokens: Tokens) -> bytes:
-        return tokens[: self.grid].tobytes()
 
     def empty_pages(self, tokens: int) -> list[Ids]:
         return [NO_PAGES if g.is_state else np.zeros(tokens // g.slot_tokens, np.int32) for g in self.groups]

@@ -24,7 +24,6 @@ class BlockTable:
 
     def __init__(self, group: PagedGroup, num_rows: int, width: int) -> None:
         self.group = group
-        self.tag = group.tag
         self.slot_tokens = group.slot_tokens
         self.kernel_blocks = group.kernel_blocks
         self.head_blocks = group.head_blocks
