@@ -679,6 +679,19 @@ def test_tables_keep_their_addresses_within_rows_and_max_tokens() -> None:
     assert {tag: cache.table(tag).ctypes.data for tag in addresses} == addresses
 
 
+def test_beams_are_reordered_within_the_rows_that_they_have() -> None:
+    cache = Cache(full_plan(), rows=2)
+    first = run(cache, range(6), close=False)
+    made, copied = cache.fork(first)
+    beams, address = [first, *made], cache.table("full").ctypes.data
+    rows = {beam.row for beam in beams}
+    list(copied)
+    assert len(list(cache.reorder(beams, [1, 1]))) == 1
+    assert cache.table("full").ctypes.data == address
+    assert {beam.row for beam in beams} == rows
+    check_books(cache)
+
+
 def test_arriving_takes_only_the_pages_that_the_reach_there_needs_and_leaves_a_resume_point() -> None:
     cache = Cache(plan_of(group("full", Full()), group("window", Window(6)), group("state", State())))
     sequence = cache.open(range(40))

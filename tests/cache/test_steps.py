@@ -547,6 +547,18 @@ def test_a_length_beyond_all_memory_is_refused_before_anything_is_computed_for_i
         Cache(plan_of(group("full", Full()), pages=11), max_tokens=18).check_fits(length)
 
 
+def test_what_fits_once_a_step_in_flight_is_committed_is_not_refused_for_ever() -> None:
+    cache = Cache(plan_of(group("window", Window(3)), pages=4))
+    first, second = cache.open([1] * 20), cache.open([2] * 20)
+    cache.extend(first, 8)
+    for sequences, counts in ((first, 5), ([first, second], [5, 1])):
+        with pytest.raises(OutOfPages):
+            cache.extend(sequences, counts)
+    cache.commit(first)
+    cache.extend(first, 5)
+    check_books(cache)
+
+
 def test_drafts_for_which_there_are_never_enough_states_never_fit() -> None:
     cache = Cache(plan_of(group("state", State()), pages=4))
     sequence = cache.open([1] * 20)
