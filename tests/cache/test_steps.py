@@ -547,6 +547,20 @@ def test_a_length_beyond_all_memory_is_refused_before_anything_is_computed_for_i
         Cache(plan_of(group("full", Full()), pages=11), max_tokens=18).check_fits(length)
 
 
+def test_a_length_is_asked_for_where_its_windows_hold_the_most() -> None:
+    """Chunks of 67 tokens in blocks of 64 hold three blocks only where they start at 62 or 63."""
+    chunks = plan_of(group("chunk", Chunk(67)), pages=3, blocks=64)
+    cache = Cache(chunks)
+    sequence = cache.open([1] * 5200)
+    with pytest.raises(NeverFits):
+        cache.check_fits(5200)
+    with pytest.raises(NeverFits):
+        for _ in range(5200):
+            cache.extend(sequence, 1)
+            cache.commit(sequence)
+    cache.check_fits(sequence.length)
+
+
 def test_what_fits_once_a_step_in_flight_is_committed_is_not_refused_for_ever() -> None:
     cache = Cache(plan_of(group("window", Window(3)), pages=4))
     first, second = cache.open([1] * 20), cache.open([2] * 20)
