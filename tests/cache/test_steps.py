@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
+from kvweave.cache.allocator import PageAllocator
+from kvweave.cache.state import CacheState
 from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, NotSettled, OutOfPages
 from kvweave.plan import PoolRequest, make_plan
 from kvweave.prefix import Retention
@@ -559,6 +561,21 @@ def test_a_length_is_asked_for_where_its_windows_hold_the_most() -> None:
             cache.extend(sequence, 1)
             cache.commit(sequence)
     cache.check_fits(sequence.length)
+
+
+@pytest.mark.parametrize(("pages", "size"), [(3, 5), (4, 7), (4, 10), (5, 15), (6, 16), (6, 18)])
+def test_whether_a_length_fits_is_asked_of_all_steps_that_there_can_be_and_no_others(pages: int, size: int) -> None:
+    own, grid = {"window": PoolRequest(pages=6), "chunk": PoolRequest(pages=pages)}, 12
+    caches, blocks = (group("window", Window(2)), group("chunk", Chunk(5))), {"window": 4, "chunk": 3}
+    plan = plan_of(*caches, blocks=blocks, own_pools=own)
+    allocator = PageAllocator(CacheState(plan, 1, 400, 0, "lru", Retention(), None), 0.0)
+    said = set()
+    for length in range(1, 100):
+        starts = np.array(sorted({at for hit in range(0, length, grid) for at in range(hit, length, size)}))
+        never = allocator.never_fits(starts, np.minimum(starts + size, length)) is not None
+        assert (allocator.never_fits_in_steps(length, size) is not None) == never, length
+        said.add(never)
+    assert said == {True, False}
 
 
 def test_what_fits_once_a_step_in_flight_is_committed_is_not_refused_for_ever() -> None:

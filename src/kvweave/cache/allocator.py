@@ -263,10 +263,14 @@ class PageAllocator:
         """
         if num_tokens > self.state.max_tokens:
             return self._too_long(num_tokens)
-        apart = gcd(step_tokens, self.state.grid)
+        grid = self.state.grid
+        apart = gcd(step_tokens, grid)
         spans = [max(1, (group.reach.span or 1) - group.reach.head) for group in self.state.windows]
-        first = max(0, num_tokens - step_tokens - lcm(self.state.grid, *spans)) // apart * apart
-        starts = np.arange(first, num_tokens, apart)
+        first = max(0, num_tokens - step_tokens - lcm(grid, *spans)) // apart * apart
+        starts, steps = np.arange(first, num_tokens, apart), np.arange(grid // apart) * step_tokens
+        soonest = np.zeros(grid, np.int64)  # by offset from the grid: where the first step with that offset starts
+        soonest[steps % grid] = steps
+        starts = starts[starts >= soonest[starts % grid]]
         return self.never_fits(starts, np.minimum(starts + step_tokens, num_tokens))
 
     def _too_long(self, num_tokens: int) -> NeverFits:
