@@ -303,3 +303,46 @@ def test_one_page_size_fills_up_groups_with_layers_that_hold_nothing() -> None:
     full, window = made.group("full").num_blocks_held(32768), made.group("window").num_blocks_held(32768)
     assert held == full + 6 * window
     assert usual.padding_share == pytest.approx(1 - (10 * full + 52 * window) / (10 * held))
+
+
+IMPOSSIBLE: dict[str, Any] = {
+    "num_layers": (0, -1),
+    "memory": (0, -1, 1000),
+    "reserve": (-1, 10**15),
+    "draft_layers": ([7], [-1]),
+    "groups": ([],),
+    "pools": ([],),
+    "groups.0.tag": ("window",),
+    "groups.0.layers": ([0, 0], [-1], [10**15], [0, 1, 2]),
+    "groups.0.block_tokens": (0, -16, 8, 24, 10**15),
+    "groups.0.kernel_tokens": (0, -16, 3, 8),
+    "groups.0.context_shards": (0, 2),
+    "groups.0.pool": ("", "other"),
+    "groups.0.lane_layers": (0, 2, -1),
+    "groups.0.pages_per_superpage": (0, -1, 10**15),
+    "groups.0.kernel_stride": (0, -16, 8, 10**15),
+    "groups.0.cache.roles.0.shape": ([10**9],),
+    "pools.0.name": ("other",),
+    "pools.0.tags": (["full"], [], ["full", "window", "more"]),
+    "pools.0.lanes": (0, -1, 3),
+    "pools.0.superpage_bytes": (0, -1, 10**15),
+    "pools.0.num_superpages": (0, -1, 10**15),
+    "parallel.cp": (2,),
+}
+
+
+@pytest.mark.parametrize(("path", "wrong"), [(path, wrong) for path, all_ in IMPOSSIBLE.items() for wrong in all_])
+def test_a_plan_with_impossible_numbers_is_not_read(path: str, wrong: Any) -> None:
+    caches = [
+        LayerCache(tag, reach, (Role("key", (8,), DType.FLOAT16),), context_split=tag == "full")
+        for tag, reach in (("full", Full()), ("window", Window(9)))
+    ]
+    data = make_plan(ModelSpec("two", tuple(Layer((cache,)) for cache in caches)), "1MB").to_dict()
+    assert Plan.from_dict(json.loads(json.dumps(data))).to_dict() == data
+    *parents, name = path.split(".")
+    part: Any = data
+    for key in parents:
+        part = part.setdefault(key, {}) if isinstance(part, dict) else part[int(key)]
+    part[name] = wrong
+    with pytest.raises(PlanError):
+        Plan.from_dict(data)

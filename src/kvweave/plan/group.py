@@ -45,6 +45,23 @@ class Group:
     pages_per_superpage: int = 0
     kernel_stride: int = 0
 
+    def check(self, layers: range, cp: int) -> None:
+        """Raise `PlanError` where its numbers contradict one another, as those of a file may."""
+        unit = self.cache.unit_tokens if self.cache.reach.per_token else 1
+        if self.kernel_tokens < 1 or self.block_tokens < 1 or self.block_tokens % self.kernel_tokens:
+            raise PlanError(
+                f"group {self.tag!r}: blocks of {self.block_tokens} tokens are not whole kernel blocks of"
+                f" {self.kernel_tokens}"
+            )
+        if self.kernel_tokens % unit:
+            raise PlanError(
+                f"group {self.tag!r}: kernel blocks of {self.kernel_tokens} tokens are no multiple of {unit}"
+            )
+        if len(set(self.layers)) < len(self.layers) or any(layer not in layers for layer in self.layers):
+            raise PlanError(f"group {self.tag!r}: {self.layers} are not different ones of {layers.stop} layers")
+        if self.context_shards != (cp if self.cache.context_split else 1):
+            raise PlanError(f"group {self.tag!r}: {self.context_shards} shards for {cp} context-parallel ranks")
+
     @property
     def kernel_blocks(self) -> int:
         """Kernel blocks in a page."""

@@ -17,7 +17,6 @@ from kvweave.units import format_bytes, parse_bytes
 POOLS = ("auto", "uniform", "shared", "independent")
 COARSE = 4
 """How many of the largest blocks a step of prefix reuse may be before a plan warns."""
-MOST_IDS = 2**31 - 1
 MOST_CONTEXT = 2**40
 """The longest sequence that is planned for: anything above is a typing error."""
 
@@ -80,20 +79,8 @@ def make_plan(
         pool.name: draft.superpages_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools
     }
     made = replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand, floors)))
-    _check_ids(made)
+    made.check()
     return made
-
-
-def _check_ids(plan: Plan) -> None:
-    """Pages and kernel blocks have int32 ids in tables."""
-    for group in plan.groups:
-        if group.layers:
-            count = plan.pool(group.pool).num_superpages * group.pages_per_superpage * group.kernel_blocks
-            if count > MOST_IDS:
-                raise PlanError(
-                    f"group {group.tag!r} would have {count:,} kernel blocks in {format_bytes(plan.memory)}, and their"
-                    f" ids end at {MOST_IDS:,}: plan with less memory or larger blocks"
-                )
 
 
 def _beyond_the_context(spec: ModelSpec) -> list[str]:
