@@ -9,6 +9,7 @@ from fractions import Fraction
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -303,6 +304,42 @@ def test_one_page_size_fills_up_groups_with_layers_that_hold_nothing() -> None:
     full, window = made.group("full").num_blocks_held(32768), made.group("window").num_blocks_held(32768)
     assert held == full + 6 * window
     assert usual.padding_share == pytest.approx(1 - (10 * full + 52 * window) / (10 * held))
+
+
+@pytest.mark.parametrize("wrong", [1.5, float("nan"), "16", [], object(), True, 0, -16, 2**70], ids=repr)
+def test_blocks_that_are_no_whole_number_of_tokens_are_refused(wrong: Any) -> None:
+    for wish in (wrong, {"full": wrong}):
+        for name in ("block_tokens", "kernel_tokens"):
+            options: dict[str, Any] = {name: wish}
+            with pytest.raises(PlanError, match=name):
+                make_plan(HYBRID, "10MB", **options)
+
+
+def test_blocks_may_be_whole_numbers_of_numpy() -> None:
+    made = make_plan(HYBRID, "10MB", block_tokens=np.int64(32), kernel_tokens={"full": np.uint8(8)})  # type: ignore[arg-type, dict-item]
+    assert made == make_plan(HYBRID, "10MB", block_tokens=32, kernel_tokens={"full": 8})
+    assert made.group("full").block_tokens == 32
+    assert json.dumps(made.to_dict())
+
+
+@pytest.mark.parametrize("wrong", [None, 1.5, "2"])
+def test_arguments_of_a_plan_of_the_wrong_type_are_named(wrong: Any) -> None:
+    calls = (
+        lambda: Parallel(tp=wrong),
+        lambda: Parallel(cp=2, cp_rank=wrong),
+        lambda: make_plan(HYBRID, "10MB", own_pools={"full": wrong}),
+        lambda: Role("key", (8,), DType.FLOAT16, tokens_per_row=wrong),
+        lambda: Role("key", (8,), DType.FLOAT16, token_axis=wrong),
+        lambda: LayerCache("full", Full(), (Role("key", (8,), DType.FLOAT16),), kernel_tokens=wrong),
+    )
+    for call in calls:
+        with pytest.raises(KVWeaveError):
+            call()
+
+
+def test_a_length_of_nothing_is_not_explained() -> None:
+    with pytest.raises(PlanError, match="no sequence has 0 tokens"):
+        explain(make_plan(HYBRID, "10MB"), 0)
 
 
 IMPOSSIBLE: dict[str, Any] = {

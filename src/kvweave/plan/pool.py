@@ -41,7 +41,7 @@ class PoolRequest:
     def __post_init__(self) -> None:
         if self.pages is not None and self.weight is not None:
             raise PlanError(f"a pool has pages or a weight, not both: pages={self.pages}, weight={self.weight}")
-        if self.pages is not None and self.pages < 1:
+        if self.pages is not None and (not isinstance(self.pages, int) or self.pages < 1):
             raise PlanError(f"a pool needs at least 1 page, got {self.pages}")
         if self.weight is not None and not self.weight > 0:
             raise PlanError(f"a pool's weight must be more than 0, got {self.weight}")
