@@ -1096,6 +1096,65 @@ def test_of_the_points_left_while_generating_only_the_last_is_kept() -> None:
     assert cache.lookup([*range(20), 99]) == 20
 
 
+def points_of(cache: Cache) -> dict[int, Kind]:
+    """The kind of each point in the tree, by position."""
+    return {point.position: point.kind for node in cache.state.prefix.tree.nodes() for point in node.points}
+
+
+def test_a_point_of_an_answer_that_a_prompt_asked_for_stays_when_the_answer_goes_on() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    sequence = run(cache, range(9), close=False)
+    generate(cache, sequence, range(9, 12))
+    cache.publish()
+    run(cache, [*range(12), 99])
+    generate(cache, sequence, range(12, 20))
+    cache.publish()
+    assert cache.lookup([*range(12), 98]) == 12
+    check_books(cache)
+
+
+def test_of_the_states_taken_while_generating_only_the_last_is_held() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(decode_every=4))
+    sequence = run(cache, range(9), close=False)
+    for token in range(9, 40):
+        generate(cache, sequence, [token])
+        assert cache.stats().group("state").held <= 3, "the live state, the last one taken, and the next one's page"
+    cache.close(sequence)
+    assert [position for position, kind in points_of(cache).items() if kind == Kind.ANSWER] == [40]
+    check_books(cache)
+
+
+def test_where_prompts_to_come_will_part_is_a_branch() -> None:
+    for trailing in (Window(6), State()):
+        cache = Cache(plan_of(group("full", Full()), group("trailing", trailing)), retention=Retention(every=0))
+        run(cache, range(40), branches=[21])
+        assert points_of(cache)[20] == Kind.BRANCH
+
+
+def test_an_end_whose_state_was_evicted_is_no_point_of_a_sequence_that_has_gone_on() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(9), close=False)
+    assert set(points_of(cache)) == {8}
+    cache.state.prefix.drop_point(sequence.node.points[-1])
+    cache.close(sequence)
+    assert 8 not in points_of(cache)
+    assert cache.lookup(range(9)) == 0
+    check_books(cache)
+
+
+def test_beams_with_drafts_are_not_forked() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    beams = [run(cache, range(9), close=False), run(cache, range(50, 59), close=False)]
+    list(cache.extend(beams, 3, tokens=[1, 2, 3] * 2, drafts=2))
+    with pytest.raises(NotSettled, match="2 drafts cannot be forked"):
+        cache.reorder(beams, [1, 1])
+    cache.accept(beams, [10, 11])
+    list(cache.commit(beams))
+    list(cache.reorder(beams, [1, 1]))
+    assert [beam.length for beam in beams] == [11, 11]
+    check_books(cache)
+
+
 def test_a_policy_is_told_why_a_point_is_there() -> None:
     kinds: list[Kind] = []
 
