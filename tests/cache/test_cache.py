@@ -1117,7 +1117,7 @@ def test_of_the_states_taken_while_generating_only_the_last_is_held() -> None:
     cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(decode_every=4))
     sequence = run(cache, range(9), close=False)
     for token in range(9, 40):
-        generate(cache, sequence, [token])
+        generate(cache, sequence, range(token, token + 1))
         assert cache.stats().group("state").held <= 3, "the live state, the last one taken, and the next one's page"
     cache.close(sequence)
     assert [position for position, kind in points_of(cache).items() if kind == Kind.ANSWER] == [40]
@@ -1140,6 +1140,17 @@ def test_an_end_whose_state_was_evicted_is_no_point_of_a_sequence_that_has_gone_
     assert 8 not in points_of(cache)
     assert cache.lookup(range(9)) == 0
     check_books(cache)
+
+
+def test_beams_that_were_swapped_and_closed_are_looked_for_nowhere() -> None:
+    cache = Cache(full_plan())
+    beams = [run(cache, [i, *range(8)], close=False) for i in range(2)]
+    tree = cache.state.prefix.tree
+    list(cache.reorder(beams, [1, 0]))
+    list(cache.reorder(beams, [1, 1]))
+    for beam in beams:
+        cache.close(beam)
+    assert not any(node.running for node in (*tree.roots.values(), *tree.nodes()))
 
 
 def test_beams_with_drafts_are_not_forked() -> None:

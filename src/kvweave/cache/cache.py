@@ -220,7 +220,8 @@ class Cache(SequenceOwner):
 
     def check_fits(self, num_tokens: SupportsIndex, step_tokens: SupportsIndex = 1) -> None:
         """Raise `NeverFits` if a sequence of `num_tokens`, computed in steps of `step_tokens` from wherever a hit ends,
-        would not fit an otherwise empty cache. Call it before the first chunk."""
+        would not fit an otherwise empty cache. Call it before the first chunk. Where several pages of a window share a
+        super-page it may run short of some more, for windows scatter: the plan's `context` counts them."""
         length, step = whole_number(num_tokens, "a length"), whole_number(step_tokens, "a step")
         if length < 1 or step < 1:
             raise BadSequence(f"no sequence has {length} tokens, computed {step} a step")
