@@ -11,6 +11,7 @@
     +-- CacheError           a cache cannot do what was asked of it
         +-- OutOfPages       too few free pages now: which groups lack them, which sequences could be preempted
         +-- BadOption        an argument of a cache, a retention or a simulation is out of range
+        +-- BadType          an argument of a cache is of a type that it cannot be
         +-- BadTokens        a prompt is not a list of token ids
         +-- BadSequence      a sequence of another cache, a closed one, or lengths out of range
         +-- NotSettled       steps, drafts or copies are not finished; says what to do first
@@ -164,6 +165,10 @@ class OutOfPages(CacheError):
 
 class BadOption(CacheError, ValueError):
     """An argument of a cache, a retention or a simulation is out of range."""
+
+
+class BadType(CacheError, TypeError):
+    """An argument of a cache is of a type that it cannot be."""
 
 
 class BadTokens(CacheError, ValueError):

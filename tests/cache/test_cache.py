@@ -8,6 +8,7 @@ import sys
 import threading
 import tracemalloc
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from kvweave.errors import (
     BadOption,
     BadSequence,
     BadTokens,
+    BadType,
+    CacheError,
     CannotTruncate,
     EventLost,
     NeverFits,
@@ -171,6 +174,114 @@ def test_a_position_or_a_number_that_is_not_whole_changes_nothing() -> None:
         cache.add_branch(waiting, 8.5)  # type: ignore[arg-type]
     list(cache.extend(waiting, 8))
     check_books(cache)
+
+
+NOT_NUMBERS: tuple[Any, ...] = (None, "2", 2.0, float("nan"), [2], np.array([2, 3]), np.float64(2), object())
+
+
+@pytest.mark.parametrize("wrong", NOT_NUMBERS, ids=repr)
+def test_what_is_no_whole_number_is_named_and_changes_nothing(wrong: Any) -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    sequence, waiting = run(cache, range(30), close=False), cache.open(range(50, 80))
+    before = cache.stats()
+    calls: list[Callable[[], object]] = [
+        lambda: cache.open([1], priority=wrong),
+        lambda: cache.open([1], drop_last_blocks=wrong),
+        lambda: cache.open([1], points=[wrong]),
+        lambda: cache.open([1], branches=[wrong]),
+        lambda: cache.open([1], spans=[Span(wrong, b"cat")]),
+        lambda: cache.lookup([1], drop_last_blocks=wrong),
+        lambda: cache.add_branch(waiting, wrong),
+        lambda: cache.check_fits(wrong),
+        lambda: cache.check_fits(9, wrong),
+        lambda: cache.extend(waiting, 4, lookahead=wrong),
+        lambda: cache.extend(waiting, 4, drafts=wrong),
+        lambda: cache.can_extend(waiting, wrong),
+        lambda: cache.load_to(waiting, wrong),
+        lambda: cache.fork(sequence, wrong),
+        lambda: cache.reorder([sequence], [wrong]),
+        lambda: cache.truncate(sequence, wrong),
+        lambda: cache.slots(sequence, "full", wrong),
+        lambda: Cache(cache.plan, rows=wrong),
+        lambda: Cache(cache.plan, max_tokens=wrong),
+        lambda: Cache(cache.plan, max_drafts=wrong),
+    ]
+    for call in calls:
+        with pytest.raises(BadType):
+            call()
+    assert cache.stats() == before
+    assert (sequence.length, waiting.length) == (30, 0)
+    check_books(cache)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.int64, np.uint64])
+def test_whole_numbers_of_numpy_are_whole_numbers(kind: Any) -> None:
+    cache = Cache(full_plan(blocks=16), rows=kind(2), max_tokens=kind(120), max_drafts=kind(3))
+    run(cache, range(100))
+    assert cache.table("full").shape == (2, 8)
+    assert cache.lookup(range(100), drop_last_blocks=kind(5)) == 16
+    sequence = cache.open(range(100), drop_last_blocks=kind(5), priority=kind(1), branches=[kind(9)])
+    assert sequence.num_cached == 16
+    assert cache.can_extend(sequence, kind(80))
+    cache.check_fits(kind(100), kind(30))
+    cache.load_to(sequence, kind(96))
+    cache.commit(sequence, kind(96))
+    cache.extend(sequence, kind(4), lookahead=kind(2), drafts=kind(1))
+    assert len(cache.slots(sequence, "full", kind(96), kind(100))) == 4
+    cache.truncate(sequence, kind(98))
+    cache.commit(sequence)
+    assert len(cache.fork(sequence, kind(1))[0]) == 1
+    assert sequence.length == 98
+    check_books(cache)
+
+
+def test_arguments_of_the_wrong_type_are_named_and_change_nothing() -> None:
+    cache = Cache(full_plan())
+    sequence = run(cache, range(30), close=False)
+    before = cache.stats()
+    wrong: Any
+    ragged: Any
+    many: tuple[Any, ...] = (cache.extend, cache.commit, cache.slot_mapping, Batch)
+    one: tuple[Any, ...] = (cache.close, cache.fork, cache.rematch)
+    for wrong in (None, 5, "text", [sequence, 5], [None]):
+        for call in many:
+            with pytest.raises(BadSequence):
+                call(wrong)
+    for wrong in (None, [sequence], Batch([sequence])):
+        for call in one:
+            with pytest.raises((BadSequence, TypeError)):  # compiled, the types of arguments are checked before
+                call(wrong)
+    pair = [sequence, cache.open([1])]
+    for ragged in ([[1], [1, 2]], [1, [2]]):
+        for name in ("lengths", "tokens"):
+            with pytest.raises((BadSequence, BadTokens)):
+                cache.commit(pair, **{name: ragged})
+        with pytest.raises(BadTokens):
+            cache.extend(pair, [1, 2], tokens=ragged)
+        with pytest.raises(BadSequence):
+            cache.extend(pair, ragged)
+    cache.close(pair[1])
+    before = cache.stats()
+    for wrong in (5, None):
+        with pytest.raises(BadType, match="branches must be a list of whole numbers"):
+            cache.open([1], branches=wrong)
+    for wrong in ([], {}, np.zeros(2)):
+        with pytest.raises(BadType, match="a namespace must be hashable"):
+            cache.open([1], namespace=wrong)
+    for wrong in (7, [7], [(1, 5)], [(1, "cat")], [(1, b"cat", 2)], [(1, None)]):
+        with pytest.raises(BadType, match="spans are pairs of a position and bytes"):
+            cache.open([1, 2], spans=wrong)
+    with pytest.raises((BadSequence, TypeError)):
+        cache.unpin(None)  # type: ignore[arg-type]
+    assert cache.stats() == before
+
+
+def test_a_span_that_is_refused_names_no_content() -> None:
+    events: list[Event] = []
+    cache = Cache(full_plan(), on_event=events.append)
+    with pytest.raises(BadTokens, match="a span starts at 9"):
+        cache.open(range(4), spans=[Span(1, b"cat"), Span(9, b"dog")])
+    assert not events
 
 
 def test_states_are_restored_into_a_live_page_of_their_own() -> None:
@@ -572,6 +683,10 @@ def test_a_cache_that_cannot_be_is_refused_by_name() -> None:
     for wrong in ({"rows": 0}, {"max_tokens": 0}, {"admission_reserve": 1.5}, {"policy": None}):
         with pytest.raises(BadOption):
             Cache(full_plan(), **wrong)
+    mistyped: dict[str, Any]
+    for mistyped in ({"plan": "plan.json"}, {"retention": "all"}, {"on_event": []}, {"admission_reserve": "0.1"}):
+        with pytest.raises((CacheError, TypeError)):  # compiled, types are checked before
+            Cache(**({"plan": full_plan()} | mistyped))
 
 
 def test_the_callers_array_is_the_callers_before_and_after() -> None:
@@ -677,6 +792,19 @@ def test_tables_keep_their_addresses_within_rows_and_max_tokens() -> None:
     with pytest.raises(BadSequence, match="16 drafts, of which there can be 15"):
         cache.extend(sequences[1], 16, drafts=16)
     assert {tag: cache.table(tag).ctypes.data for tag in addresses} == addresses
+
+
+def test_beams_are_reordered_within_the_rows_that_they_have() -> None:
+    cache = Cache(full_plan(), rows=2)
+    first = run(cache, range(6), close=False)
+    made, copied = cache.fork(first)
+    beams, address = [first, *made], cache.table("full").ctypes.data
+    rows = {beam.row for beam in beams}
+    list(copied)
+    assert len(list(cache.reorder(beams, [1, 1]))) == 1
+    assert cache.table("full").ctypes.data == address
+    assert {beam.row for beam in beams} == rows
+    check_books(cache)
 
 
 def test_arriving_takes_only_the_pages_that_the_reach_there_needs_and_leaves_a_resume_point() -> None:
@@ -966,6 +1094,76 @@ def test_of_the_points_left_while_generating_only_the_last_is_kept() -> None:
     check_books(cache)
     assert cache.lookup([*range(12), 99]) == 8
     assert cache.lookup([*range(20), 99]) == 20
+
+
+def points_of(cache: Cache) -> dict[int, Kind]:
+    """The kind of each point in the tree, by position."""
+    return {point.position: point.kind for node in cache.state.prefix.tree.nodes() for point in node.points}
+
+
+def test_a_point_of_an_answer_that_a_prompt_asked_for_stays_when_the_answer_goes_on() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("window", Window(6))))
+    sequence = run(cache, range(9), close=False)
+    generate(cache, sequence, range(9, 12))
+    cache.publish()
+    run(cache, [*range(12), 99])
+    generate(cache, sequence, range(12, 20))
+    cache.publish()
+    assert cache.lookup([*range(12), 98]) == 12
+    check_books(cache)
+
+
+def test_of_the_states_taken_while_generating_only_the_last_is_held() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())), retention=Retention(decode_every=4))
+    sequence = run(cache, range(9), close=False)
+    for token in range(9, 40):
+        generate(cache, sequence, range(token, token + 1))
+        assert cache.stats().group("state").held <= 3, "the live state, the last one taken, and the next one's page"
+    cache.close(sequence)
+    assert [position for position, kind in points_of(cache).items() if kind == Kind.ANSWER] == [40]
+    check_books(cache)
+
+
+def test_where_prompts_to_come_will_part_is_a_branch() -> None:
+    for trailing in (Window(6), State()):
+        cache = Cache(plan_of(group("full", Full()), group("trailing", trailing)), retention=Retention(every=0))
+        run(cache, range(40), branches=[21])
+        assert points_of(cache)[20] == Kind.BRANCH
+
+
+def test_an_end_whose_state_was_evicted_is_no_point_of_a_sequence_that_has_gone_on() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    sequence = run(cache, range(9), close=False)
+    assert set(points_of(cache)) == {8}
+    cache.state.prefix.drop_point(sequence.node.points[-1])
+    cache.close(sequence)
+    assert 8 not in points_of(cache)
+    assert cache.lookup(range(9)) == 0
+    check_books(cache)
+
+
+def test_beams_that_were_swapped_and_closed_are_looked_for_nowhere() -> None:
+    cache = Cache(full_plan())
+    beams = [run(cache, [i, *range(8)], close=False) for i in range(2)]
+    tree = cache.state.prefix.tree
+    list(cache.reorder(beams, [1, 0]))
+    list(cache.reorder(beams, [1, 1]))
+    for beam in beams:
+        cache.close(beam)
+    assert not any(node.running for node in (*tree.roots.values(), *tree.nodes()))
+
+
+def test_beams_with_drafts_are_not_forked() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State())))
+    beams = [run(cache, range(9), close=False), run(cache, range(50, 59), close=False)]
+    list(cache.extend(beams, 3, tokens=[1, 2, 3] * 2, drafts=2))
+    with pytest.raises(NotSettled, match="2 drafts cannot be forked"):
+        cache.reorder(beams, [1, 1])
+    cache.accept(beams, [10, 11])
+    list(cache.commit(beams))
+    list(cache.reorder(beams, [1, 1]))
+    assert [beam.length for beam in beams] == [11, 11]
+    check_books(cache)
 
 
 def test_a_policy_is_told_why_a_point_is_there() -> None:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from kvweave.cache import Batch, Cache, Sequence
+from kvweave.cache.allocator import PageAllocator
+from kvweave.cache.state import CacheState
 from kvweave.errors import BadSequence, BadTokens, CannotTruncate, NeverFits, NotSettled, OutOfPages
 from kvweave.plan import PoolRequest, make_plan
 from kvweave.prefix import Retention
@@ -545,6 +547,47 @@ def test_a_prompt_that_was_promised_fits_wherever_its_hit_ends() -> None:
 def test_a_length_beyond_all_memory_is_refused_before_anything_is_computed_for_it(length: int) -> None:
     with pytest.raises(NeverFits, match="more than the 18"):
         Cache(plan_of(group("full", Full()), pages=11), max_tokens=18).check_fits(length)
+
+
+def test_a_length_is_asked_for_where_its_windows_hold_the_most() -> None:
+    """Chunks of 67 tokens in blocks of 64 hold three blocks only where they start at 62 or 63."""
+    chunks = plan_of(group("chunk", Chunk(67)), pages=3, blocks=64)
+    cache = Cache(chunks)
+    sequence = cache.open([1] * 5200)
+    with pytest.raises(NeverFits):
+        cache.check_fits(5200)
+    with pytest.raises(NeverFits):
+        for _ in range(5200):
+            cache.extend(sequence, 1)
+            cache.commit(sequence)
+    cache.check_fits(sequence.length)
+
+
+@pytest.mark.parametrize(("pages", "size"), [(3, 5), (4, 7), (4, 10), (5, 15), (6, 16), (6, 18)])
+def test_whether_a_length_fits_is_asked_of_all_steps_that_there_can_be_and_no_others(pages: int, size: int) -> None:
+    own, grid = {"window": PoolRequest(pages=6), "chunk": PoolRequest(pages=pages)}, 12
+    caches, blocks = (group("window", Window(2)), group("chunk", Chunk(5))), {"window": 4, "chunk": 3}
+    plan = plan_of(*caches, blocks=blocks, own_pools=own)
+    allocator = PageAllocator(CacheState(plan, 1, 400, 0, "lru", Retention(), None), 0.0)
+    said = set()
+    for length in range(1, 100):
+        starts = np.array(sorted({at for hit in range(0, length, grid) for at in range(hit, length, size)}))
+        never = allocator.never_fits(starts, np.minimum(starts + size, length)) is not None
+        assert (allocator.never_fits_in_steps(length, size) is not None) == never, length
+        said.add(never)
+    assert said == {True, False}
+
+
+def test_what_fits_once_a_step_in_flight_is_committed_is_not_refused_for_ever() -> None:
+    cache = Cache(plan_of(group("window", Window(3)), pages=4))
+    first, second = cache.open([1] * 20), cache.open([2] * 20)
+    cache.extend(first, 8)
+    for sequences, counts in ((first, 5), ([first, second], [5, 1])):
+        with pytest.raises(OutOfPages):
+            cache.extend(sequences, counts)
+    cache.commit(first)
+    cache.extend(first, 5)
+    check_books(cache)
 
 
 def test_drafts_for_which_there_are_never_enough_states_never_fit() -> None:

@@ -17,8 +17,9 @@ import kvweave
 from kvweave import Cache, make_plan
 from kvweave.cache import Sequence
 from kvweave.errors import ConfigError, NeverFits
+from kvweave.plan import Parallel
 from kvweave.prefix import Retention
-from kvweave.spec import ModelSpec
+from kvweave.spec import DType, Layer, LayerCache, ModelSpec, Role, Window
 from kvweave.spec.hf import from_config
 
 EXAMPLES = Path(kvweave.__file__).parent / "examples"
@@ -49,6 +50,16 @@ def run(cache: Cache, tokens: Any) -> None:
             step(cache, sequence, most)
         for token in tokens[-ANSWER:]:
             step(cache, sequence, 1, [token])
+
+
+def test_windows_that_ranks_divide_run_on_each_of_them() -> None:
+    cache = LayerCache("window", Window(17), (Role("key", (8,), DType.FLOAT16),), context_split=True)
+    for rank in range(3):
+        sizes: dict[str, Any] = {"block_tokens": 33, "parallel": Parallel(cp=3, cp_rank=rank), "context": 100}
+        with pytest.raises(NeverFits) as told:
+            make_plan(ModelSpec("window", (Layer((cache,)),)), 1, **sizes)
+        plan = make_plan(ModelSpec("window", (Layer((cache,)),)), told.value.smallest_bytes, **sizes)
+        run(Cache(plan), np.ones(100, np.int32))
 
 
 def step(cache: Cache, sequence: Sequence, count: int, tokens: Any = None) -> None:

@@ -9,6 +9,7 @@ from fractions import Fraction
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -303,3 +304,82 @@ def test_one_page_size_fills_up_groups_with_layers_that_hold_nothing() -> None:
     full, window = made.group("full").num_blocks_held(32768), made.group("window").num_blocks_held(32768)
     assert held == full + 6 * window
     assert usual.padding_share == pytest.approx(1 - (10 * full + 52 * window) / (10 * held))
+
+
+@pytest.mark.parametrize("wrong", [1.5, float("nan"), "16", [], object(), True, 0, -16, 2**70], ids=repr)
+def test_blocks_that_are_no_whole_number_of_tokens_are_refused(wrong: Any) -> None:
+    for wish in (wrong, {"full": wrong}):
+        for name in ("block_tokens", "kernel_tokens"):
+            options: dict[str, Any] = {name: wish}
+            with pytest.raises(PlanError, match=name):
+                make_plan(HYBRID, "10MB", **options)
+
+
+def test_blocks_may_be_whole_numbers_of_numpy() -> None:
+    made = make_plan(HYBRID, "10MB", block_tokens=np.int64(32), kernel_tokens={"full": np.uint8(8)})  # type: ignore[arg-type, dict-item]
+    assert made == make_plan(HYBRID, "10MB", block_tokens=32, kernel_tokens={"full": 8})
+    assert made.group("full").block_tokens == 32
+    assert json.dumps(made.to_dict())
+
+
+@pytest.mark.parametrize("wrong", [None, 1.5, "2"])
+def test_arguments_of_a_plan_of_the_wrong_type_are_named(wrong: Any) -> None:
+    calls = (
+        lambda: Parallel(tp=wrong),
+        lambda: Parallel(cp=2, cp_rank=wrong),
+        lambda: make_plan(HYBRID, "10MB", own_pools={"full": wrong}),
+        lambda: Role("key", (8,), DType.FLOAT16, tokens_per_row=wrong),
+        lambda: Role("key", (8,), DType.FLOAT16, token_axis=wrong),
+        lambda: LayerCache("full", Full(), (Role("key", (8,), DType.FLOAT16),), kernel_tokens=wrong),
+    )
+    for call in calls:
+        with pytest.raises(KVWeaveError):
+            call()
+
+
+def test_a_length_of_nothing_is_not_explained() -> None:
+    with pytest.raises(PlanError, match="no sequence has 0 tokens"):
+        explain(make_plan(HYBRID, "10MB"), 0)
+
+
+IMPOSSIBLE: dict[str, Any] = {
+    "num_layers": (0, -1),
+    "memory": (0, -1, 1000),
+    "reserve": (-1, 10**15),
+    "draft_layers": ([7], [-1]),
+    "groups": ([],),
+    "pools": ([],),
+    "groups.0.tag": ("window",),
+    "groups.0.layers": ([0, 0], [-1], [10**15], [0, 1, 2]),
+    "groups.0.block_tokens": (0, -16, 8, 24, 10**15),
+    "groups.0.kernel_tokens": (0, -16, 3, 8),
+    "groups.0.context_shards": (0, 2),
+    "groups.0.pool": ("", "other"),
+    "groups.0.lane_layers": (0, 2, -1),
+    "groups.0.pages_per_superpage": (0, -1, 10**15),
+    "groups.0.kernel_stride": (0, -16, 8, 10**15),
+    "groups.0.cache.roles.0.shape": ([10**9],),
+    "pools.0.name": ("other",),
+    "pools.0.tags": (["full"], [], ["full", "window", "more"]),
+    "pools.0.lanes": (0, -1, 3),
+    "pools.0.superpage_bytes": (0, -1, 10**15),
+    "pools.0.num_superpages": (0, -1, 10**15),
+    "parallel.cp": (2,),
+}
+
+
+@pytest.mark.parametrize(("path", "wrong"), [(path, wrong) for path, all_ in IMPOSSIBLE.items() for wrong in all_])
+def test_a_plan_with_impossible_numbers_is_not_read(path: str, wrong: Any) -> None:
+    caches = [
+        LayerCache(tag, reach, (Role("key", (8,), DType.FLOAT16),), context_split=tag == "full")
+        for tag, reach in (("full", Full()), ("window", Window(9)))
+    ]
+    data = make_plan(ModelSpec("two", tuple(Layer((cache,)) for cache in caches)), "1MB").to_dict()
+    assert Plan.from_dict(json.loads(json.dumps(data))).to_dict() == data
+    *parents, name = path.split(".")
+    part: Any = data
+    for key in parents:
+        part = part.setdefault(key, {}) if isinstance(part, dict) else part[int(key)]
+    part[name] = wrong
+    with pytest.raises(PlanError):
+        Plan.from_dict(data)

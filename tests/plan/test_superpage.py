@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,3 +116,11 @@ def test_in_little_memory_a_super_page_is_small_though_it_pads_more() -> None:
     sizes = [search(pieces, memory << 30)[0] for memory in (1024, 16, 2)]
     assert sizes[0] > 3 * sizes[1] > 3 * sizes[2]
     assert worst_padding(pieces, sizes[0]) <= GOOD < worst_padding(pieces, sizes[1])
+
+
+def test_a_small_page_beside_a_huge_one_takes_no_memory_to_plan() -> None:
+    tracemalloc.start()
+    search([Slice(64, 1, 64), Slice(2**31, 1, 64)], 2**40)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20

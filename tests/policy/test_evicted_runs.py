@@ -164,6 +164,15 @@ def test_a_next_turn_after_eviction_leaves_a_point_if_such_points_are_worth_an_a
     cache.close(sequence)
 
 
+def test_the_point_of_a_next_turn_that_comes_back_is_known_as_one() -> None:
+    cache = asked_before(plan_of(group("full", Full()), group("state", State()), pages=24), questions=1)
+    order_of(cache).classes.weights[FIRST_HIT] = 1.0
+    run(cache, [*DOCUMENT, *[0] * 4, *[1] * 12])
+    point = point_in(cache, [*DOCUMENT, *[0] * 4])
+    assert point
+    assert (point.hits, point.continued) == (1, True)
+
+
 def test_a_hit_stops_before_a_point_that_comes_back_where_blocks_are_dropped() -> None:
     cache = asked_before(plan_of(group("full", Full()), group("state", State()), pages=24), questions=1)
     sequence = cache.open([*DOCUMENT, *[10] * 8], drop_last_blocks=1)

@@ -196,3 +196,23 @@ def test_a_policy_that_calls_the_cache_it_serves_is_refused_and_lru_decides(as_c
         run_some(cache)
     assert cache.stats().sequences == 0
     check_books(cache)
+
+
+def test_a_ghost_lies_beyond_what_a_prompt_found_and_leaves_a_token_to_compute() -> None:
+    told: list[int] = []
+
+    class Noting:
+        def value(self, point: EvictionCandidate) -> float:
+            return -point.age
+
+        def on_ghost_hit(self, ghost: Ghost) -> None:
+            told.append(ghost.position)
+
+    cache = Cache(full_plan(pages=9), policy=Noting())
+    for token in (1, 2, 3):
+        run(cache, [token] * 16)
+    assert not cache.lookup([1] * 17)
+    run(cache, [1] * 16)
+    assert cache.lookup([1] * 17) == 16
+    cache.close(cache.open([1] * 17))
+    assert told == []

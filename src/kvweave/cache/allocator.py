@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from math import gcd
+from math import gcd, lcm
 
 import numpy as np
 
@@ -262,15 +262,19 @@ class PageAllocator:
     def never_fits_in_steps(self, num_tokens: int, step_tokens: int) -> NeverFits | None:
         """Why a sequence that is computed in such steps, the first of them from a hit on, would not fit.
 
-        Pages of full attention are the most at the end, and those of other groups come again at the latest after their
-        reach: so only the last steps are asked.
+        Pages of full attention are the most at the end, and those of windows come again where all that they hold
+        repeats: so only the last steps are asked.
         """
         if num_tokens > self.state.max_tokens:
             return self._too_long(num_tokens)
-        apart = gcd(step_tokens, self.state.grid)
-        reaches = [group.reach.span or 0 for group in self.state.windows]
-        first = max(0, num_tokens - step_tokens - self.state.grid - max(reaches, default=0)) // apart * apart
-        starts = np.arange(first, num_tokens, apart)
+        grid = self.state.grid
+        apart = gcd(step_tokens, grid)
+        spans = [max(1, (group.reach.span or 1) - group.reach.head) for group in self.state.windows]
+        first = max(0, num_tokens - step_tokens - lcm(grid, *spans)) // apart * apart
+        starts, steps = np.arange(first, num_tokens, apart), np.arange(grid // apart) * step_tokens
+        soonest = np.zeros(grid, np.int64)  # by offset from the grid: where the first step with that offset starts
+        soonest[steps % grid] = steps
+        starts = starts[starts >= soonest[starts % grid]]
         return self.never_fits(starts, np.minimum(starts + step_tokens, num_tokens))
 
     def _too_long(self, num_tokens: int) -> NeverFits:

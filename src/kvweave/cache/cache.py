@@ -20,13 +20,13 @@ from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from functools import partial
-from operator import index
 from threading import get_ident
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 import numpy as np
 
 from kvweave.cache.allocator import PageAllocator
+from kvweave.cache.arguments import blocks_to_drop, check_namespace, counts_of, ids_of, whole_number, whole_numbers
 from kvweave.cache.contents import CacheContents, contents
 from kvweave.cache.copies import NO_COPIES, Copies
 from kvweave.cache.fork import Forks
@@ -42,6 +42,7 @@ from kvweave.errors import (
     BadOption,
     BadSequence,
     BadTokens,
+    BadType,
     CannotTruncate,
     EventLost,
     NotSettled,
@@ -80,22 +81,29 @@ class Cache(SequenceOwner):
         policy: str | Policy = "adaptive",
         retention: Retention | None = None,
         admission_reserve: float = 0.0,
-        rows: int = 256,
-        max_tokens: int = 1_048_576,
-        max_drafts: int = 15,
+        rows: SupportsIndex = 256,
+        max_tokens: SupportsIndex = 1_048_576,
+        max_drafts: SupportsIndex = 15,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         if isinstance(policy, str) and policy not in POLICIES:
             raise UnknownName("policy", policy, POLICIES)
         if not (isinstance(policy, str) or callable(policy) or hasattr(policy, "value")):
             raise BadOption(f"a policy is a name, a function, or an object with a method `value`, not {policy!r}")
-        for name, value, least in (("rows", rows, 1), ("max_tokens", max_tokens, 1), ("max_drafts", max_drafts, 0)):
+        num_rows, length = whole_number(rows, "rows"), whole_number(max_tokens, "max_tokens")
+        num_drafts = whole_number(max_drafts, "max_drafts")
+        for name, value, least in (("rows", num_rows, 1), ("max_tokens", length, 1), ("max_drafts", num_drafts, 0)):
             if value < least:
                 raise BadOption(f"a cache needs {name} of at least {least}, got {value}")
-        if not 0 <= admission_reserve < 1:
+        for what, given, kind in (("plan", plan, Plan), ("retention", retention or Retention(), Retention)):
+            if not isinstance(given, kind):
+                raise BadType(f"a cache needs a {what}, not {given!r:.80}")
+        if on_event is not None and not callable(on_event):
+            raise BadType(f"on_event must be a function, not {on_event!r:.80}")
+        if not isinstance(admission_reserve, int | float) or not 0 <= admission_reserve < 1:
             raise BadOption(f"admission_reserve is a share of a pool from 0 to below 1, got {admission_reserve}")
         emit = None if on_event is None else partial(self._tell, on_event)
-        self.state = CacheState(plan, rows, max_tokens, max_drafts, policy, retention or Retention(), emit)
+        self.state = CacheState(plan, num_rows, length, num_drafts, policy, retention or Retention(), emit)
         """Tables, pools, tree and counters, for tests and reports. Read only, as all that follows."""
         self.plan = plan
         self.grid = self.state.grid
@@ -126,11 +134,11 @@ class Cache(SequenceOwner):
         *,
         namespace: Hashable = "",
         spans: SequenceOf[Span] = (),
-        priority: int = 0,
-        drop_last_blocks: int = 0,
+        priority: SupportsIndex = 0,
+        drop_last_blocks: SupportsIndex = 0,
         reuse: bool = True,
-        points: Iterable[int] | None = None,
-        branches: Iterable[int] = (),
+        points: Iterable[SupportsIndex] | None = None,
+        branches: Iterable[SupportsIndex] = (),
     ) -> Sequence:
         """A sequence that starts with `tokens`; the longest joint hit is matched and pinned in one step.
 
@@ -141,16 +149,15 @@ class Cache(SequenceOwner):
         `branches` are positions at which prompts that are known to come will differ from this one: the retention
         treats them like the positions at which this prompt differs from earlier ones.
         """
-        prompt = self._prompt(tokens, spans)
-        if index(drop_last_blocks) < 0:
-            raise BadSequence(f"drop_last_blocks must be at least 0, got {drop_last_blocks}")
-        if not -MOST_PRIORITY <= index(priority) <= MOST_PRIORITY:
-            raise BadSequence(f"a priority is at most {MOST_PRIORITY}, and at least -{MOST_PRIORITY}; got {priority}")
-        given = None if points is None else [index(position) for position in points]
-        expected = [index(position) // self.grid * self.grid for position in branches]
+        prompt, dropped = self._prompt(tokens, namespace, spans), blocks_to_drop(drop_last_blocks)
+        importance = whole_number(priority, "a priority")
+        if not -MOST_PRIORITY <= importance <= MOST_PRIORITY:
+            raise BadSequence(f"a priority is at most {MOST_PRIORITY}, and at least -{MOST_PRIORITY}; got {importance}")
+        given = None if points is None else whole_numbers(points, "points")
+        expected = [position // self.grid * self.grid for position in whole_numbers(branches, "branches")]
         state = self.state
-        sequence = Sequence(self, -1, prompt, namespace, priority, state.prefix.tree.root(namespace))
-        sequence.drop_last_blocks = drop_last_blocks
+        sequence = Sequence(self, -1, prompt, namespace, importance, state.prefix.tree.root(namespace))
+        sequence.drop_last_blocks = dropped
         sequence.given_points, sequence.expected_branches = given, expected
         self._loader.open(sequence, prompt, self._match(namespace, prompt) if reuse else None)
         self._publisher.attach(sequence)
@@ -159,9 +166,11 @@ class Cache(SequenceOwner):
         self._hit_tokens += sequence.num_cached
         return sequence
 
-    def _prompt(self, tokens: object, spans: SequenceOf[Span]) -> Tokens:
+    def _prompt(self, tokens: object, namespace: Hashable, spans: SequenceOf[Span]) -> Tokens:
         """The tokens of a prompt as one array, contents replaced."""
         self._check_thread()
+        if not isinstance(namespace, str):
+            check_namespace(namespace)
         prompt = self._contents.replace(as_tokens(tokens), spans)
         if not len(prompt):
             raise BadTokens("a prompt needs at least one token")
@@ -171,24 +180,29 @@ class Cache(SequenceOwner):
         return self.state.prefix.match(namespace, prompt, self._publisher.publish_running)
 
     def lookup(
-        self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = (), drop_last_blocks: int = 0
+        self,
+        tokens: object,
+        *,
+        namespace: Hashable = "",
+        spans: SequenceOf[Span] = (),
+        drop_last_blocks: SupportsIndex = 0,
     ) -> int:
         """How many tokens of a prompt `open` would find. Pins nothing and does not count as a use."""
-        prompt = self._prompt(tokens, spans)
-        return self._loader.hit(self._match(namespace, prompt), len(prompt), max(0, drop_last_blocks))
+        prompt, dropped = self._prompt(tokens, namespace, spans), blocks_to_drop(drop_last_blocks)
+        return self._loader.hit(self._match(namespace, prompt), len(prompt), dropped)
 
-    def add_branch(self, sequence: Sequence, position: int) -> None:
+    def add_branch(self, sequence: Sequence, position: SupportsIndex) -> None:
         """Another prompt, now known to come, will differ from this one at `position`; as `branches` of `open`. Does
         nothing if pages for that position are allocated already: then it is too late to leave a resume point there."""
-        self._rows(sequence, check_copies=False)
-        self.state.add_branch(sequence, index(position))
+        self._row(sequence, check_copies=False)
+        self.state.add_branch(sequence, whole_number(position, "a position"))
 
     def rematch(self, sequence: Sequence) -> int:
         """Look up the prompt of a waiting sequence again: other sequences may have committed more of it since `open`.
 
         The sequence must have computed nothing. Returns how many of its tokens are cached now. Costs as much as `open`.
         """
-        self._rows(sequence)
+        self._row(sequence)
         if sequence.length != sequence.num_cached or sequence.length != sequence.committed:
             raise NotSettled(
                 f"a sequence of {sequence.length} tokens, {sequence.num_cached} of them cached, has begun to compute:"
@@ -204,12 +218,14 @@ class Cache(SequenceOwner):
             self._hit_tokens += sequence.num_cached - before
         return sequence.num_cached
 
-    def check_fits(self, num_tokens: int, step_tokens: int = 1) -> None:
+    def check_fits(self, num_tokens: SupportsIndex, step_tokens: SupportsIndex = 1) -> None:
         """Raise `NeverFits` if a sequence of `num_tokens`, computed in steps of `step_tokens` from wherever a hit ends,
-        would not fit an otherwise empty cache. Call it before the first chunk."""
-        if num_tokens < 1 or step_tokens < 1:
-            raise BadSequence(f"no sequence has {num_tokens} tokens, computed {step_tokens} a step")
-        never = self._allocator.never_fits_in_steps(num_tokens, min(step_tokens, num_tokens))
+        would not fit an otherwise empty cache. Call it before the first chunk. Where several pages of a window share a
+        super-page it may run short of some more, for windows scatter: the plan's `context` counts them."""
+        length, step = whole_number(num_tokens, "a length"), whole_number(step_tokens, "a step")
+        if length < 1 or step < 1:
+            raise BadSequence(f"no sequence has {length} tokens, computed {step} a step")
+        never = self._allocator.never_fits_in_steps(length, min(step, length))
         if never is not None:
             raise never
 
@@ -221,8 +237,8 @@ class Cache(SequenceOwner):
         n: int | np.integer[Any] | SequenceOf[int] | Counts = 1,
         *,
         tokens: object = None,
-        lookahead: int = 0,
-        drafts: int = 0,
+        lookahead: SupportsIndex = 0,
+        drafts: SupportsIndex = 0,
         checkpoints: bool = False,
     ) -> Copies:
         """Allocate pages for the next `n` tokens of each sequence (one number, or one for each); all or nothing.
@@ -236,18 +252,18 @@ class Cache(SequenceOwner):
         that the engine must make before the step.
         """
         rows, chosen = self._rows(sequences)
-        lookahead, drafts = index(lookahead), index(drafts)
-        counts = n if isinstance(n, int) else _whole(n)
+        ahead, num_drafts = whole_number(lookahead, "lookahead"), whole_number(drafts, "drafts")
+        counts = n if isinstance(n, int) else counts_of(n)
         least, most = _ends(counts, rows)
         counts = least if least == most else counts  # ids of equally many tokens are kept all at once
-        can_be_counted = least >= 1 and most <= MOST_TOKENS and 0 <= lookahead <= MOST_TOKENS
-        if not can_be_counted or not 0 <= drafts <= min(least, self.state.max_drafts):
+        can_be_counted = least >= 1 and most <= MOST_TOKENS and 0 <= ahead <= MOST_TOKENS
+        if not can_be_counted or not 0 <= num_drafts <= min(least, self.state.max_drafts):
             raise BadSequence(
-                f"cannot extend {len(rows)} sequences by {n} tokens (one number, or one each), with {lookahead} ahead"
-                f" and {drafts} drafts, of which there can be {self.state.max_drafts}"
+                f"cannot extend {len(rows)} sequences by {n} tokens (one number, or one each), with {ahead} ahead"
+                f" and {num_drafts} drafts, of which there can be {self.state.max_drafts}"
             )
         start = self.state.counters.lengths[rows]
-        options = StepOptions(lookahead, drafts if self.state.states else 0, checkpoints)
+        options = StepOptions(ahead, num_drafts if self.state.states else 0, bool(checkpoints))
         if tokens is None:
             return self._return_copies(self._steps.extend(rows, chosen, start, counts, options))
         ids, are_new = self.state.tokens.checked(rows, chosen, start, counts, tokens)
@@ -255,12 +271,12 @@ class Cache(SequenceOwner):
         self.state.tokens.add(rows, chosen, start, counts, ids, are_new)
         return self._return_copies(copies)
 
-    def can_extend(self, sequences: Sequences, n: int) -> bool:
+    def can_extend(self, sequences: Sequences, n: SupportsIndex) -> bool:
         """Whether `extend` by `n` tokens would succeed now; changes nothing. If it would not because window groups are
         short of pages, a smaller `n` may."""
-        if n < 1:
-            raise BadSequence(f"no sequence is extended by {n} tokens")
-        return self._steps.can_extend(*self._rows(sequences, check_copies=False), min(index(n), MOST_TOKENS))
+        if (count := whole_number(n, "a number of tokens")) < 1:
+            raise BadSequence(f"no sequence is extended by {count} tokens")
+        return self._steps.can_extend(*self._rows(sequences, check_copies=False), min(count, MOST_TOKENS))
 
     def commit(
         self, sequences: Sequences, lengths: object = None, *, tokens: object = None, share: bool = True
@@ -296,16 +312,15 @@ class Cache(SequenceOwner):
         self._steps.accept(rows, chosen, until)
 
     def _add_tokens(self, rows: Rows, chosen: list[Sequence], tokens: object) -> None:
-        size = np.asarray(tokens).size
+        ids = ids_of(tokens)
         known, lengths = self.state.counters.known[rows], self.state.counters.lengths[rows]
-        if size % len(rows) or (known + size // len(rows) > lengths).any():
-            raise BadTokens(f"{size} ids for {len(rows)} sequences: no token after their lengths has a place")
-        ids = as_tokens(np.asarray(tokens).ravel())
-        if size:
-            self.state.tokens.add(rows, chosen, known, size // len(rows), ids, True)
+        if len(ids) % len(rows) or (known + len(ids) // len(rows) > lengths).any():
+            raise BadTokens(f"{len(ids)} ids for {len(rows)} sequences: no token after their lengths has a place")
+        if len(ids):
+            self.state.tokens.add(rows, chosen, known, len(ids) // len(rows), ids, True)
 
     def _checked_lengths(self, rows: Rows, lengths: object) -> Counts:
-        until = _whole(lengths)
+        until = counts_of(lengths)
         if isinstance(until, int):
             until = np.full(len(rows), until)
         elif until.shape != rows.shape:
@@ -320,56 +335,57 @@ class Cache(SequenceOwner):
             )
         return until
 
-    def load_to(self, sequence: Sequence, position: int) -> None:
+    def load_to(self, sequence: Sequence, position: SupportsIndex) -> None:
         """KV up to `position` is to be loaded: allocate the pages that resuming at `position` needs, and no others.
 
         Call it right after `open`, with a multiple of the grid that leaves a token to compute. All or nothing, as
         `extend`. Then fill the pages from `num_cached` on that are in the tables, whole pages, and the live states, and
         `commit`. If filling fails, `close` with `keep=False`: no other sequence has seen the pages.
         """
-        self._rows(sequence)
-        start = sequence.length
-        if start != sequence.num_cached or not start < position < sequence.num_prompt or position % self.grid:
+        self._row(sequence)
+        start, end = sequence.length, whole_number(position, "a position")
+        if start != sequence.num_cached or not start < end < sequence.num_prompt or end % self.grid:
             raise BadSequence(
-                f"cannot load to {position}: right after open, a multiple of {self.grid} after {sequence.num_cached}"
+                f"cannot load to {end}: right after open, a multiple of {self.grid} after {sequence.num_cached}"
                 f" and before {sequence.num_prompt} can be loaded to; the sequence has {start} tokens"
             )
-        self._loader.load_to(sequence, position)
+        self._loader.load_to(sequence, end)
 
     # ---- fork, truncate, close
 
-    def fork(self, sequence: Sequence, n: int = 1) -> tuple[list[Sequence], Copies]:
+    def fork(self, sequence: Sequence, n: SupportsIndex = 1) -> tuple[list[Sequence], Copies]:
         """`n` more sequences with the same tokens. Blocks up to the last multiple of the grid are shared; later blocks
         and states are copied."""
-        self._rows(sequence)
-        if index(n) < 1:
-            raise BadSequence(f"cannot fork into {n} sequences")
+        self._row(sequence)
+        if (count := whole_number(n, "a number of forks")) < 1:
+            raise BadSequence(f"cannot fork into {count} sequences")
         copies = Copies()
-        return self._forks.fork(sequence, n, copies), self._return_copies(copies)
+        return self._forks.fork(sequence, count, copies), self._return_copies(copies)
 
-    def reorder(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> Copies:
+    def reorder(self, sequences: SequenceOf[Sequence], parents: Iterable[SupportsIndex]) -> Copies:
         """Beam search: sequence i continues with the tokens of sequence `parents[i]`. All or nothing."""
         rows, chosen = self._rows(sequences)
-        if len(parents) != len(rows) or any(not 0 <= parent < len(rows) for parent in parents):
-            raise BadSequence(f"parents {list(parents)} do not name {len(rows)} sequences")
+        places = whole_numbers(parents, "parents")
+        if len(places) != len(rows) or any(not 0 <= place < len(rows) for place in places):
+            raise BadSequence(f"parents {places} do not name {len(rows)} sequences")
         copies = Copies()
-        self._forks.reorder(chosen, list(parents), copies)
+        self._forks.reorder(chosen, places, copies)
         return self._return_copies(copies)
 
-    def truncate(self, sequence: Sequence, length: int) -> Copies:
+    def truncate(self, sequence: Sequence, length: SupportsIndex) -> Copies:
         """Forget the tokens from `length` on, those of the prompt too; their pages are freed. Nothing has to be copied:
         no other sequence holds a block that is still to be written."""
-        self._rows(sequence)
-        low = max(1, sequence.node.end)
-        if not low <= length <= sequence.length:
-            raise CannotTruncate(f"cannot cut {sequence.length} tokens to {length}; {low} are shared with the tree")
-        self._forks.truncate(sequence, length)
+        self._row(sequence)
+        low, end = max(1, sequence.node.end), whole_number(length, "a length")
+        if not low <= end <= sequence.length:
+            raise CannotTruncate(f"cannot cut {sequence.length} tokens to {end}; {low} are shared with the tree")
+        self._forks.truncate(sequence, end)
         return NO_COPIES
 
     def close(self, sequence: Sequence, *, keep: bool = True) -> None:
         """End a sequence, or preempt it: committed KV stays cached, unless `keep` is False; other pages are freed. A
         preempted sequence resumes from its cached prefix when it is opened again with its tokens."""
-        self._rows(sequence, check_copies=False)
+        self._row(sequence, check_copies=False)
         state = self.state
         if self._is_outstanding(sequence.rows):
             self._drop_copies(sequence)
@@ -386,7 +402,7 @@ class Cache(SequenceOwner):
 
     def pin(self, tokens: object, *, namespace: Hashable = "", spans: SequenceOf[Span] = ()) -> Pin | None:
         """Keep the longest cached prefix of `tokens` (a system prompt) from eviction; None when nothing is cached."""
-        prompt = self._prompt(tokens, spans)
+        prompt = self._prompt(tokens, namespace, spans)
         match = self._match(namespace, prompt)
         position = self.state.prefix.tree.hit(match, match.length)
         return Pin(self, self._loader.pin(match, position)) if position else None
@@ -394,7 +410,7 @@ class Cache(SequenceOwner):
     def unpin(self, pin: Pin) -> None:
         """Make a pinned prefix evictable again."""
         self._check_thread()
-        if pin.owner is not self:
+        if not isinstance(pin, Pin) or pin.owner is not self:
             raise BadSequence("this prefix is not pinned, or not in this cache")
         pin.owner = None
         self._loader.unpin(pin.point)
@@ -437,15 +453,15 @@ class Cache(SequenceOwner):
         """The rows of a table that changed since the last call: those that a copy on a device must update."""
         return self._table(tag).take_changed()
 
-    def slots(self, sequence: Sequence, tag: str, start: int, end: int | None = None) -> Counts:
+    def slots(self, sequence: Sequence, tag: str, start: SupportsIndex, end: SupportsIndex | None = None) -> Counts:
         """Where the rows of tokens [start, end) are written; -1 for those of other context-parallel ranks."""
-        self._rows(sequence)
-        end = sequence.length if end is None else end
-        if not 0 <= start <= end <= sequence.length:
-            raise BadSequence(f"slots {start} to {end} of a sequence of {sequence.length} tokens")
+        self._row(sequence)
+        first, last = whole_number(start, "start"), sequence.length if end is None else whole_number(end, "end")
+        if not 0 <= first <= last <= sequence.length:
+            raise BadSequence(f"slots {first} to {last} of a sequence of {sequence.length} tokens")
         if self._table(tag).group.is_state:
             raise BadOption(f"group {tag!r} keeps states, no rows of tokens: the page of the live one is in its table")
-        positions = np.arange(start, end)
+        positions = np.arange(first, last)
         return self._table(tag).slots(np.full(len(positions), sequence.row), positions, self.plan.parallel.cp_rank)
 
     def slot_mapping(self, sequences: Sequences) -> dict[str, Counts]:
@@ -509,6 +525,12 @@ class Cache(SequenceOwner):
             raise NotSettled("the copies that the last call returned were never read: carry them out first")
         return rows, chosen
 
+    def _row(self, sequence: Sequence, check_copies: bool = True) -> None:
+        """`_rows` for calls that take no batch."""
+        if not isinstance(sequence, Sequence):
+            raise BadSequence(f"this call is for one sequence, not {sequence!r:.80}")
+        self._rows(sequence, check_copies)
+
     def _return_copies(self, copies: Copies | None) -> Copies:
         if not copies:
             return NO_COPIES
@@ -556,14 +578,6 @@ class Cache(SequenceOwner):
             if self._owner == IN_A_CALL:
                 raise NotSettled("the cache is in the midst of a call: on_event and policies must not call it")
             raise WrongThread(f"this cache belongs to thread {self._owner}, called from {get_ident()}")
-
-
-def _whole(numbers: object) -> Counts | int:
-    """One whole number, or an array of them."""
-    array = np.asarray(numbers)
-    if array.dtype.kind not in "iu":
-        raise BadSequence(f"whole numbers of tokens are needed, one or one for each sequence, got {numbers!r}")
-    return array.astype(np.int64, copy=False) if array.ndim else int(array)
 
 
 def _ends(counts: Counts | int, rows: Rows) -> tuple[int, int]:

@@ -103,7 +103,7 @@ class Forks:
     # ---- reorder
 
     def reorder(self, sequences: list[Sequence], parents: list[int], copies: Copies) -> None:
-        """Fork each parent for its further children, then let the children take the places of the dropped."""
+        """Close those that are nobody's parent, whose rows and places the further children of the others take."""
         children: dict[int, list[int]] = {}
         for child, parent in enumerate(parents):
             children.setdefault(parent, []).append(child)
@@ -111,6 +111,9 @@ class Forks:
             if len(own) > 1:
                 self._check_settled(sequences[parent])
         self._ensure(sequences, {parent: len(own) - 1 for parent, own in children.items()})
+        for i, sequence in enumerate(sequences):
+            if i not in children:
+                self._drop(sequence)
         places: dict[int, Sequence] = {}
         for parent, own in children.items():
             keeper = parent if parent in own else own[0]
@@ -120,11 +123,7 @@ class Forks:
         self._swap(sequences, places)
 
     def _swap(self, sequences: list[Sequence], places: dict[int, Sequence]) -> None:
-        """Sequence i becomes `places[i]`; sequences that are in no place are closed."""
-        kept = {id(sequence) for sequence in places.values()}
-        for sequence in sequences:
-            if id(sequence) not in kept:
-                self._drop(sequence)
+        """Sequence i becomes `places[i]`."""
         for sequence in places.values():
             self.publisher.detach(sequence)
         lives = {i: {name: getattr(s, name) for name in FIELDS} for i, s in places.items()}

@@ -235,9 +235,12 @@ class Batch:
     """Several sequences as one array of rows, made once and used for many steps."""
 
     def __init__(self, sequences: Iterable[Sequence]) -> None:
-        self.sequences = list(sequences)
-        owner = self.sequences[0].owner if self.sequences else None
-        rows = [sequence.row for sequence in self.sequences if sequence.owner is owner]
+        try:
+            self.sequences = list(sequences)
+            owner = self.sequences[0].owner if self.sequences else None
+            rows = [sequence.row for sequence in self.sequences if sequence.owner is owner]
+        except (AttributeError, TypeError):
+            raise BadSequence(f"a batch is of sequences, not {sequences!r:.80}") from None
         self.rows: Rows = np.array(rows, np.int64)
         self.owner = owner if len(rows) == len(self.sequences) else None
         """The cache that all of them are in, if there is one."""

@@ -53,8 +53,8 @@ class OneRowPages:
         return _demand(self, self.growth, 1, num_live)
 
     def span(self) -> tuple[Counts, Counts]:
-        """For each row the tokens whose pages must be held together: from the committed length to the reached one."""
-        return self.state.counters.committed[self.rows], np.array([self.longest])
+        """For each row the tokens whose pages must be there at once when all steps before this one are committed."""
+        return np.array(self.start), np.array([self.longest])
 
     def append(self) -> None:
         row, num_prompt = self.sequences[0].row, self.sequences[0].num_prompt
@@ -120,7 +120,7 @@ class ManyRowPages:
         return _demand(self, blocks, count, int(num_live))
 
     def span(self) -> tuple[Counts, Counts]:
-        return self.state.counters.committed[self.rows], self._reach
+        return self.start, self._reach
 
     def append(self) -> None:
         for same, growth, total in zip(self.state.same_block_size, self.growth, self._totals):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvweave.cache.arguments import ids_of
 from kvweave.cache.row_counters import RowCounters
 from kvweave.cache.sequence import Rows, Sequence
 from kvweave.errors import BadTokens
 from kvweave.pool import Counts, Ids
-from kvweave.prefix import as_tokens
 
 RECENT = 256
 """Ids kept by row before they are flushed to their sequence."""
@@ -58,7 +58,7 @@ class TokenLog:
     ) -> tuple[Ids, bool]:
         """The ids of the tokens [start, start + counts) of each row, one after the other, as an array; and whether none
         of them is known yet. Those that are must be the same ones; none before them may be unknown."""
-        ids = as_tokens(tokens if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else np.asarray(tokens).ravel())
+        ids = ids_of(tokens)
         total = counts * len(rows) if isinstance(counts, int) else int(counts.sum())
         if len(ids) != total:
             raise BadTokens(f"{len(ids)} tokens for {len(rows)} sequences that get {total}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvweave.errors import PlanError
 from kvweave.plan.group import Group
 from kvweave.plan.one_page_size import OnePageSize, one_page_size
 from kvweave.plan.plan import TYPICAL_TOKENS, Plan
@@ -14,6 +15,8 @@ from kvweave.units import format_bytes
 
 def explain(plan: Plan, num_tokens: int = TYPICAL_TOKENS) -> str:
     """The reasons, a line each; those of capacity are for sequences of `num_tokens`."""
+    if num_tokens < 1:
+        raise PlanError(f"no sequence has {num_tokens} tokens")
     return "\n".join(_lines(plan, num_tokens))
 
 

@@ -45,6 +45,23 @@ class Group:
     pages_per_superpage: int = 0
     kernel_stride: int = 0
 
+    def check(self, layers: range, cp: int) -> None:
+        """Raise `PlanError` where its numbers contradict one another, as those of a file may."""
+        unit = self.cache.unit_tokens if self.cache.reach.per_token else 1
+        if self.kernel_tokens < 1 or self.block_tokens < 1 or self.block_tokens % self.kernel_tokens:
+            raise PlanError(
+                f"group {self.tag!r}: blocks of {self.block_tokens} tokens are not whole kernel blocks of"
+                f" {self.kernel_tokens}"
+            )
+        if self.kernel_tokens % unit:
+            raise PlanError(
+                f"group {self.tag!r}: kernel blocks of {self.kernel_tokens} tokens are no multiple of {unit}"
+            )
+        if len(set(self.layers)) < len(self.layers) or any(layer not in layers for layer in self.layers):
+            raise PlanError(f"group {self.tag!r}: {self.layers} are not different ones of {layers.stop} layers")
+        if self.context_shards != (cp if self.cache.context_split else 1):
+            raise PlanError(f"group {self.tag!r}: {self.context_shards} shards for {cp} context-parallel ranks")
+
     @property
     def kernel_blocks(self) -> int:
         """Kernel blocks in a page."""
@@ -105,38 +122,35 @@ class Group:
         return reach.per_token and reach.span is not None and num_tokens > reach.span
 
     def num_blocks_held(self, num_tokens: int) -> int:
-        """The most blocks that a sequence holds on its way to `num_tokens` tokens, on the fullest rank.
+        """The most blocks that a sequence holds on its way to `num_tokens` tokens, on each rank: they allocate and
+        release a block of each rank at a time.
 
-        While position p is computed these are the blocks of [0, head) and of [tail(p), p + 1), dealt to the ranks in
-        turn. Tails never come back, so of all positions in a block the first holds the most.
+        While position p is computed these are the blocks of [0, head) and of [tail(p), p + 1). Tails never come back,
+        so of all positions in a block the first holds the most.
         """
         if num_tokens <= 0:
             return 0
-        reach, size, ranks = self.cache.reach, self.block_tokens, self.context_shards
+        reach, size = self.cache.reach, self.block_tokens * self.context_shards
         if not reach.per_token:
             return 1
         num_blocks = -(-num_tokens // size)
-        end = np.arange(num_blocks - self._blocks_to_ask(num_blocks), num_blocks) + 1
+        end = np.arange(num_blocks - self._blocks_to_ask(num_blocks, size), num_blocks) + 1
         head = np.minimum(-(-reach.head // size), end)
         tail = np.clip(reach.tail((end - 1) * size) // size, head, end)
-        # Both runs of blocks go round the ranks; of what is left of each, the fullest rank has one, or two if they meet
-        left_head, left, first = head % ranks, (end - tail) % ranks, tail % ranks
-        meet = (left_head > 0) & (left > 0) & ((first < left_head) | (first + left > ranks))
-        held = head // ranks + (end - tail) // ranks + ((left_head > 0) | (left > 0)) + meet
-        return int(held.max())
+        return int((head + end - tail).max())
 
-    def _blocks_to_ask(self, num_blocks: int) -> int:
+    def _blocks_to_ask(self, num_blocks: int, size: int) -> int:
         """How many of the last of `num_blocks` blocks are looked at: one of them holds as much as any before.
 
         Before a tail moves, the last block holds the most. Later, what a reach with a span holds repeats where a span
-        and a round of the ranks begin together.
+        and a block begin together.
         """
-        reach, size = self.cache.reach, self.block_tokens
+        reach = self.cache.reach
         if reach.tail((num_blocks - 1) * size) <= reach.head:
             return 1
         if num_blocks <= MOST_BLOCKS or reach.span is None:
             return min(num_blocks, MOST_BLOCKS)
-        repeats = math.lcm(reach.span - reach.head, size * self.context_shards) // size
+        repeats = math.lcm(reach.span - reach.head, size) // size
         if repeats > MOST_BLOCKS:
             raise PlanError(
                 f"group {self.tag!r}: what {num_blocks:,} blocks of {size} tokens hold repeats after {repeats:,} blocks"

@@ -23,6 +23,8 @@ class Parallel:
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp"):
             degree, rank = getattr(self, name), getattr(self, f"{name}_rank")
+            if not isinstance(degree, int) or not isinstance(rank, int):
+                raise PlanError(f"{name} and its rank must be whole numbers, got {degree!r} and {rank!r}")
             if degree < 1:
                 raise PlanError(f"{name} must be at least 1, got {degree}")
             if not 0 <= rank < degree:

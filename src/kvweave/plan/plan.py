@@ -15,8 +15,11 @@ from kvweave.plan.pool import Layout, Place, Pool
 from kvweave.plan.view import View, role_view
 from kvweave.spec import Read, codec
 from kvweave.spec.layer_spec import holds_state
+from kvweave.units import format_bytes
 
 UNLIMITED = 2**31 - 1
+MOST_IDS = 2**31 - 1
+"""Pages and kernel blocks have int32 ids in tables."""
 TYPICAL_TOKENS = 32_768
 """The length of a typical sequence, by which memory is divided unless the caller names another."""
 
@@ -37,6 +40,30 @@ class Plan:
     parallel: Parallel = field(default_factory=Parallel)
     digest: str = ""
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def check(self) -> None:
+        """Raise `PlanError` where numbers contradict one another, as those of a file may."""
+        names, num_layers = [pool.name for pool in self.pools], self.num_layers + len(self.draft_layers)
+        if not self.groups or len({group.tag for group in self.groups}) < len(self.groups):
+            raise PlanError(f"a plan needs groups with different tags, got {[group.tag for group in self.groups]}")
+        if len(set(names)) < len(names) or {g.pool for g in self.groups if g.layers} - set(names):
+            raise PlanError(f"pools {names} are not those of the groups: {[group.pool for group in self.groups]}")
+        for group in self.groups:
+            group.check(range(num_layers), self.parallel.cp)
+        for pool in self.pools:
+            pool.check(self._members(pool))
+        for group in self.groups:
+            count = self.pool(group.pool).num_superpages * group.pages_per_superpage if group.layers else 0
+            if (count := count * group.kernel_blocks) > MOST_IDS:
+                raise PlanError(
+                    f"group {group.tag!r} would have {count:,} kernel blocks in {format_bytes(self.memory)}, and their"
+                    f" ids end at {MOST_IDS:,}: plan with less memory or larger blocks"
+                )
+        if not 0 <= self.reserve <= self.num_bytes <= self.memory:
+            raise PlanError(f"pools and a reserve of {self.reserve} bytes take {self.num_bytes} bytes of {self.memory}")
+        layers = [*self.draft_layers, *(layer for reader, read in self.reads for layer in (reader, read.layer))]
+        if any(layer not in range(num_layers) for layer in layers):
+            raise PlanError(f"layers {layers} are read or are a draft's, of {num_layers}")
 
     # ---- looking up
 
@@ -158,4 +185,6 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        return codec.from_dict(cls, data, "plan")
+        plan = codec.from_dict(cls, data, "plan")
+        plan.check()
+        return plan

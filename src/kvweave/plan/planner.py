@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import index
 
 from kvweave.errors import CoarseReuse, NeverFits, PlanError, UnknownName
 from kvweave.plan.group import Group
@@ -17,7 +18,6 @@ from kvweave.units import format_bytes, parse_bytes
 POOLS = ("auto", "uniform", "shared", "independent")
 COARSE = 4
 """How many of the largest blocks a step of prefix reuse may be before a plan warns."""
-MOST_IDS = 2**31 - 1
 MOST_CONTEXT = 2**40
 """The longest sequence that is planned for: anything above is a typing error."""
 
@@ -52,9 +52,11 @@ def make_plan(
     mine = shard(spec, parallel)
     groups = _groups(mine, parallel, block_tokens, kernel_tokens, notes)
     requests = dict(own_pools or {})
-    for tag in requests:
+    for tag, request in requests.items():
         if tag not in {group.tag for group in groups}:
             raise UnknownName("tag of a pool", tag, [group.tag for group in groups])
+        if not isinstance(request, PoolRequest):
+            raise PlanError(f"own_pools: a PoolRequest is needed for {tag!r}, got {request!r:.80}")
     chosen = _layout(layout, pools, groups)
     if context is not None and not 1 <= context <= MOST_CONTEXT:
         raise PlanError(f"context must be 1 to {MOST_CONTEXT:,} tokens, got {context}")
@@ -80,20 +82,8 @@ def make_plan(
         pool.name: draft.superpages_for(pool, context or TYPICAL_TOKENS) * pool.unit_bytes for pool in draft.pools
     }
     made = replace(draft, pools=tuple(size(draft.pools, budget - kept_back, requests, demand, floors)))
-    _check_ids(made)
+    made.check()
     return made
-
-
-def _check_ids(plan: Plan) -> None:
-    """Pages and kernel blocks have int32 ids in tables."""
-    for group in plan.groups:
-        if group.layers:
-            count = plan.pool(group.pool).num_superpages * group.pages_per_superpage * group.kernel_blocks
-            if count > MOST_IDS:
-                raise PlanError(
-                    f"group {group.tag!r} would have {count:,} kernel blocks in {format_bytes(plan.memory)}, and their"
-                    f" ids end at {MOST_IDS:,}: plan with less memory or larger blocks"
-                )
 
 
 def _beyond_the_context(spec: ModelSpec) -> list[str]:
@@ -140,11 +130,22 @@ def _groups(
     return groups
 
 
-def _block_tokens(cache: LayerCache, wish: PerGroup, notes: list[str]) -> int:
+def _wished(cache: LayerCache, wish: PerGroup | None, what: str) -> tuple[int | None, int | None]:
+    """The number of tokens that is wished for a group, and the same where it was named."""
     named = wish.get(cache.tag) if isinstance(wish, Mapping) else None
-    asked = named if named is not None else wish if isinstance(wish, int) else 16
-    if asked < 1 or isinstance(asked, bool):
-        raise PlanError(f"group {cache.tag!r}: block_tokens must be at least 1, got {asked}")
+    asked = named if isinstance(wish, Mapping) else wish
+    if asked is None:
+        return None, None
+    if isinstance(asked, bool) or not hasattr(asked, "__index__"):
+        raise PlanError(f"group {cache.tag!r}: {what} must be a whole number, got {asked!r:.80}")
+    return index(asked), None if named is None else index(named)
+
+
+def _block_tokens(cache: LayerCache, wish: PerGroup, notes: list[str]) -> int:
+    wished, named = _wished(cache, wish, "block_tokens")
+    asked = 16 if wished is None else wished
+    if not 1 <= asked <= MOST_CONTEXT:
+        raise PlanError(f"group {cache.tag!r}: block_tokens must be at least 1, got {asked}; {MOST_CONTEXT:,} at most")
     if named is None and cache.block_tokens is not None:
         return cache.block_tokens
     unit = cache.unit_tokens if cache.reach.per_token else 1
@@ -162,11 +163,10 @@ def _kernel_tokens(cache: LayerCache, block: int, wish: PerGroup | None) -> int:
     if not cache.reach.per_token:
         return block
     unit = cache.unit_tokens
-    named = wish.get(cache.tag) if isinstance(wish, Mapping) else None
-    asked = named if named is not None else wish if isinstance(wish, int) else None
+    asked, named = _wished(cache, wish, "kernel_tokens")
     if asked is None:
         return unit if cache.kernel_tokens > 1 else block
-    if asked < 1 or (named is not None and asked % unit):
+    if asked < 1 or (named is not None and named % unit):
         raise PlanError(f"group {cache.tag!r}: kernel_tokens {asked} is no multiple of {unit}, which its kernel needs")
     kernel = asked if asked % unit == 0 else unit
     if cache.block_tokens is not None and named is None:

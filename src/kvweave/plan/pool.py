@@ -41,7 +41,7 @@ class PoolRequest:
     def __post_init__(self) -> None:
         if self.pages is not None and self.weight is not None:
             raise PlanError(f"a pool has pages or a weight, not both: pages={self.pages}, weight={self.weight}")
-        if self.pages is not None and self.pages < 1:
+        if self.pages is not None and (not isinstance(self.pages, int) or self.pages < 1):
             raise PlanError(f"a pool needs at least 1 page, got {self.pages}")
         if self.weight is not None and not self.weight > 0:
             raise PlanError(f"a pool's weight must be more than 0, got {self.weight}")
@@ -67,6 +67,25 @@ class Pool:
     superpage_bytes: int
     num_superpages: int = 0
     place: Place = Place.DEVICE
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raise `PlanError` where its numbers and those of its groups contradict one another."""
+        if min(self.lanes, self.superpage_bytes, self.num_superpages) < 1 or self.tags != tuple(g.tag for g in groups):
+            raise PlanError(
+                f"pool {self.name!r}: {self.num_superpages} super-pages of {self.superpage_bytes} bytes in {self.lanes}"
+                f" lanes for {', '.join(self.tags)}, but it is the pool of {', '.join(g.tag for g in groups) or 'none'}"
+            )
+        for group in groups:
+            stride, least = group.kernel_stride, group.layer_bytes * group.lane_layers
+            filled = stride * group.kernel_blocks * group.pages_per_superpage
+            if group.lane_layers * self.lanes != len(group.layers) or filled != self.superpage_bytes or stride < least:
+                raise PlanError(
+                    f"group {group.tag!r}: {group.pages_per_superpage} pages of {group.kernel_blocks} kernel blocks,"
+                    f" {stride} bytes apart, of {group.lane_layers} layers with {group.layer_bytes} bytes each, do not"
+                    f" fill {self.lanes} lanes of {self.superpage_bytes} bytes with {len(group.layers)} layers"
+                )
+            if stride % group.layer_align:
+                raise PlanError(f"group {group.tag!r}: {stride} bytes are no multiple of {group.layer_align}")
 
     @property
     def unit_bytes(self) -> int:

@@ -95,8 +95,11 @@ def _candidates(slices: Sequence[Slice], low: int, high: int) -> NDArray[np.int6
     step = math.lcm(*(piece.unit for piece in slices))
     grids = {step * max(1, (high - low) // (step * MOST_CANDIDATES))}
     grids |= {math.lcm(piece.page_bytes, step) for piece in slices}
-    sizes = [np.arange(-(-low // grid), max(-(-low // grid), high // grid) + 1) * grid for grid in grids]
-    return np.unique(np.concatenate([size[:MOST_CANDIDATES] for size in sizes]))
+    sizes = []
+    for grid in grids:
+        first = -(-low // grid)
+        sizes.append(np.arange(first, min(max(first, high // grid) + 1, first + MOST_CANDIDATES)) * grid)
+    return np.unique(np.concatenate(sizes))
 
 
 def _pages(piece: Slice, sizes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from kvweave.pool import NULL, GroupPages, Ids
 from kvweave.prefix.node import Point
 
 MOST_AT_ONCE: Final = 64
-LOOKED_AT = 2048
+LOOKED_AT: Final = 2048
 """So many points return to the queues at a time, and so many are looked at until there are any."""
 NOT_HELD: Final = -1
 QUEUED_ANYWAY: Final = -2

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import BadTokens
+from kvweave.errors import BadTokens, BadType
 from kvweave.prefix.events import Event, Named
 from kvweave.prefix.node import Tokens
 
@@ -132,11 +133,21 @@ def with_contents(tokens: Tokens, spans: Sequence[Span], token_of: Callable[[byt
     if not spans:
         return tokens
     replaced = tokens.copy()
-    for start, content in spans:
-        if not 0 <= start < len(tokens):
-            raise BadTokens(f"a span starts at {start}, outside the prompt of {len(tokens)} tokens")
-        replaced[start] = token_of(bytes(content))
+    for start, content in _checked(spans, len(tokens)):
+        replaced[start] = token_of(content)
     return replaced
+
+
+def _checked(spans: Sequence[Span], num_tokens: int) -> list[tuple[int, bytes]]:
+    """Where each span starts, and its content. `bytes` of a number would be so many zeros."""
+    try:
+        found = [(index(start), bytes(memoryview(content))) for start, content in spans]
+    except (TypeError, ValueError):
+        raise BadType(f"spans are pairs of a position and bytes, not {spans!r:.80}") from None
+    for start, _ in found:
+        if not 0 <= start < num_tokens:
+            raise BadTokens(f"a span starts at {start}, outside the prompt of {num_tokens} tokens")
+    return found
 
 
 def as_tokens(tokens: object) -> Tokens:

@@ -40,9 +40,10 @@ class LayerCache:
         if not any(role.row_bytes for role in self.roles):
             shapes = ", ".join(f"{role.name} {role.shape}" for role in self.roles)
             raise SpecError(f"{where}: its rows hold 0 bytes ({shapes}); a layer that keeps nothing has no cache")
-        if self.kernel_tokens < 1:
-            raise SpecError(f"{where}: kernel_tokens must be at least 1, got {self.kernel_tokens}")
-        if self.block_tokens is not None and (self.block_tokens < 1 or self.block_tokens % self.unit_tokens):
+        if not isinstance(self.kernel_tokens, int) or self.kernel_tokens < 1:
+            raise SpecError(f"{where}: kernel_tokens must be at least 1, got {self.kernel_tokens!r}")
+        block_tokens = self.unit_tokens if self.block_tokens is None else self.block_tokens
+        if not isinstance(block_tokens, int) or block_tokens < 1 or block_tokens % self.unit_tokens:
             raise SpecError(
                 f"{where}: block_tokens {self.block_tokens} is no multiple of {self.unit_tokens},"
                 " the tokens that its rows and kernel need"

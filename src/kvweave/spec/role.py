@@ -95,9 +95,9 @@ class Role:
         if not self.shape or any(not isinstance(n, int) or n < 0 for n in self.shape):
             raise SpecError(f"{where}: shape must be whole numbers, got {self.shape}")
         for field in ("tokens_per_row", "align"):
-            if getattr(self, field) < 1:
-                raise SpecError(f"{where}: {field} must be at least 1, got {getattr(self, field)}")
-        if not 0 <= self.token_axis <= len(self.shape):
+            if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
+                raise SpecError(f"{where}: {field} must be a whole number of at least 1, got {getattr(self, field)!r}")
+        if not isinstance(self.token_axis, int) or not 0 <= self.token_axis <= len(self.shape):
             raise SpecError(f"{where}: token_axis {self.token_axis} is outside the row's {len(self.shape)} axes")
         if self.parts:
             self._check_parts(where)
