@@ -9,6 +9,7 @@ import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -74,6 +75,40 @@ def test_records_that_are_left_and_headers_are_taken_together(closed: Path) -> N
     assert found(closed) == 1024
 
 
+@pytest.mark.parametrize("left", [b"", b"kvweave"])
+def test_a_journal_that_a_power_failure_emptied_is_rebuilt(closed: Path, left: bytes) -> None:
+    (closed / "journal").write_bytes(left)
+    assert found(closed) == 1024
+
+
+def test_a_journal_that_is_missing_is_rebuilt(closed: Path) -> None:
+    (closed / "journal").unlink()
+    assert found(closed) == 1024
+
+
+@pytest.mark.parametrize("bit", [63, 40, 31])
+def test_a_header_with_a_wrong_length_costs_its_own_blob_alone(tmp_path: Path, bit: int) -> None:
+    with DiskTier(tmp_path, ROOM) as tier:
+        store = Store(SCHEMA, TierStack((tier, TierPolicy(inline=True))))
+        prompts = [store.prompt(TOKENS + number, namespace(SPEC)) for number in range(3)]
+        for prompt in prompts:
+            store.save(prompt, payload)
+        start = int(tier._catalog.starts[tier._catalog.slot_of[prompts[1].keys(SCHEMA.ids)[0]]])
+        descriptor, at, _ = tier._files.place(start + 16)  # the length of the payload
+        length = int.from_bytes(os.pread(descriptor, 8, at), "little") | 1 << bit
+        os.pwrite(descriptor, length.to_bytes(8, "little"), at)
+    (tmp_path / "journal").write_bytes(bytes(640))
+    store, _ = opened(tmp_path)
+    assert [store.load(store.lookup(prompt), verify) for prompt in prompts] == [1024, 0, 1024]
+    store.close()
+
+
+def test_a_record_of_a_place_before_the_first_byte_is_ignored(closed: Path) -> None:
+    with (closed / "journal").open("ab") as file:
+        file.write(packed_one(key(9), 2**64 - SECTOR, 2 * SECTOR))
+    assert found(closed) == 1024
+
+
 def test_what_was_overwritten_since_is_a_miss_and_never_wrong(tmp_path: Path) -> None:
     store, tier = opened(tmp_path)
     for number in range(60):  # several times what there is room for
@@ -106,6 +141,27 @@ def test_what_was_cleared_does_not_come_back_with_a_rebuilt_journal(
     store, _ = opened(tmp_path, direct=direct)
     assert [store.load(store.lookup(prompt), verify) for prompt in (cleared, kept)] == [0, 1024]
     store.close()
+
+
+def test_what_was_cleared_while_it_was_read_does_not_come_back_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tier = opened(tmp_path)
+    prompt = store.prompt(TOKENS, namespace(SPEC))
+    store.save(prompt, payload)
+    read, cleared = tier._medium.read, list[int]()
+
+    def read_slowly(*question: Any) -> bool:
+        cleared.append(tier.clear())
+        return read(*question)
+
+    monkeypatch.setattr(tier._medium, "read", read_slowly)
+    store.load(store.lookup(prompt), lambda *_: None)
+    assert max(cleared) > 0
+    store.close()
+    (tmp_path / "journal").write_bytes(bytes(640))
+    with DiskTier(tmp_path, ROOM) as rebuilt:
+        assert rebuilt.stats().entries == 0
 
 
 def test_headers_past_the_page_cache_are_found_too(tmp_path: Path) -> None:

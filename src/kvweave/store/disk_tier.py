@@ -78,7 +78,8 @@ class DiskTier(ArenaTier):
     def _fill(self, entries: Entries, file: BufferedFile) -> None:
         """Take over the entries of the journal that fit the files and the capacity."""
         ends = entries.starts + entries.lengths
-        fine = file.hold(ends) & (ends <= self._extents.capacity) & (entries.starts % SECTOR == 0)
+        fine = file.hold(ends) & (ends <= self._extents.capacity)
+        fine &= (entries.starts >= 0) & (entries.starts % SECTOR == 0)
         order = np.flatnonzero(fine)[np.argsort(entries.starts[fine], kind="stable")]
         order = order[_apart(entries.starts[order], ends[order])]
         self._extents.keep(entries.starts[order], entries.lengths[order])
@@ -127,12 +128,12 @@ class DiskTier(ArenaTier):
                     self._forget(removed)
         return True
 
-    def _erase(self, removed: RemovedEntries) -> None:
+    def _erase(self, extents: Sequence[tuple[int, int]]) -> None:
         """What was cleared must not come back when a damaged journal is rebuilt. Its blocks go back to the file system;
         where that does not take them, its header is overwritten."""
         header = aligned(SECTOR)
         header[:] = 0
-        for start, length in removed.unpinned:
+        for start, length in extents:
             try:
                 self._files.discard(start, self._extents.rounded(length))
             except OSError:
