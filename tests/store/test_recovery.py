@@ -81,11 +81,6 @@ def test_a_journal_that_a_power_failure_emptied_is_rebuilt(closed: Path, left: b
     assert found(closed) == 1024
 
 
-def test_a_journal_that_is_missing_is_rebuilt(closed: Path) -> None:
-    (closed / "journal").unlink()
-    assert found(closed) == 1024
-
-
 @pytest.mark.parametrize("bit", [63, 40, 31])
 def test_a_header_with_a_wrong_length_costs_its_own_blob_alone(tmp_path: Path, bit: int) -> None:
     with DiskTier(tmp_path, ROOM) as tier:
