@@ -17,6 +17,7 @@ import pytest
 from kvweave.errors import Busy, StoreError, TierError, Vanished
 from kvweave.store import DiskTier, Store, TierPolicy, TierStack
 from kvweave.store.journal import packed_one
+from kvweave.store.keys import tenant_id
 from kvweave.store.reopening_tier import ReopeningTier
 from kvweave.store.striped_file import FILES, SECTOR, StripedFile
 from kvweave.store.tier import KeyFilter
@@ -135,6 +136,32 @@ def test_what_was_cleared_does_not_come_back_with_a_rebuilt_journal(
     (tmp_path / "journal").write_bytes(bytes(640))
     store, _ = opened(tmp_path, direct=direct)
     assert [store.load(store.lookup(prompt), verify) for prompt in (cleared, kept)] == [0, 1024]
+    store.close()
+
+
+def test_adjacent_extents_are_cleared_by_one_call_and_others_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tier = opened(tmp_path)
+    names = ("cleared", "kept", "cleared")
+    for number, tenant in enumerate(names):
+        store.save(store.prompt(TOKENS + number, replace(namespace(SPEC), tenant=tenant)), payload)
+    discard, calls = StripedFile.discard, list[tuple[int, int]]()
+
+    def counted(files: StripedFile, start: int, num_bytes: int) -> None:
+        calls.append((start, num_bytes))
+        discard(files, start, num_bytes)
+
+    monkeypatch.setattr(StripedFile, "discard", counted)
+    before = tier.stats().used_bytes or 0
+    assert tier.clear(KeyFilter(tenant_id("cleared"))) > 2
+    assert len(calls) == 2
+    assert sum(num_bytes for _, num_bytes in calls) == before - (tier.stats().used_bytes or 0)
+    store.close()
+    (tmp_path / "journal").write_bytes(bytes(640))
+    store, _ = opened(tmp_path)
+    prompts = [store.prompt(TOKENS + i, replace(namespace(SPEC), tenant=name)) for i, name in enumerate(names)]
+    assert [store.load(store.lookup(prompt), verify) for prompt in prompts] == [0, 1024, 0]
     store.close()
 
 

@@ -129,14 +129,18 @@ class DiskTier(ArenaTier):
         return True
 
     def _erase(self, extents: Sequence[tuple[int, int]]) -> None:
-        """What was cleared must not come back when a damaged journal is rebuilt. Its blocks go back to the file system;
-        where that does not take them, its header is overwritten."""
-        header = aligned(SECTOR)
+        """What was cleared must not come back when a damaged journal is rebuilt. Its blocks go back to the file system,
+        adjacent ones by one call, which may wait for the disk. Where that fails, headers are overwritten."""
+        header, runs = aligned(SECTOR), list[tuple[int, int]]()
         header[:] = 0
-        for start, length in extents:
-            try:
-                self._files.discard(start, self._extents.rounded(length))
-            except OSError:
+        for start, length in sorted(extents):
+            before = runs.pop() if runs and sum(runs[-1]) == start else (start, 0)
+            runs.append((before[0], before[1] + self._extents.rounded(length)))
+        try:
+            for run in runs:
+                self._files.discard(*run)
+        except OSError:
+            for start, _ in extents:
                 with suppress(OSError):  # a disk that fails now: a checksum decides what it returns later
                     self._files.write(start, [header.data])
 
