@@ -22,7 +22,7 @@ from kvweave.store.reopening_tier import ReopeningTier
 from kvweave.store.striped_file import FILES, SECTOR, StripedFile
 from kvweave.store.tier import KeyFilter
 from tests.store.contract import got, key, put, value
-from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
+from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, stored, verify
 from tests.store.models import namespace
 from tests.store.test_faults import tiny  # noqa: F401 - a fixture
 
@@ -381,3 +381,15 @@ def test_of_two_entries_in_one_place_neither_is_trusted_and_the_place_is_free(tm
         assert tier.stats().used_bytes == (2 - len(overlapped)) * 2 * SECTOR
         put(tier, *range(20, 60))
         assert all(got(tier, number) == value(number) for number in ({0, 1} - overlapped) | {*range(20, 60)})
+
+
+def test_a_stale_copy_of_a_known_blob_is_no_second_entry(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, ROOM) as tier:
+        store = Store(SCHEMA, TierStack((tier, TierPolicy(inline=True))))
+        store.save(store.prompt(TOKENS, namespace(SPEC)), payload, points=[512, 1024])
+        blob, end = stored(tier, tier.keys()[0]), -(-tier._files.end() // SECTOR) * SECTOR
+        tier._files.write(end, [blob])
+    head = bytearray((tmp_path / "journal").read_bytes())
+    head[0] ^= 255
+    (tmp_path / "journal").write_bytes(head)
+    assert found(tmp_path) == 1024
