@@ -308,3 +308,33 @@ def test_what_is_posted_while_another_thread_asks_is_sent_without_a_later_reques
         thread.join()
         until(lambda: all(each.leases == 0 for each in daemon.report().clients))
         client.close()
+
+
+def test_what_was_evicted_after_its_lease_is_fetched_again(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "disk", 64 << 20)
+    with serving(settings(tmp_path, memory=4 * prompt_bytes(), disk=disk, lease_s=0.3)) as daemon:
+        reader, writer = store(tmp_path / "kv.sock"), store(tmp_path / "kv.sock")
+        assert writer.save(prompt(), truth, points=POINTS).dropped == 0
+        hit = reader.lookup(prompt())
+        assert hit.lease
+        until(lambda: daemon.report().clients[0].leases == 0 == daemon.report().clients[1].leases)
+        assert writer.flush()
+        daemon.state.arena.clear()
+        for number in range(1, 6):
+            assert writer.save(prompt(number), truth, points=POINTS).dropped == 0
+        assert reader.load(hit, verify) == 1024
+        reader.close()
+        writer.close()
+
+
+def test_a_pin_stays_though_more_is_fetched_under_its_lease(tmp_path: Path) -> None:
+    with serving(settings(tmp_path, lease_s=0.2)) as daemon:
+        client = store(tmp_path / "kv.sock")
+        for number in range(2):
+            client.save(prompt(number), truth, points=POINTS)
+        pin = client.pin(client.lookup(prompt(0), lease=False))
+        client._prompt_session.ask(prompt(1), lambda sequence: protocol.Fetch(sequence, pin.lease, ALL))
+        time.sleep(0.4)
+        assert client.client.ask(protocol.PinLeases([pin.lease]), protocol.Alive).leases == [pin.lease]
+        assert daemon.report().expired == 0
+        client.close()

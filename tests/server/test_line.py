@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +51,40 @@ def test_payloads_can_be_loaded_straight_into_memory_of_the_callers(tmp_path: Pa
             for chunk in shard.needs(1024):
                 verify(shard, chunk, memory[shard, chunk])
         client.close()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.float32])
+def test_payloads_can_be_loaded_into_memory_of_any_type_and_shape(tmp_path: Path, dtype: type[Any]) -> None:
+    with serving(settings(tmp_path)), store(tmp_path / "kv.sock") as client:
+        client.save(prompt(), truth)
+        given: dict[tuple[Shard, int], Any] = {}
+
+        def target(shard: Shard, chunk: int) -> Any:
+            given[shard, chunk] = np.zeros(shard.payload_bytes, np.uint8).view(dtype).reshape(2, -1)
+            return given[shard, chunk]
+
+        assert client.load_into(client.lookup(prompt()), target) == 1024
+        for (shard, chunk), memory in given.items():
+            verify(shard, chunk, memory.reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        bytearray(1 << 16),
+        np.zeros(7, np.uint8),
+        np.zeros(1 << 16, np.uint8)[::-2],
+        np.broadcast_to(np.uint8(0), 1 << 16),
+        np.full(1 << 16, None),
+    ],
+)
+def test_a_target_that_gives_something_else_is_an_error_of_that_load_alone(tmp_path: Path, given: Any) -> None:
+    with serving(settings(tmp_path)), store(tmp_path / "kv.sock") as client:
+        client.save(prompt(), truth)
+        with pytest.raises(StoreError, match=r"the target gave .*, an array of \d+ at least"):
+            client.load_into(client.lookup(prompt()), lambda *_: given)
+        assert client.load(client.lookup(prompt()), verify) == 1024
 
 
 def test_a_client_closes_what_it_used_least_recently(tmp_path: Path) -> None:

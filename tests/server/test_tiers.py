@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -408,3 +409,30 @@ def test_a_lookup_counts_as_a_hit_in_the_arena_and_on_disk(tmp_path: Path) -> No
         assert client.lookup(prompt()).position
         client.client.ask(protocol.Ping(), protocol.Done)  # hits are counted after the reply
         assert daemon.state.arena._catalog.hits.max() == tier._catalog.hits.max() == 1
+
+
+def test_two_clients_that_want_one_blob_share_one_read(tmp_path: Path) -> None:
+    read, both = list[bytes](), threading.Barrier(2)
+
+    class Slow(DictTier):
+        def get(self, keys: Sequence[bytes], *more: Any) -> list[int]:
+            read.extend(keys)
+            time.sleep(0.3)
+            return super().get(keys, *more)
+
+    with serving(settings(tmp_path), TierStack((Slow(), TierPolicy(write="back")))) as daemon:
+        clients = [store(tmp_path / "kv.sock") for _ in range(2)]
+        assert clients[0].save(prompt(), truth, points=POINTS).dropped == 0
+        assert clients[0].flush()
+        daemon.state.arena.clear()
+
+        def load(client: RemoteStore) -> int:
+            hit = client.lookup(prompt())
+            both.wait(10)
+            return client.load(hit, verify)
+
+        with ThreadPoolExecutor(2) as threads:
+            assert [*threads.map(load, clients)] == [1024, 1024]
+        assert len(read) == len({*read}) > 0
+        for client in clients:
+            client.close()

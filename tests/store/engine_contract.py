@@ -133,11 +133,11 @@ class EngineContract:
             assert (saved.dropped, store.load(store.lookup(prompt), sink)) == (0, 1024)
             assert sink.chunks("full") == [0, 1, 2, 3]
 
-    @pytest.mark.parametrize("given", [None, b"bytes", np.zeros(7, np.uint8)])
+    @pytest.mark.parametrize("given", [None, b"bytes", np.zeros(7, np.uint8), np.full(512, None)])
     def test_a_source_that_gives_something_else_is_an_error_of_that_save_alone(
         self, store: BaseStore[Any], given: Any
     ) -> None:
-        with pytest.raises(StoreError, match=r"gave (a NoneType|a bytes|7 bytes), an array of \d+ is needed"):
+        with pytest.raises(StoreError, match=r"gave (a NoneType|a bytes|7 bytes|objects), an array of \d+ is needed"):
             store.save(prompt_of(store), lambda *_: given)
         assert store.save(prompt_of(store), truth).dropped == 0
 

@@ -94,12 +94,17 @@ def test_bits_flipped_anywhere_in_the_journal_are_never_served(closed: Path) -> 
 
 
 def test_a_journal_torn_at_any_byte_serves_what_is_whole(closed: Path) -> None:
-    journal, served = (closed / "journal").read_bytes(), []
-    for length in [*range(0, 64, 9), *sorted(random.Random(7).sample(range(64, len(journal)), 20)), len(journal)]:
+    journal = (closed / "journal").read_bytes()
+
+    def served(length: int) -> int:
         (closed / "journal").write_bytes(journal[:length])
-        served.append(reloaded(closed)[0])
-    assert served == sorted(served), "what is torn off later leaves no less"
-    assert (served[0], served[-1]) == (0, 1024)
+        return reloaded(closed)[0]
+
+    assert {served(length) for length in range(0, 64, 9)} == {1024}, "without its head it is rebuilt"
+    lengths = [64, *sorted(random.Random(7).sample(range(64, len(journal)), 20)), len(journal)]
+    found = [served(length) for length in lengths]
+    assert found == sorted(found), "what is torn off later leaves no less"
+    assert (found[0], found[-1]) == (0, 1024)
 
 
 def test_a_file_cut_short_is_a_miss(closed: Path) -> None:
@@ -118,10 +123,10 @@ def test_a_file_cut_short_while_it_is_open_is_a_miss_that_is_counted(tmp_path: P
     store.close()
 
 
-@pytest.mark.parametrize("name", ["blobs-0", "journal"])
-def test_a_deleted_file_is_a_miss(closed: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "left"), [("blobs-0", 0), ("journal", 1024)])
+def test_a_deleted_file_is_a_miss_and_a_deleted_journal_is_rebuilt(closed: Path, name: str, left: int) -> None:
     (closed / name).unlink()
-    assert reloaded(closed)[0] == 0
+    assert reloaded(closed)[0] == left
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])

@@ -279,3 +279,10 @@ def test_a_prompt_of_digests_does_not_grow_by_tokens() -> None:
 def test_names_that_are_no_utf_8_are_names_of_their_own() -> None:
     halves = [Namespace("m", tenant=half, adapter=half, kv_dtype=half) for half in ("\ud800", "\ud801")]
     assert len({each.fingerprint for each in halves}) == len({each.tenant_id for each in halves}) == 2
+
+
+def test_pictures_in_chunks_that_are_whole_do_not_mark_later_tokens() -> None:
+    grown = prompt([*range(6)], HERE, 4, [Span(1, b"cat")]).extend([*range(6, 14)]).extend([*range(14, 22)])
+    assert grown.unfinished is not None
+    assert grown.unfinished.spans == ()
+    assert grown.prefixes.tolist() == prompt([*range(22)], HERE, 4, [Span(1, b"cat")]).prefixes.tolist()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvweave.store import DiskTier
+from kvweave.store import DiskTier, MemoryTier
 from tests.store.contract import got, key, put, value
 
 PLACES, SIZE = 8, 4096
@@ -148,3 +149,22 @@ def test_a_stop_on_a_full_disk_keeps_the_old_journal(tmp_path: Path, monkeypatch
     tier.close()
     monkeypatch.undo()
     assert left(tmp_path, new=0) == [*range(PLACES)]
+
+
+def test_entries_that_are_removed_while_they_are_touched_are_not_evicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.store.arena_tier.STEP_KEYS", 1)
+    with MemoryTier(4 * SIZE) as tier:
+        put(tier, 0, 1, length=SIZE)
+        find = tier._catalog.find
+
+        def find_and_lose(keys: Sequence[bytes]) -> Any:
+            slots = find(keys)
+            tier.delete(keys)
+            return slots
+
+        monkeypatch.setattr(tier._catalog, "find", find_and_lose)
+        tier.touch([key(0), key(1)])
+        monkeypatch.undo()
+        for number in (2, 3):
+            put(tier, number, length=3 * SIZE)
+        assert got(tier, 3, 3 * SIZE) == value(3, 3 * SIZE)

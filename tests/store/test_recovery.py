@@ -9,6 +9,7 @@ import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,11 +17,12 @@ import pytest
 from kvweave.errors import Busy, StoreError, TierError, Vanished
 from kvweave.store import DiskTier, Store, TierPolicy, TierStack
 from kvweave.store.journal import packed_one
+from kvweave.store.keys import tenant_id
 from kvweave.store.reopening_tier import ReopeningTier
 from kvweave.store.striped_file import FILES, SECTOR, StripedFile
 from kvweave.store.tier import KeyFilter
 from tests.store.contract import got, key, put, value
-from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, verify
+from tests.store.faults import SCHEMA, SPEC, TOKENS, payload, stored, verify
 from tests.store.models import namespace
 from tests.store.test_faults import tiny  # noqa: F401 - a fixture
 
@@ -74,6 +76,35 @@ def test_records_that_are_left_and_headers_are_taken_together(closed: Path) -> N
     assert found(closed) == 1024
 
 
+@pytest.mark.parametrize("left", [b"", b"kvweave"])
+def test_a_journal_that_a_power_failure_emptied_is_rebuilt(closed: Path, left: bytes) -> None:
+    (closed / "journal").write_bytes(left)
+    assert found(closed) == 1024
+
+
+@pytest.mark.parametrize("bit", [63, 40, 31])
+def test_a_header_with_a_wrong_length_costs_its_own_blob_alone(tmp_path: Path, bit: int) -> None:
+    with DiskTier(tmp_path, ROOM) as tier:
+        store = Store(SCHEMA, TierStack((tier, TierPolicy(inline=True))))
+        prompts = [store.prompt(TOKENS + number, namespace(SPEC)) for number in range(3)]
+        for prompt in prompts:
+            store.save(prompt, payload)
+        start = int(tier._catalog.starts[tier._catalog.slot_of[prompts[1].keys(SCHEMA.ids)[0]]])
+        descriptor, at, _ = tier._files.place(start + 16)  # the length of the payload
+        length = int.from_bytes(os.pread(descriptor, 8, at), "little") | 1 << bit
+        os.pwrite(descriptor, length.to_bytes(8, "little"), at)
+    (tmp_path / "journal").write_bytes(bytes(640))
+    store, _ = opened(tmp_path)
+    assert [store.load(store.lookup(prompt), verify) for prompt in prompts] == [1024, 0, 1024]
+    store.close()
+
+
+def test_a_record_of_a_place_before_the_first_byte_is_ignored(closed: Path) -> None:
+    with (closed / "journal").open("ab") as file:
+        file.write(packed_one(key(9), 2**64 - SECTOR, 2 * SECTOR))
+    assert found(closed) == 1024
+
+
 def test_what_was_overwritten_since_is_a_miss_and_never_wrong(tmp_path: Path) -> None:
     store, tier = opened(tmp_path)
     for number in range(60):  # several times what there is room for
@@ -106,6 +137,53 @@ def test_what_was_cleared_does_not_come_back_with_a_rebuilt_journal(
     store, _ = opened(tmp_path, direct=direct)
     assert [store.load(store.lookup(prompt), verify) for prompt in (cleared, kept)] == [0, 1024]
     store.close()
+
+
+def test_adjacent_extents_are_cleared_by_one_call_and_others_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tier = opened(tmp_path)
+    names = ("cleared", "kept", "cleared")
+    for number, tenant in enumerate(names):
+        store.save(store.prompt(TOKENS + number, replace(namespace(SPEC), tenant=tenant)), payload)
+    discard, calls = StripedFile.discard, list[tuple[int, int]]()
+
+    def counted(files: StripedFile, start: int, num_bytes: int) -> None:
+        calls.append((start, num_bytes))
+        discard(files, start, num_bytes)
+
+    monkeypatch.setattr(StripedFile, "discard", counted)
+    before = tier.stats().used_bytes or 0
+    assert tier.clear(KeyFilter(tenant_id("cleared"))) > 2
+    assert len(calls) == 2
+    assert sum(num_bytes for _, num_bytes in calls) == before - (tier.stats().used_bytes or 0)
+    store.close()
+    (tmp_path / "journal").write_bytes(bytes(640))
+    store, _ = opened(tmp_path)
+    prompts = [store.prompt(TOKENS + i, replace(namespace(SPEC), tenant=name)) for i, name in enumerate(names)]
+    assert [store.load(store.lookup(prompt), verify) for prompt in prompts] == [0, 1024, 0]
+    store.close()
+
+
+def test_what_was_cleared_while_it_was_read_does_not_come_back_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tier = opened(tmp_path)
+    prompt = store.prompt(TOKENS, namespace(SPEC))
+    store.save(prompt, payload)
+    read, cleared = tier._medium.read, list[int]()
+
+    def read_slowly(*question: Any) -> bool:
+        cleared.append(tier.clear())
+        return read(*question)
+
+    monkeypatch.setattr(tier._medium, "read", read_slowly)
+    store.load(store.lookup(prompt), lambda *_: None)
+    assert max(cleared) > 0
+    store.close()
+    (tmp_path / "journal").write_bytes(bytes(640))
+    with DiskTier(tmp_path, ROOM) as rebuilt:
+        assert rebuilt.stats().entries == 0
 
 
 def test_headers_past_the_page_cache_are_found_too(tmp_path: Path) -> None:
@@ -303,3 +381,15 @@ def test_of_two_entries_in_one_place_neither_is_trusted_and_the_place_is_free(tm
         assert tier.stats().used_bytes == (2 - len(overlapped)) * 2 * SECTOR
         put(tier, *range(20, 60))
         assert all(got(tier, number) == value(number) for number in ({0, 1} - overlapped) | {*range(20, 60)})
+
+
+def test_a_stale_copy_of_a_known_blob_is_no_second_entry(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, ROOM) as tier:
+        store = Store(SCHEMA, TierStack((tier, TierPolicy(inline=True))))
+        store.save(store.prompt(TOKENS, namespace(SPEC)), payload, points=[512, 1024])
+        blob, end = stored(tier, tier.keys()[0]), -(-tier._files.end() // SECTOR) * SECTOR
+        tier._files.write(end, [blob])
+    head = bytearray((tmp_path / "journal").read_bytes())
+    head[0] ^= 255
+    (tmp_path / "journal").write_bytes(head)
+    assert found(tmp_path) == 1024

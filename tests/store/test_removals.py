@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from kvweave.errors import TierError
 from kvweave.integrations.keyed_pages import KeyedPool, page_prompt, page_schema, promised
 from kvweave.server import RemoteStore
-from kvweave.store import BaseStore, DiskTier, MemoryTier, Namespace, Store, TierPolicy, TierStack
+from kvweave.store import BaseStore, DictTier, DiskTier, MemoryTier, Namespace, Store, TierPolicy, TierStack
 from kvweave.store.blocking_store import discard
 from kvweave.store.removals import FROM_NOW, RemovalLog
 from kvweave.store.tier import ALL
@@ -107,3 +110,49 @@ def test_a_write_that_a_tier_refuses_is_removed(most: int) -> None:
         stack.follow_removals(log)
         save(store, *range(most))
     assert {*log.since(0).keys} == keys(*range(most))
+
+
+class Hanging(DictTier):
+    """Answers lookups when it is fine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_fine = True
+
+    def contains(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        if not self.is_fine:
+            raise TierError("no answer")
+        return super().contains(keys)
+
+
+def hanging_stack() -> tuple[Hanging, TierStack]:
+    tier = Hanging()
+    return tier, TierStack((tier, TierPolicy(retries=0, failures=100)))
+
+
+def test_what_a_tier_behind_a_daemon_does_not_say_is_not_known_to_be_gone(tmp_path: Path) -> None:
+    tier, stack = hanging_stack()
+    wish = settings(tmp_path, memory=ROOM)
+    with serving(wish, stack) as daemon, RemoteStore(SCHEMA, daemon.settings.socket) as store:
+        number, _ = removed(store, FROM_NOW)
+        save(store, *range(12))
+        assert store.flush()
+        tier.delete([*keys(0)])
+        tier.is_fine = False
+        assert removed(store, number) == (number, set())
+        tier.is_fine = True
+        assert removed(store, number)[1] == keys(0)
+
+
+def test_what_an_embedded_tier_does_not_say_is_not_known_to_be_gone() -> None:
+    tier, stack = hanging_stack()
+    near = TierStack((MemoryTier(ROOM), TierPolicy(inline=True)), (tier, TierPolicy(retries=0, failures=100)))
+    stack.close()
+    with Store(SCHEMA, near) as store:
+        number, _ = removed(store, FROM_NOW)
+        save(store, *range(12))
+        tier.delete([*keys(0)])
+        tier.is_fine = False
+        assert removed(store, number) == (number, set())
+        tier.is_fine = True
+        assert removed(store, number)[1] == keys(0)

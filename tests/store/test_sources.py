@@ -127,3 +127,11 @@ def test_pages_of_one_shard_are_collected_by_one_call_a_batch() -> None:
         prompt = store.prompt(range(1025), namespace(spec))
         assert store.save(prompt, pages.source(made.table)).stored > len(calls) == len(schema.shards)
         assert store.load(store.lookup(prompt), check) == 1024
+
+
+def test_what_lies_in_memory_of_somebody_else_is_copied_however_it_is_cut() -> None:
+    """A view of an array that nobody else has, over memory that somebody has."""
+    memory = bytearray(100)
+    mine = owned_payload(np.frombuffer(memory, np.uint8)[10:60])
+    memory[:] = bytes([7]) * 100
+    assert not mine.any()

@@ -426,3 +426,73 @@ def test_what_a_tier_fails_to_write_is_counted_as_dropped_and_told(
         assert tier.stored == 0
         told = store.submit_removed(before.number).result(10)
         assert len(told.keys) == tier.dropped
+
+
+class Unreadable(Troubled):
+    """Its index answers at once; nothing can be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails["get"] = TierError("no sector can be read")
+
+    def contains_now(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        return self.contains(keys)
+
+
+@pytest.mark.parametrize("tier", [Troubled, Unreadable])
+def test_nothing_is_found_in_a_tier_that_cannot_be_read_now(tier: type[Troubled]) -> None:
+    far = tier()
+    far.fails["get"] = TierError("no sector can be read")
+    with Store(SCHEMA, TierStack((far, TierPolicy(cool_s=60, backoff_s=0.001)))) as store:
+        prompt = store.prompt(TOKENS, namespace(SPEC))
+        store.save(prompt, payload)
+        hits = [store.lookup(prompt)]
+        while store.load(hits[-1], verify) == 0 and not store.stats().tiers[0].open:
+            hits.append(store.lookup(prompt))
+        assert hits[-1].position == 1024
+        far.asked.clear()
+        assert store.lookup(prompt).position == 0
+        assert far.asked == []
+
+
+def test_a_failure_is_not_tried_again_behind_the_deadline(far: Troubled) -> None:
+    far.fails["contains"] = TierError("no")
+    with Store(SCHEMA, TierStack((far, TierPolicy(deadline_s=0.2, backoff_s=1.0)))) as store:
+        store.lookup(store.prompt(TOKENS, namespace(SPEC)))
+        assert (far.asked, store.stats().tiers[0].retried) == (["contains"], 0)
+
+
+def test_reads_that_nobody_waits_for_any_more_never_begin(far: Troubled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.store.batches.BATCH_BYTES", 1)
+    stack = TierStack((far, TierPolicy(workers=1, deadline_s=5)))
+    with Store(SCHEMA, stack) as store:
+        prompt = store.prompt(TOKENS, namespace(SPEC))
+        store.save(prompt, payload)
+        hit = store.lookup(prompt)
+        far.fine.clear()
+        (executor,) = stack.executors
+        busy = [executor.start(executor.reads, lambda: far.fine.wait(10)) for _ in range(2)]
+        far.asked.clear()
+        assert store.load(hit, verify, budget_s=0.1) == 0
+        far.fine.set()
+        assert all(each is not None and each.result(10) for each in busy)
+        executor.start(executor.reads, lambda: None).result(10)  # type: ignore[union-attr]
+        assert far.asked == []
+
+
+def test_a_lookup_that_was_not_answered_is_no_miss(far: Troubled, make: Make) -> None:
+    store, prompt = make(TierPolicy(deadline_s=5))
+    far.fine.clear()
+    assert store.lookup(prompt, budget_s=0.05).position == 0
+    assert (store.stats().unanswered, [tier.misses for tier in store.stats().tiers]) == (1, [0, 0])
+    far.fine.set()
+    assert store.lookup(prompt).position == 0
+    assert [tier.misses > 0 for tier in store.stats().tiers] == [True, True]
+
+
+def test_what_one_tier_has_lost_is_stored_there_again(far: Troubled, make: Make) -> None:
+    store, prompt = make()
+    count = store.save(prompt, payload).stored
+    far.clear()
+    assert store.save(prompt, payload).stored == count
+    assert len(far.blobs) == count

@@ -19,7 +19,7 @@ from kvweave.copying import PartChecksums
 from kvweave.server.arena_writer import ArenaBlob, ArenaWriter, write, write_header
 from kvweave.store import Schema, Shard, Source, checksums
 from kvweave.store.batches import batches
-from kvweave.store.blob import BlobCheck, header_bytes
+from kvweave.store.blob import BlobCheck, flat_target, header_bytes
 from kvweave.store.files import aligned
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
@@ -151,7 +151,8 @@ class ArenaCopier:
                 if isinstance(target, StagedScatter):
                     finish = begin_landing(some, target, until)
                 else:
-                    memory = target(job.shard, job.chunk) if target else self._memory(self._largest)
+                    shard, chunk = job.shard, job.chunk
+                    memory = flat_target(shard, target(shard, chunk)) if target else self._memory(self._largest)
                     finish = self._run(some, partial(read, job, memory[: job.shard.payload_bytes]))
                 flying.append((some, memory, finish))
                 if len(flying) > (STAGED_AT_ONCE if isinstance(target, StagedScatter) else self.workers):

@@ -150,9 +150,13 @@ class ArenaTier(Closeable):
             return UNREADABLE
         finally:
             with self._lock:
-                self._moved()
-                if catalog.unpin(slot):
+                is_removed = catalog.unpin(slot)
+            if is_removed:  # perhaps by `clear`, while it was read
+                self._erase([(start, length)])
+            with self._lock:
+                if is_removed:
                     self._give_extent(start, length)
+                self._moved()
 
     def put(self, keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
         return [self._put(key, blob, blob.num_bytes) for key, blob in zip(keys, blobs, strict=True)]
@@ -263,7 +267,7 @@ class ArenaTier(Closeable):
         for first in range(0, len(keys), STEP_KEYS):
             with self._journal_lock:
                 removed = self._removed(keys[first : first + STEP_KEYS])
-                self._erase(removed)
+                self._erase(removed.unpinned)
                 self._forget(removed)
             count += len(removed.keys)
         return count
@@ -274,7 +278,7 @@ class ArenaTier(Closeable):
             found = (self._catalog.slot_of.get(key) for key in dict.fromkeys(keys))
             return self._remove([slot for slot in found if slot is not None])
 
-    def _erase(self, removed: RemovedEntries) -> None:
+    def _erase(self, extents: Sequence[tuple[int, int]]) -> None:
         """Erase bytes that would outlive the process. Called before their extents may be reused."""
 
     def keys(self) -> list[bytes]:

@@ -81,14 +81,34 @@ def owned_payload(payload: Bytes) -> Bytes:
 
 def flat_payload(shard: Shard, payload: Bytes) -> Bytes:
     """What a source returned, as bytes in a row: itself if it is. Raises `StoreError`."""
-    if not isinstance(payload, np.ndarray) or payload.nbytes != shard.payload_bytes:
-        found = f"{payload.nbytes} bytes" if isinstance(payload, np.ndarray) else f"a {type(payload).__name__}"
+    if not _is_memory(payload) or payload.nbytes != shard.payload_bytes:
         raise StoreError(
-            f"shard of {shard.tag!r}: the source gave {found}, an array of {shard.payload_bytes} is needed"
+            f"shard of {shard.tag!r}: the source gave {_said(payload)}, an array of {shard.payload_bytes} is needed"
         )
     if payload.dtype == np.uint8 and payload.ndim == 1 and payload.flags.c_contiguous:
         return payload
     return np.ascontiguousarray(payload).reshape(-1).view(np.uint8)
+
+
+def flat_target(shard: Shard, memory: Bytes) -> Bytes:
+    """The bytes of what a target returned, which a payload is written to. Raises `StoreError`."""
+    is_fine = _is_memory(memory) and memory.flags.c_contiguous and memory.flags.writeable
+    if not is_fine or memory.nbytes < shard.payload_bytes:
+        raise StoreError(
+            f"shard of {shard.tag!r}: the target gave {_said(memory)}, an array of {shard.payload_bytes} at"
+            " least, in a row, that can be written is needed"
+        )
+    return memory.reshape(-1).view(np.uint8)[: shard.payload_bytes]
+
+
+def _is_memory(given: object) -> bool:
+    return isinstance(given, np.ndarray) and not given.dtype.hasobject
+
+
+def _said(given: object) -> str:
+    if not isinstance(given, np.ndarray):
+        return f"a {type(given).__name__}"
+    return "objects" if given.dtype.hasobject else f"{given.nbytes} bytes"
 
 
 def seal(shard: Shard, chunk: int, key: bytes, payload: Bytes) -> Blob:

@@ -78,7 +78,8 @@ class DiskTier(ArenaTier):
     def _fill(self, entries: Entries, file: BufferedFile) -> None:
         """Take over the entries of the journal that fit the files and the capacity."""
         ends = entries.starts + entries.lengths
-        fine = file.hold(ends) & (ends <= self._extents.capacity) & (entries.starts % SECTOR == 0)
+        fine = file.hold(ends) & (ends <= self._extents.capacity)
+        fine &= (entries.starts >= 0) & (entries.starts % SECTOR == 0)
         order = np.flatnonzero(fine)[np.argsort(entries.starts[fine], kind="stable")]
         order = order[_apart(entries.starts[order], ends[order])]
         self._extents.keep(entries.starts[order], entries.lengths[order])
@@ -127,15 +128,19 @@ class DiskTier(ArenaTier):
                     self._forget(removed)
         return True
 
-    def _erase(self, removed: RemovedEntries) -> None:
-        """What was cleared must not come back when a damaged journal is rebuilt. Its blocks go back to the file system;
-        where that does not take them, its header is overwritten."""
-        header = aligned(SECTOR)
+    def _erase(self, extents: Sequence[tuple[int, int]]) -> None:
+        """What was cleared must not come back when a damaged journal is rebuilt. Its blocks go back to the file system,
+        adjacent ones by one call, which may wait for the disk. Where that fails, headers are overwritten."""
+        header, runs = aligned(SECTOR), list[tuple[int, int]]()
         header[:] = 0
-        for start, length in removed.unpinned:
-            try:
-                self._files.discard(start, self._extents.rounded(length))
-            except OSError:
+        for start, length in sorted(extents):
+            before = runs.pop() if runs and sum(runs[-1]) == start else (start, 0)
+            runs.append((before[0], before[1] + self._extents.rounded(length)))
+        try:
+            for run in runs:
+                self._files.discard(*run)
+        except OSError:
+            for start, _ in extents:
                 with suppress(OSError):  # a disk that fails now: a checksum decides what it returns later
                     self._files.write(start, [header.data])
 

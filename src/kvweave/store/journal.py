@@ -57,17 +57,17 @@ class FileJournal:
         same place: of two in one place neither is trusted."""
 
     def open(self, recover: Callable[[Entries], Entries]) -> Entries:
-        """Read the records, drop torn ones, and append after the last. If the start of the file is damaged,
+        """Read the records, drop torn ones, and append after the last. If the start of the file is damaged or missing,
         `recover` finds the missing entries. On a disk without room for a compacted journal the longer one stays in
         use."""
         try:
             data = self._read() if self._path.exists() else b""
             entries = self._parse(data)
-            damaged = len(data) >= len(MAGIC) and data[: len(MAGIC)] != MAGIC
+            damaged = data[: len(MAGIC)] != MAGIC
             if damaged:
                 entries = recover(entries)
             if self._writable:
-                if damaged or len(data) < len(MAGIC):
+                if damaged:
                     self._rewrite([*entries.number_of], entries.starts, entries.lengths)
                 else:
                     self._go_on(len(data) - len(data) % RECORD.itemsize, entries)

@@ -1,4 +1,4 @@
-"""Recovery of a disk tier whose journal is damaged: entries are found by the headers of the blobs themselves.
+"""Recovery of a disk tier whose journal is damaged or missing: entries are found by the headers of the blobs.
 
 A header starts at a sector and contains key, length and description of the payload; the digest of the description is
 part of the key. Payloads are not read here: one that was overwritten fails its checksum when it is read.
@@ -71,7 +71,8 @@ def _header(files: StripedFile, start: int, begin: NDArray[np.uint8]) -> tuple[b
     """Key and length, if this is a header whose key matches its description."""
     _, version, _, meta_bytes, _, payload_bytes, _, key, _, _ = HEADER.unpack_from(begin.data)
     head_bytes = HEADER.size + meta_bytes
-    if version != VERSION or meta_bytes > META_BYTES or head_bytes % SECTOR or start + head_bytes > files.end():
+    ends_behind = start + head_bytes + payload_bytes > files.end()
+    if version != VERSION or meta_bytes > META_BYTES or head_bytes % SECTOR or ends_behind:
         return None
     head = aligned(head_bytes)
     if files.read(start, head) < head_bytes:

@@ -17,6 +17,7 @@ from kvweave.integrations.vllm.request_keys import (
     spans_of,
 )
 from kvweave.store import Namespace
+from kvweave.store.keys import prompt
 from tests.store.test_weights import checkpoint
 
 PLAIN = RequestSettings()
@@ -54,6 +55,24 @@ def test_an_adapter_whose_file_was_replaced_is_another(tmp_path: Path) -> None:
     for file in tmp_path.glob("*.safetensors"):
         os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))
     assert revisions.of(adapter) != before
+
+
+def test_a_video_and_its_sound_that_begin_at_one_token_are_one_span() -> None:
+    def features(*names: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(mm_position=SimpleNamespace(offset=7), identifier=name) for name in names]
+
+    namespace, tokens = Namespace("m"), range(300)
+    given = [("cat", "purr"), ("cat", "bark"), ("catpurr",), ("cat",), ("ca", "tpurr")]
+    prompts = [prompt(tokens, namespace, 64, spans_of(features(*names))) for names in given]
+    assert len({each.prefixes[0].tobytes() for each in prompts}) == len(given)
+    assert spans_of(features("cat", "purr")) == spans_of(features("purr", "cat"))
+
+
+def test_any_text_of_a_request_is_a_salt_and_a_name() -> None:
+    maker, half = NamespaceMaker(Namespace("m")), chr(0xD800)
+    assert maker.of(PLAIN, half, None).fingerprint != maker.of(PLAIN, "?", None).fingerprint
+    feature = SimpleNamespace(mm_position=SimpleNamespace(offset=7), identifier=half)
+    assert spans_of([feature])[0].content not in (b"", b"?")
 
 
 def test_pictures_are_spans_with_what_they_show() -> None:

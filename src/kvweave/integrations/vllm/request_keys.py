@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class NamespaceMaker:
     def of(self, settings: RequestSettings, salt: str | None, adapter: AdapterFile | None) -> Namespace:
         named = self._model
         if settings.tenant or salt:
-            named = replace(named, tenant=settings.tenant, salt=(salt or "").encode())
+            named = replace(named, tenant=settings.tenant, salt=_bytes(salt or ""))
         if adapter is None:
             return named
         return replace(named, adapter=adapter.name, adapter_revision=self._revisions.of(adapter))
@@ -59,5 +60,18 @@ class NamespaceMaker:
 
 
 def spans_of(features: Any) -> list[Span]:
-    """Where pictures and sounds begin, and the identifiers of what they show."""
-    return [Span(int(feature.mm_position.offset), str(feature.identifier).encode()) for feature in features]
+    """Where pictures and sounds begin, and the identifiers of what they show. A video and its sound may begin at the
+    same token: they are one span."""
+    shown = dict[int, list[bytes]]()
+    for feature in features:
+        shown.setdefault(int(feature.mm_position.offset), []).append(_bytes(str(feature.identifier)))
+    return [Span(start, names[0] if len(names) == 1 else _together(names)) for start, names in shown.items()]
+
+
+def _together(names: Sequence[bytes]) -> bytes:
+    return b"".join(len(name).to_bytes(8, "little") + name for name in sorted(names))
+
+
+def _bytes(text: str) -> bytes:
+    """Of any text that a request may have, half a surrogate too."""
+    return text.encode("utf-8", "surrogatepass")
