@@ -456,6 +456,13 @@ def test_what_no_number_or_text_can_hold_is_refused(url: str, wrong: dict[str, A
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
+def test_an_error_does_not_repeat_a_whole_body(url: str) -> None:
+    for wrong in ({"audio": "x" * 10**6}, {"y" * 10**6: 1}, {"model": "z" * 10**6}):
+        status, answer = raw(url, "/v1/completions", json.dumps({"prompt": TEXT, **wrong}).encode())
+        assert status in (400, 404)
+        assert len(answer["error"]["message"]) < 1100
+
+
 def test_numbers_at_the_edge_are_served_and_keep_no_other_from_its_answer(url: str, engine: Engine) -> None:
     for edge in ({"top_k": 10**400}, {"temperature": 1e-45}, {"seed": -(10**40)}, {"priority": 10**40}):
         body = {"prompt": TEXT, "max_tokens": 3, "temperature": 0.5, **edge}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from kvweave.errors import CoarseReuse, NeverFits, PlanError, UnknownName
@@ -128,10 +128,8 @@ def _groups(
     tags = spec.groups()
     if not tags:
         raise PlanError(f"model {spec.model_type!r} keeps no cache in any layer: there is nothing to plan")
-    for wish in (block_tokens, kernel_tokens):
-        for tag in wish if isinstance(wish, Mapping) else ():
-            if tag not in tags:
-                raise UnknownName("tag", tag, tags)
+    _check_numbers("block_tokens", block_tokens, tags)
+    _check_numbers("kernel_tokens", kernel_tokens, tags)
     groups = []
     for tag, (cache, layers) in tags.items():
         block = _block_tokens(cache, block_tokens, notes)
@@ -140,10 +138,19 @@ def _groups(
     return groups
 
 
+def _check_numbers(name: str, wish: PerGroup | None, tags: Collection[str]) -> None:
+    for tag in wish if isinstance(wish, Mapping) else ():
+        if tag not in tags:
+            raise UnknownName("tag", tag, tags)
+    for number in wish.values() if isinstance(wish, Mapping) else (wish,):
+        if number is not None and type(number) is not int:
+            raise PlanError(f"{name} is a number of tokens, or numbers by tag, not {number!r}")
+
+
 def _block_tokens(cache: LayerCache, wish: PerGroup, notes: list[str]) -> int:
     named = wish.get(cache.tag) if isinstance(wish, Mapping) else None
     asked = named if named is not None else wish if isinstance(wish, int) else 16
-    if asked < 1 or isinstance(asked, bool):
+    if asked < 1:
         raise PlanError(f"group {cache.tag!r}: block_tokens must be at least 1, got {asked}")
     if named is None and cache.block_tokens is not None:
         return cache.block_tokens

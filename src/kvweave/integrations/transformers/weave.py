@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvweave.cache import Cache
-from kvweave.errors import BadCall, MissingExtra, NeverFits, OutOfPages
+from kvweave.errors import BadCall, BadOption, MissingExtra, NeverFits, OutOfPages
 from kvweave.integrations.model_identity import config_digest
 from kvweave.integrations.transformers.attention_interface import SwitchedConfigs
 from kvweave.integrations.transformers.build_layers import counts_padding, layer_attentions, make_layer
@@ -84,6 +84,8 @@ class KVWeave:
         compile_layers: bool = False,
         **cache_options: Any,
     ) -> None:
+        if prefill_tokens < 1:
+            raise BadOption(f"prefill_tokens must be at least 1, not {prefill_tokens}")
         models = wrapped(model)
         self._outermost, self.model = models[0], models[-1]
         self.served = examine(self.model)
