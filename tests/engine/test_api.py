@@ -302,6 +302,19 @@ def test_many_clients_at_once_each_get_their_own_answer(client: Any, engine: Eng
     assert is_quiet(engine)
 
 
+def test_a_client_that_hangs_up_amid_its_body_is_no_failure_of_the_server(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sent:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
+        sent.sendall(head.encode() + b'{"prompt":')
+        time.sleep(0.2)
+    assert raw(url, "/health")[0] == 200
+    time.sleep(0.2)
+    assert "ClientDisconnect" not in caplog.text
+
+
 def test_clients_that_hang_up_leave_nothing_behind(
     url: str, client: Any, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
