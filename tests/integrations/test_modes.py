@@ -182,6 +182,18 @@ def test_a_conversation_hits_prompt_and_answer(kind: str, weave: KVWeave) -> Non
         said = theirs
 
 
+@parametrize([kind for kind in KINDS if kind != "scan"])
+def test_a_past_goes_on_by_as_many_tokens_as_its_prompt_has(kind: str, weave: KVWeave) -> None:
+    for length in (2, 17):
+        ids, rest = prompt(length), prompt(length, seed=4)
+        with torch.no_grad():
+            theirs = weave.model(torch.cat([ids, rest], dim=1), use_cache=False).logits[:, -1]
+        for given in (torch.cat([ids[:, -1:], rest], dim=1), torch.cat([ids, rest], dim=1)):
+            with weave.past(ids) as past, torch.no_grad():
+                ours = weave.model(given, use_cache=True, **{weave.served.cache_name: past}).logits[:, -1]
+            assert (ours - theirs).abs().max() < CLOSE
+
+
 @parametrize()
 def test_a_model_called_by_hand(kind: str, weave: KVWeave) -> None:
     ids = prompt(53)
