@@ -157,14 +157,19 @@ class PagedCache(CacheRows):
                 forward.prepare()  # here it is faster than between two layers, when weights fill the CPU's caches
 
     def _extend(self, tokens: Numbers) -> None:
-        """Allocate pages for the tokens. Those of the prompt are known to the core, and must be the same."""
-        known = min(*(s.num_prompt - s.length for s in self.sequences), tokens.shape[1])
+        """Allocate pages for the tokens. Those of the prompt are known to the core, and must be the same.
+
+        They are one step of the core, too: at the end of a step there is a state to keep.
+        """
+        count, ids = tokens.shape[1], None
+        known = min(*(s.num_prompt - s.length for s in self.sequences), count)
         if known > 0:
             self._check_prompts(tokens[:, :known])
-            self._carry_out(self.core.extend(self._batch, known))
-        new = tokens[:, max(known, 0) :]
-        if new.size:
-            self._carry_out(self.core.extend(self._batch, new.shape[1], tokens=new.astype(np.int32).ravel()))
+        if known < count:
+            ids = tokens.astype(np.int32)
+            if known > 0:
+                ids[:, :known] = [s.run(s.length, s.length + known) for s in self.sequences]
+        self._carry_out(self.core.extend(self._batch, count, tokens=None if ids is None else ids.ravel()))
 
     def is_repeated_by(self, ids: torch.Tensor) -> bool:
         """Whether a first call has the whole prompts, as some generation modes make it, and not what follows here."""
