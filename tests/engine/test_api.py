@@ -302,6 +302,19 @@ def test_many_clients_at_once_each_get_their_own_answer(client: Any, engine: Eng
     assert is_quiet(engine)
 
 
+def test_a_client_that_hangs_up_amid_its_body_is_no_failure_of_the_server(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sent:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
+        sent.sendall(head.encode() + b'{"prompt":')
+        time.sleep(0.2)
+    assert raw(url, "/health")[0] == 200
+    time.sleep(0.2)
+    assert "ClientDisconnect" not in caplog.text
+
+
 def test_clients_that_hang_up_leave_nothing_behind(
     url: str, client: Any, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -454,6 +467,13 @@ def raw(url: str, path: str, body: bytes | None = None, method: str | None = Non
 def test_what_no_number_or_text_can_hold_is_refused(url: str, wrong: dict[str, Any]) -> None:
     status, answer = raw(url, "/v1/completions", json.dumps({"prompt": TEXT, **wrong}).encode())
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_an_error_does_not_repeat_a_whole_body(url: str) -> None:
+    for wrong in ({"audio": "x" * 10**6}, {"y" * 10**6: 1}, {"model": "z" * 10**6}):
+        status, answer = raw(url, "/v1/completions", json.dumps({"prompt": TEXT, **wrong}).encode())
+        assert status in (400, 404)
+        assert len(answer["error"]["message"]) < 1100
 
 
 def test_numbers_at_the_edge_are_served_and_keep_no_other_from_its_answer(url: str, engine: Engine) -> None:

@@ -407,6 +407,25 @@ def test_what_can_never_be_served_is_refused_at_once() -> None:
         engine.submit([5], Sampling(2))
 
 
+def test_a_request_that_cannot_be_ordered_is_refused_and_others_go_on() -> None:
+    ids, answer = answers("llama")[0]
+    with engine_of("llama", times=4) as engine:
+        under_way = engine.submit(ids, Sampling(NEW, stop_tokens=()))
+        for place, says in (({"priority": "high"}, "a whole number"), ({"namespace": ["team"]}, "can be hashed")):
+            with pytest.raises(BadOption, match=says):
+                engine.submit(ids, **place)
+        assert list(under_way.result(60).tokens) == answer
+        assert engine.is_running
+
+
+def test_an_engine_that_cannot_be_made_gives_back_its_store(tmp_path: Path) -> None:
+    for wrong in ({"budget": 0}, {"max_waiting": -1}):
+        with pytest.raises(BadOption) as told:
+            Engine(model_of("llama"), "8MiB", store=tmp_path / "kv", **wrong)  # type: ignore[arg-type]
+    Engine(model_of("llama"), "8MiB", store=tmp_path / "kv").close()
+    assert told.value.__traceback__, "what it refers to is alive"
+
+
 def test_too_many_requests_are_refused_and_those_that_wait_are_cancelled_at_the_end() -> None:
     with engine_of("llama", max_running=1, max_waiting=2) as engine, engine.weave.memory.core_lock:
         requests = [engine.submit([5, 6], Sampling(2)) for _ in range(3)]

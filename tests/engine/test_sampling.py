@@ -113,6 +113,7 @@ def test_a_bias_forbids_or_forces_tokens_of_its_own_row_only() -> None:
         ({"presence_penalty": float("nan")}, r"presence_penalty=nan \(must be within 2 of 0\)$"),
         ({"max_new_tokens": 0, "top_p": 2}, r"max_new_tokens=0 \(must be at least 1\), top_p=2 \(must be above 0,"),
         ({"logprobs": 21}, r"logprobs=21 \(must be from 0 to 20\)"),
+        ({"logprobs": 1.5, "seed": True}, r"seed=True, logprobs=1.5 \(must be whole numbers\)$"),
     ],
 )  # fmt: skip
 def test_an_option_out_of_its_range_is_refused_with_the_range(wrong: dict[str, Any], says: str) -> None:

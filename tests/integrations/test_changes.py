@@ -90,6 +90,23 @@ def test_a_config_that_was_changed_counts() -> None:
         assert weave.records[-1].reused_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "field"), [("gemma3_text", "sliding_window"), ("llama4_text", "attention_chunk_size")]
+)
+def test_a_config_whose_layers_see_further_than_their_pages_is_refused_until_it_is_undone(
+    name: str, field: str
+) -> None:
+    with KVWeave(own_copy(name), "16MiB") as weave:
+        reused(weave)
+        before = getattr(weave.model.config, field)
+        setattr(weave.model.config, field, before + 2)
+        for call in (weave.generate, weave.past):
+            with pytest.raises(BadCall, match="a window, a chunk, their types"):
+                call(IDS)
+        setattr(weave.model.config, field, before)
+        assert reused(weave) == 64
+
+
 def test_what_was_computed_with_dropout_is_kept_apart() -> None:
     with KVWeave(own_copy(), "16MiB") as weave:
         reused(weave)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvweave.errors import BadTokens, CannotServe, CannotTruncate, KVWeaveError, NeverFits, OutOfPages
+from kvweave.errors import BadOption, BadTokens, CannotServe, CannotTruncate, KVWeaveError, NeverFits, OutOfPages
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.support import examine
 from kvweave.integrations.transformers.weave import plan_for
@@ -120,6 +120,30 @@ def test_an_encoder_is_refused() -> None:
     with pytest.raises(CannotServe, match="encoder") as told:
         KVWeave(model)
     assert isinstance(told.value, KVWeaveError)
+
+
+def test_what_is_no_model_that_generates_is_refused() -> None:
+    for model in ("gpt2", None, torch.nn.Linear(2, 2), model_of("llama").model):
+        with pytest.raises(CannotServe, match="no transformers model that generates"):
+            KVWeave(model, "16MiB")
+
+
+def test_prompts_are_computed_at_least_one_token_at_a_time() -> None:
+    with pytest.raises(BadOption, match="prefill_tokens must be at least 1, not 0"):
+        KVWeave(model_of("llama"), "16MiB", prefill_tokens=0)
+
+
+def test_a_session_takes_what_a_tokenizer_returns_and_one_conversation(weave: KVWeave) -> None:
+    session = weave.session()
+    for turn in range(2):
+        given = {"input_ids": prompt(20, seed=turn), "attention_mask": torch.ones(1, 20, dtype=torch.long)}
+        assert session.generate(**given, **greedy(3)).shape == (1, 3)
+    said = session.tokens
+    padded = torch.tensor([[0] * 5 + [1] * 15])
+    for wrong in ((prompt(5)[0],), (prompt(6).view(2, 3),), ([1, 2],), (prompt(20), padded)):
+        with pytest.raises(BadTokens, match="one conversation"):
+            session.generate(*wrong)
+    assert torch.equal(session.tokens, said)
 
 
 def test_a_closed_weave_leaves_the_model_as_it_was() -> None:

@@ -182,6 +182,31 @@ def test_a_conversation_hits_prompt_and_answer(kind: str, weave: KVWeave) -> Non
         said = theirs
 
 
+@parametrize([kind for kind in KINDS if kind != "scan"])
+def test_a_past_goes_on_by_as_many_tokens_as_its_prompt_has(kind: str, weave: KVWeave) -> None:
+    for length in (2, 17):
+        ids, rest = prompt(length), prompt(length, seed=4)
+        with torch.no_grad():
+            theirs = weave.model(torch.cat([ids, rest], dim=1), use_cache=False).logits[:, -1]
+        for given in (torch.cat([ids[:, -1:], rest], dim=1), torch.cat([ids, rest], dim=1)):
+            with weave.past(ids) as past, torch.no_grad():
+                ours = weave.model(given, use_cache=True, **{weave.served.cache_name: past}).logits[:, -1]
+            assert (ours - theirs).abs().max() < CLOSE
+
+
+@parametrize(("states", "states alone", "conv", "hybrid", "own cache"))
+def test_a_call_across_the_end_of_a_prompt_leaves_no_state_there_that_was_not_computed(
+    kind: str, weave: KVWeave
+) -> None:
+    for length in (16, 17, 32):
+        ids = prompt(length, seed=length)
+        with weave.past(ids) as past, torch.no_grad():
+            given = torch.cat([ids[:, -1:], prompt(3, seed=4)], dim=1)
+            weave.model(given, use_cache=True, **{weave.served.cache_name: past})
+        longer = torch.cat([ids, prompt(4, seed=5)], dim=1)
+        assert difference(weave.generate(longer, **greedy()), plain(weave.model, longer)) < CLOSE
+
+
 @parametrize()
 def test_a_model_called_by_hand(kind: str, weave: KVWeave) -> None:
     ids = prompt(53)

@@ -133,7 +133,10 @@ def test_a_draft_that_differs_names_the_tag_and_the_field() -> None:
 
 
 def test_a_tag_that_the_target_lacks_is_an_error_that_lists_its_tags() -> None:
-    with pytest.raises(DraftMismatch, match=r"'mine' is not among the target's \(state, full, window, other\)"):
+    with pytest.raises(
+        DraftMismatch,
+        match=r"'mine' is not among the target's \(state, full, window, other\); give the draft its own groups",
+    ):
         merge_draft(TARGET, draft(replace(FULL, tag="mine")))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -49,9 +50,13 @@ class Engine:
             compile_layers = model.device.type == "cuda"
         self.weave = KVWeave(model, memory, compile_layers=compile_layers, **weave_options)
         self.model = self.weave.model
-        self._worker = Worker(
-            self.weave, budget=budget, max_running=max_running, max_waiting=max_waiting, on_finish=on_finish
-        )
+        try:
+            self._worker = Worker(
+                self.weave, budget=budget, max_running=max_running, max_waiting=max_waiting, on_finish=on_finish
+            )
+        except BaseException:
+            self.weave.close()
+            raise
 
     # ---- requests
 
@@ -64,8 +69,10 @@ class Engine:
         namespace: Hashable = "",
     ) -> EngineRequest:
         """Queue a prompt of token ids; from any thread. Raises `NeverFits` at once if prompt and answer can never fit,
-        `BadTokens` if they are no prompt, `QueueFull` if too many requests wait."""
+        `BadTokens` if they are no prompt, `BadOption` for what cannot be used, `QueueFull` if too many requests
+        wait."""
         sampling = sampling or Sampling()
+        _check_place(priority, namespace)
         tokens = self._checked(prompt)
         self._worker.scheduler.check(len(tokens), sampling.max_new_tokens)
         request = EngineRequest(tuple(tokens), sampling, self._worker.cancel)
@@ -168,6 +175,16 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_place(priority: int, namespace: Hashable) -> None:
+    """Raise `BadOption` for what the scheduler cannot order by: it would fail all requests."""
+    if not isinstance(priority, Integral):
+        raise BadOption(f"a priority is a whole number, not {priority!r}")
+    try:
+        hash(namespace)
+    except TypeError as error:
+        raise BadOption(f"a namespace is a value that can be hashed, such as a string: {error}") from error
 
 
 def _shown(numbers: Iterable[int], progress: bool) -> Iterable[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvweave.tensor import upload
 
 MOST_PENALTY, MOST_BIAS, MOST_LOGPROBS = 2.0, 100.0, 20
 """The limits of OpenAI's API."""
+COUNTS = ("max_new_tokens", "top_k", "seed", "logprobs")
 LEAST_TEMPERATURE = 1e-30
 """Lower ones above 0 count as this, which float32 can divide by."""
 
@@ -45,6 +47,9 @@ class Sampling:
     stop_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        counts = {name: getattr(self, name) for name in COUNTS}
+        if wrong := [f"{name}={value!r}" for name, value in counts.items() if not _is_whole(value)]:
+            raise BadOption(f"sampling cannot use {', '.join(wrong)} (must be whole numbers)")
         valid = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (0 <= self.temperature < float("inf"), "at least 0, and finite"),
@@ -61,6 +66,10 @@ class Sampling:
         wrong = [f"{name}={getattr(self, name)} (must be {text})" for name, (fits, text) in valid.items() if not fits]
         if wrong:
             raise BadOption(f"sampling cannot use {', '.join(wrong)}")
+
+
+def _is_whole(value: object) -> bool:
+    return value is None or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 class TokenLogprobs(NamedTuple):

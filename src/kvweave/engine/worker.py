@@ -19,7 +19,7 @@ from kvweave.engine.job import Job, JobChunk
 from kvweave.engine.launched_step import LaunchedStep
 from kvweave.engine.sampling import RowSampler, sample
 from kvweave.engine.scheduler import Scheduler
-from kvweave.errors import BadCall, QueueFull
+from kvweave.errors import BadCall, BadOption, QueueFull
 from kvweave.integrations.transformers import KVWeave
 from kvweave.integrations.transformers.support import uncompiled
 from kvweave.tensor import carry_out
@@ -71,6 +71,8 @@ class Worker:
         max_waiting: int,
         on_finish: Callable[[Job], None] | None,
     ) -> None:
+        if max_waiting < 0:
+            raise BadOption(f"max_waiting must be at least 0, not {max_waiting}")
         self.weave = weave
         self._max_requests, self._on_finish = max_running + max_waiting, on_finish
         self._admission, self.executor = Admission(weave), Executor(weave)

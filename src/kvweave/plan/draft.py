@@ -8,6 +8,7 @@ from kvweave.errors import AmbiguousDraft, DraftMismatch
 from kvweave.spec import LayerCache, ModelSpec
 from kvweave.spec.layer_spec import difference
 
+CURE = " give the draft its own groups"
 SOLE = "default"
 """The tag of a draft that knows no groups; it may stand for the one group of the target that is its equal."""
 
@@ -38,16 +39,16 @@ def _match(cache: LayerCache, draft: ModelSpec, groups: dict[str, LayerCache]) -
     if cache.tag in groups:
         if cache != groups[cache.tag]:
             raise DraftMismatch(
-                f"the draft's group {cache.tag!r} and the target's differ in {difference(groups[cache.tag], cache)};"
-                " give the draft its own groups"
+                f"the draft's group {cache.tag!r} and the target's differ in"
+                f" {difference(groups[cache.tag], cache)};{CURE}"
             )
         return cache.tag
     listed = ", ".join(groups)
     if cache.tag != SOLE or len(draft.groups()) > 1 or cache.reach.span is not None:
-        raise DraftMismatch(f"the draft's group {cache.tag!r} is not among the target's ({listed})")
+        raise DraftMismatch(f"the draft's group {cache.tag!r} is not among the target's ({listed});{CURE}")
     equal = [tag for tag, other in groups.items() if replace(cache, tag=tag) == other]
     if len(equal) > 1:
         raise AmbiguousDraft(f"the draft's sole group equals several of the target's: {', '.join(equal)}; name one")
     if not equal:
-        raise DraftMismatch(f"the draft's sole group equals none of the target's ({listed})")
+        raise DraftMismatch(f"the draft's sole group equals none of the target's ({listed});{CURE}")
     return equal[0]

@@ -10,13 +10,16 @@ from kvweave.errors import BadOption, KVWeaveError
 
 MOST_CHOICES = 16
 MOST_STOPS = 16
+MOST_MESSAGE = 1000
+"""Characters of an error's text."""
 
 
 class APIError(KVWeaveError):
     """An answer with an HTTP status and a code, as OpenAI's clients know them."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message.encode(errors="backslashreplace").decode())  # may quote half a surrogate pair
+        text = message if len(message) <= MOST_MESSAGE else f"{message[:MOST_MESSAGE]}..."  # may quote a whole body
+        super().__init__(text.encode(errors="backslashreplace").decode())  # may quote half a surrogate pair
         self.status, self.code = status, code
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -28,6 +28,7 @@ from kvweave.engine.engine import Engine
 from kvweave.errors import BadCall, BadOption, BadTokens, NeverFits, QueueFull
 
 MOST_BODY_BYTES = 16 << 20
+HUNG_UP = "the client has hung up"
 DEFAULT_NEW_TOKENS = 1024
 """Tokens of a chat answer, if the request does not say how many."""
 
@@ -203,10 +204,13 @@ def _as_failure(error: Exception) -> APIError:
 
 async def _read(request: Request) -> bytes:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BODY_BYTES:
-            raise APIError(f"the body has more than {MOST_BODY_BYTES} bytes", 413)
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BODY_BYTES:
+                raise APIError(f"the body has more than {MOST_BODY_BYTES} bytes", 413)
+    except ClientDisconnect as error:
+        raise APIError(HUNG_UP, 499) from error
     return bytes(body)
 
 
@@ -217,7 +221,7 @@ async def _unless_gone(request: Request, choices: list[Choice]) -> list[TextPiec
         while not answers.done():
             await asyncio.wait([answers], timeout=0.5)
             if not answers.done() and await request.is_disconnected():
-                raise APIError("the client has hung up", 499)
+                raise APIError(HUNG_UP, 499)
         return await answers
     except Exception as error:
         raise _as_failure(error) from error

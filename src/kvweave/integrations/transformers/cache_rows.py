@@ -115,7 +115,7 @@ class CacheRows(TransformersCache):  # type: ignore[misc]
         transformers."""
         tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes back {tokens_to_remove} tokens by a negative count only")
+            raise ValueError(f"crop takes how many tokens to remove, as a negative count; not {tokens_to_remove}")
         if tokens_to_remove:
             with self.memory.core_lock:
                 for sequence in self.sequences:

@@ -59,7 +59,7 @@ class ForwardHooks:
         if named.get("use_cache") is False:
             raise BadCall("a cache of kvweave was given with use_cache=False: leave one of them out")
         named["use_cache"] = True
-        if 0 < past.prompt_columns <= ids.shape[1]:
+        if past.is_repeated_by(ids):
             named = self._without(past.columns, ids, named)
         past.begin(named, module)
         return (), named

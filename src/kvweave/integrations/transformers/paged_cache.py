@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvweave.cache import Sequence
 from kvweave.errors import BadCall, BadSequence, BadTokens
@@ -156,19 +157,32 @@ class PagedCache(CacheRows):
                 forward.prepare()  # here it is faster than between two layers, when weights fill the CPU's caches
 
     def _extend(self, tokens: Numbers) -> None:
-        """Allocate pages for the tokens. Those of the prompt are known to the core, and must be the same."""
-        known = min(*(s.num_prompt - s.length for s in self.sequences), tokens.shape[1])
+        """Allocate pages for the tokens. Those of the prompt are known to the core, and must be the same.
+
+        They are one step of the core, too: at the end of a step there is a state to keep.
+        """
+        count, ids = tokens.shape[1], None
+        known = min(*(s.num_prompt - s.length for s in self.sequences), count)
         if known > 0:
             self._check_prompts(tokens[:, :known])
-            self._carry_out(self.core.extend(self._batch, known))
-        new = tokens[:, max(known, 0) :]
-        if new.size:
-            self._carry_out(self.core.extend(self._batch, new.shape[1], tokens=new.astype(np.int32).ravel()))
+        if known < count:
+            ids = tokens.astype(np.int32)
+            if known > 0:
+                ids[:, :known] = [s.run(s.length, s.length + known) for s in self.sequences]
+        self._carry_out(self.core.extend(self._batch, count, tokens=None if ids is None else ids.ravel()))
+
+    def is_repeated_by(self, ids: torch.Tensor) -> bool:
+        """Whether a first call has the whole prompts, as some generation modes make it, and not what follows here."""
+        if not 0 < self.prompt_columns <= ids.shape[1]:
+            return False
+        held = ids[:, : self.columns].numpy(force=True)
+        repeats = max(1, len(ids) // len(self.sequences))
+        rows = zip(held[::repeats], self.sequences, self._pads.tolist(), strict=False)
+        return all(_are_same(sequence.tokens[: len(row) - pad], row[pad:]) for row, sequence, pad in rows)
 
     def _check_prompts(self, tokens: Numbers) -> None:
         for sequence, row in zip(self.sequences, tokens, strict=True):
-            prompt = sequence.run(sequence.length, sequence.length + len(row))
-            if not np.all((prompt == row) | (prompt < 0)):  # numbers below 0 stand for images
+            if not _are_same(sequence.run(sequence.length, sequence.length + len(row)), row):
                 raise BadTokens("these are not the tokens that this cache was opened for: open another one")
 
     @property
@@ -340,6 +354,10 @@ class PagedCache(CacheRows):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _are_same(known: NDArray[Any], tokens: Numbers) -> bool:
+    return bool(np.all((known == tokens) | (known < 0)))  # numbers below 0 stand for images
 
 
 def _has_written(layer: Any, step: BatchStep) -> bool:

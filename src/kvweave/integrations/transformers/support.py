@@ -107,7 +107,12 @@ def check_adapters(model: Any) -> None:
 
 def examine(model: Any) -> Served:
     """Examine a model; raises `CannotServe` with the reason."""
-    name, config = type(model).__name__, model.config
+    name = type(model).__name__
+    if not hasattr(model, "config") or not hasattr(model, "generate"):
+        raise CannotServe(
+            name, "it is no transformers model that generates: load one, for example by AutoModelForCausalLM"
+        )
+    config = model.config
     accepted = inspect.signature(model.forward).parameters
     cache_name = next((known for known in CACHE_NAMES if known in accepted), None)
     if cache_name is None:

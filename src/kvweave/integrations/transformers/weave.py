@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvweave.cache import Cache
-from kvweave.errors import BadCall, MissingExtra, NeverFits, OutOfPages
+from kvweave.errors import BadCall, BadOption, MissingExtra, NeverFits, OutOfPages
+from kvweave.integrations.model_identity import config_digest
 from kvweave.integrations.transformers.attention_interface import SwitchedConfigs
 from kvweave.integrations.transformers.build_layers import counts_padding, layer_attentions, make_layer
 from kvweave.integrations.transformers.calls import CallReader, GenerateCall
@@ -83,6 +84,8 @@ class KVWeave:
         compile_layers: bool = False,
         **cache_options: Any,
     ) -> None:
+        if prefill_tokens < 1:
+            raise BadOption(f"prefill_tokens must be at least 1, not {prefill_tokens}")
         models = wrapped(model)
         self._outermost, self.model = models[0], models[-1]
         self.served = examine(self.model)
@@ -106,6 +109,7 @@ class KVWeave:
             raise
         self.arena = self.memory.arena
         self._made_for = self.model.dtype, self.model.device
+        self._config = config_digest(self.model.config)
         of_past, counting = cache_class(self.served.own_cache), counts_padding(self.served)
         self.opener = Opener(self.model, self.served, self.memory, of_past, counting, self._store_sync)
         self._generate, self._own_generate = self._outermost.generate, self.model.generate
@@ -244,6 +248,13 @@ class KVWeave:
                 f"the model is {dtype} on {device} now; pages were made for {was} on {there}: close this KVWeave and"
                 " make another"
             )
+        config = config_digest(self.model.config)
+        if config != self._config and examine(self.model).spec != self.served.spec:
+            raise BadCall(
+                "the model's config says by now that layers keep something else (a window, a chunk, their types) than"
+                " pages were made for: undo that, or close this KVWeave and make another"
+            )
+        self._config = config
 
     # ---- the store, stats, and the end
 
