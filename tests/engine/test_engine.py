@@ -20,7 +20,7 @@ import torch
 
 from kvweave.attention import StepSize
 from kvweave.engine import Engine, EngineRequest, Sampling
-from kvweave.errors import BadCall, BadOption, BadTokens, NeverFits, OperationTimeout, QueueFull
+from kvweave.errors import BadCall, BadOption, BadTokens, BadType, NeverFits, OperationTimeout, QueueFull
 from kvweave.integrations.transformers import paged_memory, step_graphs
 from kvweave.prefix import Retention
 from kvweave.sim import TraceWriter, read_trace
@@ -419,9 +419,9 @@ def test_a_request_that_cannot_be_ordered_is_refused_and_others_go_on() -> None:
 
 
 def test_an_engine_that_cannot_be_made_gives_back_its_store(tmp_path: Path) -> None:
-    for wrong in ({"budget": 0}, {"max_waiting": -1}):
-        with pytest.raises(BadOption) as told:
-            Engine(model_of("llama"), "8MiB", store=tmp_path / "kv", **wrong)  # type: ignore[arg-type]
+    for wrong in ({"budget": 0}, {"budget": 1.5}, {"max_running": 0.5}, {"max_waiting": -1}, {"max_waiting": 2.5}):
+        with pytest.raises((BadOption, BadType)) as told:
+            Engine(model_of("llama"), "8MiB", store=tmp_path / "kv", **wrong)
     Engine(model_of("llama"), "8MiB", store=tmp_path / "kv").close()
     assert told.value.__traceback__, "what it refers to is alive"
 
@@ -581,7 +581,7 @@ def test_many_prompts_wait_their_turn_and_one_that_can_never_be_served_keeps_all
 def test_prompts_are_arrays_and_tensors_of_one_row_too() -> None:
     ids, answer = answers("llama")[0]
     with engine_of("llama", times=8) as engine:
-        for same in (np.array(ids), torch.tensor(ids), torch.tensor([ids]), tuple(ids)):
+        for same in (np.array(ids), [*np.array(ids)], torch.tensor(ids), torch.tensor([ids]), tuple(ids)):
             assert list(engine.submit(same, Sampling(NEW, stop_tokens=())).result(30).tokens) == answer
         for wrong in (torch.tensor([ids, ids]), np.zeros((2, 3), int), torch.rand(4), np.ones(2), [True]):
             with pytest.raises(BadTokens):

@@ -19,6 +19,7 @@ from kvweave.engine.sampling import RowSampler, Sampling
 from kvweave.engine.worker import EngineStats, LiveRequest, Worker
 from kvweave.errors import BadOption, BadTokens, QueueFull
 from kvweave.integrations.transformers import KVWeave
+from kvweave.prefix import as_tokens
 
 Prompt = SequenceOf[int] | NDArray[np.integer[Any]] | torch.Tensor
 """Token ids; of arrays and tensors one row."""
@@ -136,11 +137,10 @@ class Engine:
             if math.prod(prompt.shape[:-1]) != 1:
                 raise BadTokens(f"a prompt is one row of token ids, not {list(prompt.shape)}: submit each row")
             prompt = prompt.reshape(-1).tolist()
-        tokens = list(prompt)
-        most = self._vocabulary
-        if not tokens or not all(type(token) is int and 0 <= token < most for token in tokens):
+        most, tokens = self._vocabulary, as_tokens(prompt)
+        if not len(tokens) or tokens.max() >= most:
             raise BadTokens(f"a prompt is a list of token ids from 0 to {most - 1}, at least one; got {tokens[:8]}")
-        return tokens
+        return list(tokens.tolist())
 
     @property
     def _vocabulary(self) -> int:

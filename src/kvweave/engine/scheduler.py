@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable
 import numpy as np
 
 from kvweave.cache import Cache, Copies, Sequence
+from kvweave.cache.arguments import whole_number
 from kvweave.engine.job import Job, JobChunk, StepPlan
 from kvweave.errors import BadOption, NeverFits, OutOfPages
 
@@ -46,6 +47,7 @@ class Scheduler:
         limit: Limit | None = None,
         whole_prompts: bool = False,
     ) -> None:
+        budget, max_running = whole_number(budget, "budget"), whole_number(max_running, "max_running")
         if budget < 1 or max_running < 1:
             raise BadOption(f"a step computes at least one token of one job, not {budget} of {max_running}")
         self.core, self.budget, self.max_running = core, budget, max_running

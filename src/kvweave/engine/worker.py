@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kvweave.cache.arguments import whole_number
 from kvweave.cache.stats import Stats
 from kvweave.engine.admission import Admission
 from kvweave.engine.engine_request import EngineRequest
@@ -71,7 +72,7 @@ class Worker:
         max_waiting: int,
         on_finish: Callable[[Job], None] | None,
     ) -> None:
-        if max_waiting < 0:
+        if whole_number(max_waiting, "max_waiting") < 0:
             raise BadOption(f"max_waiting must be at least 0, not {max_waiting}")
         self.weave = weave
         self._max_requests, self._on_finish = max_running + max_waiting, on_finish
