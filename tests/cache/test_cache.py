@@ -176,7 +176,7 @@ def test_a_position_or_a_number_that_is_not_whole_changes_nothing() -> None:
     check_books(cache)
 
 
-NOT_NUMBERS: tuple[Any, ...] = (None, "2", 2.0, float("nan"), [2], np.array([2, 3]), np.float64(2), object())
+NOT_NUMBERS: tuple[Any, ...] = (None, "2", 2.0, float("nan"), [2], np.array([2, 3]), np.float64(2), ...)
 
 
 @pytest.mark.parametrize("wrong", NOT_NUMBERS, ids=repr)
