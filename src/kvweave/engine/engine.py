@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
-from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvweave.cache.arguments import check_namespace, whole_number
 from kvweave.engine.engine_request import EngineRequest, Result
 from kvweave.engine.job import Job
 from kvweave.engine.sampling import RowSampler, Sampling
@@ -70,10 +70,11 @@ class Engine:
         namespace: Hashable = "",
     ) -> EngineRequest:
         """Queue a prompt of token ids; from any thread. Raises `NeverFits` at once if prompt and answer can never fit,
-        `BadTokens` if they are no prompt, `BadOption` for what cannot be used, `QueueFull` if too many requests
-        wait."""
+        `BadTokens` if they are no prompt, `BadOption` or `BadType` for what cannot be used, `QueueFull` if too many
+        requests wait."""
         sampling = sampling or Sampling()
-        _check_place(priority, namespace)
+        priority = whole_number(priority, "a priority")
+        check_namespace(namespace)
         tokens = self._checked(prompt)
         self._worker.scheduler.check(len(tokens), sampling.max_new_tokens)
         request = EngineRequest(tuple(tokens), sampling, self._worker.cancel)
@@ -175,16 +176,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_place(priority: int, namespace: Hashable) -> None:
-    """Raise `BadOption` for what the scheduler cannot order by: it would fail all requests."""
-    if not isinstance(priority, Integral):
-        raise BadOption(f"a priority is a whole number, not {priority!r}")
-    try:
-        hash(namespace)
-    except TypeError as error:
-        raise BadOption(f"a namespace is a value that can be hashed, such as a string: {error}") from error
 
 
 def _shown(numbers: Iterable[int], progress: bool) -> Iterable[int]:
