@@ -15,18 +15,16 @@ raise `WrongThread`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
-from contextlib import suppress
 from functools import partial
-from threading import get_ident
-from typing import Any, Final, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 
 from kvweave.cache.allocator import PageAllocator
 from kvweave.cache.arguments import blocks_to_drop, check_namespace, counts_of, ids_of, whole_number, whole_numbers
+from kvweave.cache.call_guard import CallGuard
 from kvweave.cache.contents import CacheContents, contents
 from kvweave.cache.copies import NO_COPIES, Copies
 from kvweave.cache.fork import Forks
@@ -38,16 +36,15 @@ from kvweave.cache.state import CacheState
 from kvweave.cache.stats import Stats, group_stats, pool_stats
 from kvweave.cache.step_pages import StepOptions
 from kvweave.cache.steps import Steps
+from kvweave.cache.unread_copies import UnreadCopies
 from kvweave.errors import (
     BadOption,
     BadSequence,
     BadTokens,
     BadType,
     CannotTruncate,
-    EventLost,
     NotSettled,
     UnknownName,
-    WrongThread,
 )
 from kvweave.plan import Plan
 from kvweave.policy import POLICIES, Policy
@@ -59,8 +56,6 @@ from kvweave.table import BlockTable, spread
 MOST_PRIORITY = 2**31 - 1
 MOST_TOKENS = 2**40
 """No sequence is extended by more: sums of such numbers are still exact."""
-IN_A_CALL: Final = -1
-"""Stands for the owner of a cache while a function of its user is called. No thread has this number."""
 
 
 class Cache(SequenceOwner):
@@ -102,7 +97,8 @@ class Cache(SequenceOwner):
             raise BadType(f"on_event must be a function, not {on_event!r:.80}")
         if not isinstance(admission_reserve, int | float) or not 0 <= admission_reserve < 1:
             raise BadOption(f"admission_reserve is a share of a pool from 0 to below 1, got {admission_reserve}")
-        emit = None if on_event is None else partial(self._tell, on_event)
+        self._guard = CallGuard()
+        emit = None if on_event is None else partial(self._guard.tell, on_event)
         self.state = CacheState(plan, num_rows, length, num_drafts, policy, retention or Retention(), emit)
         """Tables, pools, tree and counters, for tests and reports. Read only, as all that follows."""
         self.plan = plan
@@ -119,12 +115,11 @@ class Cache(SequenceOwner):
         self._steps = Steps(self.state, self._allocator, self._snapshots, self._publisher)
         self._forks = Forks(self.state, self._steps, partial(self.close, keep=False))
         self._loader = Loader(self.state, self._allocator, self._snapshots)
-        self.state.prefix.order.call = self._call_out
+        self.state.prefix.order.call = self._guard.call_out
         self._contents = ContentTokens(emit)
         self._requests = self._prompt_tokens = self._hit_tokens = 0
-        self._outstanding: list[Copies] = []
+        self._unread = UnreadCopies(self.state)
         self._tables = {table.group.tag: table for table in self.state.tables}
-        self._owner = get_ident()
 
     # ---- open
 
@@ -168,7 +163,7 @@ class Cache(SequenceOwner):
 
     def _prompt(self, tokens: object, namespace: Hashable, spans: SequenceOf[Span]) -> Tokens:
         """The tokens of a prompt as one array, contents replaced."""
-        self._check_thread()
+        self._guard.check()
         if not isinstance(namespace, str):
             check_namespace(namespace)
         prompt = self._contents.replace(as_tokens(tokens), spans)
@@ -265,11 +260,11 @@ class Cache(SequenceOwner):
         start = self.state.counters.lengths[rows]
         options = StepOptions(ahead, num_drafts if self.state.states else 0, bool(checkpoints))
         if tokens is None:
-            return self._return_copies(self._steps.extend(rows, chosen, start, counts, options))
+            return self._unread.add(self._steps.extend(rows, chosen, start, counts, options))
         ids, are_new = self.state.tokens.checked(rows, chosen, start, counts, tokens)
         copies = self._steps.extend(rows, chosen, start, counts, options)
         self.state.tokens.add(rows, chosen, start, counts, ids, are_new)
-        return self._return_copies(copies)
+        return self._unread.add(copies)
 
     def can_extend(self, sequences: Sequences, n: SupportsIndex) -> bool:
         """Whether `extend` by `n` tokens would succeed now; changes nothing. If it would not because window groups are
@@ -294,7 +289,7 @@ class Cache(SequenceOwner):
         if not share:
             for sequence in chosen:
                 sequence.private_from = sequence.committed
-        return self._return_copies(self._steps.commit(rows, chosen, until))
+        return self._unread.add(self._steps.commit(rows, chosen, until))
 
     def accept(self, sequences: Sequences, lengths: object) -> None:
         """Draft tokens before `lengths` (one number, or one for each) are accepted, those beyond are rejected; before
@@ -360,7 +355,7 @@ class Cache(SequenceOwner):
         if (count := whole_number(n, "a number of forks")) < 1:
             raise BadSequence(f"cannot fork into {count} sequences")
         copies = Copies()
-        return self._forks.fork(sequence, count, copies), self._return_copies(copies)
+        return self._forks.fork(sequence, count, copies), self._unread.add(copies)
 
     def reorder(self, sequences: SequenceOf[Sequence], parents: Iterable[SupportsIndex]) -> Copies:
         """Beam search: sequence i continues with the tokens of sequence `parents[i]`. All or nothing."""
@@ -370,7 +365,7 @@ class Cache(SequenceOwner):
             raise BadSequence(f"parents {places} do not name {len(rows)} sequences")
         copies = Copies()
         self._forks.reorder(chosen, places, copies)
-        return self._return_copies(copies)
+        return self._unread.add(copies)
 
     def truncate(self, sequence: Sequence, length: SupportsIndex) -> Copies:
         """Forget the tokens from `length` on, those of the prompt too; their pages are freed. Nothing has to be copied:
@@ -387,8 +382,8 @@ class Cache(SequenceOwner):
         preempted sequence resumes from its cached prefix when it is opened again with its tokens."""
         self._row(sequence, check_copies=False)
         state = self.state
-        if self._is_outstanding(sequence.rows):
-            self._drop_copies(sequence)
+        if self._unread.include(sequence.rows):
+            self._unread.drop(sequence)
         elif keep:
             self._snapshots.donate_live(sequence)
             self._publisher.publish_end(sequence)
@@ -409,7 +404,7 @@ class Cache(SequenceOwner):
 
     def unpin(self, pin: Pin) -> None:
         """Make a pinned prefix evictable again."""
-        self._check_thread()
+        self._guard.check()
         if not isinstance(pin, Pin) or pin.owner is not self:
             raise BadSequence("this prefix is not pinned, or not in this cache")
         pin.owner = None
@@ -417,12 +412,12 @@ class Cache(SequenceOwner):
 
     def publish(self) -> None:
         """Put all committed KV into the prefix tree now. `open` does this by itself for the prompt that it looks up."""
-        self._check_thread()
+        self._guard.check()
         self._publisher.publish_all()
 
     def reset(self) -> None:
         """Drop everything cached. No sequence may be open, and no prefix pinned."""
-        self._check_thread()
+        self._guard.check()
         pinned = sum(root.pins for root in self.state.prefix.tree.roots.values()) - len(self.state.by_row)
         if self.state.by_row or pinned:
             raise BadSequence(
@@ -502,15 +497,15 @@ class Cache(SequenceOwner):
         """Append the ids given to the last steps to the sequence's tokens."""
         self.state.tokens.flush(sequence)
 
-    # ---- rows, copies, threads
+    # ---- rows, threads
 
     def bind_thread(self) -> None:
         """The calling thread owns the cache from now on. The thread that owned it must not be inside a call."""
-        self._owner = get_ident()
+        self._guard.bind()
 
     def _rows(self, sequences: Sequences, check_copies: bool = True) -> tuple[Rows, list[Sequence]]:
         """Checks that these are open sequences of this cache, whose copies were read; returns their rows."""
-        self._check_thread()
+        self._guard.check()
         if isinstance(sequences, Sequence):
             if sequences.owner is not self or sequences.row < 0:
                 raise BadSequence(f"the sequence is {'closed' if sequences.owner is self else 'of another cache'}")
@@ -521,7 +516,7 @@ class Cache(SequenceOwner):
                 batch.check(self)
                 batch.checked = self.state.num_closed
             rows, chosen = batch.rows, batch.sequences
-        if check_copies and self._outstanding and self._is_outstanding(rows):
+        if check_copies and self._unread.include(rows):
             raise NotSettled("the copies that the last call returned were never read: carry them out first")
         return rows, chosen
 
@@ -530,54 +525,6 @@ class Cache(SequenceOwner):
         if not isinstance(sequence, Sequence):
             raise BadSequence(f"this call is for one sequence, not {sequence!r:.80}")
         self._rows(sequence, check_copies)
-
-    def _return_copies(self, copies: Copies | None) -> Copies:
-        if not copies:
-            return NO_COPIES
-        self._outstanding.append(copies)
-        return copies
-
-    def _is_outstanding(self, rows: Rows) -> bool:
-        """Whether copies of some row were returned and never read."""
-        self._outstanding = [copies for copies in self._outstanding if copies and not copies.taken]
-        return any(copies.includes(rows.tolist()) for copies in self._outstanding)
-
-    def _drop_copies(self, sequence: Sequence) -> None:
-        """A sequence is closed whose copies were never read: states that they should have filled are dropped."""
-        never = set[tuple[str, int]]().union(*(copies.targets(sequence.row) for copies in self._outstanding))
-        points = [point for node in sequence.node.path() for point in node.points]
-        points = [point for point in points if not never.isdisjoint(zip(self.state_tags, point.states))]
-        if any(point.pins for point in points):
-            raise NotSettled(
-                "another sequence or a pin goes on from a state that copies were to fill which were never read: carry"
-                " them out, or close those first"
-            )
-        for copies in self._outstanding:
-            copies.drop(sequence.row)
-        for point in points:
-            self.state.prefix.drop_point(point)
-
-    def _call_out(self, function: Callable[..., Any], *about: Any) -> Any:
-        """Call a user's function, which must not call the cache: it is in the midst of a change."""
-        owner, self._owner = self._owner, IN_A_CALL
-        try:
-            return function(*about)
-        finally:
-            self._owner = owner
-
-    def _tell(self, on_event: Callable[[Event], None], event: Event) -> None:
-        try:
-            self._call_out(on_event, event)
-        except Exception as error:  # whatever a user's code raises
-            said = f"on_event failed: {type(error).__name__}: {error}; it was not told of {type(event).__name__}"
-            with suppress(EventLost):  # where warnings are errors: raising here would leave a change half done
-                warnings.warn(said, EventLost, stacklevel=2)
-
-    def _check_thread(self) -> None:
-        if get_ident() != self._owner:
-            if self._owner == IN_A_CALL:
-                raise NotSettled("the cache is in the midst of a call: on_event and policies must not call it")
-            raise WrongThread(f"this cache belongs to thread {self._owner}, called from {get_ident()}")
 
 
 def _ends(counts: Counts | int, rows: Rows) -> tuple[int, int]:
