@@ -15,9 +15,9 @@ from kvweave.errors import OverLimit, StoreError
 from kvweave.server import Daemon, RemoteStore, save_operation
 from kvweave.server.byte_limiter import ByteLimiter, HeldBytes
 from kvweave.server.channel import Channel
-from kvweave.server.client_session import ROOM_S
 from kvweave.server.save_operation import ReservedBatch, SaveOperation
 from kvweave.server.settings import Limits
+from kvweave.server.write_requests import ROOM_S
 from kvweave.store import HashedPrompt, Shard
 from kvweave.store.keys import Bytes
 from kvweave.store.operations import CancellableBudget, ChunkRef

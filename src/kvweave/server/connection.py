@@ -21,7 +21,7 @@ import msgspec
 
 from kvweave.errors import BadRequest, KVWeaveError, OverLimit, Refused, ServerError
 from kvweave.server import protocol
-from kvweave.server.client_session import ClientSession, Handler
+from kvweave.server.client_session import ClientSession
 from kvweave.server.framing import FrameBuffer, RateLimiter, read_hello
 from kvweave.server.peer import credentials
 from kvweave.server.protocol import (
@@ -30,6 +30,7 @@ from kvweave.server.protocol import (
     LENGTH_BYTES,
     MESSAGE_BYTES,
     VERSION,
+    Handler,
     Message,
     Reply,
     frame,
@@ -217,7 +218,7 @@ class Connection(asyncio.Protocol):
     def _welcome(self, *, with_arena: bool) -> None:
         settings, arena = self._state.settings, self._state.arena
         limits = settings.limits
-        most = int(arena.num_bytes * limits.reserve_share)
+        most = arena.bytes_of(limits.reserve_share)
         reply = protocol.Welcome(
             VERSION, self._state.boot, arena.num_bytes, settings.lease_s, most, limits.sequences, limits.keys,
             settings.inbox,

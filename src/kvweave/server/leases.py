@@ -11,6 +11,7 @@ import numpy as np
 from kvweave.copying import Numbers
 from kvweave.errors import BadRequest, LeaseExpired, OverLimit
 from kvweave.server.shared_arena import SharedArena
+from kvweave.store.striped_file import SECTOR
 
 FOREVER = float("inf")
 Extent = tuple[bytes, int, int]
@@ -37,6 +38,14 @@ class LeaseQuota:
     def __init__(self, lookup_bytes: int, fetch_bytes: int, pin_bytes: int) -> None:
         self.lookup_bytes, self.fetch_bytes, self.pin_bytes = lookup_bytes, fetch_bytes, pin_bytes
         self.held_bytes = self.permanent_bytes = 0
+
+
+def check_bytes(lengths: Sequence[int], held: int, most: int) -> None:
+    """Raise `OverLimit` if blobs of these lengths, beside what is held, are more bytes than a connection may hold; a
+    blob that is held alone is limited by the arena only."""
+    wanted = held + sum(max(length, SECTOR) for length in lengths)
+    if (held or len(lengths) > 1) and wanted > most:
+        raise OverLimit(f"{wanted} bytes at once, {most} at most; ask for less, or release some first")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -308,6 +308,8 @@ Request = (
     | Commit | Damaged | Flush | Observed | RemovedSince | StatsRequest | Describe | Clear
 )  # fmt: skip
 Reply = Welcome | Done | Found | Places | Alive | RemovedKeys | StatsReply | DescribeReply | ClearReply | Failed
+Handler = Callable[[Any], Reply | Awaitable[Reply]]
+"""Serves a request at the daemon."""
 
 ERRORS = {error.__name__: error for error in (ServerError, Refused, BadRequest, OverLimit, LeaseExpired)}
 

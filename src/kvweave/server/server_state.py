@@ -63,9 +63,7 @@ class ServerState:
         self._change = asyncio.Event()
         self.models = ModelRegistry()
         pinned_share = max(PINNED_SHARE, settings.limits.pin_share)
-        self.leased = LeaseQuota(
-            *(int(arena.num_bytes * share) for share in (LEASED_SHARE, FETCHED_SHARE, pinned_share))
-        )
+        self.leased = LeaseQuota(*map(arena.bytes_of, (LEASED_SHARE, FETCHED_SHARE, pinned_share)))
         self._uses: dict[tuple[bytes, bytes], PrefixReport] = {}
         self.observations = Observations(settings.quotas)
         self._began = time.monotonic()
@@ -198,8 +196,8 @@ class ServerState:
             lease_s=settings.lease_s,
             drain_s=settings.drain_s,
             inbox_bytes=settings.inbox,
-            reserve_bytes=int(self.arena.num_bytes * settings.limits.reserve_share),
-            pin_bytes=int(self.arena.num_bytes * settings.limits.pin_share),
+            reserve_bytes=self.arena.bytes_of(settings.limits.reserve_share),
+            pin_bytes=self.arena.bytes_of(settings.limits.pin_share),
             limits=settings.limits,
             tiers=(arena, *self.backing.describe()),
             quotas=settings.quotas,

@@ -54,6 +54,10 @@ class SharedArena(MemoryTier):
         self._beside: set[int] = set()
         """Starts of extents for keys that are being written elsewhere, too."""
 
+    def bytes_of(self, share: float) -> int:
+        """So many bytes are this share of the arena."""
+        return int(self.num_bytes * share)
+
     def view(self, start: int, length: int) -> Bytes:
         return self._bytes[start : start + length]
 
