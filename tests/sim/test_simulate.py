@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvweave.errors import BadOption, ConfigError, UnknownName
+from kvweave.policy import EvictionCandidate
 from kvweave.sim import Options, OracleHits, SimulatedTier, Trace, load_policy, simulate
 from kvweave.sim.geometry import Geometry
 from kvweave.sim.replay import Replay, replay
@@ -173,6 +174,23 @@ def test_a_policy_is_a_name_a_function_or_a_class_of_a_file(tmp_path: Path) -> N
         load_policy("nowhere.py:Mine")
     with pytest.raises(UnknownName, match="did you mean 'lru'"):
         load_policy("lr")
+
+
+def test_what_a_policy_has_learned_in_one_replay_is_unknown_to_the_next() -> None:
+    class Tired:
+        """Keeps the least recently used after 20 answers."""
+
+        asked = 0
+
+        def value(self, point: EvictionCandidate) -> float:
+            self.asked += 1
+            return point.age if self.asked > 20 else -point.age
+
+    def hits(*memories: int) -> list[int]:
+        options = Options(memories, {"tired": Tired}, with_oracles=False)
+        return [cell.split.hit for cell in simulate(turns(), partial(plan_of, FULL), options).cells]
+
+    assert hits(8 * KIB, 12 * KIB) == hits(8 * KIB) + hits(12 * KIB)
 
 
 def test_a_policy_that_ends_the_process_as_it_is_made_is_named(tmp_path: Path) -> None:

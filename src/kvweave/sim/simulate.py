@@ -12,12 +12,12 @@ import numpy as np
 
 from kvweave.errors import BadOption
 from kvweave.plan import Plan
-from kvweave.policy import Policy
 from kvweave.prefix import Retention
 from kvweave.sim.advice import advice
 from kvweave.sim.foresight import Foresight
 from kvweave.sim.geometry import Geometry, usable_bytes
 from kvweave.sim.oracles import ORACLES, oracle_hits
+from kvweave.sim.policies import AnyPolicy, policy_of_replay
 from kvweave.sim.replay import STEP_TOKENS, Replay, replay
 from kvweave.sim.result import Cell, OracleHits, Simulation, splits, timeline, total
 from kvweave.sim.tiers import PREFILL_SPEED, SimulatedTier, tier_uses
@@ -30,10 +30,11 @@ PlanOf = Callable[[int], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is to be simulated. `policies` by name, built in or a user's own."""
+    """What is to be simulated. `policies` by name, built in or a user's own: each replay makes an object of a class,
+    and uses a function or an object as it is."""
 
     memories: Sequence[int]
-    policies: Mapping[str, str | Policy] = field(default_factory=lambda: {"adaptive": "adaptive"})
+    policies: Mapping[str, AnyPolicy] = field(default_factory=lambda: {"adaptive": "adaptive"})
     retention: Retention = field(default_factory=Retention)
     tiers: Sequence[SimulatedTier] = ()
     prefill_speed: float = PREFILL_SPEED
@@ -99,7 +100,7 @@ class _Simulator:
         return replay(
             self.trace,
             self.plan_of(memory),
-            policy=self.options.policies[policy],
+            policy=policy_of_replay(self.options.policies[policy]),
             retention=self.options.retention,
             step_tokens=self.options.step_tokens,
             on_request=self.on_request,
