@@ -134,12 +134,15 @@ def test_a_recording_with_a_plan_needs_no_model_but_for_another_memory(kvweave: 
         assert "give --model to try" in kvweave("simulate", str(path), *option).err
 
 
-def test_what_a_run_recorded_is_replayed_to_the_very_hits(kvweave: Kvweave, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", ["1GiB", "4MB"])
+def test_what_a_run_recorded_is_replayed_to_the_very_hits(kvweave: Kvweave, tmp_path: Path, memory: str) -> None:
     path = tmp_path / "run.jsonl"
-    small = ("--parties", "2", "--turns", "2", "--shared-tokens", "96", "--turn-tokens", "40", "--size", "2M")
-    made = kvweave("run", "qwen3-next-80b", *small, "--record", str(path), "--json").json()
+    small = ("--parties", "5", "--turns", "2", "--shared-tokens", "300", "--turn-tokens", "60", "--size", "2M")
+    made = kvweave("run", "qwen3-next-80b", *small, "--memory", memory, "--record", str(path), "--json").json()
     rows = tmp_path / "rows.csv"
     replayed = kvweave("simulate", str(path), "--csv", str(rows), "--json").json()
     hits = [int(row["hit_tokens"]) for row in csv.DictReader(rows.open())]
     assert hits == [request["reused_tokens"] for request in made["requests"]]
     assert replayed["hit"] == replayed["recorded_hits"] == made["reused_tokens"] > 0
+    assert (replayed["evicted_bytes"] > 0) == (memory == "4MB")
+    assert json.loads(path.read_text().splitlines()[0])["step_tokens"] == 2048

@@ -39,6 +39,7 @@ class Options:
     tiers: Sequence[SimulatedTier] = ()
     prefill_speed: float = PREFILL_SPEED
     step_tokens: int = STEP_TOKENS
+    whole_outputs: bool = True
     with_oracles: bool = True
 
     def __post_init__(self) -> None:
@@ -63,6 +64,9 @@ class Options:
     def assumptions(self) -> tuple[str, ...]:
         told = (
             f"requests run one at a time, in the order of their arrival, in steps of {self.step_tokens:,} tokens",
+            "outputs are computed in one step, or a block at a time where there are windows"
+            if self.whole_outputs
+            else "outputs are computed a block at a time, as token by token evicts",
             f"prefill computes {self.prefill_speed:,.0f} tokens a second, whatever the length",
         )
         tiers = "a tier holds what a cache of its size would under the same policy; loads do not overlap computing"
@@ -103,6 +107,7 @@ class _Simulator:
             policy=policy_of_replay(self.options.policies[policy]),
             retention=self.options.retention,
             step_tokens=self.options.step_tokens,
+            whole_outputs=self.options.whole_outputs,
             on_request=self.on_request,
         )
 
@@ -119,6 +124,7 @@ class _Simulator:
             policy="lru",
             placement=foresight,
             step_tokens=self.options.step_tokens,
+            whole_outputs=self.options.whole_outputs,
             on_request=self.on_request,
         )
         bound = bound_tokens(foresight, geometry, capacity)

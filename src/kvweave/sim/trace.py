@@ -54,7 +54,8 @@ class Trace:
     requests: tuple[Request, ...]
     invented: tuple[str, ...] = ()
     recorded_with: Mapping[str, Any] = field(default_factory=dict)
-    """Of the cache that it was recorded with: its `plan` and its `retention`, as JSON has them."""
+    """Of the engine that recorded it: the `plan` and the `retention` of its cache, as JSON has them, and its
+    `step_tokens`."""
 
     @property
     def prompt_tokens(self) -> int:

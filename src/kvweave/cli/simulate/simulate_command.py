@@ -14,7 +14,7 @@ from kvweave.cli.progress import progress_bar
 from kvweave.cli.read_config import written
 from kvweave.cli.simulate import simulate_options as option
 from kvweave.cli.simulate.csv_rows import requests_csv
-from kvweave.cli.simulate.model_request import ModelRequest, Subject
+from kvweave.cli.simulate.model_request import ModelRequest, Recorded, Subject
 from kvweave.cli.simulate.simulation_page import simulation_html
 from kvweave.cli.simulate.simulation_table import print_load, print_simulation
 from kvweave.prefix import Retention
@@ -92,8 +92,13 @@ def simulate_command(
     tiers = [SimulatedTier.parse(text) for text in tier or []]
 
     def options(subject: Subject) -> Options:
-        kept = subject.retention if subject.retention and retention == Retention() else retention
-        return Options(subject.memories, policies, kept, tiers, prefill_speed, step_tokens, oracles)
+        how = Recorded(retention, step_tokens)
+        if subject.recorded and how == Recorded(Retention(), STEP_TOKENS):
+            how = subject.recorded
+        whole_outputs = subject.recorded is None
+        return Options(
+            subject.memories, policies, how.retention, tiers, prefill_speed, how.step_tokens, whole_outputs, oracles
+        )
 
     subjects = [asked.subject(trace) for trace in found]
     answers = [_simulate(trace, subject, options(subject)) for trace, subject in zip(found, subjects, strict=True)]
