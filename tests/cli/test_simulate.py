@@ -146,3 +146,4 @@ def test_what_a_run_recorded_is_replayed_to_the_very_hits(kvweave: Kvweave, tmp_
     assert replayed["hit"] == replayed["recorded_hits"] == made["reused_tokens"] > 0
     assert (replayed["evicted_bytes"] > 0) == (memory == "4MB")
     assert json.loads(path.read_text().splitlines()[0])["step_tokens"] == 2048
+    assert any("a block at a time, as token by token" in told for told in replayed["assumptions"])

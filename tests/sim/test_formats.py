@@ -9,10 +9,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvweave.errors import LengthsOnly, TraceError, UnknownName
-from kvweave.sim import FORMATS, Reading, Trace, load_of, read_trace
+from kvweave.sim import FORMATS, Foresight, Reading, Trace, load_of, read_trace
 from tests.sim import samples
 from tests.sim.samples import lines, written
 
@@ -210,9 +211,43 @@ def test_a_logged_request_is_one_request_with_the_answer_beside_it(tmp_path: Pat
     assert (first.blocks[:4] == second.blocks[:4]).all()
 
 
-def test_a_tokenizer_of_ones_own_is_asked(tmp_path: Path) -> None:
-    import numpy as np
+def chat_overlaps(tmp_path: Path, *rows: dict[str, Any]) -> list[int]:
+    """Characters that each request shares with all before it."""
+    letters = Reading(tokenize=lambda text: np.array([*map(ord, text)], np.int32))
+    trace = read_trace(written(tmp_path, "x.jsonl", lines(rows)), reading=letters)
+    return [placed.overlap for placed in Foresight(trace, 1).requests]
 
+
+@pytest.mark.parametrize("size", [4, 4000])
+def test_prompts_with_different_images_share_what_is_before_them(tmp_path: Path, size: int) -> None:
+    def asked(image: str) -> dict[str, Any]:
+        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + image * size}}
+        return {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Look: "}, part, {"text": "What?"}]}]
+        }
+
+    start = len("user: Look: ")
+    first, other, again = chat_overlaps(tmp_path, asked("A"), asked("B"), asked("A"))
+    assert first == 0
+    assert start <= other < start + 90
+    assert again > other + 6
+
+
+def test_tools_and_their_calls_are_part_of_prompts_and_answers(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "read", "arguments": "{}"}}]}
+    tools, ask = [{"function": {"name": "read"}}], {"role": "user", "content": "Go."}
+    first = {"messages": [ask], "tools": tools, "response": {"choices": [{"message": call}]}}
+    second = {"messages": [ask, call, {"role": "tool", "content": "done"}], "tools": tools}
+    without = {"messages": [ask]}
+    said = len(f"tools: {json.dumps(tools)}\nuser: Go.\n")
+    assert chat_overlaps(tmp_path, first, second, without)[1] >= said
+    one, two, three = read_trace(tmp_path / "x.jsonl").requests
+    assert one.output_tokens > 10
+    assert two.prompt_tokens > one.prompt_tokens > three.prompt_tokens
+    assert chat_overlaps(tmp_path, first, without)[1] == 0
+
+
+def test_a_tokenizer_of_ones_own_is_asked(tmp_path: Path) -> None:
     letters = Reading(tokenize=lambda text: np.array([*map(ord, text)], np.int32))
     trace = read_trace(sample(tmp_path, "agent"), reading=letters)
     assert trace.requests[0].prompt_tokens == len("user: sort these numbers")
