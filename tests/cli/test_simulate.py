@@ -83,6 +83,19 @@ def test_the_report_is_one_page_that_needs_nothing_else(kvweave: Kvweave, trace:
     assert [cell["memory"] for cell in json.loads(data[1])] == [2**30, 2**32]
 
 
+def test_a_timeline_has_gaps_where_no_request_arrived(kvweave: Kvweave, tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 1000 * at, "input_length": 600, "output_length": 1, "hash_ids": [at, 1]} for at in (0, 1, 600)
+    ]
+    path = tmp_path / "report.html"
+    assert kvweave("simulate", str(written(tmp_path, "x.jsonl", lines(rows))), *ASK, "--report", str(path)).code == 0
+    drawn = path.read_text(encoding="utf-8").split("Over time")[1].split("</svg>")[0]
+    bars = {float(x) for x in re.findall(r'<rect[^>]*x="([0-9.]+)"[^>]*class="never_seen"', drawn)}
+    assert len(bars) == 2
+    assert max(bars) - min(bars) > 400
+    assert "600 s" in drawn
+
+
 def test_a_trace_of_lengths_says_why_it_cannot_be_replayed(kvweave: Kvweave, tmp_path: Path) -> None:
     path = written(tmp_path, "azure.csv", samples.AZURE)
     run = kvweave("simulate", str(path), *ASK)

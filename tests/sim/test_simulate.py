@@ -200,6 +200,16 @@ def test_a_policy_that_ends_the_process_as_it_is_made_is_named(tmp_path: Path) -
         load_policy(f"{path}:Early")
 
 
+def test_a_timeline_begins_with_the_first_request_that_is_replayed() -> None:
+    """A sample may begin long after its trace."""
+    trace = turns()
+    late = replace(trace, requests=tuple(replace(r, arrival=5000 + r.arrival) for r in trace.requests))
+    at_once, later = (simulate(t, partial(plan_of, FULL), Options([64 * KIB])).cells[0].timeline for t in (trace, late))
+    assert [bucket.start + 5000 for bucket in at_once] == pytest.approx([bucket.start for bucket in later])
+    assert [bucket.split for bucket in at_once] == [bucket.split for bucket in later]
+    assert len(later) == len(trace.requests)
+
+
 def test_a_trace_of_one_moment_has_a_timeline() -> None:
     trace = turns()
     still = replace(trace, requests=tuple(replace(request, arrival=0.0) for request in trace.requests))
