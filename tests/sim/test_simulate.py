@@ -98,6 +98,15 @@ def test_what_is_slower_to_load_than_to_compute_is_computed() -> None:
     assert (never.loaded_tokens, never.loaded_bytes, never.saved_seconds) == (0, 0, 0)
 
 
+def test_what_the_device_refuses_is_not_loaded_from_a_tier_in_which_it_would_fit() -> None:
+    trace = trace_of([[1] * 21, [2] * 4000, [1] * 21, [2] * 4000, [2] * 101])
+    host = SimulatedTier("host", 1024 * KIB, 1e9, 0.0)
+    cell = simulate(trace, partial(plan_of, FULL), Options([4 * KIB], tiers=[host])).cells[0]
+    assert (cell.refused, cell.split.hit) == (2, 20)
+    assert cell.tiers[0].found_tokens == 0
+    assert cell.computed_bytes == (21 + 1 + 101) // 4 * 64
+
+
 def test_a_lower_tier_gives_only_what_those_above_it_lack() -> None:
     geometry = Geometry.of(plan_of(FULL))
     tiers = [(SimulatedTier("host", 1, 1e9, 0.0), np.array([8])), (SimulatedTier("disk", 2, 1e9, 0.0), np.array([20]))]

@@ -7,7 +7,7 @@ are kept, so that no model, no weights and no tensor is needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +56,11 @@ class Replay:
     def hit_tokens(self) -> int:
         return int(self.hits.sum())
 
+    @property
+    def refused_requests(self) -> frozenset[int]:
+        """The numbers of the requests that were refused."""
+        return frozenset(np.flatnonzero(self.refused).tolist())
+
     def hits_by_kind(self) -> dict[str, tuple[int, int]]:
         """Requests and tokens that were hit at each kind of point; `between`: at none, windows happened to suffice."""
         names = {int(kind): kind.name.lower() for kind in Kind} | {-1: "between"}
@@ -75,10 +80,12 @@ def replay(
     placement: Foresight | None = None,
     step_tokens: int = STEP_TOKENS,
     whole_outputs: bool = True,
+    refused: Collection[int] = (),
     on_request: OnRequest | None = None,
 ) -> Replay:
     """Replay a trace on a cache over `plan`. With `placement`, on the same grid, the cache leaves resume points only
-    where later requests will go on, and shares nothing behind the last of them.
+    where later requests will go on, and shares nothing behind the last of them. The requests `refused`, by their
+    number, do not run, whether they fit or not.
 
     An engine that takes the same steps hits the same tokens. It generates token by token, which evicts as steps of a
     block do; `whole_outputs` takes an output in one step where there are no windows: faster, and where memory is short
@@ -90,7 +97,10 @@ def replay(
         replayer = _Replayer(cache, trace, step_tokens, whole_outputs, placement)
         every = max(1, len(trace.requests) // SAMPLES)
         for number, request in enumerate(trace.requests):
-            replayer.request(number, request)
+            if number in refused:
+                replayer.refused[number] = True
+            else:
+                replayer.request(number, request)
             if number % every == 0:
                 replayer.look(number)
             if on_request is not None:

@@ -89,7 +89,7 @@ class Cell:
     saved_seconds: float
     evicted_bytes: int
     computed_bytes: int
-    """Rows written: of all prompt and output tokens that were not hit."""
+    """Rows written: of all prompt and output tokens that were computed, those of refused requests not among them."""
     oracles: OracleHits | None
     tiers: tuple[TierUse, ...]
     timeline: tuple[Bucket, ...]

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-import numpy as np
-
 from kvweave.errors import BadOption
 from kvweave.plan import Plan
 from kvweave.prefix import Retention
@@ -56,7 +54,7 @@ class Options:
 
     @property
     def num_replays(self) -> int:
-        """How often the trace will be replayed."""
+        """How often the trace will be replayed; tiers once more for each memory that refuses other requests."""
         tiers, own = len(self.tiers) * len(self.policies), len(self.memories) if self.with_oracles else 0
         return len(self.memories) * len(self.policies) + tiers + own
 
@@ -100,7 +98,7 @@ class _Simulator:
             for policy in self.options.policies:
                 yield self._cell(policy, memory, oracles)
 
-    def _replay(self, policy: str, memory: int) -> Replay:
+    def _replay(self, policy: str, memory: int, refused: frozenset[int] = frozenset()) -> Replay:
         return replay(
             self.trace,
             self.plan_of(memory),
@@ -108,6 +106,7 @@ class _Simulator:
             retention=self.options.retention,
             step_tokens=self.options.step_tokens,
             whole_outputs=self.options.whole_outputs,
+            refused=refused,
             on_request=self.on_request,
         )
 
@@ -115,8 +114,7 @@ class _Simulator:
         plan = self.plan_of(memory)
         geometry, capacity = Geometry.of(plan), usable_bytes(plan)
         # what never fits is refused whatever the policy
-        refused = np.flatnonzero(self.replay(self.first, memory).refused)
-        foresight = self.foresight(geometry.grid, frozenset(refused.tolist()))
+        foresight = self.foresight(geometry.grid, self.replay(self.first, memory).refused_requests)
         found = {oracle.name: sum(oracle_hits(foresight, geometry, oracle, capacity)) for oracle in ORACLES}
         own = replay(
             self.trace,
@@ -136,8 +134,9 @@ class _Simulator:
         geometry = Geometry.of(plan)
         columns = splits(self.foresight(geometry.grid, frozenset()), done)
         split = total(columns)
-        tiers = [(tier, self.replay(policy, tier.memory).hits) for tier in options.tiers]
-        computed = split.prompt - split.hit + trace.output_tokens
+        refused = done.refused_requests
+        tiers = [(tier, self.replay(policy, tier.memory, refused).hits) for tier in options.tiers]
+        computed = sum(r.num_computed for n, r in enumerate(trace.requests) if n not in refused) - split.hit
         return Cell(
             trace=trace.name,
             policy=policy,
