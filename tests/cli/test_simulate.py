@@ -127,6 +127,20 @@ def test_mistakes_are_one_line(kvweave: Kvweave, trace: Path, options: tuple[str
     assert run.err.count("\n") == 1
 
 
+def test_a_policy_that_fails_is_named_in_one_line_and_lru_goes_on(
+    kvweave: Kvweave, trace: Path, tmp_path: Path
+) -> None:
+    path = written(tmp_path, "mine.py", "def broken(point):\n    raise KeyError('two\\nlines')\n")
+    ask = ("simulate", str(trace), *ASK, "--memory", "2GiB", "--no-oracles", "--json")
+    run = kvweave(*ask, "--policy", f"{path}:broken")
+    assert run.code == 0
+    assert run.err.startswith("kvweave: warning: the policy broken failed: KeyError: ")
+    assert run.err.count("\n") == 1
+    lru = kvweave(*ask, "--policy", "lru")
+    hits, of_lru = ([json.loads(line)["hit"] for line in out.splitlines()] for out in (run.out, lru.out))
+    assert hits == of_lru
+
+
 def test_the_help_teaches_with_examples(kvweave: Kvweave) -> None:
     said = kvweave("simulate", "--help").out
     for words in ("Needs neither weights nor a GPU", "--tier host=256GB", "mine.py:Policy", "--load"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json as json_format
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
 
@@ -101,13 +104,23 @@ def simulate_command(
         )
 
     subjects = [asked.subject(trace) for trace in found]
-    answers = [_simulate(trace, subject, options(subject)) for trace, subject in zip(found, subjects, strict=True)]
+    with _warnings_in_a_line():
+        answers = [_simulate(trace, subject, options(subject)) for trace, subject in zip(found, subjects, strict=True)]
     for one in answers:
         _print(one, json)
     if csv is not None:
         print(f"wrote {written(csv, requests_csv(answers))}", file=sys.stderr)
     if report is not None:
         print(f"wrote {written(report, simulation_html(answers))}", file=sys.stderr)
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Print warnings, of a policy that failed, once each and without where in kvweave they were raised."""
+    with warnings.catch_warnings(record=True) as told:
+        yield
+    for line in dict.fromkeys(" ".join(str(warning.message).split()) for warning in told):
+        print(f"kvweave: warning: {line}", file=sys.stderr)
 
 
 def _simulate(trace: Trace, subject: Subject, options: Options) -> Simulation:
