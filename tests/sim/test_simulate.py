@@ -13,7 +13,8 @@ import pytest
 
 from kvweave.errors import BadOption, ConfigError, UnknownName
 from kvweave.policy import EvictionCandidate
-from kvweave.sim import Options, OracleHits, SimulatedTier, Trace, load_policy, simulate
+from kvweave.sim import Options, OracleHits, SimulatedTier, TokenSplit, Trace, load_policy, simulate
+from kvweave.sim.advice import advice as advice_of
 from kvweave.sim.geometry import Geometry
 from kvweave.sim.replay import Replay, replay
 from kvweave.sim.tiers import tier_uses
@@ -162,6 +163,28 @@ def test_advice_says_when_memory_suffices_and_when_not() -> None:
     assert advice(turns(), 64 * KIB).endswith("an infinite cache nothing more; more memory saves nothing.")
     assert advice(turns(), 4 * KIB).endswith("try more memory (--memory, --tier).")
     assert "no cache would save anything" in advice(trace_of([[1] * 9, [2] * 9]), 4 * KIB)
+
+
+@pytest.mark.parametrize(
+    ("hits", "says"),
+    [
+        ((9890, 9905, 10_000), "3 GiB would save 1% more than 1 GiB (an infinite cache 2.0 times as much still)."),
+        ((100, 5000, 5001), "2 GiB would save 50.0 times as much as 1 GiB; more than that nothing (an infinite"),
+        ((0, 5), "2 GiB would save 5 tokens more than 1 GiB (an infinite cache 4000.2 times as much still)."),
+        (
+            (0, 0),
+            "1 GiB saves 0% of all prompt tokens, an infinite cache 20,001 tokens more; 2 GiB saves nothing more, try",
+        ),
+        ((19_900, 19_950), "an infinite cache nothing more; more memory saves nothing."),
+    ],
+)
+def test_advice_names_a_gain_and_what_was_tried(hits: tuple[int, ...], says: str) -> None:
+    made = simulate(turns(), partial(plan_of, FULL), Options([8 * KIB], with_oracles=False)).cells[0]
+    cells = [
+        replace(made, memory=number * 2**30, split=TokenSplit(30_000, hit, max(0, 15_000 - hit), 0, 9999))
+        for number, hit in enumerate(hits, 1)
+    ]
+    assert says in advice_of(cells)
 
 
 # ---- policies
