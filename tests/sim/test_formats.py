@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import tarfile
+import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,32 @@ def test_load_figures_are_those_of_the_lengths(tmp_path: Path) -> None:
     assert load.busiest_minute_tokens == 770
 
 
+def test_times_of_lengths_have_the_zone_that_they_say_whatever_that_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Azure's table of 2024 writes some times without a fraction; in New York 2 in the night came twice that day."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    rows = [f"{moment},10,1" for moment in ("2024-11-03 00:59:59.5+00:00", "2024-11-03 01:00:00+00:00")]
+    naive = [f"{moment},10,1" for moment in ("2024-11-03 00:59:59.5900000", "2024-11-03 02:00:00")]
+    try:
+        for one, apart in ((rows, 0.5), (naive, 3600.41)):
+            path = written(tmp_path, "x.csv", "\n".join([samples.AZURE.splitlines()[0], *one]))
+            assert read_trace(path).seconds == pytest.approx(apart)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_a_log_goes_on_over_new_year(tmp_path: Path) -> None:
+    line = (
+        "INFO {} [logger.py:43] Received request cmpl-{}: prompt: 'a', prompt_token_ids: [1, 2], lora_request: None.\n"
+    )
+    log = line.format("12-31 23:59:59", 1) + line.format("01-01 00:00:01", 2)
+    trace = read_trace(written(tmp_path, "x.log", log))
+    assert [(request.session, request.arrival) for request in trace.requests] == [("cmpl-1", 0.0), ("cmpl-2", 2.0)]
+
+
 # ---- files
 
 
@@ -416,6 +443,12 @@ def test_broken_json_is_named_with_its_line(tmp_path: Path, indent: int | None) 
 def test_json_nested_beyond_what_can_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="is no JSON"):
         read_trace(written(tmp_path, "x.jsonl", "[" * 10**6), format="chat")
+
+
+def test_text_in_another_encoding_is_refused_with_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes('{"messages": [{"role": "user", "content": "é"}]}\n'.encode("latin-1"))
+    with pytest.raises(TraceError, match="line 1 is no UTF-8 text, invalid continuation byte 0xe9: convert it"):
+        read_trace(tmp_path / "x.jsonl")
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
