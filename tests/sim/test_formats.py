@@ -83,8 +83,24 @@ def test_what_nobody_knows_is_refused_with_the_formats_there_are(tmp_path: Path)
 @pytest.mark.parametrize("value", ["many", -1, 10**12, None, True])
 def test_lengths_that_make_no_sense_are_refused(tmp_path: Path, value: object) -> None:
     row = samples.MOONCAKE[0] | {"input_length": value}
-    with pytest.raises(TraceError, match="input_length must be a number of 1 to"):
+    with pytest.raises(TraceError, match="input_length must be a number of 0 to"):
         read_trace(written(tmp_path, "x.jsonl", lines([row])))
+
+
+@pytest.mark.parametrize("name", ["mooncake", "bailian", "coding", "openai", "azure"])
+def test_an_empty_prompt_is_left_out_with_a_note(tmp_path: Path, name: str) -> None:
+    if name == "azure":
+        text = samples.AZURE + "2023-11-16 18:15:52,0,0\n"
+    elif name == "openai":
+        text = lines([*samples.OPENAI, {"messages": []}])
+    else:
+        rows = copied(name)
+        requests = rows[0]["requests"] if name == "coding" else rows
+        requests.append(requests[0] | {"input_length": 0, "in": 0, "hash_ids": [1], "chat_id": 99})
+        text = lines(rows)
+    whole, with_empty = read_trace(sample(tmp_path, name)), read_trace(written(tmp_path, "x.jsonl", text))
+    assert lengths(with_empty) == lengths(whole)
+    assert with_empty.invented[-1] == "1 requests whose prompt has not one token are left out"
 
 
 # ---- block ids
