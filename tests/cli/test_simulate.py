@@ -83,6 +83,15 @@ def test_the_report_is_one_page_that_needs_nothing_else(kvweave: Kvweave, trace:
     assert [cell["memory"] for cell in json.loads(data[1])] == [2**30, 2**32]
 
 
+def test_policies_have_a_colour_each_that_no_oracle_has(kvweave: Kvweave, trace: Path, tmp_path: Path) -> None:
+    path, names = tmp_path / "report.html", ("adaptive", "lru", "lfu", "cost")
+    asked = [word for name in names for word in ("--policy", name)]
+    assert kvweave("simulate", str(trace), *ASK, *asked, "--report", str(path)).code == 0
+    drawn = path.read_text(encoding="utf-8").split("share of prompt tokens hit, by memory")[1].split("</svg>")[0]
+    lines = re.findall(r'<polyline[^>]*stroke="([^"]+)"', drawn)
+    assert len(lines) == len({*lines}) == len(names) + 5, "four oracles and the infinite cache"
+
+
 def test_a_timeline_has_gaps_where_no_request_arrived(kvweave: Kvweave, tmp_path: Path) -> None:
     rows = [
         {"timestamp": 1000 * at, "input_length": 600, "output_length": 1, "hash_ids": [at, 1]} for at in (0, 1, 600)

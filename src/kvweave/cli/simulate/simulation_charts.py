@@ -42,6 +42,7 @@ ORACLES = (
     ("both", HUES[5], "both"),
     ("bound", PADDING, "bound"),
 )
+OF_POLICIES = [hue for hue in (*HUES[2:], *HUES[:2]) if hue not in {colour for _, colour, _ in ORACLES}]
 Curve = list[tuple[int, float]]
 
 
@@ -49,7 +50,9 @@ def curve_drawing(sheet: Sheet, simulation: Simulation) -> Drawing:
     """Shares of prompt tokens hit over memory: policies, oracles, and the infinite cache."""
     cells, prompt = simulation.cells, max(1, simulation.cells[0].split.prompt)
     policies = list(dict.fromkeys(cell.policy for cell in cells))
-    found = [(name, HUES[(2 + 5 * at) % len(HUES)], "", _policy_curve(cells, name)) for at, name in enumerate(policies)]
+    found = [
+        (name, OF_POLICIES[at % len(OF_POLICIES)], "", _policy_curve(cells, name)) for at, name in enumerate(policies)
+    ]
     for name, colour, words in ORACLES if cells[0].oracles else ():
         found.append((words, colour, "6 4", _oracle_curve(cells, name, prompt)))
     infinite = cells[0].split.overlap / prompt
