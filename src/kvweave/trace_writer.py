@@ -1,7 +1,8 @@
 """Writes recordings of requests (`--record`), which `kvweave simulate` replays. JSON lines: a header, then an object a
 request:
 
-    {"format": "kvweave-trace", "version": 1, "block_tokens": 16, "plan": {...}, "retention": {...}}
+    {"format": "kvweave-trace", "version": 1, "block_tokens": 16, "plan": {...}, "retention": {...},
+     "step_tokens": 2048}
     {"time": 1.25, "prompt": 40, "output": 8, "blocks": [7013..., 2200..., 5831...], "session": "9c4f...", "cached": 32}
 
 A block's id is a hash of its tokens and of all before them, keyed by a secret that is never written: the trace says
@@ -56,7 +57,13 @@ class TraceWriter:
     """Writes requests as they end. One writer writes one file, from one thread at a time; each line is whole."""
 
     def __init__(
-        self, path: Path, *, block_tokens: int = 16, plan: Plan | None = None, retention: Retention | None = None
+        self,
+        path: Path,
+        *,
+        block_tokens: int = 16,
+        plan: Plan | None = None,
+        retention: Retention | None = None,
+        step_tokens: int | None = None,
     ) -> None:
         if block_tokens < 1:
             raise BadOption(f"a recorded block has at least 1 token, got {block_tokens}")
@@ -68,6 +75,8 @@ class TraceWriter:
         header: dict[str, Any] = {"format": TRACE_NAME, "version": TRACE_VERSION, "block_tokens": block_tokens}
         if plan is not None:
             header |= {"plan": plan.to_dict(), "retention": asdict(retention or Retention())}
+        if step_tokens is not None:
+            header["step_tokens"] = step_tokens
         self._line(header)
 
     def write(

@@ -83,6 +83,28 @@ def test_the_report_is_one_page_that_needs_nothing_else(kvweave: Kvweave, trace:
     assert [cell["memory"] for cell in json.loads(data[1])] == [2**30, 2**32]
 
 
+def test_policies_have_a_colour_each_that_no_oracle_has(kvweave: Kvweave, trace: Path, tmp_path: Path) -> None:
+    path, names = tmp_path / "report.html", ("adaptive", "lru", "lfu", "cost")
+    asked = [word for name in names for word in ("--policy", name)]
+    assert kvweave("simulate", str(trace), *ASK, *asked, "--report", str(path)).code == 0
+    drawn = path.read_text(encoding="utf-8").split("share of prompt tokens hit, by memory")[1].split("</svg>")[0]
+    lines = re.findall(r'<polyline[^>]*stroke="([^"]+)"', drawn)
+    assert len(lines) == len({*lines}) == len(names) + 5, "four oracles and the infinite cache"
+
+
+def test_a_timeline_has_gaps_where_no_request_arrived(kvweave: Kvweave, tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 1000 * at, "input_length": 600, "output_length": 1, "hash_ids": [at, 1]} for at in (0, 1, 600)
+    ]
+    path = tmp_path / "report.html"
+    assert kvweave("simulate", str(written(tmp_path, "x.jsonl", lines(rows))), *ASK, "--report", str(path)).code == 0
+    drawn = path.read_text(encoding="utf-8").split("Over time")[1].split("</svg>")[0]
+    bars = {float(x) for x in re.findall(r'<rect[^>]*x="([0-9.]+)"[^>]*class="never_seen"', drawn)}
+    assert len(bars) == 2
+    assert max(bars) - min(bars) > 400
+    assert "600 s" in drawn
+
+
 def test_a_trace_of_lengths_says_why_it_cannot_be_replayed(kvweave: Kvweave, tmp_path: Path) -> None:
     path = written(tmp_path, "azure.csv", samples.AZURE)
     run = kvweave("simulate", str(path), *ASK)
@@ -114,6 +136,20 @@ def test_mistakes_are_one_line(kvweave: Kvweave, trace: Path, options: tuple[str
     assert run.err.count("\n") == 1
 
 
+def test_a_policy_that_fails_is_named_in_one_line_and_lru_goes_on(
+    kvweave: Kvweave, trace: Path, tmp_path: Path
+) -> None:
+    path = written(tmp_path, "mine.py", "def broken(point):\n    raise KeyError('two\\nlines')\n")
+    ask = ("simulate", str(trace), *ASK, "--memory", "2GiB", "--no-oracles", "--json")
+    run = kvweave(*ask, "--policy", f"{path}:broken")
+    assert run.code == 0
+    assert run.err.startswith("kvweave: warning: the policy broken failed: KeyError: ")
+    assert run.err.count("\n") == 1
+    lru = kvweave(*ask, "--policy", "lru")
+    hits, of_lru = ([json.loads(line)["hit"] for line in out.splitlines()] for out in (run.out, lru.out))
+    assert hits == of_lru
+
+
 def test_the_help_teaches_with_examples(kvweave: Kvweave) -> None:
     said = kvweave("simulate", "--help").out
     for words in ("Needs neither weights nor a GPU", "--tier host=256GB", "mine.py:Policy", "--load"):
@@ -134,12 +170,16 @@ def test_a_recording_with_a_plan_needs_no_model_but_for_another_memory(kvweave: 
         assert "give --model to try" in kvweave("simulate", str(path), *option).err
 
 
-def test_what_a_run_recorded_is_replayed_to_the_very_hits(kvweave: Kvweave, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", ["1GiB", "4MB"])
+def test_what_a_run_recorded_is_replayed_to_the_very_hits(kvweave: Kvweave, tmp_path: Path, memory: str) -> None:
     path = tmp_path / "run.jsonl"
-    small = ("--parties", "2", "--turns", "2", "--shared-tokens", "96", "--turn-tokens", "40", "--size", "2M")
-    made = kvweave("run", "qwen3-next-80b", *small, "--record", str(path), "--json").json()
+    small = ("--parties", "5", "--turns", "2", "--shared-tokens", "300", "--turn-tokens", "60", "--size", "2M")
+    made = kvweave("run", "qwen3-next-80b", *small, "--memory", memory, "--record", str(path), "--json").json()
     rows = tmp_path / "rows.csv"
     replayed = kvweave("simulate", str(path), "--csv", str(rows), "--json").json()
     hits = [int(row["hit_tokens"]) for row in csv.DictReader(rows.open())]
     assert hits == [request["reused_tokens"] for request in made["requests"]]
     assert replayed["hit"] == replayed["recorded_hits"] == made["reused_tokens"] > 0
+    assert (replayed["evicted_bytes"] > 0) == (memory == "4MB")
+    assert json.loads(path.read_text().splitlines()[0])["step_tokens"] == 2048
+    assert any("a block at a time, as token by token" in told for told in replayed["assumptions"])

@@ -114,6 +114,22 @@ def test_an_answer_without_an_order_and_an_exit_are_failures_too(failure: Callab
     assert [cache.lookup(prompt) for prompt in prompts] == [other.lookup(prompt) for prompt in prompts]
 
 
+@pytest.mark.parametrize("as_class", [False, True])
+def test_an_error_whose_text_raises_is_a_failure_too(as_class: bool) -> None:
+    class Unreadable(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError("in its text")
+
+    def fail() -> Any:
+        raise Unreadable
+
+    cache = Cache(full_plan(pages=17), policy=hostile(lambda rng: fail(), 0, as_class=as_class))
+    with pytest.warns(PolicyFailed, match="failed: Unreadable, whose text cannot be read; from now on LRU decides"):
+        run_some(cache)
+    assert cache.lookup([7] * 17) == 16
+    check_books(cache)
+
+
 def test_a_policy_that_fails_is_named_once_even_where_warnings_are_errors() -> None:
     def broken(candidate: EvictionCandidate) -> object:
         raise KeyError(candidate.position)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import tarfile
+import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvweave.errors import LengthsOnly, TraceError, UnknownName
-from kvweave.sim import FORMATS, Reading, Trace, load_of, read_trace
+from kvweave.sim import FORMATS, Foresight, Reading, Trace, load_of, read_trace
 from tests.sim import samples
 from tests.sim.samples import lines, written
 
@@ -81,8 +83,24 @@ def test_what_nobody_knows_is_refused_with_the_formats_there_are(tmp_path: Path)
 @pytest.mark.parametrize("value", ["many", -1, 10**12, None, True])
 def test_lengths_that_make_no_sense_are_refused(tmp_path: Path, value: object) -> None:
     row = samples.MOONCAKE[0] | {"input_length": value}
-    with pytest.raises(TraceError, match="input_length must be a number of 1 to"):
+    with pytest.raises(TraceError, match="input_length must be a number of 0 to"):
         read_trace(written(tmp_path, "x.jsonl", lines([row])))
+
+
+@pytest.mark.parametrize("name", ["mooncake", "bailian", "coding", "openai", "azure"])
+def test_an_empty_prompt_is_left_out_with_a_note(tmp_path: Path, name: str) -> None:
+    if name == "azure":
+        text = samples.AZURE + "2023-11-16 18:15:52,0,0\n"
+    elif name == "openai":
+        text = lines([*samples.OPENAI, {"messages": []}])
+    else:
+        rows = copied(name)
+        requests = rows[0]["requests"] if name == "coding" else rows
+        requests.append(requests[0] | {"input_length": 0, "in": 0, "hash_ids": [1], "chat_id": 99})
+        text = lines(rows)
+    whole, with_empty = read_trace(sample(tmp_path, name)), read_trace(written(tmp_path, "x.jsonl", text))
+    assert lengths(with_empty) == lengths(whole)
+    assert with_empty.invented[-1] == "1 requests whose prompt has not one token are left out"
 
 
 # ---- block ids
@@ -210,9 +228,43 @@ def test_a_logged_request_is_one_request_with_the_answer_beside_it(tmp_path: Pat
     assert (first.blocks[:4] == second.blocks[:4]).all()
 
 
-def test_a_tokenizer_of_ones_own_is_asked(tmp_path: Path) -> None:
-    import numpy as np
+def chat_overlaps(tmp_path: Path, *rows: dict[str, Any]) -> list[int]:
+    """Characters that each request shares with all before it."""
+    letters = Reading(tokenize=lambda text: np.array([*map(ord, text)], np.int32))
+    trace = read_trace(written(tmp_path, "x.jsonl", lines(rows)), reading=letters)
+    return [placed.overlap for placed in Foresight(trace, 1).requests]
 
+
+@pytest.mark.parametrize("size", [4, 4000])
+def test_prompts_with_different_images_share_what_is_before_them(tmp_path: Path, size: int) -> None:
+    def asked(image: str) -> dict[str, Any]:
+        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + image * size}}
+        return {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Look: "}, part, {"text": "What?"}]}]
+        }
+
+    start = len("user: Look: ")
+    first, other, again = chat_overlaps(tmp_path, asked("A"), asked("B"), asked("A"))
+    assert first == 0
+    assert start <= other < start + 90
+    assert again > other + 6
+
+
+def test_tools_and_their_calls_are_part_of_prompts_and_answers(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "read", "arguments": "{}"}}]}
+    tools, ask = [{"function": {"name": "read"}}], {"role": "user", "content": "Go."}
+    first = {"messages": [ask], "tools": tools, "response": {"choices": [{"message": call}]}}
+    second = {"messages": [ask, call, {"role": "tool", "content": "done"}], "tools": tools}
+    without = {"messages": [ask]}
+    said = len(f"tools: {json.dumps(tools)}\nuser: Go.\n")
+    assert chat_overlaps(tmp_path, first, second, without)[1] >= said
+    one, two, three = read_trace(tmp_path / "x.jsonl").requests
+    assert one.output_tokens > 10
+    assert two.prompt_tokens > one.prompt_tokens > three.prompt_tokens
+    assert chat_overlaps(tmp_path, first, without)[1] == 0
+
+
+def test_a_tokenizer_of_ones_own_is_asked(tmp_path: Path) -> None:
     letters = Reading(tokenize=lambda text: np.array([*map(ord, text)], np.int32))
     trace = read_trace(sample(tmp_path, "agent"), reading=letters)
     assert trace.requests[0].prompt_tokens == len("user: sort these numbers")
@@ -256,6 +308,32 @@ def test_load_figures_are_those_of_the_lengths(tmp_path: Path) -> None:
     assert load.prompt == pytest.approx((385, 385, 394.9, 396))
     assert load.seconds == pytest.approx(4.314579)
     assert load.busiest_minute_tokens == 770
+
+
+def test_times_of_lengths_have_the_zone_that_they_say_whatever_that_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Azure's table of 2024 writes some times without a fraction; in New York 2 in the night came twice that day."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    rows = [f"{moment},10,1" for moment in ("2024-11-03 00:59:59.5+00:00", "2024-11-03 01:00:00+00:00")]
+    naive = [f"{moment},10,1" for moment in ("2024-11-03 00:59:59.5900000", "2024-11-03 02:00:00")]
+    try:
+        for one, apart in ((rows, 0.5), (naive, 3600.41)):
+            path = written(tmp_path, "x.csv", "\n".join([samples.AZURE.splitlines()[0], *one]))
+            assert read_trace(path).seconds == pytest.approx(apart)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_a_log_goes_on_over_new_year(tmp_path: Path) -> None:
+    line = (
+        "INFO {} [logger.py:43] Received request cmpl-{}: prompt: 'a', prompt_token_ids: [1, 2], lora_request: None.\n"
+    )
+    log = line.format("12-31 23:59:59", 1) + line.format("01-01 00:00:01", 2)
+    trace = read_trace(written(tmp_path, "x.log", log))
+    assert [(request.session, request.arrival) for request in trace.requests] == [("cmpl-1", 0.0), ("cmpl-2", 2.0)]
 
 
 # ---- files
@@ -381,6 +459,12 @@ def test_broken_json_is_named_with_its_line(tmp_path: Path, indent: int | None) 
 def test_json_nested_beyond_what_can_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="is no JSON"):
         read_trace(written(tmp_path, "x.jsonl", "[" * 10**6), format="chat")
+
+
+def test_text_in_another_encoding_is_refused_with_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes('{"messages": [{"role": "user", "content": "é"}]}\n'.encode("latin-1"))
+    with pytest.raises(TraceError, match="line 1 is no UTF-8 text, invalid continuation byte 0xe9: convert it"):
+        read_trace(tmp_path / "x.jsonl")
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:

@@ -106,6 +106,15 @@ def test_with_states_no_oracle_beats_the_best_and_the_bound_is_never_below_it(
     assert most <= bound_tokens(foresight, STATES, capacity) <= foresight.overlap_tokens
 
 
+def test_the_bound_is_not_below_what_takes_all_of_the_memory() -> None:
+    """A price of a byte and a fraction a token, times the tokens, is rounded to more than the memory."""
+    for row_bytes, state_bytes, tokens in product((1, 3, 7), (1, 5, 11), range(1, 100)):
+        geometry = Geometry(1, row_bytes, state_bytes)
+        foresight, capacity = Foresight(trace("a" * tokens, "a" * tokens), 1), tokens * row_bytes + state_bytes
+        assert oracle_hits(foresight, geometry, BOTH, capacity)[1] == tokens
+        assert bound_tokens(foresight, geometry, capacity) == tokens
+
+
 def plain_lru(prompts: tuple[str, ...], capacity: int) -> list[int]:
     """LRU over blocks, of one age the deepest first."""
     ages: dict[str, tuple[int, int]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from kvweave import Retention
 from kvweave.cache import Cache
 from kvweave.errors import LengthsOnly
+from kvweave.plan import Plan
 from kvweave.policy import EvictionCandidate
 from kvweave.sim import Foresight, Geometry, Request, Trace, bound_tokens, replay, usable_bytes
 from kvweave.sim.result import splits, timeline, total
@@ -53,30 +56,55 @@ def test_no_replay_beats_the_bound_and_its_split_adds_up(
         assert sum(bucket.split.hit for bucket in timeline(trace, splits(foresight, done))) == split.hit
 
 
-def engine(trace: Trace, model: str, memory: int) -> list[int]:
-    """An engine that stops where states are wanted, and generates token by token."""
+STEP = 32
+
+
+def engine(trace: Trace, plan: Plan, policy: str) -> tuple[list[int], int]:
+    """An engine that stops where states are wanted, and generates token by token: its hits, and what it evicted."""
     hits = []
-    with Cache(plan_of(MODELS[model], memory)) as cache:
+    with Cache(plan, policy=policy) as cache:
         for request in trace.requests:
             tokens = trace.tokens(request)
             sequence = cache.open(tokens[: request.prompt_tokens])
             hits.append(sequence.num_cached)
             while sequence.length < request.prompt_tokens:
-                end = min(sequence.stop or request.prompt_tokens, request.prompt_tokens)
+                end = min(sequence.stop or request.prompt_tokens, request.prompt_tokens, sequence.length + STEP)
                 list(cache.extend(sequence, end - sequence.length))
                 list(cache.commit(sequence))
             for token in tokens[request.prompt_tokens :].tolist():
                 list(cache.extend(sequence, tokens=[token]))
                 list(cache.commit(sequence))
             cache.close(sequence)
-    return hits
+        return hits, sum(pages.num_evicted for pages in cache.state.pages)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=150, deadline=None)
 @given(trace=traces())
 def test_the_replay_hits_what_an_engine_hits_token_by_token(model: str, trace: Trace) -> None:
-    assert replay(trace, plan_of(MODELS[model])).hits.tolist() == engine(trace, model, 1 << 20)
+    plan = plan_of(MODELS[model])
+    assert replay(trace, plan, step_tokens=STEP).hits.tolist() == engine(trace, plan, "adaptive")[0]
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "lru"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_replay_hits_what_an_engine_hits_where_it_must_evict(model: str, policy: str) -> None:
+    for seed in range(20):
+        trace, plan = long_trace(seed), plan_of(MODELS[model], 6 * 1024)
+        hits, evicted = engine(trace, plan, policy)
+        done = replay(trace, plan, policy=policy, step_tokens=STEP, whole_outputs=False)
+        assert done.hits.tolist() == hits
+        assert evicted > 20
+        assert sum(hits) > 0
+
+
+def long_trace(seed: int) -> Trace:
+    """Sixty requests that go on from one another, with outputs."""
+    rng, words = random.Random(seed), list[list[int]]()
+    for _ in range(60):
+        start = rng.choice(words) if words and rng.random() < 0.6 else []
+        words.append([*start[: rng.randint(0, min(90, len(start)))], *rng.choices([0, 1], k=rng.randint(1, 30))])
+    return trace_of(words, [rng.randint(0, min(20, len(word) - 1)) for word in words])
 
 
 @given(traces())

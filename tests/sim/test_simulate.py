@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from kvweave.errors import BadOption, ConfigError, UnknownName
-from kvweave.sim import Options, OracleHits, SimulatedTier, Trace, load_policy, simulate
+from kvweave.policy import EvictionCandidate
+from kvweave.sim import Options, OracleHits, SimulatedTier, TokenSplit, Trace, load_policy, simulate
+from kvweave.sim.advice import advice as advice_of
 from kvweave.sim.geometry import Geometry
 from kvweave.sim.replay import Replay, replay
 from kvweave.sim.tiers import tier_uses
@@ -97,6 +99,15 @@ def test_what_is_slower_to_load_than_to_compute_is_computed() -> None:
     assert (never.loaded_tokens, never.loaded_bytes, never.saved_seconds) == (0, 0, 0)
 
 
+def test_what_the_device_refuses_is_not_loaded_from_a_tier_in_which_it_would_fit() -> None:
+    trace = trace_of([[1] * 21, [2] * 4000, [1] * 21, [2] * 4000, [2] * 101])
+    host = SimulatedTier("host", 1024 * KIB, 1e9, 0.0)
+    cell = simulate(trace, partial(plan_of, FULL), Options([4 * KIB], tiers=[host])).cells[0]
+    assert (cell.refused, cell.split.hit) == (2, 20)
+    assert cell.tiers[0].found_tokens == 0
+    assert cell.computed_bytes == (21 + 1 + 101) // 4 * 64
+
+
 def test_a_lower_tier_gives_only_what_those_above_it_lack() -> None:
     geometry = Geometry.of(plan_of(FULL))
     tiers = [(SimulatedTier("host", 1, 1e9, 0.0), np.array([8])), (SimulatedTier("disk", 2, 1e9, 0.0), np.array([20]))]
@@ -154,6 +165,28 @@ def test_advice_says_when_memory_suffices_and_when_not() -> None:
     assert "no cache would save anything" in advice(trace_of([[1] * 9, [2] * 9]), 4 * KIB)
 
 
+@pytest.mark.parametrize(
+    ("hits", "says"),
+    [
+        ((9890, 9905, 10_000), "3 GiB would save 1% more than 1 GiB (an infinite cache 2.0 times as much still)."),
+        ((100, 5000, 5001), "2 GiB would save 50.0 times as much as 1 GiB; more than that nothing (an infinite"),
+        ((0, 5), "2 GiB would save 5 tokens more than 1 GiB (an infinite cache 4000.2 times as much still)."),
+        (
+            (0, 0),
+            "1 GiB saves 0% of all prompt tokens, an infinite cache 20,001 tokens more; 2 GiB saves nothing more, try",
+        ),
+        ((19_900, 19_950), "an infinite cache nothing more; more memory saves nothing."),
+    ],
+)
+def test_advice_names_a_gain_and_what_was_tried(hits: tuple[int, ...], says: str) -> None:
+    made = simulate(turns(), partial(plan_of, FULL), Options([8 * KIB], with_oracles=False)).cells[0]
+    cells = [
+        replace(made, memory=number * 2**30, split=TokenSplit(30_000, hit, max(0, 15_000 - hit), 0, 9999))
+        for number, hit in enumerate(hits, 1)
+    ]
+    assert says in advice_of(cells)
+
+
 # ---- policies
 
 
@@ -175,11 +208,38 @@ def test_a_policy_is_a_name_a_function_or_a_class_of_a_file(tmp_path: Path) -> N
         load_policy("lr")
 
 
+def test_what_a_policy_has_learned_in_one_replay_is_unknown_to_the_next() -> None:
+    class Tired:
+        """Keeps the least recently used after 20 answers."""
+
+        asked = 0
+
+        def value(self, point: EvictionCandidate) -> float:
+            self.asked += 1
+            return point.age if self.asked > 20 else -point.age
+
+    def hits(*memories: int) -> list[int]:
+        options = Options(memories, {"tired": Tired}, with_oracles=False)
+        return [cell.split.hit for cell in simulate(turns(), partial(plan_of, FULL), options).cells]
+
+    assert hits(8 * KIB, 12 * KIB) == hits(8 * KIB) + hits(12 * KIB)
+
+
 def test_a_policy_that_ends_the_process_as_it_is_made_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("import sys\nclass Early:\n def __init__(self): sys.exit(3)\n")
     with pytest.raises(ConfigError, match="mine.py:Early' cannot be loaded: SystemExit: 3"):
         load_policy(f"{path}:Early")
+
+
+def test_a_timeline_begins_with_the_first_request_that_is_replayed() -> None:
+    """A sample may begin long after its trace."""
+    trace = turns()
+    late = replace(trace, requests=tuple(replace(r, arrival=5000 + r.arrival) for r in trace.requests))
+    at_once, later = (simulate(t, partial(plan_of, FULL), Options([64 * KIB])).cells[0].timeline for t in (trace, late))
+    assert [bucket.start + 5000 for bucket in at_once] == pytest.approx([bucket.start for bucket in later])
+    assert [bucket.split for bucket in at_once] == [bucket.split for bucket in later]
+    assert len(later) == len(trace.requests)
 
 
 def test_a_trace_of_one_moment_has_a_timeline() -> None:

@@ -59,6 +59,11 @@ class Engine:
             self.weave.close()
             raise
 
+    @property
+    def budget(self) -> int:
+        """The most tokens that a step computes."""
+        return self._worker.scheduler.budget
+
     # ---- requests
 
     def submit(

@@ -40,7 +40,7 @@ class UserOrder(Order):
             return self.call(question, *about)
         except (Exception, SystemExit) as error:  # whatever a user's code raises
             self.has_failed = True
-            said = f"the policy {self.name} failed: {type(error).__name__}: {error}; from now on LRU decides"
+            said = f"the policy {self.name} failed: {_described(error)}; from now on LRU decides"
             with suppress(PolicyFailed):  # where warnings are errors: raising here would leave a step half done
                 warnings.warn(said, PolicyFailed, stacklevel=2)
             return None
@@ -126,6 +126,14 @@ class UserValues(UserOrder):
     def _tell(self, hook: Any, point: Point, now: int) -> None:
         is_tip = point.queue is not None and point.queue.is_tips
         self.ask(hook, EvictionCandidate(point, self.groups, is_tip, now))
+
+
+def _described(error: BaseException) -> str:
+    """The kind of an error and its text, which is a user's code too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except (Exception, SystemExit):
+        return f"{type(error).__name__}, whose text cannot be read"
 
 
 def _ordered(number: Any) -> Any:

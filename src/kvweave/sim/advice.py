@@ -8,7 +8,7 @@ from kvweave.sim.result import Cell
 from kvweave.units import format_size
 
 NOTHING = 0.01
-"""A gain of less than this share of what is saved already is none."""
+"""A gain of at most this share of what is saved already is none."""
 
 
 def advice(cells: Sequence[Cell]) -> str:
@@ -23,28 +23,21 @@ def advice(cells: Sequence[Cell]) -> str:
     overlap, prompt = ordered[0].split.overlap, ordered[0].split.prompt
     if not overlap:
         return "No request shares a block with an earlier one: no cache would save anything."
-    enough = next(level for level in levels if level[2] >= most * (1 - NOTHING))
-    left = _more(most, overlap)
-    if enough is base:
-        lacking = ordered[-1].split.evicted > NOTHING * most and len(levels) == 1
-        rest = "try more memory (--memory, --tier)" if lacking else "more memory saves nothing"
-        saves = (
-            f"{base[0]} saves {base[2] / prompt:.0%} of all prompt tokens, an infinite cache {left or 'nothing'} more"
-        )
-        return f"{saves}; {rest}."
+    infinite = f"an infinite cache {_gain(most, overlap)}"
+    if most <= base[2] * (1 + NOTHING):
+        rest = "more memory saves nothing"
+        if ordered[-1].split.evicted - (found - ordered[-1].split.hit) > NOTHING * most:
+            tried = f"{levels[-1][0]} saves nothing more, " if len(levels) > 1 else ""
+            rest = f"{tried}try more memory (--memory, --tier)"
+        return f"{base[0]} saves {base[2] / prompt:.0%} of all prompt tokens, {infinite}; {rest}."
+    enough = next(level for level in levels if level[2] - base[2] >= (most - base[2]) * (1 - NOTHING))
     beyond = "; more than that nothing" if levels[-1] is not enough else ""
-    gain = _compared(base[2], enough[2], base[0])
-    return f"{enough[0]} would save {gain}{beyond} (an infinite cache {left or 'nothing'} more still)."
+    return f"{enough[0]} would save {_gain(base[2], enough[2], base[0])}{beyond} ({infinite} still)."
 
 
-def _compared(now: int, then: int, than: str) -> str:
+def _gain(now: int, then: int, than: str = "") -> str:
+    """How much more `then` is, in words."""
     if now and then > 2 * now:
-        return f"{then / now:.1f} times as much as {than}"
-    return f"{_more(now, then)} more than {than}"
-
-
-def _more(now: int, then: int) -> str:
-    """By how much more `then` is; empty where that is nothing."""
-    if then <= now * (1 + NOTHING):
-        return ""
-    return f"{then / now - 1:.0%}" if now else f"{then:,} tokens"
+        return f"{then / now:.1f} times as much" + (f" as {than}" if than else "")
+    more = "nothing" if then <= now * (1 + NOTHING / 2) else f"{then / now - 1:.0%}" if now else f"{then:,} tokens"
+    return f"{more} more" + (f" than {than}" if than else "")

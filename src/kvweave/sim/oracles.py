@@ -15,7 +15,7 @@ points are, and in what is given up first:
 A point that was given up takes along the rows that only it needs. Where rows suffice to go on (full attention alone)
 points are everywhere, runs lose blocks from their end, `placement` is LRU over blocks, and `belady` and `both` are
 Belady's MIN, the best that can be had. With states or windows `both` can be had, but need not be the best: no policy,
-whatever it knows, does better than `bound` (bound.py).
+whatever it knows, does better than `bound` (upper_bound.py).
 """
 
 from __future__ import annotations

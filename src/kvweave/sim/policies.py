@@ -10,9 +10,12 @@ from typing import cast
 from kvweave.errors import ConfigError, UnknownName
 from kvweave.policy import POLICIES, Policy
 
+AnyPolicy = str | Policy | type[Policy]
+"""A built-in policy's name, a user's function or object, or a class, of which each replay makes an object."""
 
-def load_policy(name: str) -> str | Policy:
-    """A built-in policy's name as it is; of `file.py:Name` the function, or an instance of the class without
+
+def load_policy(name: str) -> AnyPolicy:
+    """A built-in policy's name as it is; of `file.py:Name` the function, or the class, which can be made without
     arguments. The file is run."""
     path, colon, attribute = name.rpartition(":")
     if not colon:
@@ -36,4 +39,9 @@ def load_policy(name: str) -> str | Policy:
         raise ConfigError(
             f"--policy: {name!r} is a {type(made).__name__}: no `value(point)`, and it cannot be called with a point"
         )
-    return cast(Policy, made)
+    return cast(AnyPolicy, found)
+
+
+def policy_of_replay(policy: AnyPolicy) -> str | Policy:
+    """A policy for one replay: of a class an object of its own, which has learned nothing from other replays."""
+    return policy() if isinstance(policy, type) else policy

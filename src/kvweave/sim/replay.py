@@ -7,7 +7,7 @@ are kept, so that no model, no weights and no tensor is needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +56,11 @@ class Replay:
     def hit_tokens(self) -> int:
         return int(self.hits.sum())
 
+    @property
+    def refused_requests(self) -> frozenset[int]:
+        """The numbers of the requests that were refused."""
+        return frozenset(np.flatnonzero(self.refused).tolist())
+
     def hits_by_kind(self) -> dict[str, tuple[int, int]]:
         """Requests and tokens that were hit at each kind of point; `between`: at none, windows happened to suffice."""
         names = {int(kind): kind.name.lower() for kind in Kind} | {-1: "between"}
@@ -74,18 +79,28 @@ def replay(
     retention: Retention | None = None,
     placement: Foresight | None = None,
     step_tokens: int = STEP_TOKENS,
+    whole_outputs: bool = True,
+    refused: Collection[int] = (),
     on_request: OnRequest | None = None,
 ) -> Replay:
     """Replay a trace on a cache over `plan`. With `placement`, on the same grid, the cache leaves resume points only
-    where later requests will go on, and shares nothing behind the last of them."""
+    where later requests will go on, and shares nothing behind the last of them. The requests `refused`, by their
+    number, do not run, whether they fit or not.
+
+    An engine that takes the same steps hits the same tokens. It generates token by token, which evicts as steps of a
+    block do; `whole_outputs` takes an output in one step where there are no windows: faster, and where memory is short
+    a few hits are others (at most 2% in sum, on the traces of docs/measurements/reuse.md)."""
     trace.check_content()
     start = time.perf_counter()
     retention = NO_POINTS if placement else retention
     with Cache(plan, policy=policy, retention=retention, rows=2, max_tokens=max(1, trace.longest)) as cache:
-        replayer = _Replayer(cache, trace, step_tokens, placement)
+        replayer = _Replayer(cache, trace, step_tokens, whole_outputs, placement)
         every = max(1, len(trace.requests) // SAMPLES)
         for number, request in enumerate(trace.requests):
-            replayer.request(number, request)
+            if number in refused:
+                replayer.refused[number] = True
+            else:
+                replayer.request(number, request)
             if number % every == 0:
                 replayer.look(number)
             if on_request is not None:
@@ -94,7 +109,9 @@ def replay(
 
 
 class _Replayer:
-    def __init__(self, cache: Cache, trace: Trace, step_tokens: int, placement: Foresight | None) -> None:
+    def __init__(
+        self, cache: Cache, trace: Trace, step_tokens: int, whole_outputs: bool, placement: Foresight | None
+    ) -> None:
         self.cache, self.trace, self.step_tokens, self.placement = cache, trace, step_tokens, placement
         count = len(trace.requests)
         self.hits, self.rows = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -104,8 +121,8 @@ class _Replayer:
         self._sizes = [group.page_bytes if group.has_pages else 0 for group in groups]
         self._has_points = bool(cache.state.windows or cache.state.states)
         """Whether points matter; with rows alone every position is one."""
-        self._decode_step = cache.grid if cache.state.windows else max(1, trace.longest)
-        """Windows move on with every grid of tokens; else a whole output in one step is the same as token by token."""
+        whole = whole_outputs and not cache.state.windows  # windows move on with every grid of tokens
+        self._decode_step = max(1, trace.longest) if whole else cache.grid
 
     def request(self, number: int, request: Request) -> None:
         tokens = self.trace.tokens(request)
@@ -156,17 +173,21 @@ class _Replayer:
             start = until
 
     def _steps(self, sequence: Sequence, start: int, end: int) -> int:
-        """Compute a part of the prompt; in shorter steps where windows have no room for long ones."""
-        step = self.step_tokens
+        """Compute a part of the prompt, in steps that end where a state is wanted, as those of engines do."""
         while start < end:
-            try:
-                self._extend(sequence, min(step, end - start), None)
-                start += min(step, end - start)
-            except (NeverFits, OutOfPages):
-                if step == 1:
-                    raise
-                step //= 2
+            start = self._step(sequence, start, min(end, start + self.step_tokens, sequence.stop or end))
         return start
+
+    def _step(self, sequence: Sequence, start: int, end: int) -> int:
+        """A step towards `end`, shorter where memory, or windows, have no room for it. Returns where it ends."""
+        while True:
+            try:
+                self._extend(sequence, end - start, None)
+                return end
+            except (NeverFits, OutOfPages):
+                if end - start == 1:
+                    raise
+                end = (start + end + 1) // 2
 
     def _extend(self, sequence: Sequence, count: int, tokens: TokenIds | None) -> None:
         """One step. Iterating over the copies takes them over; a replay has no bytes to copy."""

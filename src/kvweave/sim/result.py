@@ -89,7 +89,7 @@ class Cell:
     saved_seconds: float
     evicted_bytes: int
     computed_bytes: int
-    """Rows written: of all prompt and output tokens that were not hit."""
+    """Rows written: of all prompt and output tokens that were computed, those of refused requests not among them."""
     oracles: OracleHits | None
     tiers: tuple[TierUse, ...]
     timeline: tuple[Bucket, ...]
@@ -152,7 +152,8 @@ def timeline(trace: Trace, columns: Counts) -> tuple[Bucket, ...]:
     """At most `BUCKETS` stretches of equal length."""
     arrivals = np.array([request.arrival for request in trace.requests])
     width = max(trace.seconds / BUCKETS, 1e-9)
-    number = np.minimum((arrivals / width).astype(np.int64), BUCKETS - 1)
+    number = np.minimum(((arrivals - arrivals[0]) / width).astype(np.int64), BUCKETS - 1)
     return tuple(
-        Bucket(int(at) * width, int((number == at).sum()), total(columns[number == at])) for at in np.unique(number)
+        Bucket(float(arrivals[0]) + int(at) * width, int((number == at).sum()), total(columns[number == at]))
+        for at in np.unique(number)
     )

@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-import numpy as np
-
 from kvweave.errors import BadOption
 from kvweave.plan import Plan
-from kvweave.policy import Policy
 from kvweave.prefix import Retention
 from kvweave.sim.advice import advice
 from kvweave.sim.foresight import Foresight
 from kvweave.sim.geometry import Geometry, usable_bytes
 from kvweave.sim.oracles import ORACLES, oracle_hits
+from kvweave.sim.policies import AnyPolicy, policy_of_replay
 from kvweave.sim.replay import STEP_TOKENS, Replay, replay
 from kvweave.sim.result import Cell, OracleHits, Simulation, splits, timeline, total
 from kvweave.sim.tiers import PREFILL_SPEED, SimulatedTier, tier_uses
@@ -30,14 +28,16 @@ PlanOf = Callable[[int], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is to be simulated. `policies` by name, built in or a user's own."""
+    """What is to be simulated. `policies` by name, built in or a user's own: each replay makes an object of a class,
+    and uses a function or an object as it is."""
 
     memories: Sequence[int]
-    policies: Mapping[str, str | Policy] = field(default_factory=lambda: {"adaptive": "adaptive"})
+    policies: Mapping[str, AnyPolicy] = field(default_factory=lambda: {"adaptive": "adaptive"})
     retention: Retention = field(default_factory=Retention)
     tiers: Sequence[SimulatedTier] = ()
     prefill_speed: float = PREFILL_SPEED
     step_tokens: int = STEP_TOKENS
+    whole_outputs: bool = True
     with_oracles: bool = True
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Options:
 
     @property
     def num_replays(self) -> int:
-        """How often the trace will be replayed."""
+        """How often the trace will be replayed; tiers once more for each memory that refuses other requests."""
         tiers, own = len(self.tiers) * len(self.policies), len(self.memories) if self.with_oracles else 0
         return len(self.memories) * len(self.policies) + tiers + own
 
@@ -62,6 +62,9 @@ class Options:
     def assumptions(self) -> tuple[str, ...]:
         told = (
             f"requests run one at a time, in the order of their arrival, in steps of {self.step_tokens:,} tokens",
+            "outputs are computed in one step, or a block at a time where there are windows"
+            if self.whole_outputs
+            else "outputs are computed a block at a time, as token by token evicts",
             f"prefill computes {self.prefill_speed:,.0f} tokens a second, whatever the length",
         )
         tiers = "a tier holds what a cache of its size would under the same policy; loads do not overlap computing"
@@ -95,13 +98,15 @@ class _Simulator:
             for policy in self.options.policies:
                 yield self._cell(policy, memory, oracles)
 
-    def _replay(self, policy: str, memory: int) -> Replay:
+    def _replay(self, policy: str, memory: int, refused: frozenset[int] = frozenset()) -> Replay:
         return replay(
             self.trace,
             self.plan_of(memory),
-            policy=self.options.policies[policy],
+            policy=policy_of_replay(self.options.policies[policy]),
             retention=self.options.retention,
             step_tokens=self.options.step_tokens,
+            whole_outputs=self.options.whole_outputs,
+            refused=refused,
             on_request=self.on_request,
         )
 
@@ -109,8 +114,7 @@ class _Simulator:
         plan = self.plan_of(memory)
         geometry, capacity = Geometry.of(plan), usable_bytes(plan)
         # what never fits is refused whatever the policy
-        refused = np.flatnonzero(self.replay(self.first, memory).refused)
-        foresight = self.foresight(geometry.grid, frozenset(refused.tolist()))
+        foresight = self.foresight(geometry.grid, self.replay(self.first, memory).refused_requests)
         found = {oracle.name: sum(oracle_hits(foresight, geometry, oracle, capacity)) for oracle in ORACLES}
         own = replay(
             self.trace,
@@ -118,6 +122,7 @@ class _Simulator:
             policy="lru",
             placement=foresight,
             step_tokens=self.options.step_tokens,
+            whole_outputs=self.options.whole_outputs,
             on_request=self.on_request,
         )
         bound = bound_tokens(foresight, geometry, capacity)
@@ -129,8 +134,9 @@ class _Simulator:
         geometry = Geometry.of(plan)
         columns = splits(self.foresight(geometry.grid, frozenset()), done)
         split = total(columns)
-        tiers = [(tier, self.replay(policy, tier.memory).hits) for tier in options.tiers]
-        computed = split.prompt - split.hit + trace.output_tokens
+        refused = done.refused_requests
+        tiers = [(tier, self.replay(policy, tier.memory, refused).hits) for tier in options.tiers]
+        computed = sum(r.num_computed for n, r in enumerate(trace.requests) if n not in refused) - split.hit
         return Cell(
             trace=trace.name,
             policy=policy,

@@ -54,7 +54,8 @@ class Trace:
     requests: tuple[Request, ...]
     invented: tuple[str, ...] = ()
     recorded_with: Mapping[str, Any] = field(default_factory=dict)
-    """Of the cache that it was recorded with: its `plan` and its `retention`, as JSON has them."""
+    """Of the engine that recorded it: the `plan` and the `retention` of its cache, as JSON has them, and its
+    `step_tokens`."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -124,10 +125,15 @@ def make_trace(
     invented: Sequence[str] = (),
     recorded_with: Mapping[str, Any] | None = None,
 ) -> Trace:
-    """A trace of requests in any order: sorted by arrival (those of one moment stay in order), counted from 0."""
-    ordered = sorted(requests, key=lambda request: request.arrival)
+    """A trace of requests in any order: sorted by arrival (those of one moment stay in order), counted from 0. Those
+    with an empty prompt are left out."""
+    found = list(requests)
+    ordered = sorted((request for request in found if request.prompt_tokens), key=lambda request: request.arrival)
     if not ordered:
-        raise TraceError(f"{name}: no request is in it")
+        raise TraceError(f"{name}: no request with a prompt is in it")
+    if len(ordered) < len(found):
+        note = f"{len(found) - len(ordered):,} requests whose prompt has not one token are left out"
+        invented = [*invented, note]
     start = ordered[0].arrival
     moved = tuple(replace(request, arrival=request.arrival - start) for request in ordered)
     return Trace(name, format, block_tokens, moved, tuple(invented), recorded_with or {})

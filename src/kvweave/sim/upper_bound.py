@@ -29,45 +29,43 @@ def bound_tokens(foresight: Foresight, geometry: Geometry, capacity: int) -> int
     """Tokens that at most could have been hit, over all requests."""
     rows_alone = Geometry(geometry.grid, geometry.row_bytes, 0)
     rows = sum(IdealCache(foresight, rows_alone, MIN, capacity).hits())
-    blocks = rows if geometry.resumes_anywhere else min(rows, int(_area_bound(foresight, geometry, capacity)))
+    blocks = rows if geometry.resumes_anywhere else min(rows, _area_bound(foresight, geometry, capacity))
     return blocks * foresight.grid
 
 
-def _area_bound(foresight: Foresight, geometry: Geometry, capacity: int) -> float:
-    """Blocks that fit the area."""
-    steps = sorted(_steps(foresight, geometry))
-    left, blocks = float(capacity) * max(0, len(foresight.requests) - 1), 0.0
-    for price, size in steps:
-        taken = size if price * size <= left else left / price
-        blocks += taken
-        left -= price * taken
-        if taken < size:
-            break
+def _area_bound(foresight: Foresight, geometry: Geometry, capacity: int) -> int:
+    """Blocks that fit the area, a part of one counted as one: prices are rounded, and a bound must not be too low."""
+    left, blocks = capacity * max(0, len(foresight.requests) - 1), 0
+    for _, size, area in sorted(_steps(foresight, geometry)):
+        if area > left:
+            return blocks - (-left * size // area)
+        blocks, left = blocks + size, left - area
     return blocks
 
 
-def _steps(foresight: Foresight, geometry: Geometry) -> Iterator[tuple[float, int]]:
-    """Of every request, how many more blocks it could hit at which price in area each; prices rise."""
+def _steps(foresight: Foresight, geometry: Geometry) -> Iterator[tuple[float, int, int]]:
+    """Of every request: the price of a block in area, how many more blocks it could hit at that, and the area of them;
+    prices rise."""
     last = [0] * foresight.num_runs
     for number, placed in enumerate(foresight.requests):
-        hull: list[tuple[int, float]] = [(0, 0.0)]
+        hull = [(0, 0)]
         for blocks, area in _costs(placed, number, last, geometry):
             while len(hull) > 1 and _price(hull[-2], hull[-1]) >= _price(hull[-1], (blocks, area)):
                 hull.pop()
             hull.append((blocks, area))
         for before, after in itertools.pairwise(hull):
-            yield _price(before, after), after[0] - before[0]
+            yield _price(before, after), after[0] - before[0], after[1] - before[1]
         for run in placed.path:
             last[run.number] = number
 
 
-def _price(before: tuple[int, float], after: tuple[int, float]) -> float:
+def _price(before: tuple[int, int], after: tuple[int, int]) -> float:
     return (after[1] - before[1]) / (after[0] - before[0])
 
 
-def _costs(placed: PlacedRequest, number: int, last: list[int], geometry: Geometry) -> Iterator[tuple[int, float]]:
+def _costs(placed: PlacedRequest, number: int, last: list[int], geometry: Geometry) -> Iterator[tuple[int, int]]:
     """The area of going on from the end of each run of the overlap."""
-    rows, runs = 0.0, list[Run]()
+    rows, runs = 0, list[Run]()
     for run in placed.path:
         if run.end > placed.overlap:
             return
@@ -78,9 +76,9 @@ def _costs(placed: PlacedRequest, number: int, last: list[int], geometry: Geomet
         yield run.end, rows + geometry.state_bytes * ago + tails
 
 
-def _tail_area(geometry: Geometry, run: Run, blocks: int, ago: int) -> float:
+def _tail_area(geometry: Geometry, run: Run, blocks: int, ago: int) -> int:
     """The area of the window pages within a run that a point after `blocks` needs."""
     inside = (
         geometry.tail_bytes(g, run.start, blocks) - geometry.tail_bytes(g, run.end, blocks) for g in geometry.windows
     )
-    return float(sum(inside) * ago)
+    return sum(inside) * ago

@@ -38,7 +38,7 @@ def run(request: RunRequest, on_request: OnProgress, tell: OnProgress) -> RunRes
     with Engine(loaded.model, request.memory, **options) as engine:
         weave = engine.weave
         _check_length(request, weave)
-        with _recording(request, weave) as recording:
+        with _recording(request, engine) as recording:
             asker = ModelAsker(engine, _sampling(request, loaded.model), request.compare, recording)
             asker.warm_up()
             on_request("")
@@ -56,11 +56,12 @@ def _sampling(request: RunRequest, model: Any) -> Sampling:
     return Sampling(request.most_new_tokens, seed=request.seed, **chosen)
 
 
-def _recording(request: RunRequest, weave: KVWeave) -> AbstractContextManager[TraceWriter | None]:
+def _recording(request: RunRequest, engine: Engine) -> AbstractContextManager[TraceWriter | None]:
     if request.record is None:
         return nullcontext()
-    retention = weave.core.state.retention
-    return TraceWriter(request.record, block_tokens=weave.core.grid, plan=weave.plan, retention=retention)
+    core, plan = engine.weave.core, engine.weave.plan
+    how: dict[str, Any] = {"plan": plan, "retention": core.state.retention, "step_tokens": engine.budget}
+    return TraceWriter(request.record, block_tokens=core.grid, **how)
 
 
 def _store(weave: KVWeave) -> dict[str, Any] | None:

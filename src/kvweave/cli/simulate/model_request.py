@@ -10,7 +10,9 @@ from kvweave.errors import ConfigError
 from kvweave.plan import Parallel, Plan, make_plan
 from kvweave.prefix import Retention
 from kvweave.sim import Trace
+from kvweave.sim.replay import STEP_TOKENS
 from kvweave.sim.simulate import PlanOf
+from kvweave.sim.trace import checked_tokens
 from kvweave.spec import codec
 from kvweave.spec.hf import from_config
 from kvweave.units import parse_bytes
@@ -20,13 +22,22 @@ MEMORIES = ("20GiB", "80GiB", "320GiB")
 
 
 @dataclass(frozen=True, slots=True)
+class Recorded:
+    """The retention and the most tokens of a step of an engine that was recorded with its plan."""
+
+    retention: Retention
+    step_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
-    """A model's name, its plan for a memory, the memories to try, and the retention that it was recorded with."""
+    """A model's name, its plan for a memory, the memories to try, and how the engine that recorded the trace, and its
+    plan, kept points and took steps."""
 
     model: str
     plan_of: PlanOf
     memories: list[int]
-    retention: Retention | None = None
+    recorded: Recorded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +63,10 @@ class ModelRequest:
             raise ConfigError(f"{trace.name} says nothing of a model: give one with --model, such as llama-3.1-8b")
         plan = Plan.from_dict(recorded["plan"])
         retention = codec.from_dict(Retention, recorded.get("retention", {}), "retention")
+        step_tokens = checked_tokens(trace.name, "step_tokens", recorded.get("step_tokens", STEP_TOKENS), least=1)
         memories = [parse_bytes(size) for size in self.memories] or [plan.memory]
-        return Subject(plan.model_type, partial(_only, trace.name, plan), memories, retention)
+        how = Recorded(retention, step_tokens)
+        return Subject(plan.model_type, partial(_only, trace.name, plan), memories, how)
 
 
 def _only(name: str, plan: Plan, memory: int) -> Plan:

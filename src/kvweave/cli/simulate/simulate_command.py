@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json as json_format
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
 
@@ -14,7 +17,7 @@ from kvweave.cli.progress import progress_bar
 from kvweave.cli.read_config import written
 from kvweave.cli.simulate import simulate_options as option
 from kvweave.cli.simulate.csv_rows import requests_csv
-from kvweave.cli.simulate.model_request import ModelRequest, Subject
+from kvweave.cli.simulate.model_request import ModelRequest, Recorded, Subject
 from kvweave.cli.simulate.simulation_page import simulation_html
 from kvweave.cli.simulate.simulation_table import print_load, print_simulation
 from kvweave.prefix import Retention
@@ -92,17 +95,32 @@ def simulate_command(
     tiers = [SimulatedTier.parse(text) for text in tier or []]
 
     def options(subject: Subject) -> Options:
-        kept = subject.retention if subject.retention and retention == Retention() else retention
-        return Options(subject.memories, policies, kept, tiers, prefill_speed, step_tokens, oracles)
+        how = Recorded(retention, step_tokens)
+        if subject.recorded and how == Recorded(Retention(), STEP_TOKENS):
+            how = subject.recorded
+        whole_outputs = subject.recorded is None
+        return Options(
+            subject.memories, policies, how.retention, tiers, prefill_speed, how.step_tokens, whole_outputs, oracles
+        )
 
     subjects = [asked.subject(trace) for trace in found]
-    answers = [_simulate(trace, subject, options(subject)) for trace, subject in zip(found, subjects, strict=True)]
+    with _warnings_in_a_line():
+        answers = [_simulate(trace, subject, options(subject)) for trace, subject in zip(found, subjects, strict=True)]
     for one in answers:
         _print(one, json)
     if csv is not None:
         print(f"wrote {written(csv, requests_csv(answers))}", file=sys.stderr)
     if report is not None:
         print(f"wrote {written(report, simulation_html(answers))}", file=sys.stderr)
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Print warnings, of a policy that failed, once each and without where in kvweave they were raised."""
+    with warnings.catch_warnings(record=True) as told:
+        yield
+    for line in dict.fromkeys(" ".join(str(warning.message).split()) for warning in told):
+        print(f"kvweave: warning: {line}", file=sys.stderr)
 
 
 def _simulate(trace: Trace, subject: Subject, options: Options) -> Simulation:

@@ -25,6 +25,7 @@ from kvweave.cli.svg.draw import (
     text,
 )
 from kvweave.sim import Cell, Simulation, TokenSplit
+from kvweave.sim.result import BUCKETS
 from kvweave.units import format_size
 
 HEIGHT = 260.0
@@ -41,6 +42,7 @@ ORACLES = (
     ("both", HUES[5], "both"),
     ("bound", PADDING, "bound"),
 )
+OF_POLICIES = [hue for hue in (*HUES[2:], *HUES[:2]) if hue not in {colour for _, colour, _ in ORACLES}]
 Curve = list[tuple[int, float]]
 
 
@@ -48,7 +50,9 @@ def curve_drawing(sheet: Sheet, simulation: Simulation) -> Drawing:
     """Shares of prompt tokens hit over memory: policies, oracles, and the infinite cache."""
     cells, prompt = simulation.cells, max(1, simulation.cells[0].split.prompt)
     policies = list(dict.fromkeys(cell.policy for cell in cells))
-    found = [(name, HUES[(2 + 5 * at) % len(HUES)], "", _policy_curve(cells, name)) for at, name in enumerate(policies)]
+    found = [
+        (name, OF_POLICIES[at % len(OF_POLICIES)], "", _policy_curve(cells, name)) for at, name in enumerate(policies)
+    ]
     for name, colour, words in ORACLES if cells[0].oracles else ():
         found.append((words, colour, "6 4", _oracle_curve(cells, name, prompt)))
     infinite = cells[0].split.overlap / prompt
@@ -152,21 +156,22 @@ def timeline_drawing(sheet: Sheet, cell: Cell) -> Drawing:
     """Prompt tokens by the time of their arrival, and what became of them."""
     most = max((bucket.split.prompt for bucket in cell.timeline), default=1)
     left, right = _sides(sheet)
-    width = (right - left) / max(1, len(cell.timeline))
+    width, start = (right - left) / BUCKETS, cell.timeline[0].start
+    seconds = max(cell.timeline[-1].start - start, 1e-9) / (BUCKETS - 1)
     shapes: list[str] = []
-    for number, bucket in enumerate(cell.timeline):
-        y = HEIGHT / 2
+    for bucket in cell.timeline:
+        x, y = left + (bucket.start - start) / seconds * width, HEIGHT / 2
         for name, colour, words in PARTS:
             tokens = getattr(bucket.split, name)
             height = HEIGHT / 2 * tokens / max(1, most)
             y -= height
             tip = f"from {bucket.start:,.0f} s: {words} {tokens:,} of {bucket.split.prompt:,} tokens"
-            shapes.append(rect(left + number * width, y, width * 0.9, height, colour, kind=name, tip=tip))
-    for x, at in ((left, 0), (right, -1)):
-        words = f"{cell.timeline[at].start:,.0f} s"
-        shapes.append(text(x, HEIGHT / 2 + 16, words, size=11, fill=FAINT, anchor="end" if at else "start"))
-    said = f"{format_size(cell.memory)}, {cell.policy}; prompt tokens by arrival"
-    return stack([heading(sheet, "Over time", said), Drawing(tuple(shapes), HEIGHT / 2 + 20)], 8)
+            shapes.append(rect(x, y, width * 0.9, height, colour, kind=name, tip=tip))
+    for x, at, anchor in ((left, start, "start"), (right, start + seconds * BUCKETS, "end")):
+        shapes.append(text(x, HEIGHT / 2 + 16, f"{at:,.0f} s", size=11, fill=FAINT, anchor=anchor))
+    said = f"{format_size(cell.memory)}, {cell.policy}; prompt tokens by arrival, at most {most:,}"
+    keys = [(colour, words) for _, colour, words in PARTS]
+    return stack([heading(sheet, "Over time", said), legend(sheet, keys), Drawing(tuple(shapes), HEIGHT / 2 + 20)], 8)
 
 
 def occupancy_drawing(sheet: Sheet, cell: Cell) -> Drawing:
@@ -183,6 +188,8 @@ def occupancy_drawing(sheet: Sheet, cell: Cell) -> Drawing:
             y -= height
             tip = f"after request {at.request:,}: {tag} {short_size(size)}"
             shapes.append(rect(left + number * width, y, width, height, colours[tag], kind="cached", tip=tip))
+    for x, request, anchor in ((left, 1, "start"), (right, cell.requests, "end")):
+        shapes.append(text(x, HEIGHT / 2 + 16, f"request {request:,}", size=11, fill=FAINT, anchor=anchor))
     said = f"{format_size(cell.memory)}, {cell.policy}; at most {short_size(most)} cached"
     keys = [(colours[tag], tag) for tag in cell.groups]
-    return stack([heading(sheet, "Occupancy", said), legend(sheet, keys), Drawing(tuple(shapes), HEIGHT / 2 + 6)], 8)
+    return stack([heading(sheet, "Occupancy", said), legend(sheet, keys), Drawing(tuple(shapes), HEIGHT / 2 + 20)], 8)

@@ -41,6 +41,6 @@ def _row(where: str, row: dict[str, Any], numbering: Numbering) -> BlockRequest:
     except (KeyError, TypeError) as error:
         raise unusable(where, error) from error
     arrival = checked_time(where, "timestamp", arrival)
-    prompt = checked_tokens(where, "input_length", prompt, least=1)
+    prompt = checked_tokens(where, "input_length", prompt)
     output = checked_tokens(where, "output_length", row.get("output_length", 0))
     return BlockRequest(arrival, checked_ids(where, ids, prompt, BLOCK_TOKENS), prompt, output, "")

@@ -63,7 +63,7 @@ def _requests(where: str, rows: Iterable[Any]) -> Iterator[tuple[str, dict[str, 
 def _row(
     where: str, row: dict[str, Any], session: str, scope: str, block_tokens: int, start: float, numbering: Numbering
 ) -> BlockRequest:
-    prompt = checked_tokens(where, "in", row.get("in"), least=1)
+    prompt = checked_tokens(where, "in", row.get("in"))
     output = checked_tokens(where, "out", row.get("out") or 0)
     arrival = start + checked_time(where, "t", row.get("t") or 0)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +52,9 @@ def read(path: Path, reading: Reading) -> Trace:  # noqa: ARG001 - nothing in it
 
 
 def _seconds(text: str) -> float:
-    """Seconds as they are, or a time of day, whose digits beyond microseconds are dropped."""
+    """Seconds as they are, or a time of day, of UTC where no zone is said; digits beyond microseconds are dropped."""
     try:
         return float(text)
     except ValueError:
-        whole, _, part = text.partition(".")
-        return datetime.fromisoformat(whole).timestamp() + float(f"0.{part[:6].rstrip('Z') or '0'}")
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -79,10 +79,12 @@ def _tokens(path: Path, match: re.Match[str], number: int) -> int:
 
 
 def _times(text: list[str], numbers: Iterable[int]) -> list[float]:
-    """Seconds of each line by its own clock, or, without one, by its number."""
-    found = []
+    """Seconds of each line by its own clock, or, without one, by its number. January after December is
+    another year."""
+    found, years, last = list[float](), 0, 0
     for number in numbers:
         match = CLOCK.search(text[number])
         month, day, hour, minute, second = map(int, match.groups()) if match else (0, 0, 0, 0, number)
-        found.append((((month * 31 + day) * 24 + hour) * 60 + minute) * 60.0 + second)
+        years, last = years + ((last, month) == (12, 1)), month
+        found.append(((((years * 12 + month) * 31 + day) * 24 + hour) * 60 + minute) * 60.0 + second)
     return found

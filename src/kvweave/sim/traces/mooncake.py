@@ -27,7 +27,7 @@ def read(path: Path, reading: Reading) -> Trace:
         except (KeyError, TypeError) as error:
             raise unusable(where, error) from error
         arrival = checked_time(where, "timestamp", arrival) / 1000
-        prompt = checked_tokens(where, "input_length", prompt, least=1)
+        prompt = checked_tokens(where, "input_length", prompt)
         output = checked_tokens(where, "output_length", row.get("output_length", 0))
         rows.append(BlockRequest(arrival, checked_ids(where, ids, prompt, BLOCK_TOKENS), prompt, output, ""))
     rows.sort(key=lambda row: row.arrival)

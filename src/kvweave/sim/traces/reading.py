@@ -49,13 +49,9 @@ class Reading:
     tokenize: Tokenize | None = None
 
     def text_trace(self, name: str, format: str, asked: Iterable[TextRequest], invented: Sequence[str] = ()) -> Trace:
-        """A trace of texts; requests whose prompt has not one token are left out."""
-        found = [self._request(*one) for one in asked]
-        requests = [request for request in found if request.prompt_tokens]
+        """A trace of texts."""
         notes = [*([] if self.tokenize else [NO_TOKENIZER]), *invented]
-        if len(requests) < len(found):
-            notes.append(f"{len(found) - len(requests):,} requests whose prompt has not one token are left out")
-        return make_trace(name, format, 1, requests, notes)
+        return make_trace(name, format, 1, (self._request(*one) for one in asked), notes)
 
     def _request(self, arrival: float, prompt: str, output: str, session: str) -> Request:
         tokenize = self.tokenize or tokens_of_bytes

@@ -15,6 +15,7 @@ from kvweave.sim.traces.trace_files import Head, TraceObject, records, unusable
 from kvweave.trace_writer import TRACE_NAME, TRACE_VERSION
 
 NAME = TRACE_NAME
+RECORDED_WITH = ("plan", "retention", "step_tokens")
 
 
 def matches(head: Head) -> bool:
@@ -44,6 +45,6 @@ def read(path: Path, reading: Reading) -> Trace:  # noqa: ARG001 - nothing in it
         blocks, session = np.concatenate([ids, numbering.new(tail)]), str(row.get("session") or f"request {number}")
         names = (session, str(row.get("namespace", "")))
         requests.append(Request(arrival, blocks, prompt, output, *names, cached))
-    recorded_with: dict[str, Any] = {name: header[name] for name in ("plan", "retention") if name in header}
+    recorded_with: dict[str, Any] = {name: header[name] for name in RECORDED_WITH if name in header}
     invented = [f"the ends of {tails:,} requests, shorter than a block of {block_tokens}, are tokens of their own"]
     return make_trace(path.name, NAME, block_tokens, requests, invented if tails else (), recorded_with)

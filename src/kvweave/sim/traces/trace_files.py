@@ -177,6 +177,9 @@ def _rows(file: str, text: IO[str]) -> Iterator[tuple[str, Any]]:
     except json.JSONDecodeError as error:
         at = f"column {error.colno}" if where != file else f"line {error.lineno}, column {error.colno}"
         raise TraceError(f"{where} is no JSON, nor JSON lines: {error.msg} in {at}") from error
+    except UnicodeDecodeError as error:
+        cure = "convert it, for instance with iconv -f LATIN1 -t UTF-8"
+        raise TraceError(f"{where} is no UTF-8 text, {error.reason} {error.object[error.start]:#x}: {cure}") from error
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{where} is no JSON, nor JSON lines: {error}") from error
 
