@@ -9,7 +9,6 @@ remembered of what is gone. Members that still wait count up to the age that the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import log2
 from typing import Final
 
@@ -98,7 +97,7 @@ class ClassWeights(AgeCounts):
         self._next_fit = max(self._next_fit, self._num_ended - FIT) + FIT
         first = self._first = max(0, round(self.log_age) - 1)
         all_times = self._times(waiting)
-        all_hits = [_sums_from(row) for row in self.hits]
+        all_hits = [_sums_from(row, self._octaves) for row in self.hits]
         total = sum([hits[first] for hits in all_hits])
         scale = (total + 1) / (sum([prior * times[first] for prior, times in zip(self.priors, all_times)]) + 1)
         for number, prior in enumerate(self.priors):
@@ -109,8 +108,10 @@ class ClassWeights(AgeCounts):
                 proven = (hits[old] + PROOF) / (times[old] + PROOF / (self.most * scale)) / scale
                 weight = min(weight, max(self.most, min(self.most_proven, proven)))
             self.weights[number] = self.weights_from[number][first] = weight
+            if not waiting:  # nobody asks for a gain
+                continue
             most = weight * MOST_RISE
-            for at in range(first + 1, OCTAVES):
+            for at in range(first + 1, min(self._octaves + 1, OCTAVES)):
                 weight = min(most, (hits[at] + PROOF) / (times[at] + PROOF / (weight * scale)) / scale)
                 self.weights_from[number][at] = weight
         self.forget()
@@ -118,13 +119,13 @@ class ClassWeights(AgeCounts):
     def _times(self, waiting: Sequence[Waiting]) -> list[list[float]]:
         """By class and octave: how many octaves of age members have waited from it on; half of the one in which they
         began or ended."""
-        changes = [[began - ended for began, ended in zip(*rows)] for rows in zip(self.began, self.ended)]
+        changes = [[a - b for a, b in zip(began, ended)] for began, ended in zip(self.began, self.ended)]
         for number, began, age, share in waiting:
             last = octave(age)
             add(changes[number], octave(began), share)
             add(changes[number], last, -share)
             self._octaves = max(self._octaves, last + 1)
-        return [_sums_from(_lives(row, self._octaves)) for row in changes]
+        return [_sums_from(_lives(row, self._octaves), self._octaves) for row in changes]
 
 
 def _lives(changes: list[float], octaves: int) -> list[float]:
@@ -136,9 +137,13 @@ def _lives(changes: list[float], octaves: int) -> list[float]:
     return lives
 
 
-def _sums_from(row: list[float]) -> list[float]:
+def _sums_from(row: list[float], octaves: int) -> list[float]:
     """The sum of a row from each octave on."""
-    return list(accumulate(reversed(row)))[::-1]
+    sums, total = [0.0] * OCTAVES, 0.0
+    for at in range(octaves - 1, -1, -1):
+        total += row[at]
+        sums[at] = total
+    return sums
 
 
 def octave(age: int) -> int:
