@@ -10,7 +10,7 @@ import pytest
 from kvweave.cache import Cache
 from kvweave.policy.adaptive import CLASSES, MOST_PROVEN, MOST_WEIGHT, PRIORS, REST, SPACED_PRIOR, Adaptive, class_of
 from kvweave.policy.age_counts import MOST_HITS
-from kvweave.policy.class_weights import FIT, OCTAVES
+from kvweave.policy.class_weights import FIT, MOST_RISE, OCTAVES, ClassWeights
 from kvweave.prefix import Kind
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Node, Point
@@ -112,6 +112,7 @@ def popular(order: Adaptive, hits_at: dict[int, int]) -> float:
         order.classes.hit(NOTHING_FOUND, (1 << octave) - 1, count)
         order.classes.end(NOTHING_FOUND, 0, (1 << octave) - 1, count)
     order.classes.end(MUCH_FOUND, 0, (1 << 9) - 1, 100000)
+    order.classes.fit()
     return order.classes.weights[NOTHING_FOUND]
 
 
@@ -127,6 +128,68 @@ def test_what_is_still_hit_at_great_ages_may_weigh_more() -> None:
     for order in (Adaptive([]), with_states()):
         assert 2 * MOST_WEIGHT < popular(order, {9: 100, 12: 1000}) <= MOST_PROVEN
     assert popular(Adaptive([]), {9: 100, 12: 10}) < 2 * MOST_WEIGHT, "a few hits prove little"
+
+
+def test_what_waits_in_vain_counts_before_it_is_evicted() -> None:
+    cache = Cache(plan_of(group("full", Full()), group("state", State()), pages=4096), policy="adaptive")
+    order = cache.state.prefix.order
+    assert isinstance(order, Adaptive)
+    for number in range(40):
+        run(cache, [number] * 20)
+    for _ in range(5000):
+        cache.state.prefix.queues.tick()
+    number = CLASSES.index("prompt end, nothing found")
+    order.classes.hit(MUCH_FOUND, 100, 40)
+    order.classes.end(MUCH_FOUND, 0, 100, FIT)
+    assert order.classes.is_due
+    assert cache.state.prefix.evict_next(1)
+    assert not order.classes.is_due
+    assert order.classes.weights[number] < 0.5 * order.classes.weights[MUCH_FOUND]
+
+
+def seen(hits_at: dict[int, int], *, waited: int = 2000) -> ClassWeights:
+    """Members of two classes waited up to an age of 2^15; of class 0 some were hit, at some octaves of age, of class 1
+    one in ten. A member is evicted at an age of 2^9, at a gain of 1."""
+    classes = ClassWeights([1.0, 1.0], MOST_WEIGHT)
+    for octave, count in hits_at.items():
+        classes.hit(0, (1 << octave) - 1, count)
+    for octave in range(8, 15):
+        classes.hit(1, (1 << octave) - 1, waited / 10)
+    for number in (0, 1):
+        classes.end(number, 0, (1 << 15) - 1, waited)
+        for _ in range(10 * FIT):  # averages move slowly
+            classes.evicted((1 << 9) - 1)
+    classes.fit([(0, 0, 0, 1.0)])
+    return classes
+
+
+def test_a_gain_ends_where_hits_do() -> None:
+    """Hits of octaves 8 to 11 alone: a dense member would be kept for long after the last of them."""
+    classes = seen(dict.fromkeys(range(8, 11), 800))
+    steady = seen(dict.fromkeys(range(8, 15), 343))
+    assert classes.weights[0] == pytest.approx(steady.weights[0], rel=0.01)
+    assert classes.gain(0, 1.0) <= steady.gain(0, 1.0)
+    assert classes.gain(0, 8.0) == pytest.approx(4.0), "up to an age of 2^11, where hits end"
+    assert steady.gain(0, 8.0) > 8.0
+
+
+def test_a_gain_grows_little_with_what_is_hit_late() -> None:
+    late = seen({14: 2400})
+    assert late.gain(0, 8.0) == pytest.approx(8.0 * MOST_RISE * late.weights[0])
+
+
+def test_a_small_belief_is_unlearned_by_fewer_hits() -> None:
+    weights = []
+    for prior in (0.04, 0.4):
+        classes = ClassWeights([prior, 1.0], MOST_WEIGHT)
+        classes.hit(0, 255, 8)
+        classes.end(0, 0, 255, 64)
+        classes.hit(1, 255, 8)
+        classes.end(1, 0, 255, 64)
+        classes.fit()
+        weights.append(classes.weights[0] / classes.weights[1])
+    assert weights[0] > 0.2, "after 8 hits it is five times what is believed at first"
+    assert weights[1] > weights[0]
 
 
 def test_a_gain_counts_from_what_was_evicted_last() -> None:

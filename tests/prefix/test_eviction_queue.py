@@ -40,3 +40,12 @@ def test_points_on_both_sides_of_where_a_bucket_was_split_are_found() -> None:
     for point in reversed(points):
         queue.remove(point)
     assert queue.first() is None
+
+
+def test_a_sample_is_spread_evenly_over_all_points() -> None:
+    queue, node = EvictionQueue(is_tips=True), Node(0, None, 0, np.empty(0, np.int32), [])
+    points = [Point(node, 0, Kind.PROMPT, ()) for _ in range(3 * BUCKET)]
+    for key, point in enumerate(points):
+        queue.add(point, key)
+    for each in (1, 2, 7, 1000):
+        assert queue.every(each) == points[::each]

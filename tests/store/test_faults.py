@@ -361,7 +361,7 @@ def killed(directory: Path, first: int, seconds: float, room: tuple[int, int]) -
 def check_killed(directory: Path, times: int, room: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvweave.store.journal.SLACK", 40)  # so that it is rewritten, too, while they are killed
     monkeypatch.setattr("kvweave.store.striped_file.STRIPE_BYTES", 8192)
-    monkeypatch.setattr(ClassWeights, "_fit", lambda _: None)  # so that the oldest are evicted first
+    monkeypatch.setattr(ClassWeights, "fit", lambda _: None)  # so that the oldest are evicted first
     chance, first = random.Random(times), 1001
     places, _ = room
     for _ in range(times):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
-from kvweave.policy.class_weights import ClassWeights
+from kvweave.policy.class_weights import ClassWeights, Waiting
 from kvweave.policy.evicted_runs import EvictedRun, EvictedRuns
 from kvweave.policy.policy import freed_bytes
 from kvweave.policy.stay_chances import StayChances
@@ -47,6 +47,8 @@ SPACED_PRIOR: Final = 0.1
 """Points that nobody has asked for are believed to be worth next to nothing, until hits say otherwise."""
 PRIORS = [SPACED_PRIOR, *[MOST_WEIGHT if FIRST_HIT <= number < REST else 1.0 for number in range(1, len(CLASSES))]]
 
+SAMPLE: Final = 128
+"""Of more points than so many that wait in a queue, each of these stands for several when weights are worked out."""
 NEXT: Final = 8
 LOOKED_AT: Final = 32
 """What a new point is compared with: so many of the points that are evicted next, among so many."""
@@ -83,7 +85,7 @@ class Adaptive(Order):
     def place(self, point: Point, is_tip: bool, now: int) -> tuple[int, Any]:  # noqa: ARG002
         number, stay_chances = class_of(point), self.stay_chances
         if stay_chances is None:
-            gain = self.classes.weights[number] * self._density(point, is_tip)
+            gain = self.classes.gain(number, self._density(point, is_tip))
         else:
             gain = self.classes.weights[number] if stay_chances.stays(use_of(point), point.last_used) else 0.0
         return 0, (point.floor + gain, point.last_used)
@@ -99,10 +101,22 @@ class Adaptive(Order):
 
     def choose(self, queues: list[EvictionQueue], now: int) -> Point | None:
         tips = queues[0]
+        if self.classes.is_due:
+            self.classes.fit(self._waiting(now))
         if self.stay_chances is not None and self.stay_chances.is_due and tips.size:
             next_to_go, gone = self._next_to_go(tips, now), self.evicted_runs.going_on
             self.stay_chances.update(next_to_go, self.classes.log_age, tips.size, gone)
         return super().choose(queues, now)
+
+    def _waiting(self, now: int) -> list[Waiting]:
+        """A sample of the points that wait."""
+        sample = list[Waiting]()
+        for queue in self.queues:
+            each = 1 + queue.size // SAMPLE
+            for point in queue.every(each):
+                began, age = point.queued - point.last_used, now - point.last_used
+                sample.append((class_of(point), began, age, float(each)))
+        return sample
 
     def _next_to_go(self, queue: EvictionQueue, now: int) -> list[tuple[int, int]]:
         """Class and age of some points that were to stay and are evicted next."""
@@ -126,7 +140,7 @@ class Adaptive(Order):
         self.floor = max(self.floor, key)
         self._end(point, now)
         if key > point.floor:  # it was to stay
-            self.classes.evicted(now - point.last_used)
+            self.classes.evicted(now - point.last_used, gain=key - point.floor)
 
     def on_cut(self, point: Point, node: Node, start: int, now: int) -> None:
         stay_chances = self.stay_chances
@@ -158,3 +172,5 @@ class Adaptive(Order):
 
     def _end(self, point: Point, now: int) -> None:
         self.classes.end(class_of(point), point.queued - point.last_used, now - point.last_used)
+        if self.stay_chances is not None and self.classes.is_due:
+            self.classes.fit()

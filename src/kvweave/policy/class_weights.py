@@ -2,7 +2,8 @@
 
 The weight of a class is counted: hits, over the time that evictable members of the class were there to be hit, a moment
 at age `a` counting `1 / a`. Eviction ends the time of a member, it does not distort the count, so nothing has to be
-remembered of what is gone. Ages are in any unit of time that does not pass more slowly for some than for others.
+remembered of what is gone. Members that still wait count up to the age that they have reached, where they are given
+(`fit`). Ages are in any unit of time that does not pass more slowly for some than for others.
 """
 
 from __future__ import annotations
@@ -15,15 +16,23 @@ from kvweave.policy.age_counts import AgeCounts, add
 
 OCTAVES: Final = 40
 BELIEF: Final = 8.0
-"""A weight is its prior at first; so many hits are worth as much as that belief."""
+"""A weight is its prior at first; so many hits are worth as much as that belief, ..."""
+SMALL: Final = 0.5
+"""... times a small prior (below 1) to this power: few hits are enough to show that more are to be expected."""
 OLD: Final = 2
 """Ages are great that are twice that of eviction: so many octaves above the first one that counts."""
 PROOF: Final = 24.0
-"""So many hits at great ages are worth as much as the belief that no weight is above the most."""
+"""So many hits at great ages are worth as much as the belief that no weight is above the most, and as the belief that
+the weight at an age is that of the octave before."""
+MOST_RISE: Final = 1.5
+"""A weight at a great age is so many times that of an average age at most."""
 FIT: Final = 64
 """Weights are worked out anew after so many hits and evictions."""
 RECENT: Final = 64.0
 """The age of eviction is a moving average over about so many hits and evictions."""
+
+Waiting = tuple[int, int, int, float]
+"""A member whose time goes on: its class, its age when it came to wait, its age now, and for how many it stands."""
 
 
 class ClassWeights(AgeCounts):
@@ -35,12 +44,18 @@ class ClassWeights(AgeCounts):
         self.most = most
         self.most_proven = most_proven
         self.weights = [*priors]
+        """At the ages about that of eviction and beyond."""
+        self.weights_from = [[prior] * OCTAVES for prior in priors]
+        """By class: at the ages from an octave on, for octaves from `_first` on."""
+        self._first = 0
         self._num_ended = 0.0
         self._next_fit = float(FIT)
         self._octaves = 0
         """Up to the greatest age that a member reached."""
         self.log_age = 0.0
-        """Moving average of log2 of the age at which members are evicted."""
+        """Moving average of log2 of the age at which members are evicted, ..."""
+        self._log_unit = 0.0
+        """... and of this age for each unit of their gain."""
 
     def hit(self, number: int, age: int, share: float) -> None:
         """A member of a class, or a share of it, was hit. Its time is to be ended (`end`)."""
@@ -54,44 +69,81 @@ class ClassWeights(AgeCounts):
         add(self.ended[number], last, share)
         self._octaves = max(self._octaves, last + 1)
         self._num_ended += share
-        if self._num_ended >= self._next_fit:
-            self._next_fit += FIT
-            self._fit()
 
-    def evicted(self, age: int, share: float = 1.0) -> None:
-        """A member was evicted at an age; its time was ended before (`end`)."""
-        self.log_age += (log2(age + 1) - self.log_age) * share / min(self._num_ended, RECENT)
+    @property
+    def is_due(self) -> bool:
+        """Whether weights are to be worked out anew (`fit`)."""
+        return self._num_ended >= self._next_fit
 
-    def _fit(self) -> None:
-        """Weights from the counts at ages about that of eviction, in proportion to what is believed at first."""
-        first = max(0, round(self.log_age) - 1)
-        hits = [sum(row[first : self._octaves]) for row in self.hits]
-        times = [self._time(number, first) for number in range(len(self.priors))]
-        scale = (sum(hits) + 1) / (sum([prior * time for prior, time in zip(self.priors, times)]) + 1)
+    def gain(self, number: int, density: float) -> float:
+        """Of a member of a class: a weight x its density, the weight being that at the age up to which the gain keeps
+        it. A member is kept through an octave of age while its gain by what is known of this octave is above it."""
+        weights, at = self.weights_from[number], self._first
+        gain = weights[at] * density
+        while at + 1 < self._octaves and gain > (start := 2.0 ** (at + 1 - self._log_unit)):
+            at += 1
+            gain = max(weights[at] * density, start)
+        return gain
+
+    def evicted(self, age: int, share: float = 1.0, gain: float = 1.0) -> None:
+        """A member with a gain was evicted at an age; its time was ended before (`end`)."""
+        part, log_age = share / min(self._num_ended, RECENT), log2(age + 1)
+        self.log_age += (log_age - self.log_age) * part
+        self._log_unit += (log_age - log2(gain) - self._log_unit) * part
+
+    def fit(self, waiting: Sequence[Waiting] = ()) -> None:
+        """Weights from the counts at ages about that of eviction and beyond, in proportion to what is believed at
+        first. `waiting` are members whose time goes on."""
+        self._next_fit = max(self._next_fit, self._num_ended - FIT) + FIT
+        first = self._first = max(0, round(self.log_age) - 1)
+        all_times = self._times(waiting)
+        all_hits = [_sums_from(row, self._octaves) for row in self.hits]
+        total = sum([hits[first] for hits in all_hits])
+        scale = (total + 1) / (sum([prior * times[first] for prior, times in zip(self.priors, all_times)]) + 1)
         for number, prior in enumerate(self.priors):
-            belief = BELIEF / (prior * scale)
-            weight = (hits[number] + BELIEF) / (times[number] + belief) / scale
-            if weight > self.most:
-                weight = min(weight, max(self.most, self._proven(number, first + OLD, scale)))
-            self.weights[number] = weight
+            hits, times, worth = all_hits[number], all_times[number], BELIEF * min(1.0, prior) ** SMALL
+            weight = (hits[first] + worth) / (times[first] + worth / (prior * scale)) / scale
+            if weight > self.most:  # of ages that no member reached nothing is known
+                old = min(first + OLD, OCTAVES - 1)
+                proven = (hits[old] + PROOF) / (times[old] + PROOF / (self.most * scale)) / scale
+                weight = min(weight, max(self.most, min(self.most_proven, proven)))
+            self.weights[number] = self.weights_from[number][first] = weight
+            if not waiting:  # nobody asks for a gain
+                continue
+            most = weight * MOST_RISE
+            for at in range(first + 1, min(self._octaves + 1, OCTAVES)):
+                weight = min(most, (hits[at] + PROOF) / (times[at] + PROOF / (weight * scale)) / scale)
+                self.weights_from[number][at] = weight
         self.forget()
 
-    def _proven(self, number: int, first: int, scale: float) -> float:
-        """The weight of a class by what happened from an octave on, `most` before anything did."""
-        hits, time = sum(self.hits[number][first : self._octaves]), self._time(number, first)
-        return min(self.most_proven, (hits + PROOF) / (time + PROOF / (self.most * scale)) / scale)
+    def _times(self, waiting: Sequence[Waiting]) -> list[list[float]]:
+        """By class and octave: how many octaves of age members have waited from it on; half of the one in which they
+        began or ended."""
+        changes = [[a - b for a, b in zip(began, ended)] for began, ended in zip(self.began, self.ended)]
+        for number, began, age, share in waiting:
+            last = octave(age)
+            add(changes[number], octave(began), share)
+            add(changes[number], last, -share)
+            self._octaves = max(self._octaves, last + 1)
+        return [_sums_from(_lives(row, self._octaves), self._octaves) for row in changes]
 
-    def _time(self, number: int, first: int) -> float:
-        """How many octaves of age members of a class have waited, from one on; half of the one in which they began or
-        ended."""
-        began, ended = self.began[number], self.ended[number]
-        waiting, time = 0.0, 0.0
-        for at in range(self._octaves):
-            change = began[at] - ended[at]
-            if at >= first:
-                time += waiting + change / 2
-            waiting += change
-        return max(0.0, time)
+
+def _lives(changes: list[float], octaves: int) -> list[float]:
+    """How many members waited through each octave; half of those that began or ended in it."""
+    lives, waiting = [0.0] * OCTAVES, 0.0
+    for at in range(octaves):
+        lives[at] = max(0.0, waiting + changes[at] / 2)
+        waiting += changes[at]
+    return lives
+
+
+def _sums_from(row: list[float], octaves: int) -> list[float]:
+    """The sum of a row from each octave on."""
+    sums, total = [0.0] * OCTAVES, 0.0
+    for at in range(octaves - 1, -1, -1):
+        total += row[at]
+        sums[at] = total
+    return sums
 
 
 def octave(age: int) -> int:

@@ -77,3 +77,11 @@ class EvictionQueue:
             number += 1
         point: Point = self._buckets[number][index][-1]
         return point
+
+    def every(self, each: int) -> list[Point]:
+        """One of `each` points, in their order."""
+        points, at = list[Point](), 0
+        for bucket in self._buckets:
+            points += [entry[-1] for entry in bucket[at::each]]
+            at = (at - len(bucket)) % each
+        return points

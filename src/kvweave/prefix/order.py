@@ -24,6 +24,8 @@ class Order:
     def __init__(self, groups: Sequence[PagedGroup]) -> None:
         self.groups = list(groups)
         self.grid = math.lcm(*[group.slot_tokens for group in groups])
+        self.queues: list[EvictionQueue] = []
+        """All queues of the cache that asks it."""
         self.floor = 0.0
         """Of orders in which time passes as memory is needed: the key of what was evicted last."""
         self.call: Callable[..., Any] = _call

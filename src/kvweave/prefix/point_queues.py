@@ -30,7 +30,7 @@ class PointQueues:
         self._has_inner = bool(tree.windows or tree.states)
         self._tips = [EvictionQueue(is_tips=True) for _ in range(order.num_queues)]
         self._inner = [EvictionQueue(is_tips=False) for _ in range(order.num_queues)]
-        self._all = [*self._tips, *self._inner]
+        self._all = order.queues = [*self._tips, *self._inner]
         self._held = self._held_points(tree)
 
     def _held_points(self, tree: Tree) -> HeldPoints | None:

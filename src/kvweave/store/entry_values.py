@@ -53,11 +53,16 @@ class EntryValues:
         for cell in np.flatnonzero(counts).tolist():
             number, age, share = cell // OCTAVES, (1 << cell % OCTAVES) - 1, int(counts[cell]) / self._together
             self._classes.hit(number, age, share)
-            self._classes.end(number, 0, age, share)
+            self._end(number, age, share)
 
     def evicted(self, value: float, hits: int, age: int) -> None:
         """An entry of this value is evicted."""
         self._floor = max(self._floor, value)
         share = 1 / self._together
-        self._classes.end(int(CLASS_OF[hits]), 0, age, share)
+        self._end(int(CLASS_OF[hits]), age, share)
         self._classes.evicted(age, share)
+
+    def _end(self, number: int, age: int, share: float) -> None:
+        self._classes.end(number, 0, age, share)
+        if self._classes.is_due:
+            self._classes.fit()
