@@ -162,7 +162,7 @@ class Daemon:
             self._sweeper.cancel()
         began = time.monotonic()
         loop = asyncio.get_running_loop()
-        # the loop's default threads: those of `ServerState` may be blocked by a client's long flush
+        # the loop's default threads: those of `ServerState` may be blocked by a client's long clear
         done = await loop.run_in_executor(None, self.state.backing.drain, self.settings.drain_s)
         if self.state.backing.executors:
             log.info("%s after %.1f s", "drained" if done else "not drained", time.monotonic() - began)

@@ -38,6 +38,8 @@ class JobQueue:
         self._unfinished: dict[int, None] = {}
         """Numbers of the writes that are queued or running, the oldest first."""
         self._count = 0
+        self._drains: dict[Future[None], int] = {}
+        """Futures of `drained`, with the last write that each is about."""
         self._turns: deque[object] = deque()
         """Callers that wait for room in the queue of writes, in their order."""
         self._moved_at = 0.0
@@ -115,6 +117,7 @@ class JobQueue:
         with self._lock:
             self._unfinished.pop(number, None)
             self._changed.notify_all()
+            self._end_drains()
 
     def _work(self, only_reads: bool) -> None:
         while (job := self._next(only_reads)) is not None:
@@ -150,7 +153,30 @@ class JobQueue:
         waited for."""
         with self._lock:
             last = self._count
-            return self._changed.wait_for(lambda: next(iter(self._unfinished), last + 1) > last, wait_s)
+            return self._changed.wait_for(lambda: self._were_tried(last), wait_s)
+
+    def drained(self) -> Future[None]:
+        """As `drain`, for callers that must not block. One that no longer waits cancels the future."""
+        future = Future[None]()
+        with self._lock:
+            self._drains[future] = self._count
+            self._end_drains()
+        future.add_done_callback(self._forget_drain)
+        return future
+
+    def _forget_drain(self, future: Future[None]) -> None:
+        with self._lock:
+            self._drains.pop(future, None)
+
+    def _end_drains(self) -> None:
+        for future in [each for each, last in self._drains.items() if self._were_tried(last)]:
+            del self._drains[future]
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+
+    def _were_tried(self, last: int) -> bool:
+        """Whether all writes up to this number were."""
+        return next(iter(self._unfinished), last + 1) > last
 
     def close(self, wait_s: float) -> bool:
         """Finish queued jobs and end the threads; returns whether all ended in time."""

@@ -264,6 +264,10 @@ class TierExecutor:
         """Wait until every write queued so far was tried; returns whether it was. In a forked child none is."""
         return self._is_forked or self._jobs.drain(wait_s)
 
+    def drained(self) -> Future[None]:
+        """As `drain`, for callers that must not block. One that no longer waits cancels the future."""
+        return self._jobs.drained()
+
     def close(self, wait_s: float) -> bool:
         """Finish queued jobs and close the tier; returns whether it was closed. A tier that hangs for `wait_s`, or a
         second more in its own `close`, is abandoned as it is."""
