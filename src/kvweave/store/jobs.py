@@ -13,12 +13,28 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from kvweave.errors import StoreError
 
 T = TypeVar("T")
 OVERDUE_S = 0.5
+
+
+class _Condition(threading.Condition):
+    """Entered and left as its lock is, in C: an interrupt within `Condition.__enter__` would leave it locked."""
+
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+
+class _JobFuture(Future[T]):
+    """A future whose caller may be interrupted anywhere: the thread that ends the job is not locked out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = _Condition()
 
 
 class _Job:
@@ -61,7 +77,7 @@ class JobQueue:
 
     def read(self, work: Callable[[], T]) -> Future[T]:
         """Queue a read. After `close` it fails at once: no thread would begin it, and its caller would wait."""
-        future: Future[T] = Future()
+        future = _JobFuture[T]()
         with self._lock:
             if self._closed:
                 future.set_exception(StoreError("the queue is closed"))
@@ -78,20 +94,20 @@ class JobQueue:
             if not self._has_room(wait_s, stalled_s):
                 return None
             self._count += 1
-            future, number = Future[T](), self._count
-            self._unfinished[number] = None
+            future, number = _JobFuture[T](), self._count
+            future.add_done_callback(lambda _: self._finished(number))
             if not self._writes:
                 self._moved_at = time.monotonic()
             self._writes.append(_Job(future, work))
+            self._unfinished[number] = None  # last: what is not queued, after an interrupt, would never be finished
             self._for_workers.notify()
-        future.add_done_callback(lambda _: self._finished(number))
         return future
 
     def _has_room(self, wait_s: float, stalled_s: float) -> bool:
         """Wait for this caller's turn and for room."""
         turn, began = object(), time.monotonic()
-        self._turns.append(turn)
         try:
+            self._turns.append(turn)
             while not self._closed:
                 if self._turns[0] is turn and len(self._writes) < self._most_writes:
                     return True
@@ -101,7 +117,8 @@ class JobQueue:
                 self._changed.wait(left_s)
             return False
         finally:
-            self._turns.remove(turn)
+            if turn in self._turns:  # unless it was interrupted before
+                self._turns.remove(turn)
             self._changed.notify_all()
 
     def is_stalled(self, seconds: float) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
 from dataclasses import dataclass
@@ -164,7 +164,7 @@ class TierExecutor:
         if breaker is not self.writes or self.policy.inline:
             read = self._jobs.read(job)
             if self.policy.inline:
-                wait([read])
+                read.exception()  # waits; `futures.wait` keeps the future locked when it is interrupted
             return read
         future = self._jobs.write(job, wait_s, self.policy.deadline_s)
         if future is None:
