@@ -150,9 +150,9 @@ def test_a_prompt_on_disk_waits_for_room_in_the_arena_and_is_loaded_whole(tmp_pa
         assert not arena.is_held
 
 
-@pytest.mark.parametrize("place", ["arena", "disk"])
+@pytest.mark.parametrize(("place", "times"), [("arena", 1), ("disk", 1), ("disk", 5)])
 def test_what_others_evict_between_a_fetch_and_its_lease_is_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, times: int
 ) -> None:
     """Blobs that came from disk, and those that were in the arena when the fetch began."""
     calls, real = list[int](), BackingTiers.fetch
@@ -160,7 +160,7 @@ def test_what_others_evict_between_a_fetch_and_its_lease_is_fetched_again(
     def fetch(backing: BackingTiers, wants: Sequence[BlobRequest], budget: Budget) -> bool:
         arrived = real(backing, wants, budget)
         calls.append(len(wants))
-        if len(calls) == 1:
+        if len(calls) <= times:
             here, mine = backing._arena.keys(), {want.key for want in wants}
             backing._arena.delete([key for key in here if (key in mine) == (place == "disk")])
         return arrived
@@ -172,4 +172,4 @@ def test_what_others_evict_between_a_fetch_and_its_lease_is_fetched_again(
             daemon.state.arena.delete(daemon.state.arena.keys()[::2])
             monkeypatch.setattr(BackingTiers, "fetch", fetch)
             assert client.load(client.lookup(prompt(0), lease=False), verify) == 1024
-        assert len(calls) == 2
+        assert len(calls) == times + 1

@@ -48,6 +48,11 @@ class BackingTiers:
         self._in_flight: dict[bytes, Future[None]] = {}
         self._lock = threading.Lock()
 
+    @property
+    def patience_s(self) -> float:
+        """How long a request without a budget goes on, where there are tiers."""
+        return max(executor.patience_s for executor in self.executors)
+
     def where(self, keys: Sequence[bytes], budget: Budget) -> tuple[NDArray[np.bool_], bool]:
         """Which keys any tier has, and whether any tier did not answer in time. With a budget of 0 this does not wait:
         only tiers that answer at once are asked."""

@@ -31,8 +31,6 @@ ROOM_S = 2.0
 """Seconds that a reservation waits for others to free space; `PATIENCE` times as long while they do, and it is too
 little."""
 AT_ONCE = Budget(0.0)
-FETCHES = 3
-"""Attempts to have all blobs of a request in the arena at once: others may evict some before they are leased."""
 SCHEMA_BYTES = 8 << 20
 """Bytes that the registrations of one connection may take."""
 Flags = NDArray[np.bool_]
@@ -291,10 +289,11 @@ class ClientSession:
     async def _fetch_from_backing(
         self, sequence: OpenSequence, pieces: Pieces, lease: int, budget_s: float | None
     ) -> Reply:
-        budget, keys = Budget.of(budget_s), sequence.keys_at(pieces)
-        for _ in range(FETCHES):
-            wants = sequence.wants_at(pieces[~self._arena.contains(keys)])
-            if not wants or not await self._state.in_thread("read", self._state.backing.fetch, wants, budget):
+        """Until all blobs are in the arena at once: others may evict some before they are leased."""
+        backing, keys = self._state.backing, sequence.keys_at(pieces)
+        budget = Budget.of(Budget.of(budget_s).within(backing.patience_s))
+        while wants := sequence.wants_at(pieces[~self._arena.contains(keys)]):
+            if not await self._state.in_thread("read", backing.fetch, wants, budget) or budget.is_spent:
                 break
         return self._fetched(sequence, pieces, lease)
 
@@ -407,8 +406,7 @@ class ClientSession:
     def _keep(self, keys: Sequence[bytes], budget_s: float | None) -> Awaitable[Reply]:
         """Queue for the backing tiers; a full queue delays the reply, up to the deadline. Pinned from the commit on:
         what is evicted before it is queued would be lost."""
-        longest = max(executor.patience_s for executor in self._state.backing.executors)
-        budget = Budget.of(Budget.of(budget_s).within(longest))
+        budget = Budget.of(Budget.of(budget_s).within(self._state.backing.patience_s))
         # shielded: when the connection ends, the blobs are still queued, and unpinned
         return asyncio.shield(self._kept(keys, self._arena.pin(keys).slots, budget))
 
