@@ -36,7 +36,7 @@ CACHE = tuple(f"tests/cache/test_{name}.py" for name in ("cache", "steps", "wind
 CORE = (*CACHE, "tests/pool", "tests/table", "tests/prefix", "tests/policy")
 SERVER_FILES = (
     "leases shares pins protocol requests tiers operations deadlines small_promises inbox capacity staged"
-    " save_operation shared_arena"
+    " save_operation shared_arena hung"
 )
 SERVER = tuple(f"tests/server/test_{name}.py" for name in SERVER_FILES.split())
 STORE_FILES = (

@@ -49,6 +49,14 @@ def test_an_unknown_group_is_an_error(tmp_path: Path) -> None:
         pass
 
 
+def test_a_socket_whose_path_is_too_long_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    wish = settings(tmp_path / ("x" * 120))
+    words = f"{len(bytes(wish.socket))} bytes, 107 at most"
+    with pytest.raises(ConfigError, match=words), serving(wish):
+        pass
+    assert not wish.socket.parent.exists()
+
+
 def test_another_user_is_refused_even_if_the_socket_lets_it_in() -> None:
     if os.getuid():
         pytest.skip("only root can be another user here")

@@ -74,7 +74,8 @@ def test_nothing_is_dropped_while_the_disk_is_behind_and_moves(tmp_path: Path) -
     """Sixteen writers at a queue of one: the last waits longer than the disk's deadline, and gets its turn."""
     tier, clients = SlowDisk(), 16
     policy = TierPolicy(write="back", queue_jobs=1, deadline_s=0.5)
-    with serving(settings(tmp_path, memory=6 * prompt_bytes()), TierStack((tier, policy))) as daemon:
+    backing = TierStack((tier, policy))
+    with serving(settings(tmp_path, memory=6 * prompt_bytes()), backing) as daemon:
 
         def work(number: int) -> int:
             with store(tmp_path / "kv.sock") as client:
@@ -82,7 +83,7 @@ def test_nothing_is_dropped_while_the_disk_is_behind_and_moves(tmp_path: Path) -
 
         with ThreadPoolExecutor(clients) as threads:
             dropped = [*threads.map(work, range(clients))]
-        assert daemon.state.backing.flush(30)
+        assert backing.flush(30)
         assert sum(dropped) == 0
         assert [each.drops for each in daemon.report().tiers] == [{}, {}]
         assert len(tier.blobs) == daemon.report().tiers[0].stored
@@ -91,7 +92,8 @@ def test_nothing_is_dropped_while_the_disk_is_behind_and_moves(tmp_path: Path) -
 def test_what_was_committed_is_not_evicted_before_it_is_queued_for_the_disk(tmp_path: Path) -> None:
     """The threads that queue are busy: the blobs wait, and other saves would take their places."""
     tier, busy = DictTier("disk"), threading.Event()
-    with serving(settings(tmp_path, memory=2 * prompt_bytes()), TierStack((tier, TierPolicy(write="back")))) as daemon:
+    backing = TierStack((tier, TierPolicy(write="back")))
+    with serving(settings(tmp_path, memory=2 * prompt_bytes()), backing) as daemon:
         writers = daemon.state._threads["write"]
         for _ in range(writers._max_workers):
             writers.submit(busy.wait, 30)
@@ -103,7 +105,7 @@ def test_what_was_committed_is_not_evicted_before_it_is_queued_for_the_disk(tmp_
             time.sleep(0.5)
             busy.set()
             saved = [each.result(30) for each in saves]
-        assert daemon.state.backing.flush(30)
+        assert backing.flush(30)
         assert sum(each.dropped for each in saved) == 0
         assert len(tier.blobs) == sum(each.stored for each in saved)
         for each in clients:
@@ -148,9 +150,9 @@ def test_a_prompt_on_disk_waits_for_room_in_the_arena_and_is_loaded_whole(tmp_pa
         assert not arena.is_held
 
 
-@pytest.mark.parametrize("place", ["arena", "disk"])
+@pytest.mark.parametrize(("place", "times"), [("arena", 1), ("disk", 1), ("disk", 5)])
 def test_what_others_evict_between_a_fetch_and_its_lease_is_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, times: int
 ) -> None:
     """Blobs that came from disk, and those that were in the arena when the fetch began."""
     calls, real = list[int](), BackingTiers.fetch
@@ -158,7 +160,7 @@ def test_what_others_evict_between_a_fetch_and_its_lease_is_fetched_again(
     def fetch(backing: BackingTiers, wants: Sequence[BlobRequest], budget: Budget) -> bool:
         arrived = real(backing, wants, budget)
         calls.append(len(wants))
-        if len(calls) == 1:
+        if len(calls) <= times:
             here, mine = backing._arena.keys(), {want.key for want in wants}
             backing._arena.delete([key for key in here if (key in mine) == (place == "disk")])
         return arrived
@@ -170,4 +172,4 @@ def test_what_others_evict_between_a_fetch_and_its_lease_is_fetched_again(
             daemon.state.arena.delete(daemon.state.arena.keys()[::2])
             monkeypatch.setattr(BackingTiers, "fetch", fetch)
             assert client.load(client.lookup(prompt(0), lease=False), verify) == 1024
-        assert len(calls) == 2
+        assert len(calls) == times + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from kvweave.errors import ServerTimeout
-from kvweave.server import Client, RemoteStore, protocol
+from kvweave.server import Client, RemoteStore, channel, protocol
+from kvweave.server.channel import Channel
 from kvweave.server.heartbeat import FROZEN_S
 from kvweave.store import DictTier, Operation, Shard, TierPolicy, TierStack
 from kvweave.store.keys import Bytes
@@ -227,6 +229,32 @@ def test_a_lookup_that_a_tier_did_not_answer_is_counted_apart_from_a_miss(tmp_pa
         client.lookup(prompt(0))
         assert (client.stats().unanswered, daemon.report().unanswered) == (1, 1)
         client.close()
+
+
+class Flooding:
+    """A socket over which a hundred thousand late replies come, without a pause, before the right one."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self) -> None:
+        self.time_s, self._replies = 0.0, iter([protocol.frame(protocol.Done(), 99)] * 100_000)
+
+    def monotonic(self) -> float:
+        return self.time_s
+
+    def settimeout(self, _: float) -> None: ...
+
+    def recv(self, _: int) -> bytes:
+        self.time_s += 0.001
+        return next(self._replies, protocol.frame(protocol.Done(), 1))
+
+
+def test_a_deadline_holds_though_late_replies_never_stop_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    flooding: Any = Flooding()
+    monkeypatch.setattr(channel, "time", flooding)
+    with pytest.raises(ServerTimeout, match="in time"):
+        Channel(flooding).receive([1], BUDGET_S)
+    assert flooding.time_s == pytest.approx(BUDGET_S, abs=0.01)
 
 
 def test_clients_cannot_write_to_the_heartbeat(tmp_path: Path) -> None:

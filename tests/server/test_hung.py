@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.server import Daemon, Disk, Settings
+from kvweave.server import Client, Daemon, Disk, Settings, protocol
+from kvweave.server.connection import AHEAD_BYTES
 from kvweave.store import DiskTier
 from kvweave.store.journal import FileJournal
 from kvweave.store.reopening_tier import ReopeningTier
@@ -118,3 +119,61 @@ def test_flushes_that_wait_do_not_keep_the_daemon_from_stopping(tmp_path: Path, 
         flush.join()
     for each in patient:
         each.close()
+
+
+def test_flushes_that_wait_hold_up_no_other_and_leave_nothing_when_their_clients_go(
+    tmp_path: Path, go_on: threading.Event
+) -> None:
+    with serving(wish(tmp_path)) as daemon:
+        hang(daemon)
+        patient = [Client(daemon.settings.socket, arena=False) for _ in range(8)]
+        for each in patient:
+            each.post(protocol.Flush(3600))
+        with Client(daemon.settings.socket, arena=False) as other:
+            assert other.ask(protocol.Flush(0.1), protocol.Done, 30).count == 0, "not drained, but answered"
+        jobs = daemon.state.backing.executors[0]._jobs
+        until(lambda: len(jobs._drains) == len(patient))
+        for each in patient:
+            each.close()
+        until(lambda: not jobs._drains and not daemon._connections)
+        with Client(daemon.settings.socket, arena=False) as other:
+            other.post(protocol.Flush(3600))
+            go_on.set()
+            assert other.ask(protocol.Flush(60), protocol.Done, 60).count == 1
+
+
+def test_a_client_that_ends_while_its_request_waits_gives_back_what_it_held(
+    tmp_path: Path, go_on: threading.Event
+) -> None:
+    with serving(wish(tmp_path)) as daemon:
+        hang(daemon)
+        client = store(daemon.settings.socket)
+        assert client.lookup(prompt(0)).position
+        client.client.post(protocol.Flush(3600))
+        until(lambda: bool(daemon.state.backing.executors[0]._jobs._drains))
+        (connection,) = [each for each in daemon._connections if each.report().leases]
+        client.client.post(protocol.Ping())
+        until(lambda: connection._frames.num_bytes > 0)
+        client.close()
+        until(lambda: not daemon._connections and not daemon.state.leased.held_bytes)
+        assert not go_on.is_set()
+
+
+def test_while_a_request_waits_later_ones_are_read_up_to_a_bound_and_served_in_turn(
+    tmp_path: Path, go_on: threading.Event
+) -> None:
+    with serving(wish(tmp_path)) as daemon, Client(daemon.settings.socket, arena=False) as client:
+        hang(daemon)
+        until(lambda: len(daemon._connections) == 1)
+        later = [protocol.Release(list(range(1 << 14))) for _ in range(100)]
+        (connection,) = daemon._connections
+        replies: list[object] = []
+        asking = threading.Thread(
+            target=lambda: replies.extend(client.exchange([protocol.Flush(60), *later], 60).replies)
+        )
+        asking.start()
+        until(lambda: connection._transport is not None and not connection._transport.is_reading())
+        assert AHEAD_BYTES < connection._frames.num_bytes < len(protocol.frame(later[0], 1)) * len(later) / 2
+        go_on.set()
+        asking.join()
+        assert replies == [protocol.Done(1), *[protocol.Done(0)] * len(later)]

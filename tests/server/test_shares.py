@@ -14,7 +14,7 @@ from kvweave.errors import OverLimit
 from kvweave.server import Daemon, Disk, Limits, RemoteStore, protocol
 from kvweave.server.protocol import packed
 from kvweave.server.shared_arena import SharedArena
-from kvweave.store import Quota
+from kvweave.store import DiskTier, Quota, TierPolicy, TierStack
 from kvweave.store.catalog import Catalog
 from kvweave.store.keys import tenant_id
 from tests.server.models import POINTS, SCHEMA, prompt, prompt_bytes, serving, settings, store, verify
@@ -172,7 +172,8 @@ def test_single_blobs_are_not_reserved_beyond_the_share_either(tmp_path: Path) -
 
 def test_saves_and_loads_of_one_client_wait_for_each_other_and_are_not_refused(tmp_path: Path) -> None:
     """Each alone takes what a connection may hold."""
-    with serving(settings(tmp_path, memory=4 * prompt_bytes(), disk=Disk(tmp_path / "disk", 64 << 20))):
+    backing = TierStack((DiskTier(tmp_path / "disk", 64 << 20), TierPolicy(write="back", deadline_s=60)))
+    with serving(settings(tmp_path, memory=4 * prompt_bytes()), backing):
         client = store(tmp_path / "kv.sock")
         saves = [client.submit_save(prompt(number), truth, points=POINTS) for number in range(12)]
         assert sum(save.result().dropped for save in saves) == 0

@@ -32,6 +32,10 @@ def interrupted(call: Callable[[], object], after: int) -> bool:
         call()
     except Interrupt:
         return True
+    except RuntimeError as error:  # `Condition.wait` was interrupted when it had released its lock
+        if not isinstance(error.__context__, Interrupt):
+            raise
+        return True
     finally:
         sys.setprofile(None)
     return False

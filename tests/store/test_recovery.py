@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,12 +216,19 @@ def test_a_full_disk_is_opened_and_served(tiny: Path) -> None:  # noqa: F811
     tier.close()
 
 
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [(Path.symlink_to, "symbolic links"), (Path.hardlink_to, "another name"), (None, "not a regular")],
+)
+def test_a_lock_that_leads_elsewhere_is_not_followed(
+    tmp_path: Path, link: Callable[[Path, Path], None] | None, words: str
+) -> None:
     precious = tmp_path / "precious"
     precious.write_text("do not touch")
     (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "lock").symlink_to(precious)
-    with pytest.raises(TierError, match="symbolic links"):
+    lock = tmp_path / "store" / "lock"
+    link(lock, precious) if link else os.mkfifo(lock)
+    with pytest.raises(TierError, match=words):
         DiskTier(tmp_path / "store", ROOM)
     assert precious.read_text() == "do not touch"
 

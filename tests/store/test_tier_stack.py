@@ -127,12 +127,12 @@ def test_a_tier_that_hangs_costs_a_request_its_deadline_and_no_more(far: Trouble
     for _ in range(6):
         began = time.monotonic()
         assert store.load(store.lookup(prompt), verify) == 1024  # all of it is near
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5, "it waited until the tier no longer hangs"
     assert store.stats().tiers[1].late >= 1
     assert store.stats().tiers[1].open
-    began = time.monotonic()
+    asked = len(far.asked)
     store.lookup(prompt)
-    assert time.monotonic() - began < 0.1  # it is not even asked any more
+    assert len(far.asked) == asked, "it is not even asked any more"
 
 
 def test_a_request_waits_for_its_budget_and_no_longer(far: Troubled, make: Make) -> None:
@@ -299,12 +299,11 @@ def _refuse(keys: Sequence[bytes], blobs: Sequence[Blob]) -> list[bool]:
 def test_write_back_answers_at_once_and_flush_waits(far: Troubled, make: Make) -> None:
     store, prompt = make(TierPolicy(write="back", deadline_s=5))
     far.fine.clear()
-    threading.Timer(0.2, far.fine.set).start()
     store.tier_stack.missing = lambda keys, budget: np.ones(len(keys), bool)  # type: ignore[method-assign]
-    began = time.monotonic()
     saved = store.save(prompt, payload)
-    assert time.monotonic() - began < 0.15
     assert saved.dropped == 0
+    assert (len(far.blobs), store.stats().tiers[1].late) == (0, 0), "the save waited for a write"
+    far.fine.set()
     assert store.flush(5)
     assert len(far.blobs) == saved.stored
 

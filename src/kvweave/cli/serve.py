@@ -51,9 +51,7 @@ TlsCert = Annotated[Path | None, _access(metavar="FILE", help="The certificate f
 TlsKey = Annotated[Path | None, _access(metavar="FILE", help="The private key of --tls-cert.")]
 LeaseS = Annotated[
     float | None,
-    _times(
-        "--lease", metavar="SECONDS", help="A client that is silent for this long loses its leases.", show_default="30"
-    ),
+    _times("--lease", metavar="SECONDS", help="Leases of lookups and saves end after this.", show_default="30"),
 ]
 DrainS = Annotated[
     float | None,

@@ -1,5 +1,5 @@
 """The tiers behind the arena. Methods may block for long: they are called from threads, never from the event loop,
-except `where` with a budget of 0.
+except `where` with a budget of 0, and `flush`, a coroutine: a flush may wait for an hour, and would hold a thread.
 
     fetch   read from the nearest tier that has the blob into an extent of the arena, check it, then make it visible
     keep    write from the arena, which keeps the extent pinned until the write is done
@@ -10,6 +10,7 @@ has timed out by then.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +47,11 @@ class BackingTiers:
         self.executors: tuple[TierExecutor, ...] = tier_stack.executors if tier_stack else ()
         self._in_flight: dict[bytes, Future[None]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def patience_s(self) -> float:
+        """How long a request without a budget goes on, where there are tiers."""
+        return max(executor.patience_s for executor in self.executors)
 
     def where(self, keys: Sequence[bytes], budget: Budget) -> tuple[NDArray[np.bool_], bool]:
         """Which keys any tier has, and whether any tier did not answer in time. With a budget of 0 this does not wait:
@@ -233,8 +239,14 @@ class BackingTiers:
         finally:
             self._arena.unpin(pinned.slots)
 
-    def flush(self, wait_s: float) -> bool:
-        return self._tier_stack.flush(wait_s) if self._tier_stack else True
+    async def flush(self, wait_s: float) -> bool:
+        """Wait for queued writes; returns whether all were tried in time. When it is cancelled nothing waits on."""
+        waiting = [asyncio.wrap_future(executor.drained()) for executor in self.executors]
+        try:
+            return not waiting or not (await asyncio.wait(waiting, timeout=wait_s))[1]
+        finally:
+            for each in waiting:
+                each.cancel()
 
     def describe(self) -> list[TierDescription]:
         return [

@@ -123,12 +123,13 @@ class Channel:
 
     def _receive(self, until: float) -> None:
         """Wait for more bytes, waking every `BEAT_S` to see whether the daemon is frozen."""
+        if time.monotonic() >= until:
+            raise ServerTimeout("the daemon did not answer in time")
         self._socket.settimeout(min(_left(until), BEAT_S))
         try:
             received = self._socket.recv(1 << 16)
         except TimeoutError:
-            if self.heartbeat.is_frozen or time.monotonic() >= until:
-                raise ServerTimeout("the daemon did not answer in time") from None
+            self.check()
             return
         if not received:
             raise ConnectionResetError("the daemon closed the connection")

@@ -1,9 +1,9 @@
 """One connection at the daemon: decodes requests and encodes replies. No input can stop the daemon.
 
 Requests are served in order. The replies to requests that came together are sent together: during a system call the
-threads of tiers get the interpreter, and the event loop waits for them. While a request waits for a tier, no further
-bytes are read from its connection; other connections go on. A message that is too long ends the connection after an
-error reply, since the start of the next message is unknown.
+threads of tiers get the interpreter, and the event loop waits for them. While a request waits for a tier, later ones
+of its connection wait, too; other connections go on. `AHEAD_BYTES` are read meanwhile: a client that ends is noticed. A
+message that is too long ends the connection after an error reply, since the start of the next message is unknown.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ HELLO_S, REFUSAL_S = 10.0, 1.0
 """Seconds for the first message; the same for a connection that will be refused."""
 AT_ONCE = 64
 """Requests of one connection that are served before other connections get their turn."""
+AHEAD_BYTES = 64 << 10
+"""When so many bytes of later requests were read, no more are until the one that waits is done."""
 REPLY_BYTES = 64 << 10
 """Replies that are longer together are not kept back: the client may not read them."""
 
@@ -104,6 +106,8 @@ class Connection(asyncio.Protocol):
         self._frames.add(data)
         if not self._task:
             self._pump()
+        elif self._frames.num_bytes > AHEAD_BYTES and self._transport:
+            self._transport.pause_reading()
 
     def _pump(self) -> None:
         """Serve the requests that are complete, at most `AT_ONCE` of them, and send the replies."""
@@ -181,7 +185,7 @@ class Connection(asyncio.Protocol):
             self._fail(error, request_id)
 
     def _wait(self, work: Awaitable[None]) -> None:
-        """Stop reading until the work is done."""
+        """Serve no other request until the work is done."""
 
         async def wait() -> None:
             try:
@@ -192,8 +196,6 @@ class Connection(asyncio.Protocol):
                     self._transport.resume_reading()
             self._pump()
 
-        if self._transport:
-            self._transport.pause_reading()
         self._task = asyncio.get_running_loop().create_task(wait())
 
     # ---- the first one
@@ -207,7 +209,8 @@ class Connection(asyncio.Protocol):
             protocol.Ping: lambda _: protocol.Done(),
             protocol.StatsRequest: lambda _: protocol.StatsReply(self._owner.report()),
             protocol.Describe: lambda request: protocol.DescribeReply(self._state.describe(request.model)),
-            protocol.Clear: self._clear,
+            # shielded: when the connection ends, what was begun is ended, and counted
+            protocol.Clear: lambda request: asyncio.shield(self._clear(request)),
             protocol.Flush: self._flush,
             protocol.Observed: self._observed,
         }
@@ -236,7 +239,7 @@ class Connection(asyncio.Protocol):
     async def _clear(self, request: protocol.Clear) -> Reply:
         wait_s = max(0.0, min(request.wait_s, 3600.0))
         cleared = protocol.ClearReply(
-            await self._state.in_thread("flush", self._state.clear, request.tenant, request.model, wait_s)
+            await self._state.in_thread("clear", self._state.clear, request.tenant, request.model, wait_s)
         )
         self._state.forget_uses(request.tenant, request.model)
         log.info("cleared %d entries for %s", cleared.entries, self.label)
@@ -249,8 +252,7 @@ class Connection(asyncio.Protocol):
         return protocol.Done()
 
     async def _flush(self, request: protocol.Flush) -> Reply:
-        done = await self._state.in_thread("flush", self._state.backing.flush, max(0.0, min(request.wait_s, 3600.0)))
-        return protocol.Done(int(done))
+        return protocol.Done(int(await self._state.backing.flush(max(0.0, min(request.wait_s, 3600.0)))))
 
     # ---- answers
 
@@ -288,12 +290,12 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client does not read its replies: stop serving it until it does."""
         self._paused = True
-        if self._transport and not self._task:
+        if self._transport:
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._paused = False
-        if self._transport and not self._task:
+        if self._transport:
             self._transport.resume_reading()
             self._pump()
 

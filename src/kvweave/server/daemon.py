@@ -34,6 +34,8 @@ from kvweave.units import format_bytes
 
 log = logging.getLogger("kvweave.server")
 HTTP_AT_ONCE = 32
+SOCKET_BYTES = 107
+"""Of the path of a Unix socket, at most."""
 DASHBOARD = (files("kvweave.server") / "dashboard.html").read_text(encoding="utf-8")
 REFUSED_AT_ONCE = 64
 EXTRAS = "pip install 'kvweave[redis]', 'kvweave[object]' or 'kvweave[mooncake]'"
@@ -162,7 +164,7 @@ class Daemon:
             self._sweeper.cancel()
         began = time.monotonic()
         loop = asyncio.get_running_loop()
-        # the loop's default threads: those of `ServerState` may be blocked by a client's long flush
+        # the loop's default threads: those of `ServerState` may be blocked by a client's long clear
         done = await loop.run_in_executor(None, self.state.backing.drain, self.settings.drain_s)
         if self.state.backing.executors:
             log.info("%s after %.1f s", "drained" if done else "not drained", time.monotonic() - began)
@@ -178,6 +180,8 @@ class Daemon:
 
 def _own(path: Path) -> DirectoryLock:
     """One daemon for each socket: the kernel releases the lock when the process ends, however it ends."""
+    if (num_bytes := len(os.fsencode(path))) > SOCKET_BYTES:
+        raise ConfigError(f"{path} has {num_bytes} bytes, {SOCKET_BYTES} at most for a socket; take a shorter --socket")
     if path.is_file() and path.stat().st_size:
         raise ConfigError(f"{path} is a file and no socket, and is not replaced by one: name another --socket")
     try:

@@ -20,6 +20,10 @@ class FrameBuffer:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self._buffer)
+
     def add(self, data: bytes) -> None:
         self._buffer += data
 

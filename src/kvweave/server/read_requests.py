@@ -21,8 +21,6 @@ from kvweave.store.keys import SHARD_ID_BYTES
 from kvweave.store.tier_stack import UNLIMITED, BlobRequest, Budget
 
 AT_ONCE = Budget(0.0)
-FETCHES = 3
-"""Attempts to have all blobs of a request in the arena at once: others may evict some before they are leased."""
 Flags = NDArray[np.bool_]
 """One flag for each key of a sequence, chunk by chunk."""
 
@@ -186,10 +184,11 @@ class ReadRequests:
     async def _fetch_from_backing(
         self, sequence: OpenSequence, pieces: Pieces, lease: int, budget_s: float | None
     ) -> Reply:
-        budget, keys = Budget.of(budget_s), sequence.keys_at(pieces)
-        for _ in range(FETCHES):
-            wants = sequence.wants_at(pieces[~self._arena.contains(keys)])
-            if not wants or not await self._state.in_thread("read", self._state.backing.fetch, wants, budget):
+        """Until all blobs are in the arena at once: others may evict some before they are leased."""
+        backing, keys = self._state.backing, sequence.keys_at(pieces)
+        budget = Budget.of(Budget.of(budget_s).within(backing.patience_s))
+        while wants := sequence.wants_at(pieces[~self._arena.contains(keys)]):
+            if not await self._state.in_thread("read", backing.fetch, wants, budget) or budget.is_spent:
                 break
         return self._fetched(sequence, pieces, lease)
 

@@ -35,8 +35,8 @@ from kvweave.store.tier import KeyFilter
 from kvweave.store.tier_executor import COUNTED
 
 T = TypeVar("T")
-THREADS = {"read": 16, "write": 16, "flush": 4, "copy": 4, "touch": 1}
-"""Threads by kind of work. Writers waiting for a tier's queue, and long flushes and clears, must not use up the threads
+THREADS = {"read": 16, "write": 16, "clear": 4, "copy": 4, "touch": 1}
+"""Threads by kind of work. Writers waiting for a tier's queue, and long clears, must not use up the threads
 of readers, nor those that copy out of inboxes. Beyond these numbers, requests of a kind queue up."""
 PREFIXES, SHOWN = 4096, 20
 LEASED_SHARE, FETCHED_SHARE, PINNED_SHARE = 0.5, 0.75, 0.5

@@ -127,8 +127,7 @@ class WriteRequests:
     def _keep(self, keys: Sequence[bytes], budget_s: float | None) -> Awaitable[Reply]:
         """Queue for the backing tiers; a full queue delays the reply, up to the deadline. Pinned from the commit on:
         what is evicted before it is queued would be lost."""
-        longest = max(executor.patience_s for executor in self._state.backing.executors)
-        budget = Budget.of(Budget.of(budget_s).within(longest))
+        budget = Budget.of(Budget.of(budget_s).within(self._state.backing.patience_s))
         # shielded: when the connection ends, the blobs are still queued, and unpinned
         return asyncio.shield(self._kept(keys, self._arena.pin(keys).slots, budget))
 

@@ -16,7 +16,7 @@ from kvweave.errors import Busy, ReadOnly, TierError, TierFull, Unreadable
 from kvweave.store import checksums
 from kvweave.store.forking import register_after_fork
 from kvweave.store.keys import Bytes
-from kvweave.store.striped_file import SECTOR, StripedFile
+from kvweave.store.striped_file import SECTOR, StripedFile, open_regular
 from kvweave.store.tier import Blob, ChecksumObserver, joined, whole
 
 SMALL_BYTES = 512 << 10
@@ -118,7 +118,10 @@ class DirectoryLock:
     """The lock of a directory, held while the process lives; the kernel releases it when the process dies."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+        if os.fstat(self._fd).st_nlink > 1:
+            os.close(self._fd)
+            raise OSError(errno.EMLINK, "The file has another name, too, under which it may be precious", str(path))
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

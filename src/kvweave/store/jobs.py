@@ -13,12 +13,28 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from kvweave.errors import StoreError
 
 T = TypeVar("T")
 OVERDUE_S = 0.5
+
+
+class _Condition(threading.Condition):
+    """Entered and left as its lock is, in C: an interrupt within `Condition.__enter__` would leave it locked."""
+
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+
+class _JobFuture(Future[T]):
+    """A future whose caller may be interrupted anywhere: the thread that ends the job is not locked out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = _Condition()
 
 
 class _Job:
@@ -38,6 +54,8 @@ class JobQueue:
         self._unfinished: dict[int, None] = {}
         """Numbers of the writes that are queued or running, the oldest first."""
         self._count = 0
+        self._drains: dict[Future[None], int] = {}
+        """Futures of `drained`, with the last write that each is about."""
         self._turns: deque[object] = deque()
         """Callers that wait for room in the queue of writes, in their order."""
         self._moved_at = 0.0
@@ -59,7 +77,7 @@ class JobQueue:
 
     def read(self, work: Callable[[], T]) -> Future[T]:
         """Queue a read. After `close` it fails at once: no thread would begin it, and its caller would wait."""
-        future: Future[T] = Future()
+        future = _JobFuture[T]()
         with self._lock:
             if self._closed:
                 future.set_exception(StoreError("the queue is closed"))
@@ -76,20 +94,20 @@ class JobQueue:
             if not self._has_room(wait_s, stalled_s):
                 return None
             self._count += 1
-            future, number = Future[T](), self._count
-            self._unfinished[number] = None
+            future, number = _JobFuture[T](), self._count
+            future.add_done_callback(lambda _: self._finished(number))
             if not self._writes:
                 self._moved_at = time.monotonic()
             self._writes.append(_Job(future, work))
+            self._unfinished[number] = None  # last: what is not queued, after an interrupt, would never be finished
             self._for_workers.notify()
-        future.add_done_callback(lambda _: self._finished(number))
         return future
 
     def _has_room(self, wait_s: float, stalled_s: float) -> bool:
         """Wait for this caller's turn and for room."""
         turn, began = object(), time.monotonic()
-        self._turns.append(turn)
         try:
+            self._turns.append(turn)
             while not self._closed:
                 if self._turns[0] is turn and len(self._writes) < self._most_writes:
                     return True
@@ -99,7 +117,8 @@ class JobQueue:
                 self._changed.wait(left_s)
             return False
         finally:
-            self._turns.remove(turn)
+            if turn in self._turns:  # unless it was interrupted before
+                self._turns.remove(turn)
             self._changed.notify_all()
 
     def is_stalled(self, seconds: float) -> bool:
@@ -115,6 +134,7 @@ class JobQueue:
         with self._lock:
             self._unfinished.pop(number, None)
             self._changed.notify_all()
+            self._end_drains()
 
     def _work(self, only_reads: bool) -> None:
         while (job := self._next(only_reads)) is not None:
@@ -150,7 +170,30 @@ class JobQueue:
         waited for."""
         with self._lock:
             last = self._count
-            return self._changed.wait_for(lambda: next(iter(self._unfinished), last + 1) > last, wait_s)
+            return self._changed.wait_for(lambda: self._were_tried(last), wait_s)
+
+    def drained(self) -> Future[None]:
+        """As `drain`, for callers that must not block. One that no longer waits cancels the future."""
+        future = Future[None]()
+        with self._lock:
+            self._drains[future] = self._count
+            self._end_drains()
+        future.add_done_callback(self._forget_drain)
+        return future
+
+    def _forget_drain(self, future: Future[None]) -> None:
+        with self._lock:
+            self._drains.pop(future, None)
+
+    def _end_drains(self) -> None:
+        for future in [each for each, last in self._drains.items() if self._were_tried(last)]:
+            del self._drains[future]
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+
+    def _were_tried(self, last: int) -> bool:
+        """Whether all writes up to this number were."""
+        return next(iter(self._unfinished), last + 1) > last
 
     def close(self, wait_s: float) -> bool:
         """Finish queued jobs and end the threads; returns whether all ended in time."""

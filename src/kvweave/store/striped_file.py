@@ -35,7 +35,7 @@ def open_regular(path: str | Path, flags: int) -> int:
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, f"{Path(path).name} is not a regular file")
+        raise OSError(errno.EINVAL, f"{Path(path).name} is not a regular file", str(path))
     return fd
 
 

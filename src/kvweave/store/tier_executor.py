@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
 from dataclasses import dataclass
@@ -164,7 +164,7 @@ class TierExecutor:
         if breaker is not self.writes or self.policy.inline:
             read = self._jobs.read(job)
             if self.policy.inline:
-                wait([read])
+                read.exception()  # waits; `futures.wait` keeps the future locked when it is interrupted
             return read
         future = self._jobs.write(job, wait_s, self.policy.deadline_s)
         if future is None:
@@ -263,6 +263,10 @@ class TierExecutor:
     def drain(self, wait_s: float) -> bool:
         """Wait until every write queued so far was tried; returns whether it was. In a forked child none is."""
         return self._is_forked or self._jobs.drain(wait_s)
+
+    def drained(self) -> Future[None]:
+        """As `drain`, for callers that must not block. One that no longer waits cancels the future."""
+        return self._jobs.drained()
 
     def close(self, wait_s: float) -> bool:
         """Finish queued jobs and close the tier; returns whether it was closed. A tier that hangs for `wait_s`, or a
