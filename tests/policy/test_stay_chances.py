@@ -9,7 +9,8 @@ import pytest
 
 from kvweave.cache import Cache
 from kvweave.policy.adaptive import PRIORS, Adaptive
-from kvweave.policy.hit_density import FIT, Life
+from kvweave.policy.age_counts import FIT
+from kvweave.policy.hit_density import Life
 from kvweave.policy.stay_chances import COUNTED, LEAST, UPDATE, StayChances
 from kvweave.spec import Full, State
 from tests.cache.plans import full_plan, group, plan_of

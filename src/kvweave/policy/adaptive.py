@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
-from kvweave.policy.class_weights import ClassWeights, Waiting
+from kvweave.policy.age_counts import GoingOn
+from kvweave.policy.class_weights import ClassWeights
 from kvweave.policy.evicted_runs import EvictedRun, EvictedRuns
 from kvweave.policy.policy import freed_bytes
 from kvweave.policy.stay_chances import StayChances
@@ -108,9 +109,9 @@ class Adaptive(Order):
             self.stay_chances.update(next_to_go, self.classes.log_age, tips.size, gone)
         return super().choose(queues, now)
 
-    def _waiting(self, now: int) -> list[Waiting]:
+    def _waiting(self, now: int) -> list[GoingOn]:
         """A sample of the points that wait."""
-        sample = list[Waiting]()
+        sample = list[GoingOn]()
         for queue in self.queues:
             each = 1 + queue.size // SAMPLE
             for point in queue.every(each):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 MOST_HITS: Final = 4096.0
 """Beyond so many, all counts are halved: what was long ago is forgotten."""
+FIT: Final = 64
+"""What follows from the counts is worked out anew after so many members have ended, or more."""
+
+GoingOn = tuple[int, int, int, float]
+"""A member whose time has not ended: its class, its age when that began to be counted, its age now, and for how many it
+stands."""
 
 
 def add(row: list[float], octave: int, share: float) -> None:
@@ -19,12 +25,37 @@ class AgeCounts:
 
     def __init__(self, priors: Sequence[float], octaves: int) -> None:
         self.priors = priors
+        self.octaves = octaves
         self.hits = [[0.0] * octaves for _ in priors]
         self.began = [[0.0] * octaves for _ in priors]
         """Members whose time has ended, by their age when it began to be counted, ..."""
         self.ended = [[0.0] * octaves for _ in priors]
         """... and when it ended."""
         self.num_hits = 0.0
+        self.num_ended = 0.0
+        self.next_fit = float(FIT)
+        """It is worked out when so many have ended."""
+
+    def octave(self, age: int) -> int:
+        return min(self.octaves, (age + 1).bit_length()) - 1
+
+    def count(self, number: int, began: int, age: int, share: float) -> None:
+        """The time of a member, or of a share of it, that began to be counted at one age ended at another."""
+        add(self.began[number], self.octave(began), share)
+        add(self.ended[number], self.octave(age), share)
+
+    def lives(self, going_on: Iterable[GoingOn]) -> list[list[float]]:
+        """By class and octave: how many members went through it, and half of those that began or ended in it."""
+        began, ended = [[*row] for row in self.began], [[*row] for row in self.ended]
+        for number, start, age, share in going_on:
+            add(began[number], self.octave(start), share)
+            add(ended[number], self.octave(age), share)
+        return [_lives(first, last) for first, last in zip(began, ended)]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what follows from the counts is to be worked out anew."""
+        return self.num_ended >= self.next_fit
 
     def forget(self) -> bool:
         """Halve all counts, if there are many; whether there were."""
@@ -35,3 +66,11 @@ class AgeCounts:
             for row in table:
                 row[:] = [count / 2 for count in row]
         return True
+
+
+def _lives(began: list[float], ended: list[float]) -> list[float]:
+    lives, waiting = list[float](), 0.0
+    for first, last in zip(began, ended):
+        lives.append(max(0.0, waiting + (first - last) / 2))
+        waiting += first - last
+    return lives

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import log2
 from typing import Final
 
-from kvweave.policy.age_counts import AgeCounts, add
+from kvweave.policy.age_counts import FIT, AgeCounts, GoingOn, add
 
 OCTAVES: Final = 40
 BELIEF: Final = 8.0
@@ -26,13 +26,8 @@ PROOF: Final = 24.0
 the weight at an age is that of the octave before."""
 MOST_RISE: Final = 1.5
 """A weight at a great age is so many times that of an average age at most."""
-FIT: Final = 64
-"""Weights are worked out anew after so many hits and evictions."""
 RECENT: Final = 64.0
 """The age of eviction is a moving average over about so many hits and evictions."""
-
-Waiting = tuple[int, int, int, float]
-"""A member whose time goes on: its class, its age when it came to wait, its age now, and for how many it stands."""
 
 
 class ClassWeights(AgeCounts):
@@ -48,10 +43,8 @@ class ClassWeights(AgeCounts):
         self.weights_from = [[prior] * OCTAVES for prior in priors]
         """By class: at the ages from an octave on, for octaves from `_first` on."""
         self._first = 0
-        self._num_ended = 0.0
-        self._next_fit = float(FIT)
-        self._octaves = 0
-        """Up to the greatest age that a member reached."""
+        self._reached = 0
+        """Octaves up to the greatest age that a member reached."""
         self.log_age = 0.0
         """Moving average of log2 of the age at which members are evicted, ..."""
         self._log_unit = 0.0
@@ -59,45 +52,39 @@ class ClassWeights(AgeCounts):
 
     def hit(self, number: int, age: int, share: float) -> None:
         """A member of a class, or a share of it, was hit. Its time is to be ended (`end`)."""
-        add(self.hits[number], octave(age), share)
+        add(self.hits[number], self.octave(age), share)
         self.num_hits += share
 
     def end(self, number: int, began: int, age: int, share: float = 1.0) -> None:
         """The time of a member, which came to wait at the age `began`, ends."""
-        last = octave(age)
-        add(self.began[number], octave(began), share)
-        add(self.ended[number], last, share)
-        self._octaves = max(self._octaves, last + 1)
-        self._num_ended += share
-
-    @property
-    def is_due(self) -> bool:
-        """Whether weights are to be worked out anew (`fit`)."""
-        return self._num_ended >= self._next_fit
+        self.count(number, began, age, share)
+        self._reached = max(self._reached, self.octave(age) + 1)
+        self.num_ended += share
 
     def gain(self, number: int, density: float) -> float:
         """Of a member of a class: a weight x its density, the weight being that at the age up to which the gain keeps
         it. A member is kept through an octave of age while its gain by what is known of this octave is above it."""
         weights, at = self.weights_from[number], self._first
         gain = weights[at] * density
-        while at + 1 < self._octaves and gain > (start := 2.0 ** (at + 1 - self._log_unit)):
+        while at + 1 < self._reached and gain > (start := 2.0 ** (at + 1 - self._log_unit)):
             at += 1
             gain = max(weights[at] * density, start)
         return gain
 
     def evicted(self, age: int, share: float = 1.0, gain: float = 1.0) -> None:
         """A member with a gain was evicted at an age; its time was ended before (`end`)."""
-        part, log_age = share / min(self._num_ended, RECENT), log2(age + 1)
+        part, log_age = share / min(self.num_ended, RECENT), log2(age + 1)
         self.log_age += (log_age - self.log_age) * part
         self._log_unit += (log_age - log2(gain) - self._log_unit) * part
 
-    def fit(self, waiting: Sequence[Waiting] = ()) -> None:
+    def fit(self, waiting: Sequence[GoingOn] = ()) -> None:
         """Weights from the counts at ages about that of eviction and beyond, in proportion to what is believed at
-        first. `waiting` are members whose time goes on."""
-        self._next_fit = max(self._next_fit, self._num_ended - FIT) + FIT
+        first. How many octaves of age members waited is the sum of their lives; `waiting` are some that still do."""
+        self.next_fit = max(self.next_fit, self.num_ended - FIT) + FIT
         first = self._first = max(0, round(self.log_age) - 1)
-        all_times = self._times(waiting)
-        all_hits = [_sums_from(row, self._octaves) for row in self.hits]
+        self._reached = max([self._reached, *[self.octave(age) + 1 for _, _, age, _ in waiting]])
+        all_times = [_sums_from(row) for row in self.lives(waiting)]
+        all_hits = [_sums_from(row) for row in self.hits]
         total = sum([hits[first] for hits in all_hits])
         scale = (total + 1) / (sum([prior * times[first] for prior, times in zip(self.priors, all_times)]) + 1)
         for number, prior in enumerate(self.priors):
@@ -111,40 +98,16 @@ class ClassWeights(AgeCounts):
             if not waiting:  # nobody asks for a gain
                 continue
             most = weight * MOST_RISE
-            for at in range(first + 1, min(self._octaves + 1, OCTAVES)):
+            for at in range(first + 1, min(self._reached + 1, OCTAVES)):
                 weight = min(most, (hits[at] + PROOF) / (times[at] + PROOF / (weight * scale)) / scale)
                 self.weights_from[number][at] = weight
         self.forget()
 
-    def _times(self, waiting: Sequence[Waiting]) -> list[list[float]]:
-        """By class and octave: how many octaves of age members have waited from it on; half of the one in which they
-        began or ended."""
-        changes = [[a - b for a, b in zip(began, ended)] for began, ended in zip(self.began, self.ended)]
-        for number, began, age, share in waiting:
-            last = octave(age)
-            add(changes[number], octave(began), share)
-            add(changes[number], last, -share)
-            self._octaves = max(self._octaves, last + 1)
-        return [_sums_from(_lives(row, self._octaves), self._octaves) for row in changes]
 
-
-def _lives(changes: list[float], octaves: int) -> list[float]:
-    """How many members waited through each octave; half of those that began or ended in it."""
-    lives, waiting = [0.0] * OCTAVES, 0.0
-    for at in range(octaves):
-        lives[at] = max(0.0, waiting + changes[at] / 2)
-        waiting += changes[at]
-    return lives
-
-
-def _sums_from(row: list[float], octaves: int) -> list[float]:
+def _sums_from(row: list[float]) -> list[float]:
     """The sum of a row from each octave on."""
-    sums, total = [0.0] * OCTAVES, 0.0
-    for at in range(octaves - 1, -1, -1):
+    sums, total = [0.0] * len(row), 0.0
+    for at in range(len(row) - 1, -1, -1):
         total += row[at]
         sums[at] = total
     return sums
-
-
-def octave(age: int) -> int:
-    return min(OCTAVES, (age + 1).bit_length()) - 1

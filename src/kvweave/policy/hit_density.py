@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from math import exp, expm1
 from typing import Final
 
-from kvweave.policy.age_counts import AgeCounts, add
+from kvweave.policy.age_counts import FIT, AgeCounts, GoingOn, add
 
 OCTAVES: Final = 32
 BELIEF: Final = 4.0
 """So many hits of a class are worth as much as what all classes have in common, ..."""
 COMMON: Final = 1.0
 """... and so many of all classes as what all octaves of age have in common."""
-FIT: Final = 64
 MOST_FIT: Final = 512
-"""Densities are worked out anew after so many lives, at first and later: it takes as long as some hundred lives."""
+"""Densities are worked out anew after so many lives at most: it takes as long as some hundred lives."""
 MOST_HALVED: Final = 8
 """A life that began before so many halvings counts next to nothing."""
 MOST_HAZARD: Final = 4.0
@@ -39,6 +38,10 @@ class Life:
         self.began = began
         self.age = age
 
+    def going_on(self, now: int, share: float) -> GoingOn:
+        """What is known of it now."""
+        return self.number, self.began, max(self.began, now - self.last_used), share
+
 
 class HitDensity(AgeCounts):
     """Densities of numbered classes."""
@@ -47,19 +50,16 @@ class HitDensity(AgeCounts):
         super().__init__(priors, OCTAVES)
         self.densities: list[list[float]] = []
         """By class, at the start of each octave; empty until something is known."""
-        self._num_ended = 0
-        self._next_fit = FIT
         self._halved: list[int] = []
         """When all counts were halved, the last times: a life that began before counts half."""
 
     def end(self, life: Life, share: float) -> None:
         """A life ends; `share` of the member was hit."""
-        octave, weight = _octave(life.age), self._weight(life)
-        add(self.hits[life.number], octave, share * weight)
-        add(self.began[life.number], _octave(life.began), weight)
-        add(self.ended[life.number], octave, weight)
+        weight = self._weight(life)
+        add(self.hits[life.number], self.octave(life.age), share * weight)
+        self.count(life.number, life.began, life.age, weight)
         self.num_hits += share * weight
-        self._num_ended += 1
+        self.num_ended += 1.0
 
     def _weight(self, life: Life) -> float:
         weight = 1.0
@@ -68,14 +68,9 @@ class HitDensity(AgeCounts):
                 weight /= 2
         return weight
 
-    @property
-    def is_due(self) -> bool:
-        """Whether densities are to be worked out anew (`fit`)."""
-        return self._num_ended >= self._next_fit
-
     def at(self, number: int, age: int) -> float:
         """Hits for a unit of time, of a member of a class at an age."""
-        octave, row = _octave(age), self.densities[number]
+        octave, row = self.octave(age), self.densities[number]
         part = min(1.0, (age + 1) / (1 << octave) - 1.0)
         return row[octave] + (row[octave + 1] - row[octave]) * part
 
@@ -83,8 +78,8 @@ class HitDensity(AgeCounts):
         """The hazards of a class are believed to be those of all classes, times a weight. `going_on` are lives that did
         not end yet, one for `each` of them, and reached the age that they have `now`: what is never asked for again is
         among them."""
-        self._next_fit = self._num_ended + min(MOST_FIT, max(FIT, self._num_ended // 8))
-        lives = self._lives(going_on, each, now)
+        self.next_fit = self.num_ended + min(MOST_FIT, max(FIT, self.num_ended // 8))
+        lives = self.lives([life.going_on(now, self._weight(life) * each) for life in going_on])
         hits, weighted = [0.0] * OCTAVES, [0.0] * OCTAVES
         for prior, mine, reached in zip(self.priors, self.hits, lives):
             hits = [total + count for total, count in zip(hits, mine)]
@@ -103,15 +98,6 @@ class HitDensity(AgeCounts):
             self.densities.append(densities_of(hazards))
         if self.forget():
             self._halved = [*self._halved[-MOST_HALVED + 1 :], now]
-
-    def _lives(self, going_on: list[Life], each: int, now: int) -> list[list[float]]:
-        """How many lives of each class went through each octave of age."""
-        began, ended = [[*row] for row in self.began], [[*row] for row in self.ended]
-        for life in going_on:
-            weight = self._weight(life) * each
-            add(began[life.number], _octave(life.began), weight)
-            add(ended[life.number], _octave(max(life.began, now - life.last_used)), weight)
-        return [_lives(first, last) for first, last in zip(began, ended)]
 
 
 def densities_of(hazards: list[float]) -> list[float]:
@@ -135,16 +121,3 @@ def densities_of(hazards: list[float]) -> list[float]:
         found[octave] = hits / time
     found[-1] = found[-2]
     return found
-
-
-def _octave(age: int) -> int:
-    return min(OCTAVES, (age + 1).bit_length()) - 1
-
-
-def _lives(began: list[float], ended: list[float]) -> list[float]:
-    """How many lives went through each octave; half of those that began or ended in it."""
-    lives, waiting = list[float](), 0.0
-    for first, last in zip(began, ended):
-        lives.append(max(0.0, waiting + (first - last) / 2))
-        waiting += first - last
-    return lives
