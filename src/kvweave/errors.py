@@ -252,11 +252,12 @@ class Unreadable(TierError):
 
 
 class PartlyRead(TierError):
-    """Some of the requested blobs could not be read, and were removed; `answer` has the others."""
+    """Some of the requested blobs could not be read, and were removed; `answer` has the others, `num_read` of them."""
 
-    def __init__(self, message: str, answer: object) -> None:
+    def __init__(self, message: str, answer: object, num_read: int) -> None:
         super().__init__(message)
         self.answer = answer
+        self.num_read = num_read
 
 
 class Vanished(TierError):

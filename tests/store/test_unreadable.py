@@ -84,6 +84,21 @@ def test_a_tier_that_cannot_read_anything_is_left_alone(tmp_path: Path, sectors:
     store.close()
 
 
+def test_a_tier_that_cannot_read_one_piece_of_each_prompt_is_asked_for_the_others(
+    tmp_path: Path, sectors: Sectors
+) -> None:
+    store, tier, _ = stored(tmp_path, failures=3, cool_s=60)
+    prompts = [store.prompt(TOKENS + number, namespace(SPEC)) for number in range(6)]
+    for prompt in prompts:
+        store.save(prompt, payload, points=[512, 1024])
+    broken = {place(tier, keys_of(prompt, "full", 2)[0]) for prompt in prompts}
+    sectors.bad = lambda start, end: any(start <= at < end for at in broken)
+    assert [store.load(store.lookup(prompt), verify, start=512) for prompt in prompts] == [512] * 6
+    stats = store.stats().tiers[0]
+    assert (stats.damaged, stats.open, stats.skipped) == (6, False, 0)
+    store.close()
+
+
 def test_writers_go_on_beside_a_sector_that_cannot_be_read(tmp_path: Path, sectors: Sectors) -> None:
     store, tier, prompt = stored(tmp_path)
     broken = place(tier, keys_of(prompt, "full", 3)[0])

@@ -151,7 +151,7 @@ class BackingTiers:
             executor.count("misses", len(fine) - sum(fine))
             executor.count("read_bytes", sum(place.nbytes for place, good in zip(places, fine, strict=True) if good))
         if trouble:
-            raise PartlyRead(trouble, arrived)
+            raise PartlyRead(trouble, arrived, arrived)
         return arrived
 
     # ---- out of the arena

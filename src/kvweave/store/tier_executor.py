@@ -235,16 +235,20 @@ class TierExecutor:
             try:
                 answer = ask()
             except PartlyRead as error:
-                self._note(breaker, error)
+                if not error.num_read:  # otherwise the tier works: what is lost was removed, and is not asked for again
+                    breaker.failed()
+                self._note(error)
                 return cast(T, error.answer)
             except (TierFull, ReadOnly) as error:
-                self._note(breaker, error)
+                breaker.failed()
+                self._note(error)
                 raise
             except Exception as error:
                 # Random, so that clients that failed together do not retry together.
                 pause = self.policy.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
                 if attempt == self.policy.retries or time.monotonic() + pause > until:
-                    self._note(breaker, error)
+                    breaker.failed()
+                    self._note(error)
                     raise
                 self.count("retried")
                 time.sleep(pause)
@@ -253,8 +257,7 @@ class TierExecutor:
                 return answer
         raise AssertionError("a last attempt returns or raises")
 
-    def _note(self, breaker: CircuitBreaker, error: Exception) -> None:
-        breaker.failed()
+    def _note(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
         self.count("failed")
 

@@ -240,7 +240,7 @@ def _read(executor: TierExecutor, wants: Sequence[BlobRequest]) -> Fetched:
     result = read(executor, [want.key for want in wants], buffers, [want.check() for want in wants])
     fetched = [buffer if is_fine else None for buffer, is_fine in zip(buffers, result.fine, strict=True)]
     if result.trouble:
-        raise PartlyRead(result.trouble, fetched)
+        raise PartlyRead(result.trouble, fetched, sum(result.fine))
     return fetched
 
 
