@@ -9,8 +9,8 @@ import pytest
 
 from kvweave.cache import Cache
 from kvweave.policy.adaptive import CLASSES, MOST_PROVEN, MOST_WEIGHT, PRIORS, REST, SPACED_PRIOR, Adaptive, class_of
-from kvweave.policy.age_counts import FIT, MOST_HITS
-from kvweave.policy.class_weights import MOST_RISE, OCTAVES, ClassWeights
+from kvweave.policy.age_counts import FIT, MOST_HITS, OCTAVES
+from kvweave.policy.class_weights import MOST_RISE, ClassWeights
 from kvweave.prefix import Kind
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Node, Point

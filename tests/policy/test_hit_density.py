@@ -8,8 +8,8 @@ from math import exp
 
 import pytest
 
-from kvweave.policy.age_counts import MOST_HITS
-from kvweave.policy.hit_density import MOST_FIT, OCTAVES, HitDensity, Life, densities_of
+from kvweave.policy.age_counts import MOST_HITS, OCTAVES
+from kvweave.policy.hit_density import MOST_FIT, HitDensity, Life, densities_of
 
 
 def by_trying_all(hazards: list[float]) -> list[float]:

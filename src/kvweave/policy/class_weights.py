@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from math import log2
 from typing import Final
 
-from kvweave.policy.age_counts import FIT, AgeCounts, GoingOn, add
+from kvweave.policy.age_counts import FIT, OCTAVES, AgeCounts, GoingOn, add, octave_of
 
-OCTAVES: Final = 40
 BELIEF: Final = 8.0
 """A weight is its prior at first; so many hits are worth as much as that belief, ..."""
 SMALL: Final = 0.5
@@ -35,7 +34,7 @@ class ClassWeights(AgeCounts):
     class whose members are still hit at great ages: a weight says nothing of ages that no member reached."""
 
     def __init__(self, priors: Sequence[float], most: float, most_proven: float = 0.0) -> None:
-        super().__init__(priors, OCTAVES)
+        super().__init__(priors)
         self.most = most
         self.most_proven = most_proven
         self.weights = [*priors]
@@ -52,13 +51,13 @@ class ClassWeights(AgeCounts):
 
     def hit(self, number: int, age: int, share: float) -> None:
         """A member of a class, or a share of it, was hit. Its time is to be ended (`end`)."""
-        add(self.hits[number], self.octave(age), share)
+        add(self.hits[number], octave_of(age), share)
         self.num_hits += share
 
     def end(self, number: int, began: int, age: int, share: float = 1.0) -> None:
         """The time of a member, which came to wait at the age `began`, ends."""
         self.count(number, began, age, share)
-        self._reached = max(self._reached, self.octave(age) + 1)
+        self._reached = max(self._reached, octave_of(age) + 1)
         self.num_ended += share
 
     def gain(self, number: int, density: float) -> float:
@@ -82,7 +81,7 @@ class ClassWeights(AgeCounts):
         first. How many octaves of age members waited is the sum of their lives; `waiting` are some that still do."""
         self.next_fit = max(self.next_fit, self.num_ended - FIT) + FIT
         first = self._first = max(0, round(self.log_age) - 1)
-        self._reached = max([self._reached, *[self.octave(age) + 1 for _, _, age, _ in waiting]])
+        self._reached = max([self._reached, *[octave_of(age) + 1 for _, _, age, _ in waiting]])
         all_times = [_sums_from(row) for row in self.lives(waiting)]
         all_hits = [_sums_from(row) for row in self.hits]
         total = sum([hits[first] for hits in all_hits])

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from math import exp, expm1
 from typing import Final
 
-from kvweave.policy.age_counts import FIT, AgeCounts, GoingOn, add
+from kvweave.policy.age_counts import FIT, OCTAVES, AgeCounts, GoingOn, add, octave_of
 
-OCTAVES: Final = 32
 BELIEF: Final = 4.0
 """So many hits of a class are worth as much as what all classes have in common, ..."""
 COMMON: Final = 1.0
@@ -47,7 +46,7 @@ class HitDensity(AgeCounts):
     """Densities of numbered classes."""
 
     def __init__(self, priors: Sequence[float]) -> None:
-        super().__init__(priors, OCTAVES)
+        super().__init__(priors)
         self.densities: list[list[float]] = []
         """By class, at the start of each octave; empty until something is known."""
         self._halved: list[int] = []
@@ -56,7 +55,7 @@ class HitDensity(AgeCounts):
     def end(self, life: Life, share: float) -> None:
         """A life ends; `share` of the member was hit."""
         weight = self._weight(life)
-        add(self.hits[life.number], self.octave(life.age), share * weight)
+        add(self.hits[life.number], octave_of(life.age), share * weight)
         self.count(life.number, life.began, life.age, weight)
         self.num_hits += share * weight
         self.num_ended += 1.0
@@ -70,7 +69,7 @@ class HitDensity(AgeCounts):
 
     def at(self, number: int, age: int) -> float:
         """Hits for a unit of time, of a member of a class at an age."""
-        octave, row = self.octave(age), self.densities[number]
+        octave, row = octave_of(age), self.densities[number]
         part = min(1.0, (age + 1) / (1 << octave) - 1.0)
         return row[octave] + (row[octave + 1] - row[octave]) * part
 

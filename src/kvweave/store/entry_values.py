@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.policy import ClassWeights
-from kvweave.policy.class_weights import OCTAVES
+from kvweave.policy.age_counts import OCTAVES
 
 Integers = NDArray[np.int64]
 CLASS_OF = np.array([0, 1, 2, 2, 3])
