@@ -25,6 +25,9 @@ PROOF: Final = 24.0
 the weight at an age is that of the octave before."""
 MOST_RISE: Final = 1.5
 """A weight at a great age is so many times that of an average age at most."""
+MOST_FIT: Final = 256
+"""Where members that wait are looked at, weights are worked out anew after so many hits and evictions at most: it takes
+as long as some of them."""
 RECENT: Final = 64.0
 """The age of eviction is a moving average over about so many hits and evictions."""
 
@@ -79,7 +82,8 @@ class ClassWeights(AgeCounts):
     def fit(self, waiting: Sequence[GoingOn] = ()) -> None:
         """Weights from the counts at ages about that of eviction and beyond, in proportion to what is believed at
         first. How many octaves of age members waited is the sum of their lives; `waiting` are some that still do."""
-        self.next_fit = max(self.next_fit, self.num_ended - FIT) + FIT
+        each = min(MOST_FIT, max(FIT, self.num_ended // 8)) if waiting else FIT
+        self.next_fit = max(self.next_fit, self.num_ended - each) + each
         first = self._first = max(0, round(self.log_age) - 1)
         self._reached = max([self._reached, *[octave_of(age) + 1 for _, _, age, _ in waiting]])
         all_times = [_sums_from(row) for row in self.lives(waiting)]
