@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from kvweave.cache import Cache
 from kvweave.policy.adaptive import CLASSES, MOST_PROVEN, MOST_WEIGHT, PRIORS, REST, SPACED_PRIOR, Adaptive, class_of
-from kvweave.policy.age_counts import FIT, MOST_HITS, OCTAVES
-from kvweave.policy.class_weights import MOST_RISE, ClassWeights
+from kvweave.policy.age_counts import FIT, MOST_HITS, OCTAVES, GoingOn
+from kvweave.policy.class_weights import MOST_FIT, MOST_RISE, ClassWeights
 from kvweave.prefix import Kind
 from kvweave.prefix.eviction_queue import EvictionQueue
 from kvweave.prefix.node import Node, Point
@@ -145,6 +146,22 @@ def test_what_waits_in_vain_counts_before_it_is_evicted() -> None:
     assert cache.state.prefix.evict_next(1)
     assert not order.classes.is_due
     assert order.classes.weights[number] < 0.5 * order.classes.weights[MUCH_FOUND]
+
+
+def test_what_waits_is_looked_at_less_often_as_counts_grow() -> None:
+    def gaps(waiting: list[GoingOn]) -> list[float]:
+        classes, fits = ClassWeights([1.0], MOST_WEIGHT), [0.0]
+        while classes.num_ended < 16 * MOST_FIT:
+            classes.end(0, 0, 100)
+            if classes.is_due:
+                classes.fit(waiting)
+                fits.append(classes.num_ended)
+        return [after - before for before, after in pairwise(fits)]
+
+    assert {*gaps([])} == {FIT}
+    looked = gaps([(0, 0, 100, 1.0)])
+    assert (looked[0], looked[-1]) == (FIT, MOST_FIT)
+    assert looked == sorted(looked)
 
 
 def seen(hits_at: dict[int, int], *, waited: int = 2000) -> ClassWeights:
